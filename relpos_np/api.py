@@ -1,0 +1,294 @@
+"""The public functions: check, lower, dispatch."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import add
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np import backend as _backend
+from relpos_np import check, dense, relshift
+from relpos_np.errors import RelposTypeError
+from relpos_np.problem import Problem
+from relpos_np.schemes.base import Scheme
+from relpos_np.terms import Terms
+
+Array = NDArray[Any]
+
+
+def _schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
+    """The schemes of a call, checked against it."""
+    if position is None:
+        return ()
+    schemes = position if isinstance(position, tuple) else (position,)
+    for scheme in schemes:
+        if not isinstance(scheme, Scheme):
+            hint = "; absolute encodings are added to the inputs: x = encoding(x)" if callable(scheme) else ""
+            raise RelposTypeError(f"position: expected a scheme such as relpos_np.T5, found {type(scheme).__name__}{hint}")
+        scheme.check(problem.site)
+    return schemes
+
+
+def _lower(schemes: tuple[Scheme, ...], problem: Problem) -> Terms:
+    """All schemes as one set of terms."""
+    return reduce(add, (s.lower(problem.q, problem.k, problem.site) for s in schemes), Terms())
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Scheme | tuple[Scheme, ...] | None = ...,
+    mask: Array | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    key_lengths: Any = ...,
+    scale: float | None = ...,
+    offset: int | None = ...,
+    dropout: float = ...,
+    rng: np.random.Generator | None = ...,
+    backend: str | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Scheme | tuple[Scheme, ...] | None = ...,
+    mask: Array | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    key_lengths: Any = ...,
+    scale: float | None = ...,
+    offset: int | None = ...,
+    dropout: float = ...,
+    rng: np.random.Generator | None = ...,
+    backend: str | None = ...,
+    return_lse: Literal[True],
+    out: Array | None = ...,
+) -> tuple[Array, Array]: ...
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Scheme | tuple[Scheme, ...] | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    offset: int | None = None,
+    dropout: float = 0.0,
+    rng: np.random.Generator | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    r"""Attention with positions.
+
+    .. math::
+
+        s_{ij} = \sigma\, q_i \cdot k_j + \text{what the position scheme adds}, \qquad
+        o_i = \sum_j \frac{e^{s_{ij}}}{\sum_l e^{s_{il}}}\, v_j
+
+    over the keys j that query i may attend. Query i stands at position i + offset among the keys; its
+    relative position to key j is d = j - (i + offset).
+
+    Parameters
+    ----------
+    q : ndarray, shape (..., H, L_q, D)
+        Queries: float16, bfloat16, float32 or float64. Two-dimensional q, k and v are one head.
+    k : ndarray, shape (..., H_kv, L_k, D)
+        Keys of the same dtype; query head h uses key head h // (H / H_kv). Leading axes broadcast.
+    v : ndarray, shape (..., H_kv, L_k, D_v)
+        Values; D_v may differ from D.
+    position : scheme or tuple of schemes, optional
+        What positions contribute, for instance `T5`; contributions of several schemes add up.
+    mask : ndarray of bool or float, optional
+        Broadcast to (..., H, L_q, L_k). True means "may attend"; a float mask is added to the scores,
+        and only its -inf excludes (a whole row of a large negative number averages all values).
+    causal : bool
+        Attend d <= 0 only.
+    window : int or tuple, optional
+        Attend -left <= d <= right, from w = left = right or (left, right); None is unbounded.
+    key_lengths : int or ndarray of int, optional
+        Per batch item, how many keys exist; later ones are never read.
+    scale : float, optional
+        The factor on q . k; default 1/sqrt(D), whatever the scheme.
+    offset : int, optional
+        Position of the first query among the keys; default L_k - L_q: queries are the last positions.
+    dropout : float
+        Rate at which probabilities are dropped; needs `rng`. Holds a mask of L_q L_k.
+    rng : numpy.random.Generator, optional
+        Source of the dropout mask; the same state gives the same mask on every backend.
+    backend : {"numpy", "terms", "numba"}, optional
+        See `set_backend`.
+    return_lse : bool
+        Also return the natural log-sum-exp of the scores.
+    out : ndarray, optional
+        Where to write the output: its exact shape and dtype, overlapping no input.
+
+    Returns
+    -------
+    out : ndarray, shape (..., H, L_q, D_v)
+        In the dtype of q. A query that may attend no key gets 0.
+    lse : ndarray, shape (..., H, L_q)
+        Only with `return_lse`; -inf for a query without keys. float32 where q is of half precision.
+
+    Raises
+    ------
+    RelposError
+        Before any work, naming the argument, what was found and what was expected; also a ValueError or
+        a TypeError.
+
+    Notes
+    -----
+    Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
+    only the queries that may attend it.
+    """
+    problem, dtype, flat = check.problem(
+        q,
+        k,
+        v,
+        mask=mask,
+        causal=causal,
+        window=window,
+        key_lengths=key_lengths,
+        scale=scale,
+        offset=offset,
+        dropout=dropout,
+        rng=rng,
+    )
+    schemes = _schemes(position, problem)
+    name = _backend.current(backend)
+    shape = problem.out_shape
+    target = None
+    if out is not None:
+        out = check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, mask))
+        target = out[None] if flat else out
+    if name == "numpy":
+        result, lse = dense.attention(problem, schemes)
+    else:
+        result, found = _backend.evaluate(name, problem, lambda: _lower(schemes, problem), target, return_lse)
+        lse = found if found is not None else result
+    if flat:
+        result, lse = result[0], lse[0]
+    if out is not None:
+        if result.base is not out and result is not out:
+            out[...] = result
+        result = out
+    elif result.dtype != dtype:
+        result = result.astype(dtype)
+    return (result, lse) if return_lse else result
+
+
+def logits(
+    q: Array,
+    k: Array,
+    *,
+    position: Scheme | tuple[Scheme, ...] | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    offset: int | None = None,
+    backend: str | None = None,
+) -> Array:
+    """Scores before the softmax as a dense array, to look at.
+
+    Parameters
+    ----------
+    q, k, position, mask, causal, window, key_lengths, scale, offset
+        See `attention`.
+    backend : {"numpy", "terms", "numba"}, optional
+        "numpy" (also for "numba", whose kernels never hold the scores) evaluates the schemes'
+        formulas, "terms" the terms they are lowered to.
+
+    Returns
+    -------
+    ndarray, shape (..., H, L_q, L_k)
+        Scores; -inf where a key is excluded. float32 where q is of half precision.
+
+    Raises
+    ------
+    RelposError
+        See `attention`.
+    """
+    problem, _, flat = check.problem(
+        q, k, None, mask=mask, causal=causal, window=window, key_lengths=key_lengths, scale=scale, offset=offset
+    )
+    schemes = _schemes(position, problem)
+    if _backend.current(backend) == "terms":
+        from relpos_np.kernels import _numpy
+
+        s = _numpy.scores(problem, _lower(schemes, problem))
+    else:
+        s = dense.scores(problem, schemes)
+    return s[0] if flat else s
+
+
+def rel_shift(x: Array, *, variant: str = "transformer_xl", backend: str | None = None) -> Array:
+    r"""Move row i of products with distances so that column j holds the one of query i and key j.
+
+    With M = L_k - L_q and columns by descending distance, the general form is
+
+    .. math::
+
+        y_{ij} = x_{i,\, L_q - 1 - i + j}, \qquad \text{distance } i + M - j .
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., L_q, columns)
+        Any float, integer or complex dtype.
+    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"}
+        - "conformer": the general form; columns = L_q + L_k - 1, distances L_k-1 ... -(L_q-1).
+        - "xlnet": columns = L_q + L_k, distances from L_k down: :math:`y_{ij} = x_{i,\, L_q - i + j}`.
+        - "transformer_xl": columns = L_k, distances L_k-1 ... 0. The general form for j <= i + M, then
+          0 at j = i + M + 1, then :math:`x_{i+1,\, j-i-M-2}`, which belongs to the next query and
+          is normally hidden by a causal mask.
+        - "espnet_legacy": the same arithmetic, used without a causal mask.
+        - "wenet": no shift; columns are key positions.
+    backend : {"numpy", "terms", "numba"}, optional
+        In NumPy the general form is a read-only view without a copy; Numba copies in parallel.
+
+    Returns
+    -------
+    ndarray, shape (..., L_q, L_k)
+        Shifted products, in the dtype of x.
+
+    Raises
+    ------
+    RelposValueError
+        If the number of columns cannot belong to the variant.
+
+    References
+    ----------
+    Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019,
+    appendix B.
+    """
+    x = check.array("x", x)
+    if x.dtype.kind not in "fiuc" and x.dtype.name != "bfloat16":
+        raise RelposTypeError(f"x: expected numbers, found dtype {x.dtype}")
+    variant = check.choice("variant", variant, relshift.VARIANTS)
+    k_len = relshift.shifted_length(x.shape, variant)
+    name = _backend.current(backend)
+    if name != "numba" or variant == "wenet":
+        return relshift.rel_shift(x, variant)
+    kernels = _backend.numba_kernels()
+    out = np.empty((*x.shape[:-1], k_len), x.dtype.newbyteorder("="))
+    kernels.rel_shift(x, out, variant)
+    return out

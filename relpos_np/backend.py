@@ -1,0 +1,112 @@
+"""Which implementation answers: names, the current choice, and lazy imports that never fall back silently."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np.errors import RelposImportError, RelposValueError
+from relpos_np.problem import Problem
+from relpos_np.terms import Terms
+
+Array = NDArray[Any]
+
+# "numpy" evaluates each scheme's formula; the others evaluate terms.
+BACKENDS = ("numpy", "terms", "numba")
+DEFAULT = "numba"
+_default: str | None = None
+_scoped: ContextVar[str | None] = ContextVar("relpos_np_backend", default=None)
+
+
+def _checked(name: Any) -> str:
+    if name not in BACKENDS:
+        raise RelposValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}; found {name!r}")
+    return str(name)
+
+
+def current(name: str | None = None) -> str:
+    """The backend of a call: its argument, the innermost `use_backend`, `set_backend`, RELPOS_BACKEND, "numba"."""
+    if name is not None:
+        return _checked(name)
+    chosen = _scoped.get() or _default
+    if chosen is None:
+        chosen = _checked(os.environ.get("RELPOS_BACKEND") or DEFAULT)
+    return chosen
+
+
+def set_backend(name: str | None) -> None:
+    """Choose the backend of all later calls in this process.
+
+    Parameters
+    ----------
+    name : {"numpy", "terms", "numba"} or None
+        "numpy" is the reference, "terms" the dense evaluator of terms, "numba" the CPU kernels. None
+        returns to the environment variable RELPOS_BACKEND, or "numba".
+
+    Raises
+    ------
+    RelposValueError
+        If there is no such backend.
+    """
+    global _default
+    _default = None if name is None else _checked(name)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Choose the backend inside a ``with`` block, for the current thread or task only.
+
+    Parameters
+    ----------
+    name : {"numpy", "terms", "numba"}
+        See `set_backend`.
+
+    Raises
+    ------
+    RelposValueError
+        If there is no such backend.
+    """
+    token = _scoped.set(_checked(name))
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
+
+
+_kernels: Any = None
+
+
+def numba_kernels() -> Any:
+    """The Numba backend's module, imported on first use."""
+    global _kernels
+    if _kernels is None:
+        try:
+            _kernels = importlib.import_module("relpos_np.kernels._numba")
+        except ImportError as error:
+            raise RelposImportError(
+                f"backend 'numba' cannot be imported ({error}); install it with `pip install numba`, "
+                "or use the reference with backend='numpy' or RELPOS_BACKEND=numpy"
+            ) from error
+    return _kernels
+
+
+def evaluate(name: str, problem: Problem, lower: Callable[[], Terms], out: Array | None, want_lse: bool) -> tuple[Array, Array | None]:
+    """Run the terms on a kernel backend; write to `out` if its layout allows, else to a new array."""
+    terms = lower()
+    if name == "terms":
+        from relpos_np.kernels import _numpy
+
+        return _numpy.attention(problem, terms)
+    kernels = numba_kernels()
+    dtype = problem.site.dtype
+    target = out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)
+    lse = np.empty(problem.out_shape[:-1], dtype) if want_lse else None
+    kernels.attention(problem, terms, target, lse)
+    return target, lse

@@ -1,0 +1,240 @@
+"""Every check of what users pass in, made once, at the edge, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.problem import UNBOUNDED, Problem, Site
+
+Array = NDArray[Any]
+
+_FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
+_HALVES = ("float16", "bfloat16")
+
+
+def array(name: str, value: Any) -> Array:
+    """Accept a NumPy array; refuse what NumPy would interpret in a way the user may not mean."""
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise RelposTypeError(f"{name}: a MaskedArray's mask would be ignored; pass its data and mask= separately")
+    if isinstance(value, np.matrix) or not isinstance(value, np.ndarray):
+        raise RelposTypeError(f"{name}: expected a NumPy array, found {type(value).__name__}; convert it with np.asarray")
+    return value.view(np.ndarray)
+
+
+def floating(name: str, value: Any) -> Array:
+    """A float32 or float64 array in native byte order; half precision is widened to float32."""
+    x = array(name, value)
+    dtype = x.dtype
+    if dtype is _FLOAT32 or dtype is _FLOAT64:
+        return x if x.flags.aligned else x.copy()
+    if dtype.kind == "f" and dtype.itemsize in (4, 8):
+        return x.astype(dtype.newbyteorder("="))
+    if dtype.name in _HALVES:
+        return x.astype(np.float32)
+    raise RelposTypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, found {dtype}")
+
+
+def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
+    """A read-only float table with the axes named, for instance "rows heads"; alternatives are separated by "|"."""
+    x = floating(name, value)
+    forms = [form.split() for form in axes.split("|")]
+    if x.ndim not in {len(form) for form in forms}:
+        wanted = " or ".join("(" + ", ".join(form) + ")" for form in forms)
+        raise RelposValueError(f"{name}: expected shape {wanted}, found {x.shape}")
+    if not empty and 0 in x.shape:
+        raise RelposValueError(f"{name}: every axis must have at least one entry, found shape {x.shape}")
+    x = x.view()
+    x.flags.writeable = False
+    return x
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """An integer, not a bool, at least `least`."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
+        raise RelposTypeError(f"{name}: expected an integer, found {value!r} of type {type(value).__name__}")
+    if least is not None and value < least:
+        raise RelposValueError(f"{name}: expected at least {least}, found {value}")
+    return int(value)
+
+
+def real(name: str, value: Any) -> float:
+    """A finite real number."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        raise RelposTypeError(f"{name}: expected a real number, found {value!r} of type {type(value).__name__}")
+    if not np.isfinite(float(value)):
+        raise RelposValueError(f"{name}: expected a finite number, found {value}")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool and nothing that merely looks true."""
+    if not isinstance(value, bool | np.bool_):
+        raise RelposTypeError(f"{name}: expected True or False, found {value!r}")
+    return bool(value)
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """One of the named options."""
+    if value not in allowed:
+        raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {value!r}")
+    return str(value)
+
+
+def _band(causal: bool, window: Any) -> tuple[int, int]:
+    left = right = UNBOUNDED
+    if window is not None:
+        pair = window if isinstance(window, tuple) else (window, window)
+        if len(pair) != 2:
+            raise RelposValueError(f"window: expected w or (left, right), found {window!r}")
+        left, right = (UNBOUNDED if w is None else integer("window", w, 0) for w in pair)
+    return left, min(right, 0) if causal else right
+
+
+def _spread(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
+    """Broadcast without copying, naming both shapes where that is impossible."""
+    try:
+        return np.broadcast_to(x, shape)
+    except ValueError:
+        raise RelposValueError(f"{name}: shape {x.shape} does not broadcast to {meaning} = {shape}") from None
+
+
+def _key_lengths(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
+    lengths = np.asarray(value)
+    if lengths.dtype.kind not in "iu":
+        raise RelposTypeError(f"key_lengths: expected integers, found dtype {lengths.dtype}")
+    if lengths.size and (lengths.min() < 0 or lengths.max() > k_len):
+        raise RelposValueError(f"key_lengths: expected 0 ... L_k = {k_len}, found {lengths.min()} ... {lengths.max()}")
+    return _spread("key_lengths", lengths.astype(np.int64), batch, "the batch axes")
+
+
+def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    mask = array("mask", value)
+    if mask.dtype.kind == "f" or mask.dtype.name == "bfloat16":
+        mask = floating("mask", mask).astype(dtype, copy=False)
+    elif mask.dtype != _BOOL:
+        raise RelposTypeError(f"mask: expected bool (True = may attend) or float (added), found dtype {mask.dtype}")
+    return _spread("mask", mask, shape, "(..., H, L_q, L_k)")
+
+
+def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
+    """The operands in one dtype, and the dtype of the result."""
+    given = [array(name, x) for name, x in named.items()]
+    kinds = {x.dtype.newbyteorder("=") for x in given}
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} {x.dtype}" for name, x in zip(named, given, strict=True))
+        raise RelposTypeError(f"{', '.join(named)}: expected one dtype, found {found}")
+    operands = [floating(name, x) for name, x in zip(named, given, strict=True)]
+    for name, x in zip(named, operands, strict=True):
+        if x.ndim < 2:
+            raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {x.shape}")
+    return operands, kinds.pop()
+
+
+def problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    causal: bool = False,
+    window: Any = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    offset: int | None = None,
+    dropout: float = 0.0,
+    rng: np.random.Generator | None = None,
+) -> tuple[Problem, np.dtype[Any], bool]:
+    """Check a call of attention; also return the dtype of the result and whether to drop the head axis.
+
+    `v` may be None where only scores are wanted.
+    """
+    named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    operands, result = _operands(named)
+    flat = all(x.ndim == 2 for x in operands)
+    operands = [x[None] if x.ndim == 2 else x for x in operands]
+    q, k = operands[:2]
+    v = operands[2] if len(operands) == 3 else k[..., :0]
+    (heads, q_len, depth), (kv_heads, k_len, k_depth) = q.shape[-3:], k.shape[-3:]
+    if depth != k_depth:
+        raise RelposValueError(f"k: head_dim {k_depth} differs from q's {depth}; shapes {k.shape} and {q.shape}")
+    if depth == 0:
+        raise RelposValueError(f"q: head_dim must be at least 1, found shape {q.shape}")
+    if v.shape[-3:-1] != (kv_heads, k_len):
+        raise RelposValueError(f"v: expected (..., {kv_heads}, {k_len}, D_v) like k, found {v.shape}")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise RelposValueError(f"k: {kv_heads} heads do not divide q's {heads}; shapes {k.shape} and {q.shape}")
+    leads = [x.shape[:-3] for x in (q, k, v)]
+    batch = leads[0]
+    if leads[1] != batch or leads[2] != batch:
+        try:
+            batch = np.broadcast_shapes(*leads)
+        except ValueError:
+            raise RelposValueError(f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast") from None
+        q, k, v = (np.broadcast_to(x, (*batch, *x.shape[-3:])) for x in (q, k, v))
+    left, right = _band(flag("causal", causal), window)
+    dtype = q.dtype
+    site = Site(
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        k_len=k_len,
+        head_dim=depth,
+        v_dim=v.shape[-1],
+        offset=k_len - q_len if offset is None else integer("offset", offset),
+        right=right,
+        scale=float(depth**-0.5) if scale is None else real("scale", scale),
+        dtype=dtype,
+    )
+    if abs(site.offset) >= UNBOUNDED >> 1:
+        raise RelposValueError(f"offset: {site.offset} is too large")
+    scores = (*batch, heads, q_len, k_len)
+    rate = 0.0 if dropout == 0.0 else real("dropout", dropout)
+    keep = None
+    if rate:
+        if not 0.0 < rate < 1.0:
+            raise RelposValueError(f"dropout: expected a rate in [0, 1), found {rate}")
+        if not isinstance(rng, np.random.Generator):
+            raise RelposTypeError("rng: dropout needs a numpy.random.Generator, as from np.random.default_rng(seed)")
+        keep = rng.random(scores) >= rate
+    return (
+        Problem(
+            q=q,
+            k=k,
+            v=v,
+            batch=batch,
+            site=site,
+            left=left,
+            right=right,
+            mask=None if mask is None else _mask(mask, scores, dtype),
+            key_lengths=None if key_lengths is None else _key_lengths(key_lengths, batch, k_len),
+            keep=keep,
+            keep_scale=1.0 / (1.0 - rate),
+        ),
+        result,
+        flat,
+    )
+
+
+def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Sequence[Any]) -> Array:
+    """Check `out=`: right shape and dtype, writeable, and no memory shared with an input."""
+    if type(out) is not np.ndarray:
+        raise RelposTypeError(f"out: expected a NumPy array, found {type(out).__name__}")
+    if out.shape != shape:
+        raise RelposValueError(f"out: expected shape {shape}, found {out.shape}")
+    if out.dtype != dtype:
+        raise RelposTypeError(f"out: expected dtype {dtype}, found {out.dtype}")
+    if not out.flags.writeable:
+        raise RelposValueError("out: the array is read-only")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True)):
+        raise RelposValueError("out: elements of the array share memory")
+    if any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in inputs):
+        raise RelposValueError("out: the array overlaps an input")
+    return out

@@ -1,0 +1,23 @@
+"""The one error class, in the kinds that Python callers expect to catch."""
+
+from __future__ import annotations
+
+
+class RelposError(Exception):
+    """Base of every error this library raises on purpose; each is also the built-in kind it refines."""
+
+
+class RelposValueError(RelposError, ValueError):
+    """An argument of the right type has an unusable value or shape."""
+
+
+class RelposTypeError(RelposError, TypeError):
+    """An argument has an unusable type or dtype."""
+
+
+class RelposIndexError(RelposError, IndexError, ValueError):
+    """An index lies outside its table."""
+
+
+class RelposImportError(RelposError, ImportError):
+    """An optional package that the request needs is missing."""

@@ -1,0 +1,1 @@
+"""Backends: each turns terms into attention and knows nothing of schemes."""

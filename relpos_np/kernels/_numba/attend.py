@@ -1,0 +1,331 @@
+"""Streaming attention: blocks of queries against blocks of keys, online softmax, no N x N array.
+
+One piece of work is a block of queries of one head. Its working set lives in one workspace per
+thread: the scaled queries, one block of keys packed into panels, one of values, a tile of scores
+and the output so far. Scores are kept in units of log 2, so that the exponential is 2**x.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+
+from relpos_np.kernels._numba.jit import helper, kernel
+from relpos_np.kernels._numba.records import BATCH_K, BATCH_MASK, BATCH_Q, BATCH_V, KEY_BEGIN, KEY_END
+from relpos_np.kernels._numba.rows import (
+    add_constant,
+    add_mask,
+    add_row,
+    advance,
+    at,
+    copy_checked,
+    data,
+    exp2_row,
+    fill_row,
+    flags,
+    get,
+    integers,
+    lane_max,
+    lane_sum,
+    mask_row,
+    max_row,
+    put,
+    scale_row,
+    sum_row,
+    take,
+    transpose_square,
+    pointer_like,
+)
+from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
+from relpos_np.kernels._numba.tiles import accumulate, score_panel, score_panel_max
+
+SCORE_ROWS = TARGET.score_rows
+PANEL_VECTORS = TARGET.score_vectors
+VECTOR_BYTES = TARGET.vector_bytes
+MINUS_INFINITY = -math.inf
+LOG2 = math.log(2.0)
+LOG2E = 1.0 / LOG2
+
+
+@helper
+def round_up(n: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is not below n."""
+    return (n + unit - 1) // unit * unit
+
+
+@helper
+def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lanes: int) -> tuple[int, ...]:
+    """Where each buffer of a thread's workspace begins, in elements; the last entry is its size."""
+    queries = 0
+    keys = queries + round_up(block * depth, 64)
+    scores = keys + BLOCK_KEYS * depth
+    values = scores + block * BLOCK_KEYS
+    out = values + BLOCK_KEYS * v_width
+    total = out + block * v_width
+    tops = total + block * lanes
+    best = tops + block * lanes
+    top = best + block
+    fade = top + block
+    check = fade + block
+    skew_q = check + 64
+    skew_w = skew_q + round_up(block * skew_depth, 64)
+    skew = skew_w + (block + BLOCK_KEYS) * skew_depth
+    binned = skew + (block * (block + BLOCK_KEYS) if skew_depth else 0)
+    end = binned + round_up(block * bins, 64)
+    return queries, keys, scores, values, out, total, tops, best, top, fade, check, skew_q, skew_w, skew, binned, end
+
+
+@helper
+def pack_panels(out: Any, x: Any, row: int, first: int, last: int, limit: int, depth: int, width: int, lanes: int) -> None:
+    """Pack rows first..last of x, transposed, into panels [depth, width]; rows outside [0, limit) become 0."""
+    for p in range(first, last, width):
+        panel = at(out, (p - first) * depth)
+        for r0 in range(p, p + width, lanes):
+            inside = r0 >= 0 and r0 + lanes <= min(last, limit)
+            whole = depth // lanes * lanes if inside else 0
+            for c in range(0, whole, lanes):
+                transpose_square(at(panel, c * width + r0 - p), width, at(x, r0 * row + c), row)
+            for r in range(r0, r0 + lanes):
+                if 0 <= r < min(last, limit):
+                    for c in range(whole, depth):
+                        put(panel, c * width + r - p, get(x, r * row + c))
+                else:
+                    for c in range(whole, depth):
+                        put(panel, c * width + r - p, 0.0)
+
+
+@helper
+def load_queries(out: Any, x: Any, row: int, rows: int, depth: int, scale: float) -> None:
+    """Copy and scale a block of queries, padded with rows of 0 to the height of a score tile."""
+    for i in range(rows):
+        scale_row(at(out, i * depth), at(x, i * row), depth, scale)
+    fill_row(out, rows * depth, round_up(rows, SCORE_ROWS) * depth, 0.0)
+
+
+@helper
+def skew_block(p: Any, base: Any, w: Any, weights: Any, i0: int, rows: int, j0: int, cols: int, first: bool, lanes: int) -> None:
+    """Products of the block's queries with one weight row per distance.
+
+    Column c of the buffer belongs to distance j - i = j0 - i0 - (block - 1) + c, so that row i of the
+    tile reads it from column block - 1 - i on. The next block of keys keeps what it shares with this one.
+    """
+    block, depth, width = p.block_queries, p.skew_depth, PANEL_VECTORS * lanes
+    products, packed, stride = at(base, w[13]), at(base, w[12]), p.block_queries + BLOCK_KEYS
+    start = (block - rows) // width * width
+    if not first:
+        for i in range(rows):
+            line = at(products, i * stride)
+            scale_row(line, at(line, BLOCK_KEYS), block, 1.0)
+        start = block
+    stop = block + round_up(cols, width)
+    origin = j0 - i0 - (block - 1) + p.q_len - 1
+    pack_panels(packed, weights, depth, origin + start, origin + stop, p.q_len + p.k_len - 1, depth, width, lanes)
+    for c in range(start, stop, width):
+        score_panel(at(base, w[11]), at(packed, (c - start) * depth), depth, at(products, c), stride, rows)
+
+
+@helper
+def add_gathered(s: Any, a: Any, source: Any, t: int, col: int, cols: int) -> None:
+    """s[j] += source[j * col + index[t + j]] for every index that is not negative."""
+    index = integers(a.index)
+    if a.runs and col == 0:
+        runs = integers(a.runs)
+        j = 0
+        while j < cols:
+            r = get(index, t + j)
+            end = min(get(runs, t + j) - t, cols)
+            if r >= 0:
+                add_constant(at(s, j), end - j, get(source, r))
+            j = end
+    else:
+        for j in range(cols):
+            r = get(index, t + j)
+            if r >= 0:
+                put(s, j, get(s, j) + get(source, j * col + r))
+
+
+@helper
+def add_binned(s: Any, a: Any, bins: Any, t: int, cols: int) -> None:
+    """bins[index[t + j]] += s[j] for every index that is not negative."""
+    index = integers(a.index)
+    if a.runs:
+        runs = integers(a.runs)
+        j = 0
+        while j < cols:
+            r = get(index, t + j)
+            end = min(get(runs, t + j) - t, cols)
+            if r >= 0:
+                put(bins, r, get(bins, r) + sum_row(at(s, j), end - j))
+            j = end
+    else:
+        for j in range(cols):
+            r = get(index, t + j)
+            if r >= 0:
+                put(bins, r, get(bins, r) + get(s, j))
+
+
+@helper
+def open_rows(
+    p: Any, adds: Any, base: Any, w: Any, bias: Any, b: int, h: int, mask: int, i0: int, rows: int, j0: int, cols: int, lanes: int
+) -> None:
+    """Complete a tile of plain scores: bias, gathered terms, masks, and each row's maximum."""
+    wide = round_up(cols, lanes)
+    for i in range(rows):
+        q = i0 + i
+        s = at(base, w[2] + i * BLOCK_KEYS)
+        if p.bias_row:
+            add_row(s, at(bias, q * p.bias_row + j0), cols, 1.0)
+        if p.skew_depth:
+            add_row(s, at(base, w[13] + i * (p.block_queries + BLOCK_KEYS) + p.block_queries - 1 - i), cols, 1.0)
+        for n in range(p.adds):
+            a = adds[n]
+            source = at(pointer_like(base, a.src), b * a.src_batch + h * a.src_head + q * a.src_row + j0 * a.src_col)
+            add_gathered(s, a, source, b * a.index_batch + q * a.index_row + j0, a.src_col, cols)
+        if p.soft:
+            soft = at(pointer_like(base, p.soft), mask + h * p.mask_head + q * p.mask_row + j0 * p.mask_col)
+            if p.mask_col:
+                add_mask(s, soft, cols, LOG2E)
+            elif get(soft, 0) == MINUS_INFINITY:
+                fill_row(s, 0, cols, MINUS_INFINITY)
+            else:
+                add_constant(s, cols, get(soft, 0) * LOG2E)
+        if p.allowed:
+            allowed = at(flags(p.allowed), mask + h * p.mask_head + q * p.mask_row + j0 * p.mask_col)
+            if p.mask_col:
+                mask_row(s, allowed, cols, MINUS_INFINITY)
+            elif get(allowed, 0) == 0:
+                fill_row(s, 0, cols, MINUS_INFINITY)
+        # Excluded keys are overwritten, not added to, so that what they hold never matters.
+        begin = min(max(q + p.offset - p.left - j0, 0), cols)
+        end = max(min(q + p.offset + p.right + 1 - j0, cols), 0)
+        fill_row(s, 0, begin, MINUS_INFINITY)
+        fill_row(s, end, wide, MINUS_INFINITY)
+        max_row(s, wide, at(base, w[6] + i * lanes))
+
+
+@helper
+def spread_poison(base: Any, w: Any, rows: int, cols: int, v_depth: int, v_width: int) -> None:
+    """Move values that are not finite past the product, in which 0 * inf would reach rows that exclude their key."""
+    for j in range(cols):
+        for c in range(v_depth):
+            x = get(base, w[3] + j * v_width + c)
+            if not math.isfinite(x):
+                put(base, w[3] + j * v_width + c, 0.0)
+                for i in range(rows):
+                    if get(base, w[2] + i * BLOCK_KEYS + j) != MINUS_INFINITY:
+                        at_out = w[4] + i * v_width + c
+                        put(base, at_out, get(base, at_out) + x)
+
+
+@helper
+def finish_rows(p: Any, values: Any, base: Any, w: Any, b: int, h: int, i0: int, rows: int, v_width: int, lanes: int) -> None:
+    """Add the value terms, divide by the sums and write the output and the log-sum-exp."""
+    for n in range(p.values):
+        a = values[n]
+        weights = at(pointer_like(base, a.weights), h * a.weights_head)
+        accumulate(at(base, w[14] + a.bins), p.bins, weights, v_width, at(base, w[4]), v_width, rows, v_width, a.rows)
+    out = at(pointer_like(base, p.out), b * p.out_batch + h * p.out_head)
+    for i in range(rows):
+        total = lane_sum(at(base, w[5] + i * lanes))
+        empty = total == 0.0
+        scale_row(at(out, (i0 + i) * p.out_row), at(base, w[4] + i * v_width), p.v_depth, 0.0 if empty else 1.0 / total)
+        if p.lse:
+            lse = MINUS_INFINITY if empty else (get(base, w[8] + i) + math.log2(total)) * LOG2
+            put(pointer_like(base, p.lse), (b * p.heads + h) * p.q_len + i0 + i, lse)
+
+
+@helper
+def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int, lanes: int) -> None:
+    """Attention for one block of queries of one head."""
+    block, depth, v_depth = p.block_queries, p.depth, p.v_depth
+    b, h, i0 = t // (p.heads * p.blocks), t // p.blocks % p.heads, t % p.blocks * block
+    rows = min(block, p.q_len - i0)
+    width, v_width = PANEL_VECTORS * lanes, round_up(v_depth, lanes)
+    w = layout(block, depth, v_width, p.skew_depth, p.bins, lanes)
+    scores, out, fade = at(base, w[2]), at(base, w[4]), at(base, w[9])
+    group = h // p.group
+    q = at(pointer_like(base, p.q), batches[BATCH_Q, b] + h * p.q_head + i0 * p.q_row)
+    k = at(pointer_like(base, p.k), batches[BATCH_K, b] + group * p.k_head)
+    v = at(pointer_like(base, p.v), batches[BATCH_V, b] + group * p.v_head)
+    bias = at(pointer_like(base, p.bias), h * p.bias_head)
+    weights = at(pointer_like(base, p.skew_w), h * p.skew_head)
+    mask = batches[BATCH_MASK, b]
+    load_queries(at(base, w[0]), q, p.q_row, rows, depth, p.scale)
+    if p.skew_depth:
+        skew_q = at(pointer_like(base, p.skew_q), ((b * p.heads + h) * p.q_len + i0) * p.skew_depth)
+        load_queries(at(base, w[11]), skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
+    fill_row(base, w[4], w[4] + round_up(rows, ROW_QUANTUM) * v_width, 0.0)
+    fill_row(base, w[5], w[5] + rows * lanes, 0.0)
+    fill_row(base, w[8], w[8] + block, MINUS_INFINITY)
+    fill_row(base, w[14], w[14] + round_up(rows, ROW_QUANTUM) * p.bins, 0.0)
+    plain = p.adds == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0
+    first = max(batches[KEY_BEGIN, b], i0 + p.offset - p.left)
+    last = min(batches[KEY_END, b], i0 + rows + p.offset + p.right)
+
+    for j0 in range(first, last, BLOCK_KEYS):
+        cols = min(BLOCK_KEYS, last - j0)
+        wide = round_up(cols, lanes)
+        pack_panels(at(base, w[1]), k, p.k_row, j0, j0 + cols, p.k_len, depth, width, lanes)
+        # A tile takes the short way if every query may attend every key and no column is left over.
+        open_ = j0 >= i0 + rows - 1 + p.offset - p.left and j0 + cols <= i0 + p.offset + p.right + 1
+        short = plain and open_ and (cols % width == 0 or (p.bias_tail and j0 + cols == p.k_len))
+        fill_row(base, w[6], w[6] + round_up(rows, SCORE_ROWS) * lanes, MINUS_INFINITY)
+        if short:
+            for c in range(0, cols, width):
+                corner = at(bias, i0 * p.bias_row + (j0 + c if p.bias_row else 0))
+                panel = at(base, w[1] + c * depth)
+                score_panel_max(at(base, w[0]), panel, depth, at(scores, c), BLOCK_KEYS, rows, corner, p.bias_row, at(base, w[6]))
+        else:
+            for c in range(0, cols, width):
+                score_panel(at(base, w[0]), at(base, w[1] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows)
+            if p.skew_depth:
+                skew_block(p, base, w, weights, i0, rows, j0, cols, j0 == first, lanes)
+            open_rows(p, adds, base, w, bias, b, h, mask, i0, rows, j0, cols, lanes)
+
+        for i in range(rows):
+            put(base, w[7] + i, lane_max(at(base, w[6] + i * lanes)))
+        advance(at(base, w[7]), at(base, w[8]), fade, round_up(rows, lanes))
+        for i in range(rows):
+            f = get(fade, i)
+            if f != 1.0:
+                scale_row(at(out, i * v_width), at(out, i * v_width), v_width, f)
+                scale_row(at(base, w[14] + i * p.bins), at(base, w[14] + i * p.bins), p.bins, f)
+
+        fill_row(base, w[10], w[10] + lanes, 0.0)
+        for j in range(cols):
+            copy_checked(at(base, w[3] + j * v_width), at(v, (j0 + j) * p.v_row), v_depth, at(base, w[10]))
+            fill_row(base, w[3] + j * v_width + v_depth, w[3] + (j + 1) * v_width, 0.0)
+        if not short and math.isnan(lane_sum(at(base, w[10]))):
+            spread_poison(base, w, rows, cols, v_depth, v_width)
+        for i in range(rows):
+            s = at(scores, i * BLOCK_KEYS)
+            exp2_row(s, wide, get(base, w[7] + i), at(base, w[5] + i * lanes), get(fade, i))
+            if p.keep:
+                keep = at(flags(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
+                scale_row(s, s, cols, p.keep_scale)
+                mask_row(s, keep, cols, 0.0)
+            for n in range(p.values):
+                a = values[n]
+                add_binned(s, a, at(base, w[14] + i * p.bins + a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, cols)
+        accumulate(scores, BLOCK_KEYS, at(base, w[3]), v_width, out, v_width, rows, v_width, cols)
+    finish_rows(p, values, base, w, b, h, i0, rows, v_width, lanes)
+
+
+@kernel()
+def attend(plan: Any, adds: Any, values: Any, batches: Any, work: Any, counter: Any, stop: int) -> None:
+    """Take blocks of queries from the shared counter until `stop`."""
+    lanes = VECTOR_BYTES // work.itemsize
+    base = data(work)
+    t = take(counter)
+    while t < stop:
+        attend_block(plan[0], adds, values, batches, base, t, lanes)
+        t = take(counter)
+
+
+@kernel(parallel=True)
+def attend_parallel(plan: Any, adds: Any, values: Any, batches: Any, work: Any, counter: Any, stop: int) -> None:
+    """`attend` on every thread: one workspace row each, one counter for all, so that no thread waits for a slow one."""
+    for thread in numba.prange(work.shape[0]):
+        attend(plan, adds, values, batches, work[thread], counter, stop)

@@ -1,0 +1,319 @@
+"""From a problem and its terms to the records that the kernel reads, with every buffer it may touch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np.kernels._numba import attend
+from relpos_np.kernels._numba.records import ADD, BATCH_MASK, KEY_BEGIN, KEY_END, PLAN, VALUE
+from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET, block_queries
+from relpos_np.problem import UNBOUNDED, Problem
+from relpos_np.terms import Dense, IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
+
+Array = NDArray[Any]
+
+LOG2E = 1.0 / math.log(2.0)
+# A dense bias up to this many bytes is gathered once per call and then read like any other.
+GATHER_BYTES = 16 * 1024 * 1024
+# A query term whose map has at least this share of distinct runs is multiplied tile by tile.
+SKEW_SHARE = 0.25
+_NONE_ADD, _NONE_VALUE = np.zeros(0, ADD), np.zeros(0, VALUE)
+
+
+@dataclass(eq=False)
+class Plan:
+    """Arguments of the kernel, and the arrays that must outlive the call."""
+
+    plan: Array
+    adds: Array
+    values: Array
+    batches: Array
+    blocks: int
+    workspace: int
+    flops_per_block: float
+    kept: list[Array] = field(default_factory=list)
+
+
+def _strides(x: Array) -> list[int]:
+    return [s // x.itemsize for s in x.strides]
+
+
+def _rowwise(x: Array) -> Array:
+    """The array itself if the elements of a row are adjacent, else a copy."""
+    return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+
+
+def batch_offsets(x: Array, batch_axes: int, count: int) -> Array:
+    """Element offset of every batch item, in C order."""
+    strides = _strides(x)
+    if batch_axes == 0:
+        return np.zeros(1, np.int64)
+    if batch_axes == 1:
+        return np.arange(count, dtype=np.int64) * strides[0]
+    total = np.zeros(1, np.int64)
+    for size, stride in zip(x.shape[:batch_axes], strides[:batch_axes], strict=True):
+        total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    return total
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any], fill: float | None) -> Array:
+    """A C-contiguous array that begins on a cache line, so that vector loads do not straddle two."""
+    size = math.prod(shape)
+    raw = np.empty(size + 64 // dtype.itemsize, dtype)
+    start = (-raw.ctypes.data % 64) // dtype.itemsize
+    x = raw[start : start + size].reshape(shape)
+    if fill is not None:
+        x.fill(fill)
+    return x
+
+
+def _runs(lookup: Array, q_len: int) -> Array:
+    """For each entry where its run of equal entries ends, counted like the entries from j - i = 0."""
+    n = len(lookup)
+    ends = np.flatnonzero(np.append(lookup[1:] != lookup[:-1], True)) + 1
+    return (np.repeat(ends, np.diff(ends, prepend=0)) - (q_len - 1)).astype(np.int32) if n else lookup
+
+
+class Planner:
+    """Builds the plan of one call."""
+
+    def __init__(self, problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> None:
+        self.problem, self.site, self.terms = problem, problem.site, terms
+        self.count = math.prod(problem.batch)
+        self.dtype = problem.site.dtype
+        self.kept: list[Array] = []
+        self.fields: dict[str, Any] = {}
+        self.threads = threads
+        self.out, self.lse = out, lse
+
+    def _keep(self, x: Array) -> int:
+        """Keep an array alive and return its address."""
+        self.kept.append(x)
+        return int(x.__array_interface__["data"][0])
+
+    def build(self) -> Plan:
+        """Fill every record."""
+        site, terms, f = self.site, self.terms, self.fields
+        batches = np.zeros((6, self.count), np.int64)
+        axes = len(self.problem.batch)
+        query = self.problem.q if terms.query is None else terms.query
+        key = self.problem.k if terms.key is None else terms.key
+        for row, (name, x) in enumerate((("q", query), ("k", key), ("v", self.problem.v))):
+            x = _rowwise(x)
+            f[name] = self._keep(x)
+            f[name + "_head"], f[name + "_row"] = _strides(x)[-3:-1]
+            batches[row] = batch_offsets(x, axes, self.count)
+        f["out"] = self._keep(self.out)
+        f["out_batch"] = site.heads * site.q_len * site.v_dim
+        f["out_head"], f["out_row"] = site.q_len * site.v_dim, site.v_dim
+        if self.lse is not None:
+            f["lse"] = self._keep(self.lse)
+        f["heads"], f["group"] = site.heads, site.heads // max(site.kv_heads, 1)
+        f["q_len"], f["k_len"], f["depth"], f["v_depth"] = site.q_len, site.k_len, query.shape[-1], site.v_dim
+        f["offset"], f["left"], f["right"] = site.offset, self.problem.left, self.problem.right
+        f["scale"] = site.scale * LOG2E
+        self._masks(batches)
+        adds = self._bias() + self._queries() + [self._key(term) for term in terms.keys]
+        values = self._values()
+        lanes = TARGET.lanes(self.dtype.itemsize)
+        width = -(-site.v_dim // lanes) * lanes
+        block = block_queries(
+            site.q_len, query.shape[-1], width, self.dtype.itemsize, self.count * site.heads, self.threads
+        )
+        f["block_queries"], f["blocks"] = block, -(-site.q_len // block)
+        f["adds"], f["values"] = len(adds), len(values)
+        if self.problem.keep is not None:
+            f["keep"] = self._keep(self.problem.keep)
+            f["keep_scale"] = self.problem.keep_scale
+        plan = np.zeros(1, PLAN)
+        plan[0] = tuple(f.get(name, 0) for name in PLAN.names or ())
+        skew, bins = f.get("skew_depth", 0), f.get("bins", 0)
+        span = min(site.k_len, self.problem.left + self.problem.right + block)
+        return Plan(
+            plan=plan,
+            adds=np.array(adds, ADD) if adds else _NONE_ADD,
+            values=np.array(values, VALUE) if values else _NONE_VALUE,
+            batches=batches,
+            blocks=self.count * site.heads * f["blocks"],
+            workspace=attend.layout.py_func(block, query.shape[-1], width, skew, bins, lanes)[-1],
+            flops_per_block=2.0 * block * span * (query.shape[-1] + width + 2 * skew),
+            kept=self.kept,
+        )
+
+    # masks -----------------------------------------------------------------------------------
+
+    def _masks(self, batches: Array) -> None:
+        """Turn key lengths and masks of keys alone into ranges; hand other masks on."""
+        problem, site, f = self.problem, self.site, self.fields
+        batches[KEY_END] = site.k_len
+        if problem.key_lengths is not None:
+            batches[KEY_END] = problem.key_lengths.ravel()
+        mask = problem.mask
+        if mask is None or not mask.size:
+            return
+        if mask.dtype == np.bool_ and mask.strides[-3:-1] == (0, 0):
+            keys = mask[..., 0, 0, :].reshape(self.count, site.k_len)
+            seen = keys.any(axis=1)
+            begin = np.where(seen, keys.argmax(axis=1), site.k_len)
+            end = np.where(seen, site.k_len - keys[:, ::-1].argmax(axis=1), 0)
+            batches[KEY_BEGIN] = begin
+            batches[KEY_END] = np.minimum(batches[KEY_END], end)
+            if (keys.sum(axis=1) == np.maximum(end - begin, 0)).all():
+                return
+        if mask.shape[-1] > 1 and mask.strides[-1] not in (0, mask.itemsize):
+            mask = np.ascontiguousarray(mask)
+        address = self._keep(mask)
+        f["allowed" if mask.dtype == np.bool_ else "soft"] = address
+        f["mask_head"], f["mask_row"], f["mask_col"] = _strides(mask)[-3:]
+        if mask.shape[-1] == 1:
+            f["mask_col"] = 1
+        batches[BATCH_MASK] = batch_offsets(mask, len(problem.batch), self.count)
+
+    # additive terms ----------------------------------------------------------------------------
+
+    def _bias(self) -> list[Any]:
+        """Sum the table terms into one fused bias where they fit, and gather the others in the kernel."""
+        site, f = self.site, self.fields
+        toeplitz = [t for t in self.terms.tables if isinstance(t.index, Toeplitz)]
+        grids = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim == 2]
+        others = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim > 2]
+        panel = TARGET.panel(self.dtype.itemsize)
+        width = -(-site.k_len // panel) * panel
+        height = -(-site.q_len // ROW_QUANTUM) * ROW_QUANTUM
+        if grids and site.heads * height * width * self.dtype.itemsize <= GATHER_BYTES:
+            # Padding columns are -inf, so that a ragged last panel needs no mask of its own.
+            bias = _aligned((site.heads, height, width), self.dtype, -math.inf)
+            bias[:, site.q_len :] = 0
+            inner = bias[:, : site.q_len, : site.k_len]
+            inner[...] = self._picked(grids[0])
+            for term in grids[1:]:
+                inner += self._picked(term)
+            for term in toeplitz:
+                lookup = term.index.dense(site.q_len, site.k_len)
+                inner += self._picked(TableTerm(term.table, Dense(lookup, term.index.rows)))
+            f["bias"] = self._keep(bias)
+            f["bias_head"], f["bias_row"], f["bias_tail"] = height * width, width, 1
+            grids = []
+        elif toeplitz:
+            span = site.q_len + site.k_len - 1
+            # Padded query rows and a ragged last panel read beyond the ends.
+            buffer = np.zeros((site.heads, ROW_QUANTUM + span + panel), self.dtype)
+            inner = buffer[:, ROW_QUANTUM : ROW_QUANTUM + span]
+            for term in toeplitz:
+                inner += self._along(term)
+            f["bias"] = self._keep(buffer) + (ROW_QUANTUM + site.q_len - 1) * buffer.itemsize
+            f["bias_head"], f["bias_row"] = buffer.shape[1], -1
+        else:
+            f["bias"] = self._keep(np.zeros(panel, self.dtype))
+        return [self._table(term) for term in grids + others]
+
+    def _picked(self, term: TableTerm) -> Array:
+        """A table's value for every pair of a dense map, in units of log 2: (H or 1, L_q, L_k)."""
+        assert isinstance(term.index, Dense)
+        picked = (term.table * self.dtype.type(LOG2E))[:, term.index.index]
+        return np.where(term.index.index < 0, self.dtype.type(0), picked) if term.index.gaps else picked
+
+    def _along(self, term: TableTerm) -> Array:
+        """A table's value for every relative position, in units of log 2: (H or 1, L_q + L_k - 1)."""
+        assert isinstance(term.index, Toeplitz)
+        picked = (term.table * self.dtype.type(LOG2E))[:, term.index.lookup]
+        return np.where(term.index.lookup < 0, self.dtype.type(0), picked) if term.index.gaps else picked
+
+    def _table(self, term: TableTerm) -> tuple[int, ...]:
+        """A table that the kernel gathers from."""
+        table = np.ascontiguousarray(term.table * self.dtype.type(LOG2E))
+        head = table.shape[1] if table.shape[0] > 1 else 0
+        return (self._keep(table), 0, head, 0, 0, *self._index(term.index, runs=False))
+
+    def _index(self, index: IndexMap, *, runs: bool) -> tuple[int, int, int, int]:
+        """Address and strides of a map: batch stride, row stride and the ends of its runs."""
+        if isinstance(index, Toeplitz):
+            origin = max(self.site.q_len - 1, 0) * 4
+            ends = self._keep(_runs(index.lookup, self.site.q_len)) + origin if runs else 0
+            return self._keep(index.lookup) + origin, 0, -1, ends
+        dense = np.ascontiguousarray(index.index)
+        per_batch = 0
+        if dense.ndim > 2:
+            shape = (*self.problem.batch, self.site.q_len, self.site.k_len)
+            dense = np.ascontiguousarray(np.broadcast_to(dense, shape))
+            per_batch = self.site.q_len * self.site.k_len
+        return self._keep(dense), per_batch, self.site.k_len, 0
+
+    def _queries(self) -> list[Any]:
+        """Multiply maps with many rows tile by tile; others once, to be gathered."""
+        skewed: list[QueryTerm] = []
+        adds: list[Any] = []
+        for term in self.terms.queries:
+            if isinstance(term.index, Toeplitz):
+                lookup = term.index.lookup
+                changes = int(np.count_nonzero(lookup[1:] != lookup[:-1])) + 1
+                if changes > SKEW_SHARE * len(lookup):
+                    skewed.append(term)
+                    continue
+            products = np.matmul(term.query, np.swapaxes(term.weights, -1, -2)) * self.dtype.type(LOG2E)
+            products = np.ascontiguousarray(np.broadcast_to(products, self._full(self.site.q_len, products.shape[-1])))
+            rows = products.shape[-1]
+            head = self.site.q_len * rows
+            address = self._keep(products)
+            adds.append((address, self.site.heads * head, head, rows, 0, *self._index(term.index, runs=True)))
+        if skewed:
+            self._skew(skewed)
+        return adds
+
+    def _full(self, length: int, width: int) -> tuple[int, ...]:
+        return (*self.problem.batch, self.site.heads, length, width)
+
+    def _skew(self, terms: list[QueryTerm]) -> None:
+        """One row of weights per relative position; several terms share one product by lying side by side."""
+        f, site = self.fields, self.site
+        queries, weights = [], []
+        heads = max(term.weights.shape[0] for term in terms)
+        for term in terms:
+            assert isinstance(term.index, Toeplitz)
+            rows = term.weights[:, term.index.lookup]
+            if term.index.gaps:
+                rows[:, term.index.lookup < 0] = 0
+            weights.append(np.broadcast_to(rows, (heads, *rows.shape[1:])))
+            queries.append(np.broadcast_to(term.query, self._full(site.q_len, term.query.shape[-1])))
+        query = np.ascontiguousarray(queries[0] if len(terms) == 1 else np.concatenate(queries, axis=-1))
+        weight = np.ascontiguousarray(weights[0] if len(terms) == 1 else np.concatenate(weights, axis=-1))
+        f["skew_q"], f["skew_w"], f["skew_depth"] = self._keep(query), self._keep(weight), weight.shape[-1]
+        f["skew_head"] = weight.shape[1] * weight.shape[2] if heads > 1 else 0
+
+    def _key(self, term: KeyTerm) -> tuple[int, ...]:
+        """Products of keys with every row, to be gathered."""
+        heads = self.site.heads
+        key = term.key if term.key.shape[-3] == heads else np.repeat(term.key, heads // term.key.shape[-3], axis=-3)
+        products = np.matmul(key, np.swapaxes(term.weights, -1, -2)) * self.dtype.type(LOG2E)
+        rows = products.shape[-1]
+        products = np.ascontiguousarray(np.broadcast_to(products, self._full(self.site.k_len, rows)))
+        head = self.site.k_len * rows
+        return (self._keep(products), heads * head, head, 0, rows, *self._index(term.index, runs=False))
+
+    def _values(self) -> list[Any]:
+        """Weights padded to whole vectors, and a place among the bins for each term."""
+        lanes = TARGET.lanes(self.dtype.itemsize)
+        width = -(-self.site.v_dim // lanes) * lanes
+        out, bins = [], 0
+        for term in self.terms.values:
+            heads, rows, depth = term.weights.shape
+            weights = _aligned((heads, rows, width), self.dtype, 0.0)
+            weights[..., :depth] = term.weights
+            head = rows * width if heads > 1 else 0
+            out.append((self._keep(weights), head, rows, bins, *self._index(term.index, runs=True)))
+            bins += rows
+        self.fields["bins"] = bins
+        return out
+
+
+def make_plan(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> Plan:
+    """Prepare one call; `out` and `lse` are C-contiguous."""
+    return Planner(problem, terms, out, lse, threads).build()
+
+
+assert UNBOUNDED < 1 << 62  # positions are added to it in int64

@@ -1,0 +1,384 @@
+"""Vector passes over rows of scores and blocks of keys and values, as Numba intrinsics over raw pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
+
+_UNROLL = 4
+_i8 = types.int64
+
+
+@intrinsic
+def pointer_like(typingctx: Any, like: Any, address: Any) -> Any:
+    """An address as a pointer of the same type as `like`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[1], context.get_value_type(signature.return_type))
+
+    return like(like, _i8), generate
+
+
+@intrinsic
+def data(typingctx: Any, array: Any) -> Any:
+    """A pointer to the first element of an array."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return context.make_array(signature.args[0])(context, builder, args[0]).data
+
+    return types.CPointer(array.dtype)(array), generate
+
+
+@intrinsic
+def integers(typingctx: Any, address: Any) -> Any:
+    """An address as a pointer to int32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int32)(_i8), generate
+
+
+@intrinsic
+def flags(typingctx: Any, address: Any) -> Any:
+    """An address as a pointer to bytes."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.uint8)(_i8), generate
+
+
+@intrinsic
+def at(typingctx: Any, base: Any, offset: Any) -> Any:
+    """The pointer `offset` elements further."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.gep(args[0], [args[1]])
+
+    return base(base, _i8), generate
+
+
+@intrinsic
+def get(typingctx: Any, base: Any, offset: Any) -> Any:
+    """The element at `offset`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.load(builder.gep(args[0], [args[1]]))
+
+    return base.dtype(base, _i8), generate
+
+
+@intrinsic
+def put(typingctx: Any, base: Any, offset: Any, value: Any) -> Any:
+    """Store an element at `offset`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        builder.store(args[2], builder.gep(args[0], [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(base, _i8, base.dtype), generate
+
+
+@intrinsic
+def take(typingctx: Any, counter: Any) -> Any:
+    """Atomically add 1 to an int64 and return its old value: the next piece of work."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.atomic_rmw("add", data, ir.Constant(I64, 1), "monotonic")
+
+    return _i8(counter), generate
+
+
+def _each(v: Vectors, n: ir.Value, vector: Callable[[ir.Value], None], scalar: Callable[[ir.Value], None]) -> None:
+    """Run `vector` on every whole vector of n elements and `scalar` on each one that remains."""
+
+    def wide(k: ir.Value, _: list[Any]) -> list[Any]:
+        vector(k)
+        return []
+
+    def narrow(k: ir.Value, _: list[Any]) -> list[Any]:
+        scalar(k)
+        return []
+
+    whole = v.whole(n, v.lanes)
+    v.loop(index(0), whole, v.lanes, [], wide)
+    v.loop(whole, n, 1, [], narrow)
+
+
+@intrinsic
+def scale_row(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
+    """out[:n] = x[:n] * factor; `out` may be `x`."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, x, n, factor = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        wide = v.splat(factor)
+        _each(
+            v,
+            n,
+            lambda k: v.store(b.fmul(v.load(x, k), wide), out, k),
+            lambda k: v.put(b.fmul(v.get(x, k), factor), out, k),
+        )
+        return context.get_dummy_value()
+
+    return types.void(out, x, _i8, out.dtype), generate
+
+
+@intrinsic
+def add_row(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
+    """out[:n] += x[:n] * factor."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, x, n, factor = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        wide = v.splat(factor)
+        _each(
+            v,
+            n,
+            lambda k: v.store(v.fma(v.load(x, k), wide, v.load(out, k)), out, k),
+            lambda k: v.put(v.fma(v.get(x, k), factor, v.get(out, k)), out, k),
+        )
+        return context.get_dummy_value()
+
+    return types.void(out, x, _i8, out.dtype), generate
+
+
+@intrinsic
+def add_mask(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
+    """out[:n] += x[:n] * factor, and -inf wherever x is -inf, even where out is NaN."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, x, n, factor = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        wide = v.splat(factor)
+        shut, narrow = v.const(float("-inf")), ir.Constant(v.scalar, float("-inf"))
+
+        def vector(k: ir.Value) -> None:
+            m = v.load(x, k)
+            total = v.fma(m, wide, v.load(out, k))
+            v.store(b.select(b.fcmp_ordered("==", m, shut), shut, total), out, k)
+
+        def scalar(k: ir.Value) -> None:
+            m = v.get(x, k)
+            total = v.fma(m, factor, v.get(out, k))
+            v.put(b.select(b.fcmp_ordered("==", m, narrow), narrow, total), out, k)
+
+        _each(v, n, vector, scalar)
+        return context.get_dummy_value()
+
+    return types.void(out, x, _i8, out.dtype), generate
+
+
+@intrinsic
+def add_constant(typingctx: Any, out: Any, n: Any, value: Any) -> Any:
+    """out[:n] += value."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, n, value = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        wide = v.splat(value)
+        _each(
+            v, n, lambda k: v.store(b.fadd(v.load(out, k), wide), out, k), lambda k: v.put(b.fadd(v.get(out, k), value), out, k)
+        )
+        return context.get_dummy_value()
+
+    return types.void(out, _i8, out.dtype), generate
+
+
+@intrinsic
+def fill_row(typingctx: Any, out: Any, start: Any, stop: Any, value: Any) -> Any:
+    """out[start:stop] = value."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, start, stop, value = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        base, wide = b.gep(out, [start]), v.splat(value)
+        _each(v, b.sub(stop, start), lambda k: v.store(wide, base, k), lambda k: v.put(value, base, k))
+        return context.get_dummy_value()
+
+    return types.void(out, _i8, _i8, out.dtype), generate
+
+
+@intrinsic
+def mask_row(typingctx: Any, out: Any, allowed: Any, n: Any, value: Any) -> Any:
+    """out[j] = value where the byte allowed[j] is 0."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, allowed, n, value = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        wide = v.splat(value)
+        kind = ir.VectorType(I8, v.lanes)
+
+        def vector(k: ir.Value) -> None:
+            bytes_ = b.load(b.bitcast(b.gep(allowed, [k]), kind.as_pointer()), align=1)
+            shut = b.icmp_unsigned("==", bytes_, ir.Constant(kind, [0] * v.lanes))
+            v.store(b.select(shut, wide, v.load(out, k)), out, k)
+
+        def scalar(k: ir.Value) -> None:
+            shut = b.icmp_unsigned("==", b.load(b.gep(allowed, [k])), ir.Constant(I8, 0))
+            v.put(b.select(shut, value, v.get(out, k)), out, k)
+
+        _each(v, n, vector, scalar)
+        return context.get_dummy_value()
+
+    return types.void(out, allowed, _i8, out.dtype), generate
+
+
+@intrinsic
+def sum_row(typingctx: Any, x: Any, n: Any) -> Any:
+    """The sum of x[:n], in a fixed order."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, n = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        whole = v.whole(n, v.lanes)
+        (lanes,) = v.loop(index(0), whole, v.lanes, [v.const(0)], lambda k, c: [b.fadd(c[0], v.load(x, k))])
+        (rest,) = v.loop(whole, n, 1, [v.zero()], lambda k, c: [b.fadd(c[0], v.get(x, k))])
+        return b.fadd(v.reduce(lanes, b.fadd), rest)
+
+    return x.dtype(x, _i8), generate
+
+
+@intrinsic
+def max_row(typingctx: Any, x: Any, n: Any, top: Any) -> Any:
+    """Raise the running maxima top[:lanes] by x[:n]; n is a multiple of the lanes."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, n, top = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        start = v.load(top, index(0))
+        (best,) = v.loop(index(0), n, v.lanes, [start], lambda k, c: [v.maximum(v.load(x, k), c[0])])
+        v.store(best, top, index(0))
+        return context.get_dummy_value()
+
+    return types.void(x, _i8, top), generate
+
+
+@intrinsic
+def lane_max(typingctx: Any, top: Any) -> Any:
+    """The largest of the running maxima of one row."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        return v.reduce(v.load(args[0], index(0)), v.maximum)
+
+    return top.dtype(top), generate
+
+
+@intrinsic
+def lane_sum(typingctx: Any, total: Any) -> Any:
+    """The sum of the partial sums of one row."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        return v.reduce(v.load(args[0], index(0)), b.fadd)
+
+    return total.dtype(total), generate
+
+
+@intrinsic
+def advance(typingctx: Any, best: Any, top: Any, fade: Any, n: Any) -> Any:
+    """Fold a block's row maxima into the running ones; n is a multiple of the lanes.
+
+    best[i] becomes the value to subtract before exponentiation (0 for a row that has seen no key),
+    top[i] the running maximum, fade[i] the factor for what was summed before.
+    """
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        best, top, fade, n = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        nothing = v.const(float("-inf"))
+
+        def body(k: ir.Value, _: list[Any]) -> list[Any]:
+            old = v.load(top, k)
+            new = v.maximum(v.load(best, k), old)
+            reference = b.select(b.fcmp_ordered("==", new, nothing), v.const(0), new)
+            v.store(new, top, k)
+            v.store(reference, best, k)
+            v.store(v.exp2(b.fsub(old, reference)), fade, k)
+            return []
+
+        v.loop(index(0), n, v.lanes, [], body)
+        return context.get_dummy_value()
+
+    return types.void(best, top, fade, _i8), generate
+
+
+@intrinsic
+def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: Any) -> Any:
+    """x[:n] = 2**(x - reference); total[:lanes] = total * fade + partial sums; n is a multiple of the lanes."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, n, reference, total, fade = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        shift = v.splat(reference)
+
+        def step(k: ir.Value, sums: list[Any]) -> list[Any]:
+            out = []
+            for u, before in enumerate(sums):
+                o = b.add(k, index(u * v.lanes))
+                p = v.exp2(b.fsub(v.load(x, o), shift))
+                v.store(p, x, o)
+                out.append(b.fadd(before, p))
+            return out
+
+        start = b.fmul(v.load(total, index(0)), v.splat(fade))
+        whole = v.whole(n, _UNROLL * v.lanes)
+        sums = v.loop(index(0), whole, _UNROLL * v.lanes, [start] + [v.const(0)] * (_UNROLL - 1), step)
+        first = v.loop(whole, n, v.lanes, sums[:1], step)
+        pairs = b.fadd(b.fadd(first[0], sums[1]), b.fadd(sums[2], sums[3]))
+        v.store(pairs, total, index(0))
+        return context.get_dummy_value()
+
+    return types.void(x, _i8, x.dtype, total, x.dtype), generate
+
+
+@intrinsic
+def copy_checked(typingctx: Any, out: Any, x: Any, n: Any, check: Any) -> Any:
+    """out[:n] = x[:n]; check[:lanes] becomes NaN if an element is not finite (0 * inf and 0 * NaN are NaN)."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, x, n, check = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        whole = v.whole(n, v.lanes)
+
+        def wide(k: ir.Value, c: list[Any]) -> list[Any]:
+            y = v.load(x, k)
+            v.store(y, out, k)
+            return [v.fma(y, v.const(0), c[0])]
+
+        def narrow(k: ir.Value, c: list[Any]) -> list[Any]:
+            y = v.get(x, k)
+            v.put(y, out, k)
+            return [v.fma(y, v.zero(), c[0])]
+
+        (seen,) = v.loop(index(0), whole, v.lanes, [v.load(check, index(0))], wide)
+        v.store(seen, check, index(0))
+        (rest,) = v.loop(whole, n, 1, [v.get(check, index(0))], narrow)
+        v.put(rest, check, index(0))
+        return context.get_dummy_value()
+
+    return types.void(out, x, _i8, check), generate
+
+
+@intrinsic
+def transpose_square(typingctx: Any, out: Any, ldo: Any, x: Any, ldx: Any) -> Any:
+    """out[:lanes, :lanes] = x[:lanes, :lanes] transposed."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, ldo, x, ldx = args
+        v = Vectors(b, signature.args[0].dtype.bitwidth)
+        rows = [v.load(x, b.mul(index(i), ldx)) for i in range(v.lanes)]
+        for i, row in enumerate(v.transpose(rows)):
+            v.store(row, out, b.mul(index(i), ldo))
+        return context.get_dummy_value()
+
+    return types.void(out, _i8, x, _i8), generate

@@ -1,0 +1,99 @@
+"""What the host's vector unit offers, and every size the CPU kernels derive from it.
+
+This is the one place where vector width, register tiles and cache blocks are chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+
+
+@dataclass(frozen=True)
+class Target:
+    """A vector unit: its register size and count, and the tiles that fit its registers.
+
+    A register tile of ``rows x vectors`` accumulators needs that many registers, one for each
+    vector of the right-hand operand and one for the broadcast element of the left-hand one.
+    """
+
+    name: str
+    vector_bytes: int
+    score_rows: int
+    score_vectors: int
+    value_vectors: int
+    accumulators: int
+
+    def lanes(self, itemsize: int) -> int:
+        """Elements in one vector register."""
+        return self.vector_bytes // itemsize
+
+    def panel(self, itemsize: int) -> int:
+        """Keys in one packed panel: the width of a score tile."""
+        return self.score_vectors * self.lanes(itemsize)
+
+    def value_rows(self, vectors: int) -> int:
+        """Rows of a value tile that is `vectors` registers wide."""
+        return self.accumulators // vectors
+
+
+# 24 accumulators leave 8 of 32 registers for operands; 12 leave 4 of 16.
+AVX512 = Target("avx512", 64, 8, 3, 4, 24)
+AVX2 = Target("avx2", 32, 6, 2, 2, 12)
+SIMD128 = Target("simd128", 16, 6, 2, 2, 12)
+
+# Query rows are padded to this many, a multiple of every tile height above.
+ROW_QUANTUM = 24
+# Keys per block: a multiple of every panel width above (48, 24, 16, 8, 4).
+BLOCK_KEYS = 192
+# Bytes that one thread's working set may take; half of the smallest second-level cache in use.
+CACHE_BUDGET = 512 * 1024
+
+
+def host_features() -> dict[str, bool]:
+    """Features that the compiler will use, which the environment may restrict."""
+    from numba.core import config
+
+    listed = config.CPU_FEATURES
+    if listed is None:
+        if config.CPU_NAME not in (None, "", "host"):
+            return {}
+        return dict(llvm.get_host_cpu_features())
+    return {item[1:]: item.startswith("+") for item in listed.split(",") if item}
+
+
+def detect() -> Target:
+    """Choose the widest target that the host's features allow."""
+    features = host_features()
+    if features.get("avx512f") and features.get("avx512vl") and features.get("avx512dq"):
+        return AVX512
+    if features.get("avx2") and features.get("fma"):
+        return AVX2
+    return SIMD128
+
+
+TARGET = detect()
+
+
+def block_queries(q_len: int, depth: int, v_depth: int, itemsize: int, problems: int, threads: int) -> int:
+    """Queries per block, a multiple of the panel width and of `ROW_QUANTUM`.
+
+    Larger blocks amortise packing the keys; smaller ones keep the working set in the cache and
+    leave at least four blocks per thread, so that no thread waits long for the last.
+    """
+    step = 48
+    rows = 192
+    while rows > step and (rows + BLOCK_KEYS) * (depth + v_depth + BLOCK_KEYS // 2) * itemsize > 2 * CACHE_BUDGET:
+        rows -= step
+    while rows > step and problems * -(-q_len // rows) < 4 * threads:
+        rows -= step
+    return min(rows, -(-q_len // step) * step)
+
+
+def cpu_count() -> int:
+    """Processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

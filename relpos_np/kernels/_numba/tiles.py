@@ -1,0 +1,135 @@
+"""Register-tiled matrix products: the two loops in which attention spends its time.
+
+Every function here is a Numba intrinsic over raw pointers of float32 or float64. Callers own the
+bounds; see `attend.py` for the buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from relpos_np.kernels._numba.target import TARGET
+from relpos_np.kernels._numba.vectors import Vectors, index
+
+
+def _product(
+    v: Vectors, shape: tuple[int, int], a: ir.Value, lda: ir.Value, b: ir.Value, ldb: ir.Value, depth: ir.Value, start: list[Any]
+) -> list[Any]:
+    """Accumulate A[rows, depth] @ B[depth, vectors * lanes] in registers."""
+    rows, vectors = shape
+    line = [v.b.mul(index(i), lda) for i in range(rows)]
+
+    def body(k: ir.Value, acc: list[Any]) -> list[Any]:
+        at = v.b.mul(k, ldb)
+        right = [v.load(b, v.b.add(at, index(j * v.lanes))) for j in range(vectors)]
+        out = []
+        for i in range(rows):
+            left = v.splat(v.get(a, v.b.add(line[i], k)))
+            out += [v.fma(left, right[j], acc[i * vectors + j]) for j in range(vectors)]
+        return out
+
+    return v.loop(index(0), depth, 1, start, body)
+
+
+def _score_panel(fused: bool) -> Any:
+    """Build the intrinsic that scores a block of queries against one packed panel of keys."""
+    rows, vectors = TARGET.score_rows, TARGET.score_vectors
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        a, b, depth, c, ldc, count, *rest = args
+        v = Vectors(builder, signature.args[0].dtype.bitwidth)
+        width = index(vectors * v.lanes)
+
+        def block(i: ir.Value, _: list[Any]) -> list[Any]:
+            line = builder.gep(a, [builder.mul(i, depth)])
+            acc = _product(v, (rows, vectors), line, depth, b, width, depth, [v.const(0)] * (rows * vectors))
+            for r in range(rows):
+                row = builder.add(i, index(r))
+                at = builder.mul(row, ldc)
+                if fused:
+                    bias, bias_row, top = rest
+                    slot = builder.mul(row, index(v.lanes))
+                    best = v.load(top, slot)
+                    shift = builder.mul(row, bias_row)
+                for j in range(vectors):
+                    x = acc[r * vectors + j]
+                    if fused:
+                        x = builder.fadd(x, v.load(bias, builder.add(shift, index(j * v.lanes))))
+                        best = v.maximum(x, best)
+                    v.store(x, c, builder.add(at, index(j * v.lanes)))
+                if fused:
+                    v.store(best, top, slot)
+            return []
+
+        v.loop(index(0), count, rows, [], block)
+        return context.get_dummy_value()
+
+    return generate
+
+
+_score_plain, _score_fused = _score_panel(fused=False), _score_panel(fused=True)
+
+
+@intrinsic
+def score_panel(typingctx: Any, a: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any) -> Any:
+    """C[count, panel] = A[count, depth] @ B[depth, panel]; `count` is rounded up to the tile's rows."""
+    return types.void(a, b, types.int64, c, types.int64, types.int64), _score_plain
+
+
+@intrinsic
+def score_panel_max(
+    typingctx: Any, a: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, bias: Any, bias_row: Any, top: Any
+) -> Any:
+    """As `score_panel`, plus a bias row per query (rows `bias_row` apart) and a running maximum per row and lane."""
+    return types.void(a, b, types.int64, c, types.int64, types.int64, bias, types.int64, top), _score_fused
+
+
+@intrinsic
+def accumulate(typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, count: Any, width: Any, depth: Any) -> Any:
+    """C[count, width] += A[count, depth] @ B[depth, width].
+
+    `width` is a multiple of the lanes; `count` is rounded up to the tile's rows, which the buffers must hold.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        a, lda, b, ldb, c, ldc, count, width, depth = args
+        v = Vectors(builder, signature.args[0].dtype.bitwidth)
+
+        def columns(vectors: int) -> Any:
+            rows = TARGET.value_rows(vectors)
+
+            def strip(col: ir.Value, _: list[Any]) -> list[Any]:
+                right = builder.gep(b, [col])
+
+                def block(i: ir.Value, _: list[Any]) -> list[Any]:
+                    left = builder.gep(a, [builder.mul(i, lda)])
+                    out = builder.gep(c, [builder.add(builder.mul(i, ldc), col)])
+                    where = [
+                        builder.add(builder.mul(index(r), ldc), index(j * v.lanes)) for r in range(rows) for j in range(vectors)
+                    ]
+                    acc = _product(v, (rows, vectors), left, lda, right, ldb, depth, [v.load(out, o) for o in where])
+                    for o, value in zip(where, acc, strict=True):
+                        v.store(value, out, o)
+                    return []
+
+                v.loop(index(0), count, rows, [], block)
+                return []
+
+            return strip
+
+        # Full strips first, then one narrower strip for what is left.
+        strip = TARGET.value_vectors * v.lanes
+        whole = v.whole(width, strip)
+        v.loop(index(0), whole, strip, [], columns(TARGET.value_vectors))
+        left = builder.sub(width, whole)
+        for vectors in range(1, TARGET.value_vectors):
+            with builder.if_then(builder.icmp_signed("==", left, index(vectors * v.lanes))):
+                columns(vectors)(whole, [])
+        return context.get_dummy_value()
+
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, i8, i8, i8), generate

@@ -1,0 +1,59 @@
+"""One validated call of attention, as the schemes and every backend see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+# A band without a limit on one side: far beyond any length, far below overflow.
+UNBOUNDED = 1 << 60
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """What a scheme may know of the call it is lowered for.
+
+    Query i stands at position i + offset among the keys, so its relative position to key j is
+    j - (i + offset). `right` is the largest relative position that is attended (0 if causal).
+    """
+
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    v_dim: int
+    offset: int
+    right: int
+    scale: float
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Checked operands: q (*batch, H, L_q, D), k (*batch, H_kv, L_k, D), v (*batch, H_kv, L_k, D_v).
+
+    Batch axes are broadcast without copies. `mask`, bool or float, and `keep`, the survivors of
+    dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    batch: tuple[int, ...]
+    site: Site
+    left: int
+    right: int
+    mask: Array | None
+    key_lengths: Array | None
+    keep: Array | None
+    keep_scale: float
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the output."""
+        return (*self.batch, self.site.heads, self.site.q_len, self.site.v_dim)

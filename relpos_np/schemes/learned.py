@@ -1,0 +1,94 @@
+r"""Learned absolute encodings: one trained vector per position, added to the inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np import check
+from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
+
+Array = NDArray[Any]
+
+
+def learned_encoding(table: Array, positions: NDArray[np.int64]) -> Array:
+    r"""The vector of each position: :math:`\mathrm{PE}(t) = W_t`.
+
+    Parameters
+    ----------
+    table : ndarray, shape (max_positions, D)
+        Trained vectors W.
+    positions : ndarray of int, shape (L,)
+        Positions t.
+
+    Returns
+    -------
+    ndarray, shape (L, D)
+        One row per position.
+    """
+    return np.stack([table[t] for t in positions]) if len(positions) else table[:0]
+
+
+class LearnedAbsolute:
+    r"""Learned encodings to add to the inputs.
+
+    .. math::
+
+        x_t \leftarrow x_t + W_t
+
+    The longest input is fixed by the table; a position beyond it is an error, never wrapped or clipped.
+    BERT and GPT-2 count positions from 0; RoBERTa's table begins with two rows that belong to no
+    position, so pass ``table[2:]``.
+
+    Parameters
+    ----------
+    table : ndarray, shape (max_positions, D)
+        One vector per position.
+
+    Raises
+    ------
+    RelposIndexError
+        If an input is longer than the table, or a position is negative.
+
+    References
+    ----------
+    Gehring et al., "Convolutional Sequence to Sequence Learning", ICML 2017; Devlin et al., "BERT", NAACL 2019.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self.table = check.table("table", table, "max_positions dim")
+
+    def encode(self, positions: Any) -> Array:
+        """Vectors of positions.
+
+        Parameters
+        ----------
+        positions : int or ndarray of int, shape (L,)
+            A length L, meaning 0 ... L-1, or the positions themselves.
+
+        Returns
+        -------
+        ndarray, shape (L, D)
+            One row per position.
+        """
+        t = np.arange(check.integer("positions", positions, 0)) if np.ndim(positions) == 0 else np.asarray(positions)
+        if t.dtype.kind not in "iu":
+            raise RelposTypeError(f"positions: expected integers, found dtype {t.dtype}")
+        if t.size and (t.min() < 0 or t.max() >= len(self.table)):
+            raise RelposIndexError(
+                f"positions: expected 0 ... {len(self.table) - 1}, the rows of the table, found {t.min()} ... {t.max()}"
+            )
+        return learned_encoding(self.table, t)
+
+    def __call__(self, x: Any, start: int = 0) -> Array:
+        """Add the vectors of positions start ... start + L - 1 to x (..., L, D)."""
+        x = check.floating("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.table.shape[1]:
+            raise RelposValueError(f"x: expected shape (..., L, {self.table.shape[1]}), found {x.shape}")
+        start = check.integer("start", start, 0)
+        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2])).astype(x.dtype, copy=False))
+
+    def __repr__(self) -> str:
+        return f"LearnedAbsolute(table={self.table.shape})"

@@ -1,0 +1,132 @@
+r"""Sinusoidal absolute encodings, in the paper's layout and the ones found in code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from relpos_np import check
+from relpos_np.errors import RelposValueError
+
+Array = NDArray[Any]
+LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
+
+
+def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: str = "interleaved") -> Array:
+    r"""Sinusoidal encoding of each position.
+
+    With p the index of a pair of dimensions and t a position,
+
+    .. math::
+
+        \omega_p = \mathrm{base}^{-2p/D}, \qquad
+        \mathrm{PE}(t)_{2p} = \sin(t\,\omega_p), \qquad \mathrm{PE}(t)_{2p+1} = \cos(t\,\omega_p) .
+
+    Parameters
+    ----------
+    positions : ndarray, shape (L,)
+        Positions t; integers or not, in any order, negative ones included.
+    dim : int
+        Number of dimensions D. Odd ones work with "interleaved" and "dimension_index".
+    base : float
+        Ratio between the longest and the shortest wavelength.
+    layout : {"interleaved", "concatenated", "tensor2tensor", "dimension_index"}
+        - "interleaved": the paper, as above.
+        - "concatenated": the same numbers, all sines before all cosines (Transformer-XL, XLNet).
+        - "tensor2tensor": concatenated with :math:`\omega_p = \mathrm{base}^{-p/(D/2-1)}`
+          (tensor2tensor, Whisper).
+        - "dimension_index": :math:`\omega_i = \mathrm{base}^{-2i/D}` with i the dimension, sine at even
+          i and cosine at odd i, as some notes print the formula. Partners then differ in frequency, so
+          no rotation moves one position to another. Kept under its own name, not recommended.
+
+    Returns
+    -------
+    ndarray of float64, shape (L, D)
+        One row per position.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
+    """
+    t = np.asarray(positions, dtype=np.float64)[..., None]
+    if layout == "dimension_index":
+        i = np.arange(dim)
+        angle = t * base ** (-2.0 * i / dim)
+        return np.where(i % 2 == 0, np.sin(angle), np.cos(angle))
+    if layout == "interleaved":
+        angle = t * base ** (-2.0 * (np.arange(dim) // 2) / dim)
+        return np.where(np.arange(dim) % 2 == 0, np.sin(angle), np.cos(angle))
+    p = np.arange(dim // 2)
+    # With one pair tensor2tensor's denominator is 0; its published code guards it as max(..., 1).
+    exponent = -2.0 * p / dim if layout == "concatenated" else -p / max(dim // 2 - 1, 1)
+    angle = t * base**exponent
+    return np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
+
+
+class Sinusoidal:
+    r"""Sinusoidal encodings to add to the inputs, for any length.
+
+    .. math::
+
+        x_t \leftarrow x_t + \mathrm{PE}(t)
+
+    Parameters
+    ----------
+    dim : int
+        Number of dimensions D of the inputs.
+    base : float
+        See `sinusoidal`.
+    layout : {"interleaved", "concatenated", "tensor2tensor", "dimension_index"}
+        See `sinusoidal`.
+
+    Raises
+    ------
+    RelposValueError
+        If a concatenated layout is asked for an odd number of dimensions.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
+    """
+
+    def __init__(self, dim: int, *, base: float = 10000.0, layout: str = "interleaved") -> None:
+        self.dim = check.integer("dim", dim, 1)
+        self.base = check.real("base", base)
+        self.layout = check.choice("layout", layout, LAYOUTS)
+        if self.base <= 0:
+            raise RelposValueError(f"base: expected a positive number, found {base}")
+        if layout in ("concatenated", "tensor2tensor") and dim % 2:
+            raise RelposValueError(f"dim: layout {layout!r} needs an even number of dimensions, found {dim}")
+
+    def encode(self, positions: Any, dtype: DTypeLike = np.float64) -> Array:
+        """Encodings of positions.
+
+        Parameters
+        ----------
+        positions : int or ndarray, shape (L,)
+            A length L, meaning 0 ... L-1, or the positions themselves.
+        dtype : dtype
+            Of the result; angles are always computed in float64.
+
+        Returns
+        -------
+        ndarray, shape (L, D)
+            One row per position.
+        """
+        t = np.arange(check.integer("positions", positions, 0)) if np.ndim(positions) == 0 else np.asarray(positions)
+        if t.dtype.kind not in "iuf":
+            raise RelposValueError(f"positions: expected numbers, found dtype {t.dtype}")
+        return sinusoidal(t, self.dim, base=self.base, layout=self.layout).astype(dtype, copy=False)
+
+    def __call__(self, x: Any, start: int = 0) -> Array:
+        """Add the encodings of positions start ... start + L - 1 to x (..., L, D)."""
+        x = check.floating("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.dim:
+            raise RelposValueError(f"x: expected shape (..., L, {self.dim}), found {x.shape}")
+        start = check.integer("start", start)
+        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2]), x.dtype))
+
+    def __repr__(self) -> str:
+        return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"

@@ -1,0 +1,185 @@
+r"""Transformer-XL: content and position terms with two global biases, and what others made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np import check
+from relpos_np.errors import RelposValueError
+from relpos_np.index import distance_map, wrapped_map
+from relpos_np.problem import Site
+from relpos_np.relshift import VARIANTS, rel_shift
+from relpos_np.schemes.base import Scheme
+from relpos_np.terms import QueryTerm, Terms
+
+Array = NDArray[Any]
+
+
+def row_distances(q_len: int, k_len: int, variant: str = "transformer_xl") -> NDArray[np.int64]:
+    """Distance i + M - j (or, for "wenet", key position j) that belongs to each row a variant expects.
+
+    Parameters
+    ----------
+    q_len, k_len : int
+        Number of queries L_q and of keys L_k = L_q + M.
+    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"}
+        See `TransformerXL`.
+
+    Returns
+    -------
+    ndarray of int64
+        L_k-1 ... 0; for "conformer" L_k-1 ... -(L_q-1); for "xlnet" L_k ... -(L_q-1); for "wenet" 0 ... L_k-1.
+    """
+    if variant == "wenet":
+        return np.arange(k_len)
+    first, last = k_len - 1, 0
+    if variant in ("conformer", "xlnet"):
+        first, last = (k_len if variant == "xlnet" else k_len - 1), 1 - q_len
+    return np.arange(first, last - 1, -1)
+
+
+def transformer_xl_scores(
+    q: Array, k: Array, u: Array, v: Array, rows: Array, *, variant: str = "transformer_xl"
+) -> tuple[Array, Array]:
+    r"""The two parts of the unscaled scores.
+
+    .. math::
+
+        A^{ac}_{ij} = (q_i + u) \cdot k_j, \qquad
+        A^{bd} = \mathrm{rel\_shift}\big((q + v) R^\top\big), \qquad
+        A^{bd}_{ij} = (q_i + v) \cdot R_{i + M - j} \text{ where the variant defines it}
+
+    Parameters
+    ----------
+    q, k : ndarray, shapes (..., H, L_q, D) and (..., H, L_k, D)
+        Projected queries and keys.
+    u, v : ndarray, shape (H, D)
+        Global content and position biases.
+    rows : ndarray, shape (R, H, D)
+        Projected position encodings W_R R, one row per entry of `row_distances`.
+    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"}
+        Which shift.
+
+    Returns
+    -------
+    ac, bd : ndarray, shape (..., H, L_q, L_k)
+        Content and position parts; scores are ``scale * (ac + bd)``.
+
+    References
+    ----------
+    Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019.
+    """
+    ac = np.matmul(q + u[:, None, :], np.swapaxes(k, -1, -2))
+    bd = np.matmul(q + v[:, None, :], np.transpose(rows, (1, 2, 0)))
+    return ac, rel_shift(bd, variant)
+
+
+class TransformerXL(Scheme):
+    r"""Relative positions of Transformer-XL, XLNet and the Conformer family.
+
+    .. math::
+
+        s_{ij} = \sigma \left[ (q_i + u) \cdot k_j + (q_i + v) \cdot R_{i + M - j} \right], \qquad M = L_k - L_q
+
+    Parameters
+    ----------
+    u, v : ndarray, shape (H, D)
+        Global biases of content and position (`r_w_bias` and `r_r_bias`, or `pos_bias_u` and `pos_bias_v`).
+    rows : ndarray, shape (R, H, D)
+        Position encodings after their projection W_R, one per distance, in the order of
+        `row_distances`. They fix L_q + L_k of the call.
+    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"}
+        - "transformer_xl": R = L_k rows for distances L_k-1 ... 0. The published shift leaves 0 at
+          j = i + M + 1 and products of the *next* query beyond; only a causal mask hides them. They
+          are reproduced here.
+        - "espnet_legacy": the same arithmetic in a model that attends both ways, so that trained
+          weights rely on those entries.
+        - "conformer": R = L_q + L_k - 1 rows for distances L_k-1 ... -(L_q-1) (ESPnet's current
+          code, NeMo, wav2vec2-Conformer).
+        - "xlnet": R = L_q + L_k rows from distance L_k down.
+        - "wenet": no shift; row j belongs to key position j, which is not a relative position. Weights
+          are not interchangeable with the others'.
+
+    Raises
+    ------
+    RelposValueError
+        If `rows` does not fit the lengths of the call, or the call moves the queries (``offset``
+        other than L_k - L_q).
+
+    References
+    ----------
+    Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019.
+    Gulati et al., "Conformer", Interspeech 2020. Yang et al., "XLNet", NeurIPS 2019.
+    """
+
+    def __init__(self, u: Any, v: Any, rows: Any, *, variant: str = "transformer_xl") -> None:
+        self.variant = check.choice("variant", variant, VARIANTS)
+        self.u = check.table("u", u, "heads head_dim")
+        self.v = check.table("v", v, "heads head_dim")
+        self.rows = check.table("rows", rows, "rows heads head_dim", empty=True)
+        if self.u.shape != self.v.shape:
+            raise RelposValueError(f"v: expected the shape of u {self.u.shape}, found {self.v.shape}")
+        if self.rows.shape[1:] != self.u.shape:
+            raise RelposValueError(f"rows: expected (R, {self.u.shape[0]}, {self.u.shape[1]}) as in u, found {self.rows.shape}")
+
+    def check(self, site: Site) -> None:
+        """Heads, head_dim and the number of rows must match the call."""
+        if self.u.shape != (site.heads, site.head_dim):
+            raise RelposValueError(
+                f"u: expected (heads, head_dim) = ({site.heads}, {site.head_dim}) of the call, found {self.u.shape}"
+            )
+        if site.offset != site.k_len - site.q_len:
+            raise RelposValueError(
+                f"offset: {self!r} takes queries as the last positions, L_k - L_q = {site.k_len - site.q_len}; found {site.offset}"
+            )
+        if site.k_len < site.q_len and self.variant in ("transformer_xl", "espnet_legacy"):
+            raise RelposValueError(f"k: variant {self.variant!r} needs L_k >= L_q, found {site.k_len} < {site.q_len}")
+        wanted = len(row_distances(site.q_len, site.k_len, self.variant))
+        if len(self.rows) != wanted:
+            raise RelposValueError(
+                f"rows: variant {self.variant!r} needs {wanted} rows for L_q = {site.q_len} and L_k = {site.k_len}, "
+                f"found shape {self.rows.shape}"
+            )
+
+    def scores(self, q: Array, k: Array, site: Site) -> Array:
+        """What u and the position part add to the scaled products."""
+        u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.u, self.v, self.rows))
+        ac, bd = transformer_xl_scores(q, k, u, v, rows, variant=self.variant)
+        # q . k is already among the scores: of the content part only u . k is left to add.
+        content = np.einsum("hd,...hjd->...hj", u, k)[..., None, :]
+        return np.asarray((content + bd) * site.dtype.type(site.scale)) if ac.size else ac
+
+    def lower(self, q: Array, k: Array, site: Site) -> Terms:
+        """u joins the query; the position part is a query term with a row per distance."""
+        u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.u, self.v, self.rows))
+        content = q + u[:, None, :]
+        position = (q + v[:, None, :]) * site.dtype.type(site.scale)
+        weights = np.ascontiguousarray(rows.transpose(1, 0, 2))
+        lengths = site.q_len, site.k_len, site.offset
+        if self.variant == "wenet":
+            return self._absolute(q, k, content, weights, site)
+        if self.variant in ("conformer", "xlnet"):
+            first = site.k_len - (1 if self.variant == "conformer" else 0)
+            index = distance_map(*lengths, first, len(rows), site.k_len)
+            return Terms(query=content, queries=(QueryTerm(position, weights, index),))
+        terms = [QueryTerm(position, weights, distance_map(*lengths, site.k_len - 1, len(rows), 0))]
+        if site.right > 1 and site.q_len > 2:
+            # Beyond the diagonal the shift runs on into the products of the next query.
+            following = np.concatenate([position[..., 1:, :], np.zeros_like(position[..., :1, :])], axis=-2)
+            terms.append(QueryTerm(following, weights, wrapped_map(*lengths, len(rows))))
+        return Terms(query=content, queries=tuple(terms))
+
+    def _absolute(self, q: Array, k: Array, content: Array, weights: Array, site: Site) -> Terms:
+        """Without a shift the rows belong to keys: append them to the keys and q + v to the queries."""
+        keys = k if site.kv_heads == site.heads else np.repeat(k, site.heads // site.kv_heads, axis=-3)
+        position = q + self.v.astype(site.dtype, copy=False)[:, None, :]
+        return Terms(
+            query=np.concatenate([content, position], axis=-1),
+            key=np.concatenate([keys, np.broadcast_to(weights, keys.shape)], axis=-1),
+        )
+
+    def __repr__(self) -> str:
+        return f"TransformerXL(rows={self.rows.shape}, variant={self.variant!r})"

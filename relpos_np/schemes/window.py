@@ -1,0 +1,227 @@
+r"""Windows: one learned scalar per head and difference of grid coordinates (Swin, Video Swin, RSTT)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np import check
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.index import grid_map
+from relpos_np.problem import Site
+from relpos_np.schemes.base import Scheme
+from relpos_np.terms import TableTerm, Terms
+
+Array = NDArray[Any]
+Coordinates = Sequence[NDArray[np.int64]]
+
+
+def window_index(query: Coordinates, key: Coordinates, extent: Sequence[int]) -> NDArray[np.int64]:
+    r"""Table row of each query and key token of a window.
+
+    .. math::
+
+        r = \sum_a (c^q_a - c^k_a + E_a - 1) \prod_{b > a} (2 E_b - 1)
+
+    over the axes a (frame, height, width) with coordinates c and extents E.
+
+    Parameters
+    ----------
+    query, key : sequence of ndarray of int
+        Coordinates along each axis; tokens are their product in row-major order.
+    extent : sequence of int
+        Extent E of the grid along each axis.
+
+    Returns
+    -------
+    ndarray of int64, shape (L_q, L_k)
+        Rows of a table with the product of 2E-1 entries.
+
+    References
+    ----------
+    Liu et al., "Swin Transformer", ICCV 2021; Geng et al., "RSTT", CVPR 2022.
+    """
+    tokens_q = np.stack([c.ravel() for c in np.meshgrid(*query, indexing="ij")])
+    tokens_k = np.stack([c.ravel() for c in np.meshgrid(*key, indexing="ij")])
+    sizes = [2 * e - 1 for e in extent]
+    shifted = tokens_q[:, :, None] - tokens_k[:, None, :] + np.asarray(extent)[:, None, None] - 1
+    index = np.ravel_multi_index(tuple(shifted), tuple(sizes))
+    return np.asarray(index, dtype=np.int64)
+
+
+def rstt_frames(num_frames_q: int, num_frames_kv: int) -> NDArray[np.int64]:
+    """Frame coordinates of keys by RSTT's rule: every s-th query frame, s = (F_q + 1) // F_kv.
+
+    Parameters
+    ----------
+    num_frames_q, num_frames_kv : int
+        Number of query frames F_q and key frames F_kv.
+
+    Returns
+    -------
+    ndarray of int64
+        Coordinates 0, s, 2s ... below F_q.
+
+    Raises
+    ------
+    RelposValueError
+        If the rule does not yield F_kv frames, as for most pairs; it does for F_q = 2 F_kv - 1.
+    """
+    step = (num_frames_q + 1) // num_frames_kv
+    frames = np.arange(0, num_frames_q, step) if step else np.arange(0)
+    if len(frames) != num_frames_kv:
+        raise RelposValueError(
+            f"num_frames_kv: RSTT's rule finds {len(frames)} key frames among {num_frames_q}, not {num_frames_kv}; pass frames="
+        )
+    return frames
+
+
+class WindowBias(Scheme):
+    r"""Learned bias for tokens on a grid, with separate grids for queries and keys.
+
+    .. math::
+
+        s_{ij} = \sigma\, q_i \cdot k_j + T[r(i, j), h]
+
+    with the rows r of `window_index`. Relative coordinates are query less key, the opposite of the
+    sign that T5 and Shaw use.
+
+    Parameters
+    ----------
+    table : ndarray, shape (rows, H)
+        rows is the product of 2E-1 over the axes, E being `extent`.
+    query_grid : tuple of int
+        Lengths of the query grid along each axis, such as (Wh, Ww) or (frames, Wh, Ww).
+    key_grid : tuple of int, optional
+        The same for keys; default `query_grid`.
+    key_coords : tuple, optional
+        For each axis None, meaning 0, 1, 2 ..., or the coordinates of the keys in units of the query
+        grid, such as the frames that keys come from.
+    extent : tuple of int, optional
+        Extent of the table's grid along each axis; default `query_grid`. A larger one serves
+        a table trained on a larger window.
+
+    Raises
+    ------
+    RelposValueError
+        If the table's rows do not match, or a pair of coordinates lies outside the table.
+
+    References
+    ----------
+    Liu et al., "Swin Transformer", ICCV 2021; Liu et al., "Video Swin Transformer", CVPR 2022;
+    Geng et al., "RSTT: Real-time Spatial Temporal Transformer for Space-Time Video
+    Super-Resolution", CVPR 2022.
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        query_grid: Sequence[int],
+        key_grid: Sequence[int] | None = None,
+        *,
+        key_coords: Sequence[Any] | None = None,
+        extent: Sequence[int] | None = None,
+    ) -> None:
+        self.table = check.table("table", table, "rows heads")
+        self.query_grid = _grid("query_grid", query_grid)
+        coords = _coords(key_coords, len(self.query_grid))
+        if key_grid is None:
+            key_grid = [n if c is None else len(c) for n, c in zip(self.query_grid, coords, strict=True)]
+        self.key_grid = _grid("key_grid", key_grid)
+        self.extent = self.query_grid if extent is None else _grid("extent", extent)
+        for name, grid in (("key_grid", self.key_grid), ("extent", self.extent)):
+            if len(grid) != len(self.query_grid):
+                raise RelposValueError(f"{name}: expected {len(self.query_grid)} axes as in query_grid, found {grid}")
+        self._query = [np.arange(n) for n in self.query_grid]
+        self._key = []
+        for axis, (n, given) in enumerate(zip(self.key_grid, coords, strict=True)):
+            c = np.arange(n) if given is None else given
+            if len(c) != n:
+                raise RelposValueError(f"key_coords: axis {axis} has {len(c)} coordinates, key_grid has {n}")
+            low, high = -int(c.max()), self.query_grid[axis] - 1 - int(c.min())
+            reach = self.extent[axis] - 1
+            if low < -reach or high > reach:
+                raise RelposValueError(
+                    f"key_coords: on axis {axis} query less key spans {low} ... {high}, "
+                    f"extent {self.extent[axis]} covers {-reach} ... {reach}; pass a larger extent="
+                )
+            self._key.append(c)
+        rows = prod(2 * e - 1 for e in self.extent)
+        if len(self.table) != rows:
+            raise RelposValueError(f"table: extent {self.extent} needs {rows} rows, found shape {self.table.shape}")
+        self._map = grid_map(self._query, self._key, self.extent)
+
+    @classmethod
+    def rstt(
+        cls, table: Any, num_frames_q: int, num_frames_kv: int, window_size: Sequence[int], frames: Any = None
+    ) -> WindowBias:
+        """RSTT's window attention between video frames, self or cross.
+
+        Parameters
+        ----------
+        table : ndarray, shape ((2 F_q - 1)(2 Wh - 1)(2 Ww - 1), H)
+            `relative_position_bias_table` of the published module.
+        num_frames_q, num_frames_kv : int
+            Number of query frames F_q and key frames F_kv.
+        window_size : tuple of int
+            Window height and width (Wh, Ww).
+        frames : sequence of int, optional
+            Coordinates of the key frames among the query frames; default `rstt_frames`.
+
+        Returns
+        -------
+        WindowBias
+            With grids (F_q, Wh, Ww) and (F_kv, Wh, Ww).
+        """
+        window = _grid("window_size", window_size)
+        f_q = check.integer("num_frames_q", num_frames_q, 1)
+        f_kv = check.integer("num_frames_kv", num_frames_kv, 1)
+        coords = (rstt_frames(f_q, f_kv) if frames is None else frames, *([None] * len(window)))
+        return cls(table, (f_q, *window), (f_kv, *window), key_coords=coords)
+
+    def check(self, site: Site) -> None:
+        """The grids must hold the call's tokens, and the table a column per head."""
+        if self.table.shape[1] != site.heads:
+            raise RelposValueError(f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}")
+        for name, grid, length in (("query_grid", self.query_grid, site.q_len), ("key_grid", self.key_grid, site.k_len)):
+            if prod(grid) != length:
+                raise RelposValueError(f"{name}: {grid} has {prod(grid)} tokens, the call has {length}")
+
+    def scores(self, q: Array, k: Array, site: Site) -> Array:
+        """The bias of every pair."""
+        index = window_index(self._query, self._key, self.extent)
+        return np.moveaxis(self.table.astype(site.dtype, copy=False)[index], -1, 0)
+
+    def lower(self, q: Array, k: Array, site: Site) -> Terms:
+        """One table term on a dense map."""
+        return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), self._map),))
+
+    def __repr__(self) -> str:
+        return f"WindowBias(table={self.table.shape}, query_grid={self.query_grid}, key_grid={self.key_grid})"
+
+
+def _grid(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise RelposTypeError(f"{name}: expected a tuple of lengths such as (7, 7), found {value!r}")
+    return tuple(check.integer(name, n, 1) for n in value)
+
+
+def _coords(value: Any, axes: int) -> list[NDArray[np.int64] | None]:
+    if value is None:
+        return [None] * axes
+    if len(value) != axes:
+        raise RelposValueError(f"key_coords: expected one entry per axis, {axes}; found {len(value)}")
+    out: list[NDArray[np.int64] | None] = []
+    for c in value:
+        if c is None:
+            out.append(None)
+            continue
+        points = np.asarray(c)
+        if points.ndim != 1 or not points.size or points.dtype.kind not in "iu":
+            raise RelposTypeError(f"key_coords: expected integers along an axis, found {c!r}")
+        out.append(points.astype(np.int64))
+    return out

@@ -1,0 +1,148 @@
+r"""The record to which every scheme is lowered, and the only thing kernels know of positions.
+
+.. math::
+
+    s_{ij} = \sigma\, q_i \cdot k_j + \sum_t T_t[r_t(i,j)] + \sum_t q^{(t)}_i \cdot W_t[r_t(i,j)]
+             + \sum_t k^{(t)}_j \cdot W_t[r_t(i,j)]
+
+    o_i = \sum_j p_{ij} v_j + \sum_t \sum_j p_{ij} W_t[r_t(i,j)]
+
+An index map r gives a row of a table for each pair of query i and key j, or -1: no contribution.
+Only the content product is scaled here; a scheme whose formula scales more does so in its `lower`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relpos_np.errors import RelposIndexError, RelposValueError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Toeplitz:
+    """An index map that depends on j - i alone: ``r(i, j) = lookup[j - i + L_q - 1]``.
+
+    Parameters
+    ----------
+    lookup : ndarray of int32, shape (L_q + L_k - 1,)
+        Row for each difference from -(L_q - 1) to L_k - 1, or -1.
+    rows : int
+        Rows of the table that is indexed.
+    """
+
+    lookup: NDArray[np.int32]
+    rows: int
+    gaps: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gaps", _check_range(self.lookup, self.rows))
+
+    def dense(self, q_len: int, k_len: int) -> NDArray[np.int32]:
+        """The map as an array (L_q, L_k)."""
+        return self.lookup[np.arange(k_len) - np.arange(q_len)[:, None] + q_len - 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """An index map given pair by pair, for grids and windows or, with leading axes, per batch item.
+
+    Parameters
+    ----------
+    index : ndarray of int32, shape (..., L_q, L_k)
+        Row for each pair, or -1.
+    rows : int
+        Rows of the table that is indexed.
+    """
+
+    index: NDArray[np.int32]
+    rows: int
+    gaps: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gaps", _check_range(self.index, self.rows))
+
+    def dense(self, q_len: int, k_len: int) -> NDArray[np.int32]:
+        """The map as an array (..., L_q, L_k)."""
+        return self.index
+
+
+IndexMap = Toeplitz | Dense
+
+
+def _check_range(index: NDArray[np.int32], rows: int) -> bool:
+    """Refuse indices outside [-1, rows); return whether there is a -1."""
+    if index.size == 0:
+        return False
+    low, high = int(index.min()), int(index.max())
+    if low < -1 or high >= rows:
+        raise RelposIndexError(f"index map: entries span [{low}, {high}], the table has rows 0 ... {rows - 1}")
+    return low < 0
+
+
+@dataclass(frozen=True, eq=False)
+class TableTerm:
+    """A scalar per head and row added to the scores: `table` (H or 1, rows)."""
+
+    table: Array
+    index: IndexMap
+
+
+@dataclass(frozen=True, eq=False)
+class QueryTerm:
+    """A product of a query-side vector (..., H, L_q, E) with a row of `weights` (H or 1, rows, E)."""
+
+    query: Array
+    weights: Array
+    index: IndexMap
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTerm:
+    """A product of a key-side vector (..., H_kv, L_k, E) with a row of `weights` (H or 1, rows, E)."""
+
+    key: Array
+    weights: Array
+    index: IndexMap
+
+
+@dataclass(frozen=True, eq=False)
+class ValueTerm:
+    """A row of `weights` (H or 1, rows, D_v) added to each value."""
+
+    weights: Array
+    index: IndexMap
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Everything that positions contribute to one call.
+
+    `query` and `key`, where given, replace q and k in the content product; they may be longer than
+    head_dim, as long as they agree.
+    """
+
+    query: Array | None = None
+    key: Array | None = None
+    tables: tuple[TableTerm, ...] = ()
+    queries: tuple[QueryTerm, ...] = ()
+    keys: tuple[KeyTerm, ...] = ()
+    values: tuple[ValueTerm, ...] = ()
+
+    def __add__(self, other: Terms) -> Terms:
+        """Both sets of terms; at most one may replace the content operands."""
+        if (self.query is not None or self.key is not None) and (other.query is not None or other.key is not None):
+            raise RelposValueError("position: two of the schemes change the content product and cannot be combined")
+        return Terms(
+            self.query if other.query is None else other.query,
+            self.key if other.key is None else other.key,
+            self.tables + other.tables,
+            self.queries + other.queries,
+            self.keys + other.keys,
+            self.values + other.values,
+        )
