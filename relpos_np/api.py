@@ -7,7 +7,6 @@ from operator import add
 from typing import Any, Literal, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np import backend as _backend
 from relpos_np import check, dense, relshift
@@ -15,8 +14,7 @@ from relpos_np.errors import RelposTypeError
 from relpos_np.problem import Problem
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Terms
-
-Array = NDArray[Any]
+from relpos_np.types import Array
 
 
 def _schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
@@ -27,7 +25,9 @@ def _schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
     for scheme in schemes:
         if not isinstance(scheme, Scheme):
             hint = "; absolute encodings are added to the inputs: x = encoding(x)" if callable(scheme) else ""
-            raise RelposTypeError(f"position: expected a scheme such as relpos_np.T5, found {type(scheme).__name__}{hint}")
+            raise RelposTypeError(
+                f"position: expected a scheme such as relpos_np.T5, found {type(scheme).__name__}{hint}"
+            )
         scheme.check(problem.site)
     return schemes
 

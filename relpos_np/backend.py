@@ -10,13 +10,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np.errors import RelposImportError, RelposValueError
 from relpos_np.problem import Problem
 from relpos_np.terms import Terms
-
-Array = NDArray[Any]
+from relpos_np.types import Array
 
 # "numpy" evaluates each scheme's formula; the others evaluate terms.
 BACKENDS = ("numpy", "terms", "numba")
@@ -97,7 +95,9 @@ def numba_kernels() -> Any:
     return _kernels
 
 
-def evaluate(name: str, problem: Problem, lower: Callable[[], Terms], out: Array | None, want_lse: bool) -> tuple[Array, Array | None]:
+def evaluate(
+    name: str, problem: Problem, lower: Callable[[], Terms], out: Array | None, want_lse: bool
+) -> tuple[Array, Array | None]:
     """Run the terms on a kernel backend; write to `out` if its layout allows, else to a new array."""
     terms = lower()
     if name == "terms":
@@ -106,7 +106,9 @@ def evaluate(name: str, problem: Problem, lower: Callable[[], Terms], out: Array
         return _numpy.attention(problem, terms)
     kernels = numba_kernels()
     dtype = problem.site.dtype
-    target = out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)
+    target = (
+        out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)
+    )
     lse = np.empty(problem.out_shape[:-1], dtype) if want_lse else None
     kernels.attention(problem, terms, target, lse)
     return target, lse

@@ -7,12 +7,10 @@ from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import UNBOUNDED, Problem, Site
-
-Array = NDArray[Any]
+from relpos_np.types import Array
 
 _FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
 _HALVES = ("float16", "bfloat16")
@@ -25,7 +23,9 @@ def array(name: str, value: Any) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise RelposTypeError(f"{name}: a MaskedArray's mask would be ignored; pass its data and mask= separately")
     if isinstance(value, np.matrix) or not isinstance(value, np.ndarray):
-        raise RelposTypeError(f"{name}: expected a NumPy array, found {type(value).__name__}; convert it with np.asarray")
+        raise RelposTypeError(
+            f"{name}: expected a NumPy array, found {type(value).__name__}; convert it with np.asarray"
+        )
     return value.view(np.ndarray)
 
 
@@ -177,7 +177,9 @@ def problem(
         try:
             batch = np.broadcast_shapes(*leads)
         except ValueError:
-            raise RelposValueError(f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast") from None
+            raise RelposValueError(
+                f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast"
+            ) from None
         q, k, v = (np.broadcast_to(x, (*batch, *x.shape[-3:])) for x in (q, k, v))
     left, right = _band(flag("causal", causal), window)
     dtype = q.dtype
@@ -192,6 +194,7 @@ def problem(
         right=right,
         scale=float(depth**-0.5) if scale is None else real("scale", scale),
         dtype=dtype,
+        scores_only=len(operands) == 2,
     )
     if abs(site.offset) >= UNBOUNDED >> 1:
         raise RelposValueError(f"offset: {site.offset} is too large")

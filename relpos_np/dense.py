@@ -12,19 +12,17 @@ A query that may attend no key has output 0 and log-sum-exp :math:`-\infty`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np.problem import Problem
+from relpos_np.types import Array, Bools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from relpos_np.schemes.base import Scheme
-
-Array = NDArray[Any]
 
 
 def repeat_heads(x: Array, heads: int) -> Array:
@@ -32,7 +30,7 @@ def repeat_heads(x: Array, heads: int) -> Array:
     return x if x.shape[-3] == heads else np.repeat(x, heads // x.shape[-3], axis=-3)
 
 
-def allowed_keys(problem: Problem) -> NDArray[np.bool_]:
+def allowed_keys(problem: Problem) -> Bools:
     """Which key each query may attend, without the float mask: broadcastable to (..., H, L_q, L_k)."""
     site = problem.site
     d = np.arange(site.k_len) - (np.arange(site.q_len)[:, None] + site.offset)
@@ -70,7 +68,7 @@ def softmax(s: Array) -> tuple[Array, Array]:
         return p, (safe + np.log(total))[..., 0]
 
 
-def weighted_sum(p: Array, v: Array, attended: NDArray[np.bool_]) -> Array:
+def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
     """Sum of p_ij v_j over attended keys: a value that is not finite reaches only the queries that attend it."""
     finite = np.isfinite(v)
     with np.errstate(all="ignore"):

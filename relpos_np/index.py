@@ -10,19 +10,17 @@ from functools import lru_cache
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np.terms import Dense, Toeplitz
+from relpos_np.types import Int64
 
-Int32 = NDArray[np.int32]
 
-
-def relative_positions(q_len: int, k_len: int, offset: int) -> NDArray[np.int64]:
+def relative_positions(q_len: int, k_len: int, offset: int) -> Int64:
     """Relative positions in the order of a Toeplitz lookup: shape (L_q + L_k - 1,)."""
     return np.arange(1 - q_len, k_len, dtype=np.int64) - offset if q_len and k_len else np.empty(0, np.int64)
 
 
-def _toeplitz(lookup: NDArray[np.int64], rows: int) -> Toeplitz:
+def _toeplitz(lookup: Int64, rows: int) -> Toeplitz:
     table = lookup.astype(np.int32)
     table.flags.writeable = False
     return Toeplitz(table, rows)
@@ -52,7 +50,7 @@ def wrapped_map(q_len: int, k_len: int, offset: int, rows: int) -> Toeplitz:
 
 
 @lru_cache(maxsize=256)
-def t5_thresholds(num_buckets: int, max_distance: int) -> NDArray[np.int64]:
+def t5_thresholds(num_buckets: int, max_distance: int) -> Int64:
     """Smallest distance of each bucket from 1 on, for one direction of `num_buckets` buckets.
 
     With E = num_buckets // 2 and B = num_buckets - E, bucket E + m starts at the smallest n with
@@ -76,7 +74,7 @@ def t5_thresholds(num_buckets: int, max_distance: int) -> NDArray[np.int64]:
     return np.asarray(starts, dtype=np.int64)
 
 
-def t5_float32_buckets(distance: NDArray[np.int64], num_buckets: int, max_distance: int) -> NDArray[np.int64]:
+def t5_float32_buckets(distance: Int64, num_buckets: int, max_distance: int) -> Int64:
     """Buckets of distances >= 0 in one direction, in the float32 arithmetic of published code."""
     exact = num_buckets // 2
     # A distance of 0 lies in the exact half; 1 stands in for it so that no log of 0 is taken.
@@ -101,7 +99,7 @@ def t5_map(
     return _toeplitz(bucket + (side * (d > 0) if bidirectional else 0), num_buckets)
 
 
-def grid_map(query: Sequence[NDArray[np.int64]], key: Sequence[NDArray[np.int64]], extent: Sequence[int]) -> Dense:
+def grid_map(query: Sequence[Int64], key: Sequence[Int64], extent: Sequence[int]) -> Dense:
     """Map of a window: tokens on the grid product of `query` coordinates against that of `key` coordinates.
 
     Row: sum over axes of (coordinate_q - coordinate_k + extent - 1) * stride, axes in row-major order

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from relpos_np.types import Array
+
 # A band without a limit on one side: far beyond any length, far below overflow.
 UNBOUNDED = 1 << 60
 
@@ -19,6 +19,7 @@ class Site:
 
     Query i stands at position i + offset among the keys, so its relative position to key j is
     j - (i + offset). `right` is the largest relative position that is attended (0 if causal).
+    `scores_only` means that there are no values.
     """
 
     heads: int
@@ -31,6 +32,7 @@ class Site:
     right: int
     scale: float
     dtype: np.dtype[Any]
+    scores_only: bool
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from relpos_np.backend import BACKENDS
+from relpos_np.relshift import VARIANTS
 from relpos_np.schemes.learned import LearnedAbsolute
 from relpos_np.schemes.plain import Plain
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import LAYOUTS, Sinusoidal
 from relpos_np.schemes.t5 import T5
 from relpos_np.schemes.transformer_xl import TransformerXL
-from relpos_np.relshift import VARIANTS
 from relpos_np.schemes.window import WindowBias
 
 
@@ -49,7 +49,9 @@ class SchemeInfo:
 
 
 def _info(name: str, cls: type, paper: str, variants: tuple[str, ...] = (), kind: str = "attention") -> SchemeInfo:
-    return SchemeInfo(name, cls, kind, paper, variants, BACKENDS if kind == "attention" else ("numpy",), f"schemes/{name}.md")
+    return SchemeInfo(
+        name, cls, kind, paper, variants, BACKENDS if kind == "attention" else ("numpy",), f"schemes/{name}.md"
+    )
 
 
 _ALL = (

@@ -2,15 +2,12 @@ r"""rel_shift: from products with one row per distance to one score per key, in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
 
 from relpos_np.errors import RelposValueError
+from relpos_np.types import Array
 
-Array = NDArray[Any]
 VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet")
 
 

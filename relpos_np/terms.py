@@ -14,14 +14,11 @@ Only the content product is scaled here; a scheme whose formula scales more does
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np.errors import RelposIndexError, RelposValueError
-
-Array = NDArray[Any]
+from relpos_np.types import Array, Int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +33,14 @@ class Toeplitz:
         Rows of the table that is indexed.
     """
 
-    lookup: NDArray[np.int32]
+    lookup: Int32
     rows: int
     gaps: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gaps", _check_range(self.lookup, self.rows))
 
-    def dense(self, q_len: int, k_len: int) -> NDArray[np.int32]:
+    def dense(self, q_len: int, k_len: int) -> Int32:
         """The map as an array (L_q, L_k)."""
         return self.lookup[np.arange(k_len) - np.arange(q_len)[:, None] + q_len - 1]
 
@@ -60,14 +57,14 @@ class Dense:
         Rows of the table that is indexed.
     """
 
-    index: NDArray[np.int32]
+    index: Int32
     rows: int
     gaps: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gaps", _check_range(self.index, self.rows))
 
-    def dense(self, q_len: int, k_len: int) -> NDArray[np.int32]:
+    def dense(self, q_len: int, k_len: int) -> Int32:
         """The map as an array (..., L_q, L_k)."""
         return self.index
 
@@ -75,7 +72,7 @@ class Dense:
 IndexMap = Toeplitz | Dense
 
 
-def _check_range(index: NDArray[np.int32], rows: int) -> bool:
+def _check_range(index: Int32, rows: int) -> bool:
     """Refuse indices outside [-1, rows); return whether there is a -1."""
     if index.size == 0:
         return False

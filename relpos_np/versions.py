@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 
 def collect_versions() -> dict[str, Any]:
     """Versions, processor, vector target, threads and kernel cache, as plain data."""
+    from importlib import metadata
+
     import numpy as np
 
     import relpos_np
@@ -32,7 +33,7 @@ def collect_versions() -> dict[str, Any]:
     try:
         import numba
 
-        from relpos_np.kernels._numba.jit import cache_folder
+        from relpos_np.kernels._numba.build import cache_folder
         from relpos_np.kernels._numba.target import TARGET
     except ImportError as error:
         found["kernels"] = f"not available: {error}"

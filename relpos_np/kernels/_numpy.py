@@ -5,15 +5,11 @@ Written apart from the reference formulas and sharing nothing with them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np.problem import Problem
 from relpos_np.terms import IndexMap, Terms
-
-Array = NDArray[Any]
+from relpos_np.types import Array
 
 
 def _rows(index: IndexMap, problem: Problem) -> tuple[Array, Array]:

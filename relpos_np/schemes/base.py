@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from numpy.typing import NDArray
-
 from relpos_np.problem import Site
 from relpos_np.terms import Terms
-
-Array = NDArray[Any]
+from relpos_np.types import Array
 
 
 class Scheme:

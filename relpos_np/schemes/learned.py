@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np import check
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
+from relpos_np.types import Array, Int64
 
-Array = NDArray[Any]
 
-
-def learned_encoding(table: Array, positions: NDArray[np.int64]) -> Array:
+def learned_encoding(table: Array, positions: Int64) -> Array:
     r"""The vector of each position: :math:`\mathrm{PE}(t) = W_t`.
 
     Parameters

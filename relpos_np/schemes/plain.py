@@ -2,17 +2,13 @@ r"""Plain attention: no positions at all."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np.dense import softmax
 from relpos_np.problem import Site
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Terms
-
-Array = NDArray[Any]
+from relpos_np.types import Array
 
 
 def self_attention(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:

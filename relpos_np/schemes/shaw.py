@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np import check
 from relpos_np.dense import softmax
@@ -14,8 +13,8 @@ from relpos_np.index import clip_map
 from relpos_np.problem import Site
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import QueryTerm, Terms, ValueTerm
+from relpos_np.types import Array
 
-Array = NDArray[Any]
 OUTSIDE = ("clip", "zero")
 
 
@@ -130,18 +129,27 @@ class Shaw(Scheme):
     def _table(name: str, value: Any) -> Array:
         table = check.table(name, value, "2k+1 head_dim | heads 2k+1 head_dim")
         if table.shape[-2] % 2 == 0:
-            raise RelposValueError(f"{name}: expected an odd number 2k+1 of rows, found {table.shape[-2]} in {table.shape}")
+            raise RelposValueError(
+                f"{name}: expected an odd number 2k+1 of rows, found {table.shape[-2]} in {table.shape}"
+            )
         return table
 
     def check(self, site: Site) -> None:
         """Tables must match the head dimensions and, where they are per head, the heads."""
-        for name, table, dim in (("key_table", self.key_table, site.head_dim), ("value_table", self.value_table, site.v_dim)):
-            if table is None:
+        for name, table, dim in (
+            ("key_table", self.key_table, site.head_dim),
+            ("value_table", self.value_table, site.v_dim),
+        ):
+            if table is None or (name == "value_table" and site.scores_only):
                 continue
             if table.shape[-1] != dim:
-                raise RelposValueError(f"{name}: shape {table.shape} has vectors of {table.shape[-1]}, the call needs {dim}")
+                raise RelposValueError(
+                    f"{name}: shape {table.shape} has vectors of {table.shape[-1]}, the call needs {dim}"
+                )
             if table.ndim == 3 and table.shape[0] != site.heads:
-                raise RelposValueError(f"{name}: shape {table.shape} is for {table.shape[0]} heads, the call has {site.heads}")
+                raise RelposValueError(
+                    f"{name}: shape {table.shape} is for {table.shape[0]} heads, the call has {site.heads}"
+                )
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """Scaled products of queries with the relative vectors of their keys."""
@@ -180,6 +188,8 @@ class Shaw(Scheme):
 
     def __repr__(self) -> str:
         shapes = [
-            f"{n}={t.shape}" for n, t in (("key_table", self.key_table), ("value_table", self.value_table)) if t is not None
+            f"{n}={t.shape}"
+            for n, t in (("key_table", self.key_table), ("value_table", self.value_table))
+            if t is not None
         ]
         return f"Shaw({', '.join(shapes)}, outside={self.outside!r})"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
 from relpos_np import check
 from relpos_np.errors import RelposValueError
+from relpos_np.types import Array
 
-Array = NDArray[Any]
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
 
 
@@ -100,7 +99,7 @@ class Sinusoidal:
         if layout in ("concatenated", "tensor2tensor") and dim % 2:
             raise RelposValueError(f"dim: layout {layout!r} needs an even number of dimensions, found {dim}")
 
-    def encode(self, positions: Any, dtype: DTypeLike = np.float64) -> Array:
+    def encode(self, positions: Any, dtype: Any = np.float64) -> Array:
         """Encodings of positions.
 
         Parameters

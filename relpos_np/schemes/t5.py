@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np import check
 from relpos_np.errors import RelposValueError
@@ -13,19 +12,19 @@ from relpos_np.index import t5_map
 from relpos_np.problem import Site
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import TableTerm, Terms
+from relpos_np.types import Array, Int64
 
-Array = NDArray[Any]
 ROUNDING = ("exact", "float32")
 
 
 def t5_bucket(
-    relative_position: NDArray[np.int64],
+    relative_position: Int64,
     *,
     num_buckets: int = 32,
     max_distance: int = 128,
     bidirectional: bool = True,
     rounding: str = "exact",
-) -> NDArray[np.int64]:
+) -> Int64:
     r"""Bucket of each relative position d = j - i.
 
     With B buckets per direction (half of `num_buckets` if bidirectional), E = B // 2 of them exact,
@@ -158,24 +157,32 @@ class T5(Scheme):
     Transformer", JMLR 2020.
     """
 
-    def __init__(self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: str = "exact") -> None:
+    def __init__(
+        self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: str = "exact"
+    ) -> None:
         self.table = check.table("table", table, "num_buckets heads")
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.bidirectional = check.flag("bidirectional", bidirectional)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
         buckets = self.table.shape[0]
         if bidirectional and (buckets % 2 or buckets < 4):
-            raise RelposValueError(f"table: bidirectional needs an even number of buckets from 4 on, found {self.table.shape}")
+            raise RelposValueError(
+                f"table: bidirectional needs an even number of buckets from 4 on, found {self.table.shape}"
+            )
         if buckets < 2:
             raise RelposValueError(f"table: expected at least 2 buckets, found shape {self.table.shape}")
         exact = (buckets // 2 if bidirectional else buckets) // 2
         if self.max_distance <= exact:
-            raise RelposValueError(f"max_distance: {max_distance} must exceed the {exact} distances with a bucket of their own")
+            raise RelposValueError(
+                f"max_distance: {max_distance} must exceed the {exact} distances with a bucket of their own"
+            )
 
     def check(self, site: Site) -> None:
         """The table must have one column per head."""
         if self.table.shape[1] != site.heads:
-            raise RelposValueError(f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}")
+            raise RelposValueError(
+                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
+            )
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""

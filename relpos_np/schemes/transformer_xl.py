@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np import check
 from relpos_np.errors import RelposValueError
@@ -14,11 +13,10 @@ from relpos_np.problem import Site
 from relpos_np.relshift import VARIANTS, rel_shift
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import QueryTerm, Terms
+from relpos_np.types import Array, Int64
 
-Array = NDArray[Any]
 
-
-def row_distances(q_len: int, k_len: int, variant: str = "transformer_xl") -> NDArray[np.int64]:
+def row_distances(q_len: int, k_len: int, variant: str = "transformer_xl") -> Int64:
     """Distance i + M - j (or, for "wenet", key position j) that belongs to each row a variant expects.
 
     Parameters
@@ -123,7 +121,9 @@ class TransformerXL(Scheme):
         if self.u.shape != self.v.shape:
             raise RelposValueError(f"v: expected the shape of u {self.u.shape}, found {self.v.shape}")
         if self.rows.shape[1:] != self.u.shape:
-            raise RelposValueError(f"rows: expected (R, {self.u.shape[0]}, {self.u.shape[1]}) as in u, found {self.rows.shape}")
+            raise RelposValueError(
+                f"rows: expected (R, {self.u.shape[0]}, {self.u.shape[1]}) as in u, found {self.rows.shape}"
+            )
 
     def check(self, site: Site) -> None:
         """Heads, head_dim and the number of rows must match the call."""
@@ -153,7 +153,7 @@ class TransformerXL(Scheme):
         return np.asarray((content + bd) * site.dtype.type(site.scale)) if ac.size else ac
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """u joins the query; the position part is a query term with a row per distance."""
+        """U joins the query; the position part is a query term with a row per distance."""
         u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.u, self.v, self.rows))
         content = q + u[:, None, :]
         position = (q + v[:, None, :]) * site.dtype.type(site.scale)
@@ -163,7 +163,7 @@ class TransformerXL(Scheme):
             return self._absolute(q, k, content, weights, site)
         if self.variant in ("conformer", "xlnet"):
             first = site.k_len - (1 if self.variant == "conformer" else 0)
-            index = distance_map(*lengths, first, len(rows), site.k_len)
+            index = distance_map(*lengths, first, len(rows), site.q_len + site.k_len)
             return Terms(query=content, queries=(QueryTerm(position, weights, index),))
         terms = [QueryTerm(position, weights, distance_map(*lengths, site.k_len - 1, len(rows), 0))]
         if site.right > 1 and site.q_len > 2:

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -15,12 +14,12 @@ from relpos_np.index import grid_map
 from relpos_np.problem import Site
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import TableTerm, Terms
+from relpos_np.types import Array, Int64
 
-Array = NDArray[Any]
-Coordinates = Sequence[NDArray[np.int64]]
+Coordinates = Sequence[Int64]
 
 
-def window_index(query: Coordinates, key: Coordinates, extent: Sequence[int]) -> NDArray[np.int64]:
+def window_index(query: Coordinates, key: Coordinates, extent: Sequence[int]) -> Int64:
     r"""Table row of each query and key token of a window.
 
     .. math::
@@ -53,7 +52,7 @@ def window_index(query: Coordinates, key: Coordinates, extent: Sequence[int]) ->
     return np.asarray(index, dtype=np.int64)
 
 
-def rstt_frames(num_frames_q: int, num_frames_kv: int) -> NDArray[np.int64]:
+def rstt_frames(num_frames_q: int, num_frames_kv: int) -> Int64:
     """Frame coordinates of keys by RSTT's rule: every s-th query frame, s = (F_q + 1) // F_kv.
 
     Parameters
@@ -186,8 +185,13 @@ class WindowBias(Scheme):
     def check(self, site: Site) -> None:
         """The grids must hold the call's tokens, and the table a column per head."""
         if self.table.shape[1] != site.heads:
-            raise RelposValueError(f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}")
-        for name, grid, length in (("query_grid", self.query_grid, site.q_len), ("key_grid", self.key_grid, site.k_len)):
+            raise RelposValueError(
+                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
+            )
+        for name, grid, length in (
+            ("query_grid", self.query_grid, site.q_len),
+            ("key_grid", self.key_grid, site.k_len),
+        ):
             if prod(grid) != length:
                 raise RelposValueError(f"{name}: {grid} has {prod(grid)} tokens, the call has {length}")
 
@@ -210,12 +214,12 @@ def _grid(name: str, value: Any) -> tuple[int, ...]:
     return tuple(check.integer(name, n, 1) for n in value)
 
 
-def _coords(value: Any, axes: int) -> list[NDArray[np.int64] | None]:
+def _coords(value: Any, axes: int) -> list[Int64 | None]:
     if value is None:
         return [None] * axes
     if len(value) != axes:
         raise RelposValueError(f"key_coords: expected one entry per axis, {axes}; found {len(value)}")
-    out: list[NDArray[np.int64] | None] = []
+    out: list[Int64 | None] = []
     for c in value:
         if c is None:
             out.append(None)

@@ -10,33 +10,36 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
+from numba import carray
 
-from relpos_np.kernels._numba.jit import helper, kernel
-from relpos_np.kernels._numba.records import BATCH_K, BATCH_MASK, BATCH_Q, BATCH_V, KEY_BEGIN, KEY_END
+from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.records import ADD, BATCH_K, BATCH_MASK, BATCH_Q, BATCH_V, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.rows import (
     add_constant,
     add_mask,
     add_row,
     advance,
     at,
+    bytes_,
     copy_checked,
-    data,
+    doubles,
     exp2_row,
     fill_row,
-    flags,
+    floats,
     get,
     integers,
     lane_max,
     lane_sum,
+    longs,
     mask_row,
     max_row,
+    opaque,
+    pointer_like,
     put,
     scale_row,
     sum_row,
     take,
     transpose_square,
-    pointer_like,
 )
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
 from relpos_np.kernels._numba.tiles import accumulate, score_panel, score_panel_max
@@ -57,9 +60,12 @@ def round_up(n: int, unit: int) -> int:
 
 @helper
 def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lanes: int) -> tuple[int, ...]:
-    """Where each buffer of a thread's workspace begins, in elements; the last entry is its size."""
+    """Where each buffer of a thread's workspace begins, in elements; the last entry is its size.
+
+    The host calls it as plain Python, so it calls no compiled function.
+    """
     queries = 0
-    keys = queries + round_up(block * depth, 64)
+    keys = queries + (block * depth + 63) // 64 * 64
     scores = keys + BLOCK_KEYS * depth
     values = scores + block * BLOCK_KEYS
     out = values + BLOCK_KEYS * v_width
@@ -70,15 +76,17 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     fade = top + block
     check = fade + block
     skew_q = check + 64
-    skew_w = skew_q + round_up(block * skew_depth, 64)
+    skew_w = skew_q + (block * skew_depth + 63) // 64 * 64
     skew = skew_w + (block + BLOCK_KEYS) * skew_depth
     binned = skew + (block * (block + BLOCK_KEYS) if skew_depth else 0)
-    end = binned + round_up(block * bins, 64)
+    end = binned + (block * bins + 63) // 64 * 64
     return queries, keys, scores, values, out, total, tops, best, top, fade, check, skew_q, skew_w, skew, binned, end
 
 
 @helper
-def pack_panels(out: Any, x: Any, row: int, first: int, last: int, limit: int, depth: int, width: int, lanes: int) -> None:
+def pack_panels(
+    out: Any, x: Any, row: int, first: int, last: int, limit: int, depth: int, width: int, lanes: int
+) -> None:
     """Pack rows first..last of x, transposed, into panels [depth, width]; rows outside [0, limit) become 0."""
     for p in range(first, last, width):
         panel = at(out, (p - first) * depth)
@@ -105,7 +113,9 @@ def load_queries(out: Any, x: Any, row: int, rows: int, depth: int, scale: float
 
 
 @helper
-def skew_block(p: Any, base: Any, w: Any, weights: Any, i0: int, rows: int, j0: int, cols: int, first: bool, lanes: int) -> None:
+def skew_block(
+    p: Any, base: Any, w: Any, weights: Any, i0: int, rows: int, j0: int, cols: int, first: bool, lanes: int
+) -> None:
     """Products of the block's queries with one weight row per distance.
 
     Column c of the buffer belongs to distance j - i = j0 - i0 - (block - 1) + c, so that row i of the
@@ -168,7 +178,19 @@ def add_binned(s: Any, a: Any, bins: Any, t: int, cols: int) -> None:
 
 @helper
 def open_rows(
-    p: Any, adds: Any, base: Any, w: Any, bias: Any, b: int, h: int, mask: int, i0: int, rows: int, j0: int, cols: int, lanes: int
+    p: Any,
+    adds: Any,
+    base: Any,
+    w: Any,
+    bias: Any,
+    b: int,
+    h: int,
+    mask: int,
+    i0: int,
+    rows: int,
+    j0: int,
+    cols: int,
+    lanes: int,
 ) -> None:
     """Complete a tile of plain scores: bias, gathered terms, masks, and each row's maximum."""
     wide = round_up(cols, lanes)
@@ -179,7 +201,7 @@ def open_rows(
             add_row(s, at(bias, q * p.bias_row + j0), cols, 1.0)
         if p.skew_depth:
             add_row(s, at(base, w[13] + i * (p.block_queries + BLOCK_KEYS) + p.block_queries - 1 - i), cols, 1.0)
-        for n in range(p.adds):
+        for n in range(p.add_count):
             a = adds[n]
             source = at(pointer_like(base, a.src), b * a.src_batch + h * a.src_head + q * a.src_row + j0 * a.src_col)
             add_gathered(s, a, source, b * a.index_batch + q * a.index_row + j0, a.src_col, cols)
@@ -192,7 +214,7 @@ def open_rows(
             else:
                 add_constant(s, cols, get(soft, 0) * LOG2E)
         if p.allowed:
-            allowed = at(flags(p.allowed), mask + h * p.mask_head + q * p.mask_row + j0 * p.mask_col)
+            allowed = at(bytes_(p.allowed), mask + h * p.mask_head + q * p.mask_row + j0 * p.mask_col)
             if p.mask_col:
                 mask_row(s, allowed, cols, MINUS_INFINITY)
             elif get(allowed, 0) == 0:
@@ -220,9 +242,11 @@ def spread_poison(base: Any, w: Any, rows: int, cols: int, v_depth: int, v_width
 
 
 @helper
-def finish_rows(p: Any, values: Any, base: Any, w: Any, b: int, h: int, i0: int, rows: int, v_width: int, lanes: int) -> None:
+def finish_rows(
+    p: Any, values: Any, base: Any, w: Any, b: int, h: int, i0: int, rows: int, v_width: int, lanes: int
+) -> None:
     """Add the value terms, divide by the sums and write the output and the log-sum-exp."""
-    for n in range(p.values):
+    for n in range(p.value_count):
         a = values[n]
         weights = at(pointer_like(base, a.weights), h * a.weights_head)
         accumulate(at(base, w[14] + a.bins), p.bins, weights, v_width, at(base, w[4]), v_width, rows, v_width, a.rows)
@@ -236,7 +260,7 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, b: int, h: int, i0: int,
             put(pointer_like(base, p.lse), (b * p.heads + h) * p.q_len + i0 + i, lse)
 
 
-@helper
+@inlined
 def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int, lanes: int) -> None:
     """Attention for one block of queries of one head."""
     block, depth, v_depth = p.block_queries, p.depth, p.v_depth
@@ -245,13 +269,12 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     width, v_width = PANEL_VECTORS * lanes, round_up(v_depth, lanes)
     w = layout(block, depth, v_width, p.skew_depth, p.bins, lanes)
     scores, out, fade = at(base, w[2]), at(base, w[4]), at(base, w[9])
-    group = h // p.group
-    q = at(pointer_like(base, p.q), batches[BATCH_Q, b] + h * p.q_head + i0 * p.q_row)
-    k = at(pointer_like(base, p.k), batches[BATCH_K, b] + group * p.k_head)
-    v = at(pointer_like(base, p.v), batches[BATCH_V, b] + group * p.v_head)
+    q = at(pointer_like(base, p.q), get(batches, BATCH_Q * p.count + b) + h * p.q_head + i0 * p.q_row)
+    k = at(pointer_like(base, p.k), get(batches, BATCH_K * p.count + b) + h // p.k_group * p.k_head)
+    v = at(pointer_like(base, p.v), get(batches, BATCH_V * p.count + b) + h // p.v_group * p.v_head)
     bias = at(pointer_like(base, p.bias), h * p.bias_head)
     weights = at(pointer_like(base, p.skew_w), h * p.skew_head)
-    mask = batches[BATCH_MASK, b]
+    mask = get(batches, BATCH_MASK * p.count + b)
     load_queries(at(base, w[0]), q, p.q_row, rows, depth, p.scale)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), ((b * p.heads + h) * p.q_len + i0) * p.skew_depth)
@@ -260,9 +283,9 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     fill_row(base, w[5], w[5] + rows * lanes, 0.0)
     fill_row(base, w[8], w[8] + block, MINUS_INFINITY)
     fill_row(base, w[14], w[14] + round_up(rows, ROW_QUANTUM) * p.bins, 0.0)
-    plain = p.adds == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0
-    first = max(batches[KEY_BEGIN, b], i0 + p.offset - p.left)
-    last = min(batches[KEY_END, b], i0 + rows + p.offset + p.right)
+    plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0
+    first = max(get(batches, KEY_BEGIN * p.count + b), i0 + p.offset - p.left)
+    last = min(get(batches, KEY_END * p.count + b), i0 + rows + p.offset + p.right)
 
     for j0 in range(first, last, BLOCK_KEYS):
         cols = min(BLOCK_KEYS, last - j0)
@@ -276,7 +299,9 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
             for c in range(0, cols, width):
                 corner = at(bias, i0 * p.bias_row + (j0 + c if p.bias_row else 0))
                 panel = at(base, w[1] + c * depth)
-                score_panel_max(at(base, w[0]), panel, depth, at(scores, c), BLOCK_KEYS, rows, corner, p.bias_row, at(base, w[6]))
+                score_panel_max(
+                    at(base, w[0]), panel, depth, at(scores, c), BLOCK_KEYS, rows, corner, p.bias_row, at(base, w[6])
+                )
         else:
             for c in range(0, cols, width):
                 score_panel(at(base, w[0]), at(base, w[1] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows)
@@ -303,29 +328,40 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
             s = at(scores, i * BLOCK_KEYS)
             exp2_row(s, wide, get(base, w[7] + i), at(base, w[5] + i * lanes), get(fade, i))
             if p.keep:
-                keep = at(flags(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
+                keep = at(bytes_(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
                 scale_row(s, s, cols, p.keep_scale)
                 mask_row(s, keep, cols, 0.0)
-            for n in range(p.values):
+            for n in range(p.value_count):
                 a = values[n]
-                add_binned(s, a, at(base, w[14] + i * p.bins + a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, cols)
+                add_binned(
+                    s, a, at(base, w[14] + i * p.bins + a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, cols
+                )
         accumulate(scores, BLOCK_KEYS, at(base, w[3]), v_width, out, v_width, rows, v_width, cols)
     finish_rows(p, values, base, w, b, h, i0, rows, v_width, lanes)
 
 
-@kernel()
-def attend(plan: Any, adds: Any, values: Any, batches: Any, work: Any, counter: Any, stop: int) -> None:
-    """Take blocks of queries from the shared counter until `stop`."""
-    lanes = VECTOR_BYTES // work.itemsize
-    base = data(work)
-    t = take(counter)
-    while t < stop:
-        attend_block(plan[0], adds, values, batches, base, t, lanes)
-        t = take(counter)
+@inlined
+def attend_all(call: int, base: Any, lanes: int) -> None:
+    """Take blocks of queries from the shared counter while there are any."""
+    p = carray(opaque(call), 1, CALL)[0]
+    adds = carray(opaque(p.adds), p.add_count, ADD)
+    values = carray(opaque(p.values), p.value_count, VALUE)
+    t = take(p.counter)
+    while t < p.stop:
+        attend_block(p, adds, values, longs(p.batches), base, t, lanes)
+        t = take(p.counter)
 
 
-@kernel(parallel=True)
-def attend_parallel(plan: Any, adds: Any, values: Any, batches: Any, work: Any, counter: Any, stop: int) -> None:
-    """`attend` on every thread: one workspace row each, one counter for all, so that no thread waits for a slow one."""
-    for thread in numba.prange(work.shape[0]):
-        attend(plan, adds, values, batches, work[thread], counter, stop)
+def _attend_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    p = carray(opaque(call), 1, CALL)[0]
+    for n in range(get(lengths, 0)):
+        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), VECTOR_BYTES // 4)
+
+
+def _attend_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    p = carray(opaque(call), 1, CALL)[0]
+    for n in range(get(lengths, 0)):
+        attend_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), VECTOR_BYTES // 8)
+
+
+attend = {4: Kernel(_attend_float32), 8: Kernel(_attend_float64)}

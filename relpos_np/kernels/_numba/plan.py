@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from relpos_np.kernels._numba import attend
-from relpos_np.kernels._numba.records import ADD, BATCH_MASK, KEY_BEGIN, KEY_END, PLAN, VALUE
+from relpos_np.kernels._numba.attend import layout
+from relpos_np.kernels._numba.records import ADD, BATCH_MASK, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET, block_queries
 from relpos_np.problem import UNBOUNDED, Problem
 from relpos_np.terms import Dense, IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
-
-Array = NDArray[Any]
+from relpos_np.types import Array
 
 LOG2E = 1.0 / math.log(2.0)
 # A dense bias up to this many bytes is gathered once per call and then read like any other.
 GATHER_BYTES = 16 * 1024 * 1024
 # A query term whose map has at least this share of distinct runs is multiplied tile by tile.
 SKEW_SHARE = 0.25
-_NONE_ADD, _NONE_VALUE = np.zeros(0, ADD), np.zeros(0, VALUE)
 
 
 @dataclass(eq=False)
 class Plan:
-    """Arguments of the kernel, and the arrays that must outlive the call."""
+    """The kernel's record, and the arrays that must outlive the call."""
 
-    plan: Array
-    adds: Array
-    values: Array
-    batches: Array
+    call: Array
     blocks: int
     workspace: int
     flops_per_block: float
-    kept: list[Array] = field(default_factory=list)
+    kept: list[Array]
 
 
 def _strides(x: Array) -> list[int]:
@@ -113,7 +107,8 @@ class Planner:
         f["out_head"], f["out_row"] = site.q_len * site.v_dim, site.v_dim
         if self.lse is not None:
             f["lse"] = self._keep(self.lse)
-        f["heads"], f["group"] = site.heads, site.heads // max(site.kv_heads, 1)
+        f["heads"], f["v_group"] = site.heads, site.heads // max(site.kv_heads, 1)
+        f["k_group"] = site.heads // max(key.shape[-3], 1)
         f["q_len"], f["k_len"], f["depth"], f["v_depth"] = site.q_len, site.k_len, query.shape[-1], site.v_dim
         f["offset"], f["left"], f["right"] = site.offset, self.problem.left, self.problem.right
         f["scale"] = site.scale * LOG2E
@@ -126,21 +121,22 @@ class Planner:
             site.q_len, query.shape[-1], width, self.dtype.itemsize, self.count * site.heads, self.threads
         )
         f["block_queries"], f["blocks"] = block, -(-site.q_len // block)
-        f["adds"], f["values"] = len(adds), len(values)
+        f["batches"], f["count"] = self._keep(batches), self.count
+        f["add_count"], f["value_count"] = len(adds), len(values)
+        if adds:
+            f["adds"] = self._keep(np.array(adds, ADD))
+        if values:
+            f["values"] = self._keep(np.array(values, VALUE))
         if self.problem.keep is not None:
             f["keep"] = self._keep(self.problem.keep)
             f["keep_scale"] = self.problem.keep_scale
-        plan = np.zeros(1, PLAN)
-        plan[0] = tuple(f.get(name, 0) for name in PLAN.names or ())
+        call = np.array([tuple(f.get(name, 0) for name in CALL.names or ())], CALL)
         skew, bins = f.get("skew_depth", 0), f.get("bins", 0)
         span = min(site.k_len, self.problem.left + self.problem.right + block)
         return Plan(
-            plan=plan,
-            adds=np.array(adds, ADD) if adds else _NONE_ADD,
-            values=np.array(values, VALUE) if values else _NONE_VALUE,
-            batches=batches,
+            call=call,
             blocks=self.count * site.heads * f["blocks"],
-            workspace=attend.layout.py_func(block, query.shape[-1], width, skew, bins, lanes)[-1],
+            workspace=layout.py_func(block, query.shape[-1], width, skew, bins, lanes)[-1],
             flops_per_block=2.0 * block * span * (query.shape[-1] + width + 2 * skew),
             kept=self.kept,
         )

@@ -14,11 +14,13 @@ def _integers(*names: str) -> list[tuple[str, str]]:
 
 
 # One call of attention.
-PLAN = np.dtype(
+CALL = np.dtype(
     [
+        # work: a counter of blocks shared by all threads, its limit, and one workspace per thread
+        *_integers("counter", "stop", "work", "work_stride"),
         *_integers("q", "k", "v", "out", "lse"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
-        *_integers("heads", "group", "q_len", "k_len", "depth", "v_depth"),
+        *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),
         *_integers("block_queries", "blocks"),
         # positions: key j is in the band of query i if i + offset - left <= j <= i + offset + right
         *_integers("offset", "left", "right"),
@@ -28,7 +30,7 @@ PLAN = np.dtype(
         *_integers("allowed", "soft", "mask_head", "mask_row", "mask_col"),
         # a query term with one row of weights per distance, multiplied tile by tile
         *_integers("skew_q", "skew_w", "skew_depth", "skew_head"),
-        *_integers("adds", "values", "bins"),
+        *_integers("batches", "count", "adds", "add_count", "values", "value_count", "bins"),
         # dropout: bytes, and the factor on what is kept
         *_integers("keep"),
         ("keep_scale", "<f8"),
@@ -47,3 +49,6 @@ VALUE = np.dtype(_integers("weights", "weights_head", "rows", "bins", "index", "
 
 # Rows of the int64 table with one column per batch item: offsets of its arrays, and its range of keys.
 BATCH_Q, BATCH_K, BATCH_V, BATCH_MASK, KEY_BEGIN, KEY_END = range(6)
+
+# One call of rel_shift.
+SHIFT = np.dtype(_integers("counter", "stop", "step", "x", "out", "itemsize", "rows", "columns", "k_len", "wrapped"))

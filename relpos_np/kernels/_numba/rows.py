@@ -25,34 +25,22 @@ def pointer_like(typingctx: Any, like: Any, address: Any) -> Any:
     return like(like, _i8), generate
 
 
-@intrinsic
-def data(typingctx: Any, array: Any) -> Any:
-    """A pointer to the first element of an array."""
+def _typed(kind: Any) -> Any:
+    """Build the intrinsic that takes an address as a pointer to `kind`."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return context.make_array(signature.args[0])(context, builder, args[0]).data
+    @intrinsic
+    def typed(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(array.dtype)(array), generate
+        return kind(_i8), generate
 
-
-@intrinsic
-def integers(typingctx: Any, address: Any) -> Any:
-    """An address as a pointer to int32."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int32)(_i8), generate
+    return typed
 
 
-@intrinsic
-def flags(typingctx: Any, address: Any) -> Any:
-    """An address as a pointer to bytes."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint8)(_i8), generate
+floats, doubles = _typed(types.CPointer(types.float32)), _typed(types.CPointer(types.float64))
+bytes_, integers, longs = (_typed(types.CPointer(kind)) for kind in (types.uint8, types.int32, types.int64))
+opaque = _typed(types.voidptr)
 
 
 @intrinsic
@@ -88,13 +76,13 @@ def put(typingctx: Any, base: Any, offset: Any, value: Any) -> Any:
 
 @intrinsic
 def take(typingctx: Any, counter: Any) -> Any:
-    """Atomically add 1 to an int64 and return its old value: the next piece of work."""
+    """Atomically add 1 to the int64 at an address and return its old value: the next piece of work."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.atomic_rmw("add", data, ir.Constant(I64, 1), "monotonic")
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
 
-    return _i8(counter), generate
+    return _i8(_i8), generate
 
 
 def _each(v: Vectors, n: ir.Value, vector: Callable[[ir.Value], None], scalar: Callable[[ir.Value], None]) -> None:
@@ -186,7 +174,10 @@ def add_constant(typingctx: Any, out: Any, n: Any, value: Any) -> Any:
         v = Vectors(b, signature.args[0].dtype.bitwidth)
         wide = v.splat(value)
         _each(
-            v, n, lambda k: v.store(b.fadd(v.load(out, k), wide), out, k), lambda k: v.put(b.fadd(v.get(out, k), value), out, k)
+            v,
+            n,
+            lambda k: v.store(b.fadd(v.load(out, k), wide), out, k),
+            lambda k: v.put(b.fadd(v.get(out, k), value), out, k),
         )
         return context.get_dummy_value()
 
@@ -218,8 +209,8 @@ def mask_row(typingctx: Any, out: Any, allowed: Any, n: Any, value: Any) -> Any:
         kind = ir.VectorType(I8, v.lanes)
 
         def vector(k: ir.Value) -> None:
-            bytes_ = b.load(b.bitcast(b.gep(allowed, [k]), kind.as_pointer()), align=1)
-            shut = b.icmp_unsigned("==", bytes_, ir.Constant(kind, [0] * v.lanes))
+            given = b.load(b.bitcast(b.gep(allowed, [k]), kind.as_pointer()), align=1)
+            shut = b.icmp_unsigned("==", given, ir.Constant(kind, [0] * v.lanes))
             v.store(b.select(shut, wide, v.load(out, k)), out, k)
 
         def scalar(k: ir.Value) -> None:

@@ -1,72 +1,103 @@
-"""rel_shift as a parallel copy: each row of the result is read from one or two runs of the input."""
+"""rel_shift as a parallel copy: each row of the result is one run of the input, or two around a zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
-from numpy.typing import NDArray
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
 
-from relpos_np.kernels._numba.jit import announce, helper, kernel
-
-Array = NDArray[Any]
+from relpos_np.kernels._numba.build import Kernel
+from relpos_np.kernels._numba.launch import available_threads, run
+from relpos_np.kernels._numba.records import SHIFT
+from relpos_np.kernels._numba.rows import opaque, take
+from relpos_np.kernels._numba.vectors import I8, I64
+from relpos_np.types import Array
 
 # Results below this many bytes are copied by the calling thread alone.
 SERIAL_BYTES = 1 << 18
+# Bytes of one piece of work.
+PIECE_BYTES = 1 << 18
 
 
-@helper
-def shift_row(x: Any, out: Any, row: int, rows: int, columns: int, k_len: int, wrapped: bool) -> None:
-    """Write row `row` (over all matrices) of the result."""
-    i = row % rows
-    source, target = x[row], out[row]
-    if not wrapped:
-        start = columns - k_len - i
-        for j in range(k_len):
-            target[j] = source[start + j]
-        return
-    # Transformer-XL: the row's own products, a zero, and the start of the next row's.
-    own = columns - rows + 1 + i
-    for j in range(own):
-        target[j] = source[rows - 1 - i + j]
-    if own < columns:
-        target[own] = 0
-        following = x[row + 1]
-        for j in range(own + 1, columns):
-            target[j] = following[j - own - 1]
+@intrinsic
+def _copy(typingctx: Any, out: Any, x: Any, size: Any) -> Any:
+    """Copy bytes between addresses that do not overlap."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, x, size = args
+        kind = I8.as_pointer()
+        copy = builder.module.declare_intrinsic("llvm.memcpy", [kind, kind, I64])
+        builder.call(
+            copy, [builder.inttoptr(out, kind), builder.inttoptr(x, kind), size, ir.Constant(ir.IntType(1), 0)]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
-@kernel()
-def shift_serial(x: Any, out: Any, rows: int, wrapped: bool) -> None:
-    """All rows on the calling thread."""
-    for row in range(out.shape[0]):
-        shift_row(x, out, row, rows, x.shape[1], out.shape[1], wrapped)
+@intrinsic
+def _clear(typingctx: Any, out: Any, size: Any) -> Any:
+    """Set bytes at an address to 0."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = I8.as_pointer()
+        fill = builder.module.declare_intrinsic("llvm.memset", [kind, I64])
+        builder.call(
+            fill, [builder.inttoptr(args[0], kind), ir.Constant(I8, 0), args[1], ir.Constant(ir.IntType(1), 0)]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
-@kernel(parallel=True)
-def shift_parallel(x: Any, out: Any, rows: int, wrapped: bool) -> None:
-    """All rows on all threads."""
-    for row in numba.prange(out.shape[0]):
-        shift_row(x, out, np.int64(row), rows, x.shape[1], out.shape[1], wrapped)
+def _shift(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    p = carray(opaque(call), 1, SHIFT)[0]
+    unit, rows, columns = p.itemsize, p.rows, p.columns
+    piece = take(p.counter)
+    while piece * p.step < p.stop:
+        for row in range(piece * p.step, min((piece + 1) * p.step, p.stop)):
+            i = row % rows
+            source = p.x + row * columns * unit
+            target = p.out + row * p.k_len * unit
+            if p.wrapped:
+                # Transformer-XL: the row's own products, a zero, and the start of the next row's.
+                own = columns - rows + 1 + i
+                _copy(target, source + (rows - 1 - i) * unit, own * unit)
+                if own < columns:
+                    _clear(target + own * unit, unit)
+                    _copy(target + (own + 1) * unit, source + columns * unit, (columns - own - 1) * unit)
+            else:
+                _copy(target, source + (columns - p.k_len - i) * unit, p.k_len * unit)
+        piece = take(p.counter)
 
 
-def rel_shift(x: Array, out: Array, variant: str, threads: int, guarded: Callable[[Any, tuple[Any, ...]], None]) -> None:
-    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows.
+_kernel = Kernel(_shift)
 
-    Elements are moved as integers of their size, so that any dtype shares these kernels; `guarded` runs a parallel one.
-    """
-    rows, columns = x.shape[-2:]
+
+def rel_shift(x: Array, out: Array, variant: str) -> None:
+    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; any dtype."""
     if not out.size:
         return
-    flat = np.ascontiguousarray(x, out.dtype).reshape(-1, columns)
-    target = out.reshape(-1, out.shape[-1])
-    if out.itemsize <= 8:
-        bits = np.dtype(f"u{out.itemsize}")
-        flat, target = flat.view(bits), target.view(bits)
-    arguments = flat, target, rows, variant in ("transformer_xl", "espnet_legacy")
-    if threads == 1 or out.nbytes < SERIAL_BYTES:
-        announce(shift_serial, arguments)
-    else:
-        guarded(shift_parallel, arguments)
+    x = np.ascontiguousarray(x, out.dtype)
+    rows, columns = x.shape[-2:]
+    k_len = out.shape[-1]
+    counter = np.zeros(1, np.int64)
+    step = max(1, PIECE_BYTES // (k_len * out.itemsize))
+    wrapped = variant in ("transformer_xl", "espnet_legacy")
+    record = (
+        counter.ctypes.data,
+        out.size // k_len,
+        step,
+        x.ctypes.data,
+        out.ctypes.data,
+        out.itemsize,
+        rows,
+        columns,
+        k_len,
+        wrapped,
+    )
+    call = np.array([record], SHIFT)
+    run(_kernel, call.ctypes.data, 1 if out.nbytes < SERIAL_BYTES else available_threads())

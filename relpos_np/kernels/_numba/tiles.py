@@ -17,7 +17,14 @@ from relpos_np.kernels._numba.vectors import Vectors, index
 
 
 def _product(
-    v: Vectors, shape: tuple[int, int], a: ir.Value, lda: ir.Value, b: ir.Value, ldb: ir.Value, depth: ir.Value, start: list[Any]
+    v: Vectors,
+    shape: tuple[int, int],
+    a: ir.Value,
+    lda: ir.Value,
+    b: ir.Value,
+    ldb: ir.Value,
+    depth: ir.Value,
+    start: list[Any],
 ) -> list[Any]:
     """Accumulate A[rows, depth] @ B[depth, vectors * lanes] in registers."""
     rows, vectors = shape
@@ -89,7 +96,9 @@ def score_panel_max(
 
 
 @intrinsic
-def accumulate(typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, count: Any, width: Any, depth: Any) -> Any:
+def accumulate(
+    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, count: Any, width: Any, depth: Any
+) -> Any:
     """C[count, width] += A[count, depth] @ B[depth, width].
 
     `width` is a multiple of the lanes; `count` is rounded up to the tile's rows, which the buffers must hold.
@@ -109,7 +118,9 @@ def accumulate(typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: 
                     left = builder.gep(a, [builder.mul(i, lda)])
                     out = builder.gep(c, [builder.add(builder.mul(i, ldc), col)])
                     where = [
-                        builder.add(builder.mul(index(r), ldc), index(j * v.lanes)) for r in range(rows) for j in range(vectors)
+                        builder.add(builder.mul(index(r), ldc), index(j * v.lanes))
+                        for r in range(rows)
+                        for j in range(vectors)
                     ]
                     acc = _product(v, (rows, vectors), left, lda, right, ldb, depth, [v.load(out, o) for o in where])
                     for o, value in zip(where, acc, strict=True):

@@ -1,0 +1,79 @@
+"""Running one kernel on several threads: Numba's pool where that is safe, else threads of Python."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+
+from relpos_np.kernels._numba.build import Kernel
+
+_home = os.getpid()
+_KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4)
+# void parallel_for(kernel, arrays, lengths, steps, data, inner dimensions, arrays, threads)
+_POOL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_ssize_t] * 3)
+# Thread numbers, one array of them per kernel call, eight bytes apart.
+_threads = np.arange(4096, dtype=np.int64)
+_arrays = np.array([_threads.ctypes.data], dtype=np.int64)
+_steps = np.array([8], dtype=np.int64)
+_ARRAYS, _STEPS = _arrays.ctypes.data, _steps.ctypes.data
+
+
+@cache
+def _length(threads: int) -> tuple[int, Any]:
+    """Address of an array that holds a number, and the array."""
+    array = np.array([threads], dtype=np.int64)
+    return array.ctypes.data, array
+
+
+@cache
+def _pool() -> Any:
+    """Numba's thread pool as a C function; None if it must not be entered by several threads at once."""
+    from numba.np.ufunc.parallel import _launch_threads
+
+    _launch_threads()
+    address = llvm.address_of_symbol("numba_parallel_for")
+    if address is None or numba.threading_layer() == "workqueue":
+        return None
+    return _POOL(address)
+
+
+@cache
+def _function(address: int) -> Any:
+    return _KERNEL(address)
+
+
+def available_threads() -> int:
+    """Threads that a call may use, as set by NUMBA_NUM_THREADS or `numba.set_num_threads`."""
+    return min(int(numba.get_num_threads()), len(_threads))
+
+
+def run(kernel: Kernel, call: int, threads: int) -> None:
+    """Call a kernel with the record at address `call`, once for each of `threads` threads."""
+    address = kernel.address
+    if threads == 1:
+        _function(address)(_ARRAYS, _length(1)[0], _STEPS, call)
+        return
+    # GNU OpenMP kills a forked child that enters the parent's pool; Numba's own "workqueue" aborts
+    # the process when two threads enter it. Threads of Python have neither flaw, and start slower.
+    pool = _pool() if os.getpid() == _home else None
+    if pool is not None:
+        pool(address, _ARRAYS, _length(threads)[0], _STEPS, call, 0, 1, threads)
+    else:
+        _run_on_python_threads(_function(address), call, threads)
+
+
+def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
+    """The calling thread is one of them."""
+    arrays = [np.array([_threads.ctypes.data + 8 * n], dtype=np.int64) for n in range(threads)]
+    with ThreadPoolExecutor(threads - 1) as pool:
+        waiting = [pool.submit(function, a.ctypes.data, _length(1)[0], _STEPS, call) for a in arrays[1:]]
+        function(arrays[0].ctypes.data, _length(1)[0], _STEPS, call)
+        for future in waiting:
+            future.result()
