@@ -41,7 +41,7 @@ from relpos_np.kernels._numba.rows import (
     take,
     transpose_square,
 )
-from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
+from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_GROUP, ROW_QUANTUM, TARGET
 from relpos_np.kernels._numba.tiles import accumulate, score_panel, score_panel_max
 
 SCORE_ROWS = TARGET.score_rows
@@ -105,11 +105,10 @@ def pack_panels(
 
 
 @helper
-def load_queries(out: Any, x: Any, row: int, rows: int, depth: int, scale: float) -> None:
-    """Copy and scale a block of queries, padded with rows of 0 to the height of a score tile."""
-    for i in range(rows):
-        scale_row(at(out, i * depth), at(x, i * row), depth, scale)
-    fill_row(out, rows * depth, round_up(rows, SCORE_ROWS) * depth, 0.0)
+def load_queries(out: Any, x: Any, row: int, rows: int, depth: int, scale: float, lanes: int) -> None:
+    """Pack a block of queries in groups of rows, padded with rows of 0, and scale them."""
+    pack_panels(out, x, row, 0, rows, rows, depth, ROW_GROUP, lanes)
+    scale_row(out, out, round_up(rows, ROW_GROUP) * depth, scale)
 
 
 @helper
@@ -275,10 +274,10 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     bias = at(pointer_like(base, p.bias), h * p.bias_head)
     weights = at(pointer_like(base, p.skew_w), h * p.skew_head)
     mask = get(batches, BATCH_MASK * p.count + b)
-    load_queries(at(base, w[0]), q, p.q_row, rows, depth, p.scale)
+    load_queries(at(base, w[0]), q, p.q_row, rows, depth, p.scale, lanes)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), ((b * p.heads + h) * p.q_len + i0) * p.skew_depth)
-        load_queries(at(base, w[11]), skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
+        load_queries(at(base, w[11]), skew_q, p.skew_depth, rows, p.skew_depth, LOG2E, lanes)
     fill_row(base, w[4], w[4] + round_up(rows, ROW_QUANTUM) * v_width, 0.0)
     fill_row(base, w[5], w[5] + rows * lanes, 0.0)
     fill_row(base, w[8], w[8] + block, MINUS_INFINITY)

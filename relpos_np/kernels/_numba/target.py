@@ -41,12 +41,14 @@ class Target:
 
 # 24 accumulators leave 8 of 32 registers for operands; 12 leave 4 of 16.
 AVX512 = Target("avx512", 64, 8, 3, 4, 24)
-AVX2 = Target("avx2", 32, 6, 2, 2, 12)
-SIMD128 = Target("simd128", 16, 6, 2, 2, 12)
+AVX2 = Target("avx2", 32, 4, 3, 2, 12)
+SIMD128 = Target("simd128", 16, 4, 3, 2, 12)
 
-# Query rows are padded to this many, a multiple of every tile height above.
+# Queries are packed in groups of this many rows: a multiple of every lane count and score tile height.
+ROW_GROUP = 16
+# Rows of the output are padded to this many, a multiple of every value tile height.
 ROW_QUANTUM = 24
-# Keys per block: a multiple of every panel width above (48, 24, 16, 8, 4).
+# Keys per block: a multiple of every panel width above (48, 24, 12, 6).
 BLOCK_KEYS = 192
 # Bytes that one thread's working set may take; half of the smallest second-level cache in use.
 CACHE_BUDGET = 512 * 1024

@@ -12,38 +12,40 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from relpos_np.kernels._numba.target import TARGET
+from relpos_np.kernels._numba.target import ROW_GROUP, TARGET
 from relpos_np.kernels._numba.vectors import Vectors, index
 
 
-def _product(
-    v: Vectors,
-    shape: tuple[int, int],
-    a: ir.Value,
-    lda: ir.Value,
-    b: ir.Value,
-    ldb: ir.Value,
-    depth: ir.Value,
-    start: list[Any],
-) -> list[Any]:
-    """Accumulate A[rows, depth] @ B[depth, vectors * lanes] in registers."""
-    rows, vectors = shape
-    line = [v.b.mul(index(i), lda) for i in range(rows)]
+# Steps of depth per turn of the inner loop: counting and branching compete with FMA for its ports.
+_UNROLL = 4
 
-    def body(k: ir.Value, acc: list[Any]) -> list[Any]:
+
+def _product(
+    v: Vectors, shape: tuple[int, int], left: Any, b: ir.Value, ldb: ir.Value, depth: ir.Value, start: list[Any]
+) -> list[Any]:
+    """Accumulate A[rows, depth] @ B[depth, vectors * lanes] in registers; ``left(i, k)`` is the address of A[i, k]."""
+    rows, vectors = shape
+
+    def step(k: ir.Value, acc: list[Any]) -> list[Any]:
         at = v.b.mul(k, ldb)
         right = [v.load(b, v.b.add(at, index(j * v.lanes))) for j in range(vectors)]
         out = []
         for i in range(rows):
-            left = v.splat(v.get(a, v.b.add(line[i], k)))
-            out += [v.fma(left, right[j], acc[i * vectors + j]) for j in range(vectors)]
+            x = v.splat(v.b.load(left(i, k)))
+            out += [v.fma(x, right[j], acc[i * vectors + j]) for j in range(vectors)]
         return out
 
-    return v.loop(index(0), depth, 1, start, body)
+    def steps(k: ir.Value, acc: list[Any]) -> list[Any]:
+        for u in range(_UNROLL):
+            acc = step(v.b.add(k, index(u)), acc)
+        return acc
+
+    whole = v.whole(depth, _UNROLL)
+    return v.loop(whole, depth, 1, v.loop(index(0), whole, _UNROLL, start, steps), step)
 
 
 def _score_panel(fused: bool) -> Any:
-    """Build the intrinsic that scores a block of queries against one packed panel of keys."""
+    """Build the intrinsic that scores a block of packed queries against one packed panel of keys."""
     rows, vectors = TARGET.score_rows, TARGET.score_vectors
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -52,8 +54,14 @@ def _score_panel(fused: bool) -> Any:
         width = index(vectors * v.lanes)
 
         def block(i: ir.Value, _: list[Any]) -> list[Any]:
-            line = builder.gep(a, [builder.mul(i, depth)])
-            acc = _product(v, (rows, vectors), line, depth, b, width, depth, [v.const(0)] * (rows * vectors))
+            # Row i of the queries lies at (i / group) * group * depth + i % group, its elements a group apart.
+            inner = builder.and_(i, index(ROW_GROUP - 1))
+            line = builder.gep(a, [builder.add(builder.mul(builder.sub(i, inner), depth), inner)])
+
+            def left(r: int, k: ir.Value) -> ir.Value:
+                return builder.gep(line, [builder.add(builder.mul(k, index(ROW_GROUP)), index(r))])
+
+            acc = _product(v, (rows, vectors), left, b, width, depth, [v.const(0)] * (rows * vectors))
             for r in range(rows):
                 row = builder.add(i, index(r))
                 at = builder.mul(row, ldc)
@@ -83,7 +91,7 @@ _score_plain, _score_fused = _score_panel(fused=False), _score_panel(fused=True)
 
 @intrinsic
 def score_panel(typingctx: Any, a: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any) -> Any:
-    """C[count, panel] = A[count, depth] @ B[depth, panel]; `count` is rounded up to the tile's rows."""
+    """C[count, panel] = A[count, depth] @ B[depth, panel], A packed in groups of rows; `count` is rounded up to tiles."""
     return types.void(a, b, types.int64, c, types.int64, types.int64), _score_plain
 
 
@@ -115,14 +123,18 @@ def accumulate(
                 right = builder.gep(b, [col])
 
                 def block(i: ir.Value, _: list[Any]) -> list[Any]:
-                    left = builder.gep(a, [builder.mul(i, lda)])
+                    line = builder.gep(a, [builder.mul(i, lda)])
+
+                    def left(r: int, k: ir.Value) -> ir.Value:
+                        return builder.gep(line, [builder.add(builder.mul(index(r), lda), k)])
+
                     out = builder.gep(c, [builder.add(builder.mul(i, ldc), col)])
                     where = [
                         builder.add(builder.mul(index(r), ldc), index(j * v.lanes))
                         for r in range(rows)
                         for j in range(vectors)
                     ]
-                    acc = _product(v, (rows, vectors), left, lda, right, ldb, depth, [v.load(out, o) for o in where])
+                    acc = _product(v, (rows, vectors), left, right, ldb, depth, [v.load(out, o) for o in where])
                     for o, value in zip(where, acc, strict=True):
                         v.store(value, out, o)
                     return []

@@ -1,0 +1,33 @@
+"""Settings of the documentation: pages come from the docstrings, and nothing is fetched."""
+
+from __future__ import annotations
+
+import relpos_np
+
+project = "relpos_np"
+author = "The relpos_np developers"
+version = release = relpos_np.__version__
+
+extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"relpos_np {release}"
+nitpicky = True
+
+# Types stand in the docstrings, in words; annotations would only repeat them.
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+numpydoc_show_class_members = False
+myst_enable_extensions = ["colon_fence", "substitution"]
+
+
+def scheme_table() -> str:
+    """Lay out the register of schemes as a Markdown table."""
+    rows = ["| scheme | paper | variants | backends |", "| --- | --- | --- | --- |"]
+    for info in relpos_np.SCHEMES.values():
+        cells = (f"[{info.name}]({info.docs})", info.paper, ", ".join(info.variants), ", ".join(info.backends))
+        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+myst_substitutions = {"schemes": scheme_table()}

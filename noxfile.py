@@ -1,0 +1,71 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# dependencies = ["nox>=2025.2.9"]
+# ///
+"""Development tasks: ``nox -s lint typing tests``; ``nox --list`` shows them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+
+# Run from the folder of asv.conf.json, with the same thread counts that the file asks for.
+BENCH_ENV = {"NUMBA_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Run ruff, the docstring check and the repository review."""
+    session.install("-e", ".[dev]")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("numpydoc", "lint", *map(str, Path("relpos_np").rglob("*.py")))
+    session.run("sp-repo-review", ".")
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Run mypy in strict mode."""
+    session.install("-e", ".[dev]")
+    session.run("mypy")
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+def tests(session: nox.Session) -> None:
+    """Run the test suite; arguments after ``--`` go to pytest."""
+    session.install("-e", ".[test]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(default=False)
+def parity(session: nox.Session) -> None:
+    """Compare with torch, transformers, onnx, espnet and timm."""
+    session.install("torch==2.13.0")
+    session.install("-e", ".[test,parity]", "typeguard")
+    session.install("--no-deps", "espnet==202511", "timm")
+    session.run("pytest", "-m", "parity", "tests/parity", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a warning is an error."""
+    session.install("-e", ".[docs]")
+    session.run("sphinx-build", "-W", "-n", "-b", "html", "docs", "docs/_build/html")
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Run every benchmark once, quickly, on the working tree."""
+    session.install("-e", ".[test]")
+    session.chdir("asv_bench")
+    session.run("asv", "machine", "--yes")
+    session.run("asv", "check", "-E", "existing")
+    session.run("asv", "run", "--quick", "-E", "existing", *session.posargs, env=BENCH_ENV)
+
+
+if __name__ == "__main__":
+    nox.main()

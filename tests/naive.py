@@ -1,0 +1,375 @@
+"""Independent witnesses: every formula as plain loops over b, h, i, j, written from the papers.
+
+Nothing here imports the package under test, and NumPy serves as a container only: no ``einsum``, no matrix product, no
+broadcasting. Slow and obvious is the point. Shapes: q (B, H, L_q, D), k (B, H_kv, L_k, D), v (B, H_kv, L_k, D_v); query
+head h reads key head h // (H / H_kv). A query i stands at position i + M, with M = L_k - L_q unless ``offset`` says
+otherwise, and d = j - (i + M) is negative for keys in the past.
+
+A scheme is a closure ``logit(b, h, i, j)``: what it adds to ``scale * q_i . k_j``, with its own scale already applied.
+"""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+NEG_INF = -math.inf
+
+
+def dot(x, y):
+    """Sum of x[p] * y[p]."""
+    return sum((a * b for a, b in zip(x, y, strict=True)), 0.0)
+
+
+def floats(array):
+    """Nested lists of Python floats (float64), so that no NumPy arithmetic is used by accident."""
+    return np.asarray(array, dtype=np.float64).tolist()
+
+
+def add(*logits):
+    """Several schemes at once: their terms add up."""
+    return lambda b, h, i, j: sum((logit(b, h, i, j) for logit in logits), 0.0)
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def logits(q, k, *, logit=None, allowed=None, scale=None):
+    """Dense scores s_ij = scale q_i . k_j + logit(b,h,i,j) + mask, -inf where excluded (Vaswani 2017, eq. 1)."""
+    (n_b, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
+    scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
+    q, k = floats(q), floats(k)
+    out = np.empty((n_b, n_h, l_q, l_k))
+    for b in range(n_b):
+        for h in range(n_h):
+            keys = k[b][h // (n_h // h_kv)]
+            for i in range(l_q):
+                for j in range(l_k):
+                    extra = 0.0 if allowed is None else allowed(b, h, i, j)
+                    if extra == NEG_INF:  # neither the key nor its position is looked at
+                        out[b, h, i, j] = NEG_INF
+                        continue
+                    score = scale * dot(q[b][h][i], keys[j])
+                    if logit is not None:
+                        score += logit(b, h, i, j)
+                    out[b, h, i, j] = score + extra
+    return out
+
+
+def attention(q, k, v, *, logit=None, allowed=None, value=None, scale=None):
+    """out_i = sum_j softmax_j(s_ij) (v_j + value(b,h,i,j)) and lse_i = log sum_j exp s_ij (Vaswani 2017, eq. 1).
+
+    Keys at -inf are never touched, so NaN in them stays there. A row without keys gives zeros and lse = -inf.
+    """
+    s = floats(logits(q, k, logit=logit, allowed=allowed, scale=scale))
+    (n_b, n_h, l_q, _), (_, h_kv, l_k, d_v) = np.shape(q), np.shape(v)
+    v = floats(v)
+    out, lse = np.zeros((n_b, n_h, l_q, d_v)), np.full((n_b, n_h, l_q), NEG_INF)
+    for b in range(n_b):
+        for h in range(n_h):
+            values = v[b][h // (n_h // h_kv)]
+            for i in range(l_q):
+                row = s[b][h][i]
+                seen = [j for j in range(l_k) if row[j] != NEG_INF]
+                if not seen:
+                    continue
+                top = max(row[j] for j in seen)
+                weight = {j: math.exp(row[j] - top) for j in seen}
+                total = sum(weight.values())
+                lse[b, h, i] = top + math.log(total)
+                for c in range(d_v):
+                    acc = 0.0
+                    for j in seen:
+                        moved = 0.0 if value is None else value(b, h, i, j)[c]
+                        acc += weight[j] / total * (values[j][c] + moved)
+                    out[b, h, i, c] = acc
+    return out, lse
+
+
+def allowed(l_q, l_k, *, mask=None, causal=False, window=None, key_lengths=None, offset=None):
+    """Closure: -inf for an excluded pair, otherwise the float mask's term (0 without one).
+
+    Bool mask: True may attend. causal: d <= 0. window w: |d| <= w; (left, right): -left <= d <= right, None unbounded.
+    key_lengths[b]: keys from there on are padding.
+    """
+    offset = l_k - l_q if offset is None else offset
+    left, right = (window, window) if window is None or isinstance(window, int) else window
+    table = None if mask is None else np.asarray(mask)
+
+    def term(b, h, i, j):
+        d = j - (i + offset)
+        if causal and d > 0:
+            return NEG_INF
+        if left is not None and d < -left:
+            return NEG_INF
+        if right is not None and d > right:
+            return NEG_INF
+        if key_lengths is not None and j >= key_lengths[b]:
+            return NEG_INF
+        if table is None:
+            return 0.0
+        where = (b, h, i, j)[4 - table.ndim :]
+        entry = table[tuple(0 if size == 1 else at for size, at in zip(table.shape, where, strict=True))]
+        if table.dtype == bool:
+            return 0.0 if entry else NEG_INF
+        return float(entry)
+
+    return term
+
+
+# ---------------------------------------------------------------------------------------------- Shaw
+
+
+def shaw(q, l_k, key_table=None, value_table=None, *, outside="clip", offset=None, scale=None):
+    """(logit, value): q_i . wK[c] scale and wV[c], c = clip(j-i-M, -k, k) + k (Shaw 2018, eq. 3 to 5).
+
+    outside="zero": no row at all beyond k (VITS, Music Transformer). Tables (2k+1, D), or (H, 2k+1, D) one per head.
+    """
+    _, _, l_q, dim = np.shape(q)
+    offset = l_k - l_q if offset is None else offset
+    scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
+    queries = floats(q)
+
+    def row(table, h, i, j):
+        table = table[h] if np.ndim(table) == 3 else table
+        k = (len(table) - 1) // 2
+        d = j - (i + offset)
+        if outside == "zero" and abs(d) > k:
+            return [0.0] * np.shape(table)[1]
+        return table[max(-k, min(k, d)) + k]
+
+    key_rows = None if key_table is None else floats(key_table)
+    value_rows = None if value_table is None else floats(value_table)
+    logit = None if key_rows is None else lambda b, h, i, j: scale * dot(queries[b][h][i], row(key_rows, h, i, j))
+    value = None if value_rows is None else lambda b, h, i, j: row(value_rows, h, i, j)
+    return logit, value
+
+
+# ---------------------------------------------------------------------------------------------- T5
+
+
+def _t5_side(d, num_buckets, bidirectional):
+    """First bucket of d's side, its distance n, and the number of buckets on that side (Raffel 2020, section 2.1)."""
+    if bidirectional:
+        half = num_buckets // 2
+        return (half if d > 0 else 0), abs(d), half
+    return 0, max(-d, 0), num_buckets
+
+
+def t5_bucket(d, *, num_buckets=32, max_distance=128, bidirectional=True):
+    """n < E: n, else E + floor((n_b - E) ln(n/E) / ln(D_max/E)), at most n_b - 1; exact rationals (Raffel 2020).
+
+    floor(...) >= t says (D_max/E)^t <= (n/E)^(n_b-E), which fractions decide without rounding.
+    """
+    first, n, side = _t5_side(d, num_buckets, bidirectional)
+    exact = side // 2
+    if n < exact:
+        return first + n
+    power = Fraction(n, exact) ** (side - exact)
+    step = 0
+    while step < side - exact and Fraction(max_distance, exact) ** (step + 1) <= power:
+        step += 1
+    return first + min(side - 1, exact + step)
+
+
+def t5_bucket_float32(d, *, num_buckets=32, max_distance=128, bidirectional=True):
+    """The same formula in single precision, every operation rounded as PyTorch and TensorFlow round it."""
+    first, n, side = _t5_side(d, num_buckets, bidirectional)
+    exact = side // 2
+    if n < exact:
+        return first + n
+    ratio = np.float32(n) / np.float32(exact)
+    log_ratio = np.float32(math.log(float(ratio)))
+    scaled = log_ratio / np.float32(math.log(max_distance / exact)) * np.float32(side - exact)
+    return first + min(side - 1, exact + int(scaled))
+
+
+def t5(table, l_q, l_k, *, max_distance=128, bidirectional=True, offset=None, bucket=t5_bucket):
+    """One scalar T[bucket(j-i-M), h] per pair and head, not scaled (Raffel 2020, section 2.1)."""
+    offset = l_k - l_q if offset is None else offset
+    rows = floats(table)
+
+    def logit(b, h, i, j):
+        d = j - (i + offset)
+        at = bucket(d, num_buckets=len(rows), max_distance=max_distance, bidirectional=bidirectional)
+        return rows[at][h]
+
+    return logit
+
+
+# ---------------------------------------------------------------------------------------------- Transformer-XL
+
+
+def _cut(flat, width):
+    """A flat list cut into rows of ``width``, as ``reshape`` does."""
+    return [flat[at : at + width] for at in range(0, len(flat), width)]
+
+
+def shift_rows(rows, variant):
+    """The published reshape trick on one matrix (list of rows), step by step on a flat list.
+
+    transformer_xl, espnet_legacy: zero column in front, drop the first L, cut to width K (Dai 2019, appendix B).
+    conformer: the same, then the first L_k columns. xlnet: no zero column, cut to width - 1. wenet: nothing.
+    """
+    height, width = len(rows), len(rows[0])
+    if variant == "wenet":
+        return [list(row) for row in rows]
+    if variant == "xlnet":
+        flat = [x for row in rows for x in row]
+        return [row[: width - height] for row in _cut(flat[height:], width - 1)]
+    flat = [x for row in rows for x in [0.0, *row]]
+    shifted = _cut(flat[height:], width)
+    if variant in ("transformer_xl", "espnet_legacy"):
+        return shifted
+    if variant == "conformer":
+        return [row[: width - height + 1] for row in shifted]
+    raise ValueError(variant)
+
+
+def rel_shift(x, variant="transformer_xl"):
+    """``shift_rows`` on the last two axes of an array of any rank."""
+    x = np.asarray(x, dtype=np.float64)
+    if x.ndim == 2:
+        return np.array(shift_rows(x.tolist(), variant))
+    return np.array([rel_shift(part, variant) for part in x])
+
+
+def transformer_xl(q, k, u, v, rows, *, variant="transformer_xl", scale=None):
+    """scale [u . k_j + shift((q + v) rows^T)_ij], to be added to scale q_i . k_j (Dai 2019, section 3.3)."""
+    (n_b, n_h, l_q, dim), (_, h_kv, _, _) = np.shape(q), np.shape(k)
+    scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
+    q, k, u, v, rows = floats(q), floats(k), floats(u), floats(v), floats(rows)
+    shifted = {}
+    for b in range(n_b):
+        for h in range(n_h):
+            products = []
+            for i in range(l_q):
+                biased = [q[b][h][i][p] + v[h][p] for p in range(dim)]
+                products.append([dot(biased, row[h]) for row in rows])
+            shifted[b, h] = shift_rows(products, variant)
+    return lambda b, h, i, j: scale * (dot(u[h], k[b][h // (n_h // h_kv)][j]) + shifted[b, h][i][j])
+
+
+def relative_terms(q, k, u, v, encode):
+    """a = q_i.k_j, b = q_i.R, c = u.k_j, d = v.R with R = encode(i+M-j), one head (Dai 2019, section 3.3)."""
+    q, k, u, v = floats(q), floats(k), floats(u), floats(v)
+    memory = len(k) - len(q)
+    a, b, c, d = (np.empty((len(q), len(k))) for _ in range(4))
+    for i in range(len(q)):
+        for j in range(len(k)):
+            r = floats(encode(i + memory - j))
+            a[i, j], b[i, j], c[i, j], d[i, j] = dot(q[i], k[j]), dot(q[i], r), dot(u, k[j]), dot(v, r)
+    return a, b, c, d
+
+
+def absolute_terms(e, p, w_query=None, w_key=None):
+    """(E_i+U_i)^T Wq^T Wk (E_j+U_j) = a + b + c + d, in the order EE, EU, UE, UU (Dai 2019, section 3.3).
+
+    e, p (L, D_in); w_query, w_key (D, D_in) act on column vectors; without them the products are taken directly.
+    """
+
+    def project(weight, x):
+        return x if weight is None else [dot(line, x) for line in floats(weight)]
+
+    e, p = floats(e), floats(p)
+    terms = [np.empty((len(e), len(e))) for _ in range(4)]
+    pairs = [(e, e), (e, p), (p, e), (p, p)]
+    for term, (left, right) in zip(terms, pairs, strict=True):
+        for i in range(len(e)):
+            for j in range(len(e)):
+                term[i, j] = dot(project(w_query, left[i]), project(w_key, right[j]))
+    return tuple(terms)
+
+
+# ---------------------------------------------------------------------------------------------- windows
+
+
+def _cells(axes):
+    """All coordinate tuples of a grid, last axis fastest."""
+    if not axes:
+        return [()]
+    return [(first, *rest) for first in axes[0] for rest in _cells(axes[1:])]
+
+
+def window_index(query_grid, key_grid=None, *, key_coords=None, extent=None):
+    """Row-major index of (c_q - c_k + extent - 1) in a box of sizes 2 extent - 1 (Liu 2021, section 3.2)."""
+    key_grid = query_grid if key_grid is None else key_grid
+    extent = query_grid if extent is None else extent
+    key_axes = [range(size) for size in key_grid]
+    for axis, coords in enumerate(key_coords or ()):
+        if coords is not None:
+            key_axes[axis] = coords
+    queries, keys = _cells([range(size) for size in query_grid]), _cells(key_axes)
+    index = np.empty((len(queries), len(keys)), dtype=np.int64)
+    for i, at_q in enumerate(queries):
+        for j, at_k in enumerate(keys):
+            flat = 0
+            for c_q, c_k, size in zip(at_q, at_k, extent, strict=True):
+                step = int(c_q) - int(c_k) + size - 1
+                if not 0 <= step < 2 * size - 1:
+                    raise IndexError((at_q, at_k, tuple(extent)))
+                flat = flat * (2 * size - 1) + step
+            index[i, j] = flat
+    return index
+
+
+def rstt_frames(num_frames_q, num_frames_kv):
+    """RSTT's key frames 0, s, 2s ... < F_q with s = (F_q + 1) // F_kv; must be F_kv of them (Geng 2022)."""
+    step = (num_frames_q + 1) // num_frames_kv
+    frames = [frame for frame in range(num_frames_q) if step and frame % step == 0]
+    if len(frames) != num_frames_kv:
+        raise ValueError((num_frames_kv, len(frames)))
+    return frames
+
+
+def rstt_index(num_frames_q, num_frames_kv, window_size, frames=None):
+    """(df+F_q-1)(2Wh-1)(2Ww-1) + (dh+Wh-1)(2Ww-1) + (dw+Ww-1), d = query - key (Geng 2022)."""
+    frames = rstt_frames(num_frames_q, num_frames_kv) if frames is None else list(frames)
+    grid = (num_frames_q, *window_size)
+    return window_index(grid, (num_frames_kv, *window_size), key_coords=(frames, None, None))
+
+
+def window_bias(table, index):
+    """T[index(i,j), h] added to the logits (Liu 2021, eq. 4)."""
+    rows, index = floats(table), np.asarray(index).tolist()
+    return lambda b, h, i, j: rows[index[i][j]][h]
+
+
+# ---------------------------------------------------------------------------------------------- absolute
+
+
+def sinusoidal(positions, dim, *, base=10000.0, layout="interleaved"):
+    """Sine and cosine of t w, one row per position t (an int means 0 ... positions-1).
+
+    interleaved: column 2p sin, 2p+1 cos, w = base^(-2p/D) (Vaswani 2017, section 3.5).
+    concatenated: the same w, all sines then all cosines (Transformer-XL code).
+    tensor2tensor: sines then cosines, w = base^(-p/(D/2-1)).
+    dimension_index: column i even sin, odd cos, w = base^(-2i/D) with i the column itself.
+    """
+    times = range(positions) if isinstance(positions, int) else np.asarray(positions).tolist()
+    half = dim // 2
+    out = np.empty((len(times), dim))
+    for row, t in enumerate(times):
+        for c in range(dim):
+            if layout == "interleaved":
+                exponent, wave = -2.0 * (c // 2) / dim, math.cos if c % 2 else math.sin
+            elif layout == "dimension_index":
+                exponent, wave = -2.0 * c / dim, math.cos if c % 2 else math.sin
+            elif layout == "concatenated":
+                exponent, wave = -2.0 * (c % half) / dim, math.cos if c >= half else math.sin
+            elif layout == "tensor2tensor":
+                exponent, wave = -(c % half) / max(half - 1, 1), math.cos if c >= half else math.sin
+            else:
+                raise ValueError(layout)
+            out[row, c] = wave(t * base**exponent)
+    return out
+
+
+def learned(table, positions):
+    """W[t] for every position t, an error beyond the table (Gehring 2017)."""
+    rows = floats(table)
+    times = range(positions) if isinstance(positions, int) else np.asarray(positions).tolist()
+    for t in times:
+        if not 0 <= t < len(rows):
+            raise IndexError(t)
+    return np.array([rows[t] for t in times])

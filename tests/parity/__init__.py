@@ -1,0 +1,1 @@
+"""Comparisons with other packages' attention, on random weights: nothing is downloaded."""
