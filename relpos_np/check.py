@@ -126,6 +126,12 @@ def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     """The operands in one dtype, and the dtype of the result."""
+    values = list(named.values())
+    first = values[0]
+    if all(type(x) is np.ndarray and x.dtype is first.dtype and x.flags.aligned and x.ndim > 1 for x in values) and (
+        first.dtype is _FLOAT32 or first.dtype is _FLOAT64
+    ):
+        return values, first.dtype  # nearly every call
     given = [array(name, x) for name, x in named.items()]
     kinds = {x.dtype.newbyteorder("=") for x in given}
     if len(kinds) > 1:
@@ -158,10 +164,10 @@ def problem(
     """
     named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     operands, result = _operands(named)
-    flat = all(x.ndim == 2 for x in operands)
-    operands = [x[None] if x.ndim == 2 else x for x in operands]
     q, k = operands[:2]
     v = operands[2] if len(operands) == 3 else k[..., :0]
+    flat = q.ndim == 2 and k.ndim == 2 and v.ndim == 2
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     (heads, q_len, depth), (kv_heads, k_len, k_depth) = q.shape[-3:], k.shape[-3:]
     if depth != k_depth:
         raise RelposValueError(f"k: head_dim {k_depth} differs from q's {depth}; shapes {k.shape} and {q.shape}")

@@ -54,7 +54,7 @@ def scores(problem: Problem, schemes: Sequence[Scheme]) -> Array:
                 s = s + added
         if problem.mask is not None and problem.mask.dtype != np.bool_:
             s = np.where(problem.mask == -np.inf, -np.inf, s + problem.mask)
-        return np.where(allowed_keys(problem), s, site.dtype.type(-np.inf)).astype(site.dtype, copy=False)
+        return np.asarray(np.where(allowed_keys(problem), s, site.dtype.type(-np.inf)), site.dtype)
 
 
 def softmax(s: Array) -> tuple[Array, Array]:
@@ -72,9 +72,9 @@ def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
     """Sum of p_ij v_j over attended keys: a value that is not finite reaches only the queries that attend it."""
     finite = np.isfinite(v)
     with np.errstate(all="ignore"):
-        out = np.matmul(p, np.where(finite, v, v.dtype.type(0)))
+        out: Array = np.matmul(p, np.where(finite, v, v.dtype.type(0)))
         bad = ~finite.all(axis=-1)
-        for j in np.flatnonzero(bad.any(axis=tuple(range(bad.ndim - 1)))):
+        for j in np.flatnonzero(bad.reshape(-1, bad.shape[-1]).any(axis=0)):
             value = np.where(finite[..., j, :], v.dtype.type(0), v[..., j, :])[..., None, :]
             out = out + np.where(attended[..., :, j, None], p[..., :, j, None] * value, v.dtype.type(0))
     return out

@@ -13,7 +13,7 @@ from relpos_np.types import Array
 UNBOUNDED = 1 << 60
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Site:
     """What a scheme may know of the call it is lowered for.
 
@@ -35,7 +35,7 @@ class Site:
     scores_only: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Problem:
     """Checked operands: q (*batch, H, L_q, D), k (*batch, H_kv, L_k, D), v (*batch, H_kv, L_k, D_v).
 

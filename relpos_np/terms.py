@@ -42,7 +42,8 @@ class Toeplitz:
 
     def dense(self, q_len: int, k_len: int) -> Int32:
         """The map as an array (L_q, L_k)."""
-        return self.lookup[np.arange(k_len) - np.arange(q_len)[:, None] + q_len - 1]
+        index: Int32 = self.lookup[np.arange(k_len) - np.arange(q_len)[:, None] + q_len - 1]
+        return index
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,8 @@ class Dense:
 
     def dense(self, q_len: int, k_len: int) -> Int32:
         """The map as an array (..., L_q, L_k)."""
+        if self.index.shape[-2:] != (q_len, k_len):
+            raise RelposValueError(f"index map: shape {self.index.shape} does not end in {(q_len, k_len)}")
         return self.index
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import sys
 from typing import Any
 
 
 def collect_versions() -> dict[str, Any]:
     """Versions, processor, vector target, threads and kernel cache, as plain data."""
+    import platform
     from importlib import metadata
 
     import numpy as np
@@ -22,7 +21,7 @@ def collect_versions() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor(),
         "numpy": np.__version__,
-        "blas": np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name"),  # type: ignore[index,call-overload]
+        "blas": np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name"),
         "backend": relpos_np.backend.current(),
     }
     for package in ("scipy", "numba", "llvmlite", "matplotlib", "rich"):
@@ -54,11 +53,13 @@ def collect_versions() -> dict[str, Any]:
 
 def processor() -> str:
     """The processor's name."""
+    import platform
+    from pathlib import Path
+
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     except OSError:
         pass
     return platform.processor() or platform.machine()
@@ -74,6 +75,8 @@ def show_versions(*, as_json: bool = False) -> None:
     """
     found = collect_versions()
     if as_json:
+        import json
+
         print(json.dumps(found, indent=2))
         return
     for name, value in found.items():

@@ -93,8 +93,8 @@ class Shaw(Scheme):
         s_{ij} = \sigma\, q_i \cdot (k_j + w^K_{r(d)}), \qquad o_i = \sum_j p_{ij} (v_j + w^V_{r(d)}),
         \qquad d = j - i - M
 
-    where :math:`r(d) = \mathrm{clip}(d, -k, k) + k`. With ``outside="zero"`` a pair with |d| > k
-    gets no vector. The matrix form needs O(L k) memory: queries meet the 2k+1 rows once and each
+    where :math:`r(d) = \mathrm{clip}(d, -k, k) + k`. With ``outside="zero"`` a pair with
+    :math:`|d| > k` gets no vector. The matrix form needs O(L k) memory: queries meet the 2k+1 rows once and each
     score picks its product; probabilities are summed per row before they meet the value table.
 
     Parameters

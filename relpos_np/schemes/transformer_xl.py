@@ -94,7 +94,8 @@ class TransformerXL(Scheme):
           j = i + M + 1 and products of the *next* query beyond; only a causal mask hides them. They
           are reproduced here.
         - "espnet_legacy": the same arithmetic in a model that attends both ways, so that trained
-          weights rely on those entries.
+          weights rely on those entries. Its published encoding counts down from the longest length
+          ever seen (max_len - 1, by default 4999), not from L_k - 1: pass those rows.
         - "conformer": R = L_q + L_k - 1 rows for distances L_k-1 ... -(L_q-1) (ESPnet's current
           code, NeMo, wav2vec2-Conformer).
         - "xlnet": R = L_q + L_k rows from distance L_k down.
@@ -133,7 +134,8 @@ class TransformerXL(Scheme):
             )
         if site.offset != site.k_len - site.q_len:
             raise RelposValueError(
-                f"offset: {self!r} takes queries as the last positions, L_k - L_q = {site.k_len - site.q_len}; found {site.offset}"
+                f"offset: {self!r} needs the queries at the last positions, L_k - L_q = {site.k_len - site.q_len}; "
+                f"found {site.offset}"
             )
         if site.k_len < site.q_len and self.variant in ("transformer_xl", "espnet_legacy"):
             raise RelposValueError(f"k: variant {self.variant!r} needs L_k >= L_q, found {site.k_len} < {site.q_len}")

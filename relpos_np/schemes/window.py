@@ -74,7 +74,8 @@ def rstt_frames(num_frames_q: int, num_frames_kv: int) -> Int64:
     frames = np.arange(0, num_frames_q, step) if step else np.arange(0)
     if len(frames) != num_frames_kv:
         raise RelposValueError(
-            f"num_frames_kv: RSTT's rule finds {len(frames)} key frames among {num_frames_q}, not {num_frames_kv}; pass frames="
+            f"num_frames_kv: RSTT's rule finds {len(frames)} key frames among {num_frames_q}, not {num_frames_kv}; "
+            "pass frames="
         )
     return frames
 

@@ -28,15 +28,15 @@ KEEP_BYTES = 64 * 1024 * 1024
 _local = threading.local()
 
 
-def _workspace(size: int) -> tuple[Array, int]:
+def _workspace(size: int) -> tuple[Any, int]:
     """At least `size` bytes, and the address of the first cache line in them."""
-    kept: Array | None = getattr(_local, "workspace", None)
-    if kept is None or kept.nbytes < size + 64:
+    kept, address, room = getattr(_local, "workspace", (None, 0, -1))
+    if room < size:
         kept = np.empty(size + 64, np.uint8)
-        if kept.nbytes <= KEEP_BYTES:
-            _local.workspace = kept
-    address = int(kept.__array_interface__["data"][0])
-    return kept, address + -address % 64
+        address = kept.ctypes.data + -kept.ctypes.data % 64
+        if size <= KEEP_BYTES:
+            _local.workspace = kept, address, size
+    return kept, address
 
 
 def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> None:
@@ -51,16 +51,15 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
         threads = 1
     threads = min(threads, plan.blocks)
     stride = -(-plan.workspace * problem.site.dtype.itemsize // 64) * 64
-    work, address = _workspace(threads * stride)
-    counter = np.zeros(1, np.int64)
-    call = plan.call
-    call["counter"], call["work"], call["work_stride"] = counter.ctypes.data, address, stride
+    memory, address = _workspace(threads * stride)
+    plan.kept.append(memory)
+    fields = plan.fields
+    fields["work"], fields["work_stride"] = address, stride
     kernel = attend[problem.site.dtype.itemsize]
     chunk = max(4 * threads, int(threads * CALL_FLOPS / plan.flops_per_block))
     for start in range(0, plan.blocks, chunk):
-        counter[0] = start
-        call["stop"] = min(start + chunk, plan.blocks)
-        run(kernel, call.ctypes.data, threads)
+        fields["counter"], fields["stop"] = start, min(start + chunk, plan.blocks)
+        run(kernel, plan.pack(), threads)
 
 
 def _lse_only(problem: Problem, terms: Terms, lse: Array) -> None:

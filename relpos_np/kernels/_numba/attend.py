@@ -21,7 +21,7 @@ from relpos_np.kernels._numba.rows import (
     advance,
     at,
     bytes_,
-    copy_checked,
+    copy_block,
     doubles,
     exp2_row,
     fill_row,
@@ -50,6 +50,8 @@ VECTOR_BYTES = TARGET.vector_bytes
 MINUS_INFINITY = -math.inf
 LOG2 = math.log(2.0)
 LOG2E = 1.0 / LOG2
+# Entries of `layout`.
+QUERIES, KEYS, SCORES, VALUES, OUT, TOTAL, TOPS, BEST, TOP, FADE, SKEW_Q, SKEW_W, SKEW, BINS = range(14)
 
 
 @helper
@@ -74,13 +76,12 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     best = tops + block * lanes
     top = best + block
     fade = top + block
-    check = fade + block
-    skew_q = check + 64
+    skew_q = fade + block
     skew_w = skew_q + (block * skew_depth + 63) // 64 * 64
     skew = skew_w + (block + BLOCK_KEYS) * skew_depth
     binned = skew + (block * (block + BLOCK_KEYS) if skew_depth else 0)
     end = binned + (block * bins + 63) // 64 * 64
-    return queries, keys, scores, values, out, total, tops, best, top, fade, check, skew_q, skew_w, skew, binned, end
+    return queries, keys, scores, values, out, total, tops, best, top, fade, skew_q, skew_w, skew, binned, end
 
 
 @helper
@@ -121,7 +122,7 @@ def skew_block(
     tile reads it from column block - 1 - i on. The next block of keys keeps what it shares with this one.
     """
     block, depth, width = p.block_queries, p.skew_depth, PANEL_VECTORS * lanes
-    products, packed, stride = at(base, w[13]), at(base, w[12]), p.block_queries + BLOCK_KEYS
+    products, packed, stride = at(base, w[SKEW]), at(base, w[SKEW_W]), p.block_queries + BLOCK_KEYS
     start = (block - rows) // width * width
     if not first:
         for i in range(rows):
@@ -132,7 +133,7 @@ def skew_block(
     origin = j0 - i0 - (block - 1) + p.q_len - 1
     pack_panels(packed, weights, depth, origin + start, origin + stop, p.q_len + p.k_len - 1, depth, width, lanes)
     for c in range(start, stop, width):
-        score_panel(at(base, w[11]), at(packed, (c - start) * depth), depth, at(products, c), stride, rows)
+        score_panel(at(base, w[SKEW_Q]), at(packed, (c - start) * depth), depth, at(products, c), stride, rows)
 
 
 @helper
@@ -195,11 +196,11 @@ def open_rows(
     wide = round_up(cols, lanes)
     for i in range(rows):
         q = i0 + i
-        s = at(base, w[2] + i * BLOCK_KEYS)
+        s = at(base, w[SCORES] + i * BLOCK_KEYS)
         if p.bias_row:
             add_row(s, at(bias, q * p.bias_row + j0), cols, 1.0)
         if p.skew_depth:
-            add_row(s, at(base, w[13] + i * (p.block_queries + BLOCK_KEYS) + p.block_queries - 1 - i), cols, 1.0)
+            add_row(s, at(base, w[SKEW] + i * (p.block_queries + BLOCK_KEYS) + p.block_queries - 1 - i), cols, 1.0)
         for n in range(p.add_count):
             a = adds[n]
             source = at(pointer_like(base, a.src), b * a.src_batch + h * a.src_head + q * a.src_row + j0 * a.src_col)
@@ -223,7 +224,7 @@ def open_rows(
         end = max(min(q + p.offset + p.right + 1 - j0, cols), 0)
         fill_row(s, 0, begin, MINUS_INFINITY)
         fill_row(s, end, wide, MINUS_INFINITY)
-        max_row(s, wide, at(base, w[6] + i * lanes))
+        max_row(s, wide, at(base, w[TOPS] + i * lanes))
 
 
 @helper
@@ -231,12 +232,12 @@ def spread_poison(base: Any, w: Any, rows: int, cols: int, v_depth: int, v_width
     """Move values that are not finite past the product, in which 0 * inf would reach rows that exclude their key."""
     for j in range(cols):
         for c in range(v_depth):
-            x = get(base, w[3] + j * v_width + c)
+            x = get(base, w[VALUES] + j * v_width + c)
             if not math.isfinite(x):
-                put(base, w[3] + j * v_width + c, 0.0)
+                put(base, w[VALUES] + j * v_width + c, 0.0)
                 for i in range(rows):
-                    if get(base, w[2] + i * BLOCK_KEYS + j) != MINUS_INFINITY:
-                        at_out = w[4] + i * v_width + c
+                    if get(base, w[SCORES] + i * BLOCK_KEYS + j) != MINUS_INFINITY:
+                        at_out = w[OUT] + i * v_width + c
                         put(base, at_out, get(base, at_out) + x)
 
 
@@ -248,14 +249,18 @@ def finish_rows(
     for n in range(p.value_count):
         a = values[n]
         weights = at(pointer_like(base, a.weights), h * a.weights_head)
-        accumulate(at(base, w[14] + a.bins), p.bins, weights, v_width, at(base, w[4]), v_width, rows, v_width, a.rows)
+        accumulate(
+            at(base, w[BINS] + a.bins), p.bins, weights, v_width, at(base, w[OUT]), v_width, rows, v_width, a.rows
+        )
     out = at(pointer_like(base, p.out), b * p.out_batch + h * p.out_head)
     for i in range(rows):
-        total = lane_sum(at(base, w[5] + i * lanes))
+        total = lane_sum(at(base, w[TOTAL] + i * lanes))
         empty = total == 0.0
-        scale_row(at(out, (i0 + i) * p.out_row), at(base, w[4] + i * v_width), p.v_depth, 0.0 if empty else 1.0 / total)
+        scale_row(
+            at(out, (i0 + i) * p.out_row), at(base, w[OUT] + i * v_width), p.v_depth, 0.0 if empty else 1.0 / total
+        )
         if p.lse:
-            lse = MINUS_INFINITY if empty else (get(base, w[8] + i) + math.log2(total)) * LOG2
+            lse = MINUS_INFINITY if empty else (get(base, w[TOP] + i) + math.log2(total)) * LOG2
             put(pointer_like(base, p.lse), (b * p.heads + h) * p.q_len + i0 + i, lse)
 
 
@@ -267,21 +272,21 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     rows = min(block, p.q_len - i0)
     width, v_width = PANEL_VECTORS * lanes, round_up(v_depth, lanes)
     w = layout(block, depth, v_width, p.skew_depth, p.bins, lanes)
-    scores, out, fade = at(base, w[2]), at(base, w[4]), at(base, w[9])
+    scores, out, fade = at(base, w[SCORES]), at(base, w[OUT]), at(base, w[FADE])
     q = at(pointer_like(base, p.q), get(batches, BATCH_Q * p.count + b) + h * p.q_head + i0 * p.q_row)
     k = at(pointer_like(base, p.k), get(batches, BATCH_K * p.count + b) + h // p.k_group * p.k_head)
     v = at(pointer_like(base, p.v), get(batches, BATCH_V * p.count + b) + h // p.v_group * p.v_head)
     bias = at(pointer_like(base, p.bias), h * p.bias_head)
     weights = at(pointer_like(base, p.skew_w), h * p.skew_head)
     mask = get(batches, BATCH_MASK * p.count + b)
-    load_queries(at(base, w[0]), q, p.q_row, rows, depth, p.scale, lanes)
+    load_queries(at(base, w[QUERIES]), q, p.q_row, rows, depth, p.scale, lanes)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), ((b * p.heads + h) * p.q_len + i0) * p.skew_depth)
-        load_queries(at(base, w[11]), skew_q, p.skew_depth, rows, p.skew_depth, LOG2E, lanes)
-    fill_row(base, w[4], w[4] + round_up(rows, ROW_QUANTUM) * v_width, 0.0)
-    fill_row(base, w[5], w[5] + rows * lanes, 0.0)
-    fill_row(base, w[8], w[8] + block, MINUS_INFINITY)
-    fill_row(base, w[14], w[14] + round_up(rows, ROW_QUANTUM) * p.bins, 0.0)
+        load_queries(at(base, w[SKEW_Q]), skew_q, p.skew_depth, rows, p.skew_depth, LOG2E, lanes)
+    fill_row(base, w[OUT], w[OUT] + round_up(rows, ROW_QUANTUM) * v_width, 0.0)
+    fill_row(base, w[TOTAL], w[TOTAL] + rows * lanes, 0.0)
+    fill_row(base, w[TOP], w[TOP] + block, MINUS_INFINITY)
+    fill_row(base, w[BINS], w[BINS] + round_up(rows, ROW_QUANTUM) * p.bins, 0.0)
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0
     first = max(get(batches, KEY_BEGIN * p.count + b), i0 + p.offset - p.left)
     last = min(get(batches, KEY_END * p.count + b), i0 + rows + p.offset + p.right)
@@ -289,43 +294,48 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     for j0 in range(first, last, BLOCK_KEYS):
         cols = min(BLOCK_KEYS, last - j0)
         wide = round_up(cols, lanes)
-        pack_panels(at(base, w[1]), k, p.k_row, j0, j0 + cols, p.k_len, depth, width, lanes)
+        pack_panels(at(base, w[KEYS]), k, p.k_row, j0, j0 + cols, p.k_len, depth, width, lanes)
         # A tile takes the short way if every query may attend every key and no column is left over.
         open_ = j0 >= i0 + rows - 1 + p.offset - p.left and j0 + cols <= i0 + p.offset + p.right + 1
         short = plain and open_ and (cols % width == 0 or (p.bias_tail and j0 + cols == p.k_len))
-        fill_row(base, w[6], w[6] + round_up(rows, SCORE_ROWS) * lanes, MINUS_INFINITY)
+        fill_row(base, w[TOPS], w[TOPS] + round_up(rows, SCORE_ROWS) * lanes, MINUS_INFINITY)
         if short:
             for c in range(0, cols, width):
                 corner = at(bias, i0 * p.bias_row + (j0 + c if p.bias_row else 0))
-                panel = at(base, w[1] + c * depth)
+                panel = at(base, w[KEYS] + c * depth)
                 score_panel_max(
-                    at(base, w[0]), panel, depth, at(scores, c), BLOCK_KEYS, rows, corner, p.bias_row, at(base, w[6])
+                    at(base, w[QUERIES]),
+                    panel,
+                    depth,
+                    at(scores, c),
+                    BLOCK_KEYS,
+                    rows,
+                    corner,
+                    p.bias_row,
+                    at(base, w[TOPS]),
                 )
         else:
             for c in range(0, cols, width):
-                score_panel(at(base, w[0]), at(base, w[1] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows)
+                score_panel(at(base, w[QUERIES]), at(base, w[KEYS] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows)
             if p.skew_depth:
                 skew_block(p, base, w, weights, i0, rows, j0, cols, j0 == first, lanes)
             open_rows(p, adds, base, w, bias, b, h, mask, i0, rows, j0, cols, lanes)
 
         for i in range(rows):
-            put(base, w[7] + i, lane_max(at(base, w[6] + i * lanes)))
-        advance(at(base, w[7]), at(base, w[8]), fade, round_up(rows, lanes))
+            put(base, w[BEST] + i, lane_max(at(base, w[TOPS] + i * lanes)))
+        advance(at(base, w[BEST]), at(base, w[TOP]), fade, round_up(rows, lanes))
         for i in range(rows):
             f = get(fade, i)
             if f != 1.0:
                 scale_row(at(out, i * v_width), at(out, i * v_width), v_width, f)
-                scale_row(at(base, w[14] + i * p.bins), at(base, w[14] + i * p.bins), p.bins, f)
+                scale_row(at(base, w[BINS] + i * p.bins), at(base, w[BINS] + i * p.bins), p.bins, f)
 
-        fill_row(base, w[10], w[10] + lanes, 0.0)
-        for j in range(cols):
-            copy_checked(at(base, w[3] + j * v_width), at(v, (j0 + j) * p.v_row), v_depth, at(base, w[10]))
-            fill_row(base, w[3] + j * v_width + v_depth, w[3] + (j + 1) * v_width, 0.0)
-        if not short and math.isnan(lane_sum(at(base, w[10]))):
+        check = copy_block(at(base, w[VALUES]), v_width, at(v, j0 * p.v_row), p.v_row, cols, v_depth)
+        if not short and math.isnan(check):
             spread_poison(base, w, rows, cols, v_depth, v_width)
         for i in range(rows):
             s = at(scores, i * BLOCK_KEYS)
-            exp2_row(s, wide, get(base, w[7] + i), at(base, w[5] + i * lanes), get(fade, i))
+            exp2_row(s, wide, get(base, w[BEST] + i), at(base, w[TOTAL] + i * lanes), get(fade, i))
             if p.keep:
                 keep = at(bytes_(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
                 scale_row(s, s, cols, p.keep_scale)
@@ -333,9 +343,9 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
             for n in range(p.value_count):
                 a = values[n]
                 add_binned(
-                    s, a, at(base, w[14] + i * p.bins + a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, cols
+                    s, a, at(base, w[BINS] + i * p.bins + a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, cols
                 )
-        accumulate(scores, BLOCK_KEYS, at(base, w[3]), v_width, out, v_width, rows, v_width, cols)
+        accumulate(scores, BLOCK_KEYS, at(base, w[VALUES]), v_width, out, v_width, rows, v_width, cols)
     finish_rows(p, values, base, w, b, h, i0, rows, v_width, lanes)
 
 
@@ -345,10 +355,10 @@ def attend_all(call: int, base: Any, lanes: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     adds = carray(opaque(p.adds), p.add_count, ADD)
     values = carray(opaque(p.values), p.value_count, VALUE)
-    t = take(p.counter)
+    t = take(call)
     while t < p.stop:
         attend_block(p, adds, values, longs(p.batches), base, t, lanes)
-        t = take(p.counter)
+        t = take(call)
 
 
 def _attend_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:

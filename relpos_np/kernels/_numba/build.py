@@ -59,7 +59,8 @@ def cache_folder() -> Path | None:
             return folder
     except OSError as error:
         warnings.warn(
-            f"compiled kernels cannot be kept in {folder} ({error.strerror}); set RELPOS_CACHE_DIR to a folder that can be written",
+            f"compiled kernels cannot be kept in {folder} ({error.strerror}); "
+            "set RELPOS_CACHE_DIR to a folder that can be written",
             CacheWarning,
             stacklevel=2,
         )
@@ -109,7 +110,8 @@ def _resolve(symbol: str) -> bool:
     from numba import _helperlib
     from numba.core.runtime import _nrt_python
 
-    for prefix, helpers in (("numba_", _helperlib.c_helpers), ("NRT_", _nrt_python.c_helpers)):
+    for prefix, module in (("numba_", _helperlib), ("NRT_", _nrt_python)):
+        helpers: dict[str, int] = getattr(module, "c_helpers", {})
         address = helpers.get(symbol.removeprefix(prefix)) if symbol.startswith(prefix) else None
         if address is not None:
             llvm.add_symbol(symbol, address)

@@ -49,14 +49,25 @@ def _function(address: int) -> Any:
     return _KERNEL(address)
 
 
+@cache
+def _thread_count() -> Any:
+    """Numba's own counter as a C function, which is much cheaper to ask than `numba.get_num_threads`."""
+    from numba.np.ufunc.parallel import _launch_threads
+
+    _launch_threads()
+    address = llvm.address_of_symbol("get_num_threads")
+    return numba.get_num_threads if address is None else ctypes.CFUNCTYPE(ctypes.c_int)(address)
+
+
 def available_threads() -> int:
     """Threads that a call may use, as set by NUMBA_NUM_THREADS or `numba.set_num_threads`."""
-    return min(int(numba.get_num_threads()), len(_threads))
+    return min(int(_thread_count()()), len(_threads))
 
 
-def run(kernel: Kernel, call: int, threads: int) -> None:
-    """Call a kernel with the record at address `call`, once for each of `threads` threads."""
+def run(kernel: Kernel, record: bytearray, threads: int) -> None:
+    """Call a kernel with a record, once for each of `threads` threads."""
     address = kernel.address
+    call = ctypes.addressof(ctypes.c_char.from_buffer(record))
     if threads == 1:
         _function(address)(_ARRAYS, _length(1)[0], _STEPS, call)
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,24 @@ GATHER_BYTES = 16 * 1024 * 1024
 SKEW_SHARE = 0.25
 
 
-@dataclass(eq=False)
-class Plan:
-    """The kernel's record, and the arrays that must outlive the call."""
+# A call's record is packed from a dict in the order of its fields: much cheaper than assigning them one by one.
+_EMPTY = dict.fromkeys(CALL.names or (), 0)
+_PACK = struct.Struct("<" + "".join("d" if CALL[name].kind == "f" else "q" for name in _EMPTY)).pack
 
-    call: Array
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """The kernel's record as a dict, and the arrays that must outlive the call."""
+
+    fields: dict[str, Any]
     blocks: int
     workspace: int
     flops_per_block: float
     kept: list[Array]
+
+    def pack(self) -> bytearray:
+        """The record's bytes."""
+        return bytearray(_PACK(*self.fields.values()))
 
 
 def _strides(x: Array) -> list[int]:
@@ -66,6 +77,12 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any], fill: float | None) -
     return x
 
 
+@cache
+def _no_bias(dtype: np.dtype[Any]) -> Array:
+    """Zeros that every row of every tile reads where there is no bias."""
+    return np.zeros(TARGET.panel(dtype.itemsize), dtype)
+
+
 def _runs(lookup: Array, q_len: int) -> Array:
     """For each entry where its run of equal entries ends, counted like the entries from j - i = 0."""
     n = len(lookup)
@@ -81,14 +98,14 @@ class Planner:
         self.count = math.prod(problem.batch)
         self.dtype = problem.site.dtype
         self.kept: list[Array] = []
-        self.fields: dict[str, Any] = {}
+        self.fields: dict[str, Any] = _EMPTY.copy()
         self.threads = threads
         self.out, self.lse = out, lse
 
     def _keep(self, x: Array) -> int:
         """Keep an array alive and return its address."""
         self.kept.append(x)
-        return int(x.__array_interface__["data"][0])
+        return x.ctypes.data
 
     def build(self) -> Plan:
         """Fill every record."""
@@ -97,11 +114,12 @@ class Planner:
         axes = len(self.problem.batch)
         query = self.problem.q if terms.query is None else terms.query
         key = self.problem.k if terms.key is None else terms.key
-        for row, (name, x) in enumerate((("q", query), ("k", key), ("v", self.problem.v))):
-            x = _rowwise(x)
+        for row, (name, given) in enumerate((("q", query), ("k", key), ("v", self.problem.v))):
+            x = _rowwise(given)
             f[name] = self._keep(x)
-            f[name + "_head"], f[name + "_row"] = _strides(x)[-3:-1]
-            batches[row] = batch_offsets(x, axes, self.count)
+            f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
+            if self.count > 1:
+                batches[row] = batch_offsets(x, axes, self.count)
         f["out"] = self._keep(self.out)
         f["out_batch"] = site.heads * site.q_len * site.v_dim
         f["out_head"], f["out_row"] = site.q_len * site.v_dim, site.v_dim
@@ -113,8 +131,11 @@ class Planner:
         f["offset"], f["left"], f["right"] = site.offset, self.problem.left, self.problem.right
         f["scale"] = site.scale * LOG2E
         self._masks(batches)
-        adds = self._bias() + self._queries() + [self._key(term) for term in terms.keys]
-        values = self._values()
+        adds = self._bias()
+        if terms.queries:
+            adds += self._queries()
+        adds += [self._key(term) for term in terms.keys]
+        values = self._values() if terms.values else []
         lanes = TARGET.lanes(self.dtype.itemsize)
         width = -(-site.v_dim // lanes) * lanes
         block = block_queries(
@@ -130,11 +151,10 @@ class Planner:
         if self.problem.keep is not None:
             f["keep"] = self._keep(self.problem.keep)
             f["keep_scale"] = self.problem.keep_scale
-        call = np.array([tuple(f.get(name, 0) for name in CALL.names or ())], CALL)
-        skew, bins = f.get("skew_depth", 0), f.get("bins", 0)
+        skew, bins = f["skew_depth"], f["bins"]
         span = min(site.k_len, self.problem.left + self.problem.right + block)
         return Plan(
-            call=call,
+            fields=f,
             blocks=self.count * site.heads * f["blocks"],
             workspace=layout.py_func(block, query.shape[-1], width, skew, bins, lanes)[-1],
             flops_per_block=2.0 * block * span * (query.shape[-1] + width + 2 * skew),
@@ -175,6 +195,9 @@ class Planner:
     def _bias(self) -> list[Any]:
         """Sum the table terms into one fused bias where they fit, and gather the others in the kernel."""
         site, f = self.site, self.fields
+        if not self.terms.tables:
+            f["bias"] = _no_bias(self.dtype).ctypes.data
+            return []
         toeplitz = [t for t in self.terms.tables if isinstance(t.index, Toeplitz)]
         grids = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim == 2]
         others = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim > 2]
@@ -205,19 +228,19 @@ class Planner:
             f["bias"] = self._keep(buffer) + (ROW_QUANTUM + site.q_len - 1) * buffer.itemsize
             f["bias_head"], f["bias_row"] = buffer.shape[1], -1
         else:
-            f["bias"] = self._keep(np.zeros(panel, self.dtype))
+            f["bias"] = _no_bias(self.dtype).ctypes.data
         return [self._table(term) for term in grids + others]
 
     def _picked(self, term: TableTerm) -> Array:
         """A table's value for every pair of a dense map, in units of log 2: (H or 1, L_q, L_k)."""
         assert isinstance(term.index, Dense)
-        picked = (term.table * self.dtype.type(LOG2E))[:, term.index.index]
+        picked: Array = (term.table * self.dtype.type(LOG2E))[:, term.index.index]
         return np.where(term.index.index < 0, self.dtype.type(0), picked) if term.index.gaps else picked
 
     def _along(self, term: TableTerm) -> Array:
         """A table's value for every relative position, in units of log 2: (H or 1, L_q + L_k - 1)."""
         assert isinstance(term.index, Toeplitz)
-        picked = (term.table * self.dtype.type(LOG2E))[:, term.index.lookup]
+        picked: Array = (term.table * self.dtype.type(LOG2E))[:, term.index.lookup]
         return np.where(term.index.lookup < 0, self.dtype.type(0), picked) if term.index.gaps else picked
 
     def _table(self, term: TableTerm) -> tuple[int, ...]:

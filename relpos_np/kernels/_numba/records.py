@@ -16,7 +16,8 @@ def _integers(*names: str) -> list[tuple[str, str]]:
 # One call of attention.
 CALL = np.dtype(
     [
-        # work: a counter of blocks shared by all threads, its limit, and one workspace per thread
+        # work: a counter of blocks shared by all threads, its limit, and one workspace per thread;
+        # the counter is the first field, so that its address is the record's
         *_integers("counter", "stop", "work", "work_stride"),
         *_integers("q", "k", "v", "out", "lse"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),

@@ -333,31 +333,43 @@ def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: A
 
 
 @intrinsic
-def copy_checked(typingctx: Any, out: Any, x: Any, n: Any, check: Any) -> Any:
-    """out[:n] = x[:n]; check[:lanes] becomes NaN if an element is not finite (0 * inf and 0 * NaN are NaN)."""
+def copy_block(typingctx: Any, out: Any, width: Any, x: Any, stride: Any, rows: Any, depth: Any) -> Any:
+    """Copy x[:rows, :depth] to out[:rows, :width], padded with 0; return 0, or NaN if an element is not finite.
+
+    `width` is `depth` rounded up to whole vectors. 0 * x is NaN exactly for infinity and NaN.
+    """
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        out, x, n, check = args
+        out, width, x, stride, rows, depth = args
         v = Vectors(b, signature.args[0].dtype.bitwidth)
-        whole = v.whole(n, v.lanes)
+        whole = v.whole(depth, v.lanes)
 
-        def wide(k: ir.Value, c: list[Any]) -> list[Any]:
-            y = v.load(x, k)
-            v.store(y, out, k)
-            return [v.fma(y, v.const(0), c[0])]
+        def row(r: ir.Value, carried: list[Any]) -> list[Any]:
+            source, target = b.gep(x, [b.mul(r, stride)]), b.gep(out, [b.mul(r, width)])
 
-        def narrow(k: ir.Value, c: list[Any]) -> list[Any]:
-            y = v.get(x, k)
-            v.put(y, out, k)
-            return [v.fma(y, v.zero(), c[0])]
+            def wide(k: ir.Value, c: list[Any]) -> list[Any]:
+                y = v.load(source, k)
+                v.store(y, target, k)
+                return [v.fma(y, v.const(0), c[0])]
 
-        (seen,) = v.loop(index(0), whole, v.lanes, [v.load(check, index(0))], wide)
-        v.store(seen, check, index(0))
-        (rest,) = v.loop(whole, n, 1, [v.get(check, index(0))], narrow)
-        v.put(rest, check, index(0))
-        return context.get_dummy_value()
+            def narrow(k: ir.Value, c: list[Any]) -> list[Any]:
+                y = v.get(source, k)
+                v.put(y, target, k)
+                return [v.fma(y, v.zero(), c[0])]
 
-    return types.void(out, x, _i8, check), generate
+            def pad(k: ir.Value, _: list[Any]) -> list[Any]:
+                v.put(v.zero(), target, k)
+                return []
+
+            (lanes,) = v.loop(index(0), whole, v.lanes, carried[:1], wide)
+            (rest,) = v.loop(whole, depth, 1, carried[1:], narrow)
+            v.loop(depth, width, 1, [], pad)
+            return [lanes, rest]
+
+        lanes, rest = v.loop(index(0), rows, 1, [v.const(0), v.zero()], row)
+        return b.fadd(v.reduce(lanes, b.fadd), rest)
+
+    return out.dtype(out, _i8, x, _i8, _i8, _i8), generate
 
 
 @intrinsic

@@ -56,7 +56,7 @@ def _clear(typingctx: Any, out: Any, size: Any) -> Any:
 def _shift(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, SHIFT)[0]
     unit, rows, columns = p.itemsize, p.rows, p.columns
-    piece = take(p.counter)
+    piece = take(call)
     while piece * p.step < p.stop:
         for row in range(piece * p.step, min((piece + 1) * p.step, p.stop)):
             i = row % rows
@@ -71,7 +71,7 @@ def _shift(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
                     _copy(target + (own + 1) * unit, source + columns * unit, (columns - own - 1) * unit)
             else:
                 _copy(target, source + (columns - p.k_len - i) * unit, p.k_len * unit)
-        piece = take(p.counter)
+        piece = take(call)
 
 
 _kernel = Kernel(_shift)
@@ -84,20 +84,8 @@ def rel_shift(x: Array, out: Array, variant: str) -> None:
     x = np.ascontiguousarray(x, out.dtype)
     rows, columns = x.shape[-2:]
     k_len = out.shape[-1]
-    counter = np.zeros(1, np.int64)
     step = max(1, PIECE_BYTES // (k_len * out.itemsize))
     wrapped = variant in ("transformer_xl", "espnet_legacy")
-    record = (
-        counter.ctypes.data,
-        out.size // k_len,
-        step,
-        x.ctypes.data,
-        out.ctypes.data,
-        out.itemsize,
-        rows,
-        columns,
-        k_len,
-        wrapped,
-    )
-    call = np.array([record], SHIFT)
-    run(_kernel, call.ctypes.data, 1 if out.nbytes < SERIAL_BYTES else available_threads())
+    fields = (0, out.size // k_len, step, x.ctypes.data, out.ctypes.data, out.itemsize, rows, columns, k_len, wrapped)
+    record = bytearray(np.array([fields], SHIFT).tobytes())
+    run(_kernel, record, 1 if out.nbytes < SERIAL_BYTES else available_threads())

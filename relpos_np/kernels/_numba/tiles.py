@@ -15,7 +15,6 @@ from numba.extending import intrinsic
 from relpos_np.kernels._numba.target import ROW_GROUP, TARGET
 from relpos_np.kernels._numba.vectors import Vectors, index
 
-
 # Steps of depth per turn of the inner loop: counting and branching compete with FMA for its ports.
 _UNROLL = 4
 
@@ -91,7 +90,7 @@ _score_plain, _score_fused = _score_panel(fused=False), _score_panel(fused=True)
 
 @intrinsic
 def score_panel(typingctx: Any, a: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any) -> Any:
-    """C[count, panel] = A[count, depth] @ B[depth, panel], A packed in groups of rows; `count` is rounded up to tiles."""
+    """C[count, panel] = A[count, depth] @ B[depth, panel], A packed in groups of rows; whole tiles are written."""
     return types.void(a, b, types.int64, c, types.int64, types.int64), _score_plain
 
 

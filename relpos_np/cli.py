@@ -1,0 +1,580 @@
+"""The command line: run attention on real data or a file, check every backend, describe the installation."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+
+import relpos_np as rp
+from relpos_np.errors import RelposError, RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.types import Array
+
+_T = TypeVar("_T")
+
+# Exit codes: 0, what was asked for was done; 1, a wrong number was found; 2, it could not be done.
+_MISMATCH, _FAILED = 1, 2
+# float32 against float64 on the real example, whose outputs are below 1.
+_REAL_LIMIT = 2e-6
+_REAL_HEADS = ("head 0", "head 3", "head 7", "head 11")
+
+_ATTEND_HELP = """\
+Without FILE: attention of four heads of a trained model (all-mpnet-base-v2, T5 bias) on two texts, which is part
+of the package. The result is compared with what transformers computed and with the float64 reference.
+
+FILE is an .npz archive, which is never unpickled. Its arrays:
+  q k v            (..., H, L_q, D), (..., H_kv, L_k, D), (..., H_kv, L_k, D_v)
+  mask             bool (True = may attend) or float (added)          optional
+  key_lengths      integers, one per batch item                       optional
+  scale offset     a number                                           optional
+  causal           True or False                                      optional
+  window           w, or (left, right); a negative entry is no limit  optional
+  scheme           a name, as in --scheme                             optional
+  position.NAME    parameter NAME of the scheme's constructor; position.key_coords.0 for its axis 0
+The result holds `out` and `lse`.
+"""
+_ATTEND_EXAMPLE = """\
+examples:
+  relpos attend
+  relpos attend --threads 1 --plot none --json
+
+  python -c "import numpy as np; r = np.random.default_rng(0); \\
+    np.savez('in.npz', **{n: r.standard_normal((1, 4, 100, 64), 'float32') for n in 'qkv'}, \\
+    scheme='t5', **{'position.table': r.standard_normal((32, 4), 'float32'), 'position.max_distance': 64})"
+  relpos attend in.npz --out out.npz
+"""
+_CHECK_HELP = """\
+Every scheme and variant with several lengths, masks and dtypes on every backend of this machine, against the
+reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see
+relpos_np.testing.tolerance), so that 1 is the limit.
+"""
+
+
+class _Unusable(RelposError):
+    """A file or an option that cannot be used."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; default those of the process.
+
+    Returns
+    -------
+    int
+        Exit code: 0; 1 if a wrong number was found; 2 for unusable arguments or files.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (RelposError, MemoryError) as error:
+        message = " ".join(str(error).split()) or "out of memory"
+        print(f"relpos {args.command}: {message}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        print(f"relpos {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="relpos", description=rp.__doc__)
+    parser.add_argument("--version", action="version", version=f"relpos {rp.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{attend,check,info}")
+
+    def command(name: str, run: Callable[..., int], summary: str, text: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=text or summary,
+            epilog=example,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        sub.set_defaults(run=run)
+        return sub
+
+    attend = command("attend", _attend, "attention on real data, or on a file", _ATTEND_HELP, _ATTEND_EXAMPLE)
+    attend.add_argument("file", nargs="?", type=Path, metavar="FILE", help="an .npz archive with q, k and v")
+    attend.add_argument("--scheme", help=f"of a FILE: {', '.join(_attention_schemes())}; default: no positions")
+    attend.add_argument("--out", type=Path, help="where the result of a FILE goes; default FILE-out.npz")
+    attend.add_argument(
+        "--plot",
+        metavar="PNG",
+        help='picture to write; "none" for none; default relpos-attend.png, with a FILE none',
+    )
+    attend.add_argument("--backend", choices=rp.backend.BACKENDS, help="default: $RELPOS_BACKEND, or numba")
+    attend.add_argument("--threads", type=_positive, metavar="N", help="threads of the numba backend")
+
+    check = command(
+        "check", _check, "all backends against the float64 reference", _CHECK_HELP, "example:\n  relpos check --seed 7\n"
+    )
+    check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the random numbers; default 0")
+
+    command("info", _info, "versions, processor, threads, kernel cache", "", "example:\n  relpos info --json\n")
+    return parser
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text}")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text}")
+    return number
+
+
+def _attention_schemes() -> list[str]:
+    return [name for name, info in rp.SCHEMES.items() if info.kind == "attention"]
+
+
+# ---------------------------------------------------------------------------------------------- output
+
+
+def _print_json(found: Mapping[str, Any]) -> None:
+    """JSON has no infinity and no NaN: null stands for them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(entry) for entry in value]
+        return None if isinstance(value, float) and not np.isfinite(value) else value
+
+    print(json.dumps(plain(dict(found)), indent=2, allow_nan=False))
+
+
+def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
+    pairs = list(lines)
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        print(f"{name:>{width}}  {value}")
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table, by rich on a terminal where it is installed."""
+    if sys.stdout.isatty():
+        with suppress(ImportError):
+            from rich.console import Console
+            from rich.table import Table
+
+            table = Table()
+            for n, name in enumerate(head):
+                table.add_column(name, justify="right" if n else "left")
+            for row in rows:
+                table.add_row(*row)
+            Console().print(table)
+            return
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    for row in (head, *rows):
+        cells = [f"{cell:<{w}}" if not n else f"{cell:>{w}}" for n, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+def _progress(items: Sequence[_T], label: str) -> Iterator[_T]:
+    """Yield the items and show on stderr how many are done: by rich where it is installed."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        for n, item in enumerate(items):
+            print(f"\r{label}: {n} of {len(items)}", end="", file=sys.stderr, flush=True)
+            yield item
+        print(f"\r{label}: {len(items)} of {len(items)}", file=sys.stderr)
+        return
+    yield from track(items, description=label, console=Console(stderr=True), transient=True)
+
+
+def _seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.2g} µs"
+
+
+# ---------------------------------------------------------------------------------------------- attend
+
+
+@contextmanager
+def _threads(count: int | None, backend: str) -> Iterator[None]:
+    """Run with so many threads."""
+    if count is None:
+        yield
+        return
+    if backend != "numba":
+        raise _Unusable(f"--threads: only backend 'numba' has threads of its own, the backend is {backend!r}")
+    rp.backend.numba_kernels()
+    import numba
+
+    before, most = numba.get_num_threads(), numba.config.NUMBA_NUM_THREADS
+    if count > most:
+        raise _Unusable(f"--threads: at most {most} here (processors, or NUMBA_NUM_THREADS), found {count}")
+    numba.set_num_threads(count)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
+
+
+def _timed(call: Callable[[], _T]) -> tuple[_T, float]:
+    started = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - started
+
+
+def _medians(calls: Mapping[str, Callable[[], Any]], budget: float = 1.0) -> dict[str, float]:
+    """Median seconds of each call; they take turns, so that a busy machine slows all of them."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    started = time.perf_counter()
+    while len(next(iter(times.values()))) < 5 or (
+        time.perf_counter() - started < budget and len(next(iter(times.values()))) < 51
+    ):
+        for name, call in calls.items():
+            times[name].append(_timed(call)[1])
+    return {name: median(spent) for name, spent in times.items()}
+
+
+def _attend(args: argparse.Namespace) -> int:
+    backend = rp.backend.current(args.backend)
+    if args.file is not None:
+        with _threads(args.threads, backend):
+            return _attend_file(args, backend)
+    for name in ("scheme", "out"):
+        if getattr(args, name) is not None:
+            raise _Unusable(f"--{name}: goes with a FILE")
+    with _threads(args.threads, backend):
+        return _attend_real(args, backend)
+
+
+def _kernel_facts(backend: str) -> dict[str, Any]:
+    """Vector unit and threads, which only compiled kernels have."""
+    if backend != "numba":
+        return {"vectors": None, "threads": None}
+    kernels = rp.versions.collect_versions()["kernels"]
+    return {"vectors": kernels["vectors"], "threads": kernels["threads"]}
+
+
+def _attend_real(args: argparse.Namespace, backend: str) -> int:
+    """The embedded example: correct, and how fast."""
+    from relpos_np.testing import real_example
+
+    real = real_example()
+    options: dict[str, Any] = {
+        "position": rp.T5(real["table"], max_distance=128),
+        "mask": real["mask"][:, None, None, :],
+        "scale": 0.125,
+    }
+    q, k, v, expected = (real[name] for name in ("q", "k", "v", "expected"))
+
+    def call(name: str) -> Array:
+        return rp.attention(q, k, v, backend=name, **options)
+
+    if sys.stderr.isatty() and backend == "numba":
+        print("loading the kernel; the first time it is compiled, in about 10 s ...", file=sys.stderr)
+    out, first = _timed(lambda: call(backend))
+    oracle = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="numpy", **options)
+    errors = {"transformers": _largest(out, expected), "float64": _largest(out, oracle)}
+    ok = all(error <= _REAL_LIMIT for error in errors.values())
+    times = _medians({name: (lambda name=name: call(name)) for name in dict.fromkeys((backend, "numpy"))})  # type: ignore[misc]
+    path, note = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
+    found = {
+        "backend": backend,
+        "ok": ok,
+        "error": errors,
+        "limit": _REAL_LIMIT,
+        "seconds": times[backend],
+        "numpy_seconds": times["numpy"],
+        "speedup": times["numpy"] / times[backend],
+        "first_call_seconds": first,
+        **_kernel_facts(backend),
+        "plot": path,
+    }
+    if note:
+        print(f"relpos attend: {note}", file=sys.stderr)
+    if args.json:
+        _print_json(found)
+        return 0 if ok else _MISMATCH
+    texts, heads, length, dim = q.shape
+    lines = [
+        ("data", f"all-mpnet-base-v2, layer 5: {texts} texts, {heads} heads, {length} tokens, head_dim {dim}, float32"),
+        ("positions", "T5, 32 buckets up to distance 128"),
+        ("backend", backend + (f", {found['vectors']} vectors, {found['threads']} threads" if found["vectors"] else "")),
+        ("max error", f"{errors['transformers']:.1e} from transformers, {errors['float64']:.1e} from the float64 reference"),
+        ("verdict", f"correct (limit {_REAL_LIMIT:.0e})" if ok else f"MISMATCH: the limit is {_REAL_LIMIT:.0e}"),
+        ("time", f"{_seconds(times[backend])} (median), first call {_seconds(first)}"),
+    ]
+    if backend != "numpy":
+        lines.append(("NumPy", f"{_seconds(times['numpy'])}: {backend} is {found['speedup']:.1f} times as fast"))
+    if path:
+        lines.append(("picture", path))
+    _print_lines(lines)
+    return 0 if ok else _MISMATCH
+
+
+def _largest(actual: Array, expected: Array) -> float:
+    """The largest difference; a NaN counts as infinite."""
+    difference = float(np.abs(actual.astype(np.float64) - expected).max())
+    return np.inf if np.isnan(difference) else difference
+
+
+def _real_picture(real: Mapping[str, Array], options: Mapping[str, Any]) -> Any:
+    """The shorter text, without its padding; head 11, which looks for the next word."""
+    from relpos_np import plot
+
+    length = int(real["mask"][1].sum())
+    return plot.attention_with_and_without(
+        real["q"][1, :, :length],
+        real["k"][1, :, :length],
+        position=options["position"],
+        scale=options["scale"],
+        tokens=[str(token) for token in real["tokens"][1, :length]],
+        head=3,
+        heads=_REAL_HEADS,
+        title="What positions do to attention: all-mpnet-base-v2, layer 5",
+    )
+
+
+def _draw(target: str | None, picture: Callable[[], Any]) -> tuple[str | None, str | None]:
+    """Write a picture; return its path, and what to tell the user where there is none."""
+    if target is None or target.lower() == "none":
+        return None, None
+    from relpos_np import plot
+
+    try:
+        figure = picture()
+    except RelposImportError as error:
+        return None, f"no picture: {error}"
+    plot.save(figure, target)
+    return target, None
+
+
+def _attend_file(args: argparse.Namespace, backend: str) -> int:
+    """Attention of the arrays in a file."""
+    arrays = _read(args.file)
+    out_path = args.out or args.file.with_name(f"{args.file.stem}-out.npz")
+    with suppress(OSError):
+        if out_path.samefile(args.file):
+            raise _Unusable(f"--out: {out_path} is the input")
+    call = _call_arguments(arrays, args.scheme, str(args.file))
+    q, k, v = (call.pop(name) for name in "qkv")
+    (out, lse), seconds = _timed(lambda: rp.attention(q, k, v, backend=backend, return_lse=True, **call))
+    try:
+        with out_path.open("wb") as file:
+            np.savez(file, out=out, lse=lse)
+    except OSError as error:
+        raise _Unusable(f"{out_path}: cannot be written: {error.strerror or error}") from error
+
+    def picture() -> Any:
+        from relpos_np import plot
+
+        # Batch and head 0.
+        p = plot.attention_weights(q, k, **call)
+        return plot.heat_map(p.reshape(-1, *p.shape[-2:])[0], title=f"{args.file.name}: attention of head 0").figure
+
+    path, note = _draw(args.plot, picture)
+    if note:
+        print(f"relpos attend: {note}", file=sys.stderr)
+    found = {
+        "file": str(args.file),
+        "out": str(out_path),
+        "shape": list(out.shape),
+        "dtype": str(out.dtype),
+        "position": None if call.get("position") is None else repr(call["position"]),
+        "finite": bool(np.isfinite(out).all()),
+        "backend": backend,
+        **_kernel_facts(backend),
+        "first_call_seconds": seconds,
+        "plot": path,
+    }
+    if args.json:
+        _print_json(found)
+        return 0
+    lines = [
+        ("input", f"q {q.shape}, k {k.shape}, v {v.shape}, {q.dtype}"),
+        ("positions", found["position"] or "none"),
+        ("output", f"{out_path}: out {out.shape} {out.dtype}, lse {lse.shape} {lse.dtype}"),
+        ("time", f"{_seconds(seconds)} on backend {backend}, first call"),
+    ]
+    if not found["finite"]:
+        lines.append(("note", "the output holds NaN or infinity"))
+    if path:
+        lines.append(("picture", path))
+    _print_lines(lines)
+    return 0
+
+
+def _read(path: Path) -> dict[str, Array]:
+    """All arrays of an .npz archive; nothing in it is unpickled."""
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if isinstance(archive, np.ndarray):
+            raise _Unusable(f"{path}: expected an .npz archive, found a single array")
+        with archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except RelposError:
+        raise
+    except FileNotFoundError as error:
+        raise _Unusable(f"{path}: no such file") from error
+    except Exception as error:
+        # A damaged archive can raise nearly anything: zipfile, zlib, struct, tokenize and NumPy all read it.
+        raise _Unusable(f"{path}: not a readable .npz archive: {error or type(error).__name__}") from error
+    for name, value in arrays.items():
+        if not isinstance(value, np.ndarray):
+            raise _Unusable(f"{path}: {name} is not an array")
+    return arrays
+
+
+_OPTIONS = ("mask", "key_lengths", "scale", "causal", "window", "offset")
+_PREFIX = "position."
+
+
+def _call_arguments(arrays: Mapping[str, Array], scheme: str | None, source: str) -> dict[str, Any]:
+    """Arguments of `attention` from a file's arrays; a name that means nothing is an error."""
+    missing = [name for name in "qkv" if name not in arrays]
+    if missing:
+        raise _Unusable(f"{source}: missing {', '.join(missing)}; found {', '.join(sorted(arrays)) or 'no arrays'}")
+    unknown = [name for name in arrays if name not in ("q", "k", "v", "scheme", *_OPTIONS) and not name.startswith(_PREFIX)]
+    if unknown:
+        raise _Unusable(
+            f"{source}: unknown {', '.join(sorted(unknown))}; expected q, k, v, {', '.join(_OPTIONS)}, scheme "
+            f"and {_PREFIX}NAME for parameters of the scheme"
+        )
+    call: dict[str, Any] = {}
+    for name, value in arrays.items():
+        if name in ("q", "k", "v", "mask", "key_lengths"):
+            call[name] = value
+        elif name in ("scale", "causal", "offset"):
+            call[name] = _scalar(name, value)
+        elif name == "window":
+            sides = [None if w < 0 else w for w in _integers(name, value)]
+            call[name] = tuple(sides) if value.ndim else sides[0]
+    named = _scalar("scheme", arrays["scheme"]) if "scheme" in arrays else None
+    parameters = {name.removeprefix(_PREFIX): value for name, value in arrays.items() if name.startswith(_PREFIX)}
+    call["position"] = _scheme(scheme or named, parameters, source)
+    return call
+
+
+def _scheme(name: str | None, parameters: Mapping[str, Array], source: str) -> Any:
+    """A scheme from its name and the arrays of its constructor's parameters."""
+    if name is None:
+        if parameters:
+            given = ", ".join(_PREFIX + parameter for parameter in parameters)
+            raise _Unusable(f"{source}: {given} without a scheme; add an array `scheme`, or --scheme")
+        return None
+    if name not in rp.SCHEMES:
+        raise _Unusable(f"scheme: expected one of {', '.join(_attention_schemes())}; found {name!r}")
+    if rp.SCHEMES[name].kind != "attention":
+        raise _Unusable(f"scheme: {name} is added to the inputs before q, k and v are made of them, not to attention")
+    constructor: Callable[..., Any] = rp.SCHEMES[name].cls
+    known = {n: p for n, p in inspect.signature(constructor).parameters.items() if n != "self"}
+    # Without a constructor of its own a class reports (*args, **kwargs).
+    known = {n: p for n, p in known.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    values: dict[str, Any] = {}
+    axes: dict[int, Any] = {}
+    for parameter, value in parameters.items():
+        base, _, axis = parameter.partition(".")
+        if base == "key_coords" in known and axis.isdecimal():
+            axes[int(axis)] = value
+        elif parameter not in known or parameter == "key_coords":
+            expected = ", ".join(_PREFIX + n + (".0" if n == "key_coords" else "") for n in known) or "none"
+            raise _Unusable(f"{source}: {name} has no parameter {_PREFIX}{parameter}; expected {expected}")
+        else:
+            values[parameter] = _parameter(parameter, value)
+    missing = [_PREFIX + n for n, p in known.items() if p.default is p.empty and n not in values]
+    if missing:
+        raise _Unusable(f"{source}: {name} needs {', '.join(missing)}")
+    if axes:
+        count = len(values["query_grid"]) if isinstance(values["query_grid"], tuple) else 1
+        if max(axes) >= count:
+            raise _Unusable(f"{source}: {_PREFIX}key_coords.{max(axes)}: query_grid has {count} axes, counted from 0")
+        values["key_coords"] = tuple(axes.get(n) for n in range(count))
+    return constructor(**values)
+
+
+def _parameter(name: str, value: Array) -> Any:
+    """Single values and tuples of integers as Python's own, tables as arrays."""
+    if not value.ndim:
+        return _scalar(_PREFIX + name, value)
+    if value.ndim == 1 and value.dtype.kind in "iu":
+        return tuple(value.tolist())
+    return value
+
+
+def _scalar(name: str, value: Array) -> Any:
+    if value.size != 1:
+        raise RelposValueError(f"{name}: expected a single value, found shape {value.shape}")
+    return value.item()
+
+
+def _integers(name: str, value: Array) -> list[int]:
+    if value.dtype.kind not in "iu" or value.ndim > 1:
+        raise RelposTypeError(f"{name}: expected one or two integers, found {value.dtype} of shape {value.shape}")
+    return [int(w) for w in value.ravel()]
+
+
+# ---------------------------------------------------------------------------------------------- check and info
+
+
+def _check(args: argparse.Namespace) -> int:
+    """The sweep of `relpos_np.sweep`, as a table."""
+    from relpos_np.sweep import available_backends, cases
+
+    backends, absent = available_backends()
+    worst: dict[tuple[str, str | None, str], tuple[float, str]] = {}
+    count, started = 0, time.perf_counter()
+    for case in _progress(list(cases(backends, args.seed)), "checking"):
+        try:
+            error = case.error()
+        except RelposError as problem:
+            raise _Unusable(f"{case}: {problem}") from problem
+        count += 1
+        key = case.scheme, case.variant, case.backend
+        if key not in worst or error > worst[key][0]:
+            worst[key] = error, case.where
+    ok = all(error <= 1 for error, _ in worst.values())
+    seconds = time.perf_counter() - started
+    if args.json:
+        results = [
+            {"scheme": name, "variant": variant, "backend": backend, "error": error, "where": where, "ok": error <= 1}
+            for (name, variant, backend), (error, where) in worst.items()
+        ]
+        _print_json(
+            {"ok": ok, "seed": args.seed, "cases": count, "seconds": seconds, "not_available": absent, "results": results}
+        )
+        return 0 if ok else _MISMATCH
+    rows = []
+    for name, variant in dict.fromkeys((name, variant) for name, variant, _ in worst):
+        cells = [worst.get((name, variant, backend)) for backend in backends]
+        rows.append([name, variant or "", *("" if cell is None else f"{cell[0]:.2f}" for cell in cells)])
+    _print_table(["scheme", "variant", *backends], rows)
+    for backend, reason in absent.items():
+        print(f"not checked: {backend}: {reason}")
+    for (name, variant, backend), (error, where) in worst.items():
+        if error > 1:
+            print(f"MISMATCH: {name} {variant or ''} on {backend}: {error:.3g} times the tolerance ({where})")
+    print(f"{count} cases in {seconds:.0f} s; {'all' if ok else 'NOT all'} within the tolerance, which is 1 here")
+    return 0 if ok else _MISMATCH
+
+
+def _info(args: argparse.Namespace) -> int:
+    rp.show_versions(as_json=args.json)
+    return 0
