@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 import relpos_np as rp
-from relpos_np.errors import RelposError, RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.archive import UnusableError, attention_schemes, call_arguments, read
+from relpos_np.errors import RelposError, RelposImportError
 from relpos_np.types import Array
 
 _T = TypeVar("_T")
@@ -57,10 +59,6 @@ Every scheme and variant with several lengths, masks and dtypes on every backend
 reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see
 relpos_np.testing.tolerance), so that 1 is the limit.
 """
-
-
-class _Unusable(RelposError):
-    """A file or an option that cannot be used."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
     attend = command("attend", _attend, "attention on real data, or on a file", _ATTEND_HELP, _ATTEND_EXAMPLE)
     attend.add_argument("file", nargs="?", type=Path, metavar="FILE", help="an .npz archive with q, k and v")
-    attend.add_argument("--scheme", help=f"of a FILE: {', '.join(_attention_schemes())}; default: no positions")
+    attend.add_argument("--scheme", help=f"of a FILE: {', '.join(attention_schemes())}; default: no positions")
     attend.add_argument("--out", type=Path, help="where the result of a FILE goes; default FILE-out.npz")
     attend.add_argument(
         "--plot",
@@ -118,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     attend.add_argument("--threads", type=_positive, metavar="N", help="threads of the numba backend")
 
     check = command(
-        "check", _check, "all backends against the float64 reference", _CHECK_HELP, "example:\n  relpos check --seed 7\n"
+        "check", _check, "all backends against the reference", _CHECK_HELP, "example:\n  relpos check --seed 7\n"
     )
     check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the random numbers; default 0")
 
@@ -138,10 +136,6 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text}")
     return number
-
-
-def _attention_schemes() -> list[str]:
-    return [name for name, info in rp.SCHEMES.items() if info.kind == "attention"]
 
 
 # ---------------------------------------------------------------------------------------------- output
@@ -175,16 +169,15 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             from rich.table import Table
 
             table = Table()
-            for n, name in enumerate(head):
-                table.add_column(name, justify="right" if n else "left")
+            for name in head:
+                table.add_column(name)
             for row in rows:
                 table.add_row(*row)
             Console().print(table)
             return
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
     for row in (head, *rows):
-        cells = [f"{cell:<{w}}" if not n else f"{cell:>{w}}" for n, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        print("  ".join(cells).rstrip())
+        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
 def _progress(items: Sequence[_T], label: str) -> Iterator[_T]:
@@ -221,13 +214,13 @@ def _threads(count: int | None, backend: str) -> Iterator[None]:
         yield
         return
     if backend != "numba":
-        raise _Unusable(f"--threads: only backend 'numba' has threads of its own, the backend is {backend!r}")
+        raise UnusableError(f"--threads: only backend 'numba' has threads of its own, the backend is {backend!r}")
     rp.backend.numba_kernels()
     import numba
 
     before, most = numba.get_num_threads(), numba.config.NUMBA_NUM_THREADS
     if count > most:
-        raise _Unusable(f"--threads: at most {most} here (processors, or NUMBA_NUM_THREADS), found {count}")
+        raise UnusableError(f"--threads: at most {most} here (processors, or NUMBA_NUM_THREADS), found {count}")
     numba.set_num_threads(count)
     try:
         yield
@@ -241,16 +234,17 @@ def _timed(call: Callable[[], _T]) -> tuple[_T, float]:
     return result, time.perf_counter() - started
 
 
-def _medians(calls: Mapping[str, Callable[[], Any]], budget: float = 1.0) -> dict[str, float]:
-    """Median seconds of each call; they take turns, so that a busy machine slows all of them."""
+def _repeated(calls: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 1.0) -> dict[str, list[float]]:
+    """Sorted seconds of each call; they take turns of some calls each, so that a busy machine slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    started = time.perf_counter()
-    while len(next(iter(times.values()))) < 5 or (
-        time.perf_counter() - started < budget and len(next(iter(times.values()))) < 51
-    ):
+    for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(_timed(call)[1])
-    return {name: median(spent) for name, spent in times.items()}
+            stop = time.perf_counter() + budget / rounds / len(calls)
+            for n in range(50):
+                if n >= 3 and time.perf_counter() > stop:
+                    break
+                times[name].append(_timed(call)[1])
+    return {name: sorted(spent) for name, spent in times.items()}
 
 
 def _attend(args: argparse.Namespace) -> int:
@@ -260,7 +254,7 @@ def _attend(args: argparse.Namespace) -> int:
             return _attend_file(args, backend)
     for name in ("scheme", "out"):
         if getattr(args, name) is not None:
-            raise _Unusable(f"--{name}: goes with a FILE")
+            raise UnusableError(f"--{name}: goes with a FILE")
     with _threads(args.threads, backend):
         return _attend_real(args, backend)
 
@@ -286,7 +280,7 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
     q, k, v, expected = (real[name] for name in ("q", "k", "v", "expected"))
 
     def call(name: str) -> Array:
-        return rp.attention(q, k, v, backend=name, **options)
+        return np.asarray(rp.attention(q, k, v, backend=name, **options))
 
     if sys.stderr.isatty() and backend == "numba":
         print("loading the kernel; the first time it is compiled, in about 10 s ...", file=sys.stderr)
@@ -294,17 +288,22 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
     oracle = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="numpy", **options)
     errors = {"transformers": _largest(out, expected), "float64": _largest(out, oracle)}
     ok = all(error <= _REAL_LIMIT for error in errors.values())
-    times = _medians({name: (lambda name=name: call(name)) for name in dict.fromkeys((backend, "numpy"))})  # type: ignore[misc]
+    times = _repeated({name: partial(call, name) for name in (backend, "numpy")})
+    seconds, numpy_seconds = median(times[backend]), median(times["numpy"])
+    load = _load()
     path, note = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
     found = {
         "backend": backend,
         "ok": ok,
         "error": errors,
         "limit": _REAL_LIMIT,
-        "seconds": times[backend],
-        "numpy_seconds": times["numpy"],
-        "speedup": times["numpy"] / times[backend],
+        "seconds": seconds,
+        "fastest_seconds": times[backend][0],
+        "runs": len(times[backend]),
+        "numpy_seconds": numpy_seconds,
+        "speedup": numpy_seconds / seconds,
         "first_call_seconds": first,
+        "load": load,
         **_kernel_facts(backend),
         "plot": path,
     }
@@ -317,13 +316,17 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
     lines = [
         ("data", f"all-mpnet-base-v2, layer 5: {texts} texts, {heads} heads, {length} tokens, head_dim {dim}, float32"),
         ("positions", "T5, 32 buckets up to distance 128"),
-        ("backend", backend + (f", {found['vectors']} vectors, {found['threads']} threads" if found["vectors"] else "")),
-        ("max error", f"{errors['transformers']:.1e} from transformers, {errors['float64']:.1e} from the float64 reference"),
+        ("backend", f"{backend}, {found['vectors']}, {found['threads']} threads" if found["vectors"] else backend),
+        ("max error", f"{errors['transformers']:.1e} from transformers"),
+        ("", f"{errors['float64']:.1e} from the float64 reference"),
         ("verdict", f"correct (limit {_REAL_LIMIT:.0e})" if ok else f"MISMATCH: the limit is {_REAL_LIMIT:.0e}"),
-        ("time", f"{_seconds(times[backend])} (median), first call {_seconds(first)}"),
+        ("time", f"{_seconds(seconds)} (median of {len(times[backend])}, fastest {_seconds(times[backend][0])})"),
+        ("first call", _seconds(first)),
     ]
     if backend != "numpy":
-        lines.append(("NumPy", f"{_seconds(times['numpy'])}: {backend} is {found['speedup']:.1f} times as fast"))
+        lines.append(("NumPy", f"{_seconds(numpy_seconds)}: {backend} is {numpy_seconds / seconds:.1f} times as fast"))
+    if load is not None and load > 1:
+        lines.append(("note", "this machine is busy, so times are longer than they should be"))
     if path:
         lines.append(("picture", path))
     _print_lines(lines)
@@ -334,6 +337,11 @@ def _largest(actual: Array, expected: Array) -> float:
     """The largest difference; a NaN counts as infinite."""
     difference = float(np.abs(actual.astype(np.float64) - expected).max())
     return np.inf if np.isnan(difference) else difference
+
+
+def _load() -> float | None:
+    """Programs that want to run, per processor, during the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
 
 
 def _real_picture(real: Mapping[str, Array], options: Mapping[str, Any]) -> Any:
@@ -369,19 +377,19 @@ def _draw(target: str | None, picture: Callable[[], Any]) -> tuple[str | None, s
 
 def _attend_file(args: argparse.Namespace, backend: str) -> int:
     """Attention of the arrays in a file."""
-    arrays = _read(args.file)
+    arrays = read(args.file)
     out_path = args.out or args.file.with_name(f"{args.file.stem}-out.npz")
     with suppress(OSError):
         if out_path.samefile(args.file):
-            raise _Unusable(f"--out: {out_path} is the input")
-    call = _call_arguments(arrays, args.scheme, str(args.file))
+            raise UnusableError(f"--out: {out_path} is the input")
+    call = call_arguments(arrays, args.scheme, str(args.file))
     q, k, v = (call.pop(name) for name in "qkv")
     (out, lse), seconds = _timed(lambda: rp.attention(q, k, v, backend=backend, return_lse=True, **call))
     try:
         with out_path.open("wb") as file:
             np.savez(file, out=out, lse=lse)
     except OSError as error:
-        raise _Unusable(f"{out_path}: cannot be written: {error.strerror or error}") from error
+        raise UnusableError(f"{out_path}: cannot be written: {error.strerror or error}") from error
 
     def picture() -> Any:
         from relpos_np import plot
@@ -422,156 +430,48 @@ def _attend_file(args: argparse.Namespace, backend: str) -> int:
     return 0
 
 
-def _read(path: Path) -> dict[str, Array]:
-    """All arrays of an .npz archive; nothing in it is unpickled."""
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if isinstance(archive, np.ndarray):
-            raise _Unusable(f"{path}: expected an .npz archive, found a single array")
-        with archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except RelposError:
-        raise
-    except FileNotFoundError as error:
-        raise _Unusable(f"{path}: no such file") from error
-    except Exception as error:
-        # A damaged archive can raise nearly anything: zipfile, zlib, struct, tokenize and NumPy all read it.
-        raise _Unusable(f"{path}: not a readable .npz archive: {error or type(error).__name__}") from error
-    for name, value in arrays.items():
-        if not isinstance(value, np.ndarray):
-            raise _Unusable(f"{path}: {name} is not an array")
-    return arrays
-
-
-_OPTIONS = ("mask", "key_lengths", "scale", "causal", "window", "offset")
-_PREFIX = "position."
-
-
-def _call_arguments(arrays: Mapping[str, Array], scheme: str | None, source: str) -> dict[str, Any]:
-    """Arguments of `attention` from a file's arrays; a name that means nothing is an error."""
-    missing = [name for name in "qkv" if name not in arrays]
-    if missing:
-        raise _Unusable(f"{source}: missing {', '.join(missing)}; found {', '.join(sorted(arrays)) or 'no arrays'}")
-    unknown = [name for name in arrays if name not in ("q", "k", "v", "scheme", *_OPTIONS) and not name.startswith(_PREFIX)]
-    if unknown:
-        raise _Unusable(
-            f"{source}: unknown {', '.join(sorted(unknown))}; expected q, k, v, {', '.join(_OPTIONS)}, scheme "
-            f"and {_PREFIX}NAME for parameters of the scheme"
-        )
-    call: dict[str, Any] = {}
-    for name, value in arrays.items():
-        if name in ("q", "k", "v", "mask", "key_lengths"):
-            call[name] = value
-        elif name in ("scale", "causal", "offset"):
-            call[name] = _scalar(name, value)
-        elif name == "window":
-            sides = [None if w < 0 else w for w in _integers(name, value)]
-            call[name] = tuple(sides) if value.ndim else sides[0]
-    named = _scalar("scheme", arrays["scheme"]) if "scheme" in arrays else None
-    parameters = {name.removeprefix(_PREFIX): value for name, value in arrays.items() if name.startswith(_PREFIX)}
-    call["position"] = _scheme(scheme or named, parameters, source)
-    return call
-
-
-def _scheme(name: str | None, parameters: Mapping[str, Array], source: str) -> Any:
-    """A scheme from its name and the arrays of its constructor's parameters."""
-    if name is None:
-        if parameters:
-            given = ", ".join(_PREFIX + parameter for parameter in parameters)
-            raise _Unusable(f"{source}: {given} without a scheme; add an array `scheme`, or --scheme")
-        return None
-    if name not in rp.SCHEMES:
-        raise _Unusable(f"scheme: expected one of {', '.join(_attention_schemes())}; found {name!r}")
-    if rp.SCHEMES[name].kind != "attention":
-        raise _Unusable(f"scheme: {name} is added to the inputs before q, k and v are made of them, not to attention")
-    constructor: Callable[..., Any] = rp.SCHEMES[name].cls
-    known = {n: p for n, p in inspect.signature(constructor).parameters.items() if n != "self"}
-    # Without a constructor of its own a class reports (*args, **kwargs).
-    known = {n: p for n, p in known.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    values: dict[str, Any] = {}
-    axes: dict[int, Any] = {}
-    for parameter, value in parameters.items():
-        base, _, axis = parameter.partition(".")
-        if base == "key_coords" in known and axis.isdecimal():
-            axes[int(axis)] = value
-        elif parameter not in known or parameter == "key_coords":
-            expected = ", ".join(_PREFIX + n + (".0" if n == "key_coords" else "") for n in known) or "none"
-            raise _Unusable(f"{source}: {name} has no parameter {_PREFIX}{parameter}; expected {expected}")
-        else:
-            values[parameter] = _parameter(parameter, value)
-    missing = [_PREFIX + n for n, p in known.items() if p.default is p.empty and n not in values]
-    if missing:
-        raise _Unusable(f"{source}: {name} needs {', '.join(missing)}")
-    if axes:
-        count = len(values["query_grid"]) if isinstance(values["query_grid"], tuple) else 1
-        if max(axes) >= count:
-            raise _Unusable(f"{source}: {_PREFIX}key_coords.{max(axes)}: query_grid has {count} axes, counted from 0")
-        values["key_coords"] = tuple(axes.get(n) for n in range(count))
-    return constructor(**values)
-
-
-def _parameter(name: str, value: Array) -> Any:
-    """Single values and tuples of integers as Python's own, tables as arrays."""
-    if not value.ndim:
-        return _scalar(_PREFIX + name, value)
-    if value.ndim == 1 and value.dtype.kind in "iu":
-        return tuple(value.tolist())
-    return value
-
-
-def _scalar(name: str, value: Array) -> Any:
-    if value.size != 1:
-        raise RelposValueError(f"{name}: expected a single value, found shape {value.shape}")
-    return value.item()
-
-
-def _integers(name: str, value: Array) -> list[int]:
-    if value.dtype.kind not in "iu" or value.ndim > 1:
-        raise RelposTypeError(f"{name}: expected one or two integers, found {value.dtype} of shape {value.shape}")
-    return [int(w) for w in value.ravel()]
-
-
 # ---------------------------------------------------------------------------------------------- check and info
 
 
 def _check(args: argparse.Namespace) -> int:
     """The sweep of `relpos_np.sweep`, as a table."""
-    from relpos_np.sweep import available_backends, cases
+    from relpos_np.sweep import DTYPES, available_backends, cases
 
     backends, absent = available_backends()
-    worst: dict[tuple[str, str | None, str], tuple[float, str]] = {}
-    count, started = 0, time.perf_counter()
-    for case in _progress(list(cases(backends, args.seed)), "checking"):
-        try:
-            error = case.error()
-        except RelposError as problem:
-            raise _Unusable(f"{case}: {problem}") from problem
-        count += 1
-        key = case.scheme, case.variant, case.backend
+    worst: dict[tuple[str, str | None, str, str], tuple[float, str]] = {}
+    todo, started = list(cases(backends, args.seed)), time.perf_counter()
+    for case in _progress(todo, "checking"):
+        key = case.scheme, case.variant, case.backend, case.dtype
+        error = case.error()
         if key not in worst or error > worst[key][0]:
             worst[key] = error, case.where
     ok = all(error <= 1 for error, _ in worst.values())
     seconds = time.perf_counter() - started
     if args.json:
+        names = ("scheme", "variant", "backend", "dtype")
         results = [
-            {"scheme": name, "variant": variant, "backend": backend, "error": error, "where": where, "ok": error <= 1}
-            for (name, variant, backend), (error, where) in worst.items()
+            {**dict(zip(names, key, strict=True)), "error": error, "where": where, "ok": error <= 1}
+            for key, (error, where) in worst.items()
         ]
-        _print_json(
-            {"ok": ok, "seed": args.seed, "cases": count, "seconds": seconds, "not_available": absent, "results": results}
-        )
+        found = {"ok": ok, "seed": args.seed, "cases": len(todo), "seconds": seconds}
+        _print_json({**found, "not_available": absent, "results": results})
         return 0 if ok else _MISMATCH
+
+    def cell(*key: Any) -> str:
+        return f"{worst[key][0]:.2f}" if key in worst else "   -"
+
     rows = []
-    for name, variant in dict.fromkeys((name, variant) for name, variant, _ in worst):
-        cells = [worst.get((name, variant, backend)) for backend in backends]
-        rows.append([name, variant or "", *("" if cell is None else f"{cell[0]:.2f}" for cell in cells)])
+    for name, variant in dict.fromkeys(key[:2] for key in worst):
+        cells = (" ".join(cell(name, variant, backend, dtype) for dtype in DTYPES) for backend in backends)
+        rows.append([name, variant or "", *(text if text.strip(" -") else "" for text in cells)])
+    print(f"Largest errors in units of the tolerance, in {', '.join(DTYPES)}:")
     _print_table(["scheme", "variant", *backends], rows)
     for backend, reason in absent.items():
         print(f"not checked: {backend}: {reason}")
-    for (name, variant, backend), (error, where) in worst.items():
+    for (name, known, backend, dtype), (error, where) in worst.items():
         if error > 1:
-            print(f"MISMATCH: {name} {variant or ''} on {backend}: {error:.3g} times the tolerance ({where})")
-    print(f"{count} cases in {seconds:.0f} s; {'all' if ok else 'NOT all'} within the tolerance, which is 1 here")
+            print(f"MISMATCH: {name} {known or ''} on {backend}, {dtype}: {error:.3g} times the tolerance ({where})")
+    print(f"{len(todo)} cases in {seconds:.0f} s; {'all' if ok else 'NOT all'} within the tolerance")
     return 0 if ok else _MISMATCH
 
 

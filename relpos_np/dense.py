@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relpos_np.problem import Problem
+from relpos_np.problem import UNBOUNDED, Problem
 from relpos_np.types import Array, Bools
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def repeat_heads(x: Array, heads: int) -> Array:
 def allowed_keys(problem: Problem) -> Bools:
     """Which key each query may attend, without the float mask: broadcastable to (..., H, L_q, L_k)."""
     site = problem.site
+    soft = problem.mask is None or problem.mask.dtype != np.bool_
+    if soft and problem.key_lengths is None and problem.left == problem.right == UNBOUNDED:
+        return np.ones((1, 1), np.bool_)
     d = np.arange(site.k_len) - (np.arange(site.q_len)[:, None] + site.offset)
     allowed = (d >= -problem.left) & (d <= problem.right)
     if problem.key_lengths is not None:
@@ -54,7 +57,8 @@ def scores(problem: Problem, schemes: Sequence[Scheme]) -> Array:
                 s = s + added
         if problem.mask is not None and problem.mask.dtype != np.bool_:
             s = np.where(problem.mask == -np.inf, -np.inf, s + problem.mask)
-        return np.asarray(np.where(allowed_keys(problem), s, site.dtype.type(-np.inf)), site.dtype)
+        allowed = allowed_keys(problem)
+        return s if allowed.all() else np.asarray(np.where(allowed, s, site.dtype.type(-np.inf)), site.dtype)
 
 
 def softmax(s: Array) -> tuple[Array, Array]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relpos_np.api import attention, logits
+from relpos_np.api import logits
+from relpos_np.dense import softmax
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -58,9 +59,12 @@ def position_bias(scheme: Scheme, q_len: int, k_len: int) -> Array:
         If all that the scheme adds depends on the queries, as in `relpos_np.Shaw`.
     """
     table, u = getattr(scheme, "table", None), getattr(scheme, "u", None)
-    if not isinstance(scheme, Scheme) or (table is None and u is None):
+    if table is not None:
+        heads, dim = table.shape[1], 1
+    elif u is not None:
+        heads, dim = u.shape
+    else:
         raise RelposTypeError(f"scheme: {scheme!r} has no bias of its own; what it adds depends on the queries")
-    heads, dim = (table.shape[1], 1) if table is not None else u.shape
     zeros = np.zeros((heads, max(q_len, k_len), dim))
     return logits(zeros[:, :q_len], zeros[:, :k_len], position=scheme, backend="numpy")
 
@@ -209,11 +213,7 @@ def attention_weights(q: Array, k: Array, **options: Any) -> Array:
     ndarray, shape (..., H, L_q, L_k)
         Rows sum to 1, or are 0 for a query without keys.
     """
-    s = logits(q, k, backend="numpy", **options)
-    # With the unit vectors as values, the output is the probabilities.
-    eye = np.broadcast_to(np.eye(k.shape[-2], dtype=k.dtype), (*k.shape[:-1], k.shape[-2]))
-    p = attention(q, k, eye, backend="numpy", **options)
-    return np.where(np.isfinite(s), p, p.dtype.type(0))
+    return softmax(logits(q, k, backend="numpy", **options))[0]
 
 
 def attention_with_and_without(

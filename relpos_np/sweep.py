@@ -14,9 +14,11 @@ from relpos_np.registry import SCHEMES
 from relpos_np.testing import Example, example
 from relpos_np.types import Array
 
+__all__ = ["DTYPES", "Case", "available_backends", "cases"]
+
 # "own" stands for the arguments that an example comes with.
 _MASKS = ("own", "bool", "float", "lengths", "band")
-_DTYPES = ("float16", "float32", "float64")
+DTYPES = ("float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Case:
     backend : str
         What is to be checked.
     where : str
-        Length, dtype and mask, for people.
+        Lengths and mask, for people.
     """
 
     example: Example
@@ -59,8 +61,16 @@ class Case:
         """
         return self.example.variant
 
-    def __str__(self) -> str:
-        return f"{self.scheme} {self.variant or ''} on {self.backend} ({self.where})"
+    @property
+    def dtype(self) -> str:
+        """Precision of the inputs.
+
+        Returns
+        -------
+        str
+            One of `DTYPES`.
+        """
+        return str(self.example.q.dtype)
 
     def error(self) -> float:
         """Run the case.
@@ -143,19 +153,13 @@ def cases(backends: Sequence[str], seed: int) -> Iterator[Case]:
     """
     for name, info in SCHEMES.items():
         for variant in info.variants or (None,):
-            for size, dtypes, masks in (("small", _DTYPES, _MASKS), ("blocks", _DTYPES[1:], _MASKS[:1])):
+            for size, dtypes, masks in (("small", DTYPES, _MASKS), ("blocks", DTYPES[1:], _MASKS[:1])):
                 for dtype in dtypes:
                     base = example(name, dtype=dtype, seed=seed, variant=variant, size=size)
                     absolute = base.encoding is not None
                     for mask in masks[:1] if absolute else masks:
                         one = _masked(base, mask)
-                        where = f"{size}, {dtype}, {'inputs' if absolute else mask + ' mask'}"
-                        for backend in backends:
-                            if absolute:
-                                if backend in info.backends:
-                                    yield Case(one, backend, where)
-                            elif (backend, dtype) != ("numpy", "float64"):
+                        where = f"{size}, {'inputs' if absolute else mask + ' mask'}"
+                        for backend in info.backends if absolute else backends:
+                            if (backend, dtype) != ("numpy", "float64"):
                                 yield Case(one, backend, where)
-
-
-__all__ = ["Case", "available_backends", "cases"]

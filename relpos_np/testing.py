@@ -278,7 +278,7 @@ def _qkv(draw: _Draw, size: _Size, heads: int, kv_heads: int, q_len: int = 0, k_
     }
 
 
-def _plain(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
+def _plain(draw: _Draw, size: _Size, _variant: str | None) -> _Parts:
     return {**_qkv(draw, size, 4, 2), "position": Plain(), "kwargs": {"causal": True}}
 
 
@@ -330,7 +330,7 @@ def _sinusoidal(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
     return _encoded(draw(2, size.q_len, size.dim), Sinusoidal(size.dim, layout=variant or "interleaved"))
 
 
-def _learned(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
+def _learned(draw: _Draw, size: _Size, _variant: str | None) -> _Parts:
     return _encoded(draw(2, size.q_len, size.dim), LearnedAbsolute(draw(size.q_len + 3, size.dim)))
 
 

@@ -119,10 +119,15 @@ def t5_bias(
         To be added to the scores.
     """
     d = np.arange(k_len) - (np.arange(q_len)[:, None] + offset)
+    if not d.size:
+        return np.zeros((table.shape[1], q_len, k_len), table.dtype)
+    # Each relative position occurs many times; its bucket is decided once.
+    nearest = int(d.min())
+    positions = np.arange(nearest, int(d.max()) + 1)
     bucket = t5_bucket(
-        d, num_buckets=table.shape[0], max_distance=max_distance, bidirectional=bidirectional, rounding=rounding
+        positions, num_buckets=table.shape[0], max_distance=max_distance, bidirectional=bidirectional, rounding=rounding
     )
-    return np.moveaxis(table[bucket], -1, 0)
+    return table.T[:, bucket][:, d - nearest]
 
 
 class T5(Scheme):

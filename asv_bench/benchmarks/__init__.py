@@ -1,0 +1,1 @@
+"""Benchmarks of relpos_np for airspeed velocity."""

@@ -1,0 +1,108 @@
+"""Pictures: their numbers, and their refusals."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import plot, testing
+
+
+def t5(heads=3):
+    rng = np.random.default_rng(0)
+    return rp.T5(rng.standard_normal((32, heads)), max_distance=64)
+
+
+def test_matplotlib_is_not_imported_before_a_picture_is_drawn():
+    code = "import relpos_np.plot, relpos_np.cli, sys; sys.exit('matplotlib' in sys.modules or 'numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_position_bias_is_what_positions_add():
+    scheme = t5()
+    np.testing.assert_array_equal(
+        plot.position_bias(scheme, 5, 9), rp.reference.t5_bias(scheme.table, 5, 9, offset=4, max_distance=64)
+    )
+    u, v = np.ones((2, 4)), np.full((2, 4), 2.0)
+    rows = np.random.default_rng(0).standard_normal((5 + 7 - 1, 2, 4))
+    bias = plot.position_bias(rp.TransformerXL(u, v, rows, variant="conformer"), 5, 7)
+    d = 6 - (4 + 2 - 3)
+    assert bias[1, 4, 3] == pytest.approx((v[1] * rows[d, 1]).sum() / 2)
+    for wrong in (rp.Shaw(np.ones((3, 4))), rp.Plain(), None):
+        with pytest.raises(rp.RelposTypeError, match="no bias of its own"):
+            plot.position_bias(wrong, 3, 3)
+
+
+def test_attention_weights_are_probabilities():
+    one = testing.example("shaw")
+    p = plot.attention_weights(one.q, one.k, position=one.position, key_lengths=np.array([0, 20]))
+    np.testing.assert_allclose(p.sum(-1)[1], 1, rtol=1e-6)
+    assert not p[0].any()
+    assert not p[1, ..., 20:].any()
+
+
+def test_bias_by_distance_draws_each_distance():
+    pytest.importorskip("matplotlib")
+    scheme = t5()
+    ax = plot.bias_by_distance(scheme, 20, 30, labels=["a", "b", "c"])
+    lines = [line for line in ax.get_lines() if len(line.get_xdata()) > 2]
+    bias = plot.position_bias(scheme, 20, 30)
+    assert len(lines) == 3
+    for h, line in enumerate(lines):
+        drawn = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        # Relative positions of the call: query i stands at i + 10.
+        assert sorted(drawn) == list(range(-29, 20))
+        for i, j in ((0, 0), (0, 29), (19, 0), (7, 17)):
+            assert drawn[j - i - 10] == bias[h, i, j]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b", "c"]
+    assert "j − i" in ax.get_xlabel()
+    assert ax.get_ylabel()
+    with pytest.raises(rp.RelposValueError, match="labels"):
+        plot.bias_by_distance(scheme, 5, 5, labels=["one"])
+
+
+def test_bias_by_distance_refuses_windows():
+    pytest.importorskip("matplotlib")
+    window = testing.example("window").position
+    with pytest.raises(rp.RelposValueError, match="more than the relative position"):
+        plot.bias_by_distance(window, 35, 35)
+
+
+def test_heat_map():
+    pytest.importorskip("matplotlib")
+    ax = plot.heat_map(np.array([[0.0, 1.0], [-np.inf, 0.5]]), title="t", labels=["a$", "b"])
+    (image,) = ax.get_images()
+    assert image.get_clim() == (0.0, 1.0)
+    assert np.ma.getmaskarray(image.get_array())[1, 0]
+    assert [text.get_text() for text in ax.get_xticklabels()] == [r"a\$", "b"]
+    signed = plot.heat_map(np.array([[-2.0, 1.0]]), colorbar=False)
+    assert signed.get_images()[0].get_clim() == (-2.0, 2.0)
+    with pytest.raises(rp.RelposValueError, match="matrix"):
+        plot.heat_map(np.ones(3))
+    with pytest.raises(rp.RelposValueError, match="labels"):
+        plot.heat_map(np.ones((2, 3)), labels=["a", "b"])
+
+
+def test_picture_is_written_without_pyplot(tmp_path):
+    pytest.importorskip("matplotlib")
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 3, 8, 4))
+    figure = plot.attention_with_and_without(q, k, position=t5(), tokens=list("abcdefgh"), title="title")
+    path = tmp_path / "picture.png"
+    plot.save(figure, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert len(figure.axes) == 4
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or not pyplot.get_fignums()
+    for wrong in (tmp_path / "missing" / "picture.png", tmp_path / "picture.nonsense"):
+        with pytest.raises(rp.RelposValueError, match="cannot be written"):
+            plot.save(figure, wrong)
+
+
+def test_missing_matplotlib_names_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(rp.RelposImportError, match=r'pip install "relpos-np\[plot\]"'):
+        plot.heat_map(np.ones((2, 2)))
