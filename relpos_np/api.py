@@ -34,7 +34,8 @@ def _schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
 
 def _lower(schemes: tuple[Scheme, ...], problem: Problem) -> Terms:
     """All schemes as one set of terms."""
-    return reduce(add, (s.lower(problem.q, problem.k, problem.site) for s in schemes), Terms())
+    lowered = [scheme.lower(problem.q, problem.k, problem.site) for scheme in schemes]
+    return reduce(add, lowered) if lowered else Terms()
 
 
 @overload

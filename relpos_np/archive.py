@@ -48,11 +48,10 @@ def read(path: Path) -> dict[str, Array]:
         If the file is missing, damaged or something else.
     """
     try:
-        archive = np.load(path, allow_pickle=False)
-        arrays = None
-        if not isinstance(archive, np.ndarray):
-            with archive:
-                arrays = {name: archive[name] for name in archive.files}
+        # NumPy leaves a file open if it cannot read it; one that we opened is closed.
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            arrays = None if isinstance(archive, np.ndarray) else {name: archive[name] for name in archive.files}
     except FileNotFoundError as error:
         raise UnusableError(f"{path}: no such file") from error
     except Exception as error:

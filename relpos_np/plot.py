@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["attention_weights", "attention_with_and_without", "bias_by_distance", "heat_map", "position_bias"]
+__all__ = ["attention_weights", "attention_with_and_without", "bias_by_distance", "heat_map", "position_bias", "save"]
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -85,7 +85,7 @@ def _check_range(index: Int32, rows: int) -> bool:
     return low < 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TableTerm:
     """A scalar per head and row added to the scores: `table` (H or 1, rows)."""
 
@@ -93,7 +93,7 @@ class TableTerm:
     index: IndexMap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class QueryTerm:
     """A product of a query-side vector (..., H, L_q, E) with a row of `weights` (H or 1, rows, E)."""
 
@@ -102,7 +102,7 @@ class QueryTerm:
     index: IndexMap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KeyTerm:
     """A product of a key-side vector (..., H_kv, L_k, E) with a row of `weights` (H or 1, rows, E)."""
 
@@ -111,7 +111,7 @@ class KeyTerm:
     index: IndexMap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ValueTerm:
     """A row of `weights` (H or 1, rows, D_v) added to each value."""
 
@@ -119,7 +119,7 @@ class ValueTerm:
     index: IndexMap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Terms:
     """Everything that positions contribute to one call.
 

@@ -172,7 +172,8 @@ class Planner:
         mask = problem.mask
         if mask is None or not mask.size:
             return
-        if mask.dtype == np.bool_ and mask.strides[-3:-1] == (0, 0):
+        shared = all(s == 0 or n == 1 for s, n in zip(mask.strides[-3:-1], mask.shape[-3:-1], strict=True))
+        if mask.dtype == np.bool_ and shared:
             keys = mask[..., 0, 0, :].reshape(self.count, site.k_len)
             seen = keys.any(axis=1)
             begin = np.where(seen, keys.argmax(axis=1), site.k_len)

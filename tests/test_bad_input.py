@@ -1,0 +1,308 @@
+"""Bad calls: each raises this library's error, of the kind Python callers expect, naming the argument and what it got."""
+
+import re
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+
+F = np.float64
+
+
+def a(*shape, dtype=F):
+    return np.ones(shape, dtype)
+
+
+Q, K, V = a(2, 4, 5, 8), a(2, 2, 7, 8), a(2, 2, 7, 6)
+T5_TABLE = a(32, 4)
+
+
+def call(q=Q, k=K, v=V, **options):
+    return lambda: rp.attention(q, k, v, **options)
+
+
+def ragged():
+    out = np.empty(2, object)
+    out[:] = [[1.0], [1.0, 2.0]]
+    return out
+
+
+def odd(kind):
+    class Other:
+        pass
+
+    return Other() if kind else np.array([Other()])
+
+
+# name: (call, kind, what the message holds besides the argument's name). The first word of the name is the argument.
+BAD = {
+    # q, k, v: what they are
+    "q: list": (call(q=Q.tolist()), TypeError, ["list", "np.asarray"]),
+    "k: tuple": (call(k=((1.0,),)), TypeError, ["tuple"]),
+    "v: None": (call(v="no"), TypeError, ["str"]),
+    "q: scalar": (call(q=1.0), TypeError, ["float"]),
+    "q: masked": (call(q=np.ma.masked_array(Q)), TypeError, ["MaskedArray"]),
+    "k: masked": (call(k=np.ma.masked_array(K)), TypeError, ["MaskedArray"]),
+    "v: masked": (call(v=np.ma.masked_array(V)), TypeError, ["MaskedArray"]),
+    "q: matrix": (lambda: rp.attention(np.matrix(a(3, 8)), a(3, 8), a(3, 8)), TypeError, ["matrix"]),
+    "q: object": (call(*(x.astype(object) for x in (Q, K, V))), TypeError, ["object"]),
+    "q: ragged": (call(ragged(), ragged(), ragged()), TypeError, ["object"]),
+    "q: foreign object": (call(q=odd(True)), TypeError, ["Other"]),
+    **{
+        f"q: {dtype}": (call(*(x.astype(dtype) for x in (Q, K, V))), TypeError, [np.dtype(dtype).name])
+        for dtype in ("int64", "int32", "uint8", "bool", "complex64", "complex128", "longdouble", "U3", "M8[s]")
+    },
+    "k: mixed": (call(k=K.astype(np.float32)), TypeError, ["float64", "float32"]),
+    "v: mixed": (call(v=V.astype(np.float16)), TypeError, ["float64", "float16"]),
+    # q, k, v: shapes
+    "q: rank 1": (call(q=a(8)), ValueError, ["(8,)"]),
+    "v: rank 0": (call(v=np.array(1.0)), ValueError, ["()"]),
+    "k: head_dim": (call(k=a(2, 2, 7, 9)), ValueError, ["9", "8", "(2, 2, 7, 9)", "(2, 4, 5, 8)"]),
+    "q: head_dim 0": (call(a(2, 4, 5, 0), a(2, 2, 7, 0)), ValueError, ["(2, 4, 5, 0)"]),
+    "v: length": (call(v=a(2, 2, 6, 6)), ValueError, ["7", "(2, 2, 6, 6)"]),
+    "v: heads": (call(v=a(2, 4, 7, 6)), ValueError, ["2", "(2, 4, 7, 6)"]),
+    "k: heads do not divide": (call(k=a(2, 3, 7, 8), v=a(2, 3, 7, 6)), ValueError, ["3", "(2, 3, 7, 8)", "(2, 4, 5, 8)"]),
+    "k: more heads": (call(k=a(2, 8, 7, 8), v=a(2, 8, 7, 6)), ValueError, ["8", "(2, 8, 7, 8)"]),
+    "k: no heads": (call(k=a(2, 0, 7, 8), v=a(2, 0, 7, 6)), ValueError, ["0", "(2, 0, 7, 8)"]),
+    "k: batch": (call(k=a(3, 2, 7, 8)), ValueError, ["(2,)", "(3,)"]),
+    # masks
+    "mask: int": (call(mask=np.ones((5, 7), int)), TypeError, ["int64", "bool"]),
+    "mask: uint8": (call(mask=np.ones((5, 7), np.uint8)), TypeError, ["uint8"]),
+    "mask: complex": (call(mask=np.ones((5, 7), complex)), TypeError, ["complex128"]),
+    "mask: list": (call(mask=[[True]]), TypeError, ["list"]),
+    "mask: masked": (call(mask=np.ma.masked_array(np.ones((5, 7)))), TypeError, ["MaskedArray"]),
+    "mask: transposed": (call(mask=np.ones((7, 5), bool)), ValueError, ["(7, 5)", "(2, 4, 5, 7)"]),
+    "mask: rank": (call(mask=np.ones((1, 2, 4, 5, 7), bool)), ValueError, ["(1, 2, 4, 5, 7)", "(2, 4, 5, 7)"]),
+    "mask: too few batch items": (call(mask=np.ones((3, 1, 1, 7), bool)), ValueError, ["(3, 1, 1, 7)"]),
+    # numbers
+    "causal: 1": (call(causal=1), TypeError, ["1"]),
+    "causal: None": (call(causal=None), TypeError, ["None"]),
+    "causal: string": (call(causal="yes"), TypeError, ["yes"]),
+    "window: negative": (call(window=-1), ValueError, ["-1"]),
+    "window: negative side": (call(window=(3, -2)), ValueError, ["-2"]),
+    "window: float": (call(window=2.0), TypeError, ["2.0"]),
+    "window: bool": (call(window=True), TypeError, ["True"]),
+    "window: three": (call(window=(1, 2, 3)), ValueError, ["(1, 2, 3)"]),
+    "window: string": (call(window="big"), TypeError, ["big"]),
+    "window: list": (call(window=[1, 2]), TypeError, ["[1, 2]"]),
+    "key_lengths: too long": (call(key_lengths=8), ValueError, ["7", "8"]),
+    "key_lengths: negative": (call(key_lengths=np.array([3, -1])), ValueError, ["-1"]),
+    "key_lengths: float": (call(key_lengths=np.array([3.0, 2.0])), TypeError, ["float64"]),
+    "key_lengths: bool": (call(key_lengths=np.array([True, False])), TypeError, ["bool"]),
+    "key_lengths: shape": (call(key_lengths=np.array([3, 2, 1])), ValueError, ["(3,)", "(2,)"]),
+    "key_lengths: ragged": (call(key_lengths=[[1], [2, 3]]), TypeError, []),
+    "scale: nan": (call(scale=np.nan), ValueError, ["nan"]),
+    "scale: inf": (call(scale=np.inf), ValueError, ["inf"]),
+    "scale: bool": (call(scale=True), TypeError, ["True"]),
+    "scale: string": (call(scale="1"), TypeError, ["'1'"]),
+    "scale: complex": (call(scale=1j), TypeError, ["1j"]),
+    "scale: array": (call(scale=np.ones(4)), TypeError, ["ndarray"]),
+    "offset: float": (call(offset=1.0), TypeError, ["1.0"]),
+    "offset: bool": (call(offset=False), TypeError, ["False"]),
+    "offset: too large": (call(offset=1 << 61), ValueError, [str(1 << 61)]),
+    "offset: too small": (call(offset=-(10**30)), ValueError, [str(-(10**30))]),
+    "dropout: 1": (call(dropout=1.0, rng=np.random.default_rng(0)), ValueError, ["1.0"]),
+    "dropout: negative": (call(dropout=-0.1, rng=np.random.default_rng(0)), ValueError, ["-0.1"]),
+    "dropout: nan": (call(dropout=np.nan, rng=np.random.default_rng(0)), ValueError, ["nan"]),
+    "dropout: bool": (call(dropout=True, rng=np.random.default_rng(0)), TypeError, ["True"]),
+    "dropout: None": (call(dropout=None), TypeError, ["None"]),
+    "rng: missing": (call(dropout=0.5), TypeError, ["default_rng"]),
+    "rng: RandomState": (call(dropout=0.5, rng=np.random.RandomState(0)), TypeError, ["Generator"]),  # noqa: NPY002
+    "backend: unknown": (call(backend="cuda"), ValueError, ["'cuda'", "'numpy'", "'numba'"]),
+    "backend: not a name": (call(backend=3), ValueError, ["3"]),
+    "backend: unhashable": (call(backend=["numpy"]), ValueError, ["numpy"]),
+    "backend: unknown default": (lambda: rp.set_backend("jax"), ValueError, ["'jax'"]),
+    "backend: unknown block": (lambda: rp.use_backend("jax").__enter__(), ValueError, ["'jax'"]),
+    # positions
+    "position: a table": (call(position=T5_TABLE), TypeError, ["ndarray", "T5"]),
+    "position: a class": (call(position=rp.T5), TypeError, ["type"]),
+    "position: a name": (call(position="t5"), TypeError, ["str"]),
+    "position: absolute": (call(position=rp.Sinusoidal(8)), TypeError, ["Sinusoidal", "inputs"]),
+    "position: learned": (call(position=rp.LearnedAbsolute(a(9, 8))), TypeError, ["LearnedAbsolute", "inputs"]),
+    "position: list": (call(position=[rp.T5(T5_TABLE)]), TypeError, ["list"]),
+    "position: nested": (call(position=((rp.T5(T5_TABLE),),)), TypeError, ["tuple"]),
+    # Shaw
+    "key_table: even": (lambda: rp.Shaw(a(4, 8)), ValueError, ["4", "(4, 8)"]),
+    "value_table: even": (lambda: rp.Shaw(value_table=a(4, 8)), ValueError, ["(4, 8)"]),
+    "key_table: neither": (lambda: rp.Shaw(), ValueError, ["value_table"]),
+    "key_table: rank": (lambda: rp.Shaw(a(1, 2, 3, 4)), ValueError, ["(1, 2, 3, 4)"]),
+    "key_table: ints": (lambda: rp.Shaw(a(3, 8, dtype=int)), TypeError, ["int64"]),
+    "key_table: no rows": (lambda: rp.Shaw(a(0, 8)), ValueError, ["(0, 8)"]),
+    "key_table: head_dim": (call(position=rp.Shaw(a(3, 9))), ValueError, ["(3, 9)", "8"]),
+    "value_table: v_dim": (call(position=rp.Shaw(value_table=a(3, 8))), ValueError, ["(3, 8)", "6"]),
+    "key_table: heads": (call(position=rp.Shaw(a(2, 3, 8))), ValueError, ["(2, 3, 8)", "4"]),
+    "outside: unknown": (lambda: rp.Shaw(a(3, 8), outside="wrap"), ValueError, ["'wrap'", "'clip'"]),
+    # T5
+    "table: T5 heads": (call(position=rp.T5(a(32, 3))), ValueError, ["(32, 3)", "4"]),
+    "table: T5 rank": (lambda: rp.T5(a(32)), ValueError, ["(32,)"]),
+    "table: T5 odd": (lambda: rp.T5(a(31, 4)), ValueError, ["(31, 4)"]),
+    "table: T5 2": (lambda: rp.T5(a(2, 4)), ValueError, ["(2, 4)"]),
+    "table: T5 1": (lambda: rp.T5(a(1, 4), bidirectional=False), ValueError, ["(1, 4)"]),
+    "table: T5 0": (lambda: rp.T5(a(0, 4)), ValueError, ["(0, 4)"]),
+    "table: T5 list": (lambda: rp.T5([[1.0]]), TypeError, ["list"]),
+    "table: T5 masked": (lambda: rp.T5(np.ma.masked_array(T5_TABLE)), TypeError, ["MaskedArray"]),
+    "max_distance: exact": (lambda: rp.T5(T5_TABLE, max_distance=8), ValueError, ["8"]),
+    "max_distance: exact causal": (lambda: rp.T5(T5_TABLE, max_distance=16, bidirectional=False), ValueError, ["16"]),
+    "max_distance: 0": (lambda: rp.T5(T5_TABLE, max_distance=0), ValueError, ["0"]),
+    "max_distance: float": (lambda: rp.T5(T5_TABLE, max_distance=128.0), TypeError, ["128.0"]),
+    "bidirectional: 0": (lambda: rp.T5(T5_TABLE, bidirectional=0), TypeError, ["0"]),
+    "rounding: unknown": (lambda: rp.T5(T5_TABLE, rounding="float64"), ValueError, ["'float64'", "'exact'"]),
+    # Transformer-XL
+    "u: heads": (call(position=rp.TransformerXL(a(3, 8), a(3, 8), a(7, 3, 8))), ValueError, ["(3, 8)", "4"]),
+    "u: rank": (lambda: rp.TransformerXL(a(8), a(8), a(7, 4, 8)), ValueError, ["(8,)"]),
+    "v: shape of u": (lambda: rp.TransformerXL(a(4, 8), a(4, 9), a(7, 4, 8)), ValueError, ["(4, 8)", "(4, 9)"]),
+    "rows: heads of u": (lambda: rp.TransformerXL(a(4, 8), a(4, 8), a(7, 8)), ValueError, ["(7, 8)"]),
+    "rows: head_dim": (lambda: rp.TransformerXL(a(4, 8), a(4, 8), a(7, 4, 9)), ValueError, ["(7, 4, 9)"]),
+    **{
+        f"rows: {variant}": (
+            call(position=rp.TransformerXL(a(4, 8), a(4, 8), a(10, 4, 8), variant=variant)),
+            ValueError,
+            [variant, str(wanted), "(10, 4, 8)"],
+        )
+        for variant, wanted in (("transformer_xl", 7), ("espnet_legacy", 7), ("conformer", 11), ("xlnet", 12), ("wenet", 7))
+    },
+    "k: shorter than q": (
+        call(
+            a(4, 7, 8), a(4, 5, 8), a(4, 5, 8), position=rp.TransformerXL(a(4, 8), a(4, 8), a(5, 4, 8))
+        ),
+        ValueError,
+        ["5", "7"],
+    ),
+    "offset: moved": (
+        call(position=rp.TransformerXL(a(4, 8), a(4, 8), a(7, 4, 8)), offset=0),
+        ValueError,
+        ["2", "0"],
+    ),
+    "variant: unknown": (lambda: rp.TransformerXL(a(1, 1), a(1, 1), a(1, 1, 1), variant="t5"), ValueError, ["'t5'"]),
+    # windows
+    "table: window rows": (lambda: rp.WindowBias(a(8, 4), (5,)), ValueError, ["9", "(8, 4)"]),
+    "table: window heads": (
+        call(position=rp.WindowBias(a(13, 3), (5,), (7,), extent=(7,))),
+        ValueError,
+        ["(13, 3)", "4"],
+    ),
+    "query_grid: tokens": (
+        call(position=rp.WindowBias(a(13, 4), (6,), (7,), extent=(7,))),
+        ValueError,
+        ["(6,)", "6", "5"],
+    ),
+    "key_grid: tokens": (
+        call(position=rp.WindowBias(a(13, 4), (5,), (6,), extent=(7,))),
+        ValueError,
+        ["(6,)", "6", "7"],
+    ),
+    "query_grid: int": (lambda: rp.WindowBias(a(9, 4), 5), TypeError, ["5"]),
+    "query_grid: empty": (lambda: rp.WindowBias(a(9, 4), ()), TypeError, ["()"]),
+    "query_grid: zero": (lambda: rp.WindowBias(a(9, 4), (0,)), ValueError, ["0"]),
+    "query_grid: float": (lambda: rp.WindowBias(a(9, 4), (5.0,)), TypeError, ["5.0"]),
+    "query_grid: bool": (lambda: rp.WindowBias(a(1, 4), (True,)), TypeError, ["True"]),
+    "key_grid: axes": (lambda: rp.WindowBias(a(9, 4), (5,), (5, 1)), ValueError, ["1", "(5, 1)"]),
+    "extent: axes": (lambda: rp.WindowBias(a(9, 4), (5,), extent=(5, 1)), ValueError, ["(5, 1)"]),
+    "key_coords: outside": (
+        lambda: rp.WindowBias(a(9, 4), (5,), key_coords=([0, 1, 2, 3, 5],)),
+        ValueError,
+        ["-5", "4"],
+    ),
+    "key_coords: negative": (lambda: rp.WindowBias(a(9, 4), (5,), key_coords=([-1, 0],)), ValueError, ["5"]),
+    "key_coords: key grid too long": (lambda: rp.WindowBias(a(9, 4), (5,), (7,)), ValueError, ["-6"]),
+    "key_coords: count": (lambda: rp.WindowBias(a(9, 4), (5,), (4,), key_coords=([0, 1],)), ValueError, ["2", "4"]),
+    "key_coords: axes": (lambda: rp.WindowBias(a(9, 4), (5,), key_coords=(None, None)), ValueError, ["1", "2"]),
+    "key_coords: floats": (lambda: rp.WindowBias(a(9, 4), (5,), key_coords=([0.5, 1.5],)), TypeError, ["0.5"]),
+    "num_frames_kv: RSTT's rule": (
+        lambda: rp.WindowBias.rstt(a(7 * 1 * 1, 1), 4, 3, (1, 1)),
+        ValueError,
+        ["4", "3"],
+    ),
+    "num_frames_kv: zero": (lambda: rp.WindowBias.rstt(a(7, 1), 4, 0, (1, 1)), ValueError, ["0"]),
+    "num_frames_q: zero": (lambda: rp.WindowBias.rstt(a(7, 1), 0, 1, (1, 1)), ValueError, ["0"]),
+    "num_frames_q: float": (lambda: rp.WindowBias.rstt(a(7, 1), 4.0, 1, (1, 1)), TypeError, ["4.0"]),
+    "window_size: int": (lambda: rp.WindowBias.rstt(a(7, 1), 4, 2, 7), TypeError, ["7"]),
+    # absolute
+    "dim: 0": (lambda: rp.Sinusoidal(0), ValueError, ["0"]),
+    "dim: float": (lambda: rp.Sinusoidal(8.0), TypeError, ["8.0"]),
+    "dim: odd": (lambda: rp.Sinusoidal(7, layout="concatenated"), ValueError, ["7", "concatenated"]),
+    "base: nan": (lambda: rp.Sinusoidal(8, base=np.nan), ValueError, ["nan"]),
+    "base: negative": (lambda: rp.Sinusoidal(8, base=-1.0), ValueError, ["-1"]),
+    "base: string": (lambda: rp.Sinusoidal(8, base="e"), TypeError, ["'e'"]),
+    "layout: unknown": (lambda: rp.Sinusoidal(8, layout="mixed"), ValueError, ["'mixed'", "'interleaved'"]),
+    "positions: negative length": (lambda: rp.Sinusoidal(8).encode(-1), ValueError, ["-1"]),
+    "positions: strings": (lambda: rp.Sinusoidal(8).encode(np.array(["a"])), (TypeError, ValueError), ["U1"]),
+    "positions: floats": (lambda: rp.LearnedAbsolute(a(5, 8)).encode(np.array([0.5])), TypeError, ["float64"]),
+    "positions: beyond": (lambda: rp.LearnedAbsolute(a(5, 8)).encode(6), IndexError, ["4", "5"]),
+    "positions: negative": (lambda: rp.LearnedAbsolute(a(5, 8)).encode(np.array([-1])), IndexError, ["-1"]),
+    "table: learned rank": (lambda: rp.LearnedAbsolute(a(5)), ValueError, ["(5,)"]),
+    "x: width": (lambda: rp.Sinusoidal(8)(a(5, 9)), ValueError, ["8", "(5, 9)"]),
+    "x: rank": (lambda: rp.Sinusoidal(8)(a(8)), ValueError, ["(8,)"]),
+    "x: ints": (lambda: rp.LearnedAbsolute(a(5, 8))(a(5, 8, dtype=int)), TypeError, ["int64"]),
+    "x: learned width": (lambda: rp.LearnedAbsolute(a(5, 8))(a(5, 9)), ValueError, ["(5, 9)"]),
+    "start: float": (lambda: rp.Sinusoidal(8)(a(5, 8), start=1.0), TypeError, ["1.0"]),
+    "start: negative": (lambda: rp.LearnedAbsolute(a(5, 8))(a(5, 8), start=-1), ValueError, ["-1"]),
+    # rel_shift
+    "x: list": (lambda: rp.rel_shift([[1.0]]), TypeError, ["list"]),
+    "x: object": (lambda: rp.rel_shift(np.array([[None]])), TypeError, ["object"]),
+    "x: strings": (lambda: rp.rel_shift(np.array([["a"]])), TypeError, ["U1"]),
+    "x: masked": (lambda: rp.rel_shift(np.ma.masked_array(a(2, 3))), TypeError, ["MaskedArray"]),
+    "x: vector": (lambda: rp.rel_shift(a(3)), ValueError, ["(3,)"]),
+    "x: columns": (lambda: rp.rel_shift(a(4, 3)), ValueError, ["(4, 3)", "transformer_xl"]),
+    "x: conformer columns": (lambda: rp.rel_shift(a(4, 2), variant="conformer"), ValueError, ["(4, 2)", "conformer"]),
+    "variant: rel_shift": (lambda: rp.rel_shift(a(2, 3), variant="t5"), ValueError, ["'t5'", "'xlnet'"]),
+    "variant: unhashable": (lambda: rp.rel_shift(a(2, 3), variant=["xlnet"]), ValueError, ["xlnet"]),
+    "variant: array": (lambda: rp.rel_shift(a(2, 3), variant=np.arange(2)), (ValueError, TypeError), []),
+    "backend: rel_shift": (lambda: rp.rel_shift(a(2, 3), backend="cuda"), ValueError, ["'cuda'"]),
+    # logits
+    "q: logits list": (lambda: rp.logits([1.0], K), TypeError, ["list"]),
+    "k: logits dtype": (lambda: rp.logits(Q, K.astype(np.float32)), TypeError, ["float32"]),
+    "mask: logits": (lambda: rp.logits(Q, K, mask=np.ones((7, 5))), ValueError, ["(7, 5)"]),
+    "backend: logits": (lambda: rp.logits(Q, K, backend="cuda"), ValueError, ["'cuda'"]),
+    "scale: logits": (lambda: rp.logits(Q, K, scale=np.inf), ValueError, ["inf"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_call(name):
+    bad, kind, words = BAD[name]
+    argument = name.split(":")[0]
+    with pytest.raises(rp.RelposError) as caught:
+        bad()
+    assert isinstance(caught.value, kind)
+    message = str(caught.value)
+    assert re.search(rf"\b{argument}\b", message), message
+    for word in words:
+        assert word in message, message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("name", [n for n, (bad, *_) in BAD.items() if bad.__name__ == "<lambda>" and bad.__closure__])
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_nothing_is_written_before_the_error(name, backend):
+    """Calls of attention that fail leave `out` as it was."""
+    cells = dict(zip(BAD[name][0].__code__.co_freevars, (c.cell_contents for c in BAD[name][0].__closure__), strict=True))
+    options = {"backend": backend, **cells["options"]}
+    out = np.full((2, 4, 5, 6), 7.0)
+    with pytest.raises(rp.RelposError):
+        rp.attention(cells["q"], cells["k"], cells["v"], **options, out=out)
+    assert (out == 7).all()
+
+
+def test_every_error_is_also_the_builtin_kind():
+    for name, kind in (("Value", ValueError), ("Type", TypeError), ("Index", IndexError), ("Import", ImportError)):
+        error = getattr(rp, f"Relpos{name}Error")
+        assert issubclass(error, rp.RelposError)
+        assert issubclass(error, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scale", 2), ("scale", np.float32(0.5)), ("scale", np.int64(2)), ("window", np.int64(2)), ("offset", np.int32(1)),
+     ("causal", np.True_), ("key_lengths", np.uint8(3)), ("key_lengths", [7, 2]), ("dropout", 0)],
+)  # fmt: skip
+def test_number_like_arguments_are_welcome(name, value):
+    assert np.isfinite(rp.attention(Q, K, V, **{name: value})).all()
+
+
+def test_the_checks_leave_a_tables_owner_free():
+    """A scheme reads the caller's table; it neither copies nor freezes it."""
+    table = a(32, 4)
+    rp.T5(table)
+    assert table.flags.writeable

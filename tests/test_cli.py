@@ -1,0 +1,445 @@
+"""The command line: what it prints, writes and returns, and what it refuses."""
+
+import io
+import json
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import cli, sweep, testing
+
+ATTENTION = [
+    (name, variant)
+    for name, info in rp.SCHEMES.items()
+    for variant in info.variants or (None,)
+    if info.kind == "attention"
+]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RELPOS_BACKEND", raising=False)
+
+
+@pytest.fixture
+def run(capsys):
+    """``run(argument, ...)``: exit code, stdout and stderr."""
+
+    def call(*argv):
+        capsys.readouterr()
+        try:
+            code = cli.main([str(argument) for argument in argv])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def refuses(run):
+    """``refuses("words", argument, ...)``: exit code 2 and one line on stderr that holds the words."""
+
+    def call(words, *argv):
+        code, out, err = run(*argv)
+        assert code == 2
+        assert out == ""
+        assert len(err.splitlines()) == 1, err
+        assert "Traceback" not in err
+        assert words in err
+
+    return call
+
+
+def archive(one):
+    """An example as the arrays of a file."""
+    arrays = {"q": one.q, "k": one.k, "v": one.v, "scheme": one.name, **one.kwargs}
+    scheme = one.position
+    names = {
+        "plain": (),
+        "shaw": ("key_table", "value_table", "outside"),
+        "t5": ("table", "max_distance", "bidirectional", "rounding"),
+        "transformer_xl": ("u", "v", "rows", "variant"),
+        "window": ("table", "query_grid", "key_grid", "extent"),
+    }[one.name]
+    arrays |= {f"position.{name}": getattr(scheme, name) for name in names}
+    if one.variant == "rstt":
+        arrays["position.key_coords.0"] = rp.reference.rstt_frames(scheme.query_grid[0], scheme.key_grid[0])
+    return arrays
+
+
+def qkv(**more):
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal((2, 3, 7, 4)) for name in "qkv"} | more
+
+
+def saved(path="in.npz", **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+# --------------------------------------------------------------------------------- help and description
+
+
+def test_version_and_help(run):
+    assert run("--version")[:2] == (0, f"relpos {rp.__version__}\n")
+    assert all(name in run("--help")[1] for name in ("attend", "check", "info"))
+    for command in ("attend", "check", "info"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"relpos {command}" in out.partition("example")[2]
+    assert run()[0] == 2
+    assert run("fly")[0] == 2
+    assert run("check", "--seed", "-1")[0] == 2
+    assert run("attend", "--threads", "0")[0] == 2
+
+
+def test_info(run):
+    code, out, _ = run("info", "--json")
+    assert code == 0
+    assert json.loads(out)["relpos_np"] == rp.__version__
+    assert rp.__version__ in run("info")[1]
+
+
+def test_as_a_module():
+    command = [sys.executable, "-m", "relpos_np", "attend", "--json", "--backend", "numpy", "--plot", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] is True
+    assert done.stderr == ""
+
+
+# --------------------------------------------------------------------------------- attend, the real example
+
+
+@pytest.mark.parametrize("backend", rp.backend.BACKENDS)
+def test_real_example(run, backend, tmp_path):
+    if backend == "numba":
+        pytest.importorskip("numba")
+    code, out, err = run("attend", "--backend", backend, "--json", "--plot", "none")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert found["backend"] == backend
+    assert found["ok"] is True
+    assert max(found["error"].values()) <= 2e-6
+    assert found["seconds"] > 0
+    assert found["numpy_seconds"] > 0
+    assert found["first_call_seconds"] > 0
+    assert (found["vectors"] is None) == (backend != "numba")
+    assert not list(tmp_path.iterdir())
+
+
+def test_real_example_in_words(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("attend", "--backend", "terms")
+    assert code == 0
+    assert "correct" in out
+    assert "times as fast" in out
+    assert (tmp_path / "relpos-attend.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_backend_gives_exit_code_1(run, monkeypatch):
+    right = rp.backend.evaluate
+
+    def wrong(*args):
+        out, lse = right(*args)
+        out[0, 0, 0, 0] += 1e-5
+        return out, lse
+
+    monkeypatch.setattr(rp.backend, "evaluate", wrong)
+    code, out, _ = run("attend", "--backend", "terms", "--plot", "none")
+    assert code == 1
+    assert "MISMATCH" in out
+    code, out, _ = run("attend", "--backend", "terms", "--plot", "none", "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+
+
+def test_nan_is_a_mismatch_and_still_json(run, monkeypatch):
+    right = rp.backend.evaluate
+    monkeypatch.setattr(rp.backend, "evaluate", lambda *args: (right(*args)[0] * np.nan, None))
+    code, out, _ = run("attend", "--backend", "terms", "--plot", "none", "--json")
+    assert code == 1
+    assert json.loads(out)["error"]["float64"] is None
+
+
+def test_without_matplotlib_the_rest_goes_on(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    code, out, err = run("attend", "--backend", "numpy", "--json")
+    assert code == 0
+    assert json.loads(out)["plot"] is None
+    assert 'pip install "relpos-np[plot]"' in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads(run, refuses):
+    numba = pytest.importorskip("numba")
+    before = numba.get_num_threads()
+    code, out, _ = run("attend", "--backend", "numba", "--threads", "1", "--json", "--plot", "none")
+    assert code == 0
+    assert json.loads(out)["threads"] == 1
+    assert numba.get_num_threads() == before
+    refuses("at most", "attend", "--backend", "numba", "--threads", "100000")
+    refuses("only backend 'numba'", "attend", "--backend", "numpy", "--threads", "1")
+
+
+def test_unusable_options(refuses, monkeypatch):
+    refuses("goes with a FILE", "attend", "--scheme", "t5")
+    refuses("goes with a FILE", "attend", "--out", "x.npz")
+    monkeypatch.setenv("RELPOS_BACKEND", "abacus")
+    refuses("abacus", "attend")
+
+
+def test_a_picture_that_cannot_be_written(refuses):
+    pytest.importorskip("matplotlib")
+    refuses("cannot be written", "attend", "--backend", "numpy", "--plot", "no/such/folder.png")
+
+
+# --------------------------------------------------------------------------------- attend FILE
+
+
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+def test_every_scheme_from_a_file(run, name, variant, tmp_path):
+    one = testing.example(name, dtype="float64", variant=variant)
+    code, out, err = run("attend", saved(**archive(one)), "--backend", "terms", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["out"] == "in-out.npz"
+    assert found["finite"] is True
+    assert found["shape"] == list(one.expected.shape)
+    with np.load("in-out.npz", allow_pickle=False) as result:
+        assert set(result.files) == {"out", "lse"}
+        assert one.error(result["out"], result["lse"]) <= 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in-out.npz", "in.npz"]
+
+
+def test_options_from_a_file(run):
+    arrays = qkv(causal=True, window=np.array([-1, 2]), scale=np.float32(0.25), offset=1, key_lengths=np.array([3, 7]))
+    code, out, _ = run("attend", saved(**arrays), "--out", "result", "--backend", "terms")
+    assert code == 0
+    assert "result" in out
+    expected = rp.attention(
+        *(arrays[name] for name in "qkv"),
+        causal=True,
+        window=(None, 2),
+        scale=0.25,
+        offset=1,
+        key_lengths=arrays["key_lengths"],
+        backend="numpy",
+    )
+    with np.load("result", allow_pickle=False) as result:
+        testing.assert_matches(result["out"], expected)
+
+
+def test_scheme_of_the_option_goes_first(run):
+    arrays = archive(testing.example("t5")) | {"scheme": "shaw"}
+    assert run("attend", saved(**arrays), "--backend", "terms", "--scheme", "t5")[0] == 0
+
+
+def test_picture_of_a_file(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    arrays = archive(testing.example("shaw"))
+    code, out, _ = run("attend", saved(**arrays), "--backend", "numpy", "--plot", "p.png", "--json")
+    assert code == 0
+    assert json.loads(out)["plot"] == "p.png"
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+TABLE = {"position.table": np.ones((32, 3))}
+WINDOW = {"position.query_grid": np.array([7, 1]), "position.table": np.ones((13, 3))}
+
+
+@pytest.mark.parametrize(
+    ("words", "arrays"),
+    [
+        ("missing v", {name: np.ones((3, 4)) for name in "qk"}),
+        ("missing q, k, v", {}),
+        ("unknown values", qkv(values=np.ones(3))),
+        ("unknown table", qkv(scheme="t5", table=np.ones((32, 3)))),
+        ("no parameter position.tabel", qkv(scheme="t5", **{"position.tabel": np.ones((32, 3))})),
+        ("no parameter position.table; expected none", qkv(scheme="plain", **TABLE)),
+        ("t5 needs position.table", qkv(scheme="t5")),
+        ("without a scheme", qkv(**TABLE)),
+        ("expected one of plain, shaw", qkv(scheme="rope")),
+        ("added to the inputs", qkv(scheme="sinusoidal", **{"position.dim": 4})),
+        ("max_distance", qkv(scheme="t5", **TABLE, **{"position.max_distance": 1.5})),
+        ("max_distance: expected an integer", qkv(scheme="t5", **TABLE, **{"position.max_distance": np.ones((1, 2))})),
+        ("scheme: expected a single", qkv(scheme=["t5", "shaw"])),
+        ("is for 4 heads", qkv(scheme="t5", **{"position.table": np.ones((32, 4))})),
+        ("key_coords.2", qkv(scheme="window", **WINDOW, **{"position.key_coords.2": np.arange(7)})),
+        ("expected position.table", qkv(scheme="window", **WINDOW, **{"position.key_coords": np.arange(7)})),
+        ("window: expected one or two", qkv(window=1.5)),
+        ("window", qkv(window=np.array([1, 2, 3]))),
+        ("causal: expected True", qkv(causal=1)),
+        ("scale: expected a single", qkv(scale=np.ones(2))),
+        ("head_dim", qkv() | {"k": np.ones((2, 3, 7, 5))}),
+        ("one dtype", qkv() | {"k": np.ones((2, 3, 7, 4), "float32")}),
+        ("mask", qkv(mask=np.ones((5, 5), bool))),
+        ("expected dtype", {name: np.array(["a", "b"]) for name in "qkv"}),
+    ],
+)
+def test_files_with_the_wrong_arrays(refuses, words, arrays, tmp_path):
+    refuses(words, "attend", saved(**arrays), "--backend", "terms")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
+
+
+class Bomb:
+    """Running this on loading would be the end of the test."""
+
+    def __reduce__(self):
+        return sys.exit, (99,)
+
+
+def test_nothing_is_unpickled(refuses):
+    arrays = qkv(mask=np.array([Bomb()], dtype=object))
+    np.savez("in.npz", allow_pickle=True, **arrays)
+    refuses("not a readable .npz archive", "attend", "in.npz", "--backend", "terms")
+    np.save("in.npy", arrays["mask"], allow_pickle=True)
+    refuses("not a readable .npz archive", "attend", "in.npy")
+
+
+def test_files_of_another_kind(refuses, tmp_path):
+    refuses("no such file", "attend", "nowhere.npz")
+    refuses("not a readable .npz archive", "attend", tmp_path)
+    for content in (b"", b"hello", b"PK\x03\x04", b"\x80\x04K\x01."):
+        (tmp_path / "x.npz").write_bytes(content)
+        refuses("not a readable .npz archive", "attend", "x.npz")
+    np.save("x.npy", np.ones(3))
+    refuses("single array", "attend", "x.npy")
+    with zipfile.ZipFile("x.zip", "w") as file:
+        file.writestr("q.txt", "hello")
+    refuses("is not an array", "attend", "x.zip")
+
+
+def test_a_header_that_asks_for_too_much(refuses):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (1 << 44,)})
+    with zipfile.ZipFile("in.npz", "w") as file:
+        file.writestr("q.npy", header.getvalue() + b"\0" * 80)
+    refuses("not a readable .npz archive", "attend", "in.npz")
+
+
+def test_damaged_files(run, tmp_path):
+    whole = (tmp_path / saved(**archive(testing.example("t5")))).read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for n in range(80):
+        damaged = bytearray(whole)
+        if n % 2:
+            del damaged[int(rng.integers(len(whole))) :]
+        else:
+            for at in (*rng.integers(len(whole), size=3), *rng.integers(len(whole) - 700, len(whole), size=2)):
+                damaged[at] ^= int(rng.integers(1, 256))
+        (tmp_path / "damaged.npz").write_bytes(damaged)
+        code, out, err = run("attend", "damaged.npz", "--backend", "terms", "--json")
+        # A changed date in the archive does no harm.
+        assert code in (0, 2)
+        if code == 2:
+            refused += 1
+            assert out == ""
+            assert len(err.splitlines()) == 1
+    assert refused >= 70
+
+
+def test_results_are_not_written_over_the_input(refuses):
+    path = saved(**qkv())
+    refuses("is the input", "attend", path, "--out", path)
+    refuses("cannot be written", "attend", path, "--out", "no/such/folder.npz", "--backend", "terms")
+
+
+# --------------------------------------------------------------------------------- check
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """The sweep with two schemes, and with the backends that need no compiler."""
+    every = sweep.cases
+
+    def some(backends, seed):
+        kept = ("t5", "sinusoidal")
+        return (c for c in every(backends, seed) if c.scheme in kept and c.where.startswith("small"))
+
+    monkeypatch.setattr(sweep, "cases", some)
+    monkeypatch.setattr(sweep, "available_backends", lambda: (("numpy", "terms"), {"numba": "it is not installed"}))
+
+
+def test_check(run, few_cases):
+    code, out, err = run("check", "--seed", "3")
+    assert (code, err) == (0, "")
+    assert "not checked: numba" in out
+    assert "t5" in out
+    code, out, err = run("check", "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert found["ok"] is True
+    assert found["not_available"] == {"numba": "it is not installed"}
+    assert {(r["scheme"], r["backend"]) for r in found["results"]} == {
+        ("t5", "numpy"),
+        ("t5", "terms"),
+        ("sinusoidal", "numpy"),
+    }
+    assert all(0 <= r["error"] <= 1 for r in found["results"])
+
+
+@pytest.mark.parametrize("factor", [1.01, np.nan])
+def test_check_finds_a_wrong_backend(run, few_cases, monkeypatch, factor):
+    right = rp.backend.evaluate
+    monkeypatch.setattr(rp.backend, "evaluate", lambda *args: tuple(x * factor for x in right(*args)))
+    code, out, _ = run("check")
+    assert code == 1
+    assert "MISMATCH: t5 exact on terms, float32" in out
+    code, out, _ = run("check", "--json")
+    assert code == 1
+    assert {r["backend"] for r in json.loads(out)["results"] if not r["ok"]} == {"terms"}
+
+
+def test_check_finds_a_wrong_encoding(run, few_cases, monkeypatch):
+    right = rp.Sinusoidal.__call__
+    monkeypatch.setattr(rp.Sinusoidal, "__call__", lambda self, x: right(self, x) + (x.dtype == "float32") * 1e-5)
+    assert "MISMATCH: sinusoidal interleaved on numpy, float32" in run("check")[1]
+
+
+def test_the_sweep_is_complete():
+    found = list(sweep.cases(rp.backend.BACKENDS, 0))
+    wanted = {(n, v, b) for n, i in rp.SCHEMES.items() for v in i.variants or (None,) for b in i.backends}
+    assert {(case.scheme, case.variant, case.backend) for case in found} == wanted
+    assert {case.dtype for case in found} == set(sweep.DTYPES)
+
+
+def test_backends_of_this_machine(monkeypatch):
+    def missing():
+        raise rp.RelposImportError("no compiler")
+
+    monkeypatch.setattr(rp.backend, "numba_kernels", missing)
+    assert sweep.available_backends() == (("numpy", "terms"), {"numba": "no compiler"})
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_on_a_terminal(run, few_cases, monkeypatch, rich):
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    code, out, err = run("check")
+    assert code == 0
+    assert "sinusoidal" in out
+    assert "checking" in err
+    code, out, _ = run("check", "--json")
+    assert json.loads(out)["ok"] is True
+
+
+def test_interruption(run, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "cases", interrupt)
+    code, _, err = run("check")
+    assert (code, err) == (130, "relpos check: interrupted\n")

@@ -1,0 +1,237 @@
+"""Index maps: exact, in bounds, symmetric where claimed, against fractions and loops."""
+
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import relpos_np as rp
+from relpos_np import index
+from relpos_np.terms import Dense, Toeplitz
+from tests import naive
+
+LENGTHS = st.integers(0, 12)
+BUCKETS = [(4, 3), (6, 9), (8, 16), (8, 5), (28, 882), (32, 128), (64, 100), (320, 800), (2, 2), (3, 4), (5, 1000)]
+
+
+def spans(a, l_q, l_k):
+    assert a.dense(l_q, l_k).shape == (l_q, l_k)
+    return a.dense(l_q, l_k)
+
+
+@given(LENGTHS, LENGTHS, st.integers(-20, 20), st.integers(0, 15), st.sampled_from(["clip", "zero"]))
+def test_clip_map(l_q, l_k, offset, k, outside):
+    found = index.clip_map(l_q, l_k, offset, k, outside)
+    assert found.rows == 2 * k + 1
+    dense = spans(found, l_q, l_k)
+    for i, j in product(range(l_q), range(l_k)):
+        d = j - i - offset
+        inside = -k <= d <= k
+        expected = d + k if inside else -1 if outside == "zero" else (2 * k if d > 0 else 0)
+        assert dense[i, j] == expected
+    if l_q and l_k and outside == "clip":
+        assert found.gaps is False
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 30))
+def test_clip_map_reversal(l_q, l_k, k):
+    """Reading the sequence backwards mirrors the rows, where both ends are aligned."""
+    m = index.clip_map(l_q, l_k, 0, k, "clip").dense(l_q, l_k)
+    back = index.clip_map(l_q, l_k, l_k - l_q, k, "clip").dense(l_q, l_k)
+    np.testing.assert_array_equal(back[::-1, ::-1], 2 * k - m)
+    if k >= max(l_q, l_k) - 1:  # nothing is clipped: a row per relative position
+        assert len(np.unique(m)) == l_q + l_k - 1
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(-3, 14), st.integers(1, 30), st.integers(-5, 20))
+def test_distance_and_wrapped_maps(l_q, l_k, first, rows, furthest):
+    offset = l_k - l_q
+    dense = index.distance_map(l_q, l_k, offset, first, rows, furthest).dense(l_q, l_k)
+    wrapped = index.wrapped_map(l_q, l_k, offset, rows).dense(l_q, l_k)
+    for i, j in product(range(l_q), range(l_k)):
+        d = j - i - offset
+        row = first + d
+        assert dense[i, j] == (row if d <= furthest and 0 <= row < rows else -1)
+        assert wrapped[i, j] == (d - 2 if 0 <= d - 2 < rows else -1)
+
+
+@pytest.mark.parametrize("outside", ["clip", "zero"])
+def test_maps_of_lengths_without_pairs(outside):
+    for l_q, l_k in ((0, 0), (0, 5), (5, 0)):
+        assert index.clip_map(l_q, l_k, 0, 2, outside).lookup.size == 0
+
+
+# ---------------------------------------------------------------------------------------------- T5
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "distance"), BUCKETS)
+def test_t5_buckets_against_fractions(buckets, distance, bidirectional):
+    side = buckets // 2 if bidirectional else buckets
+    if side < 2 or distance <= side // 2 or (bidirectional and buckets % 2):
+        pytest.skip("not a legal table")
+    near = range(-200, 201)
+    far = [s * n for s in (-1, 1) for n in (distance - 1, distance, distance + 1, 10 * distance, 1 << 40)]
+    d = np.array([*near, *far])
+    expected = [
+        naive.t5_bucket(int(x), num_buckets=buckets, max_distance=distance, bidirectional=bidirectional) for x in d
+    ]
+    found = rp.reference.t5_bucket(d, num_buckets=buckets, max_distance=distance, bidirectional=bidirectional)
+    np.testing.assert_array_equal(found, expected)
+    length = 201
+    lookup = index.t5_map(length, length, 0, buckets, distance, bidirectional, "exact").lookup
+    np.testing.assert_array_equal(lookup, found[: len(near)])
+    assert lookup.min() >= 0
+    assert lookup.max() < buckets
+
+
+@given(st.integers(1, 40), st.integers(1, 400), st.integers(0, 3000))
+def test_t5_thresholds_are_the_first_distances(exact, more, n):
+    """A bucket's threshold is the smallest distance in it, decided with fractions; nothing is rounded."""
+    side, distance = 2 * exact, exact + more
+    thresholds = index.t5_thresholds(side, distance)
+    assert len(thresholds) == side - 1
+    assert (np.diff(thresholds) >= 0).all()
+    bucket = int(np.searchsorted(thresholds, n, side="right"))
+    assert bucket == naive.t5_bucket(-n, num_buckets=side, max_distance=distance, bidirectional=False)
+    for m in range(1, side - exact):
+        start = Fraction(int(thresholds[exact + m - 1]))
+        bound = Fraction(distance, exact) ** m
+        assert (start / exact) ** (side - exact) >= bound
+        before = max(start - 1, Fraction(exact) - 1)
+        assert before < exact or (before / exact) ** (side - exact) < bound
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5_default_buckets_have_their_properties(bidirectional):
+    d = np.arange(-300, 301)
+    b = rp.reference.t5_bucket(d, bidirectional=bidirectional)
+    past = b[d <= 0][::-1]
+    assert (np.diff(past) >= 0).all()  # monotone in the distance
+    assert past[128] == past[-1] == (15 if bidirectional else 31)  # saturates at max_distance
+    assert past[112 if bidirectional else 120] < past[-1] or past[127] == past[-1]
+    if bidirectional:
+        np.testing.assert_array_equal(b[d > 0], past[1:] + 16)  # mirrored
+        # 0 needs no mirrored row: of 32 buckets 16 is never used
+        assert set(b) == set(range(32)) - {16}
+    else:
+        assert set(b) == set(range(32))
+        assert (b[d > 0] == 0).all()
+
+
+def test_t5_ties_sit_at_16_32_and_64():
+    """Where (n/8)^8 is a power of 16 the bucket begins exactly there."""
+    for n, bucket in ((16, 10), (32, 12), (64, 14)):
+        assert rp.reference.t5_bucket(np.array(-n)) == bucket
+        assert rp.reference.t5_bucket(np.array(1 - n)) == bucket - 1
+    np.testing.assert_array_equal(
+        rp.reference.t5_bucket(np.arange(-1000, 1000)), rp.reference.t5_bucket(np.arange(-1000, 1000), rounding="float32")
+    )
+
+
+@pytest.mark.parametrize(
+    ("buckets", "distance", "bidirectional", "n", "exact", "rounded"),
+    [(64, 939, True, 728, 30, 31), (58, 282, False, 119, 46, 47)],
+)
+def test_t5_rounding_differs_next_to_a_border(buckets, distance, bidirectional, n, exact, rounded):
+    """Published float32 code rounds a hair below the border up to it, for these two of thousands of tables."""
+    options = {"num_buckets": buckets, "max_distance": distance, "bidirectional": bidirectional}
+    for d, first in ((-n, 0), (n, buckets // 2)) if bidirectional else ((-n, 0),):
+        assert naive.t5_bucket(d, **options) == first + exact
+        assert naive.t5_bucket_float32(d, **options) == first + rounded
+        for rounding, expected in (("exact", exact), ("float32", rounded)):
+            assert rp.reference.t5_bucket(np.array(d), **options, rounding=rounding) == first + expected
+            lookup = index.t5_map(n + 1, n + 1, 0, buckets, distance, bidirectional, rounding).lookup
+            assert lookup[n + d] == first + expected
+
+
+# ---------------------------------------------------------------------------------------------- grids
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=3))
+def test_grid_map_against_loops(axes):
+    query, key = tuple(a for a, _, _ in axes), tuple(b for _, b, _ in axes)
+    extent = tuple(max(a, b) + more for a, b, more in axes)
+    expected = naive.window_index(query, key, extent=extent)
+    coords = [np.arange(n) for n in query], [np.arange(n) for n in key]
+    found = index.grid_map(*coords, extent)
+    np.testing.assert_array_equal(found.index, expected)
+    np.testing.assert_array_equal(rp.reference.window_index(*coords, extent), expected)
+    assert found.rows == np.prod([2 * e - 1 for e in extent])
+    assert found.index.min() >= 0
+    assert found.index.max() < found.rows
+
+
+@pytest.mark.parametrize("grid", [(1,), (7,), (2, 3), (7, 7), (3, 2, 4)])
+def test_grid_map_uses_every_row_and_is_symmetric(grid):
+    coords = [np.arange(n) for n in grid]
+    found = index.grid_map(coords, coords, grid)
+    m = found.index
+    assert len(np.unique(m)) == found.rows  # all reachable
+    np.testing.assert_array_equal(m + m.T, np.full_like(m, found.rows - 1))  # reversal
+    np.testing.assert_array_equal(m[::-1, ::-1], m.T)
+    for row in m:
+        assert len(np.unique(row)) == len(row)  # injective for each query
+    assert (np.diag(m) == (found.rows - 1) // 2).all()
+
+
+# ---------------------------------------------------------------------------------------------- RSTT
+
+
+def test_rstt_rule_is_right_for_177_pairs():
+    outcomes = {"right": 0, "wrong": 0, "zero": 0}
+    for f_q, f_kv in product(range(1, 33), repeat=2):
+        step = (f_q + 1) // f_kv
+        try:
+            frames = rp.reference.rstt_frames(f_q, f_kv)
+        except rp.RelposValueError as error:
+            outcomes["wrong" if step else "zero"] += 1
+            assert str(f_kv) in str(error)
+            assert str(-(-f_q // step) if step else 0) in str(error)
+            with pytest.raises(ValueError, match=r"\("):
+                naive.rstt_frames(f_q, f_kv)
+            continue
+        outcomes["right"] += 1
+        assert frames.tolist() == naive.rstt_frames(f_q, f_kv)
+        assert len(frames) == f_kv
+    assert outcomes == {"right": 177, "wrong": 382, "zero": 465}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+def test_rstt_trained_case(n, rng):
+    f_q, window = 2 * n - 1, (2, 3)
+    table = rng.standard_normal(((2 * f_q - 1) * 3 * 5, 2))
+    scheme = rp.WindowBias.rstt(table, f_q, n, window)
+    expected = naive.rstt_index(f_q, n, window)
+    q, k = rng.standard_normal((2, f_q * 6, 4)), rng.standard_normal((2, n * 6, 4))
+    zero = rp.logits(q, k, position=scheme, backend="numpy") - rp.logits(q, k, backend="numpy")
+    np.testing.assert_allclose(zero, np.moveaxis(table[expected], -1, 0), rtol=0, atol=1e-14)
+
+
+def test_rstt_explicit_frames(rng):
+    table = rng.standard_normal((9 * 3 * 3, 1))
+    scheme = rp.WindowBias.rstt(table, 5, 3, (2, 2), frames=[0, 1, 4])
+    expected = naive.rstt_index(5, 3, (2, 2), frames=[0, 1, 4])
+    q, k = np.zeros((1, 20, 2)), np.zeros((1, 12, 2))
+    for backend in ("numpy", "terms"):
+        np.testing.assert_allclose(rp.logits(q, k, position=scheme, backend=backend)[0], table[expected, 0])
+
+
+# ---------------------------------------------------------------------------------------------- the record
+
+
+@pytest.mark.parametrize("kind", [Toeplitz, Dense])
+@pytest.mark.parametrize("entry", [-2, 3, 1 << 20, -(1 << 31)])
+def test_row_34_index_outside_its_table(kind, entry):
+    good = np.array([[-1, 0], [1, 2]], np.int32)
+    good = good.ravel() if kind is Toeplitz else good
+    assert kind(good, 3).gaps
+    assert not kind(np.abs(good), 3).gaps
+    bad = good.copy()
+    bad[-1] = entry
+    with pytest.raises(rp.RelposIndexError, match=r"rows 0 \.\.\. 2") as caught:
+        kind(bad, 3)
+    assert isinstance(caught.value, IndexError)

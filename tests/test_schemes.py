@@ -1,0 +1,492 @@
+"""What the formulas promise: identities that no single implementation would be asked to fulfil by accident."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests import naive
+
+LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
+
+
+def make(rng, q_len=9, k_len=9, heads=2, depth=6, v_dim=5):
+    return tuple(rng.standard_normal((2, heads, *s)) for s in ((q_len, depth), (k_len, depth), (k_len, v_dim)))
+
+
+def every_scheme(rng, q_len=9, k_len=9, heads=2, depth=6, v_dim=5, fill=None):
+    """One scheme of each kind and option."""
+
+    def table(*shape):
+        return rng.standard_normal(shape) if fill is None else np.full(shape, fill)
+
+    def xl(variant):
+        rows = len(rp.reference.row_distances(q_len, k_len, variant))
+        return rp.TransformerXL(table(heads, depth), table(heads, depth), table(rows, heads, depth), variant=variant)
+
+    schemes = {
+        "plain": rp.Plain(),
+        "shaw": rp.Shaw(table(5, depth), table(7, v_dim)),
+        "shaw_key": rp.Shaw(table(5, depth)),
+        "shaw_value_zero": rp.Shaw(value_table=table(heads, 3, v_dim), outside="zero"),
+        "t5": rp.T5(table(8, heads), max_distance=6),
+        "t5_causal": rp.T5(table(8, heads), max_distance=6, bidirectional=False),
+        "window": rp.WindowBias(table(q_len + k_len + max(q_len, k_len), heads)[: 2 * max(q_len, k_len) - 1], (q_len,), (k_len,), extent=(max(q_len, k_len),)),
+    }
+    for variant in ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"):
+        if k_len >= q_len or variant in ("conformer", "xlnet", "wenet"):
+            schemes[variant] = xl(variant)
+    return schemes
+
+
+NAMES = list(every_scheme(np.random.default_rng(0)))
+
+
+def close(a, b, atol=1e-13):
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+# ---------------------------------------------------------------------------------------------- all schemes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_of_zeros_are_plain_attention(name, backend, rng):
+    q, k, v = make(rng)
+    scheme = every_scheme(rng, fill=0.0)[name]
+    close(rp.attention(q, k, v, position=scheme, backend=backend), rp.attention(q, k, v, backend=backend))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scheme_changes_the_output(name, backend, rng):
+    """So that the test above means something."""
+    q, k, v = make(rng)
+    plain = rp.attention(q, k, v, backend=backend)
+    differs = np.abs(rp.attention(q, k, v, position=every_scheme(rng)[name], backend=backend) - plain).max()
+    assert (differs == 0) if name == "plain" else (differs > 1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_are_independent(name, backend, rng):
+    """Permuting heads together with their tables permutes the output."""
+    q, k, v = make(rng)
+    scheme = every_scheme(rng)[name]
+    out = rp.attention(q, k, v, position=scheme, backend=backend)
+    swap = [1, 0]
+    other = every_scheme(rng)[name]
+    for attribute in ("key_table", "value_table", "table", "u", "v", "rows"):
+        x = getattr(scheme, attribute, None)
+        if x is None:
+            continue
+        axis = {"table": 1, "rows": 1, "u": 0, "v": 0}.get(attribute, 0 if x.ndim == 3 else None)
+        setattr(other, attribute, x if axis is None else np.take(x, swap, axis))
+    swapped = rp.attention(q[:, swap], k[:, swap], v[:, swap], position=other, backend=backend)
+    np.testing.assert_array_equal(swapped, out[:, swap])
+
+
+@pytest.mark.parametrize("name", ["plain", "shaw", "shaw_key", "shaw_value_zero", "t5", "t5_causal"])
+def test_only_relative_positions_count(name, backend, rng):
+    """Keys that precede and that nobody attends move all positions by 3, and change nothing."""
+    q, k, v = make(rng)
+    scheme = every_scheme(rng)[name]
+    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
+    k3, v3 = (np.concatenate([np.full_like(x[..., :3, :], np.nan), x], axis=-2) for x in (k, v))
+    mask = np.arange(12) >= 3
+    close(rp.attention(q, k3, v3, position=scheme, causal=True, mask=mask, backend=backend), out)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_constant_per_row_changes_nothing_but_lse(name, backend, rng):
+    q, k, v = make(rng)
+    scheme = every_scheme(rng)[name]
+    row = rng.standard_normal((9, 1)) * 3
+    out, lse = rp.attention(q, k, v, position=scheme, backend=backend, return_lse=True)
+    moved, moved_lse = rp.attention(q, k, v, position=scheme, mask=row, backend=backend, return_lse=True)
+    close(moved, out)
+    close(moved_lse, lse + row[:, 0])
+
+
+@pytest.mark.parametrize("name", ["plain", "shaw", "shaw_key", "shaw_value_zero", "t5", "t5_causal"])
+def test_decoding_token_by_token_is_the_full_pass(name, backend, rng):
+    q, k, v = make(rng)
+    scheme = every_scheme(rng)[name]
+    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
+    for t in range(9):
+        step = rp.attention(
+            q[..., t : t + 1, :], k[..., : t + 1, :], v[..., : t + 1, :], position=scheme, causal=True, backend=backend
+        )
+        close(step[..., 0, :], out[..., t, :])
+
+
+def test_decoding_transformer_xl(backend, rng):
+    """Each step needs the rows of its own length: the last of the full pass's."""
+    q, k, v = make(rng)
+    scheme = every_scheme(rng)["transformer_xl"]
+    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
+    for t in range(9):
+        now = rp.TransformerXL(scheme.u, scheme.v, scheme.rows[8 - t :])
+        step = rp.attention(
+            q[..., t : t + 1, :], k[..., : t + 1, :], v[..., : t + 1, :], position=now, causal=True, backend=backend
+        )
+        close(step[..., 0, :], out[..., t, :])
+
+
+@pytest.mark.parametrize("first", ["shaw", "t5", "conformer", "window"])
+@pytest.mark.parametrize("second", ["shaw_key", "shaw_value_zero", "t5_causal"])
+def test_a_tuple_of_schemes_adds_up(first, second, backend, rng):
+    q, k, v = make(rng)
+    schemes = every_scheme(rng)
+    pair = (schemes[first], schemes[second])
+    s = [rp.logits(q, k, position=p, backend="numpy") for p in (None, *pair)]
+    both = rp.logits(q, k, position=pair, backend=backend)
+    close(both, s[1] + s[2] - s[0])
+    close(rp.attention(q, k, v, position=pair, backend=backend), rp.attention(q, k, v, position=pair[::-1], backend=backend))
+
+
+def test_twice_the_same_table_is_twice_the_bias(backend, rng):
+    q, k, v = make(rng)
+    table = rng.standard_normal((32, 2))
+    twice = rp.attention(q, k, v, position=(rp.T5(table), rp.T5(table)), backend=backend)
+    close(twice, rp.attention(q, k, v, position=rp.T5(2 * table), backend=backend))
+
+
+def test_two_transformer_xl_cannot_be_combined(rng):
+    """Both would replace the query; whoever cannot evaluate that says so instead of dropping one."""
+    q, k, v = make(rng)
+    pair = (every_scheme(rng)["conformer"], every_scheme(rng)["xlnet"])
+    for backend in ("terms", "numba"):
+        with pytest.raises(rp.RelposValueError, match="position"):
+            rp.attention(q, k, v, position=pair, backend=backend)
+
+
+def test_an_empty_tuple_is_no_scheme(backend, rng):
+    q, k, v = make(rng)
+    np.testing.assert_array_equal(
+        rp.attention(q, k, v, position=(), backend=backend), rp.attention(q, k, v, backend=backend)
+    )
+
+
+def test_self_attention_of_the_paper(rng):
+    """Z = softmax(XWq (XWk)^T / sqrt d) XWv, the attention of projected inputs."""
+    x, w_q, w_k, w_v = rng.standard_normal((5, 7)), *rng.standard_normal((2, 7, 4)), rng.standard_normal((7, 3))
+    z = rp.reference.self_attention(x, w_q, w_k, w_v)
+    expected, _ = naive.attention((x @ w_q)[None, None], (x @ w_k)[None, None], (x @ w_v)[None, None])
+    close(z, expected[0, 0])
+    close(rp.attention(x @ w_q, x @ w_k, x @ w_v), expected[0, 0])
+
+
+# ---------------------------------------------------------------------------------------------- Shaw
+
+
+def test_shaw_attention_function_is_the_scheme(backend, rng):
+    q, k, v = make(rng)
+    key_table, value_table = rng.standard_normal((5, 6)), rng.standard_normal((5, 5))
+    for outside in ("clip", "zero"):
+        expected = rp.reference.shaw_attention(q, k, v, key_table, value_table, outside=outside)
+        scheme = rp.Shaw(key_table, value_table, outside=outside)
+        close(rp.attention(q, k, v, position=scheme, backend=backend), expected)
+        logit, value = naive.shaw(q, 9, key_table, value_table, outside=outside)
+        close(naive.attention(q, k, v, logit=logit, value=value)[0], expected)
+
+
+def test_shaw_k_of_the_whole_length_clips_nothing(backend, rng):
+    q, k, v = make(rng)
+    tables = rng.standard_normal((2, 2 * 8 + 1, 6))
+    wide = np.concatenate([rng.standard_normal((2, 3, 6)), tables, rng.standard_normal((2, 3, 6))], axis=1)
+    outs = [
+        rp.attention(q, k, k, position=rp.Shaw(*t, outside=outside), backend=backend)
+        for t in (tables, wide)
+        for outside in ("clip", "zero")
+    ]
+    for out in outs[1:]:
+        close(out, outs[0])
+
+
+def test_shaw_k_0_shifts_rows_and_adds_its_vector(backend, rng):
+    q, k, v = make(rng)
+    key_row, value_row = rng.standard_normal((1, 6)), rng.standard_normal((1, 5))
+    plain, plain_lse = rp.attention(q, k, v, backend=backend, return_lse=True)
+    out, lse = rp.attention(q, k, v, position=rp.Shaw(key_row, value_row), backend=backend, return_lse=True)
+    close(out, plain + value_row[0])
+    close(lse, plain_lse + q @ key_row[0] / np.sqrt(6))
+    # outside="zero" keeps the vector to the diagonal
+    p = np.exp(rp.logits(q, k) - plain_lse[..., None])
+    zero = rp.attention(q, k, v, position=rp.Shaw(value_table=value_row, outside="zero"), backend=backend)
+    close(zero, plain + np.diagonal(p, axis1=-2, axis2=-1)[..., None] * value_row[0])
+
+
+def test_shaw_value_weights_sum_to_one(backend, rng):
+    """Every key's probability falls into one bin: a constant value table adds that constant."""
+    q, k, v = make(rng)
+    out = rp.attention(q, k, v, position=rp.Shaw(value_table=np.full((5, 5), 0.75)), backend=backend)
+    close(out, rp.attention(q, k, v, backend=backend) + 0.75)
+
+
+def test_shaw_rows_belong_to_keys_less_queries(backend):
+    """Row k-1 is the previous key, row k+1 the next: the sign j - i."""
+    q, k, v = np.zeros((1, 4, 1)), np.zeros((1, 4, 1)), np.zeros((1, 4, 3))
+    table = np.eye(3)[:, :]  # previous and before, same, next and later
+    out = rp.attention(q, k, v, position=rp.Shaw(value_table=table), backend=backend)[0]
+    close(out, np.array([[0, 1, 3], [1, 1, 2], [2, 1, 1], [3, 1, 0]]) / 4)
+
+
+# ---------------------------------------------------------------------------------------------- T5
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5_bias_function_is_the_scheme(bidirectional, backend, rng):
+    q, k, _ = make(rng, 4, 9)
+    table = rng.standard_normal((8, 2))
+    scheme = rp.T5(table, max_distance=5, bidirectional=bidirectional)
+    bias = rp.reference.t5_bias(table, 4, 9, offset=5, max_distance=5, bidirectional=bidirectional)
+    close(rp.logits(q, k, position=scheme, backend=backend) - rp.logits(q, k), np.broadcast_to(bias, (2, 2, 4, 9)))
+    logit = naive.t5(table, 4, 9, max_distance=5, bidirectional=bidirectional)
+    close(bias, [[[logit(0, h, i, j) for j in range(9)] for i in range(4)] for h in range(2)])
+
+
+def test_t5_bias_is_not_scaled(backend, rng):
+    q, k, _ = make(rng)
+    scheme = rp.T5(rng.standard_normal((32, 2)))
+    a = rp.logits(q, k, position=scheme, scale=1.0, backend=backend) - rp.logits(q, k, scale=1.0)
+    b = rp.logits(q, k, position=scheme, scale=0.0, backend=backend)
+    close(a, b)
+
+
+def test_t5_directions(backend, rng):
+    """Bidirectional: later keys use the second half. Causal: all later keys share bucket 0."""
+    q, k = np.zeros((1, 5, 2)), np.zeros((1, 5, 2))
+    table = np.arange(8.0)[:, None]
+    s = rp.logits(q, k, position=rp.T5(table, max_distance=8), backend=backend)[0]
+    assert s[0, 1] == 5
+    assert s[1, 0] == 1
+    assert s[2, 2] == 0
+    s = rp.logits(q, k, position=rp.T5(table, max_distance=8, bidirectional=False), backend=backend)[0]
+    assert (s[np.triu_indices(5)] == 0).all()
+    assert s[3, 0] == 3
+
+
+@pytest.mark.parametrize(("rounding", "bucket"), [("exact", 30), ("float32", 31)])
+def test_t5_rounding_reaches_the_scores(rounding, bucket, backend):
+    scheme = rp.T5(np.arange(64.0)[:, None], max_distance=939, rounding=rounding)
+    q, k = np.zeros((1, 2, 1)), np.zeros((1, 730, 1))
+    assert rp.logits(q, k, position=scheme, backend=backend)[0, 0, 0] == bucket
+    assert rp.logits(q, k, position=scheme, offset=0, backend=backend)[0, 0, 728] == 32 + bucket
+    out = rp.attention(q, k, np.arange(730.0)[None, :, None], position=scheme, mask=np.arange(730) < 1, backend=backend, return_lse=True)
+    np.testing.assert_allclose(out[1][0, 0], bucket, rtol=1e-15)
+
+
+# ---------------------------------------------------------------------------------------------- Transformer-XL
+
+
+def test_transformer_xl_is_the_sum_of_its_four_terms(backend, rng):
+    """a + b + c + d with sinusoidal rows, loops over pairs; causal, because only distances >= 0 have a row."""
+    l_q, l_k, depth = 4, 7, 6
+    q, k = rng.standard_normal((l_q, depth)), rng.standard_normal((l_k, depth))
+    u, v = rng.standard_normal((2, depth))
+    def encode(distance):
+        return naive.sinusoidal([distance], depth, layout="concatenated")[0]
+
+    a, b, c, d = naive.relative_terms(q, k, u, v, encode)
+    rows = rp.Sinusoidal(depth, layout="concatenated").encode(rp.reference.row_distances(l_q, l_k))[:, None]
+    scheme = rp.TransformerXL(u[None], v[None], rows)
+    s = rp.logits(q, k, position=scheme, causal=True, backend=backend)
+    expected = np.where(np.arange(l_k) <= np.arange(l_q)[:, None] + 3, (a + b + c + d) / np.sqrt(depth), -np.inf)
+    close(s, expected)
+    for variant in ("conformer", "xlnet"):
+        rows = rp.Sinusoidal(depth, layout="concatenated").encode(rp.reference.row_distances(l_q, l_k, variant))
+        scheme = rp.TransformerXL(u[None], v[None], rows[:, None], variant=variant)
+        close(rp.logits(q, k, position=scheme, backend=backend), (a + b + c + d) / np.sqrt(depth))
+
+
+def test_absolute_expansion(rng):
+    """(E+U) Wq^T Wk (E+U)^T is a + b + c + d: what attention on absolute encodings computes."""
+    e, w_q, w_k = rng.standard_normal((5, 4)), *rng.standard_normal((2, 3, 4))
+    p = rp.Sinusoidal(4).encode(5)
+    total = sum(naive.absolute_terms(e, p, w_q, w_k))
+    x = rp.Sinusoidal(4)(e)
+    close(rp.logits(x @ w_q.T, x @ w_k.T, scale=1.0), total)
+    close(rp.logits(x, x, scale=1.0), sum(naive.absolute_terms(e, p)))
+
+
+def test_transformer_xl_scores_function(backend, rng):
+    q, k, _ = make(rng)
+    for variant, scheme in every_scheme(rng).items():
+        if isinstance(scheme, rp.TransformerXL):
+            ac, bd = rp.reference.transformer_xl_scores(q, k, scheme.u, scheme.v, scheme.rows, variant=variant)
+            close(rp.logits(q, k, position=scheme, backend=backend), (ac + bd) / np.sqrt(6))
+
+
+@pytest.mark.parametrize("variant", ["transformer_xl", "espnet_legacy"])
+def test_transformer_xl_garbage_is_reproduced(variant, backend, rng):
+    """Without a causal mask entries above the diagonal are 0 and the next query's products."""
+    q, k, _ = make(rng, 4, 6)
+    scheme = every_scheme(rng, 4, 6)[variant]
+    s = rp.logits(q, k, position=scheme, scale=1.0, backend=backend)
+    content = np.einsum("bhid,bhjd->bhij", q + scheme.u[:, None], k)
+    position = np.einsum("bhid,rhd->bhir", q + scheme.v[:, None], scheme.rows)
+    for i in range(4):
+        for j in range(6):
+            d = j - i - 2
+            expected = position[..., i, 5 + d] if d <= 0 else 0 if d == 1 else position[..., i + 1, d - 2]
+            close(s[..., i, j], content[..., i, j] + expected)
+
+
+@pytest.mark.parametrize("variant", ["conformer", "xlnet"])
+@pytest.mark.parametrize(("l_q", "l_k"), [(7, 4), (9, 1), (1, 6), (70, 33)])
+def test_more_queries_than_keys(variant, l_q, l_k, backend, rng):
+    q, k, v = make(rng, l_q, l_k)
+    scheme = every_scheme(rng, l_q, l_k)[variant]
+    first = l_k - 1 if variant == "conformer" else l_k
+    s = rp.logits(q, k, position=scheme, scale=1.0, backend=backend)
+    for i, j in ((0, 0), (l_q - 1, l_k - 1), (0, l_k - 1), (l_q - 1, 0), (l_q // 2, l_k // 2)):
+        row = scheme.rows[first - (i + l_k - l_q - j)]
+        expected = np.einsum("bhd,bhd->bh", q[:, :, i] + scheme.u, k[:, :, j])
+        close(s[..., i, j], expected + np.einsum("bhd,hd->bh", q[:, :, i] + scheme.v, row))
+    close(
+        rp.attention(q, k, v, position=scheme, backend=backend),
+        rp.attention(q, k, v, position=scheme, backend="numpy"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- windows
+
+
+def test_permuting_window_tokens_with_their_coordinates(backend, rng):
+    q, k, v = make(rng, 6, 6)
+    table = rng.standard_normal((11, 2))
+    out = rp.attention(q, k, v, position=rp.WindowBias(table, (6,)), backend=backend)
+    order = rng.permutation(6)
+    moved = rp.WindowBias(table, (6,), key_coords=(order,))
+    close(rp.attention(q, k[..., order, :], v[..., order, :], position=moved, backend=backend), out)
+
+
+def test_window_sign_is_query_less_key(backend):
+    q = np.zeros((1, 3, 1))
+    s = rp.logits(q, q, position=rp.WindowBias(np.arange(5.0)[:, None], (3,)), backend=backend)[0]
+    np.testing.assert_array_equal(s, [[2, 1, 0], [3, 2, 1], [4, 3, 2]])
+
+
+def test_window_table_of_a_larger_extent(backend, rng):
+    """A table trained on 4 x 4 windows serves 2 x 3 ones: its centre is used."""
+    table = rng.standard_normal((7 * 7, 2))
+    small = table.reshape(7, 7, 2)[2:5, 1:6].reshape(-1, 2)
+    q, k, v = make(rng, 6, 6)
+    large = rp.attention(q, k, v, position=rp.WindowBias(table, (2, 3), extent=(4, 4)), backend=backend)
+    close(large, rp.attention(q, k, v, position=rp.WindowBias(small, (2, 3)), backend=backend))
+
+
+def test_window_axes_are_row_major(backend, rng):
+    q = np.zeros((1, 6, 1))
+    table = rng.standard_normal((3 * 5, 1))
+    s = rp.logits(q, q, position=rp.WindowBias(table, (2, 3)), backend=backend)[0]
+    for i in range(6):
+        for j in range(6):
+            dh, dw = i // 3 - j // 3, i % 3 - j % 3
+            assert s[i, j] == table[(dh + 1) * 5 + dw + 2, 0]
+
+
+# ---------------------------------------------------------------------------------------------- absolute
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim", [1, 2, 5, 6, 64])
+def test_sinusoidal_against_loops(layout, dim):
+    if dim % 2 and layout in ("concatenated", "tensor2tensor"):
+        with pytest.raises(rp.RelposValueError, match=f"dim: .*{dim}"):
+            rp.Sinusoidal(dim, layout=layout)
+        return
+    scheme = rp.Sinusoidal(dim, layout=layout, base=500.0)
+    close(scheme.encode(50), naive.sinusoidal(50, dim, base=500.0, layout=layout), 1e-12)
+    positions = np.array([-3, 7, 7, 1000])
+    close(scheme.encode(positions), naive.sinusoidal(positions, dim, base=500.0, layout=layout), 1e-11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sinusoidal_products_depend_on_distance_alone(layout):
+    """PE PE^T is Toeplitz for every layout but the one that numbers dimensions instead of pairs."""
+    p = rp.Sinusoidal(32, layout=layout).encode(40)
+    gram = p @ p.T
+    spread = max(np.ptp(np.diagonal(gram, d)) for d in range(-39, 40))
+    assert (spread > 0.1) if layout == "dimension_index" else (spread < 1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sinusoidal_shift_is_a_rotation(layout):
+    """M(delta) PE(t) = PE(t + delta); the dimension-index variant has no such matrix."""
+    dim, delta = 16, 5
+    scheme = rp.Sinusoidal(dim, layout=layout)
+    half = dim // 2
+    pairs = [(2 * p, 2 * p + 1) if layout in ("interleaved", "dimension_index") else (p, p + half) for p in range(half)]
+    rotation = np.zeros((dim, dim))
+    for p, (s, c) in enumerate(pairs):
+        w = 10000.0 ** (-p / (half - 1) if layout == "tensor2tensor" else -2 * p / dim)
+        rotation[np.ix_((s, c), (s, c))] = [[np.cos(delta * w), np.sin(delta * w)], [-np.sin(delta * w), np.cos(delta * w)]]
+    t = np.arange(30)
+    moved, wanted = scheme.encode(t) @ rotation.T, scheme.encode(t + delta)
+    close(np.linalg.det(rotation), 1)
+    if layout == "dimension_index":
+        assert np.abs(moved - wanted).max() > 0.1
+        fit, *_ = np.linalg.lstsq(scheme.encode(t)[:, :4], wanted[:, :4], rcond=None)
+        assert np.abs(scheme.encode(t)[:, :4] @ fit - wanted[:, :4]).max() > 1e-3
+    else:
+        close(moved, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+@pytest.mark.parametrize("dim", [2, 16, 64])
+def test_sinusoidal_norm(layout, dim):
+    p = rp.Sinusoidal(dim, layout=layout).encode(100)
+    close((p**2).sum(axis=1), dim / 2, 1e-12)
+
+
+def test_sinusoidal_at_position_0_and_layouts_are_permutations():
+    interleaved = rp.Sinusoidal(8).encode(20)
+    np.testing.assert_array_equal(interleaved[0], [0, 1] * 4)
+    concatenated = rp.Sinusoidal(8, layout="concatenated").encode(20)
+    close(concatenated[:, :4], interleaved[:, 0::2])
+    close(concatenated[:, 4:], interleaved[:, 1::2])
+
+
+def test_sinusoidal_is_added_to_inputs(rng):
+    x = rng.standard_normal((2, 5, 8)).astype(np.float32)
+    y = rp.Sinusoidal(8)(x, start=3)
+    assert y.dtype == np.float32
+    close(y, x + rp.Sinusoidal(8).encode(np.arange(3, 8)).astype(np.float32), 1e-6)
+    np.testing.assert_array_equal(rp.Sinusoidal(8).encode(8, np.float32)[3:], rp.Sinusoidal(8).encode(np.arange(3, 8), np.float32))
+
+
+def test_sinusoidal_far_away_is_exact_in_float64():
+    """Angles are taken in float64 even for float32 results."""
+    far = np.array([10**7 + 1])
+    close(rp.Sinusoidal(4).encode(far, np.float32), naive.sinusoidal(far, 4), 1e-7)
+
+
+def test_learned_rows(rng):
+    table = rng.standard_normal((6, 4))
+    scheme = rp.LearnedAbsolute(table)
+    np.testing.assert_array_equal(scheme.encode(6), naive.learned(table, 6))
+    np.testing.assert_array_equal(scheme.encode(np.array([5, 0, 5])), table[[5, 0, 5]])
+    x = rng.standard_normal((2, 3, 4))
+    np.testing.assert_array_equal(scheme(x, start=3), x + table[3:6])
+    assert scheme(x.astype(np.float32)).dtype == np.float32
+    assert scheme.encode(0).shape == (0, 4)
+
+
+def test_learned_beyond_the_table_is_an_error(rng):
+    scheme = rp.LearnedAbsolute(rng.standard_normal((6, 4)))
+    for call in (
+        lambda: scheme.encode(7),
+        lambda: scheme.encode(np.array([6])),
+        lambda: scheme.encode(np.array([0, -1])),
+        lambda: scheme(np.zeros((7, 4))),
+        lambda: scheme(np.zeros((3, 4)), start=4),
+    ):
+        with pytest.raises(rp.RelposIndexError, match=r"positions: expected 0 \.\.\. 5"):
+            call()
+
+
+def test_positions_at_every_layer(rng):
+    """x_l + P_l[pos] for each layer's input: encodings are plain functions of the input."""
+    x = rng.standard_normal((5, 4))
+    for layer in range(3):
+        table = rng.standard_normal((5, 4))
+        np.testing.assert_array_equal(rp.LearnedAbsolute(table)(x), x + table)
+        x = rp.LearnedAbsolute(table)(x) * (layer + 1)

@@ -1,0 +1,118 @@
+"""Random terms, also such as no scheme of this library makes yet: the kernels against their dense specification."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relpos_np import check
+from relpos_np.errors import RelposIndexError, RelposValueError
+from relpos_np.kernels import _numba, _numpy
+from relpos_np.kernels._numba import plan
+from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+
+LENGTHS = st.sampled_from([1, 2, 7, 16, 49, 65, 193, 200])
+
+
+def index_map(rng, kind, q_len, k_len, rows, batch):
+    """A random map with some rows missing: runs, single steps, pairs, or pairs per batch item."""
+    if kind == "runs":
+        steps = np.sort(rng.integers(-1, rows, q_len + k_len - 1))
+        return Toeplitz(steps.astype(np.int32), rows)
+    if kind == "steps":
+        return Toeplitz(rng.integers(-1, rows, q_len + k_len - 1, dtype=np.int32), rows)
+    lead = batch if kind == "per batch item" else ()
+    return Dense(rng.integers(-1, rows, (*lead, q_len, k_len), dtype=np.int32), rows)
+
+
+MAPS = ["runs", "steps", "pairs", "per batch item"]
+
+
+@st.composite
+def calls(draw):
+    """A problem and terms of every kind for it."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    batch = draw(st.sampled_from([(), (2,), (2, 1), (1, 3)]))
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
+    heads, q_len, k_len = kv_heads * groups, draw(LENGTHS), draw(LENGTHS)
+    depth, v_dim = draw(st.sampled_from([(8, 8), (3, 17), (33, 16)]))
+    q = rng.standard_normal((*batch, heads, q_len, depth))
+    k = rng.standard_normal((*batch, kv_heads, k_len, depth))
+    v = rng.standard_normal((*batch, kv_heads, k_len, v_dim))
+    problem, _, _ = check.problem(q, k, v, causal=draw(st.booleans()), offset=draw(st.sampled_from([None, 0, 3])))
+    shared = st.sampled_from([1, heads])
+
+    def weights(rows, width):
+        return rng.standard_normal((draw(shared), rows, width))
+
+    def maps(rows):
+        return index_map(rng, draw(st.sampled_from(MAPS)), q_len, k_len, rows, batch)
+
+    tables = tuple(
+        TableTerm(rng.standard_normal((draw(shared), rows)), maps(rows))
+        for rows in draw(st.lists(st.integers(1, 9), max_size=2))
+    )
+    queries = tuple(
+        QueryTerm(rng.standard_normal((*batch, heads, q_len, 5)), weights(rows, 5), maps(rows))
+        for rows in draw(st.lists(st.integers(1, 9), max_size=2))
+    )
+    keys = tuple(
+        KeyTerm(
+            rng.standard_normal((*batch, draw(st.sampled_from([kv_heads, heads])), k_len, 4)),
+            weights(rows, 4),
+            maps(rows),
+        )
+        for rows in draw(st.lists(st.integers(1, 9), max_size=1))
+    )
+    values = tuple(
+        ValueTerm(weights(rows, v_dim), maps(rows)) for rows in draw(st.lists(st.integers(1, 9), max_size=2))
+    )
+    return problem, Terms(tables=tables, queries=queries, keys=keys, values=values)
+
+
+def kernel_result(problem, terms):
+    out = np.full(problem.out_shape, np.nan)
+    lse = np.full(problem.out_shape[:-1], np.nan)
+    _numba.attention(problem, terms, out, lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("gather_bytes", [0, plan.GATHER_BYTES])
+@pytest.mark.parametrize("skew_share", [0.0, plan.SKEW_SHARE, 2.0])
+@given(call=calls())
+@settings(deadline=None, max_examples=30)
+def test_kernel_equals_specification(gather_bytes, skew_share, call):
+    problem, terms = call
+    expected, expected_lse = _numpy.attention(problem, terms)
+    with pytest.MonkeyPatch.context() as patch:
+        # Each way of evaluating a term, whatever the sizes would choose.
+        patch.setattr(plan, "GATHER_BYTES", gather_bytes)
+        patch.setattr(plan, "SKEW_SHARE", skew_share)
+        out, lse = kernel_result(problem, terms)
+    # Sums of at most 65 + 200 products of standard normal numbers, scores below about 60.
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-12)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-13, atol=2e-13)
+
+
+@pytest.mark.parametrize("value", [-2, 4])
+def test_maps_refuse_rows_outside_their_table(value):
+    with pytest.raises(RelposIndexError, match=r"0 \.\.\. 3"):
+        Toeplitz(np.array([0, value], np.int32), 4)
+    with pytest.raises(RelposIndexError, match=r"0 \.\.\. 3"):
+        Dense(np.array([[0, value]], np.int32), 4)
+
+
+def test_maps_know_their_shape():
+    with pytest.raises(RelposValueError, match=r"\(2, 3\)"):
+        Dense(np.zeros((2, 3), np.int32), 1).dense(3, 2)
+    toeplitz = Toeplitz(np.array([0, 1, 2, 3], np.int32), 4)
+    np.testing.assert_array_equal(toeplitz.dense(2, 3), [[1, 2, 3], [0, 1, 2]])
+
+
+def test_only_one_scheme_may_change_the_content_product():
+    changed = Terms(query=np.zeros((1, 1, 1)))
+    assert (changed + Terms()).query is changed.query
+    with pytest.raises(RelposValueError, match="content product"):
+        changed + changed
