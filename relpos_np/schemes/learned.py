@@ -81,12 +81,13 @@ class LearnedAbsolute:
         return learned_encoding(self.table, t)
 
     def __call__(self, x: Any, start: int = 0) -> Array:
-        """Add the vectors of positions start ... start + L - 1 to x (..., L, D)."""
+        """Add the vectors of positions start ... start + L - 1 to x (..., L, D), in the dtype of x."""
+        dtype = check.array("x", x).dtype
         x = check.floating("x", x)
         if x.ndim < 2 or x.shape[-1] != self.table.shape[1]:
             raise RelposValueError(f"x: expected shape (..., L, {self.table.shape[1]}), found {x.shape}")
         start = check.integer("start", start, 0)
-        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2])).astype(x.dtype, copy=False))
+        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2])).astype(x.dtype, copy=False), dtype)
 
     def __repr__(self) -> str:
         return f"LearnedAbsolute(table={self.table.shape})"

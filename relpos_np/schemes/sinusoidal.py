@@ -120,12 +120,13 @@ class Sinusoidal:
         return sinusoidal(t, self.dim, base=self.base, layout=self.layout).astype(dtype, copy=False)
 
     def __call__(self, x: Any, start: int = 0) -> Array:
-        """Add the encodings of positions start ... start + L - 1 to x (..., L, D)."""
+        """Add the encodings of positions start ... start + L - 1 to x (..., L, D), in the dtype of x."""
+        dtype = check.array("x", x).dtype
         x = check.floating("x", x)
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise RelposValueError(f"x: expected shape (..., L, {self.dim}), found {x.shape}")
         start = check.integer("start", start)
-        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2]), x.dtype))
+        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2]), x.dtype), dtype)
 
     def __repr__(self) -> str:
         return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"

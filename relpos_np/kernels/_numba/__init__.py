@@ -19,7 +19,7 @@ from relpos_np.types import Array
 __all__ = ["attention", "rel_shift"]
 
 # Work below this many operations is done by the calling thread alone: waking others costs more.
-SERIAL_FLOPS = 2e6
+SERIAL_FLOPS = 1e7
 # Operations of one thread between two looks at signals: about a tenth of a second.
 CALL_FLOPS = 1e10
 # A workspace of up to this many bytes is kept for the thread's next call.
