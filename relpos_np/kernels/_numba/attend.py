@@ -106,6 +106,12 @@ def pack_panels(
 
 
 @helper
+def score_plain(a: Any, b: Any, depth: int, c: Any, stride: int, rows: int) -> None:
+    """`score_panel` as a function, so that its callers share one copy of the code."""
+    score_panel(a, b, depth, c, stride, rows)
+
+
+@helper
 def load_queries(out: Any, x: Any, row: int, rows: int, depth: int, scale: float, lanes: int) -> None:
     """Pack a block of queries in groups of rows, padded with rows of 0, and scale them."""
     pack_panels(out, x, row, 0, rows, rows, depth, ROW_GROUP, lanes)
@@ -133,7 +139,7 @@ def skew_block(
     origin = j0 - i0 - (block - 1) + p.q_len - 1
     pack_panels(packed, weights, depth, origin + start, origin + stop, p.q_len + p.k_len - 1, depth, width, lanes)
     for c in range(start, stop, width):
-        score_panel(at(base, w[SKEW_Q]), at(packed, (c - start) * depth), depth, at(products, c), stride, rows)
+        score_plain(at(base, w[SKEW_Q]), at(packed, (c - start) * depth), depth, at(products, c), stride, rows)
 
 
 @helper
@@ -316,7 +322,7 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
                 )
         else:
             for c in range(0, cols, width):
-                score_panel(at(base, w[QUERIES]), at(base, w[KEYS] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows)
+                score_plain(at(base, w[QUERIES]), at(base, w[KEYS] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows)
             if p.skew_depth:
                 skew_block(p, base, w, weights, i0, rows, j0, cols, j0 == first, lanes)
             open_rows(p, adds, base, w, bias, b, h, mask, i0, rows, j0, cols, lanes)

@@ -20,7 +20,14 @@ _UNROLL = 4
 
 
 def _product(
-    v: Vectors, shape: tuple[int, int], left: Any, b: ir.Value, ldb: ir.Value, depth: ir.Value, start: list[Any]
+    v: Vectors,
+    shape: tuple[int, int],
+    left: Any,
+    b: ir.Value,
+    ldb: ir.Value,
+    depth: ir.Value,
+    start: list[Any],
+    unrolled: bool = True,
 ) -> list[Any]:
     """Accumulate A[rows, depth] @ B[depth, vectors * lanes] in registers; ``left(i, k)`` is the address of A[i, k]."""
     rows, vectors = shape
@@ -39,6 +46,8 @@ def _product(
             acc = step(v.b.add(k, index(u)), acc)
         return acc
 
+    if not unrolled:
+        return v.loop(index(0), depth, 1, start, step)
     whole = v.whole(depth, _UNROLL)
     return v.loop(whole, depth, 1, v.loop(index(0), whole, _UNROLL, start, steps), step)
 
@@ -133,7 +142,10 @@ def accumulate(
                         for r in range(rows)
                         for j in range(vectors)
                     ]
-                    acc = _product(v, (rows, vectors), left, right, ldb, depth, [v.load(out, o) for o in where])
+                    start = [v.load(out, o) for o in where]
+                    # Narrow strips only finish a ragged width: not worth the time to compile them unrolled.
+                    full = vectors == TARGET.value_vectors
+                    acc = _product(v, (rows, vectors), left, right, ldb, depth, start, unrolled=full)
                     for o, value in zip(where, acc, strict=True):
                         v.store(value, out, o)
                     return []
