@@ -50,7 +50,7 @@ BAD = {
     "q: ragged": (call(ragged(), ragged(), ragged()), TypeError, ["object"]),
     "q: foreign object": (call(q=odd(True)), TypeError, ["Other"]),
     **{
-        f"q: {dtype}": (call(*(x.astype(dtype) for x in (Q, K, V))), TypeError, [dtype.strip("U")])
+        f"q: {dtype}": (call(*(x.astype(dtype) for x in (Q, K, V))), TypeError, [np.dtype(dtype).str.strip("<>|=") if dtype == "U3" else np.dtype(dtype).name])
         for dtype in ("int64", "int32", "uint8", "bool", "complex64", "complex128", "longdouble", "U3", "datetime64[s]")
     },
     "k: mixed": (call(k=K.astype(np.float32)), TypeError, ["float64", "float32"]),
