@@ -83,7 +83,7 @@ def flag(name: str, value: Any) -> bool:
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     """One of the named options."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {value!r}")
     return str(value)
 
@@ -107,7 +107,10 @@ def _spread(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
 
 
 def _key_lengths(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
-    lengths = np.asarray(value)
+    try:
+        lengths = np.asarray(value)
+    except ValueError:
+        raise RelposTypeError(f"key_lengths: expected an integer per batch item, found {value!r}") from None
     if lengths.dtype.kind not in "iu":
         raise RelposTypeError(f"key_lengths: expected integers, found dtype {lengths.dtype}")
     if lengths.size and (lengths.min() < 0 or lengths.max() > k_len):

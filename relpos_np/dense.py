@@ -78,7 +78,7 @@ def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
     with np.errstate(all="ignore"):
         out: Array = np.matmul(p, np.where(finite, v, v.dtype.type(0)))
         bad = ~finite.all(axis=-1)
-        for j in np.flatnonzero(bad.reshape(-1, bad.shape[-1]).any(axis=0)):
+        for j in np.unique(np.nonzero(bad)[-1]):
             value = np.where(finite[..., j, :], v.dtype.type(0), v[..., j, :])[..., None, :]
             out = out + np.where(attended[..., :, j, None], p[..., :, j, None] * value, v.dtype.type(0))
     return out

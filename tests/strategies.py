@@ -17,7 +17,7 @@ import relpos_np as rp
 from tests import naive
 
 SMALL_LENGTHS = (1, 2, 3, 5, 7, 8)
-LENGTHS = (1, 7, 15, 16, 17, 24, 63, 65, 191, 193)
+LENGTHS = (1, 7, 15, 16, 17, 24, 48, 63, 65, 191, 192, 193)
 SMALL_DIMS = (1, 2, 5, 7)
 DIMS = (1, 7, 16, 20, 33, 64, 65)
 VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet")
@@ -41,7 +41,9 @@ class Position:
         if self.kind == "shaw":
             lead = (h,) if p["per_head"] else ()
             out = {}
-            for n, (name, reach, dim) in enumerate((("key_table", p["key"], d), ("value_table", p["value"], case.v_dim))):
+            for n, (name, reach, dim) in enumerate(
+                (("key_table", p["key"], d), ("value_table", p["value"], case.v_dim))
+            ):
                 if reach is not None:
                     out[name] = numbers(case.seed, at, n, shape=(*lead, 2 * reach + 1, dim))
             return out
@@ -64,7 +66,10 @@ class Position:
             return rp.Shaw(**t, outside=p["outside"])
         if self.kind == "t5":
             return rp.T5(
-                **t, max_distance=p["max_distance"], bidirectional=p["bidirectional"], rounding=p.get("rounding", "exact")
+                **t,
+                max_distance=p["max_distance"],
+                bidirectional=p["bidirectional"],
+                rounding=p.get("rounding", "exact"),
             )
         if self.kind == "window":
             return rp.WindowBias(
@@ -94,9 +99,7 @@ class Position:
                 None,
             )
         if self.kind == "window":
-            index = naive.window_index(
-                p["query_grid"], p["key_grid"], key_coords=p["key_coords"], extent=p["extent"]
-            )
+            index = naive.window_index(p["query_grid"], p["key_grid"], key_coords=p["key_coords"], extent=p["extent"])
             return naive.window_bias(t["table"], index), None
         if self.kind == "transformer_xl":
             return naive.transformer_xl(q, k, **t, variant=p["variant"], scale=scale), None
@@ -181,7 +184,8 @@ class Case:
     def _flat(self):
         """Operands with one batch axis, and the naive closures: (q, k, v, logit, value, allowed)."""
         q, k, v = (
-            np.broadcast_to(x, (*self.batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in self.operands(np.float64)
+            np.broadcast_to(x, (*self.batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+            for x in self.operands(np.float64)
         )
         offset = self.k_len - self.q_len if self.offset is None else self.offset
         parts = [p.naive(self, at, q, k, self.scale, offset) for at, p in enumerate(self.positions)]
@@ -228,7 +232,9 @@ class Case:
         largest sum of its terms' absolute values.
         """
         q, k, v = self.operands(np.float64, rounded)
-        weight = rp.attention(q, k, np.abs(v), **self.options(np.float64, rounded, absolute=("value_table",)), backend="numpy")
+        weight = rp.attention(
+            q, k, np.abs(v), **self.options(np.float64, rounded, absolute=("value_table",)), backend="numpy"
+        )
         options = self.options(np.float64, rounded, absolute=("value_table", "key_table", "table", "u", "v", "rows"))
         if self.mask is not None and self.mask.kind == "float":
             options["mask"] = np.where(np.isneginf(options["mask"]), -np.inf, np.abs(options["mask"]))
@@ -300,7 +306,11 @@ def window(draw, case):
         grids.append((*grid, length // prod(grid)))
     coords, extent = [], []
     for n_q, n_k in zip(*grids, strict=True):
-        given_ = draw(st.none() | st.lists(st.integers(0, max(n_q, n_k) + 1), min_size=n_k, max_size=n_k)) if n_k < 20 else None
+        given_ = (
+            draw(st.none() | st.lists(st.integers(0, max(n_q, n_k) + 1), min_size=n_k, max_size=n_k))
+            if n_k < 20
+            else None
+        )
         coords.append(given_)
         extent.append(max(n_q, n_k if given_ is None else max(given_) + 1) + draw(st.integers(0, 1)))
     return Position(
@@ -365,7 +375,9 @@ def windows(k_len):
 def cases(draw, *, small=True, plain=False):
     """Any legal call. Small ones are within reach of the naive loops."""
     lengths, dims = (SMALL_LENGTHS, SMALL_DIMS) if small else (LENGTHS, DIMS)
-    leads, batch = draw(lead_axes()) if small else draw(st.sampled_from([(((), (), ()), ()), (((2,), (1,), (2,)), (2,))]))
+    leads, batch = (
+        draw(lead_axes()) if small else draw(st.sampled_from([(((), (), ()), ()), (((2,), (1,), (2,)), (2,))]))
+    )
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)]))
     q_len, k_len = draw(st.sampled_from(lengths)), draw(st.sampled_from(lengths))
     shape = {"q_len": q_len, "k_len": k_len}

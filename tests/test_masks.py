@@ -209,6 +209,16 @@ def test_row_7_each_batch_item_has_its_own_padding(dtype, backend, rng):
         np.testing.assert_allclose(out[b], expected, rtol=0, atol=64 * np.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("lengths", [[[1], [5]], [[2, 0, 6]], [[1, 2, 3], [4, 5, 6]], [3], [6, 0, 2], 4])
+def test_key_lengths_broadcast_to_the_batch_axes(lengths, backend, rng):
+    q, k, v = make(rng, batch=(2, 3))
+    out = rp.attention(q, k, v, key_lengths=lengths, backend=backend)
+    full = np.broadcast_to(lengths, (2, 3))
+    for b in np.ndindex(2, 3):
+        expected = rp.attention(q[b], k[b][:, : full[b]], v[b][:, : full[b]], backend="terms")
+        np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": 2}, {"mask": "bool"}, {"mask": "float"}, {}])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -240,6 +250,42 @@ def test_row_8_a_bad_key_reaches_the_queries_that_attend_it(bad, backend, rng):
         assert np.isnan(out[..., 40:, :]).all()
 
 
+ROWWISE = {
+    "causal": {"causal": True},
+    "window": {"window": (3, 5)},
+    "bool": {"mask": np.arange(70)[:, None] % 3 != np.arange(70) % 3},
+    "float": {"mask": np.where(np.arange(70)[:, None] % 3 != np.arange(70) % 3, 0.5, -INF)},
+    "bool_column": {"mask": np.arange(70)[:, None] % 3 != 1},
+    "float_column": {"mask": np.where(np.arange(70)[:, None] % 3 != 1, 0.5, -INF)},
+    "bool_heads": {"mask": np.array([True, False])[:, None, None]},
+    "float_heads": {"mask": np.array([0.5, -INF])[:, None, None]},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ROWWISE)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_row_7_a_bad_key_does_not_reach_queries_that_exclude_it(how, bad, dtype, backend, rng):
+    """The same key is attended by some queries and excluded for others, which must not change by a bit."""
+    options = dict(ROWWISE[how])
+    if "mask" in options and options["mask"].dtype != bool:
+        options["mask"] = options["mask"].astype(dtype)
+    q, k, v = make(rng, dtype, q_len=70, k_len=70)
+    excluded = rp.logits(q, k, **options, backend="numpy")[..., 40] == -INF
+    assert excluded.any()
+    assert not excluded.all()
+    for name, position in schemes(rng, dtype, 70, 2, 4, 3).items():
+        clean = rp.attention(q, k, v, position=position, **options, backend=backend, return_lse=True)
+        dirty_k, dirty_v = k.copy(), v.copy()
+        dirty_k[..., 40, :] = bad
+        dirty_v[..., 40, :] = bad
+        found = rp.attention(q, dirty_k, dirty_v, position=position, **options, backend=backend, return_lse=True)
+        for a, b in zip(clean, found, strict=True):
+            np.testing.assert_allclose(b[excluded], a[excluded], rtol=0, atol=64 * np.finfo(dtype).eps, err_msg=name)
+        if np.isnan(bad):
+            assert np.isnan(found[0][~excluded]).all(), name
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1e4, 1e8, 1e30])
 def test_row_9_large_finite_logits_take_the_maximum(size, dtype, backend, rng):
@@ -253,7 +299,9 @@ def test_row_9_large_finite_logits_take_the_maximum(size, dtype, backend, rng):
 
 def test_row_10_overflow_is_nan_or_infinite_and_float64_stays_finite(backend, rng):
     q, k, v = make(rng)
-    out = rp.attention((q * 1e19).astype(np.float32), (k * 1e20).astype(np.float32), v.astype(np.float32), backend=backend)
+    out = rp.attention(
+        (q * 1e19).astype(np.float32), (k * 1e20).astype(np.float32), v.astype(np.float32), backend=backend
+    )
     assert out.shape == (2, 2, 5, 3)
     assert not np.isfinite(out).all()
     assert np.isfinite(rp.attention(q * 1e150, k * 1e150, v, backend=backend)).all()
@@ -369,7 +417,7 @@ def out_problems(q):
 def test_row_23_out_that_cannot_be_used(n, backend, rng):
     q, k, v = make(rng)
     _, out, kind = list(out_problems(q))[n]
-    with pytest.raises(kind, match="^out: ") as caught:
+    with pytest.raises(kind, match=r"^out: ") as caught:
         rp.attention(q, k, v, out=out, backend=backend)
     assert isinstance(caught.value, rp.RelposError)
     assert (np.asarray(out) == 7).all()
@@ -382,7 +430,7 @@ def test_row_23_out_that_overlaps_an_input(which, backend, rng):
     arrays[which] = memory[:32].reshape(2, 4, 4)
     copy = memory.copy()
     for start in (0, 16):
-        with pytest.raises(rp.RelposValueError, match="^out: .*overlap"):
+        with pytest.raises(rp.RelposValueError, match=r"^out: .*overlap"):
             rp.attention(
                 *(arrays[x] for x in "qkv"),
                 mask=arrays["mask"],

@@ -134,7 +134,13 @@ def test_empty_input(variant, shape, backend):
 
 @pytest.mark.parametrize(
     ("variant", "shape"),
-    [("transformer_xl", (4, 3)), ("espnet_legacy", (4, 3)), ("conformer", (4, 2)), ("xlnet", (4, 3)), ("conformer", (5,))],
+    [
+        ("transformer_xl", (4, 3)),
+        ("espnet_legacy", (4, 3)),
+        ("conformer", (4, 2)),
+        ("xlnet", (4, 3)),
+        ("conformer", (5,)),
+    ],
 )
 def test_impossible_shapes_name_variant_and_shape(variant, shape, backend):
     with pytest.raises(rp.RelposValueError, match=rf"^x: .*\({shape[0]},") as caught:

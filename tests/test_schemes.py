@@ -30,7 +30,12 @@ def every_scheme(rng, q_len=9, k_len=9, heads=2, depth=6, v_dim=5, fill=None):
         "shaw_value_zero": rp.Shaw(value_table=table(heads, 3, v_dim), outside="zero"),
         "t5": rp.T5(table(8, heads), max_distance=6),
         "t5_causal": rp.T5(table(8, heads), max_distance=6, bidirectional=False),
-        "window": rp.WindowBias(table(q_len + k_len + max(q_len, k_len), heads)[: 2 * max(q_len, k_len) - 1], (q_len,), (k_len,), extent=(max(q_len, k_len),)),
+        "window": rp.WindowBias(
+            table(q_len + k_len + max(q_len, k_len), heads)[: 2 * max(q_len, k_len) - 1],
+            (q_len,),
+            (k_len,),
+            extent=(max(q_len, k_len),),
+        ),
     }
     for variant in ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"):
         if k_len >= q_len or variant in ("conformer", "xlnet", "wenet"):
@@ -138,7 +143,10 @@ def test_a_tuple_of_schemes_adds_up(first, second, backend, rng):
     s = [rp.logits(q, k, position=p, backend="numpy") for p in (None, *pair)]
     both = rp.logits(q, k, position=pair, backend=backend)
     close(both, s[1] + s[2] - s[0])
-    close(rp.attention(q, k, v, position=pair, backend=backend), rp.attention(q, k, v, position=pair[::-1], backend=backend))
+    close(
+        rp.attention(q, k, v, position=pair, backend=backend),
+        rp.attention(q, k, v, position=pair[::-1], backend=backend),
+    )
 
 
 def test_twice_the_same_table_is_twice_the_bias(backend, rng):
@@ -188,7 +196,7 @@ def test_shaw_attention_function_is_the_scheme(backend, rng):
 
 
 def test_shaw_k_of_the_whole_length_clips_nothing(backend, rng):
-    q, k, v = make(rng)
+    q, k, _ = make(rng)
     tables = rng.standard_normal((2, 2 * 8 + 1, 6))
     wide = np.concatenate([rng.standard_normal((2, 3, 6)), tables, rng.standard_normal((2, 3, 6))], axis=1)
     outs = [
@@ -269,7 +277,15 @@ def test_t5_rounding_reaches_the_scores(rounding, bucket, backend):
     q, k = np.zeros((1, 2, 1)), np.zeros((1, 730, 1))
     assert rp.logits(q, k, position=scheme, backend=backend)[0, 0, 0] == bucket
     assert rp.logits(q, k, position=scheme, offset=0, backend=backend)[0, 0, 728] == 32 + bucket
-    out = rp.attention(q, k, np.arange(730.0)[None, :, None], position=scheme, mask=np.arange(730) < 1, backend=backend, return_lse=True)
+    out = rp.attention(
+        q,
+        k,
+        np.arange(730.0)[None, :, None],
+        position=scheme,
+        mask=np.arange(730) < 1,
+        backend=backend,
+        return_lse=True,
+    )
     np.testing.assert_allclose(out[1][0, 0], bucket, rtol=1e-15)
 
 
@@ -281,6 +297,7 @@ def test_transformer_xl_is_the_sum_of_its_four_terms(backend, rng):
     l_q, l_k, depth = 4, 7, 6
     q, k = rng.standard_normal((l_q, depth)), rng.standard_normal((l_k, depth))
     u, v = rng.standard_normal((2, depth))
+
     def encode(distance):
         return naive.sinusoidal([distance], depth, layout="concatenated")[0]
 
@@ -418,7 +435,10 @@ def test_sinusoidal_shift_is_a_rotation(layout):
     rotation = np.zeros((dim, dim))
     for p, (s, c) in enumerate(pairs):
         w = 10000.0 ** (-p / (half - 1) if layout == "tensor2tensor" else -2 * p / dim)
-        rotation[np.ix_((s, c), (s, c))] = [[np.cos(delta * w), np.sin(delta * w)], [-np.sin(delta * w), np.cos(delta * w)]]
+        rotation[np.ix_((s, c), (s, c))] = [
+            [np.cos(delta * w), np.sin(delta * w)],
+            [-np.sin(delta * w), np.cos(delta * w)],
+        ]
     t = np.arange(30)
     moved, wanted = scheme.encode(t) @ rotation.T, scheme.encode(t + delta)
     close(np.linalg.det(rotation), 1)
@@ -450,7 +470,9 @@ def test_sinusoidal_is_added_to_inputs(rng):
     y = rp.Sinusoidal(8)(x, start=3)
     assert y.dtype == np.float32
     close(y, x + rp.Sinusoidal(8).encode(np.arange(3, 8)).astype(np.float32), 1e-6)
-    np.testing.assert_array_equal(rp.Sinusoidal(8).encode(8, np.float32)[3:], rp.Sinusoidal(8).encode(np.arange(3, 8), np.float32))
+    np.testing.assert_array_equal(
+        rp.Sinusoidal(8).encode(8, np.float32)[3:], rp.Sinusoidal(8).encode(np.arange(3, 8), np.float32)
+    )
 
 
 def test_sinusoidal_far_away_is_exact_in_float64():

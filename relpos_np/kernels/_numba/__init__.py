@@ -45,6 +45,11 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
         if lse is not None and lse.size:
             _lse_only(problem, terms, lse)
         return
+    if not problem.site.k_len:
+        out.fill(0)
+        if lse is not None:
+            lse.fill(-np.inf)
+        return
     threads = available_threads()
     plan = make_plan(problem, terms, out, lse, threads)
     if plan.flops_per_block * plan.blocks < SERIAL_FLOPS:

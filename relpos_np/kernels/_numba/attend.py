@@ -41,7 +41,7 @@ from relpos_np.kernels._numba.rows import (
     take,
     transpose_square,
 )
-from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_GROUP, ROW_QUANTUM, TARGET
+from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_GROUP, ROW_QUANTUM, SUM_VECTORS, TARGET
 from relpos_np.kernels._numba.tiles import accumulate, score_panel, score_panel_max
 
 SCORE_ROWS = TARGET.score_rows
@@ -120,20 +120,20 @@ def load_queries(out: Any, x: Any, row: int, rows: int, depth: int, scale: float
 
 @helper
 def skew_block(
-    p: Any, base: Any, w: Any, weights: Any, i0: int, rows: int, j0: int, cols: int, first: bool, lanes: int
+    p: Any, base: Any, w: Any, weights: Any, i0: int, rows: int, j0: int, cols: int, moved: int, lanes: int
 ) -> None:
     """Products of the block's queries with one weight row per distance.
 
     Column c of the buffer belongs to distance j - i = j0 - i0 - (block - 1) + c, so that row i of the
-    tile reads it from column block - 1 - i on. The next block of keys keeps what it shares with this one.
+    tile reads it from column block - 1 - i on. A tile `moved` keys further keeps what it shares with the one before.
     """
     block, depth, width = p.block_queries, p.skew_depth, PANEL_VECTORS * lanes
     products, packed, stride = at(base, w[SKEW]), at(base, w[SKEW_W]), p.block_queries + BLOCK_KEYS
     start = (block - rows) // width * width
-    if not first:
+    if moved:
         for i in range(rows):
             line = at(products, i * stride)
-            scale_row(line, at(line, BLOCK_KEYS), block, 1.0)
+            scale_row(line, at(line, moved), block, 1.0)
         start = block
     stop = block + round_up(cols, width)
     origin = j0 - i0 - (block - 1) + p.q_len - 1
@@ -252,11 +252,13 @@ def finish_rows(
     p: Any, values: Any, base: Any, w: Any, b: int, h: int, i0: int, rows: int, v_width: int, lanes: int
 ) -> None:
     """Add the value terms, divide by the sums and write the output and the log-sum-exp."""
+    fill_row(base, w[FADE], w[FADE] + round_up(rows, ROW_QUANTUM), 1.0)
     for n in range(p.value_count):
         a = values[n]
         weights = at(pointer_like(base, a.weights), h * a.weights_head)
+        binned = at(base, w[BINS] + a.bins)
         accumulate(
-            at(base, w[BINS] + a.bins), p.bins, weights, v_width, at(base, w[OUT]), v_width, rows, v_width, a.rows
+            binned, p.bins, weights, v_width, at(base, w[OUT]), v_width, at(base, w[FADE]), rows, v_width, a.rows
         )
     out = at(pointer_like(base, p.out), b * p.out_batch + h * p.out_head)
     for i in range(rows):
@@ -292,18 +294,28 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     fill_row(base, w[OUT], w[OUT] + round_up(rows, ROW_QUANTUM) * v_width, 0.0)
     fill_row(base, w[TOTAL], w[TOTAL] + rows * lanes, 0.0)
     fill_row(base, w[TOP], w[TOP] + block, MINUS_INFINITY)
+    fill_row(base, w[FADE], w[FADE] + block, 1.0)
     fill_row(base, w[BINS], w[BINS] + round_up(rows, ROW_QUANTUM) * p.bins, 0.0)
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0
-    first = max(get(batches, KEY_BEGIN * p.count + b), i0 + p.offset - p.left)
-    last = min(get(batches, KEY_END * p.count + b), i0 + rows + p.offset + p.right)
+    # Tiles lie on a grid that begins at the first key that any query may attend, and a tile ends where whole
+    # panels end: a row's sums are the same bits whatever other rows share its block.
+    origin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
+    end = min(get(batches, KEY_END * p.count + b), p.q_len + p.offset + p.right)
+    panels_end = origin + (end - origin) // width * width
+    last = min(end, i0 + rows + p.offset + p.right)
+    j0 = origin + max(i0 + p.offset - p.left - origin, 0) // BLOCK_KEYS * BLOCK_KEYS
+    moved = 0
 
-    for j0 in range(first, last, BLOCK_KEYS):
+    while j0 < last:
         cols = min(BLOCK_KEYS, last - j0)
-        wide = round_up(cols, lanes)
+        if j0 < panels_end and not p.bias_tail:
+            cols = min(cols, panels_end - j0)  # leave a ragged end to a small tile of its own
+        wide = round_up(cols, SUM_VECTORS * lanes)
         pack_panels(at(base, w[KEYS]), k, p.k_row, j0, j0 + cols, p.k_len, depth, width, lanes)
         # A tile takes the short way if every query may attend every key and no column is left over.
         open_ = j0 >= i0 + rows - 1 + p.offset - p.left and j0 + cols <= i0 + p.offset + p.right + 1
-        short = plain and open_ and (cols % width == 0 or (p.bias_tail and j0 + cols == p.k_len))
+        whole = cols % width == 0 or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
+        short = plain and open_ and whole
         fill_row(base, w[TOPS], w[TOPS] + round_up(rows, SCORE_ROWS) * lanes, MINUS_INFINITY)
         if short:
             for c in range(0, cols, width):
@@ -324,34 +336,42 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
             for c in range(0, cols, width):
                 score_plain(at(base, w[QUERIES]), at(base, w[KEYS] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows)
             if p.skew_depth:
-                skew_block(p, base, w, weights, i0, rows, j0, cols, j0 == first, lanes)
+                skew_block(p, base, w, weights, i0, rows, j0, cols, moved, lanes)
             open_rows(p, adds, base, w, bias, b, h, mask, i0, rows, j0, cols, lanes)
 
         for i in range(rows):
             put(base, w[BEST] + i, lane_max(at(base, w[TOPS] + i * lanes)))
         advance(at(base, w[BEST]), at(base, w[TOP]), fade, round_up(rows, lanes))
-        for i in range(rows):
-            f = get(fade, i)
-            if f != 1.0:
-                scale_row(at(out, i * v_width), at(out, i * v_width), v_width, f)
-                scale_row(at(base, w[BINS] + i * p.bins), at(base, w[BINS] + i * p.bins), p.bins, f)
-
         check = copy_block(at(base, w[VALUES]), v_width, at(v, j0 * p.v_row), p.v_row, cols, v_depth)
-        if not short and math.isnan(check):
+        poisoned = not short and math.isnan(check)
+        if poisoned:
+            for i in range(rows):
+                if get(fade, i) == 0.0:
+                    fill_row(out, i * v_width, (i + 1) * v_width, 0.0)
             spread_poison(base, w, rows, cols, v_depth, v_width)
         for i in range(rows):
             s = at(scores, i * BLOCK_KEYS)
+            fill_row(s, cols, wide, MINUS_INFINITY)
             exp2_row(s, wide, get(base, w[BEST] + i), at(base, w[TOTAL] + i * lanes), get(fade, i))
             if p.keep:
                 keep = at(bytes_(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
                 scale_row(s, s, cols, p.keep_scale)
                 mask_row(s, keep, cols, 0.0)
-            for n in range(p.value_count):
-                a = values[n]
-                add_binned(
-                    s, a, at(base, w[BINS] + i * p.bins + a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, cols
-                )
-        accumulate(scores, BLOCK_KEYS, at(base, w[VALUES]), v_width, out, v_width, rows, v_width, cols)
+            if p.value_count:
+                bins = at(base, w[BINS] + i * p.bins)
+                scale_row(bins, bins, p.bins, get(fade, i))
+                # Up to the row's own last key: sums must not depend on how far the tile reaches.
+                seen = max(min(cols, i0 + i + p.offset + p.right + 1 - j0), 0)
+                for n in range(p.value_count):
+                    a = values[n]
+                    add_binned(s, a, at(bins, a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, seen)
+        if poisoned:
+            # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
+            for i in range(rows):
+                if get(fade, i) == 0.0:
+                    put(fade, i, 1.0)
+        accumulate(scores, BLOCK_KEYS, at(base, w[VALUES]), v_width, out, v_width, fade, rows, v_width, cols)
+        j0, moved = j0 + cols, cols
     finish_rows(p, values, base, w, b, h, i0, rows, v_width, lanes)
 
 

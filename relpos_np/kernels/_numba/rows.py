@@ -9,9 +9,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from relpos_np.kernels._numba.target import SUM_VECTORS
 from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
 
-_UNROLL = 4
 _i8 = types.int64
 
 
@@ -305,7 +305,7 @@ def advance(typingctx: Any, best: Any, top: Any, fade: Any, n: Any) -> Any:
 
 @intrinsic
 def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: Any) -> Any:
-    """x[:n] = 2**(x - reference); total[:lanes] = total * fade + partial sums; n is a multiple of the lanes."""
+    """x[:n] = 2**(x - reference); total[:lanes] = total * fade + partial sums; n is a multiple of SUM_VECTORS vectors."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, n, reference, total, fade = args
@@ -322,10 +322,8 @@ def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: A
             return out
 
         start = b.fmul(v.load(total, index(0)), v.splat(fade))
-        whole = v.whole(n, _UNROLL * v.lanes)
-        sums = v.loop(index(0), whole, _UNROLL * v.lanes, [start] + [v.const(0)] * (_UNROLL - 1), step)
-        first = v.loop(whole, n, v.lanes, sums[:1], step)
-        pairs = b.fadd(b.fadd(first[0], sums[1]), b.fadd(sums[2], sums[3]))
+        sums = v.loop(index(0), n, SUM_VECTORS * v.lanes, [start] + [v.const(0)] * (SUM_VECTORS - 1), step)
+        pairs = b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3]))
         v.store(pairs, total, index(0))
         return context.get_dummy_value()
 

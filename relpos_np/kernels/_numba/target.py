@@ -48,8 +48,10 @@ SIMD128 = Target("simd128", 16, 4, 3, 2, 12)
 ROW_GROUP = 16
 # Rows of the output are padded to this many, a multiple of every value tile height.
 ROW_QUANTUM = 24
-# Keys per block: a multiple of every panel width above (48, 24, 12, 6).
+# Keys per block: a multiple of every panel width above (48, 24, 12, 6) and of `SUM_VECTORS` vectors.
 BLOCK_KEYS = 192
+# Vectors that are summed side by side: rows of scores are padded to a multiple of so many.
+SUM_VECTORS = 4
 # Bytes that one thread's working set may take; half of the smallest second-level cache in use.
 CACHE_BUDGET = 512 * 1024
 

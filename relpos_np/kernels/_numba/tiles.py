@@ -113,15 +113,16 @@ def score_panel_max(
 
 @intrinsic
 def accumulate(
-    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, count: Any, width: Any, depth: Any
+    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, fade: Any, count: Any, width: Any, depth: Any
 ) -> Any:
-    """C[count, width] += A[count, depth] @ B[depth, width].
+    """C[i, :width] = C[i] * fade[i] + A[i, :depth] @ B[:depth, :width] for i < count.
 
+    The product is summed from 0 and then added, so that no sum is longer than a block and the number of blocks.
     `width` is a multiple of the lanes; `count` is rounded up to the tile's rows, which the buffers must hold.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        a, lda, b, ldb, c, ldc, count, width, depth = args
+        a, lda, b, ldb, c, ldc, fade, count, width, depth = args
         v = Vectors(builder, signature.args[0].dtype.bitwidth)
 
         def columns(vectors: int) -> Any:
@@ -137,17 +138,15 @@ def accumulate(
                         return builder.gep(line, [builder.add(builder.mul(index(r), lda), k)])
 
                     out = builder.gep(c, [builder.add(builder.mul(i, ldc), col)])
-                    where = [
-                        builder.add(builder.mul(index(r), ldc), index(j * v.lanes))
-                        for r in range(rows)
-                        for j in range(vectors)
-                    ]
-                    start = [v.load(out, o) for o in where]
+                    start = [v.const(0)] * (rows * vectors)
                     # Narrow strips only finish a ragged width: not worth the time to compile them unrolled.
                     full = vectors == TARGET.value_vectors
                     acc = _product(v, (rows, vectors), left, right, ldb, depth, start, unrolled=full)
-                    for o, value in zip(where, acc, strict=True):
-                        v.store(value, out, o)
+                    for r in range(rows):
+                        before = v.splat(v.get(fade, builder.add(i, index(r))))
+                        for j in range(vectors):
+                            at = builder.add(builder.mul(index(r), ldc), index(j * v.lanes))
+                            v.store(v.fma(v.load(out, at), before, acc[r * vectors + j]), out, at)
                     return []
 
                 v.loop(index(0), count, rows, [], block)
@@ -166,4 +165,4 @@ def accumulate(
         return context.get_dummy_value()
 
     i8 = types.int64
-    return types.void(a, i8, b, i8, c, i8, i8, i8, i8), generate
+    return types.void(a, i8, b, i8, c, i8, fade, i8, i8, i8), generate

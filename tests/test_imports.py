@@ -1,0 +1,193 @@
+"""Who imports whom, what importing costs, and what works without the packages that are not there."""
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import relpos_np
+
+PACKAGE = Path(relpos_np.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+# A module may import modules of lower levels only; those of one level know nothing of each other.
+LEVELS = (
+    {"errors", "types"},
+    {"terms", "problem"},
+    {"index", "check", "dense", "relshift"},
+    {"schemes.base"},
+    {"schemes"},
+    {"backend", "reference"},
+    {"registry"},
+    {"api", "versions"},
+    {""},
+    {"archive", "testing", "plot"},
+    {"sweep"},
+    {"cli"},
+    {"__main__"},
+)
+# What may be imported late, inside functions: backends find their kernels, versions describe them.
+LATE = {"backend": ("kernels",), "api": ("kernels",), "versions": ("", "kernels"), "dense": ("schemes.base",)}
+
+
+def dotted(path):
+    """A file as a module name without the package's: "schemes.t5", "" for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {dotted(path) for path in MODULES}
+
+
+def imports(path):
+    """(module, late) for each import of the package in a file; late ones stand in functions or TYPE_CHECKING."""
+    found = set()
+
+    def visit(node, late):
+        if isinstance(node, ast.FunctionDef):
+            late = True
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            late = True
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            root, _, rest = name.partition(".")
+            if root == "relpos_np":
+                while rest not in NAMES:  # a name inside a module
+                    rest = rest.rpartition(".")[0]
+                found.add((rest, late))
+        for child in ast.iter_child_nodes(node):
+            visit(child, late)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    return found
+
+
+def level(name):
+    for n, names in enumerate(LEVELS):
+        if name in names or (name.startswith("schemes.") and name != "schemes.base" and "schemes" in names):
+            return n
+    pytest.fail(f"{name}: a new module needs a level")
+    return None
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if "kernels" not in p.parts], ids=lambda p: dotted(p) or "package")
+def test_modules_import_lower_levels_only(path):
+    name = dotted(path)
+    for other, late in imports(path):
+        if late and any(other == x or (x and other.startswith(x)) for x in LATE.get(name, ())):
+            continue
+        if name == "" and other == "backend":
+            continue  # a public name
+        assert not other.startswith("kernels"), f"{name} imports {other}"
+        assert level(other) < level(name), f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if "kernels" in p.parts], ids=dotted)
+def test_kernels_know_terms_only(path):
+    """No scheme, no check, no api; and the two backends know nothing of each other."""
+    name = dotted(path)
+    family = ".".join(name.split(".")[:2])
+    for other, _ in imports(path):
+        assert other in {"errors", "types", "terms", "problem"} or (other.startswith(family) and name != "kernels"), (
+            f"{name} imports {other}"
+        )
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if "schemes" in p.parts], ids=dotted)
+def test_schemes_know_neither_kernels_nor_backend(path):
+    for other, _ in imports(path):
+        assert not other.startswith(("kernels", "backend", "api", "registry", "versions"))
+
+
+@pytest.mark.parametrize("name", ["index", "terms", "problem", "check", "relshift"])
+def test_foundations_know_no_scheme(name):
+    assert not [other for other, _ in imports(PACKAGE / f"{name}.py") if other.startswith("schemes")]
+
+
+def python(code, *options, **environment):
+    """Run code in a new interpreter and return what it printed."""
+    import os
+
+    run = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=PACKAGE.parent,
+        env=os.environ | environment,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout
+
+
+def test_import_is_light():
+    loaded = set(json.loads(python("import sys, json, relpos_np; print(json.dumps(sorted(sys.modules)))")))
+    for heavy in ("numba", "llvmlite", "matplotlib", "scipy", "rich", "numpy.typing", "numpy.ma", "typing_extensions"):
+        bare = set(json.loads(python("import sys, json, numpy; print(json.dumps(sorted(sys.modules)))")))
+        assert heavy not in loaded or heavy in bare, heavy
+
+
+def test_import_costs_at_most_30_ms_more_than_numpy():
+    code = "import numpy, time; t = time.perf_counter(); import relpos_np; print(time.perf_counter() - t)"
+    medians = []
+    for _ in range(4):  # a busy machine gets other chances
+        medians.append(statistics.median(float(python(code)) for _ in range(5)))
+        if medians[-1] <= 0.030:
+            return
+    pytest.fail(f"import took {[round(1000 * m) for m in medians]} ms")
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"numba", "llvmlite", "scipy", "matplotlib", "rich"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocked())
+import numpy as np, relpos_np as rp
+rng = np.random.default_rng(0)
+q, k, v = rng.standard_normal((3, 2, 5, 4))
+"""
+
+
+def test_row_44_the_oracle_works_without_numba():
+    code = BLOCKED + (
+        "table = rng.standard_normal((32, 2))\n"
+        "for backend in ('numpy', 'terms'):\n"
+        "    out = rp.attention(q, k, v, position=rp.T5(table), backend=backend)\n"
+        "    assert np.isfinite(out).all()\n"
+        "    rp.rel_shift(q, variant='conformer', backend=backend)\n"
+        "    rp.logits(q, k, backend=backend)\n"
+        "rp.logits(q, k)\n"
+        "rp.show_versions()\n"
+        "with rp.use_backend('numpy'): rp.attention(q, k, v)\n"
+        "print('ok')"
+    )
+    assert python(code).endswith("ok\n")
+    assert python(BLOCKED + "rp.attention(q, k, v); print('ok')", RELPOS_BACKEND="numpy") == "ok\n"
+
+
+@pytest.mark.parametrize(
+    "call", ["rp.attention(q, k, v)", "rp.attention(q, k, v, backend='numba')", "rp.rel_shift(q[..., :4, :])"]
+)
+def test_row_44_asking_for_a_kernel_names_the_remedy(call):
+    code = BLOCKED + f"try:\n    {call}\nexcept rp.RelposImportError as error:\n    print(error)"
+    message = python(code)
+    assert "pip install numba" in message
+    assert "backend='numpy'" in message
+
+
+def test_every_module_says_what_it_is_for():
+    for path in MODULES:
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
+        assert first, path
+        assert first[0].endswith("."), path

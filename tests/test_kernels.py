@@ -1,0 +1,425 @@
+"""The compiled kernels: block edges, bits, threads, processes, other vector units, memory, and their cache."""
+
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests.strategies import Case, Position, float64_tolerance
+from tests.test_equivalence import KINDS, assert_close, assert_float32_promise
+
+numba = pytest.importorskip("numba")
+ROOT = Path(rp.__file__).parent.parent
+EPS32 = np.finfo(np.float32).eps
+# Around vectors, panels, groups of rows and blocks of every target.
+EDGES = (1, 11, 13, 23, 24, 25, 47, 48, 49, 95, 97, 191, 192, 193, 385)
+FITTING = {
+    "plain": KINDS["plain"],
+    "shaw": KINDS["shaw"],
+    "t5": KINDS["t5"],
+    "conformer": KINDS["conformer"],
+    "xlnet": KINDS["xlnet"],
+}
+
+
+def grid(length, reach):
+    return Position(
+        "window", {"query_grid": (length,), "key_grid": (reach,), "key_coords": None, "extent": (max(length, reach),)}
+    )
+
+
+def case_of(position, q_len, k_len, **options):
+    options = {"depth": 17, "v_dim": 9, "kv_heads": 1, "group": 2} | options
+    return Case(5, ((), (), ()), (), q_len=q_len, k_len=k_len, positions=(position,), **options)
+
+
+@pytest.mark.parametrize("k_len", EDGES)
+def test_lengths_around_block_edges(k_len):
+    """Every scheme, float32 and float64, with queries around the same edges."""
+    for n, q_len in enumerate((1, 25, 48, 49, 193)):
+        for m, (name, position) in enumerate([*FITTING.items(), ("window", grid(q_len, k_len))]):
+            case = case_of(position, q_len, k_len, causal=(n + m) % 2 == 0, window=(None, None) if n % 2 else (30, 100))
+            assert_float32_promise(case)
+            if (n + m) % 3 == 0:
+                expected, lse = case.attention(np.float64, "numpy")
+                found, found_lse = case.attention(np.float64, "numba")
+                tolerance = float64_tolerance(case)
+                assert_close(found, expected, tolerance[0])
+                assert_close(found_lse, lse, tolerance[1])
+            assert name
+
+
+@pytest.mark.parametrize("k_len", [48, 50, 192, 200, 250])
+@pytest.mark.parametrize("begin", [1, 17, 47, 48])
+def test_keys_that_begin_inside_a_panel(k_len, begin):
+    """The first keys are excluded for all queries, by a window or a mask, and the rest is no whole number of panels."""
+    for q_len in (1, 3, 49):
+        for position in (grid(q_len, k_len), KINDS["t5"], KINDS["plain"], KINDS["shaw"]):
+            base = case_of(position, q_len, k_len, depth=8, v_dim=4)
+            q, k, v = base.operands(np.float64)
+            for options in (
+                {"mask": np.arange(k_len) >= begin},
+                {"window": (k_len - q_len - begin, None), "offset": k_len - q_len} if q_len + begin <= k_len else {},
+            ):
+                arguments = base.options(np.float64) | options
+                expected = rp.attention(q, k, v, **arguments, backend="numpy", return_lse=True)
+                found = rp.attention(q, k, v, **arguments, backend="numba", return_lse=True)
+                for a, b in zip(found, expected, strict=True):
+                    np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 15, 16, 17, 31, 33, 63, 64, 65, 128, 130])
+@pytest.mark.parametrize("v_dim", [1, 15, 17, 33, 63, 65, 129])
+def test_tails_of_head_dimensions(depth, v_dim):
+    case = case_of(FITTING["shaw"], 50, 51, depth=depth, v_dim=v_dim)
+    assert_float32_promise(case)
+
+
+def test_wide_heads():
+    for depth, v_dim in ((512, 256), (1024, 1)):
+        assert_float32_promise(case_of(FITTING["t5"], 100, 200, depth=depth, v_dim=v_dim))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", FITTING)
+def test_poisoned_output_is_written_completely(name, dtype):
+    for q_len, k_len in ((1, 1), (25, 49), (193, 193), (97, 385)):
+        case = case_of(FITTING[name], q_len, k_len, depth=8, v_dim=33)
+        q, k, v = case.operands(dtype)
+        expected = rp.attention(q, k, v, **case.options(dtype))
+        out = np.full(expected.shape, np.nan, dtype)
+        rp.attention(q, k, v, **case.options(dtype), out=out)
+        np.testing.assert_array_equal(out, expected)
+        # Its neighbours in memory are left alone.
+        room = np.full((out.size + 128,), 7.0, dtype)
+        rp.attention(q, k, v, **case.options(dtype), out=room[64:-64].reshape(out.shape))
+        np.testing.assert_array_equal(room[64:-64].reshape(out.shape), expected)
+        assert (room[:64] == 7).all()
+        assert (room[-64:] == 7).all()
+
+
+BITS = {
+    "plain": (KINDS["plain"], {}),
+    "causal": (KINDS["t5"], {"causal": True}),
+    "window": (KINDS["shaw"], {"window": 40}),
+    "conformer": (KINDS["conformer"], {}),
+    "mask": (KINDS["t5"], {"key_lengths": 200}),
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_row_38_same_bits_again_and_from_eight_threads(name):
+    position, options = BITS[name]
+    case = case_of(position, 300, 300, kv_heads=3, **options)
+    q, k, v = case.operands(np.float32)
+    arguments = case.options(np.float32)
+
+    def run(_=None):
+        out, lse = rp.attention(q, k, v, **arguments, return_lse=True)
+        return out.tobytes() + lse.tobytes()
+
+    first = run()
+    assert {run() for _ in range(30)} == {first}
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(run, range(64))) == {first}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_same_bits_for_any_number_of_threads(name):
+    """With one head of 700 queries more threads mean smaller blocks of queries."""
+    position, options = BITS[name]
+    case = case_of(position, 700, 700, group=1, **options)
+    q, k, v = case.operands(np.float32)
+    found = []
+    before = numba.get_num_threads()
+    try:
+        for threads in range(1, before + 1):
+            numba.set_num_threads(threads)
+            found.append(rp.attention(q, k, v, **case.options(np.float32)))
+    finally:
+        numba.set_num_threads(before)
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_batch_item_has_the_bits_it_has_alone(name):
+    position, options = BITS[name]
+    case = case_of(position, 300, 300, kv_heads=1, **options)
+    case = Case(**{**vars(case), "leads": ((7,),) * 3, "batch": (7,)})
+    q, k, v = case.operands(np.float32)
+    arguments = case.options(np.float32)
+    whole = rp.attention(q, k, v, **arguments)
+    for b in (0, 3, 6):
+        np.testing.assert_array_equal(rp.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], **arguments)[0], whole[b])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exponential_over_its_whole_range(dtype):
+    """Two keys with logits 0 and -x: the second one's weight is e^-x / (1 + e^-x)."""
+    info = np.finfo(dtype)
+    end = -float(np.log(np.longdouble(info.tiny)))
+    x = np.concatenate([np.linspace(0, end, 20001), np.arange(0, 2 * end, 0.5)]).astype(dtype)
+    k = np.stack([np.zeros_like(x), -x], axis=-1)[:, None, :, None]
+    v = np.broadcast_to(np.array([0, 1], dtype)[:, None], k.shape)
+    out = rp.attention(np.ones((len(x), 1, 1, 1), dtype), k, v, scale=1.0, backend="numba").ravel()
+    with np.errstate(under="ignore"):
+        weight = np.exp(-x.astype(np.longdouble))
+    expected = (weight / (1 + weight)).astype(np.float64)
+    assert out[0] == 0.5
+    with np.errstate(under="ignore"):
+        tolerance = 4 * float(info.eps) * (1 + x) * expected
+    assert_close(out, expected, np.maximum(tolerance, float(info.tiny)))
+    beyond = -float(np.log(np.longdouble(info.smallest_subnormal))) + 1
+    assert (out[x > beyond] == 0).all()
+    assert (x > beyond).any()
+    assert (out >= 0).all()
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def child(code, *options, timeout=300, **environment):
+    """Run code in a process of its own; returns (exit status, output, log and errors)."""
+    prelude = (
+        "import os, sys, logging, numpy as np, relpos_np as rp\n"
+        "logging.basicConfig(level='INFO', stream=sys.stderr)\n"
+        "rng = np.random.default_rng(0)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, *options, "-c", prelude + code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+    return run.returncode, run.stdout, run.stderr
+
+
+# Large enough for the parallel path.
+PARALLEL = "q, k, v = rng.standard_normal((3, 4, 600, 32)).astype(np.float32)\nexpected = rp.attention(q, k, v)\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("layer", ["default", "omp", "workqueue"])
+def test_row_39_a_forked_child_computes(layer):
+    code = PARALLEL + (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    os._exit(0 if np.array_equal(rp.attention(q, k, v), expected) else 3)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "assert np.array_equal(rp.attention(q, k, v), expected)\n"
+        "print(os.waitstatus_to_exitcode(status))\n"
+    )
+    layers = {} if layer == "default" else {"NUMBA_THREADING_LAYER": layer}
+    status, out, log = child(code, **layers)
+    if "No threading layer could be loaded" in log:
+        pytest.skip(f"{layer} is not available")
+    assert status == 0, log
+    assert out == "0\n"
+
+
+@pytest.mark.parametrize("layer", ["default", "workqueue"])
+def test_row_38_threads_of_python_call_at_once(layer):
+    code = PARALLEL + (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    outs = list(pool.map(lambda _: rp.attention(q, k, v), range(80)))\n"
+        "print(all(np.array_equal(out, expected) for out in outs))\n"
+    )
+    status, out, log = child(code, **({} if layer == "default" else {"NUMBA_THREADING_LAYER": layer}))
+    assert status == 0, log
+    assert out == "True\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals to itself")
+def test_row_40_interrupt_reaches_a_long_call():
+    code = PARALLEL + (
+        "import signal, threading, time\n"
+        "q, k, v = (rng.standard_normal((4, 16384, 64), dtype=np.float32) for _ in range(3))\n"
+        "sent = []\n"
+        "def send():\n"
+        "    time.sleep(0.3); sent.append(time.perf_counter()); signal.raise_signal(signal.SIGINT)\n"
+        "threading.Thread(target=send, daemon=True).start()\n"
+        "try:\n"
+        "    while True: rp.attention(q, k, v)\n"
+        "except KeyboardInterrupt:\n"
+        "    print(time.perf_counter() - sent[0])\n"
+        "a = rng.standard_normal((1, 5, 4), dtype=np.float32)\n"
+        "assert np.isfinite(rp.attention(a, a, a)).all()\n"
+    )
+    status, out, log = child(code)
+    assert status == 0, log
+    assert float(out) < 1.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_grows_with_the_length_and_not_its_square(causal):
+    """Scores of (1, 2, 4096, 4096) would take 128 MiB; extra bytes <= 1.2 x output + packed keys + 8 MiB."""
+    code = (
+        "def memory(key):\n"
+        "    return next(int(x.split()[1]) * 1024 for x in open('/proc/self/status') if x.startswith(key))\n"
+        "q, k, v = (rng.standard_normal((1, 2, 4096, 64), dtype=np.float32) for _ in range(3))\n"
+        "t5 = rp.T5(rng.standard_normal((32, 2)).astype(np.float32))\n"
+        "rp.attention(q[:, :, :200], k[:, :, :200], v[:, :, :200], position=t5)\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"
+        "before = memory('VmRSS')\n"
+        f"out = rp.attention(q, k, v, position=t5, causal={causal})\n"
+        "print(memory('VmHWM') - before, out.nbytes)\n"
+    )
+    x = np.ones((1, 5, 4), np.float32)
+    rp.attention(x, x, x)  # the kernel is compiled here, so that the child only loads it
+    status, out, log = child(code)
+    if "PermissionError" in log:
+        pytest.skip("the peak cannot be reset")
+    assert status == 0, log
+    extra, size = map(int, out.split())
+    assert extra <= 1.2 * size + size + 8 * 2**20, f"{extra / 2**20:.1f} MiB"
+
+
+# ---------------------------------------------------------------------------------------------- other vector units
+
+
+def _host_has(*features):
+    import llvmlite.binding as llvm
+
+    if platform.machine().lower() not in {"x86_64", "amd64"}:
+        return False
+    host = dict(llvm.get_host_cpu_features())
+    return all(host.get(feature) for feature in features)
+
+
+UNITS = {
+    "avx2": {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},
+    "simd128": {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""},
+}
+
+
+# Schemes, dtypes, block edges, the exponential and values that are not finite; one dtype for the rarer unit.
+SELECTED = {
+    "avx2": "at_most_twice or one_scheme or keeps_its_promise or tails or exponential or block_edges or begin_inside"
+    " or (row_7 and numba) or (row_8 and numba)",
+    "simd128": "at_most_twice or keeps_its_promise or tails or (float32 and (exponential or row_7) and numba)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _host_has("avx2", "fma"), reason="the host cannot run them")
+@pytest.mark.parametrize("unit", UNITS)
+def test_other_vector_units(unit):
+    """The same code for 8 and 4 lanes, in a process that compiles for them and runs other tests again."""
+    status, out, log = child("from relpos_np.kernels._numba.target import TARGET; print(TARGET.name)", **UNITS[unit])
+    assert (status, out) == (0, f"{unit}\n"), log
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"),
+            *("tests/test_equivalence.py", "tests/test_kernels.py", "tests/test_masks.py", "-k", SELECTED[unit]),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | UNITS[unit],
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+# ---------------------------------------------------------------------------------------------- the cache
+
+# The smallest kernel, so that compiling it again and again costs little.
+SHIFT = (
+    "x = rng.standard_normal((3, 5, 9))\n"
+    "found, expected = (rp.rel_shift(x, variant='conformer', backend=b) for b in ('numba', 'numpy'))\n"
+    "print(np.array_equal(found, expected))"
+)
+
+
+def _shift(folder, *options):
+    status, out, log = child(SHIFT, *options, RELPOS_CACHE_DIR=str(folder))
+    assert (status, out) == (0, "True\n"), log
+    return log
+
+
+def test_second_process_loads_what_the_first_compiled(tmp_path):
+    assert "compiled _shift" in _shift(tmp_path / "new" / "folder")
+    assert "compil" not in _shift(tmp_path / "new" / "folder")
+    assert [p.suffix for p in (tmp_path / "new" / "folder").iterdir()] == [".bin"]
+
+
+def test_attention_is_loaded_as_well():
+    x = np.ones((1, 5, 4), np.float32)
+    rp.attention(x, x, x)
+    status, out, log = child("x = np.ones((1, 5, 4), np.float32); print(rp.attention(x, x, x).sum())")
+    assert (status, out) == (0, "20.0\n"), log
+    assert "compil" not in log
+
+
+def test_row_43_damaged_entries_are_replaced(tmp_path):
+    _shift(tmp_path)
+    (entry,) = tmp_path.iterdir()
+    content = entry.read_bytes()
+    middle = len(content) // 2
+    for damaged in (
+        content[:middle],
+        b"",
+        content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :],
+        b"\x80\x04." + b"x" * 100,
+    ):
+        entry.write_bytes(damaged)
+        log = _shift(tmp_path)
+        assert "damaged" in log
+        assert "compiled _shift" in log
+        assert len(entry.read_bytes()) > middle
+    assert "compil" not in _shift(tmp_path)
+    entry.unlink()
+    entry.mkdir()  # neither readable nor replaceable
+    assert "compiled _shift" in _shift(tmp_path)
+
+
+def test_row_43_stale_entries_are_not_read(tmp_path):
+    """The name of an entry holds a digest of the kernels' sources, versions and processor."""
+    _shift(tmp_path)
+    (entry,) = tmp_path.iterdir()
+    digest = entry.stem.partition("-")[2]
+    assert len(digest) >= 16
+    entry.rename(entry.with_name(entry.name.replace(digest, "0" * len(digest))))
+    assert "compiled _shift" in _shift(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["below a file", "a file", "too long"])
+def test_row_43_cache_that_cannot_be_written(folder, tmp_path):
+    """Kernels are compiled for the process, and one warning says so."""
+    file = tmp_path / "file"
+    file.write_text("")
+    path = {"below a file": file / "cache", "a file": file, "too long": tmp_path / ("x" * 5000)}[folder]
+    log = _shift(path, "-W", "always")
+    assert log.count("CacheWarning") == 1, log
+    assert "RELPOS_CACHE_DIR" in log
+
+
+def test_row_43_two_processes_share_a_cold_cache(tmp_path):
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: _shift(tmp_path), range(3)))
+    assert len(list(tmp_path.iterdir())) == 1  # no temporary file is left
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_row_46_hash_seed_and_locale_change_no_bits(seed):
+    code = PARALLEL + "import hashlib; print(hashlib.sha256(expected.tobytes()).hexdigest())"
+    status, out, log = child(code, PYTHONHASHSEED=seed, LC_ALL="C" if seed == "0" else "C.UTF-8", LANG="de_DE.UTF-8")
+    assert status == 0, log
+    import hashlib
+
+    q, k, v = np.random.default_rng(0).standard_normal((3, 4, 600, 32)).astype(np.float32)
+    assert out.strip() == hashlib.sha256(rp.attention(q, k, v).tobytes()).hexdigest()
