@@ -105,28 +105,27 @@ def measure_shape(shape, rounds, numpy_rounds):
 def table(record):
     """The README's lines for a record."""
     versions = record["versions"]
-    lines = [
+    machine = (
         f"{versions['processor']}, {record['shapes']['A']['threads']} threads, float32, T5 bias of 32 buckets, "
         f"{versions['kernels']['vectors']} vectors, numba {versions['numba']}, {record['date']}. The limit is a loop of "
-        "FMA instructions on registers, timed in turn with the kernel; a shared machine, hence medians and bests.",
-        "",
+        "FMA instructions on registers, timed in turn with the kernel; a shared machine, hence medians and bests."
+    )
+    head = (
         "| batch × heads × length × head_dim | median ms (best) | of the limit, median (best) | × NumPy reference "
-        "| extra memory | max error |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| extra memory | max error |"
+    )
+    rows = [
+        f"| {' × '.join(map(str, figures['shape']))} | {figures['median_ms']:.1f} ({figures['best_ms']:.1f}) "
+        f"| {figures['fraction_of_fma_median']:.0%} ({figures['fraction_of_fma_best']:.0%}) "
+        f"| {figures['times_numpy']:.0f} | {figures['extra_memory_mib']:.1f} MiB | {figures['max_error']:.1e} |"
+        for figures in record["shapes"].values()
     ]
-    for figures in record["shapes"].values():
-        lines.append(
-            f"| {' × '.join(map(str, figures['shape']))} | {figures['median_ms']:.1f} ({figures['best_ms']:.1f}) "
-            f"| {figures['fraction_of_fma_median']:.0%} ({figures['fraction_of_fma_best']:.0%}) "
-            f"| {figures['times_numpy']:.0f} | {figures['extra_memory_mib']:.1f} MiB | {figures['max_error']:.1e} |"
-        )
-    lines += [
-        "",
+    start = (
         f"A new process pays {record['import_over_numpy_ms']:.0f} ms for `import relpos_np` beyond NumPy's, and "
         f"{record['first_call_warm_s']:.2f} s for its first call, or {record['first_call_cold_s']:.1f} s if the kernel "
-        "must be compiled.",
-    ]
-    return lines
+        "must be compiled."
+    )
+    return [machine, "", head, "| --- | --- | --- | --- | --- | --- |", *rows, "", start]
 
 
 def write_readme(record):
@@ -134,7 +133,9 @@ def write_readme(record):
     path = HERE.parent / "README.md"
     head, rest = path.read_text(encoding="utf-8").split("<!-- figures: written by asv_bench/measure.py -->\n")
     _, tail = rest.split("<!-- end of figures -->")
-    figures = "\n".join(["<!-- figures: written by asv_bench/measure.py -->", "", *table(record), "", "<!-- end of figures -->"])
+    figures = "\n".join(
+        ["<!-- figures: written by asv_bench/measure.py -->", "", *table(record), "", "<!-- end of figures -->"]
+    )
     path.write_text(head + figures + tail, encoding="utf-8")
 
 

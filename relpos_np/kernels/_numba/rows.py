@@ -305,7 +305,7 @@ def advance(typingctx: Any, best: Any, top: Any, fade: Any, n: Any) -> Any:
 
 @intrinsic
 def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: Any) -> Any:
-    """x[:n] = 2**(x - reference); total[:lanes] = total * fade + partial sums; n is a multiple of SUM_VECTORS vectors."""
+    """x[:n] = 2**(x - reference); total[:lanes] = total * fade + partial sums; n fills whole groups of SUM_VECTORS."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, n, reference, total, fade = args
