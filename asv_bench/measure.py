@@ -107,8 +107,8 @@ def table(record):
     versions = record["versions"]
     machine = (
         f"{versions['processor']}, {record['shapes']['A']['threads']} threads, float32, T5 bias of 32 buckets, "
-        f"{versions['kernels']['vectors']} vectors, numba {versions['numba']}, {record['date']}. The limit is a loop of "
-        "FMA instructions on registers, timed in turn with the kernel; a shared machine, hence medians and bests."
+        f"{versions['kernels']['vectors']} vectors, numba {versions['numba']}, {record['date']}. The limit is a loop "
+        "of FMA instructions on registers, timed in turn with the kernel; a shared machine, hence medians and bests."
     )
     head = (
         "| batch × heads × length × head_dim | median ms (best) | of the limit, median (best) | × NumPy reference "
