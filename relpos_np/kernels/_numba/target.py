@@ -5,7 +5,6 @@ This is the one place where vector width, register tiles and cache blocks are ch
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
@@ -94,10 +93,3 @@ def block_queries(q_len: int, depth: int, v_depth: int, itemsize: int, problems:
     while rows > step and problems * -(-q_len // rows) < 4 * threads:
         rows -= step
     return min(rows, -(-q_len // step) * step)
-
-
-def cpu_count() -> int:
-    """Processors this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
