@@ -10,7 +10,7 @@ import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np import check, dense, relshift
-from relpos_np.errors import RelposTypeError
+from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import Problem
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Terms
@@ -29,6 +29,8 @@ def _schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
                 f"position: expected a scheme such as relpos_np.T5, found {type(scheme).__name__}{hint}"
             )
         scheme.check(problem.site)
+    if sum(scheme.content for scheme in schemes) > 1:
+        raise RelposValueError("position: two of the schemes change the content product and cannot be combined")
     return schemes
 
 

@@ -50,7 +50,10 @@ def scores(problem: Problem, schemes: Sequence[Scheme]) -> Array:
     site = problem.site
     q, k = problem.q, repeat_heads(problem.k, site.heads)
     with np.errstate(all="ignore"):
-        s = np.matmul(q, np.swapaxes(k, -1, -2)) * site.dtype.type(site.scale)
+        content = q, k
+        for scheme in schemes:
+            content = scheme.transform(*content, site)
+        s = np.matmul(content[0], np.swapaxes(content[1], -1, -2)) * site.dtype.type(site.scale)
         for scheme in schemes:
             added = scheme.scores(q, k, site)
             if added is not None:

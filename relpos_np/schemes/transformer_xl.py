@@ -114,6 +114,8 @@ class TransformerXL(Scheme):
     Gulati et al., "Conformer", Interspeech 2020. Yang et al., "XLNet", NeurIPS 2019.
     """
 
+    content = True
+
     def __init__(self, u: Any, v: Any, rows: Any, *, variant: str = "transformer_xl") -> None:
         self.variant = check.choice("variant", variant, VARIANTS)
         self.u = check.table("u", u, "heads head_dim")
