@@ -20,7 +20,7 @@ LEVELS = (
     {"index", "check", "dense", "relshift"},
     {"schemes.base"},
     {"schemes"},
-    {"backend", "reference"},
+    {"backend", "complexity", "reference"},
     {"registry"},
     {"api", "versions"},
     {""},
@@ -136,8 +136,12 @@ def test_import_is_light():
         assert heavy not in loaded or heavy in bare, heavy
 
 
-def test_import_costs_at_most_30_ms_more_than_numpy():
+def test_import_costs_at_most_30_ms_more_than_numpy(tmp_path, monkeypatch):
+    # As an installed package has it: compiled to bytecode, which the first run below writes.
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     code = "import numpy, time; t = time.perf_counter(); import relpos_np; print(time.perf_counter() - t)"
+    python(code)
     medians = []
     for _ in range(4):  # a busy machine gets other chances
         medians.append(statistics.median(float(python(code)) for _ in range(5)))
