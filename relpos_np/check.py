@@ -10,7 +10,7 @@ import numpy as np
 
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import UNBOUNDED, Problem, Site
-from relpos_np.types import Array
+from relpos_np.types import Array, Bools
 
 _FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
 _HALVES = ("float16", "bfloat16")
@@ -86,6 +86,18 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {value!r}")
     return str(value)
+
+
+def survivors(dropout: Any, rng: Any, shape: tuple[int, ...]) -> tuple[float, Bools | None]:
+    """The rate of dropout and which elements it keeps; None for all, without drawing numbers."""
+    rate = 0.0 if dropout == 0.0 else real("dropout", dropout)
+    if not rate:
+        return 0.0, None
+    if not 0.0 < rate < 1.0:
+        raise RelposValueError(f"dropout: expected a rate in [0, 1), found {rate}")
+    if not isinstance(rng, np.random.Generator):
+        raise RelposTypeError("rng: dropout needs a numpy.random.Generator, as from np.random.default_rng(seed)")
+    return rate, rng.random(shape) >= rate
 
 
 def _band(causal: bool, window: Any) -> tuple[int, int]:
@@ -208,14 +220,7 @@ def problem(
     if abs(site.offset) >= UNBOUNDED >> 1:
         raise RelposValueError(f"offset: {site.offset} is too large")
     scores = (*batch, heads, q_len, k_len)
-    rate = 0.0 if dropout == 0.0 else real("dropout", dropout)
-    keep = None
-    if rate:
-        if not 0.0 < rate < 1.0:
-            raise RelposValueError(f"dropout: expected a rate in [0, 1), found {rate}")
-        if not isinstance(rng, np.random.Generator):
-            raise RelposTypeError("rng: dropout needs a numpy.random.Generator, as from np.random.default_rng(seed)")
-        keep = rng.random(scores) >= rate
+    rate, keep = survivors(dropout, rng, scores)
     return (
         Problem(
             q=q,

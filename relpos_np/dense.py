@@ -75,6 +75,11 @@ def softmax(s: Array) -> tuple[Array, Array]:
         return p, (safe + np.log(total))[..., 0]
 
 
+def drop(x: Array, rate: float, keep: Bools | None) -> Array:
+    """Dropout: elements not kept become 0, the others are divided by 1 - rate; None keeps all as they are."""
+    return x if keep is None else np.where(keep, x * x.dtype.type(1.0 / (1.0 - rate)), x.dtype.type(0))
+
+
 def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
     """Sum of p_ij v_j over attended keys: a value that is not finite reaches only the queries that attend it."""
     finite = np.isfinite(v)

@@ -35,6 +35,13 @@ def clip_map(q_len: int, k_len: int, offset: int, k: int, outside: str) -> Toepl
 
 
 @lru_cache(maxsize=64)
+def difference_map(q_len: int, k_len: int) -> Toeplitz:
+    """A row of its own for each relative position, in the order of `relative_positions`."""
+    rows = q_len + k_len - 1 if q_len and k_len else 0
+    return _toeplitz(np.arange(rows), rows)
+
+
+@lru_cache(maxsize=64)
 def distance_map(q_len: int, k_len: int, offset: int, first: int, rows: int, furthest: int) -> Toeplitz:
     """Row ``first + d`` for d <= furthest, where it exists: rows that are stored by descending distance i - j."""
     d = relative_positions(q_len, k_len, offset)

@@ -8,8 +8,14 @@ from types import MappingProxyType
 
 from relpos_np.backend import BACKENDS
 from relpos_np.relshift import VARIANTS
+from relpos_np.schemes.alibi import FORMS as ALIBI_FORMS
+from relpos_np.schemes.alibi import ALiBi
+from relpos_np.schemes.kerple import FORMS as KERPLE_FORMS
+from relpos_np.schemes.kerple import KERPLE
 from relpos_np.schemes.learned import LearnedAbsolute
 from relpos_np.schemes.plain import Plain
+from relpos_np.schemes.rotary import LAYOUTS as ROTARY_LAYOUTS
+from relpos_np.schemes.rotary import Rotary
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import LAYOUTS, Sinusoidal
 from relpos_np.schemes.t5 import T5
@@ -59,7 +65,10 @@ _ALL = (
     _info("shaw", Shaw, "Shaw et al., NAACL 2018", ("clip", "zero")),
     _info("t5", T5, "Raffel et al., JMLR 2020", ("exact", "float32")),
     _info("transformer_xl", TransformerXL, "Dai et al., ACL 2019", VARIANTS),
+    _info("rotary", Rotary, "Su et al., 2021 (Neurocomputing 2024)", ROTARY_LAYOUTS),
     _info("window", WindowBias, "Liu et al., ICCV 2021; Geng et al., CVPR 2022", ("swin", "video", "rstt")),
+    _info("alibi", ALiBi, "Press et al., ICLR 2022", ALIBI_FORMS),
+    _info("kerple", KERPLE, "Chi et al., NeurIPS 2022", KERPLE_FORMS),
     _info("sinusoidal", Sinusoidal, "Vaswani et al., NeurIPS 2017", LAYOUTS, kind="absolute"),
     _info("learned", LearnedAbsolute, "Gehring et al., ICML 2017", kind="absolute"),
 )

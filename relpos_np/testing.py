@@ -15,9 +15,12 @@ from relpos_np import check
 from relpos_np.api import attention, logits
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.registry import SCHEMES
+from relpos_np.schemes.alibi import ALiBi
 from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.kerple import KERPLE
 from relpos_np.schemes.learned import LearnedAbsolute
 from relpos_np.schemes.plain import Plain
+from relpos_np.schemes.rotary import Rotary
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import Sinusoidal
 from relpos_np.schemes.t5 import T5
@@ -305,6 +308,13 @@ def _transformer_xl(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
     return {**parts, "position": position, "kwargs": {"causal": variant in (None, "transformer_xl")}}
 
 
+def _rotary(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
+    parts = _qkv(draw, size, 4, 2)
+    # The last four channels stay, as in models that turn only some.
+    position = Rotary(size.dim - 4, base=500.0, layout=variant or "half", magnitude=1.125)
+    return {**parts, "position": position, "kwargs": {"causal": True}}
+
+
 def _window(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
     (height, width), (frames_q, frames_kv) = size.grid, size.frames
     if variant in (None, "swin"):
@@ -319,6 +329,22 @@ def _window(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
         return {**_qkv(draw, size, 3, 3, length, length), "position": position}
     position = WindowBias.rstt(table, frames_q, frames_kv, (height, width))
     return {**_qkv(draw, size, 3, 3, frames_q * area, frames_kv * area), "position": position}
+
+
+def _alibi(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
+    if variant == "causal":
+        return {**_qkv(draw, size, 4, 2), "position": ALiBi(form="causal"), "kwargs": {"causal": True}}
+    if variant == "key":
+        # As many heads as are no power of two, whose slopes follow another rule.
+        return {**_qkv(draw, size, 6, 2), "position": ALiBi(heads=6, form="key"), "kwargs": {"causal": True}}
+    return {**_qkv(draw, size, 4, 2), "position": ALiBi(np.abs(draw(4)))}
+
+
+def _kerple(draw: _Draw, size: _Size, variant: str | None) -> _Parts:
+    parts = _qkv(draw, size, 4, 2)
+    # Powers up to 1 keep the scores of a few hundred keys small.
+    a, b = (np.exp(-np.abs(draw(4))).astype(parts["q"].dtype) for _ in "ab")
+    return {**parts, "position": KERPLE(a, b, form=variant or "log"), "kwargs": {"causal": True}}
 
 
 def _encoded(x: Array, encoding: Callable[[Array], Array]) -> _Parts:
@@ -340,7 +366,10 @@ _BUILDERS: Mapping[str, Callable[[_Draw, _Size, str | None], _Parts]] = MappingP
         "shaw": _shaw,
         "t5": _t5,
         "transformer_xl": _transformer_xl,
+        "rotary": _rotary,
         "window": _window,
+        "alibi": _alibi,
+        "kerple": _kerple,
         "sinusoidal": _sinusoidal,
         "learned": _learned,
     }

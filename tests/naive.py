@@ -8,6 +8,7 @@ otherwise, and d = j - (i + M) is negative for keys in the past.
 A scheme is a closure ``logit(b, h, i, j)``: what it adds to ``scale * q_i . k_j``, with its own scale already applied.
 """
 
+import cmath
 import math
 from fractions import Fraction
 
@@ -84,6 +85,18 @@ def attention(q, k, v, *, logit=None, allowed=None, value=None, scale=None):
                         acc += weight[j] / total * (values[j][c] + moved)
                     out[b, h, i, c] = acc
     return out, lse
+
+
+def self_attention(x, w_query, w_key, w_value):
+    """z_i = sum_j softmax_j(x_i Wq (x_j Wk)^T / sqrt(d_z)) x_j Wv, rows x_i on the left (Shaw 2018, eq. 1 and 2)."""
+    x, columns = floats(x), [list(zip(*floats(w), strict=True)) for w in (w_query, w_key, w_value)]
+    q, k, v = ([[dot(row, column) for column in w] for row in x] for w in columns)
+    out = np.empty((len(x), len(v[0])))
+    for i in range(len(x)):
+        e = [math.exp(dot(q[i], key) / math.sqrt(len(key))) for key in k]
+        for c in range(len(v[0])):
+            out[i, c] = sum(weight / sum(e) * value[c] for weight, value in zip(e, v, strict=True))
+    return out
 
 
 def allowed(l_q, l_k, *, mask=None, causal=False, window=None, key_lengths=None, offset=None):
@@ -281,6 +294,36 @@ def absolute_terms(e, p, w_query=None, w_key=None):
     return tuple(terms)
 
 
+# ---------------------------------------------------------------------------------------------- rotary
+
+
+def rotary(q, k, *, dim=None, base=10000.0, layout="half", frequencies=None, magnitude=1.0, offset=None):
+    """(R_{i+M} q_i, R_j k_j): pair p as a complex number times m e^(i t w_p), w_p = base^(-2p/d) (Su 2021, eq. 12).
+
+    interleaved: pair p is channels 2p and 2p+1; half: p and p + d/2. Channels from d on stay.
+    """
+    (_, _, l_q, depth), l_k = np.shape(q), np.shape(k)[2]
+    offset = l_k - l_q if offset is None else offset
+    if frequencies is None:
+        dim = depth if dim is None else dim
+        waves = [base ** (-2.0 * p / dim) for p in range(dim // 2)]
+    else:
+        waves = floats(frequencies)
+
+    def turn(vector, t):
+        turned = list(vector)
+        for p, wave in enumerate(waves):
+            a, b = (p, p + len(waves)) if layout == "half" else (2 * p, 2 * p + 1)
+            z = complex(vector[a], vector[b]) * magnitude * cmath.exp(1j * t * wave)
+            turned[a], turned[b] = z.real, z.imag
+        return turned
+
+    def each(x, start):
+        return [[[turn(row, start + t) for t, row in enumerate(head)] for head in item] for item in floats(x)]
+
+    return np.array(each(q, offset)).reshape(np.shape(q)), np.array(each(k, 0)).reshape(np.shape(k))
+
+
 # ---------------------------------------------------------------------------------------------- windows
 
 
@@ -335,6 +378,46 @@ def window_bias(table, index):
     return lambda b, h, i, j: rows[index[i][j]][h]
 
 
+# ---------------------------------------------------------------------------------------------- biases by formula
+
+
+def alibi_slope(h, heads):
+    """2^(-8(h+1)/H), or for other H those of c heads, then the odd-numbered of 2c heads (Press 2022, section 3)."""
+    below = 1
+    while 2 * below <= heads:
+        below *= 2
+    if h < below:
+        return 2.0 ** (-8.0 * (h + 1) / below)
+    counted_from_one = 2 * (h - below) + 1
+    return 2.0 ** (-8.0 * counted_from_one / (2 * below))
+
+
+def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", offset=None):
+    """-m_h |i+M-j|; causal: m_h (j-i-M); key: m_h j (Press 2022, section 3)."""
+    offset = l_k - l_q if offset is None else offset
+    m = [alibi_slope(h, heads) for h in range(heads)] if slopes is None else floats(slopes)
+
+    def logit(b, h, i, j):
+        if form == "key":
+            return m[h] * j
+        distance = i + offset - j
+        return -m[h] * (distance if form == "causal" else abs(distance))
+
+    return logit
+
+
+def kerple(a, b, l_q, l_k, *, form="log", offset=None):
+    """-r1 log(1 + r2 |m-n|); power: -r1 |m-n|^r2; r1 = a, r2 = b (Chi 2022, section 4.2)."""
+    offset = l_k - l_q if offset is None else offset
+    r1, r2 = floats(a), floats(b)
+
+    def logit(_, h, m, n):
+        distance = float(abs(m + offset - n))
+        return -r1[h] * (math.log(1.0 + r2[h] * distance) if form == "log" else math.pow(distance, r2[h]))
+
+    return logit
+
+
 # ---------------------------------------------------------------------------------------------- absolute
 
 
@@ -362,6 +445,16 @@ def sinusoidal(positions, dim, *, base=10000.0, layout="interleaved"):
             else:
                 raise ValueError(layout)
             out[row, c] = wave(t * base**exponent)
+    return out
+
+
+def rotation(delta, dim, *, base=10000.0):
+    """Blocks [[cos, sin], [-sin, cos]] of delta w_j, w_j = base^(-2j/d), along the diagonal (Vaswani 2017, 3.5)."""
+    out = np.zeros((dim, dim))
+    for j in range(dim // 2):
+        angle = delta / base ** (2 * j / dim)
+        out[2 * j, 2 * j], out[2 * j, 2 * j + 1] = math.cos(angle), math.sin(angle)
+        out[2 * j + 1, 2 * j], out[2 * j + 1, 2 * j + 1] = -math.sin(angle), math.cos(angle)
     return out
 
 

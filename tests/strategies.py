@@ -49,6 +49,14 @@ class Position:
             return out
         if self.kind == "t5":
             return {"table": numbers(case.seed, at, shape=(p["buckets"], h))}
+        if self.kind == "alibi":
+            return {} if p["slopes"] is None else {"slopes": numbers(case.seed, at, shape=(h,))}
+        if self.kind == "kerple":
+            # Above 0; a power of at most 1.5 keeps the scores of a few hundred keys within what the bounds hold for.
+            return {
+                "a": np.exp(-np.abs(numbers(case.seed, at, 0, shape=(h,)))),
+                "b": np.exp(-np.abs(numbers(case.seed, at, 1, shape=(h,)))) * 1.5,
+            }
         if self.kind == "window":
             return {"table": numbers(case.seed, at, shape=(prod(2 * e - 1 for e in p["extent"]), h))}
         if self.kind == "transformer_xl":
@@ -71,12 +79,24 @@ class Position:
                 bidirectional=p["bidirectional"],
                 rounding=p.get("rounding", "exact"),
             )
+        if self.kind in ("alibi", "kerple"):
+            scheme = rp.ALiBi(**t, form=p["form"]) if self.kind == "alibi" else rp.KERPLE(**t, form=p["form"])
+            if "table" not in absolute:
+                return scheme
+            # A bias without its sign: |m| times the distance, or the key's position.
+            if self.kind == "kerple":
+                scheme.a = -scheme.a
+                return scheme
+            slopes = np.abs(t.get("slopes", rp.reference.alibi_slopes(case.heads)))
+            return rp.ALiBi(slopes, form="key") if p["form"] == "key" else rp.ALiBi(-slopes)
         if self.kind == "window":
             return rp.WindowBias(
                 t["table"], p["query_grid"], p["key_grid"], key_coords=p["key_coords"], extent=p["extent"]
             )
         if self.kind == "transformer_xl":
             return rp.TransformerXL(**t, variant=p["variant"])
+        if self.kind == "rotary" and "rows" not in absolute:  # otherwise `_turned` counts the content
+            return rp.Rotary(**p)
         return rp.Plain()
 
     def naive(self, case, at, q, k, scale, offset):
@@ -98,6 +118,11 @@ class Position:
                 ),
                 None,
             )
+        if self.kind == "alibi":
+            slopes = t.get("slopes")
+            return naive.alibi(case.q_len, case.k_len, case.heads, slopes=slopes, form=p["form"], offset=offset), None
+        if self.kind == "kerple":
+            return naive.kerple(t["a"], t["b"], case.q_len, case.k_len, form=p["form"], offset=offset), None
         if self.kind == "window":
             index = naive.window_index(p["query_grid"], p["key_grid"], key_coords=p["key_coords"], extent=p["extent"])
             return naive.window_bias(t["table"], index), None
@@ -189,6 +214,9 @@ class Case:
         )
         offset = self.k_len - self.q_len if self.offset is None else self.offset
         parts = [p.naive(self, at, q, k, self.scale, offset) for at, p in enumerate(self.positions)]
+        for p in self.positions:
+            if p.kind == "rotary":
+                q, k = naive.rotary(q, k, **p.params, offset=offset)
         logit = naive.add(*[part[0] for part in parts if part[0] is not None])
         values = [part[1] for part in parts if part[1] is not None]
 
@@ -219,6 +247,24 @@ class Case:
         out, lse = naive.attention(q, k, v, logit=logit, value=value, allowed=allowed, scale=self.scale)
         return out.reshape(*self.batch, *out.shape[1:]), lse.reshape(*self.batch, *lse.shape[1:])
 
+    def _turned(self, q, k):
+        """The operands as a rotary scheme, if there is one, leaves them."""
+        start = self.k_len - self.q_len if self.offset is None else self.offset
+        for p in (position.params for position in self.positions if position.kind == "rotary"):
+            omega = rp.reference.rotary_frequencies(p["dim"], base=p["base"])
+            for_q, for_k = (
+                rp.reference.rotary_matrices(at, omega, magnitude=p["magnitude"])
+                for at in (np.arange(self.q_len) + start, np.arange(self.k_len))
+            )
+            q = rp.reference.rotate_pairs(q, for_q, layout=p["layout"])
+            k = rp.reference.rotate_pairs(k, for_k, layout=p["layout"])
+        return q, k
+
+    def _content(self, q, k):
+        """Scaled products of absolute values."""
+        scale = self.depth**-0.5 if self.scale is None else abs(self.scale)
+        return scale * (np.abs(q) @ np.repeat(np.abs(k), self.group, axis=-3).swapaxes(-1, -2))
+
     def naive_logits(self):
         """Scores of the loops, in the shape of the call."""
         q, k, _, logit, _, allowed = self._flat()
@@ -241,6 +287,7 @@ class Case:
         options["scale"] = None if self.scale is None else abs(self.scale)
         q = np.broadcast_to(q, (*self.batch, *q.shape[-3:]))
         s = rp.logits(np.abs(q), np.abs(k), **options, backend="numpy")
+        s = s + self._content(*self._turned(q, k)) - self._content(q, k)
         return np.maximum(s.max(axis=-1, initial=0.0), 0.0), weight
 
 
@@ -291,6 +338,17 @@ def transformer_xl(case):
     return st.sampled_from(fitting).map(lambda variant: Position("transformer_xl", {"variant": variant}))
 
 
+@st.composite
+def rotary(draw, case):
+    params = {
+        "dim": draw(st.sampled_from(range(2, case["depth"] + 1, 2))),
+        "layout": draw(st.sampled_from(["half", "interleaved"])),
+        "base": draw(st.sampled_from([10000.0, 500000.0, 2.0])),
+        "magnitude": draw(st.sampled_from([1.0, 1.0, 0.7])),
+    }
+    return Position("rotary", params)
+
+
 def _divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -325,17 +383,34 @@ def window(draw, case):
 
 
 @st.composite
+def alibi(draw, _case):
+    form = draw(st.sampled_from(["symmetric", "causal", "key"]))
+    return Position("alibi", {"form": form, "slopes": draw(st.sampled_from([None, "drawn"]))})
+
+
+def kerple(_case):
+    return st.sampled_from(["log", "power"]).map(lambda form: Position("kerple", {"form": form}))
+
+
+@st.composite
 def positions(draw, case):
     """No scheme, one, or a tuple whose terms add up; Transformer-XL's may be there once and needs the usual offset."""
     single = [st.just(Position("plain")), shaw(case), t5(case), window(case)]
+    # Biases that grow with the distance swallow the rest at distances of a million.
+    if case["offset"] is None or abs(case["offset"]) <= 200:
+        single += [alibi(case), kerple(case)]
     xl = [transformer_xl(case)] if case["offset"] is None else []
+    # Angles belong to absolute positions, and lose digits far away.
+    near = case["offset"] is None or abs(case["offset"]) <= 20
+    turning = [rotary(case)] if case["depth"] >= 2 and near else []
     kind = draw(st.sampled_from(["none", "one", "one", "one", "several"]))
     if kind == "none":
         return ()
     if kind == "one":
-        return (draw(st.one_of(*xl, *single)),)
+        return (draw(st.one_of(*xl, *turning, *single)),)
     found = draw(st.lists(st.one_of(*single), min_size=1, max_size=2))
-    return (*found, *(draw(x) for x in xl))
+    content = [*xl, *turning]  # only one may change the content product
+    return (*found, *([draw(st.one_of(*content))] if content else []))
 
 
 @st.composite
@@ -380,7 +455,8 @@ def cases(draw, *, small=True, plain=False):
     )
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)]))
     q_len, k_len = draw(st.sampled_from(lengths)), draw(st.sampled_from(lengths))
-    shape = {"q_len": q_len, "k_len": k_len}
+    depth = draw(st.sampled_from(dims))
+    shape = {"q_len": q_len, "k_len": k_len, "depth": depth}
     offset = draw(st.none() | offsets(q_len, k_len))
     found = () if plain else draw(positions({**shape, "offset": offset}))
     full = (*batch, kv_heads * group, q_len, k_len)
@@ -396,7 +472,7 @@ def cases(draw, *, small=True, plain=False):
         group=group,
         q_len=q_len,
         k_len=k_len,
-        depth=draw(st.sampled_from(dims)),
+        depth=depth,
         v_dim=draw(st.sampled_from(dims)),
         amplitude=draw(st.sampled_from([1.0, 1.0, 5.0])),
         positions=found,
@@ -426,6 +502,8 @@ def _read_only(x):
 
 
 def _reversed(x):
+    if x.ndim == 1:
+        return x[::-1].copy()[::-1]
     return np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1]
 
 
@@ -435,6 +513,10 @@ def _spaced(x):
     return out
 
 
+def _transposed(x):
+    return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2) if x.ndim > 1 else x
+
+
 def _heads_inside(x):
     """(..., L, H, D) in memory, as projections leave it."""
     return np.ascontiguousarray(x.swapaxes(-3, -2)).swapaxes(-3, -2) if x.ndim > 2 else x
@@ -442,7 +524,7 @@ def _heads_inside(x):
 
 LAYOUTS = {
     "contiguous": np.ascontiguousarray,
-    "transposed": lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
+    "transposed": _transposed,
     "heads inside": _heads_inside,
     "negative strides": _reversed,
     "every other": _spaced,

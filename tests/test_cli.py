@@ -64,10 +64,13 @@ def archive(one):
         "plain": (),
         "shaw": ("key_table", "value_table", "outside"),
         "t5": ("table", "max_distance", "bidirectional", "rounding"),
+        "alibi": ("slopes", "heads", "form"),
+        "kerple": ("a", "b", "form"),
         "transformer_xl": ("u", "v", "rows", "variant"),
+        "rotary": ("dim", "base", "layout", "magnitude"),
         "window": ("table", "query_grid", "key_grid", "extent"),
     }[one.name]
-    arrays |= {f"position.{name}": getattr(scheme, name) for name in names}
+    arrays |= {f"position.{name}": getattr(scheme, name) for name in names if getattr(scheme, name) is not None}
     if one.variant == "rstt":
         arrays["position.key_coords.0"] = rp.reference.rstt_frames(scheme.query_grid[0], scheme.key_grid[0])
     return arrays

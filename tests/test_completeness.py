@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import relpos_np as rp
-from tests import naive, test_schemes
+from tests import naive, test_schemes, test_schemes_bias
 
 ROOT = Path(rp.__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -16,13 +16,18 @@ ORACLE = {
     "shaw": naive.shaw,
     "t5": naive.t5,
     "transformer_xl": naive.transformer_xl,
+    "rotary": naive.rotary,
     "window": naive.window_bias,
+    "alibi": naive.alibi,
+    "kerple": naive.kerple,
     "sinusoidal": naive.sinusoidal,
     "learned": naive.learned,
 }
 FUNCTIONS = [name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))]
 CLASSES = [info.cls for info in rp.SCHEMES.values()]
 REFERENCE = sorted(rp.reference.__all__)
+
+IDENTITIES = "".join(inspect.getsource(module) for module in (test_schemes, test_schemes_bias))
 
 # What a checkout holds and an installed package does not.
 checkout = pytest.mark.skipif(not DOCS.is_dir(), reason="not a checkout")
@@ -68,15 +73,14 @@ def test_scheme_has_loops_and_identities(name):
     assert name in ORACLE, "write the loops in tests/naive.py first"
     assert re.search(r"\b(19|20)\d\d\b", ORACLE[name].__doc__)
     assert inspect.getmodule(ORACLE[name]) is naive
-    assert rp.SCHEMES[name].cls.__name__ in inspect.getsource(test_schemes)
+    assert rp.SCHEMES[name].cls.__name__ in IDENTITIES
 
 
 def test_every_variant_is_tested():
-    source = inspect.getsource(test_schemes)
     for info in rp.SCHEMES.values():
         for variant in info.variants:
             if variant not in {"swin", "video", "rstt", "clip", "exact"}:
-                assert variant in source, f"{info.name}: {variant}"
+                assert variant in IDENTITIES, f"{info.name}: {variant}"
 
 
 @checkout
@@ -157,7 +161,8 @@ def test_versions_name_the_installation(capsys):
 def test_schemes_print_what_they_are():
     """A repr names the class and shapes, never the numbers."""
     schemes = test_schemes.every_scheme(__import__("numpy").random.default_rng(0)).values()
-    for scheme in (*schemes, rp.Sinusoidal(8), rp.LearnedAbsolute(__import__("numpy").ones((3, 2)))):
+    biases = test_schemes_bias.every_bias(__import__("numpy").random.default_rng(0)).values()
+    for scheme in (*schemes, *biases, rp.Sinusoidal(8), rp.LearnedAbsolute(__import__("numpy").ones((3, 2)))):
         assert repr(scheme).startswith(f"{type(scheme).__name__}(")
         assert len(repr(scheme)) < 160
 

@@ -92,6 +92,9 @@ KINDS = {
     "t5_causal": Position("t5", {"buckets": 32, "max_distance": 128, "bidirectional": False}),
     "t5_float32": Position("t5", {"buckets": 32, "max_distance": 128, "bidirectional": True, "rounding": "float32"}),
     "window": Position("window", {"query_grid": (7, 31), "key_grid": (7, 31), "key_coords": None, "extent": (7, 31)}),
+    **{f"alibi_{form}": Position("alibi", {"form": form, "slopes": None}) for form in ("symmetric", "causal", "key")},
+    **{f"kerple_{form}": Position("kerple", {"form": form}) for form in ("log", "power")},
+    "rotary": Position("rotary", {"dim": 20, "layout": "half", "base": 10000.0, "magnitude": 1.0}),
     **{variant: Position("transformer_xl", {"variant": variant}) for variant in make.VARIANTS},
 }
 
@@ -176,7 +179,7 @@ def test_memory_layout_of_tables(name, layout):
     copies = {n: x.copy() for n, x in viewed.items()}
     if name != "plain":
         p = KINDS[name].params
-        kept = {n: p[n] for n in ("outside", "max_distance", "bidirectional", "variant") if n in p}
+        kept = {n: p[n] for n in ("outside", "max_distance", "bidirectional", "variant", "form") if n in p}
         scheme = rp.WindowBias(viewed["table"], (7, 31)) if name == "window" else type(scheme)(**viewed, **kept)
     found = rp.attention(q, k, v, position=scheme, backend="numba", return_lse=True)
     for a, b in zip(found, expected, strict=True):

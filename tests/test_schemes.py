@@ -30,6 +30,8 @@ def every_scheme(rng, q_len=9, k_len=9, heads=2, depth=6, v_dim=5, fill=None):
         "shaw_value_zero": rp.Shaw(value_table=table(heads, 3, v_dim), outside="zero"),
         "t5": rp.T5(table(8, heads), max_distance=6),
         "t5_causal": rp.T5(table(8, heads), max_distance=6, bidirectional=False),
+        "rotary": rp.Rotary(frequencies=table(depth // 2)),
+        "rotary_interleaved": rp.Rotary(frequencies=table(1), layout="interleaved"),
         "window": rp.WindowBias(
             table(q_len + k_len + max(q_len, k_len), heads)[: 2 * max(q_len, k_len) - 1],
             (q_len,),
@@ -44,6 +46,7 @@ def every_scheme(rng, q_len=9, k_len=9, heads=2, depth=6, v_dim=5, fill=None):
 
 
 NAMES = list(every_scheme(np.random.default_rng(0)))
+RELATIVE = ("plain", "shaw", "shaw_key", "shaw_value_zero", "t5", "t5_causal", "rotary", "rotary_interleaved")
 
 
 def close(a, b, atol=1e-13):
@@ -77,7 +80,7 @@ def test_heads_are_independent(name, backend, rng):
     out = rp.attention(q, k, v, position=scheme, backend=backend)
     swap = [1, 0]
     other = every_scheme(rng)[name]
-    for attribute in ("key_table", "value_table", "table", "u", "v", "rows"):
+    for attribute in ("key_table", "value_table", "table", "u", "v", "rows", "frequencies"):
         x = getattr(scheme, attribute, None)
         if x is None:
             continue
@@ -87,7 +90,7 @@ def test_heads_are_independent(name, backend, rng):
     np.testing.assert_array_equal(swapped, out[:, swap])
 
 
-@pytest.mark.parametrize("name", ["plain", "shaw", "shaw_key", "shaw_value_zero", "t5", "t5_causal"])
+@pytest.mark.parametrize("name", RELATIVE)
 def test_only_relative_positions_count(name, backend, rng):
     """Keys that precede and that nobody attends move all positions by 3, and change nothing."""
     q, k, v = make(rng)
@@ -109,7 +112,7 @@ def test_a_constant_per_row_changes_nothing_but_lse(name, backend, rng):
     close(moved_lse, lse + row[:, 0])
 
 
-@pytest.mark.parametrize("name", ["plain", "shaw", "shaw_key", "shaw_value_zero", "t5", "t5_causal"])
+@pytest.mark.parametrize("name", RELATIVE)
 def test_decoding_token_by_token_is_the_full_pass(name, backend, rng):
     q, k, v = make(rng)
     scheme = every_scheme(rng)[name]
@@ -134,7 +137,7 @@ def test_decoding_transformer_xl(backend, rng):
         close(step[..., 0, :], out[..., t, :])
 
 
-@pytest.mark.parametrize("first", ["shaw", "t5", "conformer", "window"])
+@pytest.mark.parametrize("first", ["shaw", "t5", "conformer", "rotary", "window"])
 @pytest.mark.parametrize("second", ["shaw_key", "shaw_value_zero", "t5_causal"])
 def test_a_tuple_of_schemes_adds_up(first, second, backend, rng):
     q, k, v = make(rng)

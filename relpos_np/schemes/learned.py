@@ -2,11 +2,13 @@ r"""Learned absolute encodings: one trained vector per position, added to the in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from relpos_np import check
+from relpos_np.dense import drop
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
 from relpos_np.types import Array, Int64
 
@@ -27,6 +29,48 @@ def learned_encoding(table: Array, positions: Int64) -> Array:
         One row per position.
     """
     return np.stack([table[t] for t in positions]) if len(positions) else table[:0]
+
+
+def add_at_every_layer(x: Array, layers: Sequence[Callable[[Array], Array]], encodings: Sequence[Array]) -> Array:
+    r"""Layers one after another, with encodings added to the input of each.
+
+    .. math::
+
+        x^{(l)} = \mathrm{layer}_l\big(x^{(l-1)} + P_l\big), \qquad x^{(0)} = x
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., L, D)
+        Input of the first layer.
+    layers : sequence of callable
+        Each takes and returns vectors (..., L, D).
+    encodings : sequence of ndarray, each of shape (L, D)
+        One :math:`P_l` per layer, learned or sinusoidal; the same one many times where layers share it.
+
+    Returns
+    -------
+    ndarray, shape (..., L, D)
+        Output of the last layer; `x` itself without layers.
+
+    Raises
+    ------
+    RelposValueError
+        If there are not as many encodings as layers, or one does not have the shape of its layer's input.
+
+    References
+    ----------
+    Al-Rfou et al., "Character-Level Language Modeling with Deeper Self-Attention", AAAI 2019;
+    Dehghani et al., "Universal Transformers", ICLR 2019.
+    """
+    if len(layers) != len(encodings):
+        raise RelposValueError(f"encodings: expected one per layer, {len(layers)}, found {len(encodings)}")
+    for number, (layer, encoding) in enumerate(zip(layers, encodings, strict=True)):
+        if np.shape(encoding) != x.shape[-2:]:
+            raise RelposValueError(
+                f"encodings[{number}]: expected {x.shape[-2:]} as its layer's input has, found {np.shape(encoding)}"
+            )
+        x = layer(x + encoding)
+    return x
 
 
 class LearnedAbsolute:
@@ -80,14 +124,34 @@ class LearnedAbsolute:
             )
         return learned_encoding(self.table, t)
 
-    def __call__(self, x: Any, start: int = 0) -> Array:
-        """Add the vectors of positions start ... start + L - 1 to x (..., L, D), in the dtype of x."""
+    def __call__(
+        self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
+    ) -> Array:
+        """Add the vectors of positions start ... start + L - 1, then drop elements of the sum.
+
+        Parameters
+        ----------
+        x : ndarray, shape (..., L, D)
+            Inputs.
+        start : int
+            Position of the first.
+        dropout : float
+            Rate at which elements of the sum become 0; the others are divided by 1 - dropout.
+        rng : numpy.random.Generator, optional
+            Source of the dropout mask.
+
+        Returns
+        -------
+        ndarray, shape (..., L, D)
+            In the dtype of `x`.
+        """
         dtype = check.array("x", x).dtype
         x = check.floating("x", x)
         if x.ndim < 2 or x.shape[-1] != self.table.shape[1]:
             raise RelposValueError(f"x: expected shape (..., L, {self.table.shape[1]}), found {x.shape}")
         start = check.integer("start", start, 0)
-        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2])).astype(x.dtype, copy=False), dtype)
+        total = x + self.encode(np.arange(start, start + x.shape[-2])).astype(x.dtype, copy=False)
+        return np.asarray(drop(total, *check.survivors(dropout, rng, x.shape)), dtype)
 
     def __repr__(self) -> str:
         return f"LearnedAbsolute(table={self.table.shape})"

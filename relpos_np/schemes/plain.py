@@ -2,9 +2,15 @@ r"""Plain attention: no positions at all."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
+from relpos_np import check
 from relpos_np.dense import softmax
+from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import Site
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Terms
@@ -39,6 +45,84 @@ def self_attention(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
     q, k, v = x @ w_q, x @ w_k, x @ w_v
     p, _ = softmax(q @ np.swapaxes(k, -1, -2) / np.sqrt(w_q.shape[-1]))
     return np.asarray(p @ v)
+
+
+def self_attention_sums(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
+    r"""The same as `self_attention`, written as a sum for one output vector after another.
+
+    .. math::
+
+        z_i = \sum_{j=1}^{n} \alpha_{ij}\, x_j W^V, \qquad
+        \alpha_{ij} = \mathrm{softmax}_j\left(\frac{x_i W^Q (x_j W^K)^\top}{\sqrt{d_z}}\right)
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., L, d_model)
+        Input vectors as rows.
+    w_q, w_k : ndarray, shape (d_model, d_z)
+        Projections of queries and keys.
+    w_v : ndarray, shape (d_model, d_v)
+        Projection of values.
+
+    Returns
+    -------
+    ndarray, shape (..., L, d_v)
+        One output vector per input vector.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", NeurIPS 2017; in this form in Shaw et al., NAACL 2018.
+    """
+    keys, values = x @ w_k, x @ w_v
+    z = np.empty_like(values)
+    for i in range(x.shape[-2]):
+        query = x[..., i, None, :] @ w_q
+        alpha, _ = softmax((query * keys).sum(axis=-1) / math.sqrt(w_q.shape[-1]))
+        z[..., i, :] = (alpha[..., None] * values).sum(axis=-2)
+    return z
+
+
+def self_attention_general(x: Array, f: Callable[[Array, Sequence[tuple[Array, Array]]], Any]) -> Array:
+    r"""Self-attention with any rule f: every vector asks, and all vectors serve as keys and as values.
+
+    .. math::
+
+        y_i = f\big(x_i, (x_1, x_1), \ldots, (x_n, x_n)\big)
+
+    Parameters
+    ----------
+    x : ndarray, shape (L, d)
+        Input vectors as rows.
+    f : callable
+        Called as ``f(query, pairs)`` for each position in turn, with query (d,) and a sequence of L pairs
+        (key, value) of vectors (d,); returns the output vector, of the same shape at every position.
+
+    Returns
+    -------
+    ndarray, shape (L, d_out)
+        One output vector per input vector; (0, d) for an empty input.
+
+    Raises
+    ------
+    RelposTypeError
+        If `f` cannot be called, or `x` is not an array of floats.
+    RelposValueError
+        If `x` is not a matrix, or `f` returns vectors of different shapes.
+
+    References
+    ----------
+    Zhang et al., "Dive into Deep Learning", chapter "Self-Attention and Positional Encoding".
+    """
+    x = check.floating("x", x)
+    if x.ndim != 2:
+        raise RelposValueError(f"x: expected shape (L, d), found {x.shape}")
+    if not callable(f):
+        raise RelposTypeError(f"f: expected a function of a query and pairs, found {type(f).__name__}")
+    pairs = tuple((row, row) for row in x)
+    y = [np.asarray(f(query, pairs)) for query in x]
+    if len({row.shape for row in y}) > 1:
+        raise RelposValueError(f"f: returned vectors of different shapes {sorted({row.shape for row in y})}")
+    return np.stack(y) if y else x
 
 
 class Plain(Scheme):

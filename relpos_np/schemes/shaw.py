@@ -2,6 +2,7 @@ r"""Shaw et al.: a learned vector per clipped relative position, added to keys a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,68 @@ def shaw_attention(
     e = (np.einsum("...id,...jd->...ij", q, k) + np.einsum("...id,...ijd->...ij", q, a_k)) / np.sqrt(q.shape[-1])
     p, _ = softmax(e)
     return np.asarray(np.einsum("...ij,...jd->...id", p, v) + np.einsum("...ij,...ijd->...id", p, a_v))
+
+
+def shaw_attention_matrix(
+    q: Array, k: Array, v: Array, key_table: Array, value_table: Array, *, offset: int = 0, outside: str = "clip"
+) -> Array:
+    r"""The same as `shaw_attention` in matrices: no vector :math:`a_{ij}` is ever written out.
+
+    Although the :math:`a_{ij}` are L L D numbers, only 2k+1 vectors differ. So with c the row of a pair,
+
+    .. math::
+
+        S_{ij} = \frac{(Q K^\top)_{ij} + (Q\, {w^K}^\top)_{i,\,c(i,j)}}{\sqrt{D}}, \qquad
+        Z = P V + \tilde P\, w^V, \qquad \tilde P_{ir} = \sum_{j\,:\,c(i,j) = r} P_{ij},
+
+    .. math::
+
+        P = \mathrm{softmax}(S), \qquad c(i, j) = \mathrm{clip}(j - i - M,\, k) + k .
+
+    Beyond the scores the positions need O(L k) memory: the L (2k+1) products with the key table and as many sums
+    of probabilities.
+
+    Parameters
+    ----------
+    q, k, v : ndarray, shapes (..., H, L_q, D), (..., H, L_k, D) and (..., H, L_k, D_v)
+        Queries, keys and values.
+    key_table, value_table : ndarray, shapes (2k+1, D) and (2k+1, D_v), or (H, 2k+1, D) and (H, 2k+1, D_v)
+        Relative position vectors; k may differ between the two.
+    offset : int
+        Position M of the first query among the keys.
+    outside : {"clip", "zero"}
+        Beyond the table: its outermost vector, or zero.
+
+    Returns
+    -------
+    ndarray, shape (..., H, L_q, D_v)
+        The output z.
+
+    Raises
+    ------
+    RelposValueError
+        If a table has an even number of rows, or `outside` is unknown.
+
+    References
+    ----------
+    Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", NAACL 2018, section 3.3.
+    """
+    check.choice("outside", outside, OUTSIDE)
+    for name, table in (("key_table", key_table), ("value_table", value_table)):
+        if table.shape[-2] % 2 == 0:
+            raise RelposValueError(f"{name}: expected an odd number 2k+1 of rows, found shape {table.shape}")
+    d = np.arange(k.shape[-2]) - (np.arange(q.shape[-2])[:, None] + offset)
+    reaches = (table.shape[-2] // 2 for table in (key_table, value_table))
+    # -1: the pair has no vector.
+    key_row, value_row = (
+        np.where((abs(d) <= reach) | (outside == "clip"), np.clip(d, -reach, reach) + reach, -1) for reach in reaches
+    )
+    products = q @ np.swapaxes(key_table, -1, -2)
+    s = q @ np.swapaxes(k, -1, -2)
+    picked = np.take_along_axis(products, np.broadcast_to(key_row, s.shape), axis=-1)
+    p, _ = softmax((s + np.where(key_row >= 0, picked, s.dtype.type(0))) / math.sqrt(q.shape[-1]))
+    sums = [np.where(value_row == r, p, p.dtype.type(0)).sum(axis=-1) for r in range(value_table.shape[-2])]
+    return np.asarray(p @ v + np.stack(sums, axis=-1) @ value_table)
 
 
 class Shaw(Scheme):

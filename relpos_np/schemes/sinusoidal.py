@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np import check
+from relpos_np.dense import drop
 from relpos_np.errors import RelposValueError
 from relpos_np.types import Array
 
@@ -64,6 +65,57 @@ def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: str
     return np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
 
 
+def rotation_matrix(delta: float, dim: int, *, base: float = 10000.0) -> Array:
+    r"""The matrix that moves an interleaved encoding by delta positions, whatever the position.
+
+    .. math::
+
+        M(\delta)\, \mathrm{PE}(t) = \mathrm{PE}(t + \delta), \qquad
+        M(\delta) = \mathrm{diag}_p \begin{bmatrix} \cos \delta\omega_p & \sin \delta\omega_p \\
+        -\sin \delta\omega_p & \cos \delta\omega_p \end{bmatrix}, \qquad
+        \omega_p = \mathrm{base}^{-2p/D}
+
+    Hence :math:`M(a) M(b) = M(a + b)` and :math:`\det M = 1`.
+
+    Parameters
+    ----------
+    delta : float
+        Positions to move by; an integer or not, of either sign.
+    dim : int
+        Number of dimensions D, which must be even: the last of an odd number has no partner to turn with.
+    base : float
+        See `sinusoidal`.
+
+    Returns
+    -------
+    ndarray of float64, shape (D, D)
+        Block diagonal, one block per pair of dimensions (2p, 2p+1).
+
+    Raises
+    ------
+    RelposValueError
+        If `dim` is odd or below 2, or `base` is not positive.
+    RelposTypeError
+        If `delta` or `base` is no real number, or `dim` no integer.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
+    """
+    delta, dim, base = check.real("delta", delta), check.integer("dim", dim, 2), check.real("base", base)
+    if dim % 2:
+        raise RelposValueError(f"dim: a rotation needs an even number of dimensions, found {dim}")
+    if base <= 0:
+        raise RelposValueError(f"base: expected a positive number, found {base}")
+    even = np.arange(0, dim, 2)
+    angle = delta * base ** (-even / dim)
+    m = np.zeros((dim, dim))
+    m[even, even] = m[even + 1, even + 1] = np.cos(angle)
+    m[even, even + 1] = np.sin(angle)
+    m[even + 1, even] = -np.sin(angle)
+    return m
+
+
 class Sinusoidal:
     r"""Sinusoidal encodings to add to the inputs, for any length.
 
@@ -119,14 +171,34 @@ class Sinusoidal:
             raise RelposValueError(f"positions: expected numbers, found dtype {t.dtype}")
         return sinusoidal(t, self.dim, base=self.base, layout=self.layout).astype(dtype, copy=False)
 
-    def __call__(self, x: Any, start: int = 0) -> Array:
-        """Add the encodings of positions start ... start + L - 1 to x (..., L, D), in the dtype of x."""
+    def __call__(
+        self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
+    ) -> Array:
+        """Add the encodings of positions start ... start + L - 1, then drop elements of the sum.
+
+        Parameters
+        ----------
+        x : ndarray, shape (..., L, D)
+            Inputs.
+        start : int
+            Position of the first.
+        dropout : float
+            Rate at which elements of the sum become 0; the others are divided by 1 - dropout.
+        rng : numpy.random.Generator, optional
+            Source of the dropout mask.
+
+        Returns
+        -------
+        ndarray, shape (..., L, D)
+            In the dtype of `x`.
+        """
         dtype = check.array("x", x).dtype
         x = check.floating("x", x)
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise RelposValueError(f"x: expected shape (..., L, {self.dim}), found {x.shape}")
         start = check.integer("start", start)
-        return np.asarray(x + self.encode(np.arange(start, start + x.shape[-2]), x.dtype), dtype)
+        total = x + self.encode(np.arange(start, start + x.shape[-2]), x.dtype)
+        return np.asarray(drop(total, *check.survivors(dropout, rng, x.shape)), dtype)
 
     def __repr__(self) -> str:
         return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"

@@ -2,7 +2,7 @@ r"""Transformer-XL: content and position terms with two global biases, and what 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,6 +73,132 @@ def transformer_xl_scores(
     ac = np.matmul(q + u[:, None, :], np.swapaxes(k, -1, -2))
     bd = np.matmul(q + v[:, None, :], np.transpose(rows, (1, 2, 0)))
     return ac, rel_shift(bd, variant)
+
+
+class AbsoluteTerms(NamedTuple):
+    """The four parts of scores with absolute positions, each of shape (..., L, L); see `absolute_terms`."""
+
+    a: Array
+    b: Array
+    c: Array
+    d: Array
+
+
+class RelativeTerms(NamedTuple):
+    """The four parts of scores with relative positions, each of shape (..., L_q, L_k); see `relative_terms`."""
+
+    a: Array
+    b: Array
+    c: Array
+    d: Array
+
+    @property
+    def ac(self) -> Array:
+        r"""The content part :math:`(q_i + u) \cdot k_j`.
+
+        Returns
+        -------
+        ndarray, shape (..., L_q, L_k)
+            The sum a + c.
+        """
+        return np.asarray(self.a + self.c)
+
+    @property
+    def bd(self) -> Array:
+        r"""The position part :math:`(q_i + v) \cdot R_{i+M-j}`.
+
+        Returns
+        -------
+        ndarray, shape (..., L_q, L_k)
+            The sum b + d.
+        """
+        return np.asarray(self.b + self.d)
+
+
+def absolute_terms(e: Array, u: Array, w_q: Array | None = None, w_k: Array | None = None) -> AbsoluteTerms:
+    r"""What the unscaled scores of inputs with absolute positions consist of.
+
+    .. math::
+
+        (E_i + U_i)^\top W_q^\top W_k (E_j + U_j) =
+        \underbrace{E_i^\top W_q^\top W_k E_j}_{(a)} + \underbrace{E_i^\top W_q^\top W_k U_j}_{(b)} +
+        \underbrace{U_i^\top W_q^\top W_k E_j}_{(c)} + \underbrace{U_i^\top W_q^\top W_k U_j}_{(d)}
+
+    Parameters
+    ----------
+    e, u : ndarray, shape (..., L, D_in)
+        Embeddings E of the content and U of the positions, as rows.
+    w_q, w_k : ndarray, shape (D, D_in), optional
+        Projections, which act on column vectors as in the formula. Without both: the simplified form
+        :math:`(E_i + U_i)^\top (E_j + U_j)`.
+
+    Returns
+    -------
+    AbsoluteTerms
+        The parts a, b, c and d, each (..., L, L); the scores are their sum.
+
+    Raises
+    ------
+    RelposValueError
+        If `e` and `u` differ in shape.
+
+    References
+    ----------
+    Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019, section 3.3.
+    """
+    if e.shape != u.shape:
+        raise RelposValueError(f"u: expected the shape of e {e.shape}, found {u.shape}")
+    queries = [x if w_q is None else x @ w_q.T for x in (e, u)]
+    keys = [np.swapaxes(x if w_k is None else x @ w_k.T, -1, -2) for x in (e, u)]
+    return AbsoluteTerms(*(query @ key for query in queries for key in keys))
+
+
+def relative_terms(q: Array, k: Array, u: Array, v: Array, rows: Array) -> RelativeTerms:
+    r"""What the unscaled scores with relative positions consist of.
+
+    .. math::
+
+        A_{ij} = \underbrace{q_i \cdot k_j}_{(a)} + \underbrace{q_i \cdot R_{i+M-j}}_{(b)} +
+        \underbrace{u \cdot k_j}_{(c)} + \underbrace{v \cdot R_{i+M-j}}_{(d)}, \qquad M = L_k - L_q
+
+    With projections :math:`q_i = W_q E_i`, :math:`k_j = W_{k,E} E_j`, and the rows are :math:`W_{k,R} R`. Without
+    them :math:`q_i = k_i = E_i`, which also gives up that content and positions have projections of their own.
+
+    Parameters
+    ----------
+    q, k : ndarray, shapes (..., L_q, D) and (..., L_k, D)
+        Queries and keys.
+    u, v : ndarray, shape (..., D)
+        Global biases of content and position: (D,), or (H, D) where axis -3 of `q` is heads.
+    rows : ndarray, shape (..., L_q + L_k - 1, D)
+        Encodings R of the distances L_k-1 ... -(L_q-1), as `row_distances` gives them for "conformer".
+
+    Returns
+    -------
+    RelativeTerms
+        The parts a, b, c and d, each (..., L_q, L_k), with the sums ``ac`` = a + c and ``bd`` = b + d.
+
+    Raises
+    ------
+    RelposValueError
+        If there is not one row per distance.
+
+    References
+    ----------
+    Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019, section 3.3.
+    """
+    q_len, k_len = q.shape[-2], k.shape[-2]
+    if rows.shape[-2] != q_len + k_len - 1:
+        raise RelposValueError(
+            f"rows: expected {q_len + k_len - 1} for L_q = {q_len} and L_k = {k_len}, found shape {rows.shape}"
+        )
+    keys, distances = np.swapaxes(k, -1, -2), np.swapaxes(rows, -1, -2)
+    a, b = q @ keys, rel_shift(q @ distances, "conformer")
+    # The last two do not depend on the query's content: one row each, the same for all queries before the shift.
+    c = np.broadcast_to(u[..., None, :] @ keys, a.shape)
+    d = v[..., None, :] @ distances
+    d = rel_shift(np.broadcast_to(d, (*d.shape[:-2], q_len, d.shape[-1])), "conformer")
+    return RelativeTerms(a, b.copy(), c.copy(), np.broadcast_to(d, a.shape).copy())
 
 
 class TransformerXL(Scheme):

@@ -1,0 +1,174 @@
+r"""ALiBi: a penalty that grows linearly with the distance, with one fixed slope per head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relpos_np import check
+from relpos_np.errors import RelposValueError
+from relpos_np.index import clip_map, difference_map, relative_positions
+from relpos_np.problem import Site
+from relpos_np.schemes.base import Scheme
+from relpos_np.terms import KeyTerm, TableTerm, Terms
+from relpos_np.types import Array
+
+FORMS = ("symmetric", "causal", "key")
+
+
+def alibi_slopes(heads: int) -> Array:
+    r"""Slopes of the paper, one per head, from the steepest on.
+
+    .. math::
+
+        m_h = 2^{-8 (h + 1) / H}, \quad h = 0 \ldots H - 1
+
+    if H is a power of two. Otherwise, as the published code has it, the slopes of c heads are followed
+    by the first H - c of every other slope of 2c heads, c being the power of two below H:
+    they are not sorted.
+
+    Parameters
+    ----------
+    heads : int
+        Number of heads H, at least 1.
+
+    Returns
+    -------
+    ndarray of float64, shape (H,)
+        The slopes m.
+
+    Raises
+    ------
+    RelposError
+        If `heads` is not a positive integer.
+
+    References
+    ----------
+    Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation", ICLR 2022.
+    """
+    heads = check.integer("heads", heads, 1)
+    whole = 1 << (heads.bit_length() - 1)
+    if whole == heads:
+        return np.array([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)])
+    return np.concatenate([alibi_slopes(whole), alibi_slopes(2 * whole)[0::2][: heads - whole]])
+
+
+def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: str = "symmetric") -> Array:
+    r"""The bias of every pair, written out.
+
+    With the relative position d = j - (i + offset) it is
+
+    .. math::
+
+        -m_h |d| \;\text{(symmetric)}, \qquad m_h d \;\text{(causal)}, \qquad m_h j \;\text{(key)}.
+
+    Parameters
+    ----------
+    slopes : ndarray, shape (H,)
+        Slope m of each head.
+    q_len, k_len : int
+        Number of queries and of keys.
+    offset : int
+        Position of the first query among the keys.
+    form : {"symmetric", "causal", "key"}
+        Which of the three; see `ALiBi`.
+
+    Returns
+    -------
+    ndarray of float64, shape (H, L_q, L_k)
+        To be added to the scores.
+    """
+    i, j = np.arange(q_len)[:, None] + offset, np.arange(k_len)[None, :]
+    m = np.asarray(slopes, dtype=np.float64)[:, None, None]
+    if form == "symmetric":
+        return np.asarray(-m * np.abs(j - i))
+    return np.asarray(m * (j - i)) if form == "causal" else np.broadcast_to(m * j, (len(m), q_len, k_len))
+
+
+class ALiBi(Scheme):
+    r"""Attention with linear biases.
+
+    .. math::
+
+        s_{ij} = \sigma\, q_i \cdot k_j - m_h\, |j - i - M|
+
+    in the symmetric form, with M the call's offset. The other forms of `alibi_bias` are what published
+    decoders compute: "causal" equals it for keys in the past and rewards keys in the future, hence
+    belongs with ``causal=True``; "key", of BLOOM, differs from "causal" by the same amount for all keys of
+    a query, so that outputs agree and log-sum-exps do not. Neither slope nor bias is multiplied by
+    the scale. Falcon adds the bias before it divides by the root of head_dim: pass it
+    ``alibi_slopes(H) / sqrt(D)``. BLOOM counts positions from a sequence's first token that is no padding,
+    which changes its log-sum-exp alone.
+
+    Parameters
+    ----------
+    slopes : ndarray, shape (H,), optional
+        Slope m of each head; default `alibi_slopes` of the number of heads.
+    heads : int, optional
+        Number of heads that the default slopes are for; default that of the call.
+    form : {"symmetric", "causal", "key"}
+        Which of the published forms.
+
+    Raises
+    ------
+    RelposValueError
+        If both slopes and heads are given, a slope is not finite, or the number of heads differs from the
+        call's.
+
+    References
+    ----------
+    Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation", ICLR 2022. The key form: Le Scao et al., "BLOOM: A 176B-Parameter Open-Access
+    Multilingual Language Model", 2022.
+    """
+
+    def __init__(self, slopes: Any = None, *, heads: int | None = None, form: str = "symmetric") -> None:
+        if slopes is not None and heads is not None:
+            raise RelposValueError(f"heads: found {heads!r} besides slopes, which already say how many heads there are")
+        self.slopes = None if slopes is None else check.table("slopes", slopes, "heads")
+        self.heads = None if heads is None else check.integer("heads", heads, 1)
+        self.form = check.choice("form", form, FORMS)
+        if self.slopes is not None and not np.isfinite(self.slopes).all():
+            raise RelposValueError(
+                f"slopes: expected finite numbers, found {self.slopes[~np.isfinite(self.slopes)][0]}"
+            )
+
+    def check(self, site: Site) -> None:
+        """There must be one slope per head."""
+        if self.slopes is not None and len(self.slopes) != site.heads:
+            raise RelposValueError(
+                f"slopes: shape {self.slopes.shape} is for {len(self.slopes)} heads, the call has {site.heads}"
+            )
+        if self.heads is not None and self.heads != site.heads:
+            raise RelposValueError(f"heads: slopes are for {self.heads} heads, the call has {site.heads}")
+
+    def scores(self, q: Array, k: Array, site: Site) -> Array:
+        """The bias of every pair."""
+        slopes = alibi_slopes(site.heads) if self.slopes is None else self.slopes
+        bias = alibi_bias(slopes, site.q_len, site.k_len, offset=site.offset, form=self.form)
+        return bias.astype(site.dtype)
+
+    def lower(self, q: Array, k: Array, site: Site) -> Terms:
+        """One table term with a row per relative position; for the key form a key term with a single row."""
+        if self.slopes is None:
+            # The closed form of both rules: the heads beyond the power of two lie halfway between the others.
+            h = np.arange(site.heads)
+            whole = 1 << (site.heads.bit_length() - 1)
+            slopes = np.exp2(-8 / whole * np.where(h < whole, h + 1, h - whole + 0.5))
+        else:
+            slopes = self.slopes.astype(np.float64)
+        if self.form == "key":
+            # m j does not depend on j - i: the key's position is multiplied with the head's slope.
+            positions = np.arange(site.k_len, dtype=site.dtype)[:, None]
+            key = np.broadcast_to(positions, (site.kv_heads, site.k_len, 1))
+            everywhere = clip_map(site.q_len, site.k_len, site.offset, 0, "clip")
+            return Terms(keys=(KeyTerm(key, slopes.astype(site.dtype)[:, None, None], everywhere),))
+        d = relative_positions(site.q_len, site.k_len, site.offset)
+        table = np.multiply.outer(slopes, np.minimum(d, -d) if self.form == "symmetric" else d)
+        return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
+
+    def __repr__(self) -> str:
+        given = f"heads={self.heads}" if self.slopes is None else f"slopes={self.slopes.shape}"
+        return f"ALiBi({given}, form={self.form!r})"

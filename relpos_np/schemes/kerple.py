@@ -1,0 +1,115 @@
+r"""KERPLE: a penalty that grows with the distance like a logarithm or a power, with two learned numbers per head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relpos_np import check
+from relpos_np.errors import RelposValueError
+from relpos_np.index import difference_map, relative_positions
+from relpos_np.problem import Site
+from relpos_np.schemes.base import Scheme
+from relpos_np.terms import TableTerm, Terms
+from relpos_np.types import Array
+
+FORMS = ("log", "power")
+
+
+def kerple_bias(a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, form: str = "log") -> Array:
+    r"""The bias of every pair, written out.
+
+    With the relative position d = j - (i + offset) it is
+
+    .. math::
+
+        -a_h \ln(1 + b_h |d|) \;\text{(log)}, \qquad -a_h |d|^{b_h} \;\text{(power)}.
+
+    Parameters
+    ----------
+    a, b : ndarray, shape (H,)
+        The paper's r1 and r2 of each head.
+    q_len, k_len : int
+        Number of queries and of keys.
+    offset : int
+        Position of the first query among the keys.
+    form : {"log", "power"}
+        Which of the two.
+
+    Returns
+    -------
+    ndarray of float64, shape (H, L_q, L_k)
+        To be added to the scores.
+    """
+    distance = np.abs(np.arange(k_len)[None, :] - np.arange(q_len)[:, None] - offset)
+    r1, r2 = (np.asarray(r, dtype=np.float64)[:, None, None] for r in (a, b))
+    return np.asarray(-r1 * (np.log1p(r2 * distance) if form == "log" else distance**r2))
+
+
+class KERPLE(Scheme):
+    r"""Kernelized relative positions.
+
+    .. math::
+
+        s_{ij} = \sigma\, q_i \cdot k_j - a_h \ln(1 + b_h |d|), \qquad
+        s_{ij} = \sigma\, q_i \cdot k_j - a_h |d|^{b_h}
+
+    in the log and the power form, with d = j - i - M and the call's offset M. The bias is not multiplied by
+    the scale: for a model that divides the sum of product and bias by the root of head_dim, pass
+    a / sqrt(D). The power form with b = 1 is `ALiBi` with learned slopes.
+
+    Parameters
+    ----------
+    a : ndarray, shape (H,)
+        The paper's r1 > 0 of each head; `bias_p` in its code.
+    b : ndarray, shape (H,)
+        The paper's r2 of each head, with b > 0, and b <= 2 in the power form, where the bias would otherwise
+        come from no kernel; `bias_a` in its code.
+    form : {"log", "power"}
+        Which of the two.
+
+    Raises
+    ------
+    RelposValueError
+        If a parameter lies outside its range, or the number of heads differs between the two or from the
+        call's.
+
+    References
+    ----------
+    Chi et al., "KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation",
+    NeurIPS 2022.
+    """
+
+    def __init__(self, a: Any, b: Any, *, form: str = "log") -> None:
+        self.a = check.table("a", a, "heads")
+        self.b = check.table("b", b, "heads")
+        self.form = check.choice("form", form, FORMS)
+        if self.a.shape != self.b.shape:
+            raise RelposValueError(f"b: shape {self.b.shape} differs from {self.a.shape}, that of a")
+        for name, r, most in (("a", self.a, np.inf), ("b", self.b, 2.0 if form == "power" else np.inf)):
+            wrong = r[~((r > 0) & (r <= most) & np.isfinite(r))]
+            if wrong.size:
+                limit = f" up to {most:g}" if most < np.inf else ""
+                raise RelposValueError(f"{name}: expected positive numbers{limit}, found {wrong[0]}")
+
+    def check(self, site: Site) -> None:
+        """There must be one pair of numbers per head."""
+        if len(self.a) != site.heads:
+            raise RelposValueError(f"a, b: shape {self.a.shape} is for {len(self.a)} heads, the call has {site.heads}")
+
+    def scores(self, q: Array, k: Array, site: Site) -> Array:
+        """The bias of every pair."""
+        bias = kerple_bias(self.a, self.b, site.q_len, site.k_len, offset=site.offset, form=self.form)
+        return bias.astype(site.dtype)
+
+    def lower(self, q: Array, k: Array, site: Site) -> Terms:
+        """One table term with a row per relative position."""
+        d = relative_positions(site.q_len, site.k_len, site.offset)
+        a, b = (np.expand_dims(r.astype(np.float64), 1) for r in (self.a, self.b))
+        n = np.maximum(d, -d).astype(np.float64)
+        table = np.negative(a) * (np.log1p(n * b) if self.form == "log" else np.power(n, b))
+        return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
+
+    def __repr__(self) -> str:
+        return f"KERPLE(a={self.a.shape}, b={self.b.shape}, form={self.form!r})"

@@ -1,0 +1,270 @@
+"""What ALiBi and KERPLE promise: their published numbers, and identities between their forms."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests import naive
+from tests.test_schemes import close, make
+
+
+def every_bias(rng, heads=2):
+    """Every form, with parameters of the given number of heads."""
+    a, b = np.exp(rng.standard_normal((2, heads)))
+    return {
+        "alibi": rp.ALiBi(),
+        "alibi_slopes": rp.ALiBi(rng.standard_normal(heads)),
+        "alibi_causal": rp.ALiBi(heads=heads, form="causal"),
+        "alibi_key": rp.ALiBi(rng.standard_normal(heads), form="key"),
+        "kerple_log": rp.KERPLE(a, b),
+        "kerple_power": rp.KERPLE(a, np.minimum(b, 2), form="power"),
+    }
+
+
+NAMES = list(every_bias(np.random.default_rng(0)))
+
+
+def scores(scheme, q_len, k_len, heads, backend, **options):
+    """What the scheme adds, of one batch item: (H, L_q, L_k)."""
+    q, k = np.zeros((heads, q_len, 3)), np.zeros((heads, k_len, 3))
+    return rp.logits(q, k, position=scheme, backend=backend, **options)
+
+
+def written_out(logit, heads, q_len, k_len):
+    return [[[logit(0, h, i, j) for j in range(k_len)] for i in range(q_len)] for h in range(heads)]
+
+
+# ---------------------------------------------------------------------------------------------- all forms
+
+
+@pytest.mark.parametrize("offset", [None, 0, -3, 17])
+@pytest.mark.parametrize(("q_len", "k_len"), [(4, 9), (9, 4), (1, 1), (1, 6)])
+@pytest.mark.parametrize("form", ["symmetric", "causal", "key"])
+@pytest.mark.parametrize("heads", [1, 2, 3, 12])
+def test_alibi_against_loops(heads, form, q_len, k_len, offset, backend, rng):
+    for slopes in (None, rng.standard_normal(heads)):
+        expected = written_out(
+            naive.alibi(q_len, k_len, heads, slopes=slopes, form=form, offset=offset), heads, q_len, k_len
+        )
+        close(scores(rp.ALiBi(slopes, form=form), q_len, k_len, heads, backend, offset=offset), expected)
+    at = k_len - q_len if offset is None else offset
+    close(rp.reference.alibi_bias(slopes, q_len, k_len, offset=at, form=form), expected)
+
+
+@pytest.mark.parametrize("offset", [None, 0, -3, 17])
+@pytest.mark.parametrize(("q_len", "k_len"), [(4, 9), (9, 4), (1, 1)])
+@pytest.mark.parametrize("form", ["log", "power"])
+def test_kerple_against_loops(form, q_len, k_len, offset, backend):
+    a, b = np.array([0.5, 2.0, 1e-3]), np.array([1e-4, 1.0, 2.0])
+    expected = written_out(naive.kerple(a, b, q_len, k_len, form=form, offset=offset), 3, q_len, k_len)
+    close(scores(rp.KERPLE(a, b, form=form), q_len, k_len, 3, backend, offset=offset), expected, 1e-12)
+    at = k_len - q_len if offset is None else offset
+    close(rp.reference.kerple_bias(a, b, q_len, k_len, offset=at, form=form), expected, 1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -2.5])
+@pytest.mark.parametrize("name", NAMES)
+def test_bias_is_not_scaled(name, scale, backend, rng):
+    q, k, _ = make(rng)
+    scheme = every_bias(rng)[name]
+    added = rp.logits(q, k, position=scheme, scale=scale, backend=backend) - rp.logits(q, k, scale=scale)
+    close(added, np.broadcast_to(scores(scheme, 9, 9, 2, "numpy"), added.shape))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bias_is_a_float_mask(name, backend, rng):
+    """Output and log-sum-exp, with grouped heads and fewer queries than keys."""
+    q, k, v = rng.standard_normal((2, 4, 5, 6)), *rng.standard_normal((2, 2, 2, 11, 6))
+    scheme = every_bias(rng, 4)[name]
+    mask = scores(scheme, 5, 11, 4, "numpy")
+    found = rp.attention(q, k, v, position=scheme, backend=backend, return_lse=True)
+    for x, y in zip(found, rp.attention(q, k, v, mask=mask, backend=backend, return_lse=True), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_relative_positions_count_for_the_output(name, backend, rng):
+    q, k, v = make(rng)
+    scheme = every_bias(rng)[name]
+    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
+    k3, v3 = (np.concatenate([np.full_like(x[..., :3, :], np.nan), x], axis=-2) for x in (k, v))
+    close(rp.attention(q, k3, v3, position=scheme, causal=True, mask=np.arange(12) >= 3, backend=backend), out)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_token_by_token(name, backend, rng):
+    q, k, v = make(rng)
+    scheme = every_bias(rng)[name]
+    out, lse = rp.attention(q, k, v, position=scheme, causal=True, backend=backend, return_lse=True)
+    for t in range(9):
+        new, past = slice(t, t + 1), slice(t + 1)
+        step, step_lse = rp.attention(
+            q[..., new, :], k[..., past, :], v[..., past, :], position=scheme, backend=backend, return_lse=True
+        )
+        close(step, out[..., new, :])
+        close(step_lse, lse[..., new])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_calls(name, backend, rng):
+    scheme = every_bias(rng)[name]
+    for q_len, k_len in ((0, 3), (3, 0), (0, 0)):
+        q, k = np.zeros((2, q_len, 3)), np.zeros((2, k_len, 3))
+        out, lse = rp.attention(q, k, k, position=scheme, backend=backend, return_lse=True)
+        assert out.shape == (2, q_len, 3)
+        assert not out.any()
+        assert (lse == -np.inf).all()
+
+
+# ---------------------------------------------------------------------------------------------- ALiBi
+
+
+def test_slopes_of_the_paper():
+    """1/2, 1/4 ... 1/256 for 8 heads, and 16 heads start with 1 over the root of 2; exact powers."""
+    np.testing.assert_array_equal(rp.reference.alibi_slopes(8), 0.5 ** np.arange(1, 9))
+    sixteen = rp.reference.alibi_slopes(16)
+    close(sixteen[0], np.sqrt(0.5), 1e-15)
+    np.testing.assert_array_equal(sixteen[1::2], rp.reference.alibi_slopes(8))
+    np.testing.assert_array_equal(rp.reference.alibi_slopes(1), [2.0**-8])
+
+
+def test_slopes_of_heads_that_are_no_power_of_two():
+    """Those of 8 heads, then the first, third, fifth and seventh of 16."""
+    twelve = rp.reference.alibi_slopes(12)
+    np.testing.assert_array_equal(twelve[:8], 0.5 ** np.arange(1, 9))
+    close(twelve[8:], 0.5 ** np.array([0.5, 1.5, 2.5, 3.5]), 1e-15)
+    np.testing.assert_array_equal(rp.reference.alibi_slopes(3), [2.0**-4, 2.0**-8, 2.0**-2])
+
+
+@pytest.mark.parametrize("heads", range(1, 140))
+def test_slopes_against_loops(heads):
+    slopes = rp.reference.alibi_slopes(heads)
+    np.testing.assert_allclose(slopes, [naive.alibi_slope(h, heads) for h in range(heads)], rtol=1e-15)
+    assert len(np.unique(slopes)) == heads
+    assert 2.0**-8 == slopes.min() <= slopes.max() < 1
+
+
+def test_alibi_forms_by_hand(backend):
+    """One head of slope 1; three queries at positions 0, 1 and 2."""
+    one = np.ones(1)
+    np.testing.assert_array_equal(scores(rp.ALiBi(one), 3, 3, 1, backend)[0], [[0, -1, -2], [-1, 0, -1], [-2, -1, 0]])
+    causal = scores(rp.ALiBi(one, form="causal"), 3, 3, 1, backend)[0]
+    np.testing.assert_array_equal(causal, [[0, 1, 2], [-1, 0, 1], [-2, -1, 0]])
+    np.testing.assert_array_equal(scores(rp.ALiBi(one, form="key"), 3, 3, 1, backend)[0], [[0, 1, 2]] * 3)
+
+
+def test_alibi_forms_agree_behind_a_causal_mask(backend, rng):
+    """Symmetric and causal are one; key moves the log-sum-exp of query i by m (i + M) and nothing else."""
+    q, k, v = make(rng, 5, 9)
+    out = {
+        form: rp.attention(q, k, v, position=rp.ALiBi(form=form), causal=True, backend=backend, return_lse=True)
+        for form in ("symmetric", "causal", "key")
+    }
+    for x, y in zip(out["symmetric"], out["causal"], strict=True):
+        close(x, y)
+    close(out["key"][0], out["causal"][0])
+    close(out["key"][1] - out["causal"][1], np.array([[2.0**-4], [2.0**-8]]) * (np.arange(5) + 4) + np.zeros((2, 1, 1)))
+
+
+def test_alibi_is_a_t5_table_of_its_distances(backend, rng):
+    """Within the distances that have a bucket of their own, T5 with that table is ALiBi."""
+    q, k, v = make(rng)
+    table = -np.outer(np.tile(np.arange(8), 2), rp.reference.alibi_slopes(2))
+    near = [
+        rp.attention(q, k, v, position=scheme, window=3, backend=backend)
+        for scheme in (rp.T5(table, max_distance=128), rp.ALiBi())
+    ]
+    close(*near)
+
+
+def test_falcon_divides_the_bias_too(backend, rng):
+    """(q.k + m j) / sqrt(D) is the key form with slopes over sqrt(D)."""
+    q, k, _ = make(rng)
+    slopes = rp.reference.alibi_slopes(2)
+    found = rp.logits(q, k, position=rp.ALiBi(slopes / np.sqrt(6), form="key"), backend=backend)
+    close(found, (q @ k.swapaxes(-1, -2) + slopes[:, None, None] * np.arange(9)) / np.sqrt(6))
+
+
+def test_alibi_without_slopes_is_plain(backend, rng):
+    q, k, v = make(rng)
+    for form in ("symmetric", "causal", "key"):
+        out = rp.attention(q, k, v, position=rp.ALiBi(np.zeros(2), form=form), backend=backend)
+        close(out, rp.attention(q, k, v, backend=backend))
+
+
+@pytest.mark.parametrize("form", ["symmetric", "causal", "key"])
+def test_alibi_needs_no_square_of_memory(form):
+    """Terms of long calls hold a row per position, not one per pair."""
+    site = rp.api.check.problem(np.zeros((2, 3000, 1)), np.zeros((2, 5000, 1)), None)[0].site
+    terms = rp.ALiBi(form=form).lower(np.zeros((2, 3000, 1)), np.zeros((2, 5000, 1)), site)
+    largest = max([t.table.size for t in terms.tables] + [t.key.size for t in terms.keys])
+    assert largest <= 2 * 8000
+
+
+def test_alibi_refuses():
+    q = np.zeros((2, 3, 4))
+    for call, words in (
+        (lambda: rp.ALiBi(form="decoder"), "form: .*'decoder'"),
+        (lambda: rp.ALiBi(np.ones(2), heads=2), "heads: found 2 besides slopes"),
+        (lambda: rp.ALiBi(np.ones((2, 1))), r"slopes: .*\(2, 1\)"),
+        (lambda: rp.ALiBi(np.array([1.0, np.nan])), "slopes: .*nan"),
+        (lambda: rp.ALiBi(np.array([1.0, np.inf])), "slopes: .*inf"),
+        (lambda: rp.ALiBi(heads=0), "heads: .*0"),
+        (lambda: rp.ALiBi([1.0]), "slopes: .*list"),
+        (lambda: rp.reference.alibi_slopes(0), "heads: .*0"),
+        (lambda: rp.attention(q, q, q, position=rp.ALiBi(np.ones(3))), "3 heads, the call has 2"),
+        (lambda: rp.attention(q, q, q, position=rp.ALiBi(heads=4)), "4 heads, the call has 2"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()
+
+
+# ---------------------------------------------------------------------------------------------- KERPLE
+
+
+def test_kerple_power_of_one_is_alibi(backend, rng):
+    q, k, v = make(rng, 5, 9)
+    slopes = rp.reference.alibi_slopes(2)
+    for x, y in zip(
+        *(
+            rp.attention(q, k, v, position=scheme, backend=backend, return_lse=True)
+            for scheme in (rp.KERPLE(slopes, np.ones(2), form="power"), rp.ALiBi())
+        ),
+        strict=True,
+    ):
+        close(x, y)
+
+
+def test_kerple_by_hand(backend):
+    a, b = np.array([2.0]), np.array([1.0])
+    log = scores(rp.KERPLE(a, b), 1, 4, 1, backend)[0, 0]
+    close(log, [-2 * np.log(4), -2 * np.log(3), -2 * np.log(2), 0])
+    square = scores(rp.KERPLE(a, 2 * b, form="power"), 1, 4, 1, backend)[0, 0]
+    np.testing.assert_array_equal(square, [-18, -8, -2, 0])
+
+
+@pytest.mark.parametrize("form", ["log", "power"])
+def test_kerple_is_conditionally_positive_definite(form, rng):
+    """Vectors that sum to 0 find the bias, a kernel up to a constant, never negative."""
+    a, b = np.ones(3), np.array([0.3, 1.0, 2.0])
+    kernel = rp.reference.kerple_bias(a, b, 12, 12, form=form)
+    x = rng.standard_normal((50, 12))
+    x -= x.mean(axis=1, keepdims=True)
+    assert np.einsum("ni,hij,nj->hn", x, kernel, x).min() > -1e-10
+
+
+def test_kerple_refuses():
+    one, q = np.ones(2), np.zeros((2, 3, 4))
+    for call, words in (
+        (lambda: rp.KERPLE(one, one, form="exp"), "form: .*'exp'"),
+        (lambda: rp.KERPLE(one, np.ones(3)), r"b: shape \(3,\) differs from \(2,\)"),
+        (lambda: rp.KERPLE(0 * one, one), "a: expected positive numbers, found 0"),
+        (lambda: rp.KERPLE(one, -one), "b: expected positive numbers, found -1"),
+        (lambda: rp.KERPLE(one * np.nan, one), "a: .*nan"),
+        (lambda: rp.KERPLE(one * np.inf, one), "a: .*inf"),
+        (lambda: rp.KERPLE(one, 2.5 * one, form="power"), "b: expected positive numbers up to 2, found 2.5"),
+        (lambda: rp.attention(q, q, q, position=rp.KERPLE(np.ones(3), np.ones(3))), "3 heads, the call has 2"),
+    ):
+        with pytest.raises(rp.RelposValueError, match=words):
+            call()
+    rp.KERPLE(one, 2.5 * one)

@@ -1,0 +1,311 @@
+"""What rotary positions promise: only distances count, lengths stay, and the layouts are one up to a permutation."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests import naive
+
+LAYOUTS = ("half", "interleaved")
+RULES = ("linear_frequencies", "ntk_frequencies", "yarn_frequencies", "llama3_frequencies", "rotary_frequencies")
+
+
+def make(rng, q_len=7, k_len=9, depth=8, kv_heads=1):
+    shapes = ((4, q_len, depth), (kv_heads, k_len, depth), (kv_heads, k_len, 5))
+    return tuple(rng.standard_normal((2, *shape)) for shape in shapes)
+
+
+def close(a, b, atol=1e-13):
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+def turned(x, positions, omega, **options):
+    return rp.reference.rotate_pairs(x, rp.reference.rotary_matrices(positions, omega), **options)
+
+
+# ---------------------------------------------------------------------------------------------- the formula
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("offset", [None, 0, 5, -4])
+@pytest.mark.parametrize("options", [{}, {"dim": 4}, {"base": 50.0}, {"dim": 2, "magnitude": 1.5}])
+def test_scores_are_those_of_the_loops(layout, offset, options, backend, rng):
+    q, k, _ = make(rng, kv_heads=2)
+    expected = naive.logits(*naive.rotary(q, k, layout=layout, offset=offset, **options))
+    scheme = rp.Rotary(**options, layout=layout)
+    close(rp.logits(q, k, position=scheme, offset=offset, backend=backend), expected)
+
+
+def test_frequencies_replace_the_papers(backend, rng):
+    q, k, _ = make(rng)
+    omega = np.array([1.25, -0.5, 0.0])
+    expected = naive.logits(*naive.rotary(q, k, frequencies=omega, layout="interleaved"))
+    scheme = rp.Rotary(frequencies=omega, layout="interleaved")
+    close(rp.logits(q, k, position=scheme, backend=backend), expected)
+    same = rp.Rotary(frequencies=rp.reference.rotary_frequencies(8, base=77.0))
+    close(rp.logits(q, k, position=same, backend=backend), rp.logits(q, k, position=rp.Rotary(base=77.0)))
+
+
+def test_by_hand(backend):
+    """A quarter turn per step: the next key has what the query has, one channel on."""
+    q, k = np.array([[1.0, 0.0]] * 3), np.array([[0.0, 1.0]] * 3)
+    scheme = rp.Rotary(frequencies=np.array([np.pi / 2]))
+    s = rp.logits(q, k, position=scheme, scale=1.0, backend=backend)
+    # q . R_d k with R_d (0, 1) = (-sin, cos): d = j - i.
+    close(s, np.array([[0, -1, 0], [1, 0, -1], [0, 1, 0]]), 1e-15)
+
+
+# ---------------------------------------------------------------------------------------------- what it promises
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moving_all_positions_changes_nothing(layout, backend, rng):
+    """Three keys in front that nobody attends; and the formula itself at any two positions."""
+    q, k, v = make(rng)
+    scheme = rp.Rotary(layout=layout, base=30.0)
+    out = rp.attention(q, k, v, position=scheme, backend=backend)
+    k3, v3 = (np.concatenate([np.full_like(x[..., :3, :], np.inf), x], axis=-2) for x in (k, v))
+    with np.errstate(all="raise"):
+        moved = rp.attention(q, k3, v3, position=scheme, mask=np.arange(12) >= 3, backend=backend)
+    close(moved, out)
+    omega = rp.reference.rotary_frequencies(8)
+    a, b = q[0, 0, :1], k[0, 0, :1]
+    products = [
+        (turned(a, [t], omega, layout=layout) @ turned(b, [t - 3], omega, layout=layout).T).item()
+        for t in (0, 3, -40, 1000)
+    ]
+    close(products, products[0], 1e-11)
+
+
+@pytest.mark.parametrize("dim", [8, 4])
+def test_layouts_are_one_after_permuting_channels(dim, backend, rng):
+    q, k, v = make(rng)
+    order = np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2), np.arange(dim, 8)])
+    interleaved = rp.attention(q, k, v, position=rp.Rotary(dim, layout="interleaved"), backend=backend)
+    half = rp.attention(q[..., order], k[..., order], v, position=rp.Rotary(dim), backend=backend)
+    close(half, interleaved)
+    mixed = rp.attention(q, k, v, position=rp.Rotary(dim), backend=backend)
+    assert np.abs(mixed - interleaved).max() > 1e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_other_channels_stay_and_lengths_too(layout, rng):
+    x = rng.standard_normal((2, 6, 10))
+    y = turned(x, np.arange(6) + 4, rp.reference.rotary_frequencies(6), layout=layout)
+    np.testing.assert_array_equal(y[..., 6:], x[..., 6:])
+    close(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1))
+    assert np.abs(y[..., :6] - x[..., :6]).max(axis=(0, 1)).min() > 1e-3
+    np.testing.assert_array_equal(turned(x, np.zeros(6), np.ones(5), layout=layout), x)
+
+
+def test_partial_rotation_is_a_sum_of_two_products(backend, rng):
+    q, k, _ = make(rng)
+    s = rp.logits(q, k, position=rp.Rotary(4), scale=1.0, backend=backend)
+    first = rp.logits(q[..., :4], k[..., :4], position=rp.Rotary(), scale=1.0)
+    close(s, first + rp.logits(q[..., 4:], k[..., 4:], scale=1.0))
+
+
+def test_turns_add_up(rng):
+    x, omega = rng.standard_normal((1, 8)), rp.reference.rotary_frequencies(8)
+    close(turned(turned(x, [3], omega), [-11], omega), turned(x, [-8], omega), 1e-14)
+    matrices = rp.reference.rotary_matrices(np.arange(5), omega)
+    assert matrices.shape == (5, 4, 2, 2)
+    close(np.linalg.det(matrices), 1.0, 1e-15)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decoding_token_by_token_is_the_full_pass(layout, backend, rng):
+    q, k, v = make(rng, 9)
+    scheme = rp.Rotary(6, layout=layout)
+    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
+    for t in range(9):
+        seen = slice(0, t + 1)
+        step = rp.attention(
+            q[..., t : t + 1, :], k[..., seen, :], v[..., seen, :], position=scheme, causal=True, backend=backend
+        )
+        close(step[..., 0, :], out[..., t, :])
+
+
+def test_magnitude_scales_what_turns(backend, rng):
+    q, k, _ = make(rng)
+    once = rp.logits(q, k, position=rp.Rotary(), backend=backend)
+    close(rp.logits(q, k, position=rp.Rotary(magnitude=1.5), backend=backend), 2.25 * once)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_angles_are_exact_far_away(dtype, backend, rng):
+    """Single precision would be off by 0.01 at position 100000."""
+    q, k, _ = (x.astype(dtype) for x in make(rng, 3, 3))
+    for scheme in (rp.Rotary(), rp.Rotary(layout="interleaved")):
+        s = rp.logits(q, k, position=scheme, offset=100_003, backend=backend)
+        wide = rp.logits(q.astype(np.float64), k.astype(np.float64), position=scheme, offset=100_003, backend="numpy")
+        assert s.dtype == np.float32
+        close(s, wide, 3e-6)
+
+
+# ---------------------------------------------------------------------------------------------- with others
+
+
+def test_with_a_bias(backend, rng):
+    q, k, v = make(rng)
+    bias = rp.T5(rng.standard_normal((8, 4)), max_distance=6)
+    pair = (rp.Rotary(), bias)
+    s = [rp.logits(q, k, position=p, backend="numpy") for p in (None, *pair)]
+    close(rp.logits(q, k, position=pair, backend=backend), s[1] + s[2] - s[0])
+    both = [rp.attention(q, k, v, position=p, backend=backend) for p in (pair, pair[::-1])]
+    close(*both)
+    close(both[0], rp.attention(q, k, v, position=pair, backend="numpy"))
+
+
+@pytest.mark.parametrize("second", ["rotary", "transformer_xl"])
+def test_two_that_change_the_content_are_refused(second, backend, rng):
+    q, k, v = make(rng)
+    other = rp.Rotary(4)
+    if second == "transformer_xl":
+        other = rp.TransformerXL(np.ones((4, 8)), np.ones((4, 8)), np.ones((9, 4, 8)))
+    for pair in ((rp.Rotary(), other), (other, rp.Rotary())):
+        with pytest.raises(rp.RelposValueError, match="position"):
+            rp.attention(q, k, v, position=pair, backend=backend)
+        with pytest.raises(rp.RelposValueError, match="position"):
+            rp.logits(q, k, position=pair, backend=backend)
+
+
+def test_inputs_stay_as_they_are(backend, rng):
+    arrays = make(rng)
+    copies = [x.copy() for x in arrays]
+    for x in arrays:
+        x.flags.writeable = False
+    rp.attention(*arrays, position=rp.Rotary(), backend=backend)
+    for x, copy in zip(arrays, copies, strict=True):
+        np.testing.assert_array_equal(x, copy)
+
+
+# ---------------------------------------------------------------------------------------------- frequencies
+
+
+def test_rules_without_scaling_are_the_papers():
+    plain = rp.reference.rotary_frequencies(16, base=500.0)
+    assert plain.dtype == np.float64
+    close(plain, [500.0 ** (-p / 8) for p in range(8)], 1e-16)
+    long = {"base": 500.0, "factor": 1.0, "trained_length": 64}
+    close(rp.reference.linear_frequencies(16, base=500.0, factor=1.0), plain, 0)
+    close(rp.reference.ntk_frequencies(16, base=500.0, factor=3.0, trained_length=64, length=64), plain, 0)
+    close(rp.reference.llama3_frequencies(16, **long), plain, 1e-16)
+    found, magnitude = rp.reference.yarn_frequencies(16, **long)
+    close(found, plain, 1e-16)
+    assert magnitude == 1.0
+
+
+def test_linear_is_positions_divided(backend, rng):
+    q, k, _ = make(rng, 9)
+    q2, k2 = (np.repeat(x, 2, axis=-2) for x in (q, k))
+    slow = rp.Rotary(frequencies=rp.reference.linear_frequencies(8, factor=2.0))
+    close(
+        rp.logits(q2, k2, position=slow, backend=backend)[..., ::2, ::2],
+        rp.logits(q, k, position=rp.Rotary(), backend=backend),
+    )
+
+
+def test_ntk_interpolates_the_slowest_pair_by_the_growth():
+    """That is what the exponent d / (d - 2) is for; the fastest pair keeps its frequency."""
+    plain = rp.reference.rotary_frequencies(16)
+    found = rp.reference.ntk_frequencies(16, length=96, trained_length=32, factor=2.0)
+    assert found[0] == 1
+    np.testing.assert_allclose(found[-1] * (2 * 3 - 1), plain[-1], rtol=1e-14)
+    np.testing.assert_array_equal(rp.reference.ntk_frequencies(16, length=5, trained_length=32, factor=2.0), plain)
+
+
+@pytest.mark.parametrize("rule", ["yarn", "llama3"])
+def test_bands(rule):
+    """Fast pairs are kept, slow ones divided, those between lie between."""
+    plain = rp.reference.rotary_frequencies(64)
+    turns = 4096 * plain / (2 * np.pi)
+    if rule == "yarn":
+        found, magnitude = rp.reference.yarn_frequencies(64, factor=8.0, trained_length=4096)
+        assert magnitude == pytest.approx(0.1 * np.log(8) + 1, rel=1e-15)
+        fast, slow = 32, 1
+    else:
+        found = rp.reference.llama3_frequencies(64, factor=8.0, trained_length=4096)
+        fast, slow = 4, 1
+    # The published YaRN rounds to whole pairs, outwards.
+    slack = 10000 ** (2 / 64) if rule == "yarn" else 1
+    close(found[turns > fast * slack], plain[turns > fast * slack], 1e-16)
+    close(found[turns < slow / slack], plain[turns < slow / slack] / 8, 1e-16)
+    between = (turns < fast) & (turns > slow)
+    assert between.any()
+    assert (found[between] < plain[between]).all()
+    assert (found[between] > plain[between] / 8).all()
+    assert (np.diff(found) < 0).all()
+
+
+def test_yarn_without_truncation_has_ends_at_exact_turns():
+    plain = rp.reference.rotary_frequencies(64)
+    found, _ = rp.reference.yarn_frequencies(64, factor=8.0, trained_length=4096, truncate=False)
+    turns = 4096 * plain / (2 * np.pi)
+    np.testing.assert_array_equal(found == plain, turns >= 32)
+    close(found[turns <= 1], plain[turns <= 1] / 8, 1e-18)
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+Q = np.zeros((2, 4, 3, 8))
+
+
+def call(scheme, depth=8):
+    return lambda: rp.logits(Q[..., :depth], Q[..., :depth], position=scheme)
+
+
+BAD = {
+    "dim: odd": (lambda: rp.Rotary(3), ["dim", "3"]),
+    "dim: 0": (lambda: rp.Rotary(0), ["dim", "0"]),
+    "dim: float": (lambda: rp.Rotary(4.0), ["dim", "4.0"]),
+    "dim: large": (call(rp.Rotary(10)), ["dim", "10", "8"]),
+    "dim: head_dim odd": (call(rp.Rotary(), 7), ["dim", "7"]),
+    "base: 0": (lambda: rp.Rotary(base=0), ["base", "0"]),
+    "base: nan": (lambda: rp.Rotary(base=np.nan), ["base", "nan"]),
+    "base: and frequencies": (lambda: rp.Rotary(base=5.0, frequencies=np.ones(4)), ["base", "5.0"]),
+    "layout": (lambda: rp.Rotary(layout="neox"), ["layout", "'neox'", "'half'"]),
+    "magnitude": (lambda: rp.Rotary(magnitude="1"), ["magnitude", "'1'"]),
+    "frequencies: list": (lambda: rp.Rotary(frequencies=[1.0]), ["frequencies", "list"]),
+    "frequencies: rank": (lambda: rp.Rotary(frequencies=np.ones((2, 2))), ["frequencies", "(2, 2)"]),
+    "frequencies: none": (lambda: rp.Rotary(frequencies=np.ones(0)), ["frequencies", "(0,)"]),
+    "frequencies: inf": (lambda: rp.Rotary(frequencies=np.array([np.inf])), ["frequencies"]),
+    "frequencies: dim": (lambda: rp.Rotary(6, frequencies=np.ones(4)), ["frequencies", "6", "4"]),
+    "frequencies: too many": (call(rp.Rotary(frequencies=np.ones(5))), ["dim", "10", "8"]),
+    "factor": (lambda: rp.reference.linear_frequencies(8, factor=0.5), ["factor", "0.5"]),
+    "ntk: dim": (lambda: rp.reference.ntk_frequencies(2, length=3, trained_length=2, factor=2.0), ["dim", "2"]),
+    "ntk: length": (lambda: rp.reference.ntk_frequencies(8, length=0, trained_length=2, factor=2.0), ["length", "0"]),
+    "yarn: betas": (
+        lambda: rp.reference.yarn_frequencies(8, factor=2.0, trained_length=9, beta_fast=1.0),
+        ["beta_fast", "1.0"],
+    ),
+    "yarn: base": (lambda: rp.reference.yarn_frequencies(8, factor=2.0, trained_length=9, base=1.0), ["base", "1.0"]),
+    "yarn: truncate": (
+        lambda: rp.reference.yarn_frequencies(8, factor=2.0, trained_length=9, truncate=None),
+        ["truncate"],
+    ),
+    "llama3: factors": (
+        lambda: rp.reference.llama3_frequencies(8, factor=2.0, trained_length=9, low_factor=4.0),
+        ["high_factor", "4.0"],
+    ),
+    "llama3: length": (lambda: rp.reference.llama3_frequencies(8, factor=2.0, trained_length=0), ["trained_length"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    attempt, words = BAD[name]
+    with pytest.raises(rp.RelposError) as raised:
+        attempt()
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_checks_dim_and_base(rule):
+    needed = {"factor": 2.0, "trained_length": 9, "length": 20}
+    function = getattr(rp.reference, rule)
+    options = {n: x for n, x in needed.items() if n in function.__kwdefaults__ or n in function.__annotations__}
+    for wrong in ({"dim": 5}, {"dim": 8, "base": -1.0}):
+        with pytest.raises(rp.RelposValueError, match="dim" if wrong["dim"] == 5 else "base"):
+            function(**wrong, **options)
