@@ -423,3 +423,15 @@ def test_row_46_hash_seed_and_locale_change_no_bits(seed):
 
     q, k, v = np.random.default_rng(0).standard_normal((3, 4, 600, 32)).astype(np.float32)
     assert out.strip() == hashlib.sha256(rp.attention(q, k, v).tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bias_of_the_next_query_is_not_seen_beside_the_last_key(dtype, rng):
+    """Keys begin inside a panel, whose end lies in the next row of a window's bias: huge there, and excluded."""
+    q, k, v = rng.standard_normal((1, 2, 8)), rng.standard_normal((1, 48, 8)), rng.standard_normal((1, 48, 8))
+    difference = np.arange(-47, 48)  # query less key; the keys that are left lie below -15
+    position = rp.WindowBias(np.where(difference < -15, 0.0, 1e4)[:, None], (2,), (48,), extent=(48,))
+    options = {"position": position, "mask": np.arange(48) >= 17}
+    expected = rp.attention(q, k, v, backend="numpy", **options)
+    actual = rp.attention(*(x.astype(dtype) for x in (q, k, v)), backend="numba", **options)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
