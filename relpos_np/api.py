@@ -185,7 +185,7 @@ def attention(
     if name == "numpy":
         result, lse = dense.attention(problem, schemes)
     else:
-        result, found = _backend.evaluate(name, problem, lambda: _lower(schemes, problem), target, return_lse)
+        result, found = _backend.evaluate(name, problem, _lower(schemes, problem), target, return_lse)
         lse = found if found is not None else result
     if flat:
         result, lse = result[0], lse[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -96,10 +96,9 @@ def numba_kernels() -> Any:
 
 
 def evaluate(
-    name: str, problem: Problem, lower: Callable[[], Terms], out: Array | None, want_lse: bool
+    name: str, problem: Problem, terms: Terms, out: Array | None, want_lse: bool
 ) -> tuple[Array, Array | None]:
     """Run the terms on a kernel backend; write to `out` if its layout allows, else to a new array."""
-    terms = lower()
     if name == "terms":
         from relpos_np.kernels import _numpy
 

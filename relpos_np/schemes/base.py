@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
+from relpos_np import check
+from relpos_np.dense import drop
+from relpos_np.errors import RelposValueError
 from relpos_np.problem import Site
 from relpos_np.terms import Terms
 from relpos_np.types import Array
@@ -35,3 +42,49 @@ class Scheme:
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same as terms; k still has its grouped heads (..., H_kv, L_k, D)."""
         raise NotImplementedError
+
+
+class AbsoluteEncoding:
+    """A vector per position that is added to the inputs; subclasses say which, in `encode`, and set `dim`."""
+
+    dim: int
+    # The first position that exists; None where every integer is one.
+    least: int | None = None
+
+    def encode(self, positions: Any) -> Array:
+        """Vectors of positions, one row each: (L, D)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def positions(given: Any) -> Array:
+        """Positions themselves, or 0 ... L-1 for a length L."""
+        return np.arange(check.integer("positions", given, 0)) if np.ndim(given) == 0 else np.asarray(given)
+
+    def __call__(
+        self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
+    ) -> Array:
+        """Add the vectors of positions start ... start + L - 1, then drop elements of the sum.
+
+        Parameters
+        ----------
+        x : ndarray, shape (..., L, D)
+            Inputs.
+        start : int
+            Position of the first.
+        dropout : float
+            Rate at which elements of the sum become 0; the others are divided by 1 - dropout.
+        rng : numpy.random.Generator, optional
+            Source of the dropout mask.
+
+        Returns
+        -------
+        ndarray, shape (..., L, D)
+            In the dtype of `x`.
+        """
+        dtype = check.array("x", x).dtype
+        x = check.floating("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.dim:
+            raise RelposValueError(f"x: expected shape (..., L, {self.dim}), found {x.shape}")
+        start = check.integer("start", start, self.least)
+        total = x + self.encode(np.arange(start, start + x.shape[-2])).astype(x.dtype, copy=False)
+        return np.asarray(drop(total, *check.survivors(dropout, rng, x.shape)), dtype)

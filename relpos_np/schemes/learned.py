@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from relpos_np import check
-from relpos_np.dense import drop
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
+from relpos_np.schemes.base import AbsoluteEncoding
 from relpos_np.types import Array, Int64
 
 
@@ -73,7 +73,7 @@ def add_at_every_layer(x: Array, layers: Sequence[Callable[[Array], Array]], enc
     return x
 
 
-class LearnedAbsolute:
+class LearnedAbsolute(AbsoluteEncoding):
     r"""Learned encodings to add to the inputs.
 
     .. math::
@@ -99,8 +99,11 @@ class LearnedAbsolute:
     Gehring et al., "Convolutional Sequence to Sequence Learning", ICML 2017; Devlin et al., "BERT", NAACL 2019.
     """
 
+    least = 0
+
     def __init__(self, table: Any) -> None:
         self.table = check.table("table", table, "max_positions dim")
+        self.dim = self.table.shape[1]
 
     def encode(self, positions: Any) -> Array:
         """Vectors of positions.
@@ -115,7 +118,7 @@ class LearnedAbsolute:
         ndarray, shape (L, D)
             One row per position.
         """
-        t = np.arange(check.integer("positions", positions, 0)) if np.ndim(positions) == 0 else np.asarray(positions)
+        t = self.positions(positions)
         if t.dtype.kind not in "iu":
             raise RelposTypeError(f"positions: expected integers, found dtype {t.dtype}")
         if t.size and (t.min() < 0 or t.max() >= len(self.table)):
@@ -123,35 +126,6 @@ class LearnedAbsolute:
                 f"positions: expected 0 ... {len(self.table) - 1}, the rows of the table, found {t.min()} ... {t.max()}"
             )
         return learned_encoding(self.table, t)
-
-    def __call__(
-        self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
-    ) -> Array:
-        """Add the vectors of positions start ... start + L - 1, then drop elements of the sum.
-
-        Parameters
-        ----------
-        x : ndarray, shape (..., L, D)
-            Inputs.
-        start : int
-            Position of the first.
-        dropout : float
-            Rate at which elements of the sum become 0; the others are divided by 1 - dropout.
-        rng : numpy.random.Generator, optional
-            Source of the dropout mask.
-
-        Returns
-        -------
-        ndarray, shape (..., L, D)
-            In the dtype of `x`.
-        """
-        dtype = check.array("x", x).dtype
-        x = check.floating("x", x)
-        if x.ndim < 2 or x.shape[-1] != self.table.shape[1]:
-            raise RelposValueError(f"x: expected shape (..., L, {self.table.shape[1]}), found {x.shape}")
-        start = check.integer("start", start, 0)
-        total = x + self.encode(np.arange(start, start + x.shape[-2])).astype(x.dtype, copy=False)
-        return np.asarray(drop(total, *check.survivors(dropout, rng, x.shape)), dtype)
 
     def __repr__(self) -> str:
         return f"LearnedAbsolute(table={self.table.shape})"

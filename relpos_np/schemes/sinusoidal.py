@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from relpos_np import check
-from relpos_np.dense import drop
 from relpos_np.errors import RelposValueError
+from relpos_np.schemes.base import AbsoluteEncoding
 from relpos_np.types import Array
 
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
@@ -116,7 +116,7 @@ def rotation_matrix(delta: float, dim: int, *, base: float = 10000.0) -> Array:
     return m
 
 
-class Sinusoidal:
+class Sinusoidal(AbsoluteEncoding):
     r"""Sinusoidal encodings to add to the inputs, for any length.
 
     .. math::
@@ -166,39 +166,10 @@ class Sinusoidal:
         ndarray, shape (L, D)
             One row per position.
         """
-        t = np.arange(check.integer("positions", positions, 0)) if np.ndim(positions) == 0 else np.asarray(positions)
+        t = self.positions(positions)
         if t.dtype.kind not in "iuf":
             raise RelposValueError(f"positions: expected numbers, found dtype {t.dtype}")
         return sinusoidal(t, self.dim, base=self.base, layout=self.layout).astype(dtype, copy=False)
-
-    def __call__(
-        self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
-    ) -> Array:
-        """Add the encodings of positions start ... start + L - 1, then drop elements of the sum.
-
-        Parameters
-        ----------
-        x : ndarray, shape (..., L, D)
-            Inputs.
-        start : int
-            Position of the first.
-        dropout : float
-            Rate at which elements of the sum become 0; the others are divided by 1 - dropout.
-        rng : numpy.random.Generator, optional
-            Source of the dropout mask.
-
-        Returns
-        -------
-        ndarray, shape (..., L, D)
-            In the dtype of `x`.
-        """
-        dtype = check.array("x", x).dtype
-        x = check.floating("x", x)
-        if x.ndim < 2 or x.shape[-1] != self.dim:
-            raise RelposValueError(f"x: expected shape (..., L, {self.dim}), found {x.shape}")
-        start = check.integer("start", start)
-        total = x + self.encode(np.arange(start, start + x.shape[-2]), x.dtype)
-        return np.asarray(drop(total, *check.survivors(dropout, rng, x.shape)), dtype)
 
     def __repr__(self) -> str:
         return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"

@@ -71,8 +71,12 @@ def transformer_xl_scores(
     Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019.
     """
     ac = np.matmul(q + u[:, None, :], np.swapaxes(k, -1, -2))
-    bd = np.matmul(q + v[:, None, :], np.transpose(rows, (1, 2, 0)))
-    return ac, rel_shift(bd, variant)
+    return ac, _position_scores(q, v, rows, variant)
+
+
+def _position_scores(q: Array, v: Array, rows: Array, variant: str) -> Array:
+    """The position part alone."""
+    return rel_shift(np.matmul(q + v[:, None, :], np.transpose(rows, (1, 2, 0))), variant)
 
 
 class AbsoluteTerms(NamedTuple):
@@ -277,10 +281,10 @@ class TransformerXL(Scheme):
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """What u and the position part add to the scaled products."""
         u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.u, self.v, self.rows))
-        ac, bd = transformer_xl_scores(q, k, u, v, rows, variant=self.variant)
+        bd = _position_scores(q, v, rows, self.variant)
         # q . k is already among the scores: of the content part only u . k is left to add.
         content = np.einsum("hd,...hjd->...hj", u, k)[..., None, :]
-        return np.asarray((content + bd) * site.dtype.type(site.scale)) if ac.size else ac
+        return np.asarray((content + bd) * site.dtype.type(site.scale)) if bd.size else bd
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """U joins the query; the position part is a query term with a row per distance."""
