@@ -81,6 +81,65 @@ def test_tails_of_head_dimensions(depth, v_dim):
     assert_float32_promise(case)
 
 
+# Queries, keys, D, D_v: around vectors, register tiles and blocks of every target, several blocks, several panels.
+WINDOWS = [
+    (24, 1, 8, 16),
+    (25, 7, 7, 16),
+    (49, 49, 32, 32),
+    (63, 65, 33, 64),
+    (112, 64, 32, 48),
+    (193, 191, 17, 80),
+    (400, 192, 5, 128),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("q_len", "k_len", "depth", "v_dim"), WINDOWS)
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "not finite"])
+def test_windows(q_len, k_len, depth, v_dim, kind, dtype, rng):
+    """Few keys have a kernel of their own, which writes into the result and reads nothing beside the operands."""
+    case = case_of(grid(q_len, k_len), q_len, k_len, depth=depth, v_dim=v_dim, kv_heads=2)
+    # Views that are followed by NaN, as is each row of the mask.
+    q, k, v = (
+        np.concatenate([x, np.full((2, *x.shape[1:]), np.nan)])[:2].astype(dtype)
+        for x in (
+            rng.standard_normal((2, heads, n, d))
+            for heads, n, d in ((4, q_len, depth), (2, k_len, depth), (2, k_len, v_dim))
+        )
+    )
+    seen = rng.random((2, 1, q_len, k_len)) < 0.7
+    seen[0, 0, q_len // 2] = False
+    mask = {"none": None, "float": np.where(seen, rng.standard_normal(seen.shape), -np.inf).astype(dtype)}.get(
+        kind, seen
+    )
+    if kind == "not finite":
+        v[1, 1, k_len // 2, 3], v[0, 0, k_len // 3, 0] = np.nan, -np.inf
+        seen[:, :, :, k_len // 2] = seen[:, :, 1::3, k_len // 3] = False
+    for position in (case.options(dtype)["position"], None):
+        exact = [x.astype(np.float64) for x in (q, k, v)]
+        expected, lse = rp.attention(*exact, position=position, mask=mask, backend="numpy", return_lse=True)
+        room = np.full(expected.size + 128, 1234, dtype)
+        out = room[64:-64].reshape(expected.shape)
+        out[...] = np.nan
+        result = rp.attention(q, k, v, position=position, mask=mask, backend="numba", return_lse=True, out=out)
+        assert result[0] is out
+        tolerance = 4 * (depth + k_len) * np.finfo(dtype).eps
+        np.testing.assert_allclose(result[0], expected, rtol=0, atol=tolerance * np.abs(v[np.isfinite(v)]).max())
+        np.testing.assert_allclose(result[1], lse, rtol=0, atol=tolerance * 4)
+        assert (room[:64] == 1234).all()
+        assert (room[-64:] == 1234).all()
+
+
+def test_windows_in_runs(rng):
+    """Each thread takes runs of windows, of which the last is shorter: the windows' bits are those they have alone."""
+    q, k, v = (rng.standard_normal((71, 2, n, d)) for n, d in ((24, 4), (8, 4), (8, 16)))
+    room = np.full((142, 2, 24, 16), np.nan)
+    rp.attention(q, k, v, backend="numba", out=room[:71])
+    assert np.isnan(room[71:]).all()
+    for b in (0, 35, 70):
+        np.testing.assert_array_equal(room[b], rp.attention(q[b], k[b], v[b], backend="numba"))
+
+
 def test_wide_heads():
     for depth, v_dim in ((512, 256), (1024, 1)):
         assert_float32_promise(case_of(FITTING["t5"], 100, 200, depth=depth, v_dim=v_dim))
@@ -310,8 +369,9 @@ UNITS = {
 # Schemes, dtypes, block edges, the exponential and values that are not finite; one dtype for the rarer unit.
 SELECTED = {
     "avx2": "at_most_twice or one_scheme or keeps_its_promise or tails or exponential or block_edges or begin_inside"
-    " or (row_7 and numba) or (row_8 and numba) or equals_the_reference or backward_kernel",
-    "simd128": "at_most_twice or keeps_its_promise or tails or (float32 and (exponential or row_7) and numba)",
+    " or (row_7 and numba) or (row_8 and numba) or equals_the_reference or backward_kernel or windows",
+    "simd128": "at_most_twice or keeps_its_promise or tails or windows"
+    " or (float32 and (exponential or row_7) and numba)",
 }
 
 

@@ -16,9 +16,10 @@ from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.build import cache_folder
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, decode_layout, merge
 from relpos_np.kernels._numba.launch import available_threads, run
-from relpos_np.kernels._numba.plan import is_skewed, make_plan
+from relpos_np.kernels._numba.plan import is_skewed, is_windowed, make_plan
 from relpos_np.kernels._numba.shift import rel_shift, shift
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
+from relpos_np.kernels._numba.window import windows
 from relpos_np.problem import Problem
 from relpos_np.terms import Terms
 from relpos_np.types import Array
@@ -31,6 +32,8 @@ SERIAL_FLOPS = 1e7
 CALL_FLOPS = 1e10
 # When decoding, keys are divided into ranges of at least so many blocks, and into so many ranges at most.
 PART_BLOCKS, MOST_PARTS = 8, 64
+# Pieces of windows are divided into so many runs per thread.
+RUNS = 16
 # A workspace of up to this many bytes is kept for the thread's next call.
 KEEP_BYTES = 64 * 1024 * 1024
 
@@ -38,6 +41,7 @@ KEEP_BYTES = 64 * 1024 * 1024
 KERNELS = {
     "rel_shift": shift,
     **{f"attention float{8 * size}": kernel for size, kernel in attend.items()},
+    **{f"windows float{8 * size}": kernel for size, kernel in windows.items()},
     **{f"backward float{8 * size}": kernel for size, kernel in backward_kernel.items()},
     **{f"decoding {name}": kernel for name, kernel in decode.items()},
 }
@@ -87,6 +91,9 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
     if _is_decoding(problem, terms):
         _decode(problem, terms, out, lse, threads)
         return
+    if is_windowed(problem, terms):
+        _windows(problem, terms, out, lse, threads)
+        return
     plan = make_plan(problem, terms, out, lse, threads)
     if plan.flops_per_block * plan.blocks < SERIAL_FLOPS:
         threads = 1
@@ -107,6 +114,23 @@ def _is_decoding(problem: Problem, terms: Terms) -> bool:
     if heads != site.kv_heads or site.heads // heads * site.q_len > MOST_ROWS:
         return False
     return not (terms.values or problem.keep is not None or any(is_skewed(term) for term in terms.queries))
+
+
+def _windows(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> None:
+    """Run the kernel for few keys, on runs of its pieces that are long enough to lie in pages of their own."""
+    plan = make_plan(problem, terms, out, lse, threads, windowed=True)
+    if plan.flops_per_block * plan.blocks < SERIAL_FLOPS:
+        threads = 1
+    threads = min(threads, plan.blocks)
+    fields = plan.fields
+    plan.kept.append(_lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
+    # Two threads that touch the same new huge page of the output both clear it, which costs more than their work.
+    run_ = fields["run"] = max(plan.blocks // (RUNS * threads), 1)
+    kernel = windows[problem.site.dtype.itemsize]
+    chunk = max(RUNS * threads, int(threads * CALL_FLOPS / (plan.flops_per_block * run_)))
+    for start in range(0, -(-plan.blocks // run_), chunk):
+        fields["counter"], fields["stop"] = start, min((start + chunk) * run_, plan.blocks)
+        run(kernel, plan.pack(), threads)
 
 
 def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.records import ADD, BATCH_MASK, CALL, KEY_BEGIN, KEY_END, VALUE
-from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET, block_queries
+from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET, block_queries
 from relpos_np.problem import UNBOUNDED, Problem
 from relpos_np.terms import Dense, IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.types import Array
@@ -84,6 +84,15 @@ def _no_bias(dtype: np.dtype[Any]) -> tuple[int, Array]:
     return zeros.ctypes.data, zeros
 
 
+@cache
+def _tail(dtype: np.dtype[Any], k_len: int) -> tuple[int, Array]:
+    """A row of zeros for so many keys, -inf up to the end of the last panel, and its address."""
+    panel = TARGET.panel(dtype.itemsize)
+    row = np.zeros(-(-k_len // panel) * panel, dtype)
+    row[k_len:] = -np.inf
+    return row.ctypes.data, row
+
+
 def _runs(lookup: Array, q_len: int) -> Array:
     """For each entry where its run of equal entries ends, counted like the entries from j - i = 0."""
     n = len(lookup)
@@ -100,11 +109,39 @@ def is_skewed(term: QueryTerm) -> bool:
     return changes > SKEW_SHARE * len(lookup)
 
 
+def is_windowed(problem: Problem, terms: Terms) -> bool:
+    """Whether the kernel for windows does it: few keys, all of them for every query, and at most one fused bias."""
+    site, mask = problem.site, problem.mask
+    lanes, panel = TARGET.lanes(site.dtype.itemsize), TARGET.panel(site.dtype.itemsize)
+    if site.k_len > BLOCK_KEYS or site.q_len < TARGET.accumulators or site.v_dim % lanes:
+        return False
+    if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
+        return False
+    if problem.key_lengths is not None or max(site.q_len, site.k_len) > min(problem.left, problem.right):
+        return False
+    # A mask of keys alone becomes a range of keys. The shape decides, never the strides: layouts change no bits.
+    if mask is not None and 1 in mask.shape[-2:]:
+        return False
+    # The end of the last panel is cut off by the bias, which therefore has a row per query or is the same for all.
+    grids = all(isinstance(term.index, Dense) and term.index.index.ndim == 2 for term in terms.tables)
+    return (
+        grids or site.k_len % panel == 0
+    ) and site.heads * site.q_len * site.k_len * site.dtype.itemsize < GATHER_BYTES // 2
+
+
 class Planner:
     """Builds the plan of one call."""
 
     def __init__(
-        self, problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int, *, narrow: bool = False
+        self,
+        problem: Problem,
+        terms: Terms,
+        out: Array,
+        lse: Array | None,
+        threads: int,
+        *,
+        narrow: bool = False,
+        windowed: bool = False,
     ) -> None:
         self.problem, self.site, self.terms = problem, problem.site, terms
         self.count = math.prod(problem.batch)
@@ -112,7 +149,7 @@ class Planner:
         self.kept: list[Array] = []
         self.fields: dict[str, Any] = _EMPTY.copy()
         self.threads = threads
-        self.out, self.lse, self.narrow = out, lse, narrow
+        self.out, self.lse, self.narrow, self.windowed = out, lse, narrow, windowed
 
     def _keep(self, x: Array) -> int:
         """Keep an array alive and return its address."""
@@ -161,7 +198,9 @@ class Planner:
         block = block_queries(
             site.q_len, query.shape[-1], width, self.dtype.itemsize, self.count * site.heads, self.threads
         )
-        f["block_queries"], f["blocks"] = block, -(-site.q_len // block)
+        blocks = -(-site.q_len // block)
+        # The kernel for windows writes whole tiles in place: it needs blocks of about the same length.
+        f["block_queries"], f["blocks"] = -(-site.q_len // blocks) if self.windowed else block, blocks
         f["batches"], f["count"] = self._keep(batches), self.count
         f["add_count"], f["value_count"] = len(adds), len(values)
         if adds:
@@ -193,7 +232,7 @@ class Planner:
         if mask is None or not mask.size:
             return
         shared = all(s == 0 or n == 1 for s, n in zip(mask.strides[-3:-1], mask.shape[-3:-1], strict=True))
-        if mask.dtype == np.bool_ and shared:
+        if mask.dtype == np.bool_ and shared and not self.windowed:
             keys = mask[..., 0, 0, :].reshape(self.count, site.k_len)
             seen = keys.any(axis=1)
             begin = np.where(seen, keys.argmax(axis=1), site.k_len)
@@ -202,7 +241,8 @@ class Planner:
             batches[KEY_END] = np.minimum(batches[KEY_END], end)
             if (keys.sum(axis=1) == np.maximum(end - begin, 0)).all():
                 return
-        if mask.shape[-1] > 1 and mask.strides[-1] not in (0, mask.itemsize):
+        adjacent = {mask.itemsize} if self.windowed else {0, mask.itemsize}
+        if mask.shape[-1] > 1 and mask.strides[-1] not in adjacent:
             mask = np.ascontiguousarray(mask)
         address = self._keep(mask)
         f["allowed" if mask.dtype == np.bool_ else "soft"] = address
@@ -229,7 +269,10 @@ class Planner:
         """Sum the table terms into one fused bias where they fit, and gather the others in the kernel."""
         site, f = self.site, self.fields
         if not self.terms.tables:
-            f["bias"] = _no_bias(self.dtype)[0]
+            if self.windowed:
+                f["bias"] = _tail(self.dtype, site.k_len)[0]
+            else:
+                f["bias"] = _no_bias(self.dtype)[0]
             return []
         toeplitz = [t for t in self.terms.tables if isinstance(t.index, Toeplitz)]
         grids = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim == 2]
@@ -372,10 +415,20 @@ class Planner:
 
 
 def make_plan(
-    problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int, *, narrow: bool = False
+    problem: Problem,
+    terms: Terms,
+    out: Array,
+    lse: Array | None,
+    threads: int,
+    *,
+    narrow: bool = False,
+    windowed: bool = False,
 ) -> Plan:
-    """Prepare one call; `out` and `lse` are C-contiguous. `narrow`: keys and values are read as they are stored."""
-    return Planner(problem, terms, out, lse, threads, narrow=narrow).build()
+    """Prepare one call; `out` and `lse` are C-contiguous.
+
+    `narrow`: keys and values are read as they are stored. `windowed`: `is_windowed` holds, and its kernel will run.
+    """
+    return Planner(problem, terms, out, lse, threads, narrow=narrow, windowed=windowed).build()
 
 
 assert UNBOUNDED < 1 << 62  # positions are added to it in int64

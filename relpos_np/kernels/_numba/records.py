@@ -19,6 +19,8 @@ CALL = np.dtype(
         # work: a counter of blocks shared by all threads, its limit, and one workspace per thread;
         # the counter is the first field, so that its address is the record's
         *_integers("counter", "stop", "work", "work_stride"),
+        # pieces of work that a thread takes at a time, which the counter then counts in (windows only)
+        *_integers("run"),
         *_integers("q", "k", "v", "out", "lse"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
         *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),

@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from relpos_np.kernels._numba.target import SUM_VECTORS
-from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
+from relpos_np.kernels._numba.vectors import I8, I32, I64, Vectors, index
 
 _i8 = types.int64
 
@@ -85,6 +85,21 @@ def take(typingctx: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
 
     return _i8(_i8), generate
+
+
+@intrinsic
+def prefetch(typingctx: Any, base: Any, offset: Any) -> Any:
+    """Ask for the cache line of an element to be brought into the second-level cache."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        pointer = b.bitcast(b.gep(args[0], [args[1]]), I8.as_pointer())
+        kinds = [I8.as_pointer(), I32, I32, I32]
+        name = "llvm.prefetch.p0"
+        function = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(ir.VoidType(), kinds), name=name)
+        b.call(function, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(base, _i8), generate
 
 
 def _each(v: Vectors, n: ir.Value, vector: Callable[[ir.Value], None], scalar: Callable[[ir.Value], None]) -> None:

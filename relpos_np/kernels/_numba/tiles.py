@@ -52,7 +52,13 @@ def _product(
     return v.loop(whole, depth, 1, v.loop(index(0), whole, _UNROLL, start, steps), step)
 
 
-def _score_panel(fused: bool) -> Any:
+def _tile_start(v: Vectors, i: ir.Value, count: ir.Value, rows: int) -> ir.Value:
+    """The first row of a tile that would begin at row i, moved up so that the tile ends within `count` rows."""
+    last = v.b.sub(count, index(rows))
+    return v.b.select(v.b.icmp_signed("<", i, last), i, last)
+
+
+def _score_panel(fused: bool, inside: bool = False) -> Any:
     """Build the intrinsic that scores a block of queries against one packed panel of keys."""
     rows, vectors = TARGET.score_rows, TARGET.score_vectors
 
@@ -60,8 +66,11 @@ def _score_panel(fused: bool) -> Any:
         a, lda, b, depth, c, ldc, count, *rest = args
         v = Vectors(builder, signature.args[0].dtype.bitwidth)
         width = index(vectors * v.lanes)
+        scale = v.splat(rest.pop()) if inside else None
 
         def block(i: ir.Value, _: list[Any]) -> list[Any]:
+            if inside:
+                i = _tile_start(v, i, count, rows)
             line = builder.gep(a, [builder.mul(i, lda)])
 
             def left(r: int, k: ir.Value) -> ir.Value:
@@ -79,7 +88,8 @@ def _score_panel(fused: bool) -> Any:
                 for j in range(vectors):
                     x = acc[r * vectors + j]
                     if fused:
-                        x = builder.fadd(x, v.load(bias, builder.add(shift, index(j * v.lanes))))
+                        y = v.load(bias, builder.add(shift, index(j * v.lanes)))
+                        x = v.fma(x, scale, y) if inside else builder.fadd(x, y)
                         best = v.maximum(x, best)
                     v.store(x, c, builder.add(at, index(j * v.lanes)))
                 if fused:
@@ -93,6 +103,7 @@ def _score_panel(fused: bool) -> Any:
 
 
 _score_plain, _score_fused = _score_panel(fused=False), _score_panel(fused=True)
+_score_inside = _score_panel(fused=True, inside=True)
 
 
 @intrinsic
@@ -121,7 +132,27 @@ def score_panel_max(
     return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top), _score_fused
 
 
-def _accumulation(transposed: bool) -> Any:
+@intrinsic
+def score_panel_inside(
+    typingctx: Any,
+    a: Any,
+    lda: Any,
+    b: Any,
+    depth: Any,
+    c: Any,
+    ldc: Any,
+    count: Any,
+    bias: Any,
+    bias_row: Any,
+    top: Any,
+    scale: Any,
+) -> Any:
+    """As `score_panel_max`, of A * scale, touching `count` rows only, which must be a tile's rows at least."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _score_inside
+
+
+def _accumulation(transposed: bool, inside: bool = False) -> Any:
     """Build the intrinsic that adds the product of a tile, or of its transpose, with rows of values."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -135,6 +166,8 @@ def _accumulation(transposed: bool) -> Any:
                 right = builder.gep(b, [col])
 
                 def block(i: ir.Value, _: list[Any]) -> list[Any]:
+                    if inside:
+                        i = _tile_start(v, i, count, rows)
                     line = builder.gep(a, [i if transposed else builder.mul(i, lda)])
 
                     def left(r: int, k: ir.Value) -> ir.Value:
@@ -144,13 +177,17 @@ def _accumulation(transposed: bool) -> Any:
                     out = builder.gep(c, [builder.add(builder.mul(i, ldc), col)])
                     start = [v.const(0)] * (rows * vectors)
                     # Narrow strips only finish a ragged width: not worth the time to compile them unrolled.
-                    full = vectors == TARGET.value_vectors
+                    full = inside or vectors == TARGET.value_vectors
                     acc = _product(v, (rows, vectors), left, right, ldb, depth, start, unrolled=full)
                     for r in range(rows):
                         before = [v.splat(v.get(fade, builder.add(i, index(r)))) for fade in fades]
                         for j in range(vectors):
                             at = builder.add(builder.mul(index(r), ldc), index(j * v.lanes))
-                            old, new = v.load(out, at), acc[r * vectors + j]
+                            new = acc[r * vectors + j]
+                            if inside:
+                                v.store(builder.fmul(new, before[0]), out, at)
+                                continue
+                            old = v.load(out, at)
                             v.store(v.fma(old, before[0], new) if before else builder.fadd(old, new), out, at)
                     return []
 
@@ -173,6 +210,7 @@ def _accumulation(transposed: bool) -> Any:
 
 
 _accumulate, _accumulate_transposed = _accumulation(transposed=False), _accumulation(transposed=True)
+_average = _accumulation(transposed=False, inside=True)
 
 
 @intrinsic
@@ -195,3 +233,15 @@ def accumulate_transposed(
     """C[i, :width] += A[:depth, i] @ B[:depth, :width] for i < count; else as `accumulate`."""
     i8 = types.int64
     return types.void(a, i8, b, i8, c, i8, i8, i8, i8), _accumulate_transposed
+
+
+@intrinsic
+def average(
+    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, share: Any, count: Any, width: Any, depth: Any
+) -> Any:
+    """C[i, :width] = share[i] * (A[i, :depth] @ B[:depth, :width]) for i < count, touching those rows only.
+
+    `width` is a multiple of the lanes; `count` must be the rows of the highest tile at least.
+    """
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, share, i8, i8, i8), _average
