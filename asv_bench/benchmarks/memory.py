@@ -21,10 +21,10 @@ def settle(*, backward=False):
             small.attention_vjp()
     from numba.np.ufunc.parallel import _launch_threads
 
-    from relpos_np.kernels import _numba as kernels
+    from relpos_np.kernels._numba import launch
 
     _launch_threads()
-    vars(kernels._local).clear()
+    vars(launch._local).clear()
 
 
 def extra_memory(call, size):

@@ -330,8 +330,9 @@ class TransformerXL(Scheme):
         """U joins the query; the position part is a query term with a row per distance."""
         u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.u, self.v, self.rows))
         content = q + u[:, None, :]
-        position = (q + v[:, None, :]) * site.dtype.type(site.scale)
-        weights = np.ascontiguousarray(rows.transpose(1, 0, 2))
+        position = q + v[:, None, :]
+        position *= site.dtype.type(site.scale)
+        weights = rows.transpose(1, 0, 2)
         lengths = site.q_len, site.k_len, site.offset
         if self.variant == "wenet":
             return self._absolute(q, k, content, weights, site)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +13,9 @@ from relpos_np.kernels._numba.backplan import BackPlanner, nothing
 from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.build import cache_folder
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, decode_layout, merge
-from relpos_np.kernels._numba.launch import available_threads, run
+from relpos_np.kernels._numba.launch import SERIAL_FLOPS, available_threads, lend, run
 from relpos_np.kernels._numba.plan import is_skewed, is_windowed, make_plan
+from relpos_np.kernels._numba.product import product
 from relpos_np.kernels._numba.shift import rel_shift, shift
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from relpos_np.kernels._numba.window import windows
@@ -26,46 +25,22 @@ from relpos_np.types import Array
 
 __all__ = ["attention", "backward", "cache_folder", "rel_shift", "warm_up"]
 
-# Work below this many operations is done by the calling thread alone: waking others costs more.
-SERIAL_FLOPS = 1e7
 # Operations of one thread between two looks at signals: about a tenth of a second.
 CALL_FLOPS = 1e10
 # When decoding, keys are divided into ranges of at least so many blocks, and into so many ranges at most.
 PART_BLOCKS, MOST_PARTS = 8, 64
 # Pieces of windows are divided into so many runs per thread.
 RUNS = 16
-# A workspace of up to this many bytes is kept for the thread's next call.
-KEEP_BYTES = 64 * 1024 * 1024
 
 # Every kernel by what it is for and the dtype, where it has one.
 KERNELS = {
     "rel_shift": shift,
     **{f"attention float{8 * size}": kernel for size, kernel in attend.items()},
     **{f"windows float{8 * size}": kernel for size, kernel in windows.items()},
+    **{f"products float{8 * size}": kernel for size, kernel in product.items()},
     **{f"backward float{8 * size}": kernel for size, kernel in backward_kernel.items()},
     **{f"decoding {name}": kernel for name, kernel in decode.items()},
 }
-
-_local = threading.local()
-
-
-def _workspace(size: int) -> tuple[Any, int]:
-    """At least `size` bytes, and the address of the first cache line in them."""
-    kept, address, room = getattr(_local, "workspace", (None, 0, -1))
-    if room < size:
-        kept = np.empty(size + 64, np.uint8)
-        address = kept.ctypes.data + -kept.ctypes.data % 64
-        if size <= KEEP_BYTES:
-            _local.workspace = kept, address, size
-    return kept, address
-
-
-def _lend(fields: dict[str, Any], size: int, threads: int) -> Any:
-    """Give each thread of a call `size` bytes, in whole cache lines; return what must be held until it has run."""
-    stride = -(-size // 64) * 64
-    memory, fields["work"] = _workspace(threads * stride)
-    fields["work_stride"] = stride
-    return memory
 
 
 def warm_up() -> Iterator[tuple[str, float]]:
@@ -99,7 +74,7 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
         threads = 1
     threads = min(threads, plan.blocks)
     fields = plan.fields
-    plan.kept.append(_lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
+    plan.kept.append(lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
     kernel = attend[problem.site.dtype.itemsize]
     chunk = max(4 * threads, int(threads * CALL_FLOPS / plan.flops_per_block))
     for start in range(0, plan.blocks, chunk):
@@ -123,7 +98,7 @@ def _windows(problem: Problem, terms: Terms, out: Array, lse: Array | None, thre
         threads = 1
     threads = min(threads, plan.blocks)
     fields = plan.fields
-    plan.kept.append(_lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
+    plan.kept.append(lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
     # Two threads that touch the same new huge page of the output both clear it, which costs more than their work.
     run_ = fields["run"] = max(plan.blocks // (RUNS * threads), 1)
     kernel = windows[problem.site.dtype.itemsize]
@@ -152,7 +127,7 @@ def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threa
     threads = 1 if flops < SERIAL_FLOPS else min(threads, pieces)
     lanes = TARGET.lanes(dtype.itemsize)
     size = decode_layout.py_func(f["depth"], site.v_dim, lanes)[-1]
-    plan.kept.append(_lend(f, size * dtype.itemsize, threads))
+    plan.kept.append(lend(f, size * dtype.itemsize, threads))
     f["stop"] = pieces
     partial = np.empty((count * site.q_len, parts, 2 + site.v_dim), dtype) if parts > 1 else None
     tail = PACK_DECODE(parts, 0 if partial is None else partial.ctypes.data)
@@ -173,7 +148,7 @@ def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | 
     pieces, workspace = planner.plan()
     threads = min(threads, pieces)
     record = planner.fields
-    planner.kept.append(_lend(record, workspace * dtype.itemsize, threads))
+    planner.kept.append(lend(record, workspace * dtype.itemsize, threads))
     kernel, site = backward_kernel[dtype.itemsize], problem.site
     pairs = lse.size * site.k_len
     flops = 2.0 * pairs * (3 * record["depth"] + 2 * site.v_dim + 3 * record["skew_depth"])

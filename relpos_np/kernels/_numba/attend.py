@@ -45,6 +45,8 @@ from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, SUM_VECTORS
 from relpos_np.kernels._numba.tiles import accumulate, score_panel, score_panel_max
 
 SCORE_ROWS = TARGET.score_rows
+# Rows whose probabilities fit the first-level cache: exponentiated, then multiplied. A multiple of every tile's rows.
+STRIP = 4 * ROW_QUANTUM
 PANEL_VECTORS = TARGET.score_vectors
 VECTOR_BYTES = TARGET.vector_bytes
 MINUS_INFINITY = -math.inf
@@ -86,6 +88,17 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
 
 
 @helper
+def pack_vector(out: Any, width: int, x: Any, row: int, depth: int, lanes: int) -> None:
+    """out[c, r] = x[r, c] for as many rows as a vector has lanes."""
+    whole = depth // lanes * lanes
+    for c in range(0, whole, lanes):
+        transpose_square(at(out, c * width), width, at(x, c), row)
+    for r in range(lanes):
+        for c in range(whole, depth):
+            put(out, c * width + r, get(x, r * row + c))
+
+
+@helper
 def pack_panels(
     out: Any, x: Any, row: int, first: int, last: int, limit: int, depth: int, width: int, lanes: int
 ) -> None:
@@ -96,18 +109,38 @@ def pack_panels(
         for r0 in range(p, p + width, lanes):
             corner = at(panel, r0 - p)
             if r0 >= 0 and r0 + lanes <= end:
-                whole = depth // lanes * lanes
-                for c in range(0, whole, lanes):
-                    transpose_square(at(corner, c * width), width, at(x, r0 * row + c), row)
-                for r in range(lanes):
-                    for c in range(whole, depth):
-                        put(corner, c * width + r, get(x, (r0 + r) * row + c))
+                pack_vector(corner, width, at(x, r0 * row), row, depth, lanes)
             else:
                 for c in range(depth):
                     fill_row(corner, c * width, c * width + lanes, 0.0)
                 for r in range(max(r0, 0), min(r0 + lanes, end)):
                     for c in range(depth):
                         put(corner, c * width + r - r0, get(x, r * row + c))
+
+
+@helper
+def pack_indexed(
+    out: Any, x: Any, row: int, index: Any, first: int, last: int, limit: int, depth: int, width: int, lanes: int
+) -> None:
+    """As `pack_panels`, of rows index[first] .. index[last] of x; those of index -1 become 0."""
+    for r0 in range(first, last, lanes):
+        column = r0 - first
+        corner = at(out, column // width * width * depth + column % width)
+        step, even = 0, r0 >= 0 and r0 + lanes <= limit
+        if even:
+            step = get(index, r0 + 1) - get(index, r0)
+            even = get(index, r0) >= 0 and get(index, r0 + lanes - 1) >= 0
+            for r in range(2, lanes):
+                even = even and get(index, r0 + r) - get(index, r0 + r - 1) == step
+        if even:
+            pack_vector(corner, width, at(x, get(index, r0) * row), step * row, depth, lanes)
+        else:
+            for c in range(depth):
+                fill_row(corner, c * width, c * width + lanes, 0.0)
+            for r in range(max(r0, 0), min(r0 + lanes, limit)):
+                if get(index, r) >= 0:
+                    for c in range(depth):
+                        put(corner, c * width + r - r0, get(x, get(index, r) * row + c))
 
 
 @helper
@@ -144,11 +177,17 @@ def skew_block(
             line = at(products, i * stride)
             scale_row(line, at(line, moved), reach, 1.0)
         start = reach
-    stop = reach + round_up(cols, width)
-    origin = j0 - i0 - (reach - 1) + p.q_len - 1
-    pack_panels(packed, weights, depth, origin + start, origin + stop, p.q_len + p.k_len - 1, depth, width, lanes)
+    origin = j0 - i0 - (reach - 1)
+    # Distances that no query may attend are left out: what stands there is overwritten with -inf.
+    stop = min(reach + round_up(cols, width), round_up(max(p.offset + p.right + 1 - origin, 0), width))
+    index, limit = integers(p.skew_index), p.q_len + p.k_len - 1
+    origin += p.q_len - 1
+    pack_indexed(packed, weights, p.skew_row, index, origin + start, origin + stop, limit, depth, width, lanes)
     for c in range(start, stop, width):
-        score_plain(at(base, w[SKEW_Q]), q_row, at(packed, (c - start) * depth), depth, at(products, c), stride, rows)
+        # The first rows come to these columns in the next tile only, unless this is the first.
+        low = max(reach - c - width, 0) // SCORE_ROWS * SCORE_ROWS
+        panel, out = at(packed, (c - start) * depth), at(products, low * stride + c)
+        score_plain(at(base, w[SKEW_Q] + low * q_row), q_row, panel, depth, out, stride, rows - low)
 
 
 @helper
@@ -310,7 +349,7 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     # Register tiles of the last product read rows that no query fills: denormal numbers left there would be slow.
     for i in range(rows, round_up(rows, ROW_QUANTUM)):
         fill_row(scores, i * BLOCK_KEYS, i * BLOCK_KEYS + min(BLOCK_KEYS, round_up(p.k_len, lanes)), 0.0)
-    plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0
+    plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and not (p.skew_depth and p.bias_row)
     # Tiles lie on a grid that begins at the first key that any query may attend, and a tile ends where whole
     # panels end: a row's sums are the same bits whatever other rows share its block.
     origin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
@@ -324,36 +363,39 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
         cols = min(BLOCK_KEYS, last - j0)
         if j0 < panels_end and not p.bias_tail:
             cols = min(cols, panels_end - j0)  # leave a ragged end to a small tile of its own
-        wide = round_up(cols, SUM_VECTORS * lanes)
         pack_panels(at(base, w[KEYS]), k, p.k_row, j0, j0 + cols, p.k_len, depth, width, lanes)
         # A tile takes the short way if every query may attend every key and no column is left over.
         open_ = j0 >= i0 + rows - 1 + p.offset - p.left and j0 + cols <= i0 + p.offset + p.right + 1
         whole = cols % width == 0 or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
         short = plain and open_ and whole
         fill_row(base, w[TOPS], w[TOPS] + round_up(rows, SCORE_ROWS) * lanes, MINUS_INFINITY)
+        if p.skew_depth:
+            skew_block(p, base, w, p.skew_depth, weights, i0, rows, j0, cols, moved, lanes)
         if short:
+            added, added_row = at(bias, i0 * p.bias_row + (j0 if p.bias_row else 0)), p.bias_row
+            if p.skew_depth:
+                reach = round_up(block, width)
+                added, added_row = at(base, w[SKEW] + reach - 1), reach + BLOCK_KEYS - 1
             for c in range(0, cols, width):
-                corner = at(bias, i0 * p.bias_row + (j0 + c if p.bias_row else 0))
-                panel = at(base, w[KEYS] + c * depth)
                 score_panel_max(
                     at(base, w[QUERIES]),
                     depth,
-                    panel,
+                    at(base, w[KEYS] + c * depth),
                     depth,
                     at(scores, c),
                     BLOCK_KEYS,
                     rows,
-                    corner,
-                    p.bias_row,
+                    at(added, c if added_row else 0),
+                    added_row,
                     at(base, w[TOPS]),
                 )
         else:
             for c in range(0, cols, width):
-                score_plain(
-                    at(base, w[QUERIES]), depth, at(base, w[KEYS] + c * depth), depth, at(scores, c), BLOCK_KEYS, rows
-                )
-            if p.skew_depth:
-                skew_block(p, base, w, p.skew_depth, weights, i0, rows, j0, cols, moved, lanes)
+                # Only rows that may attend one of the panel's keys: what stands in others is overwritten with -inf.
+                low = min(max(j0 + c - p.offset - p.right - i0, 0), rows) // SCORE_ROWS * SCORE_ROWS
+                high = min(max(j0 + c + width - p.offset + p.left - i0, low), rows)
+                lines, tile = at(base, w[QUERIES] + low * depth), at(scores, low * BLOCK_KEYS + c)
+                score_plain(lines, depth, at(base, w[KEYS] + c * depth), depth, tile, BLOCK_KEYS, high - low)
             open_rows(p, adds, base, w, bias, b, h, mask, i0, rows, j0, cols, lanes, 0)
 
         for i in range(rows):
@@ -366,28 +408,43 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
                 if get(fade, i) == 0.0:
                     fill_row(out, i * v_width, (i + 1) * v_width, 0.0)
             spread_poison(base, w, rows, cols, v_depth, v_width)
-        for i in range(rows):
-            s = at(scores, i * BLOCK_KEYS)
-            fill_row(s, cols, wide, MINUS_INFINITY)
-            exp2_row(s, wide, get(base, w[BEST] + i), at(base, w[TOTAL] + i * lanes), get(fade, i))
-            if p.keep:
-                keep = at(bytes_(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
-                scale_row(s, s, cols, p.keep_scale)
-                mask_row(s, keep, cols, 0.0)
-            if p.value_count:
-                bins = at(base, w[BINS] + i * p.bins)
-                scale_row(bins, bins, p.bins, get(fade, i))
-                # Up to the row's own last key: sums must not depend on how far the tile reaches.
-                seen = max(min(cols, i0 + i + p.offset + p.right + 1 - j0), 0)
-                for n in range(p.value_count):
-                    a = values[n]
-                    add_binned(s, a, at(bins, a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, seen)
-        if poisoned:
-            # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
-            for i in range(rows):
-                if get(fade, i) == 0.0:
+        for i1 in range(0, rows, STRIP):
+            i2 = min(i1 + STRIP, rows)
+            # Keys that the last row of the strip may attend: beyond them there is nothing to exponentiate or to add.
+            last_seen = max(min(cols, i0 + i2 + p.offset + p.right - j0), 0)
+            wide = round_up(last_seen, SUM_VECTORS * lanes)
+            for i in range(i1, i2):
+                s = at(scores, i * BLOCK_KEYS)
+                fill_row(s, round_up(cols, width) if short else last_seen, wide, MINUS_INFINITY)
+                exp2_row(s, wide, get(base, w[BEST] + i), at(base, w[TOTAL] + i * lanes), get(fade, i))
+                if p.keep:
+                    keep = at(bytes_(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
+                    scale_row(s, s, last_seen, p.keep_scale)
+                    mask_row(s, keep, cols, 0.0)
+                if p.value_count:
+                    bins = at(base, w[BINS] + i * p.bins)
+                    scale_row(bins, bins, p.bins, get(fade, i))
+                    # Up to the row's own last key: sums must not depend on how far the tile reaches.
+                    seen = max(min(cols, i0 + i + p.offset + p.right + 1 - j0), 0)
+                    for n in range(p.value_count):
+                        a = values[n]
+                        add_binned(s, a, at(bins, a.bins), b * a.index_batch + (i0 + i) * a.index_row + j0, seen)
+                if poisoned and get(fade, i) == 0.0:
+                    # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
                     put(fade, i, 1.0)
-        accumulate(scores, BLOCK_KEYS, at(base, w[VALUES]), v_width, out, v_width, fade, rows, v_width, cols)
+            tile, target = at(scores, i1 * BLOCK_KEYS), at(out, i1 * v_width)
+            accumulate(
+                tile,
+                BLOCK_KEYS,
+                at(base, w[VALUES]),
+                v_width,
+                target,
+                v_width,
+                at(fade, i1),
+                i2 - i1,
+                v_width,
+                last_seen,
+            )
         j0, moved = j0 + cols, cols
     finish_rows(p, values, base, w, b, h, i0, rows, v_width, lanes)
 

@@ -223,7 +223,13 @@ def collect_skewed(
     low, high = max(origin, 0), min(origin + block + cols, p.q_len + p.k_len - 1)
     count = high - low
     lines = at(base, w[SKEW_ROWS_W])
-    copy_block(lines, s_width, at(weights, low * depth), depth, count, depth)
+    index = integers(p.skew_index)
+    for r in range(count):
+        row = get(index, low + r)
+        if row < 0:
+            fill_row(lines, r * s_width, (r + 1) * s_width, 0.0)
+        else:
+            copy_block(at(lines, r * s_width), s_width, at(weights, row * p.skew_row), depth, 1, depth)
     products = at(buffer, low - origin)
     add_product(
         products,

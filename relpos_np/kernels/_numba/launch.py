@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -14,6 +15,11 @@ import numpy as np
 
 from relpos_np.kernels._numba.build import Kernel
 
+# Work below this many operations is done by the calling thread alone: waking others costs more.
+SERIAL_FLOPS = 1e7
+# A workspace of up to this many bytes is kept for the thread's next call.
+KEEP_BYTES = 64 * 1024 * 1024
+
 _home = os.getpid()
 _KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4)
 # void parallel_for(kernel, arrays, lengths, steps, data, inner dimensions, arrays, threads)
@@ -23,6 +29,28 @@ _threads = np.arange(4096, dtype=np.int64)
 _arrays = np.array([_threads.ctypes.data], dtype=np.int64)
 _steps = np.array([8], dtype=np.int64)
 _ARRAYS, _STEPS = _arrays.ctypes.data, _steps.ctypes.data
+
+
+_local = threading.local()
+
+
+def _workspace(size: int) -> tuple[Any, int]:
+    """At least `size` bytes, and the address of the first cache line in them."""
+    kept, address, room = getattr(_local, "workspace", (None, 0, -1))
+    if room < size:
+        kept = np.empty(size + 64, np.uint8)
+        address = kept.ctypes.data + -kept.ctypes.data % 64
+        if size <= KEEP_BYTES:
+            _local.workspace = kept, address, size
+    return kept, address
+
+
+def lend(fields: dict[str, Any], size: int, threads: int) -> Any:
+    """Give each thread of a call `size` bytes, in whole cache lines; return what must be held until it has run."""
+    stride = -(-size // 64) * 64
+    memory, fields["work"] = _workspace(threads * stride)
+    fields["work_stride"] = stride
+    return memory
 
 
 @cache

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np.kernels._numba.arrays import aligned, batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.attend import layout
+from relpos_np.kernels._numba.product import multiply
 from relpos_np.kernels._numba.records import ADD, BATCH_MASK, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET, block_queries
 from relpos_np.problem import UNBOUNDED, Problem
@@ -42,39 +44,6 @@ class Plan:
     def pack(self) -> bytearray:
         """The record's bytes."""
         return bytearray(PACK_CALL(*self.fields.values()))
-
-
-def _strides(x: Array) -> list[int]:
-    return [s // x.itemsize for s in x.strides]
-
-
-def _rowwise(x: Array) -> Array:
-    """The array itself if the elements of a row are adjacent, else a copy."""
-    return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
-
-
-def batch_offsets(x: Array, batch_axes: int, count: int) -> Array:
-    """Element offset of every batch item, in C order."""
-    strides = _strides(x)
-    if batch_axes == 0:
-        return np.zeros(1, np.int64)
-    if batch_axes == 1:
-        return np.arange(count, dtype=np.int64) * strides[0]
-    total = np.zeros(1, np.int64)
-    for size, stride in zip(x.shape[:batch_axes], strides[:batch_axes], strict=True):
-        total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
-    return total
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any], fill: float | None) -> Array:
-    """A C-contiguous array that begins on a cache line, so that vector loads do not straddle two."""
-    size = math.prod(shape)
-    raw = np.empty(size + 64 // dtype.itemsize, dtype)
-    start = (-raw.ctypes.data % 64) // dtype.itemsize
-    x = raw[start : start + size].reshape(shape)
-    if fill is not None:
-        x.fill(fill)
-    return x
 
 
 @cache
@@ -172,7 +141,7 @@ class Planner:
         query = self.problem.q if terms.query is None else terms.query
         key, value = (self._stored if self.narrow else self._wide)()
         for row, (name, given) in enumerate((("q", query), ("k", key), ("v", value))):
-            x = _rowwise(given)
+            x = rowwise(given)
             f[name] = self._keep(x)
             f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
             if self.count > 1:
@@ -246,7 +215,7 @@ class Planner:
             mask = np.ascontiguousarray(mask)
         address = self._keep(mask)
         f["allowed" if mask.dtype == np.bool_ else "soft"] = address
-        f["mask_head"], f["mask_row"], f["mask_col"] = _strides(mask)[-3:]
+        f["mask_head"], f["mask_row"], f["mask_col"] = strides(mask)[-3:]
         if mask.shape[-1] == 1:
             f["mask_col"] = 1
         batches[BATCH_MASK] = batch_offsets(mask, len(problem.batch), self.count)
@@ -282,7 +251,7 @@ class Planner:
         height = -(-site.q_len // ROW_QUANTUM) * ROW_QUANTUM
         if grids and site.heads * height * width * self.dtype.itemsize <= GATHER_BYTES:
             # Padding columns are -inf, so that a ragged last panel needs no mask of its own.
-            bias = _aligned((site.heads, height, width), self.dtype, -math.inf)
+            bias = aligned((site.heads, height, width), self.dtype, -math.inf)
             bias[:, site.q_len :] = 0
             inner = bias[:, : site.q_len, : site.k_len]
             inner[...] = self._picked(grids[0])
@@ -347,8 +316,7 @@ class Planner:
             if is_skewed(term):
                 skewed.append(term)
                 continue
-            products = np.matmul(term.query, np.swapaxes(term.weights, -1, -2)) * self.dtype.type(LOG2E)
-            products = np.ascontiguousarray(np.broadcast_to(products, self._full(self.site.q_len, products.shape[-1])))
+            products = self._products(term.query, term.weights, LOG2E)
             rows = products.shape[-1]
             head = self.site.q_len * rows
             address = self._keep(products)
@@ -357,12 +325,34 @@ class Planner:
             self._skew(skewed)
         return adds
 
+    def _products(self, x: Array, weights: Array, scale: float) -> Array:
+        """Products of vectors (..., H or H_kv, L, E) with rows of weights, scaled: (*batch, H, L, rows)."""
+        wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
+        return multiply(wide, weights, scale, self.site.heads, self.threads)
+
     def _full(self, length: int, width: int) -> tuple[int, ...]:
         return (*self.problem.batch, self.site.heads, length, width)
 
     def _skew(self, terms: list[QueryTerm]) -> None:
-        """One row of weights per relative position; several terms share one product by lying side by side."""
+        """One row of weights per relative position; several terms share one product."""
         f, site = self.fields, self.site
+        span = site.q_len + site.k_len - 1
+        if len(terms) == 1:
+            query, weight = terms[0].query, terms[0].weights
+            assert isinstance(terms[0].index, Toeplitz)
+            lookup = terms[0].index.lookup
+        else:
+            query, weight = self._side_by_side(terms)
+            lookup = np.arange(span, dtype=np.int32)
+        query = np.ascontiguousarray(np.broadcast_to(query, self._full(site.q_len, query.shape[-1])))
+        weight = rowwise(weight)
+        f["skew_q"], f["skew_w"], f["skew_depth"] = self._keep(query), self._keep(weight), weight.shape[-1]
+        f["skew_index"] = self._keep(np.ascontiguousarray(lookup))
+        head, f["skew_row"], _ = strides(weight)
+        f["skew_head"] = head if weight.shape[0] > 1 else 0
+
+    def _side_by_side(self, terms: list[QueryTerm]) -> tuple[Array, Array]:
+        """Several terms as one: queries and weights one after the other, the weights with a row per distance."""
         queries, weights = [], []
         heads = max(term.weights.shape[0] for term in terms)
         for term in terms:
@@ -371,17 +361,14 @@ class Planner:
             if term.index.gaps:
                 rows[:, term.index.lookup < 0] = 0
             weights.append(np.broadcast_to(rows, (heads, *rows.shape[1:])))
-            queries.append(np.broadcast_to(term.query, self._full(site.q_len, term.query.shape[-1])))
-        query = np.ascontiguousarray(queries[0] if len(terms) == 1 else np.concatenate(queries, axis=-1))
-        weight = np.ascontiguousarray(weights[0] if len(terms) == 1 else np.concatenate(weights, axis=-1))
-        f["skew_q"], f["skew_w"], f["skew_depth"] = self._keep(query), self._keep(weight), weight.shape[-1]
-        f["skew_head"] = weight.shape[1] * weight.shape[2] if heads > 1 else 0
+            queries.append(np.broadcast_to(term.query, self._full(self.site.q_len, term.query.shape[-1])))
+        return np.concatenate(queries, axis=-1), np.concatenate(weights, axis=-1)
 
     def _value_products(self, grad_out: Array) -> list[Any]:
         """Products of the output's gradient with the rows of value tables, to be gathered."""
         adds = []
         for term in self.terms.values:
-            products = np.ascontiguousarray(np.matmul(grad_out, np.swapaxes(term.weights, -1, -2)))
+            products = self._products(grad_out, term.weights, 1.0)
             rows = products.shape[-1]
             head = self.site.q_len * rows
             address = self._keep(products)
@@ -391,10 +378,8 @@ class Planner:
     def _key(self, term: KeyTerm) -> tuple[int, ...]:
         """Products of keys with every row, to be gathered."""
         heads = self.site.heads
-        key = term.key if term.key.shape[-3] == heads else np.repeat(term.key, heads // term.key.shape[-3], axis=-3)
-        products = np.matmul(key, np.swapaxes(term.weights, -1, -2)) * self.dtype.type(LOG2E)
+        products = self._products(term.key, term.weights, LOG2E)
         rows = products.shape[-1]
-        products = np.ascontiguousarray(np.broadcast_to(products, self._full(self.site.k_len, rows)))
         head = self.site.k_len * rows
         return (self._keep(products), heads * head, head, 0, rows, *self._index(term.index, runs=False))
 
@@ -405,7 +390,7 @@ class Planner:
         out, bins = [], 0
         for term in self.terms.values:
             heads, rows, depth = term.weights.shape
-            weights = _aligned((heads, rows, width), self.dtype, 0.0)
+            weights = aligned((heads, rows, width), self.dtype, 0.0)
             weights[..., :depth] = term.weights
             head = rows * width if heads > 1 else 0
             out.append((self._keep(weights), head, rows, bins, *self._index(term.index, runs=True)))

@@ -31,8 +31,9 @@ CALL = np.dtype(
         *_integers("bias", "bias_head", "bias_row", "bias_tail"),
         # `allowed`: bytes of a boolean mask; `soft`: a mask that is added; they share the strides
         *_integers("allowed", "soft", "mask_head", "mask_row", "mask_col"),
-        # a query term with one row of weights per distance, multiplied tile by tile
-        *_integers("skew_q", "skew_w", "skew_depth", "skew_head"),
+        # a query term with one row of weights per distance, multiplied tile by tile: distance j - i has the row
+        # skew_index[j - i + q_len - 1], or none
+        *_integers("skew_q", "skew_w", "skew_index", "skew_depth", "skew_head", "skew_row"),
         *_integers("batches", "count", "adds", "add_count", "values", "value_count", "bins"),
         # dropout: bytes, and the factor on what is kept
         *_integers("keep"),
@@ -73,6 +74,16 @@ SINK = np.dtype(
 
 # Rows of the int64 table with one column per batch item: offsets of its arrays, and its range of keys.
 BATCH_Q, BATCH_K, BATCH_V, BATCH_MASK, KEY_BEGIN, KEY_END = range(6)
+
+# Products of vectors with rows of a table: out[b, h, i, r] = scale * x[b, h, i] . table[h, r].
+PRODUCT = np.dtype(
+    [
+        *_integers("counter", "stop", "work", "work_stride"),
+        *_integers("x", "x_head", "x_row", "x_group", "table", "table_head", "table_row", "out"),
+        *_integers("heads", "length", "depth", "rows", "blocks", "batches"),
+        ("scale", "<f8"),
+    ]
+)
 
 # One call of rel_shift.
 SHIFT = np.dtype(_integers("counter", "stop", "step", "x", "out", "itemsize", "rows", "columns", "k_len", "wrapped"))

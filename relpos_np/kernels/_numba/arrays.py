@@ -1,0 +1,44 @@
+"""How arrays lie in memory, for the records of kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from relpos_np.types import Array
+
+
+def strides(x: Array) -> list[int]:
+    """Strides in elements."""
+    return [s // x.itemsize for s in x.strides]
+
+
+def rowwise(x: Array) -> Array:
+    """The array itself if the elements of a row are adjacent, else a copy."""
+    return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+
+
+def batch_offsets(x: Array, batch_axes: int, count: int) -> Array:
+    """Element offset of every batch item, in C order."""
+    steps = strides(x)
+    if batch_axes == 0:
+        return np.zeros(1, np.int64)
+    if batch_axes == 1:
+        return np.arange(count, dtype=np.int64) * steps[0]
+    total = np.zeros(1, np.int64)
+    for size, stride in zip(x.shape[:batch_axes], steps[:batch_axes], strict=True):
+        total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    return total
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], fill: float | None) -> Array:
+    """A C-contiguous array that begins on a cache line, so that vector loads do not straddle two."""
+    size = math.prod(shape)
+    raw = np.empty(size + 64 // dtype.itemsize, dtype)
+    start = (-raw.ctypes.data % 64) // dtype.itemsize
+    x = raw[start : start + size].reshape(shape)
+    if fill is not None:
+        x.fill(fill)
+    return x

@@ -1,0 +1,106 @@
+"""Products of vectors with the rows of a table, for maps that pick few rows or different ones for each pair.
+
+A BLAS would do, but its threads go on spinning after the call and take the processor from the kernel that follows.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from relpos_np.kernels._numba.arrays import batch_offsets, rowwise, strides
+from relpos_np.kernels._numba.attend import PANEL_VECTORS, VECTOR_BYTES, load_rows, pack_panels, score_plain
+from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.launch import SERIAL_FLOPS, lend, run
+from relpos_np.kernels._numba.records import PRODUCT
+from relpos_np.kernels._numba.rows import at, doubles, floats, get, longs, opaque, pointer_like, scale_row, take
+from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET
+from relpos_np.types import Array
+
+# Vectors of one piece of work.
+BLOCK_ROWS = 4 * ROW_QUANTUM
+
+
+@helper
+def product_layout(depth: int, width: int) -> tuple[int, ...]:
+    """Where a thread's vectors, its packed table rows and its tile begin, in elements, and the end."""
+    packed = BLOCK_ROWS * depth
+    tile = packed + width * depth
+    return 0, packed, tile, tile + BLOCK_ROWS * width
+
+
+@inlined
+def multiply_block(m: Any, batches: Any, base: Any, t: int, lanes: int) -> None:
+    """Multiply a block of vectors of one head with all rows of the table."""
+    b, h, i0 = t // (m.heads * m.blocks), t // m.blocks % m.heads, t % m.blocks * BLOCK_ROWS
+    rows, width = min(BLOCK_ROWS, m.length - i0), PANEL_VECTORS * lanes
+    w = product_layout(m.depth, width)
+    x = at(pointer_like(base, m.x), get(batches, b) + h // m.x_group * m.x_head + i0 * m.x_row)
+    table = at(pointer_like(base, m.table), h * m.table_head)
+    out = at(pointer_like(base, m.out), ((b * m.heads + h) * m.length + i0) * m.rows)
+    packed, tile = at(base, w[1]), at(base, w[2])
+    load_rows(base, m.depth, x, m.x_row, rows, m.depth, m.scale)
+    for r0 in range(0, m.rows, width):
+        pack_panels(packed, table, m.table_row, r0, min(r0 + width, m.rows), m.rows, m.depth, width, lanes)
+        score_plain(base, m.depth, packed, m.depth, tile, width, rows)
+        for i in range(rows):
+            scale_row(at(out, i * m.rows + r0), at(tile, i * width), min(width, m.rows - r0), 1.0)
+
+
+@inlined
+def multiply_all(call: int, base: Any, lanes: int) -> None:
+    """Take blocks from the shared counter while there are any."""
+    m = carray(opaque(call), 1, PRODUCT)[0]
+    t = take(call)
+    while t < m.stop:
+        multiply_block(m, longs(m.batches), base, t, lanes)
+        t = take(call)
+
+
+def _product_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    m = carray(opaque(call), 1, PRODUCT)[0]
+    for n in range(get(lengths, 0)):
+        multiply_all(call, floats(m.work + get(get(arrays, 0), n) * m.work_stride), VECTOR_BYTES // 4)
+
+
+def _product_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    m = carray(opaque(call), 1, PRODUCT)[0]
+    for n in range(get(lengths, 0)):
+        multiply_all(call, doubles(m.work + get(get(arrays, 0), n) * m.work_stride), VECTOR_BYTES // 8)
+
+
+product = {4: Kernel(_product_float32), 8: Kernel(_product_float64)}
+
+_EMPTY = dict.fromkeys(PRODUCT.names or (), 0)
+_PACK = struct.Struct(f"<{len(_EMPTY) - 1}qd").pack
+
+
+def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -> Array:
+    """Products of x (..., H or H_kv, L, E) with the rows of weights (H or 1, R, E), scaled: (..., H, L, R)."""
+    batch, (length, depth), rows = x.shape[:-3], x.shape[-2:], weights.shape[-2]
+    out = np.empty((*batch, heads, length, rows), x.dtype)
+    if not out.size:
+        return out
+    x, weights = rowwise(x), rowwise(weights)
+    f: dict[str, Any] = _EMPTY.copy()
+    count = math.prod(batch)
+    batches = batch_offsets(x, len(batch), count)
+    *_, f["x_head"], f["x_row"], _ = (0, *strides(x))
+    f["table_head"], f["table_row"], _ = strides(weights)
+    if weights.shape[0] == 1:
+        f["table_head"] = 0
+    f["x"], f["table"], f["out"], f["batches"] = (a.ctypes.data for a in (x, weights, out, batches))
+    f["heads"], f["x_group"], f["length"], f["depth"], f["rows"] = heads, heads // x.shape[-3], length, depth, rows
+    f["blocks"], f["scale"] = -(-length // BLOCK_ROWS), scale
+    f["stop"] = count * heads * f["blocks"]
+    lanes = TARGET.lanes(x.itemsize)
+    size = product_layout.py_func(depth, PANEL_VECTORS * lanes)[-1]
+    threads = 1 if 2.0 * out.size * depth < SERIAL_FLOPS else min(threads, f["stop"])
+    memory = lend(f, size * x.itemsize, threads)
+    run(product[x.itemsize], bytearray(_PACK(*f.values())), threads)
+    del memory
+    return out
