@@ -136,7 +136,7 @@ def compare(processes, task, shape, rounds, seconds, folder):
     else:
         subject = case(shape)
         s = subject.shape
-        record |= {"words": s.words, "shape": [s.batch, s.heads, s.q_len, s.k_len, s.head_dim]}
+        record |= {"words": s.words, "storage": s.storage, "shape": [s.batch, s.heads, s.q_len, s.k_len, s.head_dim]}
         operations = subject.operations if task == "attention" else subject.backward_operations
         if task == "attention" and s.q_len == 1:
             # What must be read of memory, not arithmetic, limits a single query.

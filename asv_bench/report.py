@@ -70,7 +70,7 @@ def shapes():
 def kernels(record):
     """Every recorded shape of cpu.json, forward and backward."""
     head = ["shape", "median ms (best)", "GFLOP/s (best)", "of the limit, median (best)", "extra memory", "max error"]
-    lines = [machine(record).replace("T5 bias of 32 buckets, ", "")]
+    lines = [machine(record).replace("float32, T5 bias of 32 buckets, ", "")]
     for key, title in (("shapes", TASKS["attention"]), ("backward", TASKS["backward"])):
         rows = [
             [
@@ -85,9 +85,11 @@ def kernels(record):
         ]
         if rows:
             lines += ["", f"{title}:", "", *grid(head, rows)]
-    share = record["shapes"].get("H", {}).get("fraction_of_read_median")
-    if share is not None:
-        lines += ["", f"H is bound by memory: reading its keys and values once takes {share:.0%} of the call's time."]
+    for name, f in record["shapes"].items():
+        share = f.get("fraction_of_read_median")
+        if share is not None:
+            what = f"{name} is bound by memory: reading its keys and values once takes {share:.0%} of the call's time."
+            lines += ["", what]
     return lines
 
 
@@ -138,7 +140,7 @@ def limits(shapes):
 
 
 def remarks(shapes):
-    """Largest errors, what peers say of their calls, and why a cell is empty."""
+    """Largest errors by storage, what peers say of their calls, and why a cell is empty."""
     errors, notes, absent = {}, {}, {}
     for letter, one in shapes.items():
         for name, found in one["peers"].items():
@@ -146,10 +148,16 @@ def remarks(shapes):
                 absent.setdefault((name, found["unavailable"]), []).append(letter)
                 continue
             if found["error"] is not None:
-                errors[name] = max(errors.get(name, 0.0), found["error"])
+                of_storage = errors.setdefault(one.get("storage", "float32"), {})
+                of_storage[name] = max(of_storage.get(name, 0.0), found["error"])
             if found["note"]:
                 notes.setdefault((name, found["note"]), []).append(letter)
-    lines = ["", "Largest errors against float64: " + ", ".join(f"{n} {e:.1e}" for n, e in errors.items()) + ".", ""]
+    lines = [""]
+    for storage, of_storage in errors.items():
+        # Results in half precision are rounded to it, which says more than the arithmetic does.
+        where = "" if storage == "float32" else f" in {storage}"
+        found = ", ".join(f"{n} {e:.1e}" for n, e in of_storage.items())
+        lines += [f"Largest errors against float64{where}: {found}.", ""]
     lines += [f"- {name} ({', '.join(where)}): {what}" for (name, what), where in notes.items()]
     lines += [f"- {name} ({', '.join(where)}) is missing: {why}" for (name, why), where in absent.items()]
     return lines
@@ -176,7 +184,7 @@ def origin(record):
         found |= {package: version for package, version in versions.items() if version}
     load = [f"{record[key][0]:.1f}" for key in ("load_before", "load_after")]
     lines = [
-        f"{record['processor']}, {record['threads']} threads for all, float32, {record['date']}, {record['rounds']} "
+        f"{record['processor']}, {record['threads']} threads for all, {record['date']}, {record['rounds']} "
         f"rounds; load average {load[0]} before and {load[1]} after. Python {found.pop('python')}, "
         + ", ".join(f"{package} {version}" for package, version in found.items())
         + ".",

@@ -7,17 +7,24 @@ from dataclasses import replace
 import relpos_np as rp
 
 from .ceiling import fraction_of_fma, fraction_of_read
-from .shapes import BACKWARD, SHAPES, Shape, as_mapping, case, make, small
+from .shapes import BACKWARD, SHAPES, Shape, as_mapping, case, lacking, make, small
+
+
+def skip_without_means(shape):
+    """Raise what asv takes for "skip this" where a shape cannot be computed here."""
+    if reason := lacking(shape):
+        raise NotImplementedError(reason)
 
 
 class Attention:
-    """Shapes A to H on the default backend."""
+    """All shapes on the default backend."""
 
     params = list(SHAPES)
     param_names = ["shape"]
     timeout = 120
 
     def setup(self, shape):
+        skip_without_means(SHAPES[shape])
         self.case = case(shape)
         small(shape).attention()  # compiles the kernels or loads them
 
@@ -74,17 +81,19 @@ class Backward:
 class Decode:
     """One query, 32 heads of 128, ALiBi: bound by memory, so compared with reading the keys and values once."""
 
-    params = [512, 2048, 8192]
-    param_names = ["keys"]
+    params = [[512, 2048, 8192], ["float32", "bfloat16", "float16"]]
+    param_names = ["keys", "dtype"]
 
-    def setup(self, keys):
-        self.case = make(Shape("alibi", 1, 32, 1, keys, 128, "ALiBi, one query"))
+    def setup(self, keys, dtype):
+        shape = Shape("alibi", 1, 32, 1, keys, 128, "ALiBi, one query", storage=dtype)
+        skip_without_means(shape)
+        self.case = make(shape)
         self.case.attention()
 
-    def time_decode(self, keys):
+    def time_decode(self, keys, dtype):
         self.case.attention()
 
-    def track_fraction_of_read(self, keys):
+    def track_fraction_of_read(self, keys, dtype):
         """Time to read the keys and values once over the time of the call."""
         return fraction_of_read(self.case.attention, (self.case.k, self.case.v))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +23,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, and which scheme."""
+    """Sizes, which scheme, and the dtype that queries, keys and values are stored in: arithmetic is in float32."""
 
     kind: str
     batch: int
@@ -32,6 +33,7 @@ class Shape:
     head_dim: int
     words: str
     causal: bool = False
+    storage: str = "float32"
 
 
 SHAPES = {
@@ -43,6 +45,7 @@ SHAPES = {
     "F": Shape("transformer_xl", 1, 8, 512, 1024, 64, "Transformer-XL, causal, 512 keys of memory", causal=True),
     "G": Shape("shaw", 1, 8, 512, 512, 64, "Shaw, k = 16, on keys and values"),
     "H": Shape("alibi", 1, 32, 1, 4096, 128, "ALiBi, one query"),
+    "Hb": Shape("alibi", 1, 32, 1, 4096, 128, "ALiBi, one query, in bfloat16", storage="bfloat16"),
 }
 # One of each kind, small enough to try a program or a peer with.
 SMALL = {
@@ -52,15 +55,18 @@ SMALL = {
     "f": Shape("transformer_xl", 1, 2, 24, 56, 16, "Transformer-XL, causal, 32 keys of memory", causal=True),
     "g": Shape("shaw", 1, 2, 40, 40, 16, "Shaw, k = 16, on keys and values"),
     "h": Shape("alibi", 1, 4, 1, 96, 16, "ALiBi, one query"),
+    "hb": Shape("alibi", 1, 4, 1, 96, 16, "ALiBi, one query, in bfloat16", storage="bfloat16"),
 }
 BACKWARD = ("A", "B", "D", "E", "F", "G")
+# Largest error of rounding to a storage, in proportion to the number: half a unit in the last place.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Of long sequences so many runs of so many queries, and so many heads' gradients, are compared with float64.
 RUNS, RUN, CHECKED_HEADS = 4, 16, 2
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A shape with its float32 inputs."""
+    """A shape with its inputs: q, k and v in the shape's storage, all else in float32."""
 
     shape: Shape
     q: np.ndarray
@@ -86,7 +92,8 @@ class Case:
     @cached_property
     def grad_out(self):
         """Seeded gradient of the output; in all these shapes D_v is D."""
-        return np.random.default_rng(2).standard_normal(self.q.shape, dtype=np.float32).astype(self.q.dtype)
+        drawn = np.random.default_rng(2).standard_normal(self.q.shape, dtype=np.float32)
+        return narrow(drawn, self.shape.storage)
 
     @property
     def pairs(self):
@@ -148,12 +155,12 @@ class Case:
 
     def sample(self, result):
         """The part of a result that is compared."""
-        part = np.asarray(result)[self._items]
+        part = wide(np.asarray(result)[self._items])
         return part if self._runs is None else np.concatenate([part[:, :, run] for run in self._runs], axis=2)
 
     def exact(self):
         """The same part, by the reference in float64."""
-        q, k, v = (x[self._items].astype(np.float64) for x in (self.q, self.k, self.v))
+        q, k, v = (wide(x[self._items]).astype(np.float64) for x in (self.q, self.k, self.v))
         if self._runs is None:
             return rp.attention(q, k, v, backend="numpy", **self.kwargs)
         parts = [
@@ -183,8 +190,8 @@ class Case:
     def exact_gradients(self):
         """The same part, by the reference in float64."""
         heads, few = self._few_heads()
-        q, k, v = (x.astype(np.float64) for x in (few.q, few.k, few.v))
-        gradient = self.grad_out[:, heads].astype(np.float64)
+        q, k, v = (wide(x).astype(np.float64) for x in (few.q, few.k, few.v))
+        gradient = wide(self.grad_out[:, heads]).astype(np.float64)
         return as_mapping(rp.attention_vjp(q, k, v, grad_out=gradient, backend="numpy", **few.kwargs))
 
     def gradient_error(self, gradients, exact=None):
@@ -192,6 +199,41 @@ class Case:
         exact = self.exact_gradients() if exact is None else exact
         given = self.sample_gradients(gradients)
         return max(float(np.abs(given[name] - x).max() / np.abs(x).max()) for name, x in exact.items())
+
+
+def bfloat16():
+    """ml_dtypes' type, or None where that package is missing."""
+    try:
+        # Every import anew, so that a test can take the package away.
+        return importlib.import_module("ml_dtypes").bfloat16
+    except ImportError:
+        return None
+
+
+def lacking(shape):
+    """Why this library cannot compute a shape in this environment, with the remedy; empty if it can."""
+    if shape.storage == "bfloat16" and bfloat16() is None:
+        return "bfloat16 arrays need ml_dtypes: pip install ml_dtypes"
+    return ""
+
+
+def narrow(x, storage):
+    """Float32 numbers in a storage; bfloat16 without ml_dtypes is its bits in uint16."""
+    if storage != "bfloat16":
+        return x.astype(storage, copy=False)
+    # To the nearest, of two the even one. Written here so that inputs are the same with ml_dtypes and without it;
+    # numbers next to infinity, which would overflow, do not occur.
+    bits = x.view(np.uint32)
+    bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    named = bfloat16()
+    return bits if named is None else bits.view(named)
+
+
+def wide(x):
+    """Half precision as float32, which holds each of its numbers; bfloat16 may come as its bits in uint16."""
+    if x.dtype == np.uint16 or x.dtype.name == "bfloat16":
+        return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32) if x.dtype == np.float16 else x
 
 
 def as_mapping(gradient):
@@ -220,14 +262,15 @@ def make(shape):
     else:
         rows = {"t5": 32, "window": 13 * 13, "rstt": 13 * 7 * 7}[s.kind]
         arrays = {"table": normal(rows, s.heads)}
-    return Case(shape, q, k, v, arrays)
+    return Case(shape, *(narrow(x, s.storage) for x in (q, k, v)), arrays)
 
 
 def case(name):
-    """The case of a letter."""
+    """The case of a shape's name."""
     return make((SHAPES | SMALL)[name])
 
 
 def small(name):
-    """A small case of the same kind."""
-    return next(make(shape) for shape in SMALL.values() if shape.kind == SHAPES[name].kind)
+    """A small case of the same kind and storage."""
+    like = SHAPES[name]
+    return next(make(s) for s in SMALL.values() if (s.kind, s.storage) == (like.kind, like.storage))

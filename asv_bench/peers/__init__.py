@@ -35,7 +35,7 @@ class Peer:
 PEERS = {
     "relpos_np": Peer(
         "peers.ours",
-        "this library's kernels, tables expanded inside the call",
+        "this library's kernels, tables expanded inside the call, into an array that is kept",
         ("attention", "backward", "rel_shift"),
         ("numba", "llvmlite"),
     ),
@@ -58,7 +58,7 @@ PEERS = {
     ),
     "openvino": Peer(
         "peers.with_openvino",
-        "ScaledDotProductAttention in float32, bias built before the call",
+        "ScaledDotProductAttention in float32, for Hb in bfloat16, bias built before the call",
         packages=("openvino",),
     ),
     "jax": Peer(
@@ -69,7 +69,7 @@ PEERS = {
     "memcpy": Peer("peers.with_numpy", "a copy of as many bytes as the result has, on one thread", ("rel_shift",)),
     "limit": Peer(
         "peers.limits",
-        "the 100 % mark: FMA instructions on registers; for H, reading memory",
+        "the 100 % mark: FMA instructions on registers; for H and Hb, reading memory",
         ("attention", "backward"),
     ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from benchmarks import ceiling
 
 from peers import Prepared
@@ -14,7 +13,7 @@ def prepare(name, task, subject, threads, seconds):
 
     numba.set_num_threads(threads)
     if subject.shape.q_len == 1:
-        whole = np.concatenate([x.reshape(-1) for x in (subject.k, subject.v)])
+        whole = ceiling.to_read((subject.k, subject.v))
         return Prepared(lambda: ceiling.read_seconds(whole, threads), amount=float(whole.nbytes), note="bytes")
     turns = ceiling.turns_for(seconds, threads)
     amount = ceiling.rate(turns, threads, 1.0)

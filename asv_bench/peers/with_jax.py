@@ -18,7 +18,8 @@ def prepare(name, task, case, threads, seconds):
     q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
 
     def products(x, y):
-        return jnp.einsum("bhid,bhjd->bhij", x, y)
+        # Sums and scores are float32 whatever is multiplied.
+        return jnp.einsum("bhid,bhjd->bhij", x, y, preferred_element_type=jnp.float32)
 
     if s.kind == "transformer_xl":
 
@@ -43,7 +44,7 @@ def prepare(name, task, case, threads, seconds):
 
         def run(q, k, v, a, distances):
             scores = products(q, k) * scale - a["slopes"][:, None, None] * distances
-            return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, axis=-1), v)
+            return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
         extra = jnp.asarray(np.abs(arrays.apart(case)).astype(np.float32))
     else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from benchmarks.shapes import lacking
 
 import relpos_np as rp
-from peers import Prepared
+from peers import Prepared, UnavailableError
 
 
 def prepare(name, task, subject, threads, seconds):
@@ -22,4 +23,6 @@ def prepare(name, task, subject, threads, seconds):
             return target
 
         return Prepared(copy, note="one thread")
+    if reason := lacking(subject.shape):
+        raise UnavailableError(reason)
     return Prepared(lambda: subject.attention(backend="numpy"))

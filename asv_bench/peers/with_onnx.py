@@ -6,17 +6,22 @@ import math
 
 import numpy as np
 import onnxruntime
+from benchmarks.shapes import narrow, wide
 
 from peers import Prepared, UnavailableError, arrays
 
 
 class Graph:
-    """Inputs with their values, constants and nodes, put together as they are named."""
+    """Inputs with their values, constants and nodes, put together as they are named.
 
-    def __init__(self):
-        from onnx import helper
+    Without a `storage` inputs have the arrays' dtypes; with one of half precision they are its bits in uint16.
+    """
+
+    def __init__(self, storage=None):
+        from onnx import TensorProto, helper
 
         self.helper = helper
+        self.half = {"bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16}.get(storage)
         self.nodes, self.feeds, self.constants = [], {}, []
 
     def feed(self, name, x):
@@ -37,10 +42,10 @@ class Graph:
     def session(self, result, threads):
         h = self.helper
         inputs = [
-            h.make_tensor_value_info(name, h.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+            h.make_tensor_value_info(name, self.half or h.np_dtype_to_tensor_dtype(x.dtype), x.shape)
             for name, x in self.feeds.items()
         ]
-        outputs = [h.make_tensor_value_info(result, 1, [None] * 4)]
+        outputs = [h.make_tensor_value_info(result, self.half or 1, [None] * 4)]
         graph = h.make_graph(self.nodes, "attention", inputs, outputs, self.constants)
         # Opset 23 has the operator, and IR 10 belongs to it; later runtimes read both.
         model = h.make_model(graph, opset_imports=[h.make_opsetid("", 23)], ir_version=10)
@@ -49,7 +54,49 @@ class Graph:
         options.inter_op_num_threads = 1
         # Threads must not spin through the turns of others.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        try:
+            return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the runtime has types of its own for an operator it lacks
+            raise UnavailableError(f"no session: {str(error)[:200]}") from error
+
+
+def in_half(case, storage, threads):
+    """The operator on a case in half precision."""
+    g = Graph(storage)
+    named = {letter: wide(getattr(case, letter)) for letter in "qkv"} | {"mask": arrays.bias(case)[None]}
+    result = g.add("Attention", *(g.feed(name, narrow(x, storage).view(np.uint16)) for name, x in named.items()))
+    session = g.session(result, threads)
+    # Arrays of bfloat16 can only be bound: `run` knows no NumPy type for them.
+    out = np.zeros(case.q.shape, np.uint16)
+    value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
+    values = {name: value(x, g.half) for name, x in (g.feeds | {result: out}).items()}
+    binding = session.io_binding()
+    for name in g.feeds:
+        binding.bind_ortvalue_input(name, values[name])
+    binding.bind_ortvalue_output(result, values[result])
+
+    def call():
+        session.run_with_iobinding(binding)
+        # They share the arrays' memory, which must live as long as the call.
+        return values
+
+    def to_numpy(_):
+        return wide(out if storage == "bfloat16" else out.view(np.float16))
+
+    return Prepared(call, to_numpy, f"Attention operator (opset 23) in {storage}, bias too, built before the call")
+
+
+def in_some_half(case, threads):
+    """In the case's storage, or in float16 where the runtime has the operator in no other half precision."""
+    try:
+        return in_half(case, case.shape.storage, threads)
+    except UnavailableError as refused:
+        try:
+            prepared = in_half(case, "float16", threads)
+        except UnavailableError as also:
+            raise UnavailableError(f"{case.shape.storage}: {refused}; float16: {also}") from also
+        prepared.note += f"; {case.shape.storage} is refused: {refused}"
+        return prepared
 
 
 def prepare(name, task, case, threads, seconds):
@@ -58,6 +105,8 @@ def prepare(name, task, case, threads, seconds):
         g = Graph()
     except ImportError as error:
         raise UnavailableError("needs onnx to write the graph") from error
+    if case.shape.storage != "float32":
+        return in_some_half(case, threads)
     s, scale = case.shape, 1 / math.sqrt(case.shape.head_dim)
     q, k, v = (g.feed(letter, getattr(case, letter)) for letter in "qkv")
     note = "Attention operator (opset 23), bias built before the call"
@@ -102,8 +151,5 @@ def prepare(name, task, case, threads, seconds):
         result = g.add("Add", g.add("MatMul", p, v), added)
     else:
         result = g.add("Attention", q, k, v, g.feed("mask", arrays.bias(case)[None]))
-    try:
-        session = g.session(result, threads)
-    except Exception as error:  # the runtime has types of its own for an operator it lacks
-        raise UnavailableError(f"no session: {str(error)[:200]}") from error
+    session = g.session(result, threads)
     return Prepared(lambda: session.run(None, g.feeds)[0], note=note)

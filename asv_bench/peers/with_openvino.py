@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import openvino
+from benchmarks.shapes import narrow, wide
 from openvino import opset13 as op
 
 from peers import Prepared, arrays
@@ -14,11 +15,15 @@ from peers import Prepared, arrays
 def prepare(name, task, case, threads, seconds):
     """The call of a shape."""
     s, scale = case.shape, np.float32(1 / math.sqrt(case.shape.head_dim))
-    feeds = {}
+    feeds, kinds = {}, {}
 
     def feed(name, x):
-        feeds[name] = np.ascontiguousarray(x)
-        return op.parameter(list(x.shape), feeds[name].dtype, name=name)
+        x = np.ascontiguousarray(x)
+        # OpenVINO takes bfloat16 as the bits.
+        half = x.dtype == np.uint16 or x.dtype.name == "bfloat16"
+        feeds[name] = x.view(np.uint16) if half else x
+        kinds[name] = openvino.Type.bf16 if half else openvino.Type(x.dtype)
+        return op.parameter(list(x.shape), kinds[name], name=name)
 
     q, k, v = (feed(letter, getattr(case, letter)) for letter in "qkv")
     inputs = [q, k, v]
@@ -53,20 +58,23 @@ def prepare(name, task, case, threads, seconds):
         added = op.transpose(op.matmul(by_query, on_values, False, False), turn)
         result = op.add(op.matmul(p, v, False, False), op.reshape(added, sizes, False))
     else:
-        mask = feed("mask", arrays.bias(case)[None])
+        mask = feed("mask", narrow(arrays.bias(case)[None], s.storage))
         inputs.append(mask)
         result = op.scaled_dot_product_attention(q, k, v, mask)
+    precision = {"float32": "f32", "bfloat16": "bf16"}[s.storage]
+    if s.storage != "float32":
+        note += f"; all of it, and the precision asked for, {s.storage}"
     model = openvino.Model([result], inputs, "attention")
     settings = {
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
-        # Without it bfloat16 is used where the processor has it.
-        "INFERENCE_PRECISION_HINT": "f32",
+        # Without it bfloat16 is used for float32 too, where the processor has it.
+        "INFERENCE_PRECISION_HINT": precision,
         # Without it keys and values of one query may be kept in eight bits.
-        "KV_CACHE_PRECISION": "f32",
+        "KV_CACHE_PRECISION": precision,
     }
     request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
-    tensors = [openvino.Tensor(x, shared_memory=True) for x in feeds.values()]
+    tensors = [openvino.Tensor(x, list(x.shape), kinds[name]) for name, x in feeds.items()]
     for n, tensor in enumerate(tensors):
         request.set_input_tensor(n, tensor)
 
@@ -76,4 +84,8 @@ def prepare(name, task, case, threads, seconds):
         request.infer()
         return request.get_output_tensor(0)
 
-    return Prepared(call, lambda out: np.array(out.data), note)
+    def to_numpy(out):
+        # Of bfloat16 the array has the bits, under the name of another type of two bytes.
+        return wide(np.array(out.data).view(np.uint16)) if s.storage == "bfloat16" else np.array(out.data)
+
+    return Prepared(call, to_numpy, note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -19,12 +20,28 @@ def rel_shift(x, k_len):
     return padded[..., 1:, :].view(*lead, rows, columns)[..., :k_len]
 
 
+def tensor(x):
+    """An array as a tensor over the same memory; bfloat16, which NumPy lacks, from its bits."""
+    if x.dtype == np.uint16 or x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def to_numpy(x):
+    """A tensor as an array."""
+    return x.float().numpy()
+
+
 class Operands:
-    """A case as tensors, with the parts of scores that come from positions."""
+    """A case as tensors, with the parts of scores that come from positions.
+
+    In half precision as models have it: softmax in float32, all that is stored between operators in half precision,
+    positions' part computed in float32 and rounded.
+    """
 
     def __init__(self, case):
         self.shape = case.shape
-        self.q, self.k, self.v = (torch.from_numpy(x) for x in (case.q, case.k, case.v))
+        self.q, self.k, self.v = (tensor(x) for x in (case.q, case.k, case.v))
         self.arrays = {name: torch.from_numpy(x) for name, x in case.arrays.items()}
         self.scale = 1 / math.sqrt(case.shape.head_dim)
         kind = case.shape.kind
@@ -45,7 +62,7 @@ class Operands:
         if self.shape.kind in TABLES:
             gathered = self.arrays["table"][self.index.view(-1)].view(*self.index.shape, -1)
             return gathered.permute(2, 0, 1).contiguous().unsqueeze(0)
-        return -self.arrays["slopes"][:, None, None] * self.apart.abs()
+        return (-self.arrays["slopes"][:, None, None] * self.apart.abs()).to(self.q.dtype)
 
     def position(self):
         """Transformer-XL's part from positions, unscaled."""
@@ -65,7 +82,8 @@ class Operands:
             s = s + torch.einsum("bhid,ijd->bhij", self.q, on_keys)
             p = torch.softmax(s * self.scale, dim=-1)
             return p @ self.v + torch.einsum("bhij,ijd->bhid", p, on_values)
-        return torch.softmax(s * self.scale + self.bias(), dim=-1) @ self.v
+        p = torch.softmax(s * self.scale + self.bias(), dim=-1, dtype=torch.float32)
+        return p.to(self.v.dtype) @ self.v
 
     def sdpa(self):
         """The fused operator, with the bias built for it."""
@@ -134,7 +152,7 @@ def flex(operands):
         compiled(*inputs())
     except Exception as error:  # a missing compiler is reported as any of several types
         raise UnavailableError(f"not compiled: {type(error).__name__}: {str(error)[:200]}") from error
-    return Prepared(lambda: compiled(*inputs()), lambda out: out.numpy(), note)
+    return Prepared(lambda: compiled(*inputs()), to_numpy, note)
 
 
 def autograd(case):
@@ -182,4 +200,4 @@ def prepare(name, task, subject, threads, seconds):
         def call():
             return functional.scaled_dot_product_attention(operands.q, operands.k, operands.v, attn_mask=mask)
 
-    return Prepared(call, lambda out: out.numpy())
+    return Prepared(call, to_numpy)
