@@ -29,6 +29,8 @@ __all__ = ["attention", "backward", "cache_folder", "rel_shift", "warm_up"]
 CALL_FLOPS = 1e10
 # When decoding, keys are divided into ranges of at least so many blocks, and into so many ranges at most.
 PART_BLOCKS, MOST_PARTS = 8, 64
+# Below this a single thread decodes: memory is what it waits for, so that it takes longer per operation.
+SERIAL_DECODE_FLOPS = 1e6
 # Pieces of windows are divided into so many runs per thread.
 RUNS = 16
 
@@ -124,7 +126,7 @@ def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threa
     parts = min(max(-(-site.k_len // BLOCK_KEYS) // PART_BLOCKS, 1), MOST_PARTS)
     pieces = count // f["k_group"] * parts
     flops = 2.0 * count * site.q_len * site.k_len * (f["depth"] + site.v_dim)
-    threads = 1 if flops < SERIAL_FLOPS else min(threads, pieces)
+    threads = 1 if flops < SERIAL_DECODE_FLOPS else min(threads, pieces)
     lanes = TARGET.lanes(dtype.itemsize)
     size = decode_layout.py_func(f["depth"], site.v_dim, lanes)[-1]
     plan.kept.append(lend(f, size * dtype.itemsize, threads))

@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from relpos_np.kernels._numba.target import SUM_VECTORS
-from relpos_np.kernels._numba.vectors import I8, I32, I64, Vectors, index
+from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
 
 _i8 = types.int64
 
@@ -92,11 +92,7 @@ def prefetch(typingctx: Any, base: Any, offset: Any) -> Any:
     """Ask for the cache line of an element to be brought into the second-level cache."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        pointer = b.bitcast(b.gep(args[0], [args[1]]), I8.as_pointer())
-        kinds = [I8.as_pointer(), I32, I32, I32]
-        name = "llvm.prefetch.p0"
-        function = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(ir.VoidType(), kinds), name=name)
-        b.call(function, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
+        Vectors(b, 32).prefetch(*args)
         return context.get_dummy_value()
 
     return types.void(base, _i8), generate
@@ -426,6 +422,11 @@ def transpose_square(typingctx: Any, out: Any, ldo: Any, x: Any, ldx: Any) -> An
     return types.void(out, _i8, x, _i8), generate
 
 
+# A single query's keys and values come from memory, and faster if each row is asked for so many rows early: of values
+# half as many, because they are read one after the other and not several at once.
+ROWS_AHEAD = 16
+
+
 def _dots(rows: int, keys: int) -> Any:
     """Build the intrinsic that multiplies `rows` queries with all keys, `keys` of them at a time."""
 
@@ -440,6 +441,8 @@ def _dots(rows: int, keys: int) -> Any:
                 queries = [b.gep(q, [b.mul(index(r), ldq)]) for r in range(rows)]
 
                 def wide(c: ir.Value, acc: list[Any]) -> list[Any]:
+                    for y in lines:
+                        v.prefetch(y, b.add(c, b.mul(ldk, index(ROWS_AHEAD))), level=3)
                     xs, ys = [v.load(x, c) for x in queries], [v.widened(y, c, kind) for y in lines]
                     return [v.fma(x, y, acc[r * count + n]) for r, x in enumerate(xs) for n, y in enumerate(ys)]
 
@@ -486,6 +489,8 @@ def _mixes(rows: int, vectors: int) -> Any:
             def strip(c: ir.Value, _: list[Any]) -> list[Any]:
                 def step(j: ir.Value, acc: list[Any]) -> list[Any]:
                     line = b.gep(x, [b.add(b.mul(j, ldx), c)])
+                    for n in range(count):
+                        v.prefetch(line, b.add(b.mul(ldx, index(ROWS_AHEAD // 2)), index(n * v.lanes)), level=3)
                     ys = [v.widened(line, index(n * v.lanes), kind) for n in range(count)]
                     ws = [v.splat(v.get(p, b.add(b.mul(index(r), ldp), j))) for r in range(rows)]
                     return [v.fma(w, y, acc[r * count + n]) for r, w in enumerate(ws) for n, y in enumerate(ys)]

@@ -121,6 +121,14 @@ class Vectors:
         """A scalar store."""
         self.b.store(value, self.at(base, offset))
 
+    def prefetch(self, base: ir.Value, offset: ir.Value, level: int = 2) -> None:
+        """Ask for the cache line of an element, which need not exist; level 3 is the first cache, 2 the second."""
+        kinds = [I8.as_pointer(), I32, I32, I32]
+        module, name = self.b.module, "llvm.prefetch.p0"
+        function = module.globals.get(name) or ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), name=name)
+        line = self.b.bitcast(self.at(base, offset), kinds[0])
+        self.b.call(function, [line, ir.Constant(I32, 0), ir.Constant(I32, level), ir.Constant(I32, 1)])
+
     # arithmetic ------------------------------------------------------------------------------
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
