@@ -384,7 +384,9 @@ def _lift(
     return grad_q, grad_k, tuple(arrays)
 
 
-def rel_shift(x: Array, *, variant: str = "transformer_xl", backend: str | None = None) -> Array:
+def rel_shift(
+    x: Array, *, variant: str = "transformer_xl", backend: str | None = None, out: Array | None = None
+) -> Array:
     r"""Move row i of products with distances so that column j holds the one of query i and key j.
 
     With M = L_k - L_q and columns by descending distance, the general form is
@@ -407,6 +409,9 @@ def rel_shift(x: Array, *, variant: str = "transformer_xl", backend: str | None 
         - "wenet": no shift; columns are key positions.
     backend : {"numpy", "terms", "numba"}, optional
         In NumPy the general form is a read-only view without a copy; Numba copies in parallel.
+    out : ndarray, optional
+        Where to write the result: its exact shape and dtype, overlapping not x. A large new array takes longer to be
+        made than to be filled.
 
     Returns
     -------
@@ -416,7 +421,7 @@ def rel_shift(x: Array, *, variant: str = "transformer_xl", backend: str | None 
     Raises
     ------
     RelposValueError
-        If the number of columns cannot belong to the variant.
+        If the number of columns cannot belong to the variant, or `out` does not fit.
 
     References
     ----------
@@ -428,10 +433,18 @@ def rel_shift(x: Array, *, variant: str = "transformer_xl", backend: str | None 
         raise RelposTypeError(f"x: expected numbers, found dtype {x.dtype}")
     variant = check.choice("variant", variant, relshift.VARIANTS)
     k_len = relshift.shifted_length(x.shape, variant)
-    name = _backend.current(backend)
-    if name != "numba" or variant == "wenet":
-        return relshift.rel_shift(x, variant)
-    kernels = _backend.numba_kernels()
-    out = np.empty((*x.shape[:-1], k_len), x.dtype.newbyteorder("="))
-    kernels.rel_shift(x, out, variant)
+    shape, dtype = (*x.shape[:-1], k_len), x.dtype.newbyteorder("=")
+    if out is not None:
+        out = check.output(out, shape, dtype, (x,))
+    if _backend.current(backend) != "numba" or variant == "wenet":
+        shifted = relshift.rel_shift(x, variant)
+        if out is None:
+            return shifted
+        out[...] = shifted
+        return out
+    target = out if out is not None and out.flags.c_contiguous else np.empty(shape, dtype)
+    _backend.numba_kernels().rel_shift(x, target, variant, used=target is out)
+    if out is None or out is target:
+        return target
+    out[...] = target
     return out

@@ -1,5 +1,7 @@
 """rel_shift: every variant against loops and against the published pad-and-reshape trick, on every backend."""
 
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -116,6 +118,51 @@ def test_large_input_on_several_threads(variant):
     expected = rp.rel_shift(x, variant=variant, backend="numpy")
     found = rp.rel_shift(x, variant=variant, backend="numba")
     np.testing.assert_array_equal(found.view(np.int32), np.ascontiguousarray(expected).view(np.int32))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [np.int8, np.float32, np.float64])
+def test_into_a_given_array(variant, dtype, streamed, backend, monkeypatch):
+    """Every byte of it and none beside it, wherever it begins; large ones are written past the caches."""
+    if backend == "numba":
+        module = importlib.import_module("relpos_np.kernels._numba.shift")
+        monkeypatch.setattr(module, "STREAM_BYTES", 0 if streamed else 1 << 60)
+    rng = np.random.default_rng(1)
+    for l_q, l_k in ((1, 1), (3, 70), (33, 100), (2, 1025)):
+        x = rng.integers(-100, 100, (2, l_q, columns(variant, l_q, l_k))).astype(dtype)
+        expected = rp.rel_shift(x, variant=variant, backend="numpy")
+        for start in (0, 1, 7, 64):
+            room = np.full(expected.size + 80, 77, dtype)
+            out = room[start : start + expected.size].reshape(expected.shape)
+            out[...] = 99
+            assert rp.rel_shift(x, variant=variant, backend=backend, out=out) is out
+            np.testing.assert_array_equal(out, expected)
+            assert (room[:start] == 77).all()
+            assert (room[start + expected.size :] == 77).all()
+        apart = np.zeros((2, l_q, 2 * expected.shape[-1]), dtype)[..., ::2]
+        assert rp.rel_shift(x, variant=variant, backend=backend, out=apart) is apart
+        np.testing.assert_array_equal(apart, expected)
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (np.zeros((3, 4)), "shape"),
+        (np.zeros((3, 5), np.float32), "dtype"),
+        ([[0.0] * 5] * 3, "NumPy array"),
+        (np.broadcast_to(np.zeros(5), (3, 5)), "read-only"),
+    ],
+)
+def test_array_that_does_not_fit(out, words, backend):
+    with pytest.raises(rp.RelposError, match=f"out: .*{words}"):
+        rp.rel_shift(np.zeros((3, 7)), variant="conformer", out=out, backend=backend)
+
+
+def test_array_that_overlaps_the_products(backend):
+    x = np.zeros((3, 7))
+    with pytest.raises(rp.RelposValueError, match="out: the array overlaps an input"):
+        rp.rel_shift(x, variant="conformer", out=x[:, :5], backend=backend)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,4 +1,4 @@
-"""relpos_np on its default backend; attention writes into an array that is kept from call to call.
+"""relpos_np on its default backend; results go into an array that is kept from call to call.
 
 ONNX Runtime and OpenVINO keep theirs. A result of megabytes in fresh memory costs page faults, which are not the
 kernels'.
@@ -19,7 +19,9 @@ def prepare(name, task, subject, threads, seconds):
 
     numba.set_num_threads(threads)
     if task == "rel_shift":
-        return Prepared(lambda: rp.rel_shift(subject, variant="conformer"))
+        *lead, rows, columns = subject.shape
+        kept = np.full((*lead, rows, columns - rows + 1), np.nan, subject.dtype)
+        return Prepared(lambda: rp.rel_shift(subject, variant="conformer", out=kept))
     if task == "backward":
         return Prepared(subject.attention_vjp, as_mapping)
     if reason := lacking(subject.shape):

@@ -85,5 +85,7 @@ PRODUCT = np.dtype(
     ]
 )
 
-# One call of rel_shift.
-SHIFT = np.dtype(_integers("counter", "stop", "step", "x", "out", "itemsize", "rows", "columns", "k_len", "wrapped"))
+# One call of rel_shift; `past`: the result is written past the caches.
+SHIFT = np.dtype(
+    _integers("counter", "stop", "step", "x", "out", "itemsize", "rows", "columns", "k_len", "wrapped", "past")
+)

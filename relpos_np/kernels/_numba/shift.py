@@ -9,17 +9,20 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from relpos_np.kernels._numba.build import Kernel
+from relpos_np.kernels._numba.build import Kernel, helper
 from relpos_np.kernels._numba.launch import available_threads, run
 from relpos_np.kernels._numba.records import SHIFT
 from relpos_np.kernels._numba.rows import opaque, take
-from relpos_np.kernels._numba.vectors import I8, I64
+from relpos_np.kernels._numba.target import TARGET
+from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
 from relpos_np.types import Array
 
 # Results below this many bytes are copied by the calling thread alone.
 SERIAL_BYTES = 1 << 18
 # Bytes of one piece of work.
 PIECE_BYTES = 1 << 18
+# Results of at least so many bytes are written past the caches, which they would only empty.
+STREAM_BYTES = 1 << 25
 
 
 @intrinsic
@@ -36,6 +39,58 @@ def _copy(typingctx: Any, out: Any, x: Any, size: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _stream(typingctx: Any, out: Any, x: Any, size: Any) -> Any:
+    """As `_copy`, past the caches where whole cache lines are written: what is not read first need not be fetched."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, x, size = args
+        v, step = Vectors(builder, 32), TARGET.vector_bytes
+        past = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+
+        def byte(k: ir.Value, _: list[Any]) -> list[Any]:
+            from_, to = (builder.inttoptr(builder.add(start, k), I8.as_pointer()) for start in (x, out))
+            builder.store(builder.load(from_), to)
+            return []
+
+        def vector(k: ir.Value, _: list[Any]) -> list[Any]:
+            from_, to = (builder.inttoptr(builder.add(start, k), v.vector.as_pointer()) for start in (x, out))
+            store = builder.store(builder.load(from_, align=1), to, align=step)
+            store.set_metadata("nontemporal", past)
+            return []
+
+        # Up to the first whole vector of the target, then vectors, then the rest.
+        gap = builder.and_(builder.neg(out), index(step - 1))
+        head = builder.select(builder.icmp_signed("<", gap, size), gap, size)
+        whole = builder.add(head, v.whole(builder.sub(size, head), step))
+        v.loop(index(0), head, 1, [], byte)
+        v.loop(head, whole, step, [], vector)
+        v.loop(whole, size, 1, [], byte)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _settle(typingctx: Any) -> Any:
+    """Let stores past the caches be seen before anything that follows."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@helper
+def _move(past: int, out: int, x: int, size: int) -> None:
+    """Copy bytes, past the caches if `past`."""
+    if past:
+        _stream(out, x, size)
+    else:
+        _copy(out, x, size)
 
 
 @intrinsic
@@ -65,20 +120,26 @@ def _shift(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
             if p.wrapped:
                 # Transformer-XL: the row's own products, a zero, and the start of the next row's.
                 own = columns - rows + 1 + i
-                _copy(target, source + (rows - 1 - i) * unit, own * unit)
+                _move(p.past, target, source + (rows - 1 - i) * unit, own * unit)
                 if own < columns:
                     _clear(target + own * unit, unit)
-                    _copy(target + (own + 1) * unit, source + columns * unit, (columns - own - 1) * unit)
+                    _move(p.past, target + (own + 1) * unit, source + columns * unit, (columns - own - 1) * unit)
             else:
-                _copy(target, source + (columns - p.k_len - i) * unit, p.k_len * unit)
+                _move(p.past, target, source + (columns - p.k_len - i) * unit, p.k_len * unit)
         piece = take(call)
+    if p.past:
+        _settle()
 
 
 shift = Kernel(_shift)
 
 
-def rel_shift(x: Array, out: Array, variant: str) -> None:
-    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; any dtype."""
+def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None:
+    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; any dtype.
+
+    `used` memory is written past the caches if there is much of it. What is new has just been cleared by the system
+    and lies in the caches already.
+    """
     if not out.size:
         return
     x = np.ascontiguousarray(x, out.dtype)
@@ -86,6 +147,10 @@ def rel_shift(x: Array, out: Array, variant: str) -> None:
     k_len = out.shape[-1]
     step = max(1, PIECE_BYTES // (k_len * out.itemsize))
     wrapped = variant in ("transformer_xl", "espnet_legacy")
-    fields = (0, out.size // k_len, step, x.ctypes.data, out.ctypes.data, out.itemsize, rows, columns, k_len, wrapped)
+    past = used and out.nbytes >= STREAM_BYTES
+    fields = (
+        *(0, out.size // k_len, step, x.ctypes.data, out.ctypes.data, out.itemsize),
+        *(rows, columns, k_len, wrapped, past),
+    )
     record = bytearray(np.array([fields], SHIFT).tobytes())
     run(shift, record, 1 if out.nbytes < SERIAL_BYTES else available_threads())
