@@ -153,7 +153,8 @@ class Terms:
 
 def fit(x: Array, shape: tuple[int, ...]) -> Array:
     """Sum a gradient over the axes along which its operand was broadcast, and over the heads that share one."""
-    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    if x.ndim > len(shape):
+        x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     for axis, size in enumerate(shape):
         if x.shape[axis] != size:
             # Consecutive heads share one; of an operand with a single entry, all do.

@@ -25,13 +25,17 @@ _PACK = struct.Struct(f"<{len(_EMPTY)}q").pack
 
 def _by_row(sums: Array, index: Toeplitz) -> Array:
     """Sum what belongs to each relative position (..., L_q + L_k - 1, E) over those of a row: (..., rows, E)."""
+    out = np.zeros((*sums.shape[:-2], index.rows, sums.shape[-1]), sums.dtype)
+    given = index.lookup >= 0
+    if np.bincount(index.lookup[given]).max(initial=0) <= 1:
+        out[..., index.lookup[given], :] = sums[..., given, :]
+        return out
     order = np.argsort(index.lookup, kind="stable")
     rows = index.lookup[order]
     starts = np.flatnonzero(np.diff(rows, prepend=-2))
     totals = np.add.reduceat(sums[..., order, :], starts, axis=-2)
     # A position without a row has index -1.
     there = rows[starts] >= 0
-    out = np.zeros((*sums.shape[:-2], index.rows, sums.shape[-1]), sums.dtype)
     out[..., rows[starts[there]], :] = totals[..., there, :]
     return out
 

@@ -69,6 +69,11 @@ def _runs(lookup: Array, q_len: int) -> Array:
     return (np.repeat(ends, np.diff(ends, prepend=0)) - (q_len - 1)).astype(np.int32) if n else lookup
 
 
+def is_counting(lookup: Array) -> bool:
+    """Whether a map is 0, 1, 2 ..., so that nothing has to be looked up."""
+    return bool(len(lookup)) and lookup[0] == 0 and bool((lookup[1:] - lookup[:-1] == 1).all())
+
+
 def is_skewed(term: QueryTerm) -> bool:
     """Whether a query term is multiplied tile by tile: most distances have a row of their own."""
     if not isinstance(term.index, Toeplitz):
@@ -266,9 +271,11 @@ class Planner:
         elif toeplitz:
             span = site.q_len + site.k_len - 1
             # Padded query rows and a ragged last panel read beyond the ends.
-            buffer = np.zeros((site.heads, ROW_QUANTUM + span + panel), self.dtype)
+            buffer = np.empty((site.heads, ROW_QUANTUM + span + panel), self.dtype)
+            buffer[:, :ROW_QUANTUM], buffer[:, ROW_QUANTUM + span :] = 0, 0
             inner = buffer[:, ROW_QUANTUM : ROW_QUANTUM + span]
-            for term in toeplitz:
+            inner[...] = self._along(toeplitz[0])
+            for term in toeplitz[1:]:
                 inner += self._along(term)
             f["bias"] = self._keep(buffer) + (ROW_QUANTUM + site.q_len - 1) * buffer.itemsize
             f["bias_head"], f["bias_row"] = buffer.shape[1], -1
@@ -285,8 +292,12 @@ class Planner:
     def _along(self, term: TableTerm) -> Array:
         """A table's value for every relative position, in units of log 2: (H or 1, L_q + L_k - 1)."""
         assert isinstance(term.index, Toeplitz)
-        picked: Array = (term.table * self.dtype.type(LOG2E))[:, term.index.lookup]
-        return np.where(term.index.lookup < 0, self.dtype.type(0), picked) if term.index.gaps else picked
+        lookup = term.index.lookup
+        table: Array = term.table * self.dtype.type(LOG2E)
+        if len(lookup) == term.index.rows and is_counting(lookup):
+            return table
+        picked: Array = table.take(lookup, axis=1, mode="wrap" if term.index.gaps else "raise")
+        return np.where(lookup < 0, self.dtype.type(0), picked) if term.index.gaps else picked
 
     def _table(self, term: TableTerm) -> tuple[int, ...]:
         """A table that the kernel gathers from."""

@@ -422,8 +422,7 @@ def transpose_square(typingctx: Any, out: Any, ldo: Any, x: Any, ldx: Any) -> An
     return types.void(out, _i8, x, _i8), generate
 
 
-# A single query's keys and values come from memory, and faster if each row is asked for so many rows early: of values
-# half as many, because they are read one after the other and not several at once.
+# A single query's keys and values come from memory, and faster if each row is asked for so many rows early.
 ROWS_AHEAD = 16
 
 
@@ -490,7 +489,7 @@ def _mixes(rows: int, vectors: int) -> Any:
                 def step(j: ir.Value, acc: list[Any]) -> list[Any]:
                     line = b.gep(x, [b.add(b.mul(j, ldx), c)])
                     for n in range(count):
-                        v.prefetch(line, b.add(b.mul(ldx, index(ROWS_AHEAD // 2)), index(n * v.lanes)), level=3)
+                        v.prefetch(line, b.add(b.mul(ldx, index(ROWS_AHEAD)), index(n * v.lanes)), level=3)
                     ys = [v.widened(line, index(n * v.lanes), kind) for n in range(count)]
                     ws = [v.splat(v.get(p, b.add(b.mul(index(r), ldp), j))) for r in range(rows)]
                     return [v.fma(w, y, acc[r * count + n]) for r, w in enumerate(ws) for n, y in enumerate(ys)]
