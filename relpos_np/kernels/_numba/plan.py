@@ -22,6 +22,8 @@ from relpos_np.types import Array
 LOG2E = 1.0 / math.log(2.0)
 # A dense bias up to this many bytes is gathered once per call and then read like any other.
 GATHER_BYTES = 16 * 1024 * 1024
+# A band of fewer keys is narrow.
+NARROW = 8 * BLOCK_KEYS
 # A query term whose map has at least this share of distinct runs is multiplied tile by tile.
 SKEW_SHARE = 0.25
 
@@ -169,8 +171,10 @@ class Planner:
         values = self._values() if terms.values else []
         lanes = TARGET.lanes(self.dtype.itemsize)
         width = -(-site.v_dim // lanes) * lanes
+        heads = self.count * site.heads
+        narrow = bool(f["skew_depth"]) or self.windowed or f["left"] + f["right"] < NARROW
         block = block_queries(
-            site.q_len, query.shape[-1], width, self.dtype.itemsize, self.count * site.heads, self.threads
+            site.q_len, query.shape[-1], width, self.dtype.itemsize, heads, self.threads, narrow=narrow
         )
         blocks = -(-site.q_len // block)
         # The kernel for windows writes whole tiles in place: it needs blocks of about the same length.

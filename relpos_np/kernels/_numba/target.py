@@ -37,6 +37,11 @@ class Target:
         """Rows of a value tile that is `vectors` registers wide."""
         return self.accumulators // vectors
 
+    def window_rows(self, vectors: int) -> int:
+        """The same for windows, most of which have 7 x 7 rows: the height that covers them with the fewest to spare."""
+        most = self.value_rows(vectors)
+        return min(range(most, most * 2 // 3, -1), key=lambda rows: -(-49 // rows) * rows)
+
 
 # 24 accumulators leave 8 of 32 registers for operands; 12 leave 4 of 16.
 AVX512 = Target("avx512", 64, 6, 4, 4, 24)
@@ -78,16 +83,24 @@ def detect() -> Target:
 TARGET = detect()
 
 
-def block_queries(q_len: int, depth: int, v_depth: int, itemsize: int, problems: int, threads: int) -> int:
-    """Queries per block, a multiple of `ROW_QUANTUM`.
+# Queries per block at most: so many where keys are packed for each block, half of them where the ends of a narrow band
+# would leave much of a larger block empty, or buffers per distance would leave the cache.
+MOST_QUERIES = 384
+
+
+def block_queries(
+    q_len: int, depth: int, v_depth: int, itemsize: int, problems: int, threads: int, *, narrow: bool
+) -> int:
+    """Queries per block, a multiple of `ROW_QUANTUM`; the blocks of one head are about equal.
 
     Larger blocks amortise packing the keys; smaller ones keep the working set in the cache and
     leave at least four blocks per thread, so that no thread waits long for the last.
     """
     step = 2 * ROW_QUANTUM
-    rows = 192
+    rows = MOST_QUERIES // 2 if narrow else MOST_QUERIES
     while rows > step and (rows + BLOCK_KEYS) * (depth + v_depth + BLOCK_KEYS // 2) * itemsize > 2 * CACHE_BUDGET:
         rows -= step
     while rows > step and problems * -(-q_len // rows) < 4 * threads:
         rows -= step
-    return min(rows, -(-q_len // step) * step)
+    rows = -(-q_len // -(-q_len // rows))
+    return -(-rows // step) * step

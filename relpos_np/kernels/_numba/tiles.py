@@ -160,7 +160,7 @@ def _accumulation(transposed: bool, inside: bool = False) -> Any:
         v = Vectors(builder, signature.args[0].dtype.bitwidth)
 
         def columns(vectors: int) -> Any:
-            rows = TARGET.value_rows(vectors)
+            rows = TARGET.window_rows(vectors) if inside else TARGET.value_rows(vectors)
 
             def strip(col: ir.Value, _: list[Any]) -> list[Any]:
                 right = builder.gep(b, [col])
