@@ -16,6 +16,8 @@ from relpos_np.types import Array
 
 # Queries of one tile: two tiles of scores, their operands and their gradients together fill the cache.
 BLOCK_QUERIES = 96
+# Multiplications of a product that OpenBLAS leaves to one thread, with room to spare.
+BLAS_ALONE = 1 << 19
 # Pieces of work per thread where one per head would leave threads without any.
 PIECES = 4
 
@@ -193,7 +195,7 @@ class BackPlanner(Planner):
                 gradient = self.skew_dq[..., columns]
             else:
                 rows = next(sums)
-                gradient = rows @ query.weights
+                gradient = self._products(rows, np.swapaxes(query.weights, -1, -2), 1.0)
                 weights = self._by_rows(rows, query.query)
             weights = fit(weights, query.weights.shape).astype(self.dtype)
             queries.append(QueryTerm(fit(gradient, query.query.shape), weights, query.index))
@@ -203,7 +205,8 @@ class BackPlanner(Planner):
             spread = key.key if group == 1 else np.repeat(key.key, group, axis=-3)
             weights = self._by_rows(rows, spread)
             weights = fit(weights, key.weights.shape).astype(self.dtype)
-            keys.append(KeyTerm(fit(rows @ key.weights, key.key.shape), weights, key.index))
+            gradient = self._products(rows, np.swapaxes(key.weights, -1, -2), 1.0)
+            keys.append(KeyTerm(fit(gradient, key.key.shape), weights, key.index))
         for value in self.terms.values:
             weights = self._by_rows(next(sums), self.grad_out)
             values.append(ValueTerm(fit(weights, value.weights.shape).astype(self.dtype), value.index))
@@ -222,6 +225,12 @@ class BackPlanner(Planner):
         """Products of sums (..., H, L, R) with x (..., H, L, E), over batch items in float64: (H, R, E)."""
         # What has no share in the sums may hold anything.
         seen = np.where(sums.any(axis=-1, keepdims=True), x, self.dtype.type(0))
-        products = np.swapaxes(sums, -1, -2) @ seen
-        total: Array = products.sum(axis=tuple(range(products.ndim - 3)), dtype=np.float64)
-        return total
+        # Piece by piece, so small that no BLAS takes threads for it: they would go on spinning beside our own.
+        length, rows, width = seen.shape[-2], sums.shape[-1], seen.shape[-1]
+        step = max(BLAS_ALONE // (rows * width), 64)
+        total = np.zeros((*sums.shape[:-2], rows, width))
+        for start in range(0, length, step):
+            part = np.s_[..., start : start + step, :]
+            total += np.swapaxes(sums[part], -1, -2) @ seen[part]
+        added: Array = total.sum(axis=tuple(range(total.ndim - 3)))
+        return added
