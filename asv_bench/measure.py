@@ -117,13 +117,13 @@ def measure_shape(shape, rounds, numpy_rounds):
 
     found = {"shape": [s.batch, s.heads, s.q_len, s.head_dim], "keys": s.k_len, "words": s.words}
     found["storage"] = s.storage
-    found |= turns_of(subject.attention, subject.operations, rounds, reference)
+    found |= turns_of(subject.into_kept, subject.operations, rounds, reference)
     found["numpy_median_ms"] = statistics.median(slow) * 1e3
     found["times_numpy"] = found["numpy_median_ms"] / found["median_ms"]
     found["max_error"] = subject.error(subject.attention())
     found["extra_memory_mib"] = extra_mib(shape)
     if s.q_len == 1:
-        found["fraction_of_read_median"] = fraction_of_read(subject.attention, (subject.k, subject.v), rounds)
+        found["fraction_of_read_median"] = fraction_of_read(subject.into_kept, (subject.k, subject.v), rounds)
     return found
 
 

@@ -29,14 +29,14 @@ class Attention:
         small(shape).attention()  # compiles the kernels or loads them
 
     def time_attention(self, shape):
-        self.case.attention()
+        self.case.into_kept()
 
     def peakmem_attention(self, shape):
         self.case.attention()
 
     def track_fraction_of_fma(self, shape):
         """Operations of the products that are needed, per second, over those of the FMA loop."""
-        return fraction_of_fma(self.case.attention, self.case.operations)
+        return fraction_of_fma(self.case.into_kept, self.case.operations)
 
     track_fraction_of_fma.unit = "of the FMA loop"
 
@@ -95,7 +95,7 @@ class Decode:
 
     def track_fraction_of_read(self, keys, dtype):
         """Time to read the keys and values once over the time of the call."""
-        return fraction_of_read(self.case.attention, (self.case.k, self.case.v))
+        return fraction_of_read(self.case.into_kept, (self.case.k, self.case.v))
 
     track_fraction_of_read.unit = "of a read"
 
