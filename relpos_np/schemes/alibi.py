@@ -160,7 +160,7 @@ class ALiBi(Scheme):
             whole = 1 << (site.heads.bit_length() - 1)
             slopes = np.exp2(-8 / whole * np.where(h < whole, h + 1, h - whole + 0.5))
         else:
-            slopes = self.slopes.astype(np.float64)
+            slopes = self.slopes
         if self.form == "key":
             # m j does not depend on j - i: the key's position is multiplied with the head's slope.
             positions = np.arange(site.k_len, dtype=site.dtype)[:, None]
@@ -168,8 +168,12 @@ class ALiBi(Scheme):
             everywhere = clip_map(site.q_len, site.k_len, site.offset, 0, "clip")
             return Terms(keys=(KeyTerm(key, slopes.astype(site.dtype)[:, None, None], everywhere),))
         d = relative_positions(site.q_len, site.k_len, site.offset)
-        table = np.multiply.outer(slopes, np.minimum(d, -d) if self.form == "symmetric" else d)
-        return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
+        factor = np.minimum(d, -d) if self.form == "symmetric" else d
+        if slopes.dtype == site.dtype and (site.dtype == np.float64 or np.abs(d).max(initial=0) <= 1 << 24):
+            # Whole numbers of this size are exact in float32: the product is rounded once, as that in float64 is.
+            factor = factor.astype(site.dtype)
+        table = np.multiply.outer(slopes, factor).astype(site.dtype, copy=False)
+        return Terms(tables=(TableTerm(table, difference_map(site.q_len, site.k_len)),))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """A slope collects each row times its distance; the default slopes are not trained."""

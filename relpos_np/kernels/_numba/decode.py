@@ -254,7 +254,7 @@ def merge(partial: Array, out: Array, lse: Array | None) -> None:
         share = np.exp2(top - np.where(best == -np.inf, 0, best))
         whole = (total * share).sum(axis=1)
         # A part without keys has sums of 0; what is not finite elsewhere stays.
-        mixed = (sums * share[..., None]).sum(axis=1) / np.where(whole == 0, 1, whole)[:, None]
+        mixed = np.matmul(share[:, None], sums)[:, 0] / np.where(whole == 0, 1, whole)[:, None]
         out.reshape(mixed.shape)[...] = mixed
         if lse is not None:
             lse.reshape(whole.shape)[...] = (best[:, 0] + np.log2(whole)) * LOG2

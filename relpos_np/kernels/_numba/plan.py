@@ -278,9 +278,11 @@ class Planner:
             buffer = np.empty((site.heads, ROW_QUANTUM + span + panel), self.dtype)
             buffer[:, :ROW_QUANTUM], buffer[:, ROW_QUANTUM + span :] = 0, 0
             inner = buffer[:, ROW_QUANTUM : ROW_QUANTUM + span]
-            inner[...] = self._along(toeplitz[0])
+            self._along(toeplitz[0], inner)
             for term in toeplitz[1:]:
-                inner += self._along(term)
+                also = np.empty_like(inner)
+                self._along(term, also)
+                inner += also
             f["bias"] = self._keep(buffer) + (ROW_QUANTUM + site.q_len - 1) * buffer.itemsize
             f["bias_head"], f["bias_row"] = buffer.shape[1], -1
         else:
@@ -293,15 +295,16 @@ class Planner:
         picked: Array = (term.table * self.dtype.type(LOG2E))[:, term.index.index]
         return np.where(term.index.index < 0, self.dtype.type(0), picked) if term.index.gaps else picked
 
-    def _along(self, term: TableTerm) -> Array:
-        """A table's value for every relative position, in units of log 2: (H or 1, L_q + L_k - 1)."""
+    def _along(self, term: TableTerm, out: Array) -> None:
+        """Fill out (H, L_q + L_k - 1) with a table's value for every relative position, in units of log 2."""
         assert isinstance(term.index, Toeplitz)
-        lookup = term.index.lookup
-        table: Array = term.table * self.dtype.type(LOG2E)
+        lookup, scale = term.index.lookup, self.dtype.type(LOG2E)
         if len(lookup) == term.index.rows and is_counting(lookup):
-            return table
-        picked: Array = table.take(lookup, axis=1, mode="wrap" if term.index.gaps else "raise")
-        return np.where(lookup < 0, self.dtype.type(0), picked) if term.index.gaps else picked
+            np.multiply(term.table, scale, out=out)
+            return
+        out[...] = (term.table * scale).take(lookup, axis=1, mode="wrap" if term.index.gaps else "raise")
+        if term.index.gaps:
+            out[:, lookup < 0] = 0
 
     def _table(self, term: TableTerm) -> tuple[int, ...]:
         """A table that the kernel gathers from."""
