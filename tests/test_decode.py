@@ -164,6 +164,14 @@ def test_the_number_of_threads_changes_no_bit():
     np.testing.assert_array_equal(twice[1], found[0][0][0])
 
 
+def test_a_long_call_in_several(rng, monkeypatch):
+    """Between them signals are looked at."""
+    q, k, v = (rng.standard_normal((30, 2, n, 8)) for n in (1, 40, 40))
+    expected = rp.attention(q, k, v, backend="numba")
+    monkeypatch.setattr(_numba, "CALL_DECODE_FLOPS", 1.0)
+    np.testing.assert_array_equal(rp.attention(q, k, v, backend="numba"), expected)
+
+
 def test_this_kernel_is_what_runs(monkeypatch):
     ran = []
     monkeypatch.setattr(_numba, "_decode", lambda *args: ran.append(args))

@@ -130,8 +130,13 @@ def test_windows(q_len, k_len, depth, v_dim, kind, dtype, rng):
         assert (room[-64:] == 1234).all()
 
 
-def test_windows_in_runs(rng):
-    """Each thread takes runs of windows, of which the last is shorter: the windows' bits are those they have alone."""
+@pytest.mark.parametrize("flops", [1e10, 1.0])
+def test_windows_in_runs(flops, rng, monkeypatch):
+    """Each thread takes runs of windows, of which the last is shorter: the windows' bits are those they have alone.
+
+    So they are if a call of the kernel may do little, and several are needed.
+    """
+    monkeypatch.setattr("relpos_np.kernels._numba.CALL_FLOPS", flops)
     q, k, v = (rng.standard_normal((71, 2, n, d)) for n, d in ((24, 4), (8, 4), (8, 16)))
     room = np.full((142, 2, 24, 16), np.nan)
     rp.attention(q, k, v, backend="numba", out=room[:71])

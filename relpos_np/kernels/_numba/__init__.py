@@ -27,11 +27,12 @@ __all__ = ["attention", "backward", "cache_folder", "rel_shift", "warm_up"]
 
 # Operations of one thread between two looks at signals: about a tenth of a second.
 CALL_FLOPS = 1e10
+CALL_DECODE_FLOPS = 1e9
 # When decoding, keys are divided into ranges of at least so many blocks, and into so many ranges at most.
 PART_BLOCKS, MOST_PARTS = 8, 64
 # Below this a single thread decodes: memory is what it waits for, so that it takes longer per operation.
 SERIAL_DECODE_FLOPS = 1e6
-# Pieces of windows are divided into so many runs per thread.
+# Runs of windows per thread, of one call of the kernel.
 RUNS = 16
 
 # Every kernel by what it is for and the dtype, where it has one.
@@ -102,12 +103,12 @@ def _windows(problem: Problem, terms: Terms, out: Array, lse: Array | None, thre
     fields = plan.fields
     plan.kept.append(lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
     # Two threads that touch the same new huge page of the output both clear it, which costs more than their work.
-    run_ = fields["run"] = max(plan.blocks // (RUNS * threads), 1)
-    kernel = windows[problem.site.dtype.itemsize]
-    chunk = max(RUNS * threads, int(threads * CALL_FLOPS / (plan.flops_per_block * run_)))
-    for start in range(0, -(-plan.blocks // run_), chunk):
-        fields["counter"], fields["stop"] = start, min((start + chunk) * run_, plan.blocks)
-        run(kernel, plan.pack(), threads)
+    most = max(int(CALL_FLOPS / (RUNS * plan.flops_per_block)), 1)
+    length = fields["run"] = min(-(-plan.blocks // (RUNS * threads)), most)
+    step = RUNS * threads * length
+    for start in range(0, plan.blocks, step):
+        fields["counter"], fields["stop"] = start // length, min(start + step, plan.blocks)
+        run(windows[problem.site.dtype.itemsize], plan.pack(), threads)
 
 
 def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> None:
@@ -130,10 +131,12 @@ def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threa
     lanes = TARGET.lanes(dtype.itemsize)
     size = decode_layout.py_func(f["depth"], site.v_dim, lanes)[-1]
     plan.kept.append(lend(f, size * dtype.itemsize, threads))
-    f["stop"] = pieces
     partial = np.empty((count * site.q_len, parts, 2 + site.v_dim), dtype) if parts > 1 else None
     tail = PACK_DECODE(parts, 0 if partial is None else partial.ctypes.data)
-    run(kernel, plan.pack() + tail, threads)
+    chunk = max(4 * threads, int(threads * CALL_DECODE_FLOPS * pieces / flops))
+    for start in range(0, pieces, chunk):
+        f["counter"], f["stop"] = start, min(start + chunk, pieces)
+        run(kernel, plan.pack() + tail, threads)
     if partial is not None:
         merge(partial, out, lse)
 

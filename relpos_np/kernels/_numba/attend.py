@@ -420,7 +420,7 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
                 if p.keep:
                     keep = at(bytes_(p.keep), ((b * p.heads + h) * p.q_len + i0 + i) * p.k_len + j0)
                     scale_row(s, s, last_seen, p.keep_scale)
-                    mask_row(s, keep, cols, 0.0)
+                    mask_row(s, keep, last_seen, 0.0)
                 if p.value_count:
                     bins = at(base, w[BINS] + i * p.bins)
                     scale_row(bins, bins, p.bins, get(fade, i))

@@ -89,7 +89,7 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     f: dict[str, Any] = _EMPTY.copy()
     count = math.prod(batch)
     batches = batch_offsets(x, len(batch), count)
-    *_, f["x_head"], f["x_row"], _ = (0, *strides(x))
+    f["x_head"], f["x_row"], _ = strides(x)[-3:]
     f["table_head"], f["table_row"], _ = strides(weights)
     if weights.shape[0] == 1:
         f["table_head"] = 0
