@@ -130,6 +130,17 @@ def test_windows(q_len, k_len, depth, v_dim, kind, dtype, rng):
         assert (room[-64:] == 1234).all()
 
 
+@pytest.mark.parametrize("left", [62, 63, 64, 93, 94, None])
+@pytest.mark.parametrize("right", [32, 33, 34, 62, 63, None])
+@pytest.mark.parametrize("offset", [-30, 0, 31])
+def test_bands_that_leave_out_some_keys_or_none(left, right, offset, rng):
+    """Of 64 keys and 64 queries, on both sides of what the kernel for windows does and does not do."""
+    q, k, v = rng.standard_normal((3, 2, 64, 16))
+    band = {"window": (left, right), "offset": offset}
+    found = rp.attention(q, k, v, **band, backend="numba")
+    np.testing.assert_allclose(found, rp.attention(q, k, v, **band, backend="numpy"), rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("flops", [1e10, 1.0])
 def test_windows_in_runs(flops, rng, monkeypatch):
     """Each thread takes runs of windows, of which the last is shorter: the windows' bits are those they have alone.

@@ -93,16 +93,17 @@ def is_windowed(problem: Problem, terms: Terms) -> bool:
         return False
     if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
         return False
-    if problem.key_lengths is not None or max(site.q_len, site.k_len) > min(problem.left, problem.right):
+    # The last query must reach the first key, and the first query the last key.
+    first, last = site.q_len - 1 + site.offset, site.k_len - 1 - site.offset
+    if problem.key_lengths is not None or first > problem.left or last > problem.right:
         return False
     # A mask of keys alone becomes a range of keys. The shape decides, never the strides: layouts change no bits.
     if mask is not None and 1 in mask.shape[-2:]:
         return False
     # The end of the last panel is cut off by the bias, which therefore has a row per query or is the same for all.
     grids = all(isinstance(term.index, Dense) and term.index.index.ndim == 2 for term in terms.tables)
-    return (
-        grids or site.k_len % panel == 0
-    ) and site.heads * site.q_len * site.k_len * site.dtype.itemsize < GATHER_BYTES // 2
+    gathered = site.heads * site.q_len * site.k_len * site.dtype.itemsize
+    return (grids or site.k_len % panel == 0) and gathered <= GATHER_BYTES // 2
 
 
 class Planner:
