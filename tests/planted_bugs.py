@@ -157,7 +157,7 @@ BUGS = [
     Bug("backward: sign of the lse's gradient", "kernels/_numba/backplan.py", "delta - grad_lse", "delta + grad_lse"),
     Bug("decode: bias of the group's first head", "kernels/_numba/decode.py", "own = at(bias, g * p.bias_head)", "own = at(bias, 0 * p.bias_head)"),
     Bug("decode: keys of the last part", "kernels/_numba/decode.py", "(end - begin + e.parts - 1) // e.parts", "(end - begin) // e.parts"),
-    Bug("decode: parts not rescaled", "kernels/_numba/decode.py", "(sums * share[..., None]).sum(axis=1)", "sums.sum(axis=1)"),
+    Bug("decode: parts not rescaled", "kernels/_numba/decode.py", "np.matmul(share[:, None], sums)[:, 0]", "sums.sum(axis=1)"),
     Bug("decode: last key of the window", "kernels/_numba/decode.py", "q_len + p.offset + p.right)", "q_len - 1 + p.offset + p.right)"),
     Bug("decode: values before the window", "kernels/_numba/decode.py", "open_ = j0 >= p.q_len - 1 + p.offset - p.left", "open_ = j0 >= p.offset - p.left"),
     Bug("testing: no worse the wrong way", "testing/compare.py", "error > factor * allowed + floor", "allowed > factor * error + floor"),
