@@ -150,7 +150,7 @@ def attention(
         Rate at which probabilities are dropped; needs `rng`. Holds a mask of L_q L_k.
     rng : numpy.random.Generator, optional
         Source of the dropout mask; the same state gives the same mask on every backend.
-    backend : {"numpy", "terms", "numba"}, optional
+    backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `set_backend`.
     return_lse : bool
         Also return the natural log-sum-exp of the scores.
@@ -230,8 +230,8 @@ def logits(
     ----------
     q, k, position, mask, causal, window, key_lengths, scale, offset
         See `attention`.
-    backend : {"numpy", "terms", "numba"}, optional
-        "numpy" (also for "numba", whose kernels never hold the scores) evaluates the schemes'
+    backend : {"numpy", "terms", "numba", "cuda"}, optional
+        "numpy" (also for "numba" and "cuda", whose kernels never hold the scores) evaluates the schemes'
         formulas, "terms" the terms they are lowered to.
 
     Returns
@@ -295,10 +295,10 @@ def attention_vjp(
         See `attention`.
     rng : numpy.random.Generator, optional
         In the state it had before the forward pass, so that it drops the same probabilities.
-    backend : {"numpy", "terms", "numba"}, optional
+    backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `set_backend`. "numpy" takes the scores from the schemes' formulas, "terms" from the terms they are
         lowered to, and both hold matrices of L_q L_k; "numba" recomputes them tile by tile and holds none, unless
-        a scheme itself has a number per pair.
+        a scheme itself has a number per pair. "cuda" has no gradients yet, which is an error.
 
     Returns
     -------
@@ -331,6 +331,10 @@ def attention_vjp(
     )
     schemes = _schemes(position, problem)
     name = _backend.current(backend)
+    if name == "cuda":
+        from relpos_np.kernels import _cuda
+
+        _cuda.backward()
     expected = problem.out_shape[1:] if flat else problem.out_shape
     grad_out = check.like("grad_out", grad_out, expected, problem.site.dtype)
     if grad_lse is not None:
@@ -407,8 +411,9 @@ def rel_shift(
           is normally hidden by a causal mask.
         - "espnet_legacy": the same arithmetic, used without a causal mask.
         - "wenet": no shift; columns are key positions.
-    backend : {"numpy", "terms", "numba"}, optional
-        In NumPy the general form is a read-only view without a copy; Numba copies in parallel.
+    backend : {"numpy", "terms", "numba", "cuda"}, optional
+        In NumPy the general form is a read-only view without a copy; Numba copies in parallel; CUDA copies to
+        the device and back.
     out : ndarray, optional
         Where to write the result: its exact shape and dtype, overlapping not x. A large new array takes longer to be
         made than to be filled.
@@ -436,14 +441,16 @@ def rel_shift(
     shape, dtype = (*x.shape[:-1], k_len), x.dtype.newbyteorder("=")
     if out is not None:
         out = check.output(out, shape, dtype, (x,))
-    if _backend.current(backend) != "numba" or variant == "wenet":
+    name = _backend.current(backend)
+    if name not in ("numba", "cuda") or variant == "wenet":
         shifted = relshift.rel_shift(x, variant)
         if out is None:
             return shifted
         out[...] = shifted
         return out
     target = out if out is not None and out.flags.c_contiguous else np.empty(shape, dtype)
-    _backend.numba_kernels().rel_shift(x, target, variant, used=target is out)
+    kernels = _backend.numba_kernels() if name == "numba" else _backend.cuda_kernels()
+    kernels.rel_shift(x, target, variant, used=target is out)
     if out is None or out is target:
         return target
     out[...] = target

@@ -16,8 +16,9 @@ from relpos_np.problem import Problem
 from relpos_np.terms import Terms
 from relpos_np.types import Array
 
-# "numpy" evaluates each scheme's formula; the others evaluate terms.
-BACKENDS = ("numpy", "terms", "numba")
+# "numpy" evaluates each scheme's formula; the others evaluate terms. All but the last run on any machine.
+HOST_BACKENDS = ("numpy", "terms", "numba")
+BACKENDS = (*HOST_BACKENDS, "cuda")
 DEFAULT = "numba"
 _default: str | None = None
 _scoped: ContextVar[str | None] = ContextVar("relpos_np_backend", default=None)
@@ -44,9 +45,9 @@ def set_backend(name: str | None) -> None:
 
     Parameters
     ----------
-    name : {"numpy", "terms", "numba"} or None
-        "numpy" is the reference, "terms" the dense evaluator of terms, "numba" the CPU kernels. None
-        returns to the environment variable RELPOS_BACKEND, or "numba".
+    name : {"numpy", "terms", "numba", "cuda"} or None
+        "numpy" is the reference, "terms" the dense evaluator of terms, "numba" the CPU kernels, "cuda"
+        those for a GPU. None returns to the environment variable RELPOS_BACKEND, or "numba".
 
     Raises
     ------
@@ -63,7 +64,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     Parameters
     ----------
-    name : {"numpy", "terms", "numba"}
+    name : {"numpy", "terms", "numba", "cuda"}
         See `set_backend`.
 
     Raises
@@ -95,6 +96,13 @@ def numba_kernels() -> Any:
     return _kernels
 
 
+def cuda_kernels() -> Any:
+    """The CUDA backend's module; an error where there is neither a device nor the simulator."""
+    module = importlib.import_module("relpos_np.kernels._cuda")
+    module.require()
+    return module
+
+
 def available() -> tuple[tuple[str, ...], dict[str, str]]:
     """Backends that this machine can run.
 
@@ -105,11 +113,13 @@ def available() -> tuple[tuple[str, ...], dict[str, str]]:
     absent : dict of str
         Why the others cannot.
     """
-    try:
-        numba_kernels()
-    except RelposImportError as error:
-        return tuple(name for name in BACKENDS if name != "numba"), {"numba": str(error)}
-    return BACKENDS, {}
+    absent = {}
+    for name, load in (("numba", numba_kernels), ("cuda", cuda_kernels)):
+        try:
+            load()
+        except RelposImportError as error:
+            absent[name] = str(error)
+    return tuple(name for name in BACKENDS if name not in absent), absent
 
 
 def evaluate(
@@ -120,7 +130,7 @@ def evaluate(
         from relpos_np.kernels import _numpy
 
         return _numpy.attention(problem, terms)
-    kernels = numba_kernels()
+    kernels = numba_kernels() if name == "numba" else cuda_kernels()
     dtype = problem.site.dtype
     target = (
         out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)

@@ -36,7 +36,7 @@ def no_choice_left_over(monkeypatch):
     rp.set_backend(None)
 
 
-@pytest.fixture(params=rp.backend.BACKENDS)
+@pytest.fixture(params=rp.backend.HOST_BACKENDS)
 def backend(request):
     """Each backend in turn."""
     return request.param

@@ -117,7 +117,7 @@ BAD = {
     "dropout: None": (call(dropout=None), TypeError, ["None"]),
     "rng: missing": (call(dropout=0.5), TypeError, ["default_rng"]),
     "rng: RandomState": (call(dropout=0.5, rng=np.random.RandomState(0)), TypeError, ["Generator"]),
-    "backend: unknown": (call(backend="cuda"), ValueError, ["'cuda'", "'numpy'", "'numba'"]),
+    "backend: unknown": (call(backend="metal"), ValueError, ["'metal'", "'numpy'", "'numba'"]),
     "backend: not a name": (call(backend=3), ValueError, ["3"]),
     "backend: unhashable": (call(backend=["numpy"]), ValueError, ["numpy"]),
     "backend: unknown default": (lambda: rp.set_backend("jax"), ValueError, ["'jax'"]),
@@ -261,12 +261,12 @@ BAD = {
     "variant: rel_shift": (lambda: rp.rel_shift(a(2, 3), variant="t5"), ValueError, ["'t5'", "'xlnet'"]),
     "variant: unhashable": (lambda: rp.rel_shift(a(2, 3), variant=["xlnet"]), ValueError, ["xlnet"]),
     "variant: array": (lambda: rp.rel_shift(a(2, 3), variant=np.arange(2)), (ValueError, TypeError), []),
-    "backend: rel_shift": (lambda: rp.rel_shift(a(2, 3), backend="cuda"), ValueError, ["'cuda'"]),
+    "backend: rel_shift": (lambda: rp.rel_shift(a(2, 3), backend="metal"), ValueError, ["'metal'"]),
     # logits
     "q: logits list": (lambda: rp.logits([1.0], K), TypeError, ["list"]),
     "k: logits dtype": (lambda: rp.logits(Q, K.astype(np.float32)), TypeError, ["float32"]),
     "mask: logits": (lambda: rp.logits(Q, K, mask=np.ones((7, 5))), ValueError, ["(7, 5)"]),
-    "backend: logits": (lambda: rp.logits(Q, K, backend="cuda"), ValueError, ["'cuda'"]),
+    "backend: logits": (lambda: rp.logits(Q, K, backend="metal"), ValueError, ["'metal'"]),
     "scale: logits": (lambda: rp.logits(Q, K, scale=np.inf), ValueError, ["inf"]),
 }
 

@@ -125,7 +125,7 @@ def test_as_a_module():
 # --------------------------------------------------------------------------------- attend, the real example
 
 
-@pytest.mark.parametrize("backend", rp.backend.BACKENDS)
+@pytest.mark.parametrize("backend", rp.backend.HOST_BACKENDS)
 def test_real_example(run, backend, tmp_path):
     if backend == "numba":
         pytest.importorskip("numba")
@@ -494,7 +494,10 @@ def test_backends_of_this_machine(monkeypatch):
         raise rp.RelposImportError("no compiler")
 
     monkeypatch.setattr(rp.backend, "numba_kernels", missing)
-    assert rp.backend.available() == (("numpy", "terms"), {"numba": "no compiler"})
+    monkeypatch.setattr(rp.backend, "cuda_kernels", lambda: None)
+    assert rp.backend.available() == (("numpy", "terms", "cuda"), {"numba": "no compiler"})
+    monkeypatch.setattr(rp.backend, "cuda_kernels", missing)
+    assert rp.backend.available() == (("numpy", "terms"), {"numba": "no compiler", "cuda": "no compiler"})
 
 
 @pytest.mark.parametrize("rich", [True, False])

@@ -35,7 +35,7 @@ def assert_same(actual, expected, case):
 @settings(max_examples=2 * settings().max_examples)
 def test_loops_agree_with_every_backend(case):
     expected = case.naive()
-    for backend in rp.backend.BACKENDS:
+    for backend in rp.backend.HOST_BACKENDS:
         assert_same(case.attention(np.float64, backend), expected, case)
 
 
@@ -46,7 +46,7 @@ def test_loops_agree_with_logits(case):
     batch = np.broadcast_shapes(*case.leads[:2])
     if batch != case.batch:
         return
-    for backend in rp.backend.BACKENDS:
+    for backend in rp.backend.HOST_BACKENDS:
         s = rp.logits(q, k, **case.options(np.float64), backend=backend)
         _, tolerance = float64_tolerance(case)
         assert_close(s, expected, tolerance[..., None])
@@ -241,7 +241,7 @@ def test_dropout_is_the_same_everywhere(dtype, rate, rng):
     q, k, v = rng.standard_normal((3, 2, 3, 70, 16)).astype(dtype)
     position = rp.Shaw(*rng.standard_normal((2, 9, 16)).astype(dtype))
     outs = []
-    for backend in rp.backend.BACKENDS:
+    for backend in rp.backend.HOST_BACKENDS:
         out, lse = rp.attention(
             q, k, v, position=position, dropout=rate, rng=np.random.default_rng(5), backend=backend, return_lse=True
         )

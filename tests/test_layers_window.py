@@ -233,7 +233,7 @@ def test_dropout_is_repeatable_and_the_same_on_every_backend(rng):
     q, mask = rng.standard_normal((6, 9, 8)), rng.random((3, 9, 9)) < 0.8
     mask[..., 0] = True
     results = []
-    for backend, both in itertools.product(rp.backend.BACKENDS, (True, False)):
+    for backend, both in itertools.product(rp.backend.HOST_BACKENDS, (True, False)):
         source = np.random.default_rng(5)
         out = layer(q, mask=mask, train=True, rng=source, backend=backend, return_attention=both)
         results.append((out[0] if both else out, source.random()))
@@ -540,7 +540,7 @@ def test_probabilities_of_a_map(backend, rng):
 def test_dropout_of_a_map(rng):
     layer = randomise(SwinAttention, rng, 4, (2, 2), 2, shift_size=(1, 1), attn_drop=0.3, proj_drop=0.5)
     x = rng.standard_normal((1, 20, 21, 4))
-    once = [layer(x, train=True, rng=np.random.default_rng(2), backend=b) for b in rp.backend.BACKENDS]
+    once = [layer(x, train=True, rng=np.random.default_rng(2), backend=b) for b in rp.backend.HOST_BACKENDS]
     for other in once[1:]:
         np.testing.assert_allclose(other, once[0], rtol=0, atol=1e-12)
     assert abs((once[0] != 0).mean() - 0.5) < 5 * math.sqrt(0.25 / x.size)

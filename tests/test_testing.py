@@ -9,7 +9,7 @@ from relpos_np import testing
 ALL = [(name, variant) for name, info in rp.SCHEMES.items() for variant in info.variants or (None,)]
 
 
-@pytest.fixture(params=rp.backend.BACKENDS)
+@pytest.fixture(params=rp.backend.HOST_BACKENDS)
 def backend(request):
     if request.param == "numba":
         pytest.importorskip("numba")

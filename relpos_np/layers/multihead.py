@@ -262,7 +262,7 @@ class MultiHeadAttention(Projected):
             Rate at which probabilities are dropped; needs `rng`.
         rng : numpy.random.Generator, optional
             Source of the dropout mask.
-        backend : {"numpy", "terms", "numba"}, optional
+        backend : {"numpy", "terms", "numba", "cuda"}, optional
             See `relpos_np.set_backend`.
         return_probabilities : bool
             Also return the probabilities, before dropout. They are computed apart from the output, in memory of

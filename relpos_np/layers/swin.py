@@ -372,7 +372,7 @@ class _ShiftedWindows:
             Whether to drop.
         rng : numpy.random.Generator, optional
             Source of what is dropped.
-        backend : {"numpy", "terms", "numba"}, optional
+        backend : {"numpy", "terms", "numba", "cuda"}, optional
             See `relpos_np.set_backend`.
         return_attention : bool
             Also return the probabilities.

@@ -333,7 +333,7 @@ class WindowAttention:
             Whether to drop.
         rng : numpy.random.Generator, optional
             Source of what is dropped: probabilities first, then outputs.
-        backend : {"numpy", "terms", "numba"}, optional
+        backend : {"numpy", "terms", "numba", "cuda"}, optional
             See `relpos_np.set_backend`.
         return_attention : bool
             Also return the probabilities, as the published module does. They are computed a second time, densely:

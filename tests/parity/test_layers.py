@@ -49,7 +49,7 @@ def additive(mask):
     return torch.where(torch.from_numpy(mask.copy()), 0.0, torch.tensor(lowest, dtype=torch.float64))
 
 
-@pytest.fixture(params=rp.backend.BACKENDS)
+@pytest.fixture(params=rp.backend.HOST_BACKENDS)
 def backend(request):
     if request.param == "numba":
         pytest.importorskip("numba")

@@ -1,0 +1,54 @@
+"""The CUDA backend: kernels in numba.cuda for the same terms, on arrays that are copied to the device and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Never
+
+import numpy as np
+
+from relpos_np.errors import RelposError
+from relpos_np.kernels._cuda import device
+from relpos_np.problem import Problem
+from relpos_np.terms import Terms
+from relpos_np.types import Array
+
+__all__ = ["attention", "backward", "rel_shift", "require"]
+
+
+def require() -> None:
+    """Raise RelposImportError unless there is a device, or the simulator."""
+    device.module()
+
+
+def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> None:
+    """Fill `out` and `lse`, both C-contiguous and of the problem's dtype."""
+    from relpos_np.kernels._cuda.plan import Planner
+
+    site = problem.site
+    if not out.size and (lse is None or not lse.size):
+        return
+    if not site.k_len:
+        out.fill(0)
+        if lse is not None:
+            lse.fill(-np.inf)
+        return
+    if not out.size and lse is not None:
+        # D_v = 0: there is no output, but the log-sum-exp is still asked for.
+        site = replace(site, v_dim=1)
+        v = np.zeros((*problem.v.shape[:-1], 1), site.dtype)
+        problem, terms = replace(problem, stored_v=v, site=site), replace(terms, values=())
+        out = np.empty((*lse.shape, 1), site.dtype)
+    Planner(problem, terms).run(out, lse)
+
+
+def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None:  # noqa: ARG001
+    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; `used` makes no difference here."""
+    from relpos_np.kernels._cuda import shift
+
+    shift.rel_shift(x, out, variant)
+
+
+def backward(*_: object) -> Never:
+    """Refuse: there are no gradients yet."""
+    raise RelposError("backend: 'cuda' has no gradients yet; use backend=\"numba\"")

@@ -1,0 +1,128 @@
+"""The one place that knows whether numba.cuda runs on a device, in the simulator or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from relpos_np.errors import RelposImportError
+from relpos_np.types import Array
+
+REMEDY = (
+    'install the compiler with `pip install "relpos-np[cuda]"` on a machine with an NVIDIA GPU and a driver for '
+    "CUDA 13.0 or later, set NUMBA_ENABLE_CUDASIM=1 before Python starts to try it in Numba's slow simulator, or use "
+    "backend='numba'"
+)
+# Options of `cuda.jit` that the simulator does not know.
+DEVICE_ONLY = ("forceinline", "launch_bounds", "lineinfo", "max_registers")
+
+# The simulator runs one kernel at a time, and a launch changes a setting of Numba's.
+_lock = threading.RLock()
+
+
+@cache
+def module() -> Any:
+    """`numba.cuda`, or an error that names the remedy."""
+    try:
+        cuda = importlib.import_module("numba.cuda")
+    except ImportError as error:
+        raise RelposImportError(f"backend 'cuda' cannot be imported ({error}); {REMEDY}") from error
+    if not cuda.is_available():
+        raise RelposImportError(f"backend 'cuda' finds no usable GPU ({_reason(cuda)}); {REMEDY}")
+    if simulated():
+        _guard_simulator()
+    return cuda
+
+
+class _Allocations(dict[Any, Any]):
+    """The shared arrays of a simulated block, of which only one thread at a time may find one missing and make it.
+
+    The simulator looks up and stores in two steps: between them a second thread would make an array of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._making = threading.Lock()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._making.acquire()
+        found = super().get(key, default)
+        if found is not None:
+            self._making.release()
+        return found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._making.release()
+
+
+def _guard_simulator() -> None:
+    """Let the simulator's blocks allocate one thread at a time."""
+    shared = importlib.import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
+    begin = shared.__init__
+
+    def guarded(self: Any, size: int) -> None:
+        begin(self, size)
+        self._allocations = _Allocations()
+
+    shared.__init__ = guarded
+
+
+def _reason(cuda: Any) -> str:
+    """The driver's own words, on one line."""
+    error = cuda.cuda_error()
+    lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
+    return " ".join(lines).rstrip(".:") or "the compiler library NVVM is missing"
+
+
+def available() -> bool:
+    """Whether kernels can be launched, if only in the simulator."""
+    try:
+        module()
+    except RelposImportError:
+        return False
+    return True
+
+
+def simulated() -> bool:
+    """Whether kernels run in Numba's simulator: in Python, one interpreter thread per thread."""
+    return bool(importlib.import_module("numba").config.ENABLE_CUDASIM)
+
+
+def jit(**options: Any) -> Callable[[Any], Any]:
+    """`cuda.jit`, without the options that the simulator lacks."""
+    if simulated():
+        options = {name: value for name, value in options.items() if name not in DEVICE_ONLY}
+    decorator: Callable[[Any], Any] = module().jit(**options)
+    return decorator
+
+
+def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
+    """Run a kernel on a line of blocks."""
+    # numba-cuda has a configuration of its own, apart from Numba's.
+    config = importlib.import_module("numba" if simulated() else "numba.cuda.dispatcher").config
+    with _lock:
+        # A call may be small; Numba would warn that it does not fill the device.
+        before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
+        try:
+            kernel[blocks, threads](*args)
+        finally:
+            config.CUDA_LOW_OCCUPANCY_WARNINGS = before
+
+
+def upload(x: Array) -> Any:
+    """A copy of a flat array on the device; one element at least, since empty arrays have no address there."""
+    return module().to_device(x) if x.size else empty(1, x.dtype)
+
+
+def empty(size: int, dtype: Any) -> Any:
+    """A flat array on the device, with anything in it."""
+    return module().device_array(max(size, 1), dtype)
+
+
+def download(x: Any, out: Array) -> None:
+    """Copy a flat array from the device into a C-contiguous one."""
+    x.copy_to_host(out.reshape(-1))

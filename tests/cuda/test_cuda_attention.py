@@ -1,0 +1,232 @@
+"""The CUDA forward kernel against the formulas and against the dense evaluator of terms."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import check, testing
+from relpos_np.kernels import _cuda, _numpy
+from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+
+# In the simulator NumPy warns of the infinities and NaN that some tests put in.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+
+ATTENTION = [(n, v) for n, info in rp.SCHEMES.items() if info.kind == "attention" for v in info.variants or (None,)]
+EPS = {dtype: float(np.finfo(dtype).eps) for dtype in ("float32", "float64")}
+
+
+def operands(rng, heads=2, kv_heads=1, q_len=7, k_len=9, dim=5, v_dim=3, batch=()):
+    """Queries, keys and values."""
+    shapes = ((heads, q_len, dim), (kv_heads, k_len, dim), (kv_heads, k_len, v_dim))
+    return [rng.standard_normal((*batch, *shape)) for shape in shapes]
+
+
+def both(q, k, v, **options):
+    """Answers of the kernel and of the formulas; both must be of the same kind everywhere."""
+    found, expected = (rp.attention(q, k, v, backend=b, return_lse=True, **options) for b in ("cuda", "numpy"))
+    # Scores below 10, sums of at most 65 products of standard normal numbers.
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=200 * EPS[q.dtype.name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "dtype"),
+    # Each variant, and each scheme once more in the other precision: the simulator takes a second for one.
+    [(n, v, "float64") for n, v in ATTENTION] + [(n, None, "float32") for n in dict(ATTENTION)],
+)
+def test_every_scheme(name, variant, dtype):
+    one = testing.example(name, dtype=dtype, variant=variant, size="tiny")
+    out, lse = one.run("cuda")
+    assert out.dtype == lse.dtype == dtype
+    assert one.error(out, lse) <= 1
+
+
+def index_map(rng, kind, q_len, k_len, rows, batch):
+    """A random map with some rows missing: by distance, by pair, or by pair and batch item."""
+    if kind == "distances":
+        return Toeplitz(rng.integers(-1, rows, q_len + k_len - 1, dtype=np.int32), rows)
+    lead = batch if kind == "per batch item" else ()
+    return Dense(rng.integers(-1, rows, (*lead, q_len, k_len), dtype=np.int32), rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", ["distances", "pairs", "per batch item"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "k_len", "dim", "v_dim"),
+    [((), 1, 1, 1, 1, 1, 1), ((2,), 2, 1, 7, 33, 17, 33), ((1, 2), 2, 2, 33, 7, 3, 5), ((2,), 1, 1, 1, 65, 8, 4)],
+)
+def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, kind, dtype):
+    rng = np.random.default_rng(q_len + k_len)
+    q, k, v = (x.astype(dtype) for x in operands(rng, heads, kv_heads, q_len, k_len, dim, v_dim, batch))
+    problem, _, _ = check.problem(q, k, v, causal=False, offset=2)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    def maps(rows):
+        return index_map(rng, kind, q_len, k_len, rows, batch)
+
+    terms = Terms(
+        tables=(TableTerm(draw(heads, 5), maps(5)), TableTerm(draw(1, 1), maps(1))),
+        queries=(
+            QueryTerm(draw(*batch, heads, q_len, 4), draw(1, 6, 4), maps(6)),
+            QueryTerm(draw(*batch, heads, q_len, 2), draw(heads, 3, 2), maps(3)),
+        ),
+        keys=(KeyTerm(draw(*batch, kv_heads, k_len, 3), draw(heads, 4, 3), maps(4)),),
+        values=(ValueTerm(draw(heads, 5, v_dim), maps(5)), ValueTerm(draw(1, 2, v_dim), maps(2))),
+        biases=(draw(1, q_len, k_len), draw(heads, 1, k_len), draw(*batch, 1, q_len, 1)),
+    )
+    out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
+    _cuda.attention(problem, terms, out, lse)
+    wide, _, _ = check.problem(*(x.astype(np.float64) for x in (q, k, v)), causal=False, offset=2)
+    for term in (*terms.tables, *terms.queries, *terms.keys, *terms.values):
+        for name in {"table", "query", "key", "weights"} & set(term.__slots__):
+            setattr(term, name, getattr(term, name).astype(np.float64))
+    terms.biases = tuple(x.astype(np.float64) for x in terms.biases)
+    expected, expected_lse = _numpy.attention(wide, terms)
+    # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 8.
+    np.testing.assert_allclose(out, expected, rtol=0, atol=8 * 40 * EPS[dtype])
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=8 * 40 * EPS[dtype])
+
+
+OPTIONS = {
+    "nothing": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 1)},
+    "causal window, shifted": {"causal": True, "window": 4, "offset": 5},
+    "beyond the keys": {"window": (2, 0), "offset": 40},
+    "before the keys": {"causal": True, "offset": -4},
+    "scale": {"scale": 0.1},
+    "lengths": {"key_lengths": np.array([0, 20])},
+}
+
+
+@pytest.mark.parametrize("lengths", [(7, 33), (33, 33), (40, 7)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_bands_and_lengths(options, lengths, rng):
+    q_len, k_len = lengths
+    options = options | {n: np.minimum(x, k_len) for n, x in options.items() if n == "key_lengths"}
+    found = both(*operands(rng, 2, 1, q_len, k_len, batch=(2,)), position=rp.ALiBi(np.array([0.5, 0.1])), **options)
+    for out, lse in zip(found[0].reshape(-1, 3), found[1].reshape(-1), strict=True):
+        # A query without keys has exactly 0.
+        assert np.isfinite(lse) or not out.any()
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("shape", [(2, 2, 7, 35), (7, 35), (2, 1, 1, 35), (2, 7, 1)], ids=str)
+def test_masks(shape, kind, rng):
+    there = rng.random(shape) < 0.6
+    there[..., :2, :] &= shape[-2] == 1
+    mask = there if kind == "bool" else np.where(there, rng.standard_normal(shape), -np.inf)
+    q, k, v = operands(rng, 2, 1, 7, 35, batch=(2,))
+    _, lse = both(q, k, v, mask=mask)
+    assert np.isneginf(lse).any() == (shape[-2] != 1)
+    both(q, k, v, mask=np.broadcast_to(mask, (2, 2, 7, 35)), causal=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("how", ["bool", "float", "length", "window"])
+def test_what_is_excluded_may_hold_anything(how, bad, dtype, rng):
+    q, k, v = (x.astype(dtype) for x in operands(rng, 1, 1, 5, 36))
+    last = np.arange(36) >= 30
+    options = {
+        "bool": {"mask": ~last},
+        "float": {"mask": np.where(last, -np.inf, 0.0).astype(dtype)},
+        "length": {"key_lengths": 30},
+        "window": {"causal": True, "offset": 25},
+    }[how]
+    options["position"] = rp.Shaw(*rng.standard_normal((2, 7, 5)).astype(dtype)) if how == "bool" else None
+    if how == "bool":
+        v = np.concatenate([v, v[..., :2]], axis=-1)
+    expected = rp.attention(q, k, v, backend="numpy", **options)
+    k[:, last], v[:, last] = bad, bad
+    found = rp.attention(q, k, v, backend="cuda", **options)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=200 * EPS[dtype])
+
+
+def test_bad_numbers_reach_those_that_attend_them(rng):
+    q, k, v = operands(rng, 1, 1, 9, 9)
+    v[0, 3, 1], v[0, 5, 0], k[0, 7, 2] = np.inf, np.nan, np.nan
+    out, _ = both(q, k, v, causal=True)
+    assert np.isfinite(out[0, :3]).all()
+    assert np.isnan(out[0, 7:]).all()
+    q[0, 2] = np.inf
+    both(q, k[:, :7], v[:, :7])
+
+
+@pytest.mark.parametrize("variant", ["clip", "zero"])
+def test_dropout_drops_what_the_reference_drops(variant, rng):
+    position = rp.Shaw(*rng.standard_normal((2, 7, 5)), outside=variant)
+    found = [
+        rp.attention(*operands(np.random.default_rng(1), v_dim=5), position=position, backend=b, **options)
+        for b in ("cuda", "numpy")
+        for options in [{"dropout": 0.4, "rng": np.random.default_rng(2)}]
+    ]
+    np.testing.assert_allclose(*found, rtol=0, atol=200 * EPS["float64"])
+
+
+def test_large_scores_and_late_maxima(rng):
+    """The maximum grows from one tile of keys to the next: sums, outputs and bins are scaled."""
+    q, k, v = operands(rng, 1, 1, 3, 70, v_dim=5)
+    k *= np.linspace(0, 100, 70)[:, None]
+    found, expected = (
+        rp.attention(q, k, v, position=rp.Shaw(*np.full((2, 9, 5), 0.3)), backend=b, return_lse=True)
+        for b in ("cuda", "numpy")
+    )
+    assert np.abs(expected[1]).max() > 50
+    # Scores reach some hundreds, and so do their rounding errors in units of eps.
+    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=5000 * EPS["float64"])
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=5000 * EPS["float64"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dtypes_and_a_given_array(dtype, rng):
+    q, k, v = (x.astype(dtype) for x in operands(rng))
+    out = np.full((2, 7, 3), np.nan, dtype)
+    assert rp.attention(q, k, v, backend="cuda", out=out) is out
+    expected = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="numpy")
+    eps = float(np.finfo(dtype).eps)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=40 * EPS["float32"] + 4 * eps)
+    strided = np.full((2, 7, 6), np.nan, dtype)[..., ::2]
+    rp.attention(q, k, v, backend="cuda", out=strided)
+    np.testing.assert_array_equal(strided, out)
+
+
+def test_broadcast_operands(rng):
+    q, k, v = operands(rng, 2, 2, batch=(2, 3))
+    both(q, k[:, :1], v[0])
+    both(np.broadcast_to(q[0, 0, 0, 0], (2, 7, 5)), np.broadcast_to(k[0, 0, 0, 0, 0], (2, 9, 5)), v[0, 0])
+
+
+@pytest.mark.parametrize(("q_len", "k_len", "v_dim"), [(0, 3, 2), (3, 0, 2), (3, 4, 0)])
+def test_empty_axes(q_len, k_len, v_dim, rng):
+    both(*operands(rng, q_len=q_len, k_len=k_len, v_dim=v_dim))
+
+
+def test_results_repeat_bit_by_bit(rng):
+    q, k, v = operands(rng, q_len=33, k_len=40, v_dim=5)
+    position = rp.Shaw(*rng.standard_normal((2, 7, 5)))
+    with rp.use_backend("cuda"):
+        first, second = (rp.attention(q, k, v, position=position) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_no_gradients_yet(rng):
+    q, k, v = operands(rng)
+    with pytest.raises(rp.RelposError, match=r"'cuda' has no gradients yet.*backend=.numba"):
+        rp.attention_vjp(q, k, v, grad_out=np.ones((2, 7, 3)), backend="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", "complex128"])
+@pytest.mark.parametrize("variant", ["transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"])
+def test_rel_shift(variant, dtype, rng):
+    for lead, q_len, k_len in (((2,), 3, 5), ((), 1, 1), ((), 4, 300)):
+        columns = {"conformer": q_len + k_len - 1, "xlnet": q_len + k_len}.get(variant, k_len)
+        x = (100 * rng.random((*lead, q_len, columns))).astype(dtype)
+        expected = rp.rel_shift(x, variant=variant, backend="numpy")
+        np.testing.assert_array_equal(rp.rel_shift(x, variant=variant, backend="cuda"), expected)
+        out = np.full(expected.shape, 99, dtype)
+        rp.rel_shift(x, variant=variant, backend="cuda", out=out)
+        np.testing.assert_array_equal(out, expected)
