@@ -14,7 +14,7 @@ from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.build import cache_folder
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, decode_layout, merge
 from relpos_np.kernels._numba.launch import SERIAL_FLOPS, available_threads, lend, run
-from relpos_np.kernels._numba.plan import is_skewed, is_windowed, make_plan
+from relpos_np.kernels._numba.plan import Planner, is_skewed, is_windowed
 from relpos_np.kernels._numba.product import product
 from relpos_np.kernels._numba.shift import rel_shift, shift
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
@@ -72,7 +72,7 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
     if is_windowed(problem, terms):
         _windows(problem, terms, out, lse, threads)
         return
-    plan = make_plan(problem, terms, out, lse, threads)
+    plan = Planner(problem, terms, out, lse, threads).build()
     if plan.flops_per_block * plan.blocks < SERIAL_FLOPS:
         threads = 1
     threads = min(threads, plan.blocks)
@@ -95,14 +95,13 @@ def _is_decoding(problem: Problem, terms: Terms) -> bool:
 
 
 def _windows(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> None:
-    """Run the kernel for few keys, on runs of its pieces that are long enough to lie in pages of their own."""
-    plan = make_plan(problem, terms, out, lse, threads, windowed=True)
+    """Run the kernel for few keys, on runs of its pieces, of which each is fetched during the one before."""
+    plan = Planner(problem, terms, out, lse, threads, windowed=True).build()
     if plan.flops_per_block * plan.blocks < SERIAL_FLOPS:
         threads = 1
     threads = min(threads, plan.blocks)
     fields = plan.fields
     plan.kept.append(lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
-    # Two threads that touch the same new huge page of the output both clear it, which costs more than their work.
     most = max(int(CALL_FLOPS / (RUNS * plan.flops_per_block)), 1)
     length = fields["run"] = min(-(-plan.blocks // (RUNS * threads)), most)
     step = RUNS * threads * length
@@ -120,7 +119,7 @@ def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threa
     if stored is not dtype and stored == problem.stored_v.dtype != dtype and terms.key is None:
         narrow = stored.name in decode
         kernel = decode.get(stored.name, kernel)
-    plan = make_plan(problem, terms, out, lse, threads, narrow=narrow)
+    plan = Planner(problem, terms, out, lse, threads, narrow=narrow).build()
     f = plan.fields
     count = f["count"] * site.heads
     # The number of parts decides about rounding: it depends on the keys alone, not on threads or the batch.

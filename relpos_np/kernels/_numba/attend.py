@@ -45,7 +45,7 @@ from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, SUM_VECTORS
 from relpos_np.kernels._numba.tiles import accumulate, score_panel, score_panel_max
 
 SCORE_ROWS = TARGET.score_rows
-# Rows whose probabilities fit the first-level cache: exponentiated, then multiplied. A multiple of every tile's rows.
+# Rows that are exponentiated, then multiplied while the nearer caches hold them. A multiple of every tile's rows.
 STRIP = 4 * ROW_QUANTUM
 PANEL_VECTORS = TARGET.score_vectors
 VECTOR_BYTES = TARGET.vector_bytes

@@ -49,14 +49,7 @@ class Plan:
 
 
 @cache
-def _no_bias(dtype: np.dtype[Any]) -> tuple[int, Array]:
-    """Zeros that every row of every tile reads where there is no bias, and their address."""
-    zeros = np.zeros(TARGET.panel(dtype.itemsize), dtype)
-    return zeros.ctypes.data, zeros
-
-
-@cache
-def _tail(dtype: np.dtype[Any], k_len: int) -> tuple[int, Array]:
+def _no_bias(dtype: np.dtype[Any], k_len: int) -> tuple[int, Array]:
     """A row of zeros for so many keys, -inf up to the end of the last panel, and its address."""
     panel = TARGET.panel(dtype.itemsize)
     row = np.zeros(-(-k_len // panel) * panel, dtype)
@@ -107,7 +100,10 @@ def is_windowed(problem: Problem, terms: Terms) -> bool:
 
 
 class Planner:
-    """Builds the plan of one call."""
+    """Builds the plan of one call; `out` and `lse` are C-contiguous.
+
+    `narrow`: keys and values are read as they are stored. `windowed`: `is_windowed` holds, and its kernel will run.
+    """
 
     def __init__(
         self,
@@ -247,16 +243,14 @@ class Planner:
     def _bias(self) -> list[Any]:
         """Sum the table terms into one fused bias where they fit, and gather the others in the kernel."""
         site, f = self.site, self.fields
+        panel = TARGET.panel(self.dtype.itemsize)
         if not self.terms.tables:
-            if self.windowed:
-                f["bias"] = _tail(self.dtype, site.k_len)[0]
-            else:
-                f["bias"] = _no_bias(self.dtype)[0]
+            # Every row of every tile reads the same zeros; for windows they also cut off the end of the last panel.
+            f["bias"] = _no_bias(self.dtype, site.k_len if self.windowed else panel)[0]
             return []
         toeplitz = [t for t in self.terms.tables if isinstance(t.index, Toeplitz)]
         grids = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim == 2]
         others = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim > 2]
-        panel = TARGET.panel(self.dtype.itemsize)
         width = -(-site.k_len // panel) * panel
         height = -(-site.q_len // ROW_QUANTUM) * ROW_QUANTUM
         if grids and site.heads * height * width * self.dtype.itemsize <= GATHER_BYTES:
@@ -287,7 +281,7 @@ class Planner:
             f["bias"] = self._keep(buffer) + (ROW_QUANTUM + site.q_len - 1) * buffer.itemsize
             f["bias_head"], f["bias_row"] = buffer.shape[1], -1
         else:
-            f["bias"] = _no_bias(self.dtype)[0]
+            f["bias"] = _no_bias(self.dtype, panel)[0]
         return [self._table(term) for term in grids + others]
 
     def _picked(self, term: TableTerm) -> Array:
@@ -416,23 +410,6 @@ class Planner:
             bins += rows
         self.fields["bins"] = bins
         return out
-
-
-def make_plan(
-    problem: Problem,
-    terms: Terms,
-    out: Array,
-    lse: Array | None,
-    threads: int,
-    *,
-    narrow: bool = False,
-    windowed: bool = False,
-) -> Plan:
-    """Prepare one call; `out` and `lse` are C-contiguous.
-
-    `narrow`: keys and values are read as they are stored. `windowed`: `is_windowed` holds, and its kernel will run.
-    """
-    return Planner(problem, terms, out, lse, threads, narrow=narrow, windowed=windowed).build()
 
 
 assert UNBOUNDED < 1 << 62  # positions are added to it in int64
