@@ -111,8 +111,9 @@ def measure_shape(shape, rounds, numpy_rounds):
 
     def reference(n):
         if n < numpy_rounds:
+            # Threads of a pool go on waiting for work in a loop for a while: first the kernels', then the BLAS's.
+            time.sleep(0.1)
             slow.append(timed(lambda: subject.attention(backend="numpy")))
-            # Threads of the BLAS go on waiting for work in a loop for a while.
             time.sleep(0.1)
 
     found = {"shape": [s.batch, s.heads, s.q_len, s.head_dim], "keys": s.k_len, "words": s.words}
