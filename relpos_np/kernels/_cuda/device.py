@@ -100,6 +100,13 @@ def jit(**options: Any) -> Callable[[Any], Any]:
     return decorator
 
 
+def inline(function: Any) -> Any:
+    """A function that kernels call: itself in the simulator, always inlined on a device."""
+    if simulated():
+        return function
+    return module().jit(device=True, forceinline=True)(function)
+
+
 def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
     """Run a kernel on a line of blocks."""
     # numba-cuda has a configuration of its own, apart from Numba's.
