@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from relpos_np.errors import RelposImportError
 from relpos_np.types import Array
@@ -37,38 +40,27 @@ def module() -> Any:
     return cuda
 
 
-class _Allocations(dict[Any, Any]):
-    """The shared arrays of a simulated block, of which only one thread at a time may find one missing and make it.
+def _guard_simulator() -> None:
+    """Let the simulator's threads share arrays safely, and with the arguments that a device takes.
 
-    The simulator looks up and stores in two steps: between them a second thread would make an array of its own.
+    The simulator looks up a shared array and makes a missing one in two steps, between which a second thread would
+    make an array of its own; and it knows nothing of alignment.
     """
+    shared = importlib.import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
+    numpy_support = importlib.import_module("numba.np.numpy_support")
+    making = threading.Lock()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._making = threading.Lock()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._making.acquire()
-        found = super().get(key, default)
-        if found is not None:
-            self._making.release()
+    def array(self: Any, shape: Any, kind: Any, alignment: int | None = None) -> Array:  # noqa: ARG001
+        # One array for each line of the source, as in the simulator itself.
+        caller = sys._getframe(1)
+        line = caller.f_code, caller.f_lineno
+        with making:
+            if line not in self._allocations:
+                self._allocations[line] = np.empty(shape, numpy_support.as_dtype(kind))
+            found: Array = self._allocations[line]
         return found
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._making.release()
-
-
-def _guard_simulator() -> None:
-    """Let the simulator's blocks allocate one thread at a time."""
-    shared = importlib.import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
-    begin = shared.__init__
-
-    def guarded(self: Any, size: int) -> None:
-        begin(self, size)
-        self._allocations = _Allocations()
-
-    shared.__init__ = guarded
+    shared.array = array
 
 
 def _reason(cuda: Any) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from relpos_np.kernels._cuda.attend import ADD, PAIRS, THREADS, VALUE, attend, block_rows
+from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
+from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.product import multiply
+from relpos_np.kernels._cuda.tile import ADD, PAIRS, Call
 from relpos_np.problem import Problem
-from relpos_np.terms import IndexMap, Terms, Toeplitz
+from relpos_np.terms import IndexMap, TableTerm, Terms, Toeplitz
 from relpos_np.types import Array, Int64
 
 
@@ -42,6 +45,14 @@ def compact(x: Array, axes: int) -> tuple[Array, list[int]]:
     return x, [0 if n == 1 else step // x.itemsize for n, step in zip(x.shape, x.strides, strict=True)]
 
 
+def along(term: TableTerm) -> Array:
+    """A table's value for each relative position: (H or 1, L_q + L_k - 1)."""
+    assert isinstance(term.index, Toeplitz)
+    lookup = term.index.lookup
+    picked: Array = term.table[:, np.maximum(lookup, 0)]
+    return np.where(lookup < 0, term.table.dtype.type(0), picked) if term.index.gaps else picked
+
+
 class Planner:
     """Builds one call."""
 
@@ -54,6 +65,14 @@ class Planner:
         self.product_size = 0
         # One table of starts serves all that do not differ between batch items.
         self.same = self.meta.add(np.zeros(self.count, np.int64))
+        self.query = problem.q if terms.query is None else terms.query
+        self.key = problem.stored_k if terms.key is None else terms.key
+        self.operands, self.strides, self.formats = [], [], []
+        for x in (self.query, self.key, problem.stored_v):
+            flat, steps, name = self._operand(x)
+            self.operands.append(flat)
+            self.strides.append(steps)
+            self.formats.append(name)
 
     def _batches(self, steps: Sequence[int]) -> int:
         """Where in `meta` the start for each batch item is, from the steps of the batch axes."""
@@ -64,13 +83,22 @@ class Planner:
             starts = starts[..., None] + np.arange(n, dtype=np.int64) * step
         return self.meta.add(starts)
 
-    def _operand(self, x: Array) -> tuple[Any, tuple[int, int, int]]:
-        """Queries, keys or values on the device, and their starts per batch item and steps per head and row."""
+    def _operand(self, x: Array) -> tuple[Any, tuple[int, ...], str]:
+        """Queries, keys or values on the device, their starts per batch item and steps per head and row, and format."""
         # The last axis keeps all its numbers: the kernel steps through it by one.
         flat, steps = compact(x, len(self.problem.batch) + 3)
         if flat.shape[-1] != x.shape[-1]:
             flat, steps = compact(np.ascontiguousarray(x), len(self.problem.batch) + 3)
-        return upload(flat.reshape(-1)), (self._batches(steps[:-3]), *steps[-3:-1])  # type: ignore[return-value]
+        name = x.dtype.name
+        return upload(flat.reshape(-1).view(FORMATS[name][1])), (self._batches(steps[:-3]), *steps[-3:-1]), name
+
+    def _strip(self) -> tuple[int, int]:
+        """The sum of all tables on Toeplitz maps by relative position: where distance 0 is, and the step per head."""
+        found = [term for term in self.terms.tables if isinstance(term.index, Toeplitz)]
+        if not found:
+            return -1, 0
+        total = reduce(np.add, (along(term) for term in found))
+        return self.data.add(total) + self.site.q_len - 1, total.shape[1] if total.shape[0] > 1 else 0
 
     def _map(self, index: IndexMap) -> tuple[int, ...]:
         """Start, table of starts per batch item, and steps per query and key of an index map."""
@@ -105,6 +133,8 @@ class Planner:
         found: list[tuple[int, ...]] = []
         mapped: list[tuple[int, ...]] = []
         for table in self.terms.tables:
+            if isinstance(table.index, Toeplitz):
+                continue
             head = table.table.shape[1] if table.table.shape[0] > 1 else 0
             found.append((self.data.add(table.table), self.same, head, 0, 0, 1, *self._map(table.index)))
         for query in self.terms.queries:
@@ -125,6 +155,16 @@ class Planner:
         rows = [*((start + self.data.size, *rest) for start, *rest in mapped), *found]
         return self.meta.add(np.array(rows, np.int64).reshape(len(rows), width)), len(rows)
 
+    def multiplied(self) -> Any:
+        """All data on the device, products with the rows of tables last."""
+        data = empty(self.data.size + self.product_size, self.site.dtype)
+        if self.data.size:
+            data[: self.data.size].copy_to_device(self.data.joined())
+        for x, weights, start, *rest in self.products:
+            vectors, rows = (upload(np.ascontiguousarray(part).reshape(-1)) for part in (x, weights))
+            multiply(vectors, rows, data, self.data.size + start, *rest)
+        return data
+
     def values(self) -> tuple[int, int, int]:
         """Every value term: where its description is, how many there are, and the bins that a query needs."""
         found: list[tuple[int, ...]] = []
@@ -142,39 +182,55 @@ class Planner:
             return -1
         return self.meta.add(np.array(self._pairs(x, self.flags), np.int64).reshape(len(PAIRS)))
 
-    def run(self, out: Array, lse: Array | None) -> None:
-        """Copy to the device, launch, copy back."""
-        problem, terms, site = self.problem, self.terms, self.site
-        query = problem.q if terms.query is None else terms.query
-        key = problem.k if terms.key is None else terms.key
-        operands, strides = zip(*(self._operand(x) for x in (query, key, problem.v)), strict=True)
-        placed = self.meta.add(np.array(strides, np.int64))
+    def call(self) -> Call:
+        """Every integer; fills the pools."""
+        problem, site = self.problem, self.site
         lengths = -1
         if problem.key_lengths is not None:
             lengths = self.meta.add(np.broadcast_to(problem.key_lengths, problem.batch).astype(np.int64))
-        values = self.values()
-        adds = self.adds()
-        mask, keep = self._flags(problem.mask), self._flags(problem.keep)
+        strip, strip_head = self._strip()
+        values, n_values, n_bins = self.values()
+        adds, n_adds = self.adds()
+        return Call(
+            heads=site.heads,
+            q_len=site.q_len,
+            k_len=site.k_len,
+            k_group=site.heads // self.key.shape[-3],
+            v_group=site.heads // site.kv_heads,
+            offset=site.offset,
+            left=problem.left,
+            right=problem.right,
+            strides=self.meta.add(np.array(self.strides, np.int64)),
+            lengths=lengths,
+            strip=strip,
+            strip_head=strip_head,
+            adds=adds,
+            n_adds=n_adds,
+            mask=self._flags(problem.mask),
+            keep=self._flags(problem.keep),
+            values=values,
+            n_values=n_values,
+            n_bins=n_bins,
+            v_dim=site.v_dim,
+            wants_lse=0,
+        )
 
-        data = empty(self.data.size + self.product_size, site.dtype)
-        if self.data.size:
-            data[: self.data.size].copy_to_device(self.data.joined())
-        for x, weights, start, *rest in self.products:
-            vectors, rows = (upload(np.ascontiguousarray(part).reshape(-1)) for part in (x, weights))
-            multiply(vectors, rows, data, self.data.size + start, *rest)
-
+    def run(self, out: Array, lse: Array | None) -> None:
+        """Copy to the device, launch, copy back."""
+        site, call = self.site, self.call()
+        data = self.multiplied()
+        width = width_of(site.v_dim)
+        sizes = tiling(site.dtype, width)
         queries = self.count * site.heads * site.q_len
-        result, sums, bins = (empty(n, site.dtype) for n in (out.size, queries, queries * values[-1]))
-        careful = not np.isfinite(problem.v).all()
-        blocks = self.count * site.heads * -(-site.q_len // block_rows(site.dtype))
+        parts = -(-site.v_dim // width)
+        result, sums, bins = (empty(n, site.dtype) for n in (out.size, queries, queries * parts * call.n_bins))
         real = site.dtype.type
         launch(
-            attend(site.dtype, query.shape[-1], site.v_dim, bool(careful)),
-            *(blocks, THREADS, *operands, data, upload(self.index.joined()), upload(self.flags.joined())),
-            *(upload(self.meta.joined()), result, sums, bins, site.heads, site.q_len, site.k_len),
-            *(site.heads // key.shape[-3], site.heads // problem.v.shape[-3], site.offset, problem.left),
-            *(problem.right, real(site.scale), real(problem.keep_scale), placed, lengths, *adds, *values, mask, keep),
-            int(lse is not None),
+            attend(sizes, (*self.formats, site.dtype.name), self.query.shape[-1], width),
+            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.operands, data),
+            *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
+            *(result, sums, bins, call._replace(wants_lse=int(lse is not None))),
+            *(real(site.scale), real(self.problem.keep_scale)),
         )
         download(result, out)
         if lse is not None:

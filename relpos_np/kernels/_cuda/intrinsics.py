@@ -1,0 +1,85 @@
+"""What the device can and Python cannot say: casts, bits of numbers, stored elements; each with its equal in Python.
+
+Kernels take these as constants, so that one source serves the device and the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from relpos_np.kernels._cuda.device import inline, module, simulated
+
+# Names of storage formats: what an array holds, and what its elements are computed in.
+FORMATS = {
+    "float64": (types.float64, np.dtype(np.float64)),
+    "float32": (types.float32, np.dtype(np.float32)),
+    "float16": (types.float16, np.dtype(np.float16)),
+    # Numba has no such array: the upper halves of float32.
+    "bfloat16": (types.uint16, np.dtype(np.uint16)),
+}
+
+
+def _place(x: int) -> int:
+    if x < 0:
+        raise IndexError(f"a kernel reads element {x}")
+    return x
+
+
+# An index that Numba need not look at for a sign: negative ones, which count from the end, are never meant.
+place: Any = _place if simulated() else types.uint64
+# The same for what is part of a sum: with this type the sum is of signed integers that are seen not to be negative.
+count: Any = int if simulated() else types.uint32
+
+
+def _widen_bits(x: Any) -> Any:
+    """Float32 from its upper half."""
+    return np.uint32(int(x) << 16).view(np.float32)
+
+
+def _narrow_bits(x: Any) -> Any:
+    """The nearest bfloat16, ties to even, as an integer."""
+    bits = int(np.float32(x).view(np.uint32))
+    if math.isnan(x):
+        return np.uint16(0x7FC0)
+    return np.uint16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+
+
+def _device_bits() -> tuple[Any, Any]:
+    """The same two, of registers."""
+    libdevice = module().libdevice
+    uint16, uint32, int32 = types.uint16, types.uint32, types.int32
+
+    def widen(x: Any) -> Any:
+        return libdevice.int_as_float(int32(uint32(x) << uint32(16)))
+
+    def narrow(x: Any) -> Any:
+        if x != x:
+            return uint16(0x7FC0)
+        bits = uint32(libdevice.float_as_int(x))
+        return uint16((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+
+    return inline(widen), inline(narrow)
+
+
+def converters(stored: str) -> tuple[Any, Any]:
+    """From a stored element to the number that is computed with, and back."""
+    if stored == "bfloat16":
+        return (_widen_bits, _narrow_bits) if simulated() else _device_bits()
+    wide = np.float64 if stored == "float64" else np.float32
+    return wide, FORMATS[stored][1].type
+
+
+def _raw(x: Any) -> Any:
+    return x._item._ary
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+# An argument's elements: the simulator's wrapper makes each access slow.
+elements: Any = _raw if simulated() else inline(_itself)

@@ -1,0 +1,260 @@
+"""What kernels do with a tile of queries and keys, as functions that are inlined.
+
+A block's threads stand in a grid, eight of them across. Each holds a fragment of the tile's scores, or of a result,
+in registers. Rows and columns of a fragment come in runs of four that are loaded together:
+
+    row r of the fragment of thread (down, across) is row (r // 4) * 4 * threads / 8 + 4 * down + r % 4,
+    column c is column (c // 4) * 32 + 4 * across + c % 4.
+
+Functions take the thread's number `me`; those that wait for other threads are the kernels' own business.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from relpos_np.kernels._cuda.device import inline
+from relpos_np.kernels._cuda.intrinsics import converters, count, place
+
+# Channels of operands, or rows of values, that are in shared memory at a time.
+DEPTH = 16
+# How many of those a loop takes in a turn.
+STEPS = 4
+# What is added to a row of a shared tile against bank conflicts; fragments' loads of 16 bytes stay aligned.
+PAD = 4
+ALIGNED = 16
+# Threads of a block across the columns of a tile.
+ACROSS = 8
+
+# One summand of the scores: where its numbers are (a start, the table of starts per batch item, and steps per head,
+# query, key and row), and where its index map is (the same; a start of -1: there is none).
+ADD = ("data", "data_batch", "head", "query", "key", "row", "index", "index_batch", "index_query", "index_key")
+# Something with a byte per pair: the bool mask, the survivors of dropout.
+PAIRS = ("start", "batch", "head", "query", "key")
+ADD_SIZE = len(ADD)
+
+
+class Call(NamedTuple):
+    """The integers of one call. Starts are places in `meta` or `data`, and -1 where there is nothing."""
+
+    heads: int
+    q_len: int
+    k_len: int
+    k_group: int
+    v_group: int
+    offset: int
+    left: int
+    right: int
+    # Starts per batch item and steps per head and row of queries, keys and values.
+    strides: int
+    lengths: int
+    # A bias per relative position: its start for distance 0, and its step per head.
+    strip: int
+    strip_head: int
+    adds: int
+    n_adds: int
+    mask: int
+    keep: int
+    # Value terms, all their rows, and value channels.
+    values: int
+    n_values: int
+    n_bins: int
+    v_dim: int
+    wants_lse: int
+
+
+class Tiling(NamedTuple):
+    """Sizes of a block: threads, rows (and keys) of a tile of scores, and the shape of a thread's fragment of it."""
+
+    dtype: np.dtype[Any]
+    threads: int
+    rows: int
+
+    @property
+    def kind(self) -> Any:
+        """Numba's type of the numbers that are computed with."""
+        return types.float32 if self.dtype.itemsize == 4 else types.float64
+
+    @property
+    def high(self) -> int:
+        """Rows of a fragment."""
+        return self.rows * ACROSS // self.threads
+
+    @property
+    def wide(self) -> int:
+        """Columns of a fragment of scores."""
+        return self.rows // ACROSS
+
+    @property
+    def low(self) -> int:
+        """Rows of a tile that are in one run of fragments' rows."""
+        return 4 * self.threads // ACROSS
+
+
+@cache
+def stage_turned(tiling: Tiling, stored: str) -> Any:
+    """Fill shared[base + channel, row] from rows of vectors: `DEPTH` channels of a tile's rows, 0 where there are none."""
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    height = threads // DEPTH
+    turns = rows // height
+    widen, _ = converters(stored)
+
+    def stage(shared: Any, base: Any, x: Any, at: Any, step: Any, first: Any, end: Any, channel: Any, depth: Any, me: Any) -> None:  # fmt: skip
+        d, row = me % DEPTH, me // DEPTH
+        where = at + (first + row) * step + channel + d
+        there = channel + d < depth
+        for turn in range(turns):
+            value = zero
+            if there and first + row + turn * height < end:
+                value = widen(x[place(where)])
+            shared[base + d, row + turn * height] = value
+            where += height * step
+
+    return inline(stage)
+
+
+@cache
+def stage_rows(tiling: Tiling, stored: str, width: int) -> Any:
+    """Fill shared[row, channel] from `DEPTH` rows of vectors, 0 where there are none."""
+    threads, zero = tiling.threads, tiling.dtype.type(0)
+    across = min(width, threads)
+    height, parts = threads // across, width // across
+    turns = DEPTH * parts // height
+    widen, _ = converters(stored)
+
+    def stage(shared: Any, x: Any, at: Any, step: Any, first: Any, end: Any, channel: Any, depth: Any, me: Any) -> None:
+        d, row = me % across, me // across
+        where = at + (first + row) * step + channel + d
+        for turn in range(turns):
+            # Part of a row, or whole rows.
+            more, skip = turn % parts * across, turn // parts * height
+            value = zero
+            if channel + d + more < depth and first + row + skip < end:
+                value = widen(x[place(where + more + skip * step)])
+            shared[row + skip, d + more] = value
+
+    return inline(stage)
+
+
+@cache
+def outer(tiling: Tiling, columns: int) -> Any:
+    """Add to a fragment the outer products of `STEPS` rows of one shared tile, from i on, and of another, from j on."""
+    high, low = tiling.high, tiling.low
+
+    def one(total: Any, left: Any, i: Any, right: Any, j: Any, a: Any, b: Any, down: Any, across: Any) -> None:
+        for r in range(high):
+            a[r] = left[i, (r // 4) * low + down + r % 4]
+        for c in range(columns):
+            b[c] = right[j, (c // 4) * 32 + across + c % 4]
+        for r in range(high):
+            for c in range(columns):
+                total[r, c] += a[r] * b[c]
+
+    step = inline(one)
+
+    # The compiler unrolls no loop of this size by itself.
+    def add(total: Any, left: Any, i: Any, right: Any, j: Any, a: Any, b: Any, down: Any, across: Any) -> None:
+        step(total, left, count(i), right, count(j), a, b, down, across)
+        step(total, left, count(i + 1), right, count(j + 1), a, b, down, across)
+        step(total, left, count(i + 2), right, count(j + 2), a, b, down, across)
+        step(total, left, count(i + 3), right, count(j + 3), a, b, down, across)
+
+    return inline(add)
+
+
+@cache
+def finish(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Add to shared scores what terms say, and give those that are excluded -inf: [key, row] or [row, key].
+
+    Neighbouring threads have neighbouring keys. Nothing is read that belongs to no pair of the tile, and what is
+    excluded is selected away: it may hold NaN.
+    """
+    rows, threads = tiling.rows, tiling.threads
+    least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
+
+    def finish(scores: Any, data: Any, index: Any, flags: Any, meta: Any, call: Any, head: Any, batch: Any, first: Any, last: Any, key: Any, stop: Any, me: Any) -> None:  # fmt: skip
+        for n in range(call.n_adds):
+            at = call.adds + n * ADD_SIZE
+            start = meta[at] + meta[meta[at + 1] + batch] + head * meta[at + 2]
+            by_query, by_key, by_row, lookup = meta[at + 3], meta[at + 4], meta[at + 5], meta[at + 6]
+            map_query, map_key = meta[at + 8], meta[at + 9]
+            if lookup >= 0:
+                lookup += meta[meta[at + 7] + batch]
+            for turn in range(turns):
+                x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
+                i, j = first + x, key + y
+                u, w = (y, x) if keys_first else (x, y)
+                if i < last and j < stop:
+                    where = start + i * by_query + j * by_key
+                    if lookup < 0:
+                        value = data[place(where)]
+                        # -inf excludes, whatever the score is.
+                        if value == least:
+                            scores[u, w] = least
+                        else:
+                            scores[u, w] += value
+                    else:
+                        row = index[place(lookup + i * map_query + j * map_key)]
+                        if row >= 0:
+                            scores[u, w] += data[place(where + row * by_row)]
+        for turn in range(turns):
+            x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
+            i, j = first + x, key + y
+            u, w = (y, x) if keys_first else (x, y)
+            distance = j - (i + call.offset)
+            if i >= last or j >= stop or distance < -call.left or distance > call.right:
+                scores[u, w] = least
+            elif call.mask >= 0:
+                where = meta[call.mask] + meta[meta[call.mask + 1] + batch] + head * meta[call.mask + 2]
+                if flags[place(where + i * meta[call.mask + 3] + j * meta[call.mask + 4])] == 0:
+                    scores[u, w] = least
+
+    return inline(finish)
+
+
+@cache
+def stage_strip(tiling: Tiling) -> Any:
+    """Fill a shared strip with the bias of a tile's 2 * rows - 1 relative positions, from key - row = 1 - rows on."""
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    turns = -(-2 * rows // threads)
+
+    def stage(strip: Any, data: Any, call: Any, head: Any, first: Any, key: Any, me: Any) -> None:
+        for turn in range(turns):
+            m = turn * threads + me
+            if m < 2 * rows:
+                step = key - first + m - (rows - 1)
+                value = zero
+                if -call.q_len < step < call.k_len:
+                    value = data[place(call.strip + head * call.strip_head + step)]
+                strip[m] = value
+
+    return inline(stage)
+
+
+@cache
+def put(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Write a fragment of a tile to shared memory, its columns as rows there, times a factor and plus the strip.
+
+    keys_first: the fragment's columns are keys, else they are queries.
+    """
+    high, wide, low, rows = tiling.high, tiling.wide, tiling.low, tiling.rows
+
+    def put(shared: Any, s: Any, factor: Any, strip: Any, biased: Any, down: Any, across: Any) -> None:
+        if biased:
+            for c in range(wide):
+                for r in range(high):
+                    x, y = (r // 4) * low + down + r % 4, (c // 4) * 32 + across + c % 4
+                    s[r, c] = s[r, c] * factor + strip[(y - x if keys_first else x - y) + rows - 1]
+        else:
+            for c in range(wide):
+                for r in range(high):
+                    s[r, c] *= factor
+        for c in range(wide):
+            for r in range(high):
+                shared[(c // 4) * 32 + across + c % 4, (r // 4) * low + down + r % 4] = s[r, c]
+
+    return inline(put)
