@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda, types
+from numba import cuda
 
 from relpos_np.kernels._cuda.device import jit, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, count, elements, place
@@ -23,6 +23,7 @@ from relpos_np.kernels._cuda.tile import (
     PAD,
     STEPS,
     Tiling,
+    Where,
     finish,
     outer,
     put,
@@ -51,7 +52,7 @@ def tiling(dtype: np.dtype[Any], width: int) -> Tiling:
 @cache
 def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width: int) -> Any:
     """The kernel for a tiling, formats of queries, keys, values and results, head size and value channels."""
-    threads, rows, kind = tiling.threads, tiling.rows, tiling.kind
+    rows, kind = tiling.rows, tiling.kind
     of_query, of_key, of_value, of_out = stored
     _, narrow = converters(of_out)
     # Queries stay in shared memory where they fit.
@@ -135,8 +136,9 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             for r in range(high):
                 for c in range(wide):
                     s[r, c] = zero
+            here = Where(batch, head, first, last, key, stop)
             if call.strip >= 0:
-                strip_of(strip, data, call, head, first, key, me)
+                strip_of(strip, data, call, here, me)
             for channel in range(0, depth, DEPTH):
                 if not resident:
                     stage_query(qs, 0, q, q_at, q_row, first, last, channel, depth, me)
@@ -151,7 +153,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             whole = last - first == rows and key + rows <= stop and call.mask < 0
             whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
             if call.n_adds > 0 or not whole:
-                complete(ps, data, index, flags, meta, call, head, batch, first, last, key, stop, me)
+                complete(ps, data, index, flags, meta, call, here, me)
                 cuda.syncthreads()
 
             # Online softmax: each row by one thread, in the order of the keys.

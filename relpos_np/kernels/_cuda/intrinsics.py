@@ -14,7 +14,7 @@ from numba import types
 from relpos_np.kernels._cuda.device import inline, module, simulated
 
 # Names of storage formats: what an array holds, and what its elements are computed in.
-FORMATS = {
+FORMATS: dict[str, tuple[Any, Any]] = {
     "float64": (types.float64, np.dtype(np.float64)),
     "float32": (types.float32, np.dtype(np.float32)),
     "float16": (types.float16, np.dtype(np.float16)),
@@ -57,7 +57,7 @@ def _device_bits() -> tuple[Any, Any]:
         return libdevice.int_as_float(int32(uint32(x) << uint32(16)))
 
     def narrow(x: Any) -> Any:
-        if x != x:
+        if math.isnan(x):
             return uint16(0x7FC0)
         bits = uint32(libdevice.float_as_int(x))
         return uint16((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16))

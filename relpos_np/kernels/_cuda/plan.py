@@ -67,7 +67,7 @@ class Planner:
         self.same = self.meta.add(np.zeros(self.count, np.int64))
         self.query = problem.q if terms.query is None else terms.query
         self.key = problem.stored_k if terms.key is None else terms.key
-        self.operands, self.strides, self.formats = [], [], []
+        self.operands, self.strides, self.formats = list[Any](), list[tuple[int, ...]](), list[str]()
         for x in (self.query, self.key, problem.stored_v):
             flat, steps, name = self._operand(x)
             self.operands.append(flat)
@@ -90,7 +90,8 @@ class Planner:
         if flat.shape[-1] != x.shape[-1]:
             flat, steps = compact(np.ascontiguousarray(x), len(self.problem.batch) + 3)
         name = x.dtype.name
-        return upload(flat.reshape(-1).view(FORMATS[name][1])), (self._batches(steps[:-3]), *steps[-3:-1]), name
+        elements: Array = flat.reshape(-1).view(FORMATS[name][1])
+        return upload(elements), (self._batches(steps[:-3]), *steps[-3:-1]), name
 
     def _strip(self) -> tuple[int, int]:
         """The sum of all tables on Toeplitz maps by relative position: where distance 0 is, and the step per head."""

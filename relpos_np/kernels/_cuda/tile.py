@@ -67,6 +67,17 @@ class Call(NamedTuple):
     wants_lse: int
 
 
+class Where(NamedTuple):
+    """Which tile: queries from first to before last, keys from key to before stop."""
+
+    batch: int
+    head: int
+    first: int
+    last: int
+    key: int
+    stop: int
+
+
 class Tiling(NamedTuple):
     """Sizes of a block: threads, rows (and keys) of a tile of scores, and the shape of a thread's fragment of it."""
 
@@ -97,13 +108,13 @@ class Tiling(NamedTuple):
 
 @cache
 def stage_turned(tiling: Tiling, stored: str) -> Any:
-    """Fill shared[base + channel, row] from rows of vectors: `DEPTH` channels of a tile's rows, 0 where there are none."""
+    """Fill shared[base + channel, row] with `DEPTH` channels of a tile's rows, 0 where there are none."""
     rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
     height = threads // DEPTH
     turns = rows // height
     widen, _ = converters(stored)
 
-    def stage(shared: Any, base: Any, x: Any, at: Any, step: Any, first: Any, end: Any, channel: Any, depth: Any, me: Any) -> None:  # fmt: skip
+    def stage(shared, base, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
         d, row = me % DEPTH, me // DEPTH
         where = at + (first + row) * step + channel + d
         there = channel + d < depth
@@ -126,7 +137,7 @@ def stage_rows(tiling: Tiling, stored: str, width: int) -> Any:
     turns = DEPTH * parts // height
     widen, _ = converters(stored)
 
-    def stage(shared: Any, x: Any, at: Any, step: Any, first: Any, end: Any, channel: Any, depth: Any, me: Any) -> None:
+    def stage(shared, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
         d, row = me % across, me // across
         where = at + (first + row) * step + channel + d
         for turn in range(turns):
@@ -145,7 +156,7 @@ def outer(tiling: Tiling, columns: int) -> Any:
     """Add to a fragment the outer products of `STEPS` rows of one shared tile, from i on, and of another, from j on."""
     high, low = tiling.high, tiling.low
 
-    def one(total: Any, left: Any, i: Any, right: Any, j: Any, a: Any, b: Any, down: Any, across: Any) -> None:
+    def one(total, left, i, right, j, a, b, down, across):  # type: ignore[no-untyped-def]
         for r in range(high):
             a[r] = left[i, (r // 4) * low + down + r % 4]
         for c in range(columns):
@@ -157,7 +168,7 @@ def outer(tiling: Tiling, columns: int) -> Any:
     step = inline(one)
 
     # The compiler unrolls no loop of this size by itself.
-    def add(total: Any, left: Any, i: Any, right: Any, j: Any, a: Any, b: Any, down: Any, across: Any) -> None:
+    def add(total, left, i, right, j, a, b, down, across):  # type: ignore[no-untyped-def]
         step(total, left, count(i), right, count(j), a, b, down, across)
         step(total, left, count(i + 1), right, count(j + 1), a, b, down, across)
         step(total, left, count(i + 2), right, count(j + 2), a, b, down, across)
@@ -176,7 +187,8 @@ def finish(tiling: Tiling, *, keys_first: bool) -> Any:
     rows, threads = tiling.rows, tiling.threads
     least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
 
-    def finish(scores: Any, data: Any, index: Any, flags: Any, meta: Any, call: Any, head: Any, batch: Any, first: Any, last: Any, key: Any, stop: Any, me: Any) -> None:  # fmt: skip
+    def finish(scores, data, index, flags, meta, call, where, me):  # type: ignore[no-untyped-def]
+        batch, head, first, last, key, stop = where
         for n in range(call.n_adds):
             at = call.adds + n * ADD_SIZE
             start = meta[at] + meta[meta[at + 1] + batch] + head * meta[at + 2]
@@ -189,9 +201,9 @@ def finish(tiling: Tiling, *, keys_first: bool) -> Any:
                 i, j = first + x, key + y
                 u, w = (y, x) if keys_first else (x, y)
                 if i < last and j < stop:
-                    where = start + i * by_query + j * by_key
+                    at_pair = start + i * by_query + j * by_key
                     if lookup < 0:
-                        value = data[place(where)]
+                        value = data[place(at_pair)]
                         # -inf excludes, whatever the score is.
                         if value == least:
                             scores[u, w] = least
@@ -200,7 +212,7 @@ def finish(tiling: Tiling, *, keys_first: bool) -> Any:
                     else:
                         row = index[place(lookup + i * map_query + j * map_key)]
                         if row >= 0:
-                            scores[u, w] += data[place(where + row * by_row)]
+                            scores[u, w] += data[place(at_pair + row * by_row)]
         for turn in range(turns):
             x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
             i, j = first + x, key + y
@@ -209,8 +221,8 @@ def finish(tiling: Tiling, *, keys_first: bool) -> Any:
             if i >= last or j >= stop or distance < -call.left or distance > call.right:
                 scores[u, w] = least
             elif call.mask >= 0:
-                where = meta[call.mask] + meta[meta[call.mask + 1] + batch] + head * meta[call.mask + 2]
-                if flags[place(where + i * meta[call.mask + 3] + j * meta[call.mask + 4])] == 0:
+                at_pair = meta[call.mask] + meta[meta[call.mask + 1] + batch] + head * meta[call.mask + 2]
+                if flags[place(at_pair + i * meta[call.mask + 3] + j * meta[call.mask + 4])] == 0:
                     scores[u, w] = least
 
     return inline(finish)
@@ -222,14 +234,14 @@ def stage_strip(tiling: Tiling) -> Any:
     rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
     turns = -(-2 * rows // threads)
 
-    def stage(strip: Any, data: Any, call: Any, head: Any, first: Any, key: Any, me: Any) -> None:
+    def stage(strip, data, call, where, me):  # type: ignore[no-untyped-def]
         for turn in range(turns):
             m = turn * threads + me
             if m < 2 * rows:
-                step = key - first + m - (rows - 1)
+                step = where.key - where.first + m - (rows - 1)
                 value = zero
                 if -call.q_len < step < call.k_len:
-                    value = data[place(call.strip + head * call.strip_head + step)]
+                    value = data[place(call.strip + where.head * call.strip_head + step)]
                 strip[m] = value
 
     return inline(stage)
@@ -243,7 +255,7 @@ def put(tiling: Tiling, *, keys_first: bool) -> Any:
     """
     high, wide, low, rows = tiling.high, tiling.wide, tiling.low, tiling.rows
 
-    def put(shared: Any, s: Any, factor: Any, strip: Any, biased: Any, down: Any, across: Any) -> None:
+    def put(shared, s, factor, strip, biased, down, across):  # type: ignore[no-untyped-def]
         if biased:
             for c in range(wide):
                 for r in range(high):
