@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.product import multiply
+from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.tile import ADD, PAIRS, Call
 from relpos_np.problem import Problem
 from relpos_np.terms import IndexMap, TableTerm, Terms, Toeplitz
@@ -116,14 +116,22 @@ class Planner:
     def _product(self, x: Array, weights: Array) -> tuple[int, tuple[int, int, int]]:
         """Have vectors (..., heads, L, E) multiplied with rows; start, steps per batch item and head, and rows."""
         heads, (length, depth), rows = self.site.heads, x.shape[-2:], weights.shape[-2]
-        sizes = self.count, heads, length, rows, depth
-        wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
+        sizes = self.count, heads, length, rows, 1, depth
         start = self.product_size
-        self.products.append(
-            (wide, np.swapaxes(weights, -1, -2), start, sizes, heads // x.shape[-3], weights.shape[0] == 1)
-        )
-        self.product_size += math.prod(sizes[:-1])
+        self.products.append((*self._spread(x), weights, start, sizes, heads // x.shape[-3]))
+        self.product_size += math.prod(sizes[:4])
         return start, (heads * length * rows, length * rows, rows)
+
+    def _spread(self, x: Array) -> tuple[Array, tuple[int, int, int, int, int]]:
+        """Vectors with few repetitions, and steps per batch item, head, (nothing), vector and channel."""
+        lead = len(self.problem.batch)
+        flat, steps = compact(x, lead + 3)
+        if any(steps[:lead]) and flat.shape[:lead] != self.problem.batch:
+            # No one step leads from item to item.
+            wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
+            flat, steps = compact(np.ascontiguousarray(wide), lead + 3)
+        item = next((step for step in reversed(steps[:lead]) if step), 0)
+        return flat, (item, steps[-3], 0, steps[-2], steps[-1])
 
     def _each(self, step: int) -> int:
         """Starts per batch item for something that lies there item by item."""
@@ -161,9 +169,13 @@ class Planner:
         data = empty(self.data.size + self.product_size, self.site.dtype)
         if self.data.size:
             data[: self.data.size].copy_to_device(self.data.joined())
-        for x, weights, start, *rest in self.products:
-            vectors, rows = (upload(np.ascontiguousarray(part).reshape(-1)) for part in (x, weights))
-            multiply(vectors, rows, data, self.data.size + start, *rest)
+        for x, steps, weights, start, sizes, group in self.products:
+            _, heads, length, rows, _, depth = sizes
+            table = upload(np.ascontiguousarray(weights).reshape(-1))
+            by_table = 0, rows * depth if weights.shape[0] > 1 else 0, 0, 1, depth
+            by_result = heads * length * rows, length * rows, rows, 1
+            at = self.data.size + start
+            gemm(upload(x.reshape(-1)), 0, steps, table, 0, by_table, data, at, by_result, sizes, a_group=group)
         return data
 
     def values(self) -> tuple[int, int, int]:
