@@ -11,7 +11,9 @@ import pytest
 
 _MISSING = [name for name in ("numba_cuda", "nvidia") if importlib.util.find_spec(name) is None]
 if _MISSING and os.environ.get("RELPOS_COMPILED") == "required":
-    raise pytest.UsageError(f"nothing can be compiled for CUDA: {', '.join(_MISSING)} missing; install the extra `cuda`")
+    raise pytest.UsageError(
+        f"nothing can be compiled for CUDA: {', '.join(_MISSING)} missing; install the extra `cuda`"
+    )
 collect_ignore_glob = ["test_*.py"] if _MISSING else []
 
 

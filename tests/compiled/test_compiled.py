@@ -22,13 +22,17 @@ def vector_loads(code, kind):
     return code.count("ld.shared.v4.f32") if kind is types.float32 else code.count("ld.shared.v2.f64")
 
 
-@pytest.mark.parametrize("stored", FORMATS)
-@pytest.mark.parametrize(("depth", "v_dim"), [(64, 64), (128, 128), (32, 32), (80, 100), (5, 3), (256, 256)])
-def test_forward(depth, v_dim, stored):
+@pytest.mark.parametrize(
+    ("depth", "v_dim", "stored", "skewed"),
+    [(size, size, stored, False) for size in (64, 128) for stored in FORMATS]
+    + [(size, size, stored, True) for size in (64, 128) for stored in ("float32", "float64")]
+    + [(32, 32, "float32", False), (80, 100, "bfloat16", False), (5, 3, "float64", False), (256, 256, "float32", True)],
+)
+def test_forward(depth, v_dim, stored, skewed):
     dtype = np.dtype(stored if stored == "float64" else "float32")
     width = forward.width_of(v_dim)
-    tiling = forward.tiling(dtype, width)
-    kernel = forward.attend(tiling, (stored,) * 4, depth, width)
+    tiling = forward.tiling(dtype, width, skewed)
+    kernel = forward.attend(tiling, (stored,) * 4, depth, width, skewed)
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,

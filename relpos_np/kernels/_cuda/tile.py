@@ -33,6 +33,10 @@ ACROSS = 8
 # One summand of the scores: where its numbers are (a start, the table of starts per batch item, and steps per head,
 # query, key and row), and where its index map is (the same; a start of -1: there is none).
 ADD = ("data", "data_batch", "head", "query", "key", "row", "index", "index_batch", "index_query", "index_key")
+# A product of query vectors with a row for each relative position, made tile by tile: the vectors (a start, the table
+# of starts per batch item, and steps per head and query), the rows (a start and a step per head), their length, and
+# where the index map has the row of distance 0.
+SKEW = ("query", "query_batch", "head", "row", "weights", "weights_head", "depth", "index")
 # Something with a byte per pair: the bool mask, the survivors of dropout.
 PAIRS = ("start", "batch", "head", "query", "key")
 ADD_SIZE = len(ADD)
@@ -55,6 +59,8 @@ class Call(NamedTuple):
     # A bias per relative position: its start for distance 0, and its step per head.
     strip: int
     strip_head: int
+    skews: int
+    n_skews: int
     adds: int
     n_adds: int
     mask: int
@@ -245,6 +251,43 @@ def stage_strip(tiling: Tiling) -> Any:
                 strip[m] = value
 
     return inline(stage)
+
+
+@cache
+def stage_mapped(tiling: Tiling) -> Any:
+    """Fill shared[channel, n] with the table rows of relative positions from `start` on: 0 where there is none."""
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    height = threads // DEPTH
+    turns = rows // height
+
+    def stage(shared, weights, at, index, lookup, start, call, channel, depth, me):  # type: ignore[no-untyped-def]
+        d, n = me % DEPTH, me // DEPTH
+        for turn in range(turns):
+            step = start + n + turn * height
+            value = zero
+            if channel + d < depth and -call.q_len < step < call.k_len:
+                row = index[place(lookup + step)]
+                if row >= 0:
+                    value = weights[place(at + row * depth + channel + d)]
+            shared[d, n + turn * height] = value
+
+    return inline(stage)
+
+
+@cache
+def add_skewed(tiling: Tiling) -> Any:
+    """Add products with relative positions to shared scores[key, row]; the first column's is half - rows + 1."""
+    high, wide, low, rows = tiling.high, tiling.wide, tiling.low, tiling.rows
+
+    def add(scores, s, half, down, across):  # type: ignore[no-untyped-def]
+        for c in range(wide):
+            for r in range(high):
+                x = (r // 4) * low + down + r % 4
+                y = (c // 4) * 32 + across + c % 4 + half - rows + 1 + x
+                if 0 <= y < rows:
+                    scores[count(y), x] += s[r, c]
+
+    return inline(add)
 
 
 @cache
