@@ -57,7 +57,7 @@ def index_map(rng, kind, q_len, k_len, rows, batch):
 @pytest.mark.parametrize("kind", ["distances", "pairs", "per batch item"])
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "q_len", "k_len", "dim", "v_dim"),
-    [((), 1, 1, 1, 1, 1, 1), ((2,), 2, 1, 7, 33, 17, 33), ((1, 2), 2, 2, 33, 7, 3, 5), ((2,), 1, 1, 1, 65, 8, 4)],
+    [((), 1, 1, 1, 1, 1, 1), ((), 1, 1, 3, 5, 65, 130), ((2,), 2, 1, 7, 33, 17, 33), ((1, 2), 2, 2, 33, 7, 3, 5), ((2,), 1, 1, 1, 65, 8, 4)],
 )
 def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, kind, dtype):
     rng = np.random.default_rng(q_len + k_len)

@@ -69,7 +69,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     p_shape = (rows, rows + PAD)
     skew_shape = (DEPTH, rows + PAD) if skewed else (1, 1)
     s_shape, o_shape = (tiling.high, tiling.wide), (tiling.high, columns)
-    high, wide, low = tiling.high, tiling.wide, tiling.low
+    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
     b_size, strip_size = max(wide, columns), 2 * rows
     real = tiling.dtype.type
     zero, one, least, excluded = real(0), real(1), real(-np.inf), real(-1)
@@ -104,7 +104,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
 
         n_bins, v_dim = call.n_bins, call.v_dim
         me = count(cuda.threadIdx.x)
-        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * 4)
+        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * run)
         tiles = (call.q_len + rows - 1) // rows
         parts = (v_dim + width - 1) // width
         block = cuda.blockIdx.x
@@ -245,7 +245,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
 
             # Output: products of the weights with the values, a few keys at a time.
             for r in range(high):
-                a[r] = factors[(r // 4) * low + down + r % 4]
+                a[r] = factors[(r // run) * low + down + r % run]
             for r in range(high):
                 for c in range(columns):
                     o[r, c] *= a[r]
@@ -257,7 +257,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                 if careful != 0:
                     for n in range(DEPTH):
                         for r in range(high):
-                            a[r] = ps[count(y + n), (r // 4) * low + down + r % 4]
+                            a[r] = ps[count(y + n), (r // run) * low + down + r % run]
                         for c in range(columns):
                             b[c] = tile[n, (c // 4) * 32 + across + c % 4]
                         for r in range(high):
@@ -287,7 +287,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             start = meta[at] + head * meta[at + 1] + part * width
             for row in range(meta[at + 3]):
                 for r in range(high):
-                    x = (r // 4) * low + down + r % 4
+                    x = (r // run) * low + down + r % run
                     a[r] = zero
                     if first + x < last:
                         a[r] = bins[place(bins_at + x * n_bins + meta[at + 2] + row)]
@@ -300,11 +300,11 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                     for c in range(columns):
                         o[r, c] += a[r] * b[c]
         for r in range(high):
-            a[r] = factors[(r // 4) * low + down + r % 4]
+            a[r] = factors[(r // run) * low + down + r % run]
             if a[r] != zero:
                 a[r] = one / a[r]
         for r in range(high):
-            x = (r // 4) * low + down + r % 4
+            x = (r // run) * low + down + r % run
             for c in range(columns):
                 d = part * width + (c // 4) * 32 + across + c % 4
                 if first + x < last and d < v_dim:
