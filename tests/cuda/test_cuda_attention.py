@@ -1,11 +1,14 @@
 """The CUDA forward kernel against the formulas and against the dense evaluator of terms."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np import check, testing
 from relpos_np.kernels import _cuda, _numpy
+from relpos_np.kernels._cuda import plan
+from relpos_np.kernels._cuda.tile import Tiling
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
@@ -54,7 +57,7 @@ def index_map(rng, kind, q_len, k_len, rows, batch):
 @pytest.mark.parametrize("kind", ["distances", "pairs", "per batch item"])
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "q_len", "k_len", "dim", "v_dim"),
-    [((), 1, 1, 1, 1, 1, 1), ((2,), 2, 1, 7, 33, 17, 33), ((1, 2), 2, 2, 33, 7, 3, 5), ((2,), 1, 1, 1, 65, 8, 4)],
+    [((), 1, 1, 1, 1, 1, 1), ((), 1, 1, 3, 5, 65, 130), ((2,), 2, 1, 7, 33, 17, 33), ((1, 2), 2, 2, 33, 7, 3, 5), ((2,), 1, 1, 1, 65, 8, 4)],
 )
 def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, kind, dtype):
     rng = np.random.default_rng(q_len + k_len)
@@ -88,6 +91,53 @@ def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, k
     # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 8.
     np.testing.assert_allclose(out, expected, rtol=0, atol=8 * 40 * EPS[dtype])
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=8 * 40 * EPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("q_len", "k_len", "depth"), [(1, 1, 1), (7, 33, 17), (33, 7, 3), (34, 35, 16)])
+def test_products_with_relative_positions_made_by_the_kernel(q_len, k_len, depth, dtype, monkeypatch):
+    """The same answer, bit for bit or nearly, whether the kernel makes the products or reads them."""
+    monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    rng = np.random.default_rng(depth)
+    q, k, v = (x.astype(dtype) for x in operands(rng, 2, 1, q_len, k_len, 5, 3, (2,)))
+    problem, _, _ = check.problem(q, k, v, causal=False, offset=1)
+
+    def term(heads, rows, size):
+        lookup = rng.integers(-1, rows, q_len + k_len - 1, dtype=np.int32)
+        query = rng.standard_normal((2, 2, q_len, size)).astype(dtype)
+        return QueryTerm(query, rng.standard_normal((heads, rows, size)).astype(dtype), Toeplitz(lookup, rows))
+
+    terms = Terms(queries=(term(2, q_len + k_len, depth), term(1, 3, 2)))
+    answers = []
+    for fused in (True, False):
+        out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
+        planner = plan.Planner(problem, terms, fused=fused)
+        assert planner.call().n_skews == (2 if fused else 0)
+        plan.Planner(problem, terms, fused=fused).run(out, lse)
+        answers.append((out, lse))
+    # Scores are sums of at most 24 products and reach 20; outputs are means of numbers below 4.
+    for found, expected in zip(*answers, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=8 * 24 * EPS[dtype])
+
+
+@pytest.mark.parametrize("variant", rp.SCHEMES["transformer_xl"].variants)
+def test_transformer_xl_in_the_kernel(variant, monkeypatch):
+    monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    one = testing.example("transformer_xl", dtype="float64", variant=variant, size="tiny")
+    assert one.error(*one.run("cuda")) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_tiles_of_the_device(dtype, rng, monkeypatch):
+    """Elsewhere in the simulator tiles are smaller than the device's."""
+    monkeypatch.setattr(plan, "tiling", lambda dtype, *_: Tiling(dtype, 64 if dtype.itemsize == 4 else 128, 64))
+    monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    q, k, v = (x.astype(dtype) for x in operands(rng, 1, 1, 65, 70, 17, 33))
+    rows = rng.standard_normal((134, 1, 17)).astype(dtype)
+    position = (rp.ALiBi(np.array([0.1])), rp.Shaw(rows[:, 0][:9], np.zeros((9, 33), dtype), outside="zero"))
+    both(q, k, v, position=position, causal=True)
+    q, k, v = q[..., :3, :], k[..., :3, :], v[..., :3, :]
+    both(q, k, v)
 
 
 OPTIONS = {
@@ -181,14 +231,15 @@ def test_large_scores_and_late_maxima(rng):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=5000 * EPS["float64"])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtypes_and_a_given_array(dtype, rng):
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     q, k, v = (x.astype(dtype) for x in operands(rng))
     out = np.full((2, 7, 3), np.nan, dtype)
     assert rp.attention(q, k, v, backend="cuda", out=out) is out
     expected = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="numpy")
-    eps = float(np.finfo(dtype).eps)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=40 * EPS["float32"] + 4 * eps)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=0, atol=40 * EPS["float32"] + 4 * eps)
     strided = np.full((2, 7, 6), np.nan, dtype)[..., ::2]
     rp.attention(q, k, v, backend="cuda", out=strided)
     np.testing.assert_array_equal(strided, out)

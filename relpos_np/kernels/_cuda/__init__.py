@@ -39,7 +39,7 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
         v = np.zeros((*problem.v.shape[:-1], 1), site.dtype)
         problem, terms = replace(problem, stored_v=v, site=site), replace(terms, values=())
         out = np.empty((*lse.shape, 1), site.dtype)
-    Planner(problem, terms).run(out, lse)
+    Planner(problem, terms, fused=True).run(out, lse)
 
 
 def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None:  # noqa: ARG001

@@ -21,12 +21,15 @@ from relpos_np.kernels._cuda.tile import (
     ALIGNED,
     DEPTH,
     PAD,
+    SKEW,
     STEPS,
     Tiling,
     Where,
+    add_skewed,
     finish,
     outer,
     put,
+    stage_mapped,
     stage_rows,
     stage_strip,
     stage_turned,
@@ -43,15 +46,18 @@ def width_of(v_dim: int) -> int:
     return next((width for width in WIDTHS if v_dim <= width), WIDTHS[-1])
 
 
-def tiling(dtype: np.dtype[Any], width: int) -> Tiling:
+def tiling(dtype: np.dtype[Any], width: int, skewed: bool) -> Tiling:
     """Threads and rows of a block: what 48 KB of shared memory and the registers allow."""
     rows = 32 if simulated() or dtype.itemsize == 8 else 64
-    return Tiling(dtype, 64 if width <= 64 else 128, rows)
+    return Tiling(dtype, 64 if width <= 64 and not skewed else 128, rows)
 
 
 @cache
-def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width: int) -> Any:
-    """The kernel for a tiling, formats of queries, keys, values and results, head size and value channels."""
+def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width: int, skewed: bool) -> Any:
+    """The kernel for a tiling, formats of queries, keys, values and results, head size and value channels.
+
+    `skewed` if there are products with a row for each relative position.
+    """
     rows, kind = tiling.rows, tiling.kind
     of_query, of_key, of_value, of_out = stored
     _, narrow = converters(of_out)
@@ -61,16 +67,19 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     q_shape = (-(-depth // DEPTH) * DEPTH if resident else DEPTH, rows + PAD)
     tile_shape = (DEPTH, max(rows, width) + PAD)
     p_shape = (rows, rows + PAD)
+    skew_shape = (DEPTH, rows + PAD) if skewed else (1, 1)
     s_shape, o_shape = (tiling.high, tiling.wide), (tiling.high, columns)
-    high, wide, low = tiling.high, tiling.wide, tiling.low
+    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
     b_size, strip_size = max(wide, columns), 2 * rows
     real = tiling.dtype.type
     zero, one, least, excluded = real(0), real(1), real(-np.inf), real(-1)
-    value_size = len(VALUE)
+    value_size, skew_size = len(VALUE), len(SKEW)
 
     stage_query, stage_key = stage_turned(tiling, of_query), stage_turned(tiling, of_key)
     stage_value, strip_of = stage_rows(tiling, of_value, width), stage_strip(tiling)
     add_scores, add_values = outer(tiling, wide), outer(tiling, columns)
+    stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
+    add_diagonals = add_skewed(tiling)
     complete, store = finish(tiling, keys_first=True), put(tiling, keys_first=True)
 
     @jit()
@@ -85,6 +94,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         tile = cuda.shared.array(tile_shape, kind, ALIGNED)
         # Scores, then weights: [key, row].
         ps = cuda.shared.array(p_shape, kind, ALIGNED)
+        skew_q = cuda.shared.array(skew_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
         factors = cuda.shared.array(rows, kind, ALIGNED)
         s = cuda.local.array(s_shape, kind)
@@ -94,7 +104,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
 
         n_bins, v_dim = call.n_bins, call.v_dim
         me = count(cuda.threadIdx.x)
-        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * 4)
+        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * run)
         tiles = (call.q_len + rows - 1) // rows
         parts = (v_dim + width - 1) // width
         block = cuda.blockIdx.x
@@ -149,6 +159,25 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                 cuda.syncthreads()
             store(ps, s, scale, strip, call.strip >= 0, down, across)
             cuda.syncthreads()
+            if skewed:
+                for n in range(call.n_skews):
+                    at = call.skews + n * skew_size
+                    x_at = meta[at] + meta[meta[at + 1] + batch] + head * meta[at + 2]
+                    rows_at, size = meta[at + 4] + head * meta[at + 5], meta[at + 6]
+                    for half in range(0, 2 * rows, rows):
+                        for r in range(high):
+                            for c in range(wide):
+                                s[r, c] = zero
+                        for channel in range(0, size, DEPTH):
+                            stage_vectors(skew_q, 0, data, x_at, meta[at + 3], first, last, channel, size, me)
+                            start = key - first + half - (rows - 1)
+                            stage_positions(tile, data, rows_at, index, meta[at + 7], start, call, channel, size, me)
+                            cuda.syncthreads()
+                            for d in range(0, min(DEPTH, size - channel), STEPS):
+                                add_scores(s, skew_q, d, tile, d, a, b, down, across)
+                            cuda.syncthreads()
+                        add_diagonals(ps, s, half, down, across)
+                cuda.syncthreads()
             i, j = first + call.offset, key
             whole = last - first == rows and key + rows <= stop and call.mask < 0
             whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
@@ -216,7 +245,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
 
             # Output: products of the weights with the values, a few keys at a time.
             for r in range(high):
-                a[r] = factors[(r // 4) * low + down + r % 4]
+                a[r] = factors[(r // run) * low + down + r % run]
             for r in range(high):
                 for c in range(columns):
                     o[r, c] *= a[r]
@@ -228,7 +257,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                 if careful != 0:
                     for n in range(DEPTH):
                         for r in range(high):
-                            a[r] = ps[count(y + n), (r // 4) * low + down + r % 4]
+                            a[r] = ps[count(y + n), (r // run) * low + down + r % run]
                         for c in range(columns):
                             b[c] = tile[n, (c // 4) * 32 + across + c % 4]
                         for r in range(high):
@@ -258,7 +287,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             start = meta[at] + head * meta[at + 1] + part * width
             for row in range(meta[at + 3]):
                 for r in range(high):
-                    x = (r // 4) * low + down + r % 4
+                    x = (r // run) * low + down + r % run
                     a[r] = zero
                     if first + x < last:
                         a[r] = bins[place(bins_at + x * n_bins + meta[at + 2] + row)]
@@ -271,11 +300,11 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                     for c in range(columns):
                         o[r, c] += a[r] * b[c]
         for r in range(high):
-            a[r] = factors[(r // 4) * low + down + r % 4]
+            a[r] = factors[(r // run) * low + down + r % run]
             if a[r] != zero:
                 a[r] = one / a[r]
         for r in range(high):
-            x = (r // 4) * low + down + r % 4
+            x = (r // run) * low + down + r % run
             for c in range(columns):
                 d = part * width + (c // 4) * 32 + across + c % 4
                 if first + x < last and d < v_dim:

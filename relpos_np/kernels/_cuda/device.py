@@ -27,16 +27,23 @@ _lock = threading.RLock()
 
 
 @cache
-def module() -> Any:
-    """`numba.cuda`, or an error that names the remedy."""
+def compiler() -> Any:
+    """`numba.cuda`, which compiles without a GPU too, or an error that names the remedy."""
     try:
         cuda = importlib.import_module("numba.cuda")
     except ImportError as error:
         raise RelposImportError(f"backend 'cuda' cannot be imported ({error}); {REMEDY}") from error
-    if not cuda.is_available():
-        raise RelposImportError(f"backend 'cuda' finds no usable GPU ({_reason(cuda)}); {REMEDY}")
     if simulated():
         _guard_simulator()
+    return cuda
+
+
+@cache
+def module() -> Any:
+    """`numba.cuda` where it can run kernels, or an error that names the remedy."""
+    cuda = compiler()
+    if not cuda.is_available():
+        raise RelposImportError(f"backend 'cuda' finds no usable GPU ({_reason(cuda)}); {REMEDY}")
     return cuda
 
 
@@ -88,7 +95,7 @@ def jit(**options: Any) -> Callable[[Any], Any]:
     """`cuda.jit`, without the options that the simulator lacks."""
     if simulated():
         options = {name: value for name, value in options.items() if name not in DEVICE_ONLY}
-    decorator: Callable[[Any], Any] = module().jit(**options)
+    decorator: Callable[[Any], Any] = compiler().jit(**options)
     return decorator
 
 
@@ -96,7 +103,7 @@ def inline(function: Any) -> Any:
     """A function that kernels call: itself in the simulator, always inlined on a device."""
     if simulated():
         return function
-    return module().jit(device=True, forceinline=True)(function)
+    return compiler().jit(device=True, forceinline=True)(function)
 
 
 def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:

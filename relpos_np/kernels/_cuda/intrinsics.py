@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from relpos_np.kernels._cuda.device import inline, module, simulated
+from relpos_np.kernels._cuda.device import compiler, inline, simulated
 
 # Names of storage formats: what an array holds, and what its elements are computed in.
 FORMATS: dict[str, tuple[Any, Any]] = {
@@ -50,7 +50,7 @@ def _narrow_bits(x: Any) -> Any:
 
 def _device_bits() -> tuple[Any, Any]:
     """The same two, of registers."""
-    libdevice = module().libdevice
+    libdevice = compiler().libdevice
     uint16, uint32, int32 = types.uint16, types.uint32, types.int32
 
     def widen(x: Any) -> Any:

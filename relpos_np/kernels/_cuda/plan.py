@@ -13,9 +13,9 @@ from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.product import gemm
-from relpos_np.kernels._cuda.tile import ADD, PAIRS, Call
+from relpos_np.kernels._cuda.tile import ADD, PAIRS, SKEW, Call
 from relpos_np.problem import Problem
-from relpos_np.terms import IndexMap, TableTerm, Terms, Toeplitz
+from relpos_np.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.types import Array, Int64
 
 
@@ -53,10 +53,15 @@ def along(term: TableTerm) -> Array:
     return np.where(lookup < 0, term.table.dtype.type(0), picked) if term.index.gaps else picked
 
 
-class Planner:
-    """Builds one call."""
+# Products with more rows of a Toeplitz map than this are made tile by tile: a tile has as many relative positions.
+FEW_ROWS = 128
 
-    def __init__(self, problem: Problem, terms: Terms) -> None:
+
+class Planner:
+    """Builds one call; `fused` if the kernel makes products with a row for each relative position itself."""
+
+    def __init__(self, problem: Problem, terms: Terms, *, fused: bool = False) -> None:
+        self.fused = fused
         self.problem, self.terms, self.site = problem, terms, problem.site
         self.count = math.prod(problem.batch)
         self.data, self.index, self.flags = (Pool(dtype) for dtype in (self.site.dtype, np.int32, np.uint8))
@@ -83,15 +88,19 @@ class Planner:
             starts = starts[..., None] + np.arange(n, dtype=np.int64) * step
         return self.meta.add(starts)
 
-    def _operand(self, x: Array) -> tuple[Any, tuple[int, ...], str]:
-        """Queries, keys or values on the device, their starts per batch item and steps per head and row, and format."""
-        # The last axis keeps all its numbers: the kernel steps through it by one.
+    def _vectors(self, x: Array) -> tuple[Array, tuple[int, ...]]:
+        """Vectors (..., heads, length, channels) without repetitions; starts per batch item, steps per head and row."""
         flat, steps = compact(x, len(self.problem.batch) + 3)
+        # The last axis keeps all its numbers: kernels step through it by one.
         if flat.shape[-1] != x.shape[-1]:
             flat, steps = compact(np.ascontiguousarray(x), len(self.problem.batch) + 3)
-        name = x.dtype.name
-        elements: Array = flat.reshape(-1).view(FORMATS[name][1])
-        return upload(elements), (self._batches(steps[:-3]), *steps[-3:-1]), name
+        return flat.reshape(-1), (self._batches(steps[:-3]), *steps[-3:-1])
+
+    def _operand(self, x: Array) -> tuple[Any, tuple[int, ...], str]:
+        """Queries, keys or values on the device, where they are, and their format."""
+        flat, steps = self._vectors(x)
+        stored: Array = flat.view(FORMATS[x.dtype.name][1])
+        return upload(stored), steps, x.dtype.name
 
     def _strip(self) -> tuple[int, int]:
         """The sum of all tables on Toeplitz maps by relative position: where distance 0 is, and the step per head."""
@@ -137,6 +146,25 @@ class Planner:
         """Starts per batch item for something that lies there item by item."""
         return self.meta.add(np.arange(self.count, dtype=np.int64) * step)
 
+    def _is_fused(self, term: QueryTerm) -> bool:
+        """Whether the kernel makes a term's products."""
+        return self.fused and isinstance(term.index, Toeplitz) and term.index.rows > FEW_ROWS
+
+    def skews(self) -> tuple[int, int]:
+        """Every product that the kernel makes: where its description is, and how many there are."""
+        found = []
+        for term in self.terms.queries:
+            if not self._is_fused(term):
+                continue
+            assert isinstance(term.index, Toeplitz)
+            flat, steps = self._vectors(term.query)
+            heads, rows, depth = term.weights.shape
+            head = rows * depth if heads > 1 else 0
+            vectors, weights = self.data.add(flat), self.data.add(term.weights)
+            lookup = self.index.add(term.index.lookup) + self.site.q_len - 1
+            found.append((vectors, *steps, weights, head, depth, lookup))
+        return self._listed(found, len(SKEW))
+
     def adds(self) -> tuple[int, int]:
         """Every summand of the scores: where its description is, and how many there are."""
         found: list[tuple[int, ...]] = []
@@ -147,6 +175,8 @@ class Planner:
             head = table.table.shape[1] if table.table.shape[0] > 1 else 0
             found.append((self.data.add(table.table), self.same, head, 0, 0, 1, *self._map(table.index)))
         for query in self.terms.queries:
+            if self._is_fused(query):
+                continue
             start, (item, head, row) = self._product(query.query, query.weights)
             mapped.append((start, self._each(item), head, row, 0, 1, *self._map(query.index)))
         for key in self.terms.keys:
@@ -203,6 +233,7 @@ class Planner:
             lengths = self.meta.add(np.broadcast_to(problem.key_lengths, problem.batch).astype(np.int64))
         strip, strip_head = self._strip()
         values, n_values, n_bins = self.values()
+        skews, n_skews = self.skews()
         adds, n_adds = self.adds()
         return Call(
             heads=site.heads,
@@ -217,6 +248,8 @@ class Planner:
             lengths=lengths,
             strip=strip,
             strip_head=strip_head,
+            skews=skews,
+            n_skews=n_skews,
             adds=adds,
             n_adds=n_adds,
             mask=self._flags(problem.mask),
@@ -233,13 +266,13 @@ class Planner:
         site, call = self.site, self.call()
         data = self.multiplied()
         width = width_of(site.v_dim)
-        sizes = tiling(site.dtype, width)
+        sizes = tiling(site.dtype, width, call.n_skews > 0)
         queries = self.count * site.heads * site.q_len
         parts = -(-site.v_dim // width)
         result, sums, bins = (empty(n, site.dtype) for n in (out.size, queries, queries * parts * call.n_bins))
         real = site.dtype.type
         launch(
-            attend(sizes, (*self.formats, site.dtype.name), self.query.shape[-1], width),
+            attend(sizes, (*self.formats, site.dtype.name), self.query.shape[-1], width, call.n_skews > 0),
             *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.operands, data),
             *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
             *(result, sums, bins, call._replace(wants_lse=int(lse is not None))),

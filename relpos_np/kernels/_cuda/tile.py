@@ -1,12 +1,12 @@
 """What kernels do with a tile of queries and keys, as functions that are inlined.
 
 A block's threads stand in a grid, eight of them across. Each holds a fragment of the tile's scores, or of a result,
-in registers. Rows and columns of a fragment come in runs of four that are loaded together:
+in registers. Columns of a fragment come in runs of four that are loaded together, rows in runs of four or fewer:
 
-    row r of the fragment of thread (down, across) is row (r // 4) * 4 * threads / 8 + 4 * down + r % 4,
+    row r of the fragment of thread (down, across) is row (r // run) * low + run * down + r % run,
     column c is column (c // 4) * 32 + 4 * across + c % 4.
 
-Functions take the thread's number `me`; those that wait for other threads are the kernels' own business.
+Functions take the thread's number `me`, and `down` and `across` times the lengths of runs; those that wait for other threads are the kernels' own business.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ ACROSS = 8
 # One summand of the scores: where its numbers are (a start, the table of starts per batch item, and steps per head,
 # query, key and row), and where its index map is (the same; a start of -1: there is none).
 ADD = ("data", "data_batch", "head", "query", "key", "row", "index", "index_batch", "index_query", "index_key")
+# A product of query vectors with a row for each relative position, made tile by tile: the vectors (a start, the table
+# of starts per batch item, and steps per head and query), the rows (a start and a step per head), their length, and
+# where the index map has the row of distance 0.
+SKEW = ("query", "query_batch", "head", "row", "weights", "weights_head", "depth", "index")
 # Something with a byte per pair: the bool mask, the survivors of dropout.
 PAIRS = ("start", "batch", "head", "query", "key")
 ADD_SIZE = len(ADD)
@@ -55,6 +59,8 @@ class Call(NamedTuple):
     # A bias per relative position: its start for distance 0, and its step per head.
     strip: int
     strip_head: int
+    skews: int
+    n_skews: int
     adds: int
     n_adds: int
     mask: int
@@ -101,9 +107,14 @@ class Tiling(NamedTuple):
         return self.rows // ACROSS
 
     @property
+    def run(self) -> int:
+        """Rows of a fragment that follow each other."""
+        return min(self.high, 4)
+
+    @property
     def low(self) -> int:
-        """Rows of a tile that are in one run of fragments' rows."""
-        return 4 * self.threads // ACROSS
+        """Rows of a tile between one run of a fragment and the next."""
+        return self.run * self.threads // ACROSS
 
 
 @cache
@@ -154,11 +165,11 @@ def stage_rows(tiling: Tiling, stored: str, width: int) -> Any:
 @cache
 def outer(tiling: Tiling, columns: int) -> Any:
     """Add to a fragment the outer products of `STEPS` rows of one shared tile, from i on, and of another, from j on."""
-    high, low = tiling.high, tiling.low
+    high, run, low = tiling.high, tiling.run, tiling.low
 
     def one(total, left, i, right, j, a, b, down, across):  # type: ignore[no-untyped-def]
         for r in range(high):
-            a[r] = left[i, (r // 4) * low + down + r % 4]
+            a[r] = left[i, (r // run) * low + down + r % run]
         for c in range(columns):
             b[c] = right[j, (c // 4) * 32 + across + c % 4]
         for r in range(high):
@@ -248,18 +259,55 @@ def stage_strip(tiling: Tiling) -> Any:
 
 
 @cache
+def stage_mapped(tiling: Tiling) -> Any:
+    """Fill shared[channel, n] with the table rows of relative positions from `start` on: 0 where there is none."""
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    height = threads // DEPTH
+    turns = rows // height
+
+    def stage(shared, weights, at, index, lookup, start, call, channel, depth, me):  # type: ignore[no-untyped-def]
+        d, n = me % DEPTH, me // DEPTH
+        for turn in range(turns):
+            step = start + n + turn * height
+            value = zero
+            if channel + d < depth and -call.q_len < step < call.k_len:
+                row = index[place(lookup + step)]
+                if row >= 0:
+                    value = weights[place(at + row * depth + channel + d)]
+            shared[d, n + turn * height] = value
+
+    return inline(stage)
+
+
+@cache
+def add_skewed(tiling: Tiling) -> Any:
+    """Add products with relative positions to shared scores[key, row]; the first column's is half - rows + 1."""
+    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+
+    def add(scores, s, half, down, across):  # type: ignore[no-untyped-def]
+        for c in range(wide):
+            for r in range(high):
+                x = (r // run) * low + down + r % run
+                y = (c // 4) * 32 + across + c % 4 + half - rows + 1 + x
+                if 0 <= y < rows:
+                    scores[count(y), x] += s[r, c]
+
+    return inline(add)
+
+
+@cache
 def put(tiling: Tiling, *, keys_first: bool) -> Any:
     """Write a fragment of a tile to shared memory, its columns as rows there, times a factor and plus the strip.
 
     keys_first: the fragment's columns are keys, else they are queries.
     """
-    high, wide, low, rows = tiling.high, tiling.wide, tiling.low, tiling.rows
+    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
 
     def put(shared, s, factor, strip, biased, down, across):  # type: ignore[no-untyped-def]
         if biased:
             for c in range(wide):
                 for r in range(high):
-                    x, y = (r // 4) * low + down + r % 4, (c // 4) * 32 + across + c % 4
+                    x, y = (r // run) * low + down + r % run, (c // 4) * 32 + across + c % 4
                     s[r, c] = s[r, c] * factor + strip[(y - x if keys_first else x - y) + rows - 1]
         else:
             for c in range(wide):
@@ -267,6 +315,6 @@ def put(tiling: Tiling, *, keys_first: bool) -> Any:
                     s[r, c] *= factor
         for c in range(wide):
             for r in range(high):
-                shared[(c // 4) * 32 + across + c % 4, (r // 4) * low + down + r % 4] = s[r, c]
+                shared[(c // 4) * 32 + across + c % 4, (r // run) * low + down + r % run] = s[r, c]
 
     return inline(put)

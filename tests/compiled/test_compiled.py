@@ -1,0 +1,56 @@
+"""Every CUDA kernel compiles for a Hopper device without spills, within its registers, with 16-byte shared loads."""
+
+import numpy as np
+import pytest
+from numba import types
+from offline import compiled, flat, integers
+
+from relpos_np.kernels._cuda import attend as forward
+from relpos_np.kernels._cuda.intrinsics import FORMATS
+from relpos_np.kernels._cuda.shift import _shift
+from relpos_np.kernels._cuda.tile import Call
+
+# What a block may have without asking the driver for more.
+SHARED = 48 * 1024
+# Four blocks of 64 threads, or two of 128, share a multiprocessor's 65,536 registers.
+REGISTERS = {64: 255, 128: 255}
+INDEX, FLAGS, META = flat(types.int32), flat(types.uint8), flat(types.int64)
+
+
+def vector_loads(code, kind):
+    """Shared loads of 16 bytes."""
+    return code.count("ld.shared.v4.f32") if kind is types.float32 else code.count("ld.shared.v2.f64")
+
+
+@pytest.mark.parametrize(
+    ("depth", "v_dim", "stored", "skewed"),
+    [(size, size, stored, False) for size in (64, 128) for stored in FORMATS]
+    + [(size, size, stored, True) for size in (64, 128) for stored in ("float32", "float64")]
+    + [(32, 32, "float32", False), (80, 100, "bfloat16", False), (5, 3, "float64", False), (256, 256, "float32", True)],
+)
+def test_forward(depth, v_dim, stored, skewed):
+    dtype = np.dtype(stored if stored == "float64" else "float32")
+    width = forward.width_of(v_dim)
+    tiling = forward.tiling(dtype, width, skewed)
+    kernel = forward.attend(tiling, (stored,) * 4, depth, width, skewed)
+    operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
+    code = compiled(
+        kernel,
+        *(operand, operand, operand, real, INDEX, FLAGS, META, operand, real, real, integers(Call)),
+        *(tiling.kind, tiling.kind),
+    )
+    assert code.spilled == 0
+    assert code.registers <= REGISTERS[tiling.threads]
+    assert code.shared <= SHARED
+    # Operands of a step of scores and of values: 16 numbers, or 8 and as many channels.
+    steps = 4 * (tiling.high + tiling.wide + tiling.high + width // 8) * dtype.itemsize // 16
+    assert vector_loads(code, tiling.kind) >= steps
+    assert code.count(".local") == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_rel_shift(size):
+    word = flat({1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[size])
+    code = compiled(_shift(size), word, word, *[types.int64] * 4, types.boolean)
+    assert code.spilled == 0
+    assert code.registers <= 64
