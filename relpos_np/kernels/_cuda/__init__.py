@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Never
 
 import numpy as np
 
-from relpos_np.errors import RelposError
+from relpos_np.gradient import nothing
 from relpos_np.kernels._cuda import device
 from relpos_np.problem import Problem
-from relpos_np.terms import Terms
+from relpos_np.terms import Terms, ValueTerm
 from relpos_np.types import Array
 
 __all__ = ["attention", "backward", "rel_shift", "require"]
@@ -49,6 +49,25 @@ def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None
     shift.rel_shift(x, out, variant)
 
 
-def backward(*_: object) -> Never:
-    """Refuse: there are no gradients yet."""
-    raise RelposError("backend: 'cuda' has no gradients yet; use backend=\"numba\"")
+def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None) -> tuple[Terms, Array]:
+    """Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v."""
+    from relpos_np.kernels._cuda.backplan import BackPlanner
+
+    site = problem.site
+    if not math.prod((*problem.out_shape[:-1], site.k_len)):
+        return nothing(problem, terms)
+    if not site.v_dim:
+        # D_v = 0: there is no output, but the log-sum-exp may have a gradient.
+        values = tuple(ValueTerm(np.zeros_like(value.weights), value.index) for value in terms.values)
+        v = np.zeros((*problem.v.shape[:-1], 1), site.dtype)
+        empty, problem, terms = (
+            np.zeros_like(problem.v),
+            replace(problem, stored_v=v, site=replace(site, v_dim=1)),
+            replace(terms, values=()),
+        )
+        grads, _ = backward(problem, terms, np.zeros(problem.out_shape, site.dtype), grad_lse)
+        grads.values = values
+        return grads, empty
+    planner = BackPlanner(problem, terms, grad_out, grad_lse)
+    planner.launch()
+    return planner.collect()

@@ -261,23 +261,32 @@ class Planner:
             wants_lse=0,
         )
 
-    def run(self, out: Array, lse: Array | None) -> None:
-        """Copy to the device, launch, copy back."""
+    def start(self, *, wants_lse: bool) -> tuple[Any, Any]:
+        """Copy to the device and launch; outputs and log-sum-exps there, flat."""
         site, call = self.site, self.call()
-        data = self.multiplied()
+        self.on_device = (
+            *(*self.operands, self.multiplied()),
+            *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
+        )
         width = width_of(site.v_dim)
         sizes = tiling(site.dtype, width, call.n_skews > 0)
         queries = self.count * site.heads * site.q_len
         parts = -(-site.v_dim // width)
-        result, sums, bins = (empty(n, site.dtype) for n in (out.size, queries, queries * parts * call.n_bins))
+        result, sums, bins = (
+            empty(n, site.dtype) for n in (queries * site.v_dim, queries, queries * parts * call.n_bins)
+        )
         real = site.dtype.type
         launch(
             attend(sizes, (*self.formats, site.dtype.name), self.query.shape[-1], width, call.n_skews > 0),
-            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.operands, data),
-            *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
-            *(result, sums, bins, call._replace(wants_lse=int(lse is not None))),
+            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.on_device),
+            *(result, sums, bins, call._replace(wants_lse=int(wants_lse))),
             *(real(site.scale), real(self.problem.keep_scale)),
         )
+        return result, sums
+
+    def run(self, out: Array, lse: Array | None) -> None:
+        """Copy to the device, launch, copy back."""
+        result, sums = self.start(wants_lse=lse is not None)
         download(result, out)
         if lse is not None:
             download(sums, lse)

@@ -245,7 +245,7 @@ def gemm(
     if not math.prod(sizes[:4]):
         return
     dtype = np.dtype(c.dtype)
-    tile = tiling(dtype, 64)
+    tile = tiling(dtype, 64, False)
     _, heads, rows, columns, outer_size, inner = sizes
     call = Product(a_at, *a_steps, a_group, b_at, *b_steps, c_at, *c_steps, 0, *sizes, 1)
     # Not on the batch, so that an item's result does not depend on how many there are.
