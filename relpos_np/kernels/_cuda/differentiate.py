@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
+from numba import cuda, types
 
 from relpos_np.kernels._cuda.attend import width_of
 from relpos_np.kernels._cuda.backtile import EXCLUDED, clear, diagonals, differentiate, gather, sums
@@ -35,6 +35,10 @@ from relpos_np.kernels._cuda.tile import (
     stage_turned,
 )
 
+# What threads of a block read from shared memory, since registers are scarce: where queries, keys and values start
+# and their steps per row, the first query of the head, and the first query (or key) of the block.
+STARTS = 8
+Q_AT, K_AT, V_AT, Q_ROW, K_ROW, V_ROW, LINE_AT, OWN_AT = range(STARTS)
 # Static shared memory that every device has for a block.
 SHARED = 48 * 1024
 
@@ -72,18 +76,18 @@ class Back(NamedTuple):
 def query_side(dtype: np.dtype[Any], depth: int) -> tuple[Tiling, int]:
     """Sizes of a block that makes gradients of queries, and how many of their channels it makes."""
     rows, width = 32 if simulated() or dtype.itemsize == 8 else 64, width_of(depth)
-    return Tiling(dtype, 128 if rows == 64 and width == 128 else 64, rows), width
+    return Tiling(dtype, 128 if width == 128 else 64, rows), width
 
 
 def key_side(dtype: np.dtype[Any], depth: int, v_dim: int) -> tuple[Tiling, int]:
     """The same for the gradients of keys and values, whose fragments are in registers at the same time."""
     rows, width = 32 if simulated() or dtype.itemsize == 8 else 64, width_of(max(depth, v_dim))
-    return Tiling(dtype, 128 if rows == 64 else 64, rows), width if rows == 64 else min(width, 64)
+    return Tiling(dtype, 64 if simulated() and width < 128 else 128, rows), width
 
 
 def _fits(tiling: Tiling, *shapes: tuple[int, ...]) -> None:
     """Make sure that shared arrays fit."""
-    size = sum(math.prod(shape) for shape in shapes) * tiling.dtype.itemsize
+    size = sum(math.prod(shape) for shape in shapes) * tiling.dtype.itemsize + 8 * STARTS
     assert size <= SHARED, f"a block needs {size} bytes of shared memory"
 
 
@@ -130,6 +134,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         ps = cuda.shared.array(p_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
+        at = cuda.shared.array(STARTS, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
@@ -147,12 +152,14 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         batch = block // (tiles * parts * call.heads)
         own = (block - base) // parts
         strides = call.strides
-        q_at = meta[meta[strides] + batch] + head * meta[strides + 1]
-        k_at = meta[meta[strides + 3] + batch] + (head // call.k_group) * meta[strides + 4]
-        v_at = meta[meta[strides + 6] + batch] + (head // call.v_group) * meta[strides + 7]
-        q_row, k_row, v_row = meta[strides + 2], meta[strides + 5], meta[strides + 8]
-        g_at = (batch * call.heads + head) * call.q_len * v_dim
-        row_at = (batch * call.heads + head) * call.q_len + first
+        line = batch * call.heads + head
+        if me == 0:
+            at[Q_AT] = meta[meta[strides] + batch] + head * meta[strides + 1]
+            at[K_AT] = meta[meta[strides + 3] + batch] + (head // call.k_group) * meta[strides + 4]
+            at[V_AT] = meta[meta[strides + 6] + batch] + (head // call.v_group) * meta[strides + 7]
+            at[Q_ROW], at[K_ROW], at[V_ROW] = meta[strides + 2], meta[strides + 5], meta[strides + 8]
+            at[LINE_AT], at[OWN_AT] = line * call.q_len, line * call.q_len + first
+        cuda.syncthreads()
 
         end = k_len
         if call.lengths >= 0:
@@ -163,16 +170,14 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
 
         # Sums of terms are one part's business.
         spans, n_tables = rows + k_len - 1, back.n_table_bins
-        span_at, tables_at = back.diagonals + own * spans, back.table_bins + own * rows * n_tables
-        queries_at, values_at = back.query_bins + row_at * back.n_query_bins, back.value_bins + row_at * call.n_bins
         if part == 0:
-            wipe(work, queries_at, (last - first) * back.n_query_bins, me)
-            wipe(work, values_at, (last - first) * call.n_bins, me)
-            wipe(work, tables_at, rows * n_tables, me)
+            wipe(work, back.query_bins + at[OWN_AT] * back.n_query_bins, (last - first) * back.n_query_bins, me)
+            wipe(work, back.value_bins + at[OWN_AT] * call.n_bins, (last - first) * call.n_bins, me)
+            wipe(work, back.table_bins + own * rows * n_tables, rows * n_tables, me)
             if back.diagonals >= 0:
-                wipe(work, span_at, spans, me)
+                wipe(work, back.diagonals + own * spans, spans, me)
             if back.pairs >= 0:
-                wipe(work, back.pairs + row_at * k_len, (last - first) * k_len, me)
+                wipe(work, back.pairs + at[OWN_AT] * k_len, (last - first) * k_len, me)
         for r in range(high):
             for c in range(columns):
                 o[r, c] = zero
@@ -181,7 +186,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         mine = me < rows and first + me < last
         row_lse, row_delta = zero, zero
         if first + row < last:
-            row_lse, row_delta = lse[place(row_at + row)], delta[place(row_at + row)]
+            row_lse, row_delta = lse[place(at[OWN_AT] + row)], delta[place(at[OWN_AT] + row)]
         if me < rows:
             deltas[me] = row_delta
         cuda.syncthreads()
@@ -195,8 +200,8 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
             if call.strip >= 0:
                 strip_of(strip, data, call, here, me)
             for channel in range(0, depth, DEPTH):
-                stage_query(left, 0, q, q_at, q_row, first, last, channel, depth, me)
-                stage_key(tile, 0, k, k_at, k_row, key, stop, channel, depth, me)
+                stage_query(left, 0, q, at[Q_AT], at[Q_ROW], first, last, channel, depth, me)
+                stage_key(tile, 0, k, at[K_AT], at[K_ROW], key, stop, channel, depth, me)
                 cuda.syncthreads()
                 for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
                     add_scores(s, left, d, tile, d, a, b, down, across)
@@ -231,8 +236,8 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
                 cuda.syncthreads()
                 if mine and part == 0:
                     add_kept(
-                        ps, work, values_at + me * call.n_bins, index, meta, call.values, call.n_values,
-                        batch, first + me, key, size, keep_scale, me,
+                        ps, work, back.value_bins + (at[OWN_AT] + me) * call.n_bins, index, meta,
+                        call.values, call.n_values, batch, first + me, key, size, keep_scale, me,
                     )  # fmt: skip
 
             # Gradients of the probabilities: products with the values.
@@ -240,8 +245,8 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
                 for c in range(wide):
                     s[r, c] = zero
             for channel in range(0, v_dim, DEPTH):
-                stage_grad(left, 0, grad_out, g_at, v_dim, first, last, channel, v_dim, me)
-                stage_value(tile, 0, v, v_at, v_row, key, stop, channel, v_dim, me)
+                stage_grad(left, 0, grad_out, at[LINE_AT] * v_dim, v_dim, first, last, channel, v_dim, me)
+                stage_value(tile, 0, v, at[V_AT], at[V_ROW], key, stop, channel, v_dim, me)
                 cuda.syncthreads()
                 for d in range(0, min(DEPTH, v_dim - channel), STEPS):
                     add_scores(s, left, d, tile, d, a, b, down, across)
@@ -253,27 +258,27 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
 
             if part == 0:
                 if back.diagonals >= 0:
-                    add_diagonals(ps, work, span_at + key, spans - key, me)
+                    add_diagonals(ps, work, back.diagonals + own * spans + key, spans - key, me)
                 if back.pairs >= 0:
                     for turn in range(turns):
                         x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
                         if first + x < last and y < size:
-                            work[place(back.pairs + (row_at + x) * k_len + key + y)] = ps[y, x]
+                            work[place(back.pairs + (at[OWN_AT] + x) * k_len + key + y)] = ps[y, x]
                 if mine:
                     add_ds(
-                        ps, work, queries_at + me * back.n_query_bins, index, meta, back.queries, back.n_queries,
-                        batch, first + me, key, size, keep_scale, me,
+                        ps, work, back.query_bins + (at[OWN_AT] + me) * back.n_query_bins, index, meta,
+                        back.queries, back.n_queries, batch, first + me, key, size, keep_scale, me,
                     )  # fmt: skip
                     add_ds(
-                        ps, work, tables_at + me * n_tables, index, meta, back.tables, back.n_tables,
-                        batch, first + me, key, size, keep_scale, me,
+                        ps, work, back.table_bins + (own * rows + me) * n_tables, index, meta,
+                        back.tables, back.n_tables, batch, first + me, key, size, keep_scale, me,
                     )  # fmt: skip
 
             # Gradients of the queries: products with the keys, a few at a time.
             for y in range(0, size, DEPTH):
                 if y > 0:
                     cuda.syncthreads()
-                key_rows(tile, k, k_at, k_row, key + y, stop, part * width, depth, me)
+                key_rows(tile, k, at[K_AT], at[K_ROW], key + y, stop, part * width, depth, me)
                 cuda.syncthreads()
                 if careful != 0:
                     for n in range(DEPTH):
@@ -297,9 +302,10 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
             for c in range(columns):
                 d = part * width + (c // 4) * 32 + across + c % 4
                 if first + x < last and d < depth:
-                    out[place((row_at + x) * depth + d)] = o[r, c] * scale
+                    out[place((at[OWN_AT] + x) * depth + d)] = o[r, c] * scale
         if part == 0:
             # The block's sums, in the place of its first row's.
+            tables_at = back.table_bins + own * rows * n_tables
             n = me
             while n < n_tables:
                 total = zero
@@ -359,6 +365,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         strip = cuda.shared.array(strip_size, kind)
         sums_of = cuda.shared.array(rows, kind, ALIGNED)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
+        at = cuda.shared.array(STARTS, types.int64)
         s = cuda.local.array(s_shape, kind)
         dk = cuda.local.array(o_shape, kind)
         dv = cuda.local.array(o_shape, kind)
@@ -377,13 +384,14 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         head = (block // (tiles * parts)) % call.heads
         batch = block // (tiles * parts * call.heads)
         strides = call.strides
-        q_at = meta[meta[strides] + batch] + head * meta[strides + 1]
-        k_at = meta[meta[strides + 3] + batch] + (head // call.k_group) * meta[strides + 4]
-        v_at = meta[meta[strides + 6] + batch] + (head // call.v_group) * meta[strides + 7]
-        q_row, k_row, v_row = meta[strides + 2], meta[strides + 5], meta[strides + 8]
-        line_at = (batch * call.heads + head) * q_len
-        g_at = line_at * v_dim
-        row_at = (batch * call.heads + head) * k_len + key
+        line = batch * call.heads + head
+        if me == 0:
+            at[Q_AT] = meta[meta[strides] + batch] + head * meta[strides + 1]
+            at[K_AT] = meta[meta[strides + 3] + batch] + (head // call.k_group) * meta[strides + 4]
+            at[V_AT] = meta[meta[strides + 6] + batch] + (head // call.v_group) * meta[strides + 7]
+            at[Q_ROW], at[K_ROW], at[V_ROW] = meta[strides + 2], meta[strides + 5], meta[strides + 8]
+            at[LINE_AT], at[OWN_AT] = line * q_len, line * k_len + key
+        cuda.syncthreads()
 
         end = k_len
         if call.lengths >= 0:
@@ -395,9 +403,8 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         if stop <= key:
             final = 0
 
-        bins_at = back.key_bins + row_at * back.n_key_bins
         if part == 0:
-            wipe(work, bins_at, (past - key) * back.n_key_bins, me)
+            wipe(work, back.key_bins + at[OWN_AT] * back.n_key_bins, (past - key) * back.n_key_bins, me)
         for r in range(high):
             for c in range(columns):
                 dk[r, c] = zero
@@ -416,12 +423,12 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
             if me < rows:
                 row_lse, row_delta = zero, zero
                 if first + me < last:
-                    row_lse, row_delta = lse[place(line_at + first + me)], delta[place(line_at + first + me)]
+                    row_lse, row_delta = lse[place(at[LINE_AT] + first + me)], delta[place(at[LINE_AT] + first + me)]
                 sums_of[me] = row_lse
                 deltas[me] = row_delta
             for channel in range(0, depth, DEPTH):
-                stage_key(left, 0, k, k_at, k_row, key, stop, channel, depth, me)
-                stage_query(tile, 0, q, q_at, q_row, first, last, channel, depth, me)
+                stage_key(left, 0, k, at[K_AT], at[K_ROW], key, stop, channel, depth, me)
+                stage_query(tile, 0, q, at[Q_AT], at[Q_ROW], first, last, channel, depth, me)
                 cuda.syncthreads()
                 for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
                     add_scores(s, left, d, tile, d, a, b, down, across)
@@ -462,7 +469,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
                 for y in range(0, size, DEPTH):
                     if y > 0:
                         cuda.syncthreads()
-                    grad_rows(tile, grad_out, g_at, v_dim, first + y, last, part * width, v_dim, me)
+                    grad_rows(tile, grad_out, at[LINE_AT] * v_dim, v_dim, first + y, last, part * width, v_dim, me)
                     cuda.syncthreads()
                     if careful != 0:
                         for n in range(DEPTH):
@@ -484,8 +491,8 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
                 for c in range(wide):
                     s[r, c] = zero
             for channel in range(0, v_dim, DEPTH):
-                stage_value(left, 0, v, v_at, v_row, key, stop, channel, v_dim, me)
-                stage_grad(tile, 0, grad_out, g_at, v_dim, first, last, channel, v_dim, me)
+                stage_value(left, 0, v, at[V_AT], at[V_ROW], key, stop, channel, v_dim, me)
+                stage_grad(tile, 0, grad_out, at[LINE_AT] * v_dim, v_dim, first, last, channel, v_dim, me)
                 cuda.syncthreads()
                 for d in range(0, min(DEPTH, v_dim - channel), STEPS):
                     add_scores(s, left, d, tile, d, a, b, down, across)
@@ -496,7 +503,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
             cuda.syncthreads()
             if part == 0 and me < rows and key + me < stop:
                 add_ds(
-                    ds, work, bins_at + me * back.n_key_bins, index, meta, back.keys, back.n_keys,
+                    ds, work, back.key_bins + (at[OWN_AT] + me) * back.n_key_bins, index, meta, back.keys, back.n_keys,
                     batch, key + me, first, size, keep_scale, me,
                 )  # fmt: skip
 
@@ -505,7 +512,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
                 for y in range(0, size, DEPTH):
                     if y > 0:
                         cuda.syncthreads()
-                    query_rows(tile, q, q_at, q_row, first + y, last, part * width, depth, me)
+                    query_rows(tile, q, at[Q_AT], at[Q_ROW], first + y, last, part * width, depth, me)
                     cuda.syncthreads()
                     if careful != 0:
                         for n in range(DEPTH):
@@ -530,8 +537,8 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
                 d = part * width + (c // 4) * 32 + across + c % 4
                 if key + x < past:
                     if d < depth:
-                        out_k[place((row_at + x) * depth + d)] = dk[r, c] * scale
+                        out_k[place((at[OWN_AT] + x) * depth + d)] = dk[r, c] * scale
                     if d < v_dim:
-                        out_v[place((row_at + x) * v_dim + d)] = dv[r, c]
+                        out_v[place((at[OWN_AT] + x) * v_dim + d)] = dv[r, c]
 
     return kernel
