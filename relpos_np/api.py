@@ -175,6 +175,20 @@ def attention(
     Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
     only the queries that may attend it.
     """
+    if type(q) is not np.ndarray and check.on_device(q):
+        from relpos_np.kernels._cuda import call
+
+        options = {
+            "mask": mask,
+            "causal": causal,
+            "window": window,
+            "key_lengths": key_lengths,
+            "scale": scale,
+            "offset": offset,
+            "dropout": dropout,
+            "rng": rng,
+        }
+        return call.attention({"q": q, "k": k, "v": v}, position, backend, return_lse, out, options)
     problem, dtype, flat = check.problem(
         q,
         k,
@@ -316,6 +330,20 @@ def attention_vjp(
     those of float64 arithmetic for float64, else of float32. Where scores are not differentiable (norms clamped at a
     smallest value, ties of a maximum) the gradient is that of the branch which was taken.
     """
+    if type(q) is not np.ndarray and check.on_device(q):
+        from relpos_np.kernels._cuda import call
+
+        options = {
+            "mask": mask,
+            "causal": causal,
+            "window": window,
+            "key_lengths": key_lengths,
+            "scale": scale,
+            "offset": offset,
+            "dropout": dropout,
+            "rng": rng,
+        }
+        return call.attention_vjp({"q": q, "k": k, "v": v}, grad_out, grad_lse, position, backend, options)
     problem, _, flat = check.problem(
         q,
         k,
@@ -353,7 +381,7 @@ def attention_vjp(
 
             s = _numpy.scores(problem, terms)
         grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
-    grad_q, grad_k, arrays = _lift(problem, schemes, lowered, grads)
+    grad_q, grad_k, arrays = _lift((problem.q, problem.k), problem, schemes, lowered, grads)
     # Operands may have been broadcast over batch axes, or had no axis of heads.
     grad_q, grad_k, grad_v = (
         fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
@@ -364,14 +392,14 @@ def attention_vjp(
 
 
 def _lift(
-    problem: Problem, schemes: tuple[Scheme, ...], lowered: list[Terms], grads: Terms
+    operands: tuple[Array, Array], problem: Problem, schemes: tuple[Scheme, ...], lowered: list[Terms], grads: Terms
 ) -> tuple[Array, Array, tuple[dict[str, Array], ...]]:
     """Gradients of q, of k and of each scheme's arrays, from those of all terms."""
-    if any(scheme.content for scheme in schemes):
-        # The scheme that changes the content product passes its gradients on.
-        grad_q, grad_k = np.zeros_like(problem.q, order="C"), np.zeros_like(problem.k, order="C")
-    else:
-        grad_q, grad_k = np.asarray(grads.query), np.asarray(grads.key)
+    grad_q: Array | None = None
+    grad_k: Array | None = None
+    # A scheme that changes the content product passes its gradients on.
+    if not any(scheme.content for scheme in schemes):
+        grad_q, grad_k = grads.query, grads.key
     rest = {slot: iter(getattr(grads, slot)) for slot in ("tables", "queries", "keys", "values", "biases")}
     arrays = []
     for scheme, terms in zip(schemes, lowered, strict=True):
@@ -379,12 +407,16 @@ def _lift(
         for slot, left in rest.items():
             setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))
         with np.errstate(all="ignore"):
-            lifted = scheme.lift(problem.q, problem.k, problem.site, own)
-        grad_q = grad_q if lifted.q is None else grad_q + lifted.q
-        grad_k = grad_k if lifted.k is None else grad_k + lifted.k
+            lifted = scheme.lift(*operands, problem.site, own)
+        if lifted.q is not None:
+            grad_q = lifted.q if grad_q is None else grad_q + lifted.q
+        if lifted.k is not None:
+            grad_k = lifted.k if grad_k is None else grad_k + lifted.k
         arrays.append(
             {name: np.asarray(x).astype(getattr(scheme, name).dtype, copy=False) for name, x in lifted.arrays.items()}
         )
+    assert grad_q is not None
+    assert grad_k is not None
     return grad_q, grad_k, tuple(arrays)
 
 
@@ -433,6 +465,10 @@ def rel_shift(
     Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019,
     appendix B.
     """
+    if type(x) is not np.ndarray and check.on_device(x):
+        from relpos_np.kernels._cuda import call
+
+        return call.rel_shift(x, variant, backend, out)
     x = check.array("x", x)
     if x.dtype.kind not in "fiuc" and x.dtype.name != "bfloat16":
         raise RelposTypeError(f"x: expected numbers, found dtype {x.dtype}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from relpos_np.kernels._cuda.attend import ADD, PAIRS, THREADS, VALUE, attend, block_rows
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
+from relpos_np.kernels._cuda.operand import Operand
 from relpos_np.kernels._cuda.product import multiply
 from relpos_np.problem import Problem
 from relpos_np.terms import IndexMap, Terms, Toeplitz
@@ -45,7 +46,8 @@ def compact(x: Array, axes: int) -> tuple[Array, list[int]]:
 class Planner:
     """Builds one call."""
 
-    def __init__(self, problem: Problem, terms: Terms) -> None:
+    def __init__(self, problem: Problem, terms: Terms, operands: tuple[Any, Any, Any]) -> None:
+        self.operands = operands
         self.problem, self.terms, self.site = problem, terms, problem.site
         self.count = math.prod(problem.batch)
         self.data, self.index, self.flags = (Pool(dtype) for dtype in (self.site.dtype, np.int32, np.uint8))
@@ -64,8 +66,14 @@ class Planner:
             starts = starts[..., None] + np.arange(n, dtype=np.int64) * step
         return self.meta.add(starts)
 
-    def _operand(self, x: Array) -> tuple[Any, tuple[int, int, int]]:
+    def _operand(self, x: Array | Operand) -> tuple[Any, tuple[int, int, int]]:
         """Queries, keys or values on the device, and their starts per batch item and steps per head and row."""
+        if isinstance(x, Operand):
+            if x.dtype != self.site.dtype or (x.shape[-1] > 1 and x.strides[-1] != 1):
+                x = x.contiguous(self.site.dtype)
+            steps = [0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True)]
+            steps = [0] * (len(self.problem.batch) + 3 - x.ndim) + steps
+            return x.flat, (self._batches(steps[:-3]), *steps[-3:-1])  # type: ignore[return-value]
         # The last axis keeps all its numbers: the kernel steps through it by one.
         flat, steps = compact(x, len(self.problem.batch) + 3)
         if flat.shape[-1] != x.shape[-1]:
@@ -84,11 +92,15 @@ class Planner:
         flat, steps = compact(x, len(self.problem.batch) + 3)
         return pool.add(flat), self._batches(steps[:-3]), *steps[-3:]
 
-    def _product(self, x: Array, weights: Array) -> tuple[int, tuple[int, int, int]]:
+    def _product(self, x: Array | Operand, weights: Array) -> tuple[int, tuple[int, int, int]]:
         """Have vectors (..., heads, L, E) multiplied with rows; start, steps per batch item and head, and rows."""
         heads, (length, depth), rows = self.site.heads, x.shape[-2:], weights.shape[-2]
         sizes = self.count, heads, length, rows, depth
-        wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
+        shape = (*self.problem.batch, *x.shape[-3:])
+        if isinstance(x, Operand):
+            wide: Any = x.broadcast_to(shape).contiguous(self.site.dtype)
+        else:
+            wide = np.broadcast_to(x, shape)
         start = self.product_size
         self.products.append(
             (wide, np.swapaxes(weights, -1, -2), start, sizes, heads // x.shape[-3], weights.shape[0] == 1)
@@ -142,12 +154,13 @@ class Planner:
             return -1
         return self.meta.add(np.array(self._pairs(x, self.flags), np.int64).reshape(len(PAIRS)))
 
-    def run(self, out: Array, lse: Array | None) -> None:
-        """Copy to the device, launch, copy back."""
+    def run(self, out: Array | Operand, lse: Array | Operand | None) -> None:
+        """Copy what is on the host to the device, launch, and copy back what belongs on the host."""
         problem, terms, site = self.problem, self.terms, self.site
-        query = problem.q if terms.query is None else terms.query
-        key = problem.k if terms.key is None else terms.key
-        operands, strides = zip(*(self._operand(x) for x in (query, key, problem.v)), strict=True)
+        query = self.operands[0] if terms.query is None else terms.query
+        key = self.operands[1] if terms.key is None else terms.key
+        value = self.operands[2]
+        operands, strides = zip(*(self._operand(x) for x in (query, key, value)), strict=True)
         placed = self.meta.add(np.array(strides, np.int64))
         lengths = -1
         if problem.key_lengths is not None:
@@ -160,22 +173,31 @@ class Planner:
         if self.data.size:
             data[: self.data.size].copy_to_device(self.data.joined())
         for x, weights, start, *rest in self.products:
-            vectors, rows = (upload(np.ascontiguousarray(part).reshape(-1)) for part in (x, weights))
+            vectors, rows = (
+                part.flat if isinstance(part, Operand) else upload(np.ascontiguousarray(part).reshape(-1))
+                for part in (x, weights)
+            )
             multiply(vectors, rows, data, self.data.size + start, *rest)
 
         queries = self.count * site.heads * site.q_len
-        result, sums, bins = (empty(n, site.dtype) for n in (out.size, queries, queries * values[-1]))
-        careful = not np.isfinite(problem.v).all()
+        result, sums, bins = (
+            x.flat if isinstance(x, Operand) and x.dtype == site.dtype else empty(n, site.dtype)
+            for n, x in ((out.size, out), (queries, lse), (queries * values[-1], None))
+        )
+        careful = isinstance(value, Operand) or not np.isfinite(problem.v).all()
         blocks = self.count * site.heads * -(-site.q_len // block_rows(site.dtype))
         real = site.dtype.type
         launch(
             attend(site.dtype, query.shape[-1], site.v_dim, bool(careful)),
             *(blocks, THREADS, *operands, data, upload(self.index.joined()), upload(self.flags.joined())),
             *(upload(self.meta.joined()), result, sums, bins, site.heads, site.q_len, site.k_len),
-            *(site.heads // key.shape[-3], site.heads // problem.v.shape[-3], site.offset, problem.left),
+            *(site.heads // key.shape[-3], site.heads // value.shape[-3], site.offset, problem.left),
             *(problem.right, real(site.scale), real(problem.keep_scale), placed, lengths, *adds, *values, mask, keep),
             int(lse is not None),
         )
-        download(result, out)
-        if lse is not None:
-            download(sums, lse)
+        for found, target in ((result, out), (sums, lse)):
+            if isinstance(target, Operand):
+                if target.flat is not found:
+                    target.fill_from(Operand(found, target.shape, target.strides, site.dtype))
+            elif target is not None:
+                download(found, target)
