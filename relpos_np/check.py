@@ -40,7 +40,7 @@ def array(name: str, value: Any) -> Array:
     if isinstance(value, np.matrix) or not isinstance(value, np.ndarray):
         if on_device(value):
             raise RelposTypeError(
-                f"{name}: expected a NumPy array, found {type(value).__name__} on a CUDA device; backend=\"cuda\" takes "
+                f'{name}: expected a NumPy array, found {type(value).__name__} on a CUDA device; backend="cuda" takes '
                 "device arrays, if all of q, k and v are"
             )
         raise RelposTypeError(

@@ -37,7 +37,7 @@ def _places(name: str, value: Any) -> Array:
     return x
 
 
-def _turn(x: Array, cos: Array, sin: Array, layout: str) -> Array:
+def _turn(x: Any, cos: Array, sin: Array, layout: str) -> Array:
     """Pairs of channels times complex numbers (..., L, P), in the dtype of all three."""
     if not isinstance(x, np.ndarray):  # on a device, where it turns itself
         turned: Array = x.turned(cos, sin, layout)
@@ -248,7 +248,8 @@ class Rotary(Scheme):
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""
         to_query, to_key = grad.query, grad.key
-        assert to_query is not None and to_key is not None
+        assert to_query is not None
+        assert to_key is not None
         turns = self._tables(site)
         (cos_q, sin_q), (cos_k, sin_k) = turns
         lifted = SchemeGradient(_turn(to_query, cos_q, -sin_q, self.layout), _turn(to_key, cos_k, -sin_k, self.layout))

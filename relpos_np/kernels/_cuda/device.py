@@ -206,8 +206,8 @@ def attempt(action: Callable[[], Any], what: str) -> Any:
                 continue
             if any(name in words for name in LOST):
                 raise RelposError(
-                    f"backend 'cuda': a kernel of this process failed on the device ({words}); its context is lost, and "
-                    "only a new process can use the device again"
+                    f"backend 'cuda': a kernel of this process failed on the device ({words}); its context is lost, "
+                    "and only a new process can use the device again"
                 ) from error
             raise RelposError(f"backend 'cuda': the driver reports an error for {what} ({words})") from error
     return None
@@ -230,9 +230,7 @@ def upload(x: Array) -> Any:
     """A copy of a flat array on the device; one element at least, since empty arrays have no address there."""
     if not x.size:
         return empty(1, x.dtype)
-    return attempt(
-        lambda: module().to_device(x, stream=_current.stream), f"a copy of an array of {x.nbytes} bytes"
-    )
+    return attempt(lambda: module().to_device(x, stream=_current.stream), f"a copy of an array of {x.nbytes} bytes")
 
 
 def upload_all(*arrays: Array) -> list[Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.lib.stride_tricks import as_strided
 
-from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposImportError, RelposMemoryError, RelposTypeError, RelposValueError
 from relpos_np.kernels._cuda import device
 from relpos_np.kernels._cuda.elementwise import elementwise, is_brain
 from relpos_np.kernels._cuda.rotate import rotate
@@ -37,14 +40,31 @@ def common_stream(arrays: list[Any]) -> int:
     return next((stream for stream in map(stream_of, arrays) if stream is not None), LEGACY_STREAM)
 
 
+@contextmanager
+def session(named: dict[str, Any]) -> Iterator[int]:
+    """The stream of a call of these arguments; after an error for memory, what the call holds is given back."""
+    pointer = common_stream(list(named.values()))
+    with device.on(pointer):
+        try:
+            yield pointer
+        except RelposMemoryError as error:
+            # Tracebacks would keep the arrays of all functions that they went through.
+            for failure in (error, error.__cause__):
+                if failure is not None:
+                    traceback.clear_frames(failure.__traceback__)
+            device.release()
+            raise
+
+
 def _bfloat16(name: str) -> np.dtype[Any]:
     """NumPy's dtype for bfloat16, which is in a package of its own."""
     try:
-        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+        dtype: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
     except ImportError as error:
         raise RelposImportError(
             f"{name}: bfloat16 needs the package ml_dtypes; install it with `pip install ml_dtypes`"
         ) from error
+    return dtype
 
 
 class _Described:
@@ -94,7 +114,8 @@ def _flat_of_device(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int,
         memory_view = importlib.import_module("cuda.core.utils").StridedMemoryView
     except ImportError as error:
         raise RelposImportError(
-            f'{name}: device arrays need the package cuda-core ({error}); install it with `pip install "relpos-np[cuda]"`'
+            f"{name}: device arrays need the package cuda-core ({error}); install it with "
+            '`pip install "relpos-np[cuda]"`'
         ) from error
     cuda = device.module()
     # Numba's context must be the current one when addresses are looked up.

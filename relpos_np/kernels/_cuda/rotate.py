@@ -21,8 +21,10 @@ def _rotate(dtype: np.dtype[Any], real: np.dtype[Any], half: bool) -> Any:
     load = inline(loader(dtype, real))
 
     @jit()
-    def kernel(x, cos, sin, out, starts, rows, heads, length, pairs, depth, by_head, by_row, by_channel,
-               turn_head, turn_row):  # type: ignore[no-untyped-def]  # fmt: skip
+    def kernel(  # type: ignore[no-untyped-def]
+        x, cos, sin, out, starts,
+        rows, heads, length, pairs, depth, by_head, by_row, by_channel, turn_head, turn_row,
+    ):  # fmt: skip
         # A row has its pairs first, and then the channels that do not turn.
         width = depth - pairs
         count = rows * width

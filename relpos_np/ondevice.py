@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relpos_np import api, backend, check, relshift
-from relpos_np.errors import RelposMemoryError, RelposTypeError, RelposValueError
+from relpos_np import backend, check, relshift
+from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.gradient import AttentionGradient
-from relpos_np.kernels import _cuda
-from relpos_np.kernels._cuda import device
-from relpos_np.kernels._cuda.operand import Operand, common_stream, stream_of
-from relpos_np.kernels._cuda.result import DeviceArray
+from relpos_np.lowering import all_terms, checked_schemes, each_lowered, lifted
 from relpos_np.problem import Problem
-from relpos_np.terms import Terms, fit
-from relpos_np.types import Array
+from relpos_np.terms import fit
+
+if TYPE_CHECKING:
+    from relpos_np.kernels._cuda.operand import Operand
 
 
-def _require(first: tuple[str, Any], chosen: str | None) -> None:
-    """Only the CUDA backend reads arrays of a device, and only where there is one."""
+def _kernels(first: tuple[str, Any], chosen: str | None) -> Any:
+    """The CUDA backend, which alone reads arrays of a device, and only where there is one."""
     name = backend.current(chosen)
     if name != "cuda":
         raise RelposTypeError(
-            f"{first[0]}: expected a NumPy array for backend {name!r}, found {type(first[1]).__name__} on a CUDA device; "
-            'use backend="cuda", or copy it to the host'
+            f"{first[0]}: expected a NumPy array for backend {name!r}, found {type(first[1]).__name__} on a CUDA "
+            'device; use backend="cuda", or copy it to the host'
         )
-    backend.cuda_kernels()
+    return backend.cuda_kernels()
 
 
 def _check_places(named: dict[str, Any]) -> None:
@@ -42,22 +38,10 @@ def _check_places(named: dict[str, Any]) -> None:
         raise RelposTypeError(f"{', '.join(host)}: expected device arrays like the others, found {places}")
 
 
-@contextmanager
-def _session(named: dict[str, Any]) -> Iterator[int]:
-    """The stream of a call; after an error for memory, what the call holds is given back."""
-    pointer = common_stream(list(named.values()))
-    with device.on(pointer):
-        try:
-            yield pointer
-        except RelposMemoryError as error:
-            # The traceback would keep the arrays of all functions that it went through.
-            traceback.clear_frames(error.__traceback__)
-            device.release()
-            raise
-
-
 def _host_copies(options: dict[str, Any]) -> dict[str, Any]:
     """Masks and lengths are read on the host."""
+    from relpos_np.kernels._cuda.operand import Operand
+
     return {
         name: np.asarray(Operand.of(x, name).host()) if name in ("mask", "key_lengths") and check.on_device(x) else x
         for name, x in options.items()
@@ -84,6 +68,8 @@ def _spread(operands: dict[str, Operand], problem: Problem) -> tuple[Operand, Op
 
 def _output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: list[Operand]) -> Operand:
     """Check `out=`, with the words of `check.output`."""
+    from relpos_np.kernels._cuda.operand import Operand
+
     if not check.on_device(out):
         raise RelposTypeError(f"out: expected a device array like the operands, found {type(out).__name__}")
     found = Operand.of(out, "out")
@@ -101,10 +87,13 @@ def _output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: list
 
 
 def _handed_back(out: Any, pointer: int) -> Any:
-    """The caller's own array, whose stream waits for ours."""
+    """The caller's own array, whose stream waits for that of the call."""
+    from relpos_np.kernels._cuda.device import follow
+    from relpos_np.kernels._cuda.operand import stream_of
+
     own = stream_of(out)
     if own is not None:
-        device.follow(own, pointer)
+        follow(own, pointer)
     return out
 
 
@@ -112,12 +101,14 @@ def attention(
     named: dict[str, Any], position: Any, chosen: str | None, return_lse: bool, out: Any, options: dict[str, Any]
 ) -> Any:
     """`relpos_np.attention` of arrays on the device; `options` are those of `check.problem`."""
-    _require(next(iter(named.items())), chosen)
+    kernels = _kernels(next(iter(named.items())), chosen)
+    from relpos_np.kernels._cuda.operand import Operand, session
+
     _check_places(named)
-    with _session(named) as pointer:
+    with session(named) as pointer:
         operands = {name: Operand.of(x, name) for name, x in named.items()}
         problem, dtype, flat = _problem(operands, options)
-        schemes = api._schemes(position, problem)
+        schemes = checked_schemes(position, problem)
         q, k, v = _spread(operands, problem)
         shape = problem.out_shape
         if out is None:
@@ -125,18 +116,20 @@ def attention(
         else:
             target = _output(out, shape[1:] if flat else shape, dtype, list(operands.values())).reshaped(shape)
         lse = Operand.empty(shape[:-1], problem.site.dtype) if return_lse else None
-        terms = api._sum([scheme.lower(q, k, problem.site) for scheme in schemes])
+        terms = all_terms(each_lowered(schemes, problem, (q, k)))
         # Kernels write whole arrays in C order.
         straight = target if target.is_contiguous else Operand.empty(shape, dtype)
-        _cuda.attention(problem, terms, straight, lse, (q, k, v))
+        kernels.attention(problem, terms, straight, lse, (q, k, v))
         if straight is not target:
             target.fill_from(straight)
         result = _handed_back(out, pointer) if out is not None else _result(target, flat, pointer)
         return (result, _result(lse, flat, pointer)) if lse is not None else result
 
 
-def _result(x: Operand, flat: bool, pointer: int) -> DeviceArray:
+def _result(x: Operand, flat: bool, pointer: int) -> Any:
     """What the caller gets, without the axis of heads if the operands had none."""
+    from relpos_np.kernels._cuda.result import DeviceArray
+
     return DeviceArray(x.reshaped(x.shape[1:]) if flat else x, pointer)
 
 
@@ -149,13 +142,15 @@ def attention_vjp(
     options: dict[str, Any],
 ) -> AttentionGradient:
     """`relpos_np.attention_vjp` of arrays on the device."""
-    _require(next(iter(named.items())), chosen)
+    kernels = _kernels(next(iter(named.items())), chosen)
+    from relpos_np.kernels._cuda.operand import Operand, session
+
     gradients = {"grad_out": grad_out} | ({} if grad_lse is None else {"grad_lse": grad_lse})
     _check_places(named | gradients)
-    with _session(named) as pointer:
+    with session(named) as pointer:
         operands = {name: Operand.of(x, name) for name, x in named.items()}
         problem, _, flat = _problem(operands, options)
-        schemes = api._schemes(position, problem)
+        schemes = checked_schemes(position, problem)
         given = []
         for name, x in gradients.items():
             shape = problem.out_shape if name == "grad_out" else problem.out_shape[:-1]
@@ -163,20 +158,22 @@ def attention_vjp(
             check.like(name, found.stand_in(), shape[1:] if flat else shape, problem.site.dtype)
             given.append(found.reshaped(shape).contiguous(problem.site.dtype))
         q, k, v = _spread(operands, problem)
-        lowered = [scheme.lower(q, k, problem.site) for scheme in schemes]
+        lowered = each_lowered(schemes, problem, (q, k))
         own_grad_lse = given[1] if len(given) > 1 else None
-        grads, grad_v = _cuda.backward(problem, api._sum(lowered), given[0], own_grad_lse, (q, k, v))
-        grad_q, grad_k, arrays = api._lift((q, k), problem, schemes, lowered, grads)
+        grads, grad_v = kernels.backward(problem, all_terms(lowered), given[0], own_grad_lse, (q, k, v))
+        grad_q, grad_k, arrays = lifted((q, k), problem, schemes, lowered, grads)
         found_q, found_k, found_v = (
-            DeviceArray(_fitted(x, operand, flat), pointer)
+            _result(_fitted(x, operand, flat), False, pointer)
             for x, operand in zip((grad_q, grad_k, grad_v), operands.values(), strict=True)
         )
         by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
-        return AttentionGradient(found_q, found_k, found_v, by_scheme)  # type: ignore[arg-type]
+        return AttentionGradient(found_q, found_k, found_v, by_scheme)
 
 
 def _fitted(x: Any, operand: Operand, flat: bool) -> Operand:
     """A gradient in the shape and dtype of its operand, summed on the host where that was broadcast."""
+    from relpos_np.kernels._cuda.operand import Operand
+
     if flat:
         x = x.reshaped(x.shape[1:]) if isinstance(x, Operand) else x[0]
     if x.shape != operand.shape:
@@ -188,8 +185,10 @@ def _fitted(x: Any, operand: Operand, flat: bool) -> Operand:
 
 def rel_shift(x: Any, variant: str, chosen: str | None, out: Any) -> Any:
     """`relpos_np.rel_shift` of an array on the device."""
-    _require(("x", x), chosen)
-    with _session({"x": x}) as pointer:
+    kernels = _kernels(("x", x), chosen)
+    from relpos_np.kernels._cuda.operand import Operand, session
+
+    with session({"x": x}) as pointer:
         operand = Operand.of(x, "x")
         if operand.dtype.kind not in "fiuc" and operand.dtype.name != "bfloat16":
             raise RelposTypeError(f"x: expected numbers, found dtype {operand.dtype}")
@@ -200,7 +199,7 @@ def rel_shift(x: Any, variant: str, chosen: str | None, out: Any) -> Any:
         if variant == "wenet":
             straight.fill_from(operand)
         else:
-            _cuda.rel_shift(operand, straight, variant)
+            kernels.rel_shift(operand, straight, variant)
         if straight is not target:
             target.fill_from(straight)
-        return DeviceArray(target, pointer) if out is None else _handed_back(out, pointer)
+        return _result(target, False, pointer) if out is None else _handed_back(out, pointer)
