@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from relpos_np.errors import RelposImportError
+from relpos_np.errors import RelposError, RelposImportError, RelposMemoryError
 from relpos_np.types import Array
 
 REMEDY = (
@@ -106,29 +109,161 @@ def inline(function: Any) -> Any:
     return compiler().jit(device=True, forceinline=True)(function)
 
 
+class _Current(threading.local):
+    """The stream of a thread's call: what Numba takes for one, and its address, as DLPack has it."""
+
+    stream: Any = 0
+    pointer = 1
+
+
+_current = _Current()
+
+
+@contextmanager
+def on(pointer: int) -> Iterator[None]:
+    """Have launches, copies and new arrays of this thread in the order of a stream, given by its address.
+
+    The address 1 is the legacy default stream, 2 that of the thread, as in DLPack.
+    """
+    before = _current.stream, _current.pointer
+    # The simulator has no streams of others.
+    _current.stream = pointer if simulated() else module().external_stream(pointer)
+    _current.pointer = pointer
+    try:
+        yield
+    finally:
+        _current.stream, _current.pointer = before
+
+
+def current_stream() -> int:
+    """The address of the current stream."""
+    return _current.pointer
+
+
+def follow(later: int, earlier: int) -> None:
+    """Let one stream wait for what is in another one by now, without waiting here."""
+    if later == earlier or simulated():
+        return
+    cuda = module()
+    event = cuda.event(timing=False)
+    event.record(cuda.external_stream(earlier))
+    event.wait(cuda.external_stream(later))
+
+
+# What leaves the context unusable: every later call of this process gets the same error.
+LOST = (
+    "ADDRESS",
+    "ASSERT",
+    "ECC_UNCORRECTABLE",
+    "HARDWARE_STACK",
+    "ILLEGAL",
+    "INVALID_PC",
+    "LAUNCH_FAILED",
+    "LAUNCH_TIMEOUT",
+)
+
+
+def _driver_error() -> type[Exception]:
+    """The error with which Numba passes on the driver's codes."""
+    found: type[Exception] = importlib.import_module("numba.cuda.cudadrv.driver").CudaAPIError
+    return found
+
+
+def release() -> None:
+    """Give back to the driver what Numba holds of arrays that nobody uses any more."""
+    if not simulated():
+        module().current_context().deallocations.clear()
+
+
+def attempt(action: Callable[[], Any], what: str) -> Any:
+    """Do something on the device; if memory runs out once more after what is unused was given back, say so.
+
+    Parameters
+    ----------
+    action : callable
+        What to do.
+    what : str
+        For the error, such as "an array of 64 bytes".
+
+    Raises
+    ------
+    RelposMemoryError
+        If there is no memory.
+    RelposError
+        If the driver reports anything else.
+    """
+    failure = _driver_error()
+    for last in (False, True):
+        try:
+            return action()
+        except failure as error:
+            words = " ".join(str(error).split())
+            if "OUT_OF_MEMORY" in words:
+                if last:
+                    raise RelposMemoryError(f"backend 'cuda': the device has no memory for {what} ({words})") from error
+                release()
+                continue
+            if any(name in words for name in LOST):
+                raise RelposError(
+                    f"backend 'cuda': a kernel of this process failed on the device ({words}); its context is lost, "
+                    "and only a new process can use the device again"
+                ) from error
+            raise RelposError(f"backend 'cuda': the driver reports an error for {what} ({words})") from error
+    return None
+
+
 def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
-    """Run a kernel on a line of blocks."""
+    """Run a kernel on a line of blocks, in the order of the current stream."""
     # numba-cuda has a configuration of its own, apart from Numba's.
     config = importlib.import_module("numba" if simulated() else "numba.cuda.dispatcher").config
     with _lock:
         # A call may be small; Numba would warn that it does not fill the device.
         before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
         try:
-            kernel[blocks, threads](*args)
+            attempt(lambda: kernel[blocks, threads, _current.stream](*args), f"a kernel of {blocks} blocks")
         finally:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before
 
 
 def upload(x: Array) -> Any:
     """A copy of a flat array on the device; one element at least, since empty arrays have no address there."""
-    return module().to_device(x) if x.size else empty(1, x.dtype)
+    if not x.size:
+        return empty(1, x.dtype)
+    return attempt(lambda: module().to_device(x, stream=_current.stream), f"a copy of an array of {x.nbytes} bytes")
+
+
+def upload_all(*arrays: Array) -> list[Any]:
+    """Copies of several flat arrays on the device, made by one transfer."""
+    starts, size = [], 0
+    for x in arrays:
+        starts.append(size)
+        # One element at least, and each on a border that every load is happy with.
+        size += -(-max(x.nbytes, x.itemsize) // 16) * 16
+    packed = np.zeros(size, np.uint8)
+    for start, x in zip(starts, arrays, strict=True):
+        packed[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    flat = upload(packed)
+    return [
+        flat[start : start + max(x.nbytes, x.itemsize)].view(x.dtype) for start, x in zip(starts, arrays, strict=True)
+    ]
 
 
 def empty(size: int, dtype: Any) -> Any:
     """A flat array on the device, with anything in it."""
-    return module().device_array(max(size, 1), dtype)
+    size, dtype = max(size, 1), np.dtype(dtype)
+    return attempt(
+        lambda: module().device_array(size, dtype, stream=_current.stream),
+        f"an array of {size * dtype.itemsize} bytes",
+    )
 
 
 def download(x: Any, out: Array) -> None:
-    """Copy a flat array from the device into a C-contiguous one."""
-    x.copy_to_host(out.reshape(-1))
+    """Copy a flat array from the device into a C-contiguous one, and wait for that."""
+
+    def copy() -> None:
+        stream = _current.stream
+        x.copy_to_host(out.reshape(-1), stream=stream)
+        if stream and not simulated():
+            stream.synchronize()
+
+    attempt(copy, f"a copy of {out.nbytes} bytes to the host")

@@ -12,6 +12,7 @@ import numpy as np
 from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
+from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.product import multiply
 from relpos_np.kernels._cuda.tile import ADD, PAIRS, SKEW, Call
 from relpos_np.problem import Problem
@@ -60,7 +61,7 @@ FEW_ROWS = 128
 class Planner:
     """Builds one call; `fused` if the kernel makes products with a row for each relative position itself."""
 
-    def __init__(self, problem: Problem, terms: Terms, *, fused: bool = False) -> None:
+    def __init__(self, problem: Problem, terms: Terms, operands: tuple[Any, Any, Any], *, fused: bool = False) -> None:
         self.fused = fused
         self.problem, self.terms, self.site = problem, terms, problem.site
         self.count = math.prod(problem.batch)
@@ -70,10 +71,12 @@ class Planner:
         self.product_size = 0
         # One table of starts serves all that do not differ between batch items.
         self.same = self.meta.add(np.zeros(self.count, np.int64))
-        self.query = problem.q if terms.query is None else terms.query
-        self.key = problem.stored_k if terms.key is None else terms.key
+        self.copies: list[tuple[Operand, int]] = []
+        query, key, value = operands
+        self.query = query if terms.query is None else terms.query
+        self.key = key if terms.key is None else terms.key
         self.operands, self.strides, self.formats = list[Any](), list[tuple[int, ...]](), list[str]()
-        for x in (self.query, self.key, problem.stored_v):
+        for x in (self.query, self.key, value):
             flat, steps, name = self._operand(x)
             self.operands.append(flat)
             self.strides.append(steps)
@@ -94,13 +97,23 @@ class Planner:
         # The last axis keeps all its numbers: kernels step through it by one.
         if flat.shape[-1] != x.shape[-1]:
             flat, steps = compact(np.ascontiguousarray(x), len(self.problem.batch) + 3)
-        return flat.reshape(-1), (self._batches(steps[:-3]), *steps[-3:-1])
+        return flat.reshape(-1), self._steps(flat.shape, steps)
 
-    def _operand(self, x: Array) -> tuple[Any, tuple[int, ...], str]:
+    def _operand(self, x: Array | Operand) -> tuple[Any, tuple[int, ...], str]:
         """Queries, keys or values on the device, where they are, and their format."""
+        if isinstance(x, Operand):
+            if x.shape[-1] > 1 and x.strides[-1] != 1:
+                x = x.contiguous()
+            return x.flat, self._steps(x.shape, x.strides), x.dtype.name
         flat, steps = self._vectors(x)
         stored: Array = flat.view(FORMATS[x.dtype.name][1])
         return upload(stored), steps, x.dtype.name
+
+    def _steps(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+        """Starts per batch item and steps per head and row."""
+        steps = [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
+        steps = [0] * (len(self.problem.batch) + 3 - len(steps)) + steps
+        return self._batches(steps[:-3]), *steps[-3:-1]
 
     def _strip(self) -> tuple[int, int]:
         """The sum of all tables on Toeplitz maps by relative position: where distance 0 is, and the step per head."""
@@ -122,11 +135,15 @@ class Planner:
         flat, steps = compact(x, len(self.problem.batch) + 3)
         return pool.add(flat), self._batches(steps[:-3]), *steps[-3:]
 
-    def _product(self, x: Array, weights: Array) -> tuple[int, tuple[int, int, int]]:
+    def _product(self, x: Array | Operand, weights: Array) -> tuple[int, tuple[int, int, int]]:
         """Have vectors (..., heads, L, E) multiplied with rows; start, steps per batch item and head, and rows."""
         heads, (length, depth), rows = self.site.heads, x.shape[-2:], weights.shape[-2]
         sizes = self.count, heads, length, rows, depth
-        wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
+        shape = (*self.problem.batch, *x.shape[-3:])
+        if isinstance(x, Operand):
+            wide: Any = x.broadcast_to(shape).contiguous(self.site.dtype)
+        else:
+            wide = np.broadcast_to(x, shape)
         start = self.product_size
         self.products.append(
             (wide, np.swapaxes(weights, -1, -2), start, sizes, heads // x.shape[-3], weights.shape[0] == 1)
@@ -144,18 +161,27 @@ class Planner:
 
     def skews(self) -> tuple[int, int]:
         """Every product that the kernel makes: where its description is, and how many there are."""
-        found = []
+        found, copied = [], []
         for term in self.terms.queries:
             if not self._is_fused(term):
                 continue
             assert isinstance(term.index, Toeplitz)
-            flat, steps = self._vectors(term.query)
             heads, rows, depth = term.weights.shape
             head = rows * depth if heads > 1 else 0
-            vectors, weights = self.data.add(flat), self.data.add(term.weights)
-            lookup = self.index.add(term.index.lookup) + self.site.q_len - 1
-            found.append((vectors, *steps, weights, head, depth, lookup))
-        return self._listed(found, len(SKEW))
+            tail = (self.data.add(term.weights), head, depth, self.index.add(term.index.lookup) + self.site.q_len - 1)
+            if isinstance(term.query, Operand):
+                copied.append((*self._copied(term.query), *tail))
+            else:
+                flat, steps = self._vectors(term.query)
+                found.append((self.data.add(flat), *steps, *tail))
+        return self._listed(found, len(SKEW), copied)
+
+    def _copied(self, x: Operand) -> tuple[int, ...]:
+        """Have vectors copied behind all other data; where they will be."""
+        start = self.product_size
+        self.copies.append((x, start))
+        self.product_size += x.size
+        return start, *self._steps(x.shape, contiguous_strides(x.shape))
 
     def adds(self) -> tuple[int, int]:
         """Every summand of the scores: where its description is, and how many there are."""
@@ -191,8 +217,14 @@ class Planner:
         data = empty(self.data.size + self.product_size, self.site.dtype)
         if self.data.size:
             data[: self.data.size].copy_to_device(self.data.joined())
+        for operand, start in self.copies:
+            place = data[self.data.size + start : self.data.size + start + operand.size]
+            Operand(place, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
         for x, weights, start, *rest in self.products:
-            vectors, rows = (upload(np.ascontiguousarray(part).reshape(-1)) for part in (x, weights))
+            vectors, rows = (
+                part.flat if isinstance(part, Operand) else upload(np.ascontiguousarray(part).reshape(-1))
+                for part in (x, weights)
+            )
             multiply(vectors, rows, data, self.data.size + start, *rest)
         return data
 
@@ -249,23 +281,27 @@ class Planner:
             wants_lse=0,
         )
 
-    def run(self, out: Array, lse: Array | None) -> None:
-        """Copy to the device, launch, copy back."""
+    def run(self, out: Array | Operand, lse: Array | Operand | None) -> None:
+        """Copy what is on the host to the device, launch, and copy back what belongs on the host."""
         site, call = self.site, self.call()
         data = self.multiplied()
         width = width_of(site.v_dim)
-        sizes = tiling(site.dtype, width, call.n_skews > 0)
+        skewed = call.n_skews > 0
+        sizes = tiling(site.dtype, width, skewed)
         queries = self.count * site.heads * site.q_len
         parts = -(-site.v_dim // width)
-        result, sums, bins = (empty(n, site.dtype) for n in (out.size, queries, queries * parts * call.n_bins))
+        result = out.flat if isinstance(out, Operand) else empty(out.size, site.dtype)
+        sums = lse.flat if isinstance(lse, Operand) else empty(queries if lse is not None else 1, site.dtype)
         real = site.dtype.type
         launch(
-            attend(sizes, (*self.formats, site.dtype.name), self.query.shape[-1], width, call.n_skews > 0),
+            attend(sizes, (*self.formats, out.dtype.name), self.query.shape[-1], width, skewed),
             *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.operands, data),
             *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
-            *(result, sums, bins, call._replace(wants_lse=int(lse is not None))),
-            *(real(site.scale), real(self.problem.keep_scale)),
+            *(result, sums, empty(queries * parts * call.n_bins, site.dtype)),
+            *(call._replace(wants_lse=int(lse is not None)), real(site.scale), real(self.problem.keep_scale)),
         )
+        if isinstance(out, Operand):
+            return
         download(result, out)
         if lse is not None:
             download(sums, lse)
