@@ -40,8 +40,8 @@ def array(name: str, value: Any) -> Array:
     if isinstance(value, np.matrix) or not isinstance(value, np.ndarray):
         if on_device(value):
             raise RelposTypeError(
-                f'{name}: expected a NumPy array, found {type(value).__name__} on a CUDA device; backend="cuda" takes '
-                "device arrays, if all of q, k and v are"
+                f"{name}: expected a NumPy array, found {type(value).__name__} on a CUDA device; attention, "
+                'attention_vjp and rel_shift take device arrays with backend="cuda", if all their operands are'
             )
         raise RelposTypeError(
             f"{name}: expected a NumPy array, found {type(value).__name__}; convert it with np.asarray"
@@ -166,6 +166,17 @@ def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return _spread("mask", mask, shape, "(..., H, L_q, L_k)")
 
 
+def one_side(named: dict[str, Any]) -> None:
+    """Refuse operands of which some are on a device and some on the host."""
+    there = [on_device(x) for x in named.values()]
+    if len(set(there)) > 1:
+        found = ", ".join(
+            f"{name} {type(x).__name__} on {'a CUDA device' if far else 'the host'}"
+            for (name, x), far in zip(named.items(), there, strict=True)
+        )
+        raise RelposTypeError(f"{', '.join(named)}: expected all of them on a CUDA device or none, found {found}")
+
+
 def one_dtype(dtypes: dict[str, np.dtype[Any]]) -> Never:
     """Refuse operands that differ in dtype."""
     found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -180,6 +191,8 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
         first.dtype is _FLOAT32 or first.dtype is _FLOAT64
     ):
         return values, first.dtype  # nearly every call
+    if any(on_device(x) for x in values):
+        one_side(named)
     given = [array(name, x) for name, x in named.items()]
     kinds = {x.dtype.newbyteorder("=") for x in given}
     if len(kinds) > 1:

@@ -28,16 +28,6 @@ def _kernels(first: tuple[str, Any], chosen: str | None) -> Any:
     return backend.cuda_kernels()
 
 
-def _check_places(named: dict[str, Any]) -> None:
-    """All of these are on the device, or none."""
-    host = [name for name, x in named.items() if not check.on_device(x)]
-    if host:
-        places = ", ".join(
-            f"{name} {type(x).__name__} {'on the host' if name in host else 'on a device'}" for name, x in named.items()
-        )
-        raise RelposTypeError(f"{', '.join(host)}: expected device arrays like the others, found {places}")
-
-
 def _host_copies(options: dict[str, Any]) -> dict[str, Any]:
     """Masks and lengths are read on the host."""
     from relpos_np.kernels._cuda.operand import Operand
@@ -102,28 +92,44 @@ def attention(
 ) -> Any:
     """`relpos_np.attention` of arrays on the device; `options` are those of `check.problem`."""
     kernels = _kernels(next(iter(named.items())), chosen)
-    from relpos_np.kernels._cuda.operand import Operand, session
+    check.one_side(named)
+    from relpos_np.kernels._cuda.operand import session
 
-    _check_places(named)
+    # What it holds is given back after an error for memory, if it is a function of its own.
     with session(named) as pointer:
-        operands = {name: Operand.of(x, name) for name, x in named.items()}
-        problem, dtype, flat = _problem(operands, options)
-        schemes = checked_schemes(position, problem)
-        q, k, v = _spread(operands, problem)
-        shape = problem.out_shape
-        if out is None:
-            target = Operand.empty(shape, dtype)
-        else:
-            target = _output(out, shape[1:] if flat else shape, dtype, list(operands.values())).reshaped(shape)
-        lse = Operand.empty(shape[:-1], problem.site.dtype) if return_lse else None
-        terms = all_terms(each_lowered(schemes, problem, (q, k)))
-        # Kernels write whole arrays in C order.
-        straight = target if target.is_contiguous else Operand.empty(shape, dtype)
-        kernels.attention(problem, terms, straight, lse, (q, k, v))
-        if straight is not target:
-            target.fill_from(straight)
-        result = _handed_back(out, pointer) if out is not None else _result(target, flat, pointer)
-        return (result, _result(lse, flat, pointer)) if lse is not None else result
+        return _attention(kernels, pointer, named, position, return_lse, out, options)
+
+
+def _attention(
+    kernels: Any,
+    pointer: int,
+    named: dict[str, Any],
+    position: Any,
+    return_lse: bool,
+    out: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Check, lower, run, in the order of the stream with this address."""
+    from relpos_np.kernels._cuda.operand import Operand
+
+    operands = {name: Operand.of(x, name) for name, x in named.items()}
+    problem, dtype, flat = _problem(operands, options)
+    schemes = checked_schemes(position, problem)
+    q, k, v = _spread(operands, problem)
+    shape = problem.out_shape
+    if out is None:
+        target = Operand.empty(shape, dtype)
+    else:
+        target = _output(out, shape[1:] if flat else shape, dtype, list(operands.values())).reshaped(shape)
+    lse = Operand.empty(shape[:-1], problem.site.dtype) if return_lse else None
+    terms = all_terms(each_lowered(schemes, problem, (q, k)))
+    # Kernels write whole arrays in C order.
+    straight = target if target.is_contiguous else Operand.empty(shape, dtype)
+    kernels.attention(problem, terms, straight, lse, (q, k, v))
+    if straight is not target:
+        target.fill_from(straight)
+    result = _handed_back(out, pointer) if out is not None else _result(target, flat, pointer)
+    return (result, _result(lse, flat, pointer)) if lse is not None else result
 
 
 def _result(x: Operand, flat: bool, pointer: int) -> Any:
@@ -143,31 +149,45 @@ def attention_vjp(
 ) -> AttentionGradient:
     """`relpos_np.attention_vjp` of arrays on the device."""
     kernels = _kernels(next(iter(named.items())), chosen)
-    from relpos_np.kernels._cuda.operand import Operand, session
-
     gradients = {"grad_out": grad_out} | ({} if grad_lse is None else {"grad_lse": grad_lse})
-    _check_places(named | gradients)
+    check.one_side(named | gradients)
+    from relpos_np.kernels._cuda.operand import session
+
     with session(named) as pointer:
-        operands = {name: Operand.of(x, name) for name, x in named.items()}
-        problem, _, flat = _problem(operands, options)
-        schemes = checked_schemes(position, problem)
-        given = []
-        for name, x in gradients.items():
-            shape = problem.out_shape if name == "grad_out" else problem.out_shape[:-1]
-            found = Operand.of(x, name)
-            check.like(name, found.stand_in(), shape[1:] if flat else shape, problem.site.dtype)
-            given.append(found.reshaped(shape).contiguous(problem.site.dtype))
-        q, k, v = _spread(operands, problem)
-        lowered = each_lowered(schemes, problem, (q, k))
-        own_grad_lse = given[1] if len(given) > 1 else None
-        grads, grad_v = kernels.backward(problem, all_terms(lowered), given[0], own_grad_lse, (q, k, v))
-        grad_q, grad_k, arrays = lifted((q, k), problem, schemes, lowered, grads)
-        found_q, found_k, found_v = (
-            _result(_fitted(x, operand, flat), False, pointer)
-            for x, operand in zip((grad_q, grad_k, grad_v), operands.values(), strict=True)
-        )
-        by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
-        return AttentionGradient(found_q, found_k, found_v, by_scheme)
+        return _attention_vjp(kernels, pointer, named, gradients, position, options)
+
+
+def _attention_vjp(
+    kernels: Any,
+    pointer: int,
+    named: dict[str, Any],
+    gradients: dict[str, Any],
+    position: Any,
+    options: dict[str, Any],
+) -> AttentionGradient:
+    """Check, lower, run, and pass the gradients of the terms on."""
+    from relpos_np.kernels._cuda.operand import Operand
+
+    operands = {name: Operand.of(x, name) for name, x in named.items()}
+    problem, _, flat = _problem(operands, options)
+    schemes = checked_schemes(position, problem)
+    given = []
+    for name, x in gradients.items():
+        shape = problem.out_shape if name == "grad_out" else problem.out_shape[:-1]
+        found = Operand.of(x, name)
+        check.like(name, found.stand_in(), shape[1:] if flat else shape, problem.site.dtype)
+        given.append(found.reshaped(shape).contiguous(problem.site.dtype))
+    q, k, v = _spread(operands, problem)
+    lowered = each_lowered(schemes, problem, (q, k))
+    own_grad_lse = given[1] if len(given) > 1 else None
+    grads, grad_v = kernels.backward(problem, all_terms(lowered), given[0], own_grad_lse, (q, k, v))
+    grad_q, grad_k, arrays = lifted((q, k), problem, schemes, lowered, grads)
+    found_q, found_k, found_v = (
+        _result(_fitted(x, operand, flat), False, pointer)
+        for x, operand in zip((grad_q, grad_k, grad_v), operands.values(), strict=True)
+    )
+    by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
+    return AttentionGradient(found_q, found_k, found_v, by_scheme)
 
 
 def _fitted(x: Any, operand: Operand, flat: bool) -> Operand:
@@ -186,20 +206,27 @@ def _fitted(x: Any, operand: Operand, flat: bool) -> Operand:
 def rel_shift(x: Any, variant: str, chosen: str | None, out: Any) -> Any:
     """`relpos_np.rel_shift` of an array on the device."""
     kernels = _kernels(("x", x), chosen)
-    from relpos_np.kernels._cuda.operand import Operand, session
+    from relpos_np.kernels._cuda.operand import session
 
     with session({"x": x}) as pointer:
-        operand = Operand.of(x, "x")
-        if operand.dtype.kind not in "fiuc" and operand.dtype.name != "bfloat16":
-            raise RelposTypeError(f"x: expected numbers, found dtype {operand.dtype}")
-        variant = check.choice("variant", variant, relshift.VARIANTS)
-        shape = (*operand.shape[:-1], relshift.shifted_length(operand.shape, variant))
-        target = Operand.empty(shape, operand.dtype) if out is None else _output(out, shape, operand.dtype, [operand])
-        straight = target if target.is_contiguous else Operand.empty(shape, operand.dtype)
-        if variant == "wenet":
-            straight.fill_from(operand)
-        else:
-            kernels.rel_shift(operand, straight, variant)
-        if straight is not target:
-            target.fill_from(straight)
-        return _result(target, False, pointer) if out is None else _handed_back(out, pointer)
+        return _rel_shift(kernels, pointer, x, variant, out)
+
+
+def _rel_shift(kernels: Any, pointer: int, x: Any, variant: str, out: Any) -> Any:
+    """Check and run."""
+    from relpos_np.kernels._cuda.operand import Operand
+
+    operand = Operand.of(x, "x")
+    if operand.dtype.kind not in "fiuc" and operand.dtype.name != "bfloat16":
+        raise RelposTypeError(f"x: expected numbers, found dtype {operand.dtype}")
+    variant = check.choice("variant", variant, relshift.VARIANTS)
+    shape = (*operand.shape[:-1], relshift.shifted_length(operand.shape, variant))
+    target = Operand.empty(shape, operand.dtype) if out is None else _output(out, shape, operand.dtype, [operand])
+    straight = target if target.is_contiguous else Operand.empty(shape, operand.dtype)
+    if variant == "wenet":
+        straight.fill_from(operand)
+    else:
+        kernels.rel_shift(operand, straight, variant)
+    if straight is not target:
+        target.fill_from(straight)
+    return _result(target, False, pointer) if out is None else _handed_back(out, pointer)

@@ -20,6 +20,7 @@ def require() -> None:
     device.module()
 
 
+@device.tidied()
 def attention(
     problem: Problem,
     terms: Terms,
@@ -58,6 +59,7 @@ def attention(
     Planner(problem, terms, operands, fused=True).run(out, lse)
 
 
+@device.tidied()
 def rel_shift(x: Any, out: Any, variant: str, *, used: bool = False) -> None:  # noqa: ARG001
     """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; `used` makes no difference here.
 

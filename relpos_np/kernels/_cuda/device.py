@@ -151,22 +151,20 @@ def follow(later: int, earlier: int) -> None:
 
 
 # What leaves the context unusable: every later call of this process gets the same error.
-LOST = (
-    "ADDRESS",
-    "ASSERT",
-    "ECC_UNCORRECTABLE",
-    "HARDWARE_STACK",
-    "ILLEGAL",
-    "INVALID_PC",
-    "LAUNCH_FAILED",
-    "LAUNCH_TIMEOUT",
-)
+LOST = {
+    *("ASSERT", "CONTAINED", "CONTEXT_IS_DESTROYED", "ECC_UNCORRECTABLE", "EXTERNAL_DEVICE", "HARDWARE_STACK_ERROR"),
+    *("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED"),
+    *("LAUNCH_TIMEOUT", "MISALIGNED_ADDRESS", "NVLINK_UNCORRECTABLE", "TENSOR_MEMORY_LEAK"),
+}
 
 
-def _driver_error() -> type[Exception]:
-    """The error with which Numba passes on the driver's codes."""
-    found: type[Exception] = importlib.import_module("numba.cuda.cudadrv.driver").CudaAPIError
-    return found
+@cache
+def _driver_errors() -> tuple[type[Exception], ...]:
+    """The errors that pass on the driver's codes: Numba's for memory and copies, cuda.core's for launches."""
+    found: list[type[Exception]] = [importlib.import_module("numba.cuda.cudadrv.driver").CudaAPIError]
+    with suppress(ImportError, AttributeError):
+        found.append(importlib.import_module("cuda.core._utils.cuda_utils").CUDAError)
+    return tuple(found)
 
 
 def release() -> None:
@@ -175,15 +173,31 @@ def release() -> None:
         module().current_context().deallocations.clear()
 
 
-def attempt(action: Callable[[], Any], what: str) -> Any:
+@contextmanager
+def tidied() -> Iterator[None]:
+    """After an error for memory, give back what the call holds."""
+    try:
+        yield
+    except RelposMemoryError as error:
+        # Tracebacks would keep the arrays of all functions that they went through.
+        for failure in (error, error.__cause__):
+            if failure is not None:
+                traceback.clear_frames(failure.__traceback__)
+        release()
+        raise
+
+
+def attempt(what: str, action: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Do something on the device; if memory runs out once more after what is unused was given back, say so.
 
     Parameters
     ----------
-    action : callable
-        What to do.
     what : str
         For the error, such as "an array of 64 bytes".
+    action : callable
+        What to do. No function of another one: a traceback would keep what such a one refers to.
+    *args, **options
+        Its arguments.
 
     Raises
     ------
@@ -192,18 +206,19 @@ def attempt(action: Callable[[], Any], what: str) -> Any:
     RelposError
         If the driver reports anything else.
     """
-    failure = _driver_error()
     for last in (False, True):
         try:
-            return action()
-        except failure as error:
+            return action(*args, **options)
+        except _driver_errors() as error:
             words = " ".join(str(error).split())
-            if "OUT_OF_MEMORY" in words:
-                if last:
-                    raise RelposMemoryError(f"backend 'cuda': the device has no memory for {what} ({words})") from error
+            code = re.search(r"CUDA_ERROR_(\w+)", words)
+            name = code[1] if code else ""
+            if name == "OUT_OF_MEMORY" and not last:
                 release()
                 continue
-            if any(name in words for name in LOST):
+            if name == "OUT_OF_MEMORY":
+                raise RelposMemoryError(f"backend 'cuda': the device has no memory for {what} ({words})") from error
+            if name in LOST:
                 raise RelposError(
                     f"backend 'cuda': a kernel of this process failed on the device ({words}); its context is lost, "
                     "and only a new process can use the device again"
@@ -220,7 +235,7 @@ def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
         # A call may be small; Numba would warn that it does not fill the device.
         before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
         try:
-            attempt(lambda: kernel[blocks, threads, _current.stream](*args), f"a kernel of {blocks} blocks")
+            attempt(f"a kernel of {blocks} blocks", kernel[blocks, threads, _current.stream], *args)
         finally:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before
 
@@ -229,7 +244,7 @@ def upload(x: Array) -> Any:
     """A copy of a flat array on the device; one element at least, since empty arrays have no address there."""
     if not x.size:
         return empty(1, x.dtype)
-    return attempt(lambda: module().to_device(x, stream=_current.stream), f"a copy of an array of {x.nbytes} bytes")
+    return attempt(f"a copy of an array of {x.nbytes} bytes", module().to_device, x, stream=_current.stream)
 
 
 def upload_all(*arrays: Array) -> list[Any]:
@@ -251,19 +266,17 @@ def upload_all(*arrays: Array) -> list[Any]:
 def empty(size: int, dtype: Any) -> Any:
     """A flat array on the device, with anything in it."""
     size, dtype = max(size, 1), np.dtype(dtype)
-    return attempt(
-        lambda: module().device_array(size, dtype, stream=_current.stream),
-        f"an array of {size * dtype.itemsize} bytes",
-    )
+    what = f"an array of {size * dtype.itemsize} bytes"
+    return attempt(what, module().device_array, size, dtype, stream=_current.stream)
 
 
 def download(x: Any, out: Array) -> None:
     """Copy a flat array from the device into a C-contiguous one, and wait for that."""
+    attempt(f"a copy of {out.nbytes} bytes to the host", _download, x, out.reshape(-1))
 
-    def copy() -> None:
-        stream = _current.stream
-        x.copy_to_host(out.reshape(-1), stream=stream)
-        if stream and not simulated():
-            stream.synchronize()
 
-    attempt(copy, f"a copy of {out.nbytes} bytes to the host")
+def _download(x: Any, out: Array) -> None:
+    stream = _current.stream
+    x.copy_to_host(out, stream=stream)
+    if stream and not simulated():
+        stream.synchronize()

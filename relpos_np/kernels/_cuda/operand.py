@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.lib.stride_tricks import as_strided
 
-from relpos_np.errors import RelposImportError, RelposMemoryError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.kernels._cuda import device
 from relpos_np.kernels._cuda.elementwise import elementwise, is_brain
 from relpos_np.kernels._cuda.rotate import rotate
@@ -42,18 +41,10 @@ def common_stream(arrays: list[Any]) -> int:
 
 @contextmanager
 def session(named: dict[str, Any]) -> Iterator[int]:
-    """The stream of a call of these arguments; after an error for memory, what the call holds is given back."""
+    """The stream of a call of these arguments, in whose order everything inside is done."""
     pointer = common_stream(list(named.values()))
-    with device.on(pointer):
-        try:
-            yield pointer
-        except RelposMemoryError as error:
-            # Tracebacks would keep the arrays of all functions that they went through.
-            for failure in (error, error.__cause__):
-                if failure is not None:
-                    traceback.clear_frames(failure.__traceback__)
-            device.release()
-            raise
+    with device.on(pointer), device.tidied():
+        yield pointer
 
 
 def _bfloat16(name: str) -> np.dtype[Any]:
@@ -121,8 +112,10 @@ def _flat_of_device(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int,
     # Numba's context must be the current one when addresses are looked up.
     cuda.current_context()
     _check_device(x, name, None)
+    # What is in the order of this stream already need not wait for it.
+    pointer = -1 if stream_of(x) == device.current_stream() else device.current_stream()
     try:
-        view = memory_view.from_any_interface(x, stream_ptr=device.current_stream())
+        view = memory_view.from_any_interface(x, stream_ptr=pointer)
     except (BufferError, RuntimeError) as error:
         # For instance a tensor of torch that requires a gradient.
         raise RelposTypeError(f"{name}: {type(x).__name__} cannot be read ({' '.join(str(error).split())})") from error

@@ -169,10 +169,11 @@ class Planner:
             heads, rows, depth = term.weights.shape
             head = rows * depth if heads > 1 else 0
             tail = (self.data.add(term.weights), head, depth, self.index.add(term.index.lookup) + self.site.q_len - 1)
-            if isinstance(term.query, Operand):
-                copied.append((*self._copied(term.query), *tail))
+            query: Any = term.query
+            if isinstance(query, Operand):
+                copied.append((*self._copied(query), *tail))
             else:
-                flat, steps = self._vectors(term.query)
+                flat, steps = self._vectors(query)
                 found.append((self.data.add(flat), *steps, *tail))
         return self._listed(found, len(SKEW), copied)
 
@@ -300,8 +301,6 @@ class Planner:
             *(result, sums, empty(queries * parts * call.n_bins, site.dtype)),
             *(call._replace(wants_lse=int(lse is not None)), real(site.scale), real(self.problem.keep_scale)),
         )
-        if isinstance(out, Operand):
-            return
-        download(result, out)
-        if lse is not None:
-            download(sums, lse)
+        for found, target in ((result, out), (sums, lse)):
+            if isinstance(target, np.ndarray):
+                download(found, target)
