@@ -249,7 +249,8 @@ def test_what_is_missing_is_named(far, missing, monkeypatch, rng):
             return find(name, *rest)
 
         monkeypatch.setattr(importlib, "import_module", absent)
-    monkeypatch.setattr(device, "module", device.module.__wrapped__)
+    for name in ("compiler", "module"):
+        monkeypatch.setattr(device, name, getattr(device, name).__wrapped__)
     operands = there(*draw(rng)) if far else draw(rng)
     with pytest.raises(rp.RelposImportError, match=CAUSES[missing]) as caught:
         rp.attention(*operands, backend="cuda")

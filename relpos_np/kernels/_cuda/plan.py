@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
-from relpos_np.kernels._cuda.product import multiply
+from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.tile import ADD, PAIRS, SKEW, Call
 from relpos_np.problem import Problem
 from relpos_np.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
@@ -56,6 +57,14 @@ def along(term: TableTerm) -> Array:
 
 # Products with more rows of a Toeplitz map than this are made tile by tile: a tile has as many relative positions.
 FEW_ROWS = 128
+
+
+def one_step(shape: Sequence[int], steps: Sequence[int]) -> int | None:
+    """The step from each item of some axes to the next, as of one axis; None if there is no such step."""
+    axes = [(n, step) for n, step in zip(shape, steps, strict=True) if n > 1]
+    if any(step != n * after for (_, step), (n, after) in pairwise(axes)):
+        return None
+    return axes[-1][1] if axes else 0
 
 
 class Planner:
@@ -136,20 +145,32 @@ class Planner:
         return pool.add(flat), self._batches(steps[:-3]), *steps[-3:]
 
     def _product(self, x: Array | Operand, weights: Array) -> tuple[int, tuple[int, int, int]]:
-        """Have vectors (..., heads, L, E) multiplied with rows; start, steps per batch item and head, and rows."""
+        """Have vectors (..., heads, L, E) multiplied with rows; where, and steps per batch item, head and vector."""
         heads, (length, depth), rows = self.site.heads, x.shape[-2:], weights.shape[-2]
-        sizes = self.count, heads, length, rows, depth
-        shape = (*self.problem.batch, *x.shape[-3:])
-        if isinstance(x, Operand):
-            wide: Any = x.broadcast_to(shape).contiguous(self.site.dtype)
-        else:
-            wide = np.broadcast_to(x, shape)
+        sizes = self.count, heads, length, rows, 1, depth
         start = self.product_size
-        self.products.append(
-            (wide, np.swapaxes(weights, -1, -2), start, sizes, heads // x.shape[-3], weights.shape[0] == 1)
-        )
-        self.product_size += math.prod(sizes[:-1])
+        self.products.append((*self._spread(x), weights, start, sizes, heads // x.shape[-3]))
+        self.product_size += math.prod(sizes[:4])
         return start, (heads * length * rows, length * rows, rows)
+
+    def _spread(self, x: Array | Operand) -> tuple[Any, tuple[int, ...], str]:
+        """Vectors on the device, their steps per batch item, head, (nothing), vector and channel, and their format."""
+        lead = len(self.problem.batch)
+        if isinstance(x, Operand):
+            strides = x.broadcast_to((*self.problem.batch, *x.shape[-3:])).strides
+            batch = one_step(self.problem.batch, strides[:lead])
+            if batch is None:
+                x = x.broadcast_to((*self.problem.batch, *x.shape[-3:])).contiguous()
+                strides = x.strides
+                batch = math.prod(x.shape[-3:])
+            return x.flat, (batch, strides[-3], 0, *strides[-2:]), x.dtype.name
+        flat, steps = compact(x, lead + 3)
+        step = one_step(self.problem.batch, steps[:lead])
+        if step is None:
+            wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
+            flat, steps = compact(np.ascontiguousarray(wide), lead + 3)
+            step = math.prod(x.shape[-3:])
+        return upload(flat.reshape(-1)), (step, steps[-3], 0, *steps[-2:]), x.dtype.name
 
     def _each(self, step: int) -> int:
         """Starts per batch item for something that lies there item by item."""
@@ -221,12 +242,13 @@ class Planner:
         for operand, start in self.copies:
             place = data[self.data.size + start : self.data.size + start + operand.size]
             Operand(place, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
-        for x, weights, start, *rest in self.products:
-            vectors, rows = (
-                part.flat if isinstance(part, Operand) else upload(np.ascontiguousarray(part).reshape(-1))
-                for part in (x, weights)
-            )
-            multiply(vectors, rows, data, self.data.size + start, *rest)
+        for x, steps, name, weights, start, sizes, group in self.products:
+            _, heads, length, rows, _, depth = sizes
+            table = upload(np.ascontiguousarray(weights).reshape(-1))
+            by_table = 0, rows * depth if weights.shape[0] > 1 else 0, 0, 1, depth
+            by_result = heads * length * rows, length * rows, rows, 1
+            at = self.data.size + start
+            gemm(x, 0, steps, table, 0, by_table, data, at, by_result, sizes, a_group=group, stored=name)
         return data
 
     def values(self) -> tuple[int, int, int]:
