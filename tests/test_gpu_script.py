@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +117,8 @@ def test_checks_and_limits_are_recorded(whole):
     for tool in ("memcheck", "racecheck"):
         assert checks[tool]["status"] == "missing"
         assert "compute-sanitizer" in checks[tool]["reason"]
+    assert checks["memory"]["status"] == "missing"
+    assert "the simulator has no memory that could run out" in checks["memory"]["reason"]
     assert {name for name, one in record["repeat"].items() if one["status"] == "passed"} >= {"t5-1024", "shaw"}
     limits = record["ceilings"]
     assert limits["copy"]["numba.cuda, device to device"]["gbs"] > 0
@@ -276,7 +279,13 @@ def synthetic(name, current, **more):
     baselines = {"torch sdpa": measured | {"ratio": 1.2}, "torch flex": {"status": "missing", "reason": "no compiler"}}
     goals = [{"words": "as fast", "at_least": 1.0, "against": "torch sdpa", "found": 1.2, "met": True}]
     goals.append({"words": "fast", "at_least": 30.0, "against": "", "found": 27.5, "met": False})
-    shift = ROW | {"task": "rel_shift", "status": "failed", "reason": "a | bar", "kernels": current, "goals": []}
+    shift = ROW | {
+        "task": "rel_shift",
+        "status": "failed",
+        "reason": "a ` | <bar>\n{{ x }}",
+        "kernels": current,
+        "goals": [],
+    }
     return {
         "format": 1,
         "date": "2026-01-02",
@@ -319,8 +328,8 @@ def test_page_of_two_devices_fresh_and_stale(tmp_path):
         assert "4 × 16 × 2048 × 2048 × 64 | float32 | 2.5 (2.25) | 27.5 | 107 | 3.0e-07" in part
         assert "torch sdpa 1.20× (3 ms); torch flex missing" in part
         assert "≥ 1× torch sdpa: reached; ≥ 30 TFLOP/s: not reached" in part
-        assert "is missing: no compiler" in part
-        assert "failed: a | bar" in part
+        assert "is missing: `no compiler`" in part
+        assert "failed: `a ' | <bar> (( x ))`" in part
         assert "tests: passed, 90 passed, 0 failed, 1 skipped" in part
         assert "bit by bit: not shaw" in part
         assert "2950 GB/s" in part
@@ -427,7 +436,8 @@ except NotImplementedError as error:
     print(error)
 b.needs_gpu = lambda: None
 b.OnDevice.place = lambda self, *arrays: (setattr(self, "cuda", __import__("numba").cuda), list(arrays))[1]
-b.case = lambda name: b.small(name)
+from benchmarks.shapes import small
+b.case = small
 one = b.Attention()
 one.setup("A")
 assert one.case.error(one.time_attention("A")) < 1e-5
@@ -449,3 +459,80 @@ def test_asv_class_in_the_simulator():
     )
     assert done.returncode == 0, done.stderr
     assert "the simulator's times mean nothing" in done.stdout
+
+
+class Events:
+    """What numba.cuda offers for timing, on a device whose n-th call takes n ms."""
+
+    def __init__(self):
+        self.said = []
+
+    def event(self):
+        return Event(self.said)
+
+    def synchronize(self):
+        self.said.append("synchronize")
+
+
+class Event:
+    def __init__(self, said):
+        self.said, self.at = said, None
+
+    def record(self):
+        self.at = sum(n for n in self.said if isinstance(n, int))
+        self.said.append("record")
+
+    def elapsed_time(self, end):
+        assert self.said[-1] == "synchronize"
+        return end.at - self.at
+
+
+def test_times_are_those_between_events(monkeypatch):
+    device = importlib.import_module("gpu.device")
+    stub = Events()
+    monkeypatch.setattr(device, "cuda", lambda: stub)
+    monkeypatch.setattr(device, "simulated", lambda: False)
+    calls = [lambda n=n: stub.said.append(n) for n in (1, 2, 3)]
+    assert device.times_ms(calls) == [1.0, 2.0, 3.0]
+    assert stub.said == ["record", 1, "record", "record", 2, "record", "record", 3, "record", "synchronize"]
+
+
+def test_sets_of_operands_do_not_fit_the_cache(monkeypatch):
+    device, ours = importlib.import_module("gpu.device"), importlib.import_module("gpu.ours")
+    stub = SimpleNamespace(get_current_device=lambda: SimpleNamespace(L2_CACHE_SIZE=50 << 20))
+    monkeypatch.setattr(device, "cuda", lambda: stub)
+    monkeypatch.setattr(device, "simulated", lambda: False)
+    for amount in (4 << 20, 40 << 20, 400 << 20):
+        count = ours.sets_for(amount)
+        assert count >= 2
+        # When a set's turn comes again, others of twice the cache's size have passed.
+        assert (count - 1) * amount >= 2 * 50 << 20
+    assert ours.sets_for(1) == 48
+
+
+def test_arrays_that_a_device_would_refuse_are_a_failure(monkeypatch):
+    device, ours = importlib.import_module("gpu.device"), importlib.import_module("gpu.ours")
+    monkeypatch.setattr(device, "simulated", lambda: False)
+    monkeypatch.setattr(device, "upload", lambda x: x)
+    for answer, words in ((lambda *a, **k: a[0], "a NumPy array"), (lambda *a, **k: 1 / 0, "ZeroDivisionError")):
+        monkeypatch.setattr(rp, "attention", answer)
+        ours.refusal.cache_clear()
+        assert words in ours.refusal()
+        x = ours.np.ones(3)
+        assert ours.operands(x) == ([x], "NumPy arrays, copied to the device and back")
+    monkeypatch.setattr(rp, "attention", lambda *a, **k: object())
+    ours.refusal.cache_clear()
+    assert ours.refusal() == ""
+    monkeypatch.setattr(device, "torch_on_device", lambda: (None, "not there"))
+    assert ours.operands(x)[1] == "numba.cuda arrays"
+    ours.refusal.cache_clear()
+
+
+def test_results_of_any_library_come_to_the_host():
+    device = importlib.import_module("gpu.device")
+    bits = device.np.array([0x3F80, 0x4000], device.np.uint16)
+    numba_like = SimpleNamespace(copy_to_host=lambda: bits)
+    assert device.download(numba_like).tolist() == [1.0, 2.0]
+    assert device.download(bits).tolist() == [1.0, 2.0]
+    half = SimpleNamespace(copy_to_host=lambda: device.np.array([0.5], device.np.float16))
+    assert device.download(half).dtype == "float32"

@@ -10,7 +10,7 @@ import numpy as np
 import relpos_np as rp
 
 from .rel_shift import products
-from .shapes import SHAPES, case, small
+from .shapes import case
 
 LETTERS = ("A", "B", "C", "D", "F", "G", "H")
 GRADIENTS = ("A", "B")
@@ -50,7 +50,7 @@ class Attention(OnDevice):
 
     def setup(self, shape):
         needs_gpu()
-        self.case = case(shape) if shape in SHAPES else small(shape)
+        self.case = case(shape)
         self.operands = self.place(self.case.q, self.case.k, self.case.v)
         self.time_attention(shape)
 

@@ -19,6 +19,7 @@ SCHEMES = {
     "shaw": lambda a: rp.Shaw(a["key_table"], a["value_table"]),
     "alibi": lambda a: rp.ALiBi(a["slopes"]),
     "plain": lambda a: None,
+    "rotary": lambda a: rp.Rotary(),
 }
 
 
@@ -269,7 +270,7 @@ def make(shape):
         arrays = {name: normal(33, s.head_dim) for name in ("key_table", "value_table")}
     elif s.kind == "alibi":
         arrays = {"slopes": rp.reference.alibi_slopes(s.heads).astype(np.float32)}
-    elif s.kind == "plain":
+    elif s.kind in ("plain", "rotary"):
         arrays = {}
     else:
         rows = {"t5": 32, "window": 13 * 13, "rstt": 13 * 7 * 7}[s.kind]

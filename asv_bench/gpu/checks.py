@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-# Alone, when no other process needs the memory that it takes.
+# Later, when no other process needs the memory that it takes.
 ALONE = ROOT / "tests" / "gpu" / "test_gpu_memory.py"
 # Of the simulator, where all tests take minutes: enough to see that they are found and run.
 TINY = "rel_shift and uint8 or empty_axes or many_rows"
@@ -81,7 +81,7 @@ def pytest_command(paths, report, extra):
 
 
 def tests(limit, jobs, tiny, simulated):
-    """The simulator's tests and the GPU's own, on the device: several processes, then those that must be alone."""
+    """The simulator's tests and the GPU's own, on the device, in several processes."""
     started = time.monotonic()
     paths = [ROOT / "tests" / "cuda", ROOT / "tests" / "gpu"]
     extra = ["-k", TINY] if tiny else []
@@ -116,9 +116,6 @@ def tests(limit, jobs, tiny, simulated):
         finally:
             for process, *_ in parts[len(ended) :]:
                 end(process)
-        report, log = Path(folder) / "alone.xml", Path(folder) / "alone.log"
-        left = limit - (time.monotonic() - started)
-        ended.append((run(pytest_command([ALONE], report, []), max(left, 20), log, **more), report, log))
         for status, report, log in ended:
             found = counts(report) if report.exists() else None
             for name, value in (found or {}).items():
@@ -133,6 +130,21 @@ def tests(limit, jobs, tiny, simulated):
     if not total["passed"]:
         reasons.append("no test ran")
     return total | verdict(reasons)
+
+
+def memory(limit, folder, simulated):
+    """What happens on a device that is full: in a process that is alone there."""
+    report, log = Path(folder) / "memory.xml", Path(folder) / "memory.log"
+    more = {} if simulated else {"RELPOS_GPU": "required"}
+    status = run(pytest_command([ALONE], report, []), limit, log, **more)
+    if status is None:
+        return {"status": "failed", "reason": f"did not end within {limit:.0f} s: {last_lines(log, 3)}"}
+    found = counts(report) if report.exists() else {"passed": 0, "failures": [], "skips": []}
+    if found["skips"]:
+        return {"status": "missing", "reason": found["skips"][0]}
+    if status or not found["passed"]:
+        return {"status": "failed", "reason": "; ".join(found["failures"]) or last_lines(log)}
+    return {"status": "passed", "passed": found["passed"]}
 
 
 def verdict(reasons):

@@ -40,6 +40,12 @@ def records(folder=HERE):
     return {name: (path, record) for name, (_, path, record) in sorted(latest.items())}
 
 
+def quoted(words):
+    """What a program said, as it is: nothing in it may be taken for markup."""
+    text = " ".join(str(words).split()).replace("`", "'").replace("{", "(").replace("}", ")")
+    return f"`{text}`"
+
+
 def origin(path, record):
     """What was measured, with what."""
     versions = {name: version for name, version in record["versions"].items() if version}
@@ -67,7 +73,7 @@ def checked(record):
         if name == "tests" and "passed" in one:
             words += f", {one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped"
         if "reason" in one and one["status"] != "failed":
-            words += f" ({one['reason']})"
+            words += f" ({quoted(one['reason'])})"
         lines.append(f"- {name}: {words}")
     same = record.get("repeat", {})
     if same:
@@ -90,7 +96,7 @@ def ceilings(record):
             elif "us_host" in one:
                 lines.append(f"- a launch by {name}: {one['us_host']:.1f} µs")
             else:
-                lines.append(f"- {name}: {one['status']} ({one['reason']})")
+                lines.append(f"- {name}: {one['status']} ({quoted(one['reason'])})")
     return lines
 
 
@@ -129,7 +135,7 @@ def table(record, current):
             label = f"{name} (stale)" if old else name
             if row["status"] != "passed":
                 cells.append([label, sizes(row["shape"]), row["dtype"], "failed", *["-"] * 5])
-                absent.append(f"- {label} failed: {row['reason']}")
+                absent.append(f"- {label} failed: {quoted(row['reason'])}")
                 continue
             cells.append(
                 [
@@ -145,7 +151,7 @@ def table(record, current):
                 ]
             )
             absent += [
-                f"- {other} ({name}) is {one['status']}: {one['reason']}"
+                f"- {other} ({name}) is {one['status']}: {quoted(one['reason'])}"
                 for other, one in row["baselines"].items()
                 if "reason" in one
             ]

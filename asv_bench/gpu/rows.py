@@ -9,7 +9,7 @@ from benchmarks.shapes import Case, Shape, make
 
 # Of long sequences so many queries in a row, at so many places, are compared with float64.
 RUN, RUNS = 16, 4
-SHIFTABLE = ("t5", "plain", "alibi", "shaw")
+SHIFTABLE = ("t5", "plain", "rotary", "alibi", "shaw")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GpuCase(Case):
 
     def _few_heads(self):
         # Only where no array is shared by heads.
-        if self.shape.kind not in ("t5", "plain") or self.shape.q_len <= 512:
+        if self.shape.kind not in ("t5", "plain", "rotary") or self.shape.q_len <= 512:
             return slice(None), self
         heads = slice(0, 1)
         arrays = {name: x[:, heads] for name, x in self.arrays.items()}
@@ -90,11 +90,13 @@ def _t5(batch, heads, length, storage="float32"):
 
 
 SDPA, FLEX, INSIDE, EAGER = "torch sdpa", "torch flex", "torch sdpa, bias inside", "torch eager"
+ROTATED = "torch sdpa, turned inside"
 AUTOGRAD, STRIDED, PAD, COPY = "torch autograd", "torch as_strided", "torch pad and reshape", "copy"
 # What a baseline is; its flags are recorded when it runs.
 WORDS = {
     SDPA: "scaled_dot_product_attention, bias built before the call",
     INSIDE: "scaled_dot_product_attention, bias built inside the call",
+    ROTATED: "queries and keys turned by products with cosines and sines, then scaled_dot_product_attention",
     FLEX: "flex_attention, compiled, score_mod gathers from the table, full float32 precision",
     EAGER: "products, softmax and products as models write them",
     AUTOGRAD: "bias gathered from the table, scaled_dot_product_attention, backward by autograd, gradient of the table",
@@ -139,8 +141,8 @@ def _shaw(batch, heads, length):
     return full, replace(full, batch=1, heads=1, q_len=7, k_len=7, head_dim=4)
 
 
-def _plain(causal):
-    full = Shape("plain", 4, 16, 2048, 2048, 64, "no positions" + (", causal" if causal else ""), causal=causal)
+def _plain(kind, words, causal):
+    full = Shape(kind, 4, 16, 2048, 2048, 64, words, causal=causal)
     return full, replace(full, batch=1, heads=1, q_len=9, k_len=9, head_dim=4)
 
 
@@ -175,8 +177,9 @@ ROWS = (
     Row("decode-16384", "attention", *_decode("float32", 16384), (SDPA,)),
     Row("decode-16384-bfloat16", "attention", *_decode("bfloat16", 16384), (SDPA,)),
     Row("decode-4096-float16", "attention", *_decode("float16", 4096), (SDPA,)),
-    Row("plain-2048", "attention", *_plain(causal=False), (SDPA,)),
-    Row("causal-2048", "attention", *_plain(causal=True), (SDPA,)),
+    Row("plain-2048", "attention", *_plain("plain", "no positions", causal=False), (SDPA,)),
+    Row("causal-2048", "attention", *_plain("plain", "no positions, causal", causal=True), (SDPA,)),
+    Row("rotary-2048", "attention", *_plain("rotary", "rotary, causal", causal=True), (ROTATED,)),
     Row("transformer_xl", "attention", *_xl(1, 16, 1024, 2048), (INSIDE, EAGER)),
     Row("shaw", "attention", *_shaw(1, 16, 1024), (EAGER,)),
     Row("windows", "attention", *_window(2048), (SDPA,)),

@@ -80,6 +80,8 @@ def forward(name, subject, count):
         run = held.eager
     elif name == "torch sdpa, bias inside":
         run = held.sdpa
+    elif name == "torch sdpa, turned inside":
+        run = rotated(held)
     else:
         bias = None if subject.shape.kind == "plain" else held.bias().contiguous()
         causal = subject.shape.kind == "plain" and subject.shape.causal
@@ -92,6 +94,24 @@ def forward(name, subject, count):
         return run()
 
     return Prepared(call, sets(held, count), device.download), flags(torch), note
+
+
+def rotated(held):
+    """Rotary positions as models apply them, with cosines and sines made before the call."""
+    torch = full_precision()
+    length, depth = held.shape.k_len, held.shape.head_dim
+    speed = 10000.0 ** (-torch.arange(0, depth, 2, dtype=torch.float64) / depth)
+    angles = (torch.arange(length, dtype=torch.float64)[:, None] * speed).repeat(1, 2)
+    cosines, sines = (f(angles).float().to(held.q.device) for f in (torch.cos, torch.sin))
+
+    def turn(x):
+        first, second = x.chunk(2, dim=-1)
+        return x * cosines + torch.cat([-second, first], dim=-1) * sines
+
+    def run():
+        return torch.nn.functional.scaled_dot_product_attention(turn(held.q), turn(held.k), held.v, is_causal=True)
+
+    return run
 
 
 def autograd(subject, count):

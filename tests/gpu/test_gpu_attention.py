@@ -6,7 +6,8 @@ import pytest
 import relpos_np as rp
 from relpos_np.testing import tolerance
 
-pytestmark = pytest.mark.gpu
+# Other libraries warn of this and that when they find a GPU.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
 def operands(rng, q_len, k_len, dim, *, heads=2, batch=2, dtype="float32"):
@@ -150,7 +151,7 @@ def torch_with_gpu(simulated):
 def on_device(found, torch):
     """A result as a tensor that shares its memory; it must lie on the device."""
     assert not isinstance(found, np.ndarray)
-    tensor = found if isinstance(found, torch.Tensor) else torch.as_tensor(found, device="cuda")
+    tensor = found if isinstance(found, torch.Tensor) else torch.from_dlpack(found)
     assert tensor.is_cuda
     return tensor
 
