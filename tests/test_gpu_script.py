@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,6 +142,8 @@ if os.environ.get("RELPOS_TEST_PLANT"):
         found = whole(x, out, *rest, **more)
         if os.environ["RELPOS_TEST_PLANT"] == "hang":
             import time
+            with open(os.environ["RELPOS_TEST_PIDS"], "a") as file:
+                file.write(f"{os.getpid()}\\n")
             time.sleep(600)
         if os.environ["RELPOS_TEST_PLANT"] == "end":
             os._exit(7)
@@ -168,6 +172,7 @@ def planted(tmp_path):
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path / "python"), os.environ.get("PYTHONPATH")])),
         "PATH": os.pathsep.join([str(tool.parent), os.environ.get("PATH", os.defpath)]),
+        "RELPOS_TEST_PIDS": str(tmp_path / "pids"),
     }
 
 
@@ -186,6 +191,41 @@ def test_a_row_that_fails_is_recorded_and_the_next_one_runs(plant, words, plante
     assert words in record["rows"]["rel_shift-conformer"]["reason"]
     assert [f.split(":")[0] for f in record["failures"]] == ["rows rel_shift-conformer"]
     assert "FAILED rows rel_shift-conformer" in printed
+    assert record["rows"]["t5-1024"]["status"] == "passed"
+
+
+def gone(process):
+    """Whether a process ends within seconds; one that nobody has waited for is a zombie."""
+    for _ in range(100):
+        try:
+            if "\nState:\tZ" in Path(f"/proc/{process}/status").read_text(encoding="utf-8"):
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_signal_leaves_nothing_on_the_device(planted, tmp_path):
+    more = planted | {"RELPOS_TEST_PLANT": "hang", "PYTHON": sys.executable, "NUMBA_ENABLE_CUDASIM": "1"}
+    options = ["--tiny", "--only", "rows", "--rows", "t5-1024,rel_shift-conformer"]
+    command = [str(SCRIPT), str(tmp_path / "out"), *options]
+    with subprocess.Popen(command, env=os.environ | more, stdout=subprocess.PIPE, text=True) as process:
+        written = tmp_path / "pids"
+        for _ in range(600):
+            if written.exists() and written.read_text(encoding="utf-8").endswith("\n"):
+                break
+            time.sleep(0.1)
+        worker = int(written.read_text(encoding="utf-8"))
+        assert not Path(f"/proc/{worker}/status").read_text(encoding="utf-8").count("\nState:\tZ")
+        process.terminate()
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert gone(worker)
+    (found,) = (tmp_path / "out").glob("*.json")
+    record = json.loads(found.read_text(encoding="utf-8"))
+    assert not record["complete"]
     assert record["rows"]["t5-1024"]["status"] == "passed"
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -27,29 +28,44 @@ def environment(**more):
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
 
 
+# Processes of ours that have not been waited for: each leads a group, which a signal to this one does not reach.
+RUNNING = set()
+
+
+def start(command, more, **pipes):
+    """A child in a group of its own."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), start_new_session=True, **pipes)
+    RUNNING.add(process)
+    return process
+
+
 def end(process):
     """End a process and what it started."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
     process.wait()
+    RUNNING.discard(process)
+
+
+def end_all(number, _):
+    """What a signal to this process does: nothing is left on the device."""
+    for process in list(RUNNING):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    # Threads may be waiting, and the record is whole after each step.
+    os._exit(128 + number)
 
 
 def run(command, limit, log, **more):
     """Run to its end or its limit in seconds; return the exit status, or None if it took too long."""
     with Path(log).open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**more), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = start(command, more, stdout=file, stderr=subprocess.STDOUT)
         try:
             return process.wait(timeout=max(limit, 0.1))
         except subprocess.TimeoutExpired:
-            end(process)
             return None
-        except BaseException:
+        finally:
             end(process)
-            raise
 
 
 def last_lines(log, count=15):
@@ -94,14 +110,8 @@ def tests(limit, jobs, tiny, simulated):
             report, log = Path(folder) / f"{part}.xml", Path(folder) / f"{part}.log"
             command = pytest_command(paths, report, [f"--ignore={ALONE}", *extra])
             file = log.open("w", encoding="utf-8")
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment(**more, RELPOS_GPU_SHARD=f"{part}/{jobs}"),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            shard = more | {"RELPOS_GPU_SHARD": f"{part}/{jobs}"}
+            process = start(command, shard, stdout=file, stderr=subprocess.STDOUT)
             parts.append((process, report, log, file))
         ended = []
         try:
@@ -109,8 +119,8 @@ def tests(limit, jobs, tiny, simulated):
                 try:
                     status = process.wait(timeout=max(0.1, limit - (time.monotonic() - started)))
                 except subprocess.TimeoutExpired:
-                    end(process)
                     status = None
+                end(process)
                 file.close()
                 ended.append((status, report, log))
         finally:

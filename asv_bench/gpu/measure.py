@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,16 +55,9 @@ class Worker:
 
     def _start(self):
         with self.log.open("a", encoding="utf-8") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpu.worker", *(["--tiny"] if self.tiny else [])],
-                cwd=ROOT,
-                env=checks.environment(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", "gpu.worker", *(["--tiny"] if self.tiny else [])]
+            pipe = subprocess.PIPE
+            self.process = checks.start(command, {}, stdin=pipe, stdout=pipe, stderr=log, text=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, args=(self.process.stdout, self.lines), daemon=True).start()
 
@@ -190,6 +184,8 @@ def parse(argv):
 def main(argv=None):
     """All steps; return the exit status."""
     parser, arguments = parse(argv)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        signal.signal(getattr(signal, name), checks.end_all)
     import relpos_np as rp
 
     if reason := rp.backend.available()[1].get("cuda"):
