@@ -65,7 +65,7 @@ def whole(tmp_path_factory):
     return run(folder, "--tiny", PATH=os.pathsep.join(["/usr/bin", "/bin"]))
 
 
-@pytest.mark.slow
+@pytest.mark.simulator
 def test_every_row_is_there_and_right(whole):
     _, printed, record = whole
     rows = importlib.import_module("gpu.rows")
@@ -109,7 +109,7 @@ def test_every_row_is_there_and_right(whole):
     assert shift["status"] == "measured"
 
 
-@pytest.mark.slow
+@pytest.mark.simulator
 def test_checks_and_limits_are_recorded(whole):
     status, printed, record = whole
     checks = record["checks"]
@@ -176,7 +176,7 @@ def planted(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.simulator
 @pytest.mark.parametrize(
     ("plant", "words"),
     [("wrong", "deviates from float64"), ("hang", "did not end within"), ("end", "its process ended with 7")],
@@ -206,7 +206,7 @@ def gone(process):
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.simulator
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_a_signal_leaves_nothing_on_the_device(planted, tmp_path):
     more = planted | {"RELPOS_TEST_PLANT": "hang", "PYTHON": sys.executable, "NUMBA_ENABLE_CUDASIM": "1"}
@@ -229,7 +229,7 @@ def test_a_signal_leaves_nothing_on_the_device(planted, tmp_path):
     assert record["rows"]["t5-1024"]["status"] == "passed"
 
 
-@pytest.mark.slow
+@pytest.mark.simulator
 def test_errors_that_the_sanitizer_finds_fail_the_run(planted, tmp_path):
     options = ["--tiny", "--only", "memcheck,racecheck"]
     status, _, record = run(tmp_path / "out", *options, RELPOS_GPU_STEP_SECONDS="3", **planted)
@@ -240,7 +240,7 @@ def test_errors_that_the_sanitizer_finds_fail_the_run(planted, tmp_path):
     assert len(record["failures"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.simulator
 def test_tests_that_fail_or_take_too_long_fail_the_run(planted, tmp_path):
     more = planted | {"RELPOS_TEST_PLANT": "wrong"}
     status, _, record = run(tmp_path / "out", "--tiny", "--only", "tests", **more)
