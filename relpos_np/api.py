@@ -265,8 +265,8 @@ def attention_vjp(
         In the state it had before the forward pass, so that it drops the same probabilities.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `set_backend`. "numpy" takes the scores from the schemes' formulas, "terms" from the terms they are
-        lowered to, and both hold matrices of L_q L_k; "numba" recomputes them tile by tile and holds none, unless
-        a scheme itself has a number per pair. "cuda" has no gradients yet, which is an error.
+        lowered to, and both hold matrices of L_q L_k; "numba" and "cuda" recompute them tile by tile and hold none,
+        unless a scheme itself has a number per pair.
 
     Returns
     -------
@@ -303,10 +303,6 @@ def attention_vjp(
     )
     schemes = checked_schemes(position, problem)
     name = _backend.current(backend)
-    if name == "cuda":
-        from relpos_np.kernels import _cuda
-
-        _cuda.backward()
     expected = problem.out_shape[1:] if flat else problem.out_shape
     grad_out = check.like("grad_out", grad_out, expected, problem.site.dtype)
     if grad_lse is not None:
@@ -315,8 +311,9 @@ def attention_vjp(
         grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
     lowered = each_lowered(schemes, problem)
     terms = all_terms(lowered)
-    if name == "numba":
-        grads, grad_v = _backend.numba_kernels().backward(problem, terms, grad_out, grad_lse)
+    if name in ("numba", "cuda"):
+        kernels = _backend.numba_kernels() if name == "numba" else _backend.cuda_kernels()
+        grads, grad_v = kernels.backward(problem, terms, grad_out, grad_lse)
     else:
         if name == "numpy":
             s = dense.scores(problem, schemes)

@@ -270,12 +270,6 @@ def test_results_repeat_bit_by_bit(rng):
     np.testing.assert_array_equal(first, second)
 
 
-def test_no_gradients_yet(rng):
-    q, k, v = operands(rng)
-    with pytest.raises(rp.RelposError, match=r"'cuda' has no gradients yet.*backend=.numba"):
-        rp.attention_vjp(q, k, v, grad_out=np.ones((2, 7, 3)), backend="cuda")
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", "complex128"])
 @pytest.mark.parametrize("variant", ["transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"])
 def test_rel_shift(variant, dtype, rng):

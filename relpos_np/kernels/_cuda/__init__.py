@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 
-from relpos_np.errors import RelposError
+from relpos_np.gradient import nothing
 from relpos_np.kernels._cuda import device
 from relpos_np.problem import Problem
-from relpos_np.terms import Terms
+from relpos_np.terms import Terms, ValueTerm
 
 __all__ = ["attention", "backward", "rel_shift", "require"]
 
@@ -70,6 +71,33 @@ def rel_shift(x: Any, out: Any, variant: str, *, used: bool = False) -> None:  #
     shift.rel_shift(x, out, variant)
 
 
-def backward(*_: object) -> Never:
-    """Refuse: there are no gradients yet."""
-    raise RelposError("backend: 'cuda' has no gradients yet; use backend=\"numba\"")
+def backward(
+    problem: Problem, terms: Terms, grad_out: Any, grad_lse: Any, operands: tuple[Any, Any, Any] | None = None
+) -> tuple[Terms, Any]:
+    """Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v.
+
+    `operands` as in `attention`; where they are `Operand`, so are `grad_out`, `grad_lse` and gradients of vectors.
+    """
+    from relpos_np.kernels._cuda.backplan import BackPlanner
+
+    site = problem.site
+    if not math.prod((*problem.out_shape[:-1], site.k_len)):
+        return nothing(problem, terms)
+    if not site.v_dim:
+        # D_v = 0: there is no output, but the log-sum-exp may have a gradient.
+        values = tuple(ValueTerm(np.zeros_like(value.weights), value.index) for value in terms.values)
+        v = np.zeros((*problem.v.shape[:-1], 1), site.dtype)
+        empty, problem, terms = (
+            np.zeros_like(problem.v),
+            replace(problem, stored_v=v, site=replace(site, v_dim=1)),
+            replace(terms, values=()),
+        )
+        operands = None if operands is None else (*operands[:2], v)
+        grads, _ = backward(problem, terms, np.zeros(problem.out_shape, site.dtype), grad_lse, operands)
+        grads.values = values
+        return grads, empty
+    if operands is None:
+        operands = problem.q, problem.stored_k, problem.stored_v
+    planner = BackPlanner(problem, terms, operands, grad_out, grad_lse)
+    planner.launch()
+    return planner.collect()

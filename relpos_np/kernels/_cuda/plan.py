@@ -304,25 +304,36 @@ class Planner:
             wants_lse=0,
         )
 
-    def run(self, out: Array | Operand, lse: Array | Operand | None) -> None:
-        """Copy what is on the host to the device, launch, and copy back what belongs on the host."""
+    def start(self, out: Any = None, lse: Any = None, *, wants_lse: bool) -> tuple[Any, Any]:
+        """Copy to the device what is not there, and launch; outputs and log-sum-exps there, flat.
+
+        Those of `out` and `lse` that are `Operand` are written to.
+        """
         site, call = self.site, self.call()
-        data = self.multiplied()
+        self.on_device = (
+            *(*self.operands, self.multiplied()),
+            *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
+        )
         width = width_of(site.v_dim)
         skewed = call.n_skews > 0
         sizes = tiling(site.dtype, width, skewed)
         queries = self.count * site.heads * site.q_len
         parts = -(-site.v_dim // width)
-        result = out.flat if isinstance(out, Operand) else empty(out.size, site.dtype)
-        sums = lse.flat if isinstance(lse, Operand) else empty(queries if lse is not None else 1, site.dtype)
+        result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
+        sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
+        stored = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
         real = site.dtype.type
         launch(
-            attend(sizes, (*self.formats, out.dtype.name), self.query.shape[-1], width, skewed),
-            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.operands, data),
-            *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
+            attend(sizes, stored, self.query.shape[-1], width, call.n_skews > 0),
+            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.on_device),
             *(result, sums, empty(queries * parts * call.n_bins, site.dtype)),
-            *(call._replace(wants_lse=int(lse is not None)), real(site.scale), real(self.problem.keep_scale)),
+            *(call._replace(wants_lse=int(wants_lse)), real(site.scale), real(self.problem.keep_scale)),
         )
-        for found, target in ((result, out), (sums, lse)):
+        return result, sums
+
+    def run(self, out: Array | Operand, lse: Array | Operand | None) -> None:
+        """Fill arrays of the host or of the device."""
+        found = self.start(out, lse, wants_lse=lse is not None)
+        for x, target in zip(found, (out, lse), strict=True):
             if isinstance(target, np.ndarray):
-                download(found, target)
+                download(x, target)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from relpos_np.gradient import nothing
 from relpos_np.kernels._numba.attend import attend
-from relpos_np.kernels._numba.backplan import BackPlanner, nothing
+from relpos_np.kernels._numba.backplan import BackPlanner
 from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.build import cache_folder
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, decode_layout, merge

@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 
+from relpos_np.gradient import by_row
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.plan import LOG2E, PACK_CALL, Planner, is_skewed
 from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK
@@ -25,40 +26,9 @@ _EMPTY = dict.fromkeys(BACKWARD.names or (), 0)
 _PACK = struct.Struct(f"<{len(_EMPTY)}q").pack
 
 
-def _by_row(sums: Array, index: Toeplitz) -> Array:
-    """Sum what belongs to each relative position (..., L_q + L_k - 1, E) over those of a row: (..., rows, E)."""
-    out = np.zeros((*sums.shape[:-2], index.rows, sums.shape[-1]), sums.dtype)
-    given = index.lookup >= 0
-    if np.bincount(index.lookup[given]).max(initial=0) <= 1:
-        out[..., index.lookup[given], :] = sums[..., given, :]
-        return out
-    order = np.argsort(index.lookup, kind="stable")
-    rows = index.lookup[order]
-    starts = np.flatnonzero(np.diff(rows, prepend=-2))
-    totals = np.add.reduceat(sums[..., order, :], starts, axis=-2)
-    # A position without a row has index -1.
-    there = rows[starts] >= 0
-    out[..., rows[starts[there]], :] = totals[..., there, :]
-    return out
-
-
 def part_count(heads: int, threads: int) -> int:
     """Ranges of queries, and of keys, that each head is divided into; 1 if there are heads enough for all threads."""
     return 1 if heads >= 2 * threads else -(-PIECES * threads // heads)
-
-
-def nothing(problem: Problem, terms: Terms) -> tuple[Terms, Array]:
-    """Gradients of a call without queries or without keys."""
-    grads = Terms(
-        query=np.zeros_like(problem.q if terms.query is None else terms.query),
-        key=np.zeros_like(problem.k if terms.key is None else terms.key),
-        tables=tuple(TableTerm(np.zeros_like(t.table), t.index) for t in terms.tables),
-        queries=tuple(QueryTerm(np.zeros_like(t.query), np.zeros_like(t.weights), t.index) for t in terms.queries),
-        keys=tuple(KeyTerm(np.zeros_like(t.key), np.zeros_like(t.weights), t.index) for t in terms.keys),
-        values=tuple(ValueTerm(np.zeros_like(t.weights), t.index) for t in terms.values),
-        biases=tuple(np.zeros_like(bias) for bias in terms.biases),
-    )
-    return grads, np.zeros_like(problem.v)
 
 
 class BackPlanner(Planner):
@@ -179,10 +149,10 @@ class BackPlanner(Planner):
         tables, queries, keys, values = [], [], [], []
         for table in self.terms.tables:
             if isinstance(table.index, Toeplitz):
-                by_row = _by_row(self._by_head(self.diag)[..., None], table.index)[..., 0]
+                sums_by_row = by_row(self._by_head(self.diag)[..., None], table.index)[..., 0]
             else:
-                by_row = self._by_head(next(sums))
-            tables.append(TableTerm(fit(by_row, table.table.shape).astype(self.dtype), table.index))
+                sums_by_row = self._by_head(next(sums))
+            tables.append(TableTerm(fit(sums_by_row, table.table.shape).astype(self.dtype), table.index))
         for query in self.terms.queries:
             if is_skewed(query):
                 depth = query.query.shape[-1]
@@ -191,7 +161,7 @@ class BackPlanner(Planner):
                 assert isinstance(query.index, Toeplitz)
                 span = self.site.q_len + self.site.k_len - 1
                 # The queries of these products are in units of log 2.
-                weights = _by_row(self._by_head(self.skew_dw)[:, :span, columns] / LOG2E, query.index)
+                weights = by_row(self._by_head(self.skew_dw)[:, :span, columns] / LOG2E, query.index)
                 gradient = self.skew_dq[..., columns]
             else:
                 rows = next(sums)

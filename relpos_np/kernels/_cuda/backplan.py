@@ -1,0 +1,276 @@
+"""The host's side of the backward pass: its arrays on the device, the launches, and gradients of terms from sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from relpos_np.gradient import by_row
+from relpos_np.kernels._cuda.attend import VALUE
+from relpos_np.kernels._cuda.backsums import THREADS, Private, delta_kernel, group_kernel, reduce_kernel, seen_kernel
+from relpos_np.kernels._cuda.device import download, empty, launch, simulated, upload
+from relpos_np.kernels._cuda.differentiate import Back, key_gradient, key_side, query_gradient, query_side
+from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
+from relpos_np.kernels._cuda.plan import Planner
+from relpos_np.kernels._cuda.product import gemm
+from relpos_np.kernels._cuda.tile import ADD, Call
+from relpos_np.problem import Problem
+from relpos_np.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, fit
+from relpos_np.types import Array
+
+# Bytes of the sums that blocks have of their own; more blocks are launched one after the other.
+PRIVATE_BYTES = 64 << 20
+
+
+def _blocks(size: int) -> int:
+    """Blocks for so many elements with a thread for each, or that go on to further ones."""
+    return min(-(-size // THREADS), 8 if simulated() else 1 << 16)
+
+
+class BackPlanner(Planner):
+    """Builds one backward pass."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        terms: Terms,
+        operands: tuple[Any, Any, Any],
+        grad_out: Array | Operand,
+        grad_lse: Array | Operand | None,
+    ) -> None:
+        super().__init__(problem, terms, operands)
+        # Gradients of vectors stay where the vectors are.
+        self.far = isinstance(operands[0], Operand)
+        self.dtype, heads, site = self.site.dtype, self.site.heads, self.site
+        self.lines = self.count * heads
+        # Vectors of the problem on the device: (batch, heads, length, channels).
+        self.grad_out, self.grad_lse = grad_out, grad_lse
+        self.depth = self.query.shape[-1]
+        self.maps: dict[int, tuple[int, ...]] = {}
+        self.of_queries, self.of_values = (site.q_len, terms.queries), (site.q_len, terms.values)
+        self.of_keys = site.k_len, terms.keys
+
+    def _map(self, index: IndexMap) -> tuple[int, ...]:
+        # Terms of both directions share them.
+        if id(index) not in self.maps:
+            self.maps[id(index)] = super()._map(index)
+        return self.maps[id(index)]
+
+    def _bins(self, terms: Sequence[Any]) -> tuple[int, int, int]:
+        """Where the description of terms whose rows have sums is, how many there are, and all their rows."""
+        found, bins = [], 0
+        for term in terms:
+            found.append((0, 0, bins, term.index.rows, *self._map(term.index)))
+            bins += term.index.rows
+        return *self._listed(found, len(VALUE)), bins
+
+    def call(self) -> Call:
+        """Every integer of the forward pass, and those of the backward pass beside them."""
+        call = super().call()
+        site, terms, heads = self.site, self.terms, self.site.heads
+        lifted = []
+        for value in terms.values:
+            start, (item, head, row) = self._product(self.grad_out, value.weights)
+            lifted.append((start, self._each(item), head, row, 0, 1, *self._map(value.index)))
+        tiling, _ = query_side(self.dtype, self.depth)
+        dense = [term for term in terms.tables if not isinstance(term.index, Toeplitz)]
+        along = len(dense) < len(terms.tables)
+        queries, keys, tables = (self._bins(found) for found in (terms.queries, terms.keys, dense))
+        at_lifted = self._listed([], len(ADD), lifted)
+        spans = tiling.rows + site.k_len - 1 if along else 0
+        self.private = spans + tiling.rows * tables[2]
+        # Blocks of a chunk: of those that have sums of their own no more than fit.
+        self.tiles = self.lines * -(-site.q_len // tiling.rows)
+        self.chunk = min(self.tiles, max(1, PRIVATE_BYTES // (max(self.private, 1) * self.dtype.itemsize)))
+        sizes = {
+            "query_bins": self.lines * site.q_len * queries[2],
+            "key_bins": self.lines * site.k_len * keys[2],
+            "table_bins": self.chunk * tiling.rows * tables[2],
+            "value_bins": self.lines * site.q_len * call.n_bins,
+            "diagonals": self.chunk * spans,
+            "pairs": self.lines * site.q_len * site.k_len if terms.biases else 0,
+        }
+        starts, self.work_size = {}, 0
+        for name, size in sizes.items():
+            starts[name] = self.work_size if size else -1
+            self.work_size += size
+        self.spans, self.heads = spans, heads
+        self.back = Back(
+            *(*queries[:2], starts["query_bins"], queries[2], *keys[:2], starts["key_bins"], keys[2]),
+            *(*tables[:2], starts["table_bins"], tables[2], starts["value_bins"], *at_lifted),
+            *(starts["diagonals"], starts["pairs"]),
+        )
+        self.record = call
+        return call
+
+    def launch(self) -> None:
+        """Run the forward kernel and those of the backward pass; everything stays on the device."""
+        site, dtype, lines = self.site, self.dtype, self.lines
+        out, lse = self.start(wants_lse=True)
+        back, queries, real = self.back, lines * site.q_len, dtype.type
+        self.upstream = self._whole(self.grad_out, self.problem.out_shape)
+        delta, self.work = empty(queries, dtype), empty(self.work_size, dtype)
+        given = self.grad_lse is not None
+        grad_lse = delta
+        if self.grad_lse is not None:
+            grad_lse = self._whole(self.grad_lse, self.problem.out_shape[:-1])
+        launch(
+            *(delta_kernel(dtype), _blocks(queries), THREADS, self.upstream, out, grad_lse, delta),
+            *(queries, site.v_dim, int(given)),
+        )
+        q, k, v, *rest = self.on_device
+        shared = (q, k, v, self.upstream, *rest, lse, delta, self.work)
+        scales = real(site.scale), real(self.problem.keep_scale)
+        self.dq, self.dk, self.dv = (
+            empty(lines * size, dtype)
+            for size in (site.q_len * self.depth, site.k_len * self.depth, site.k_len * site.v_dim)
+        )
+        stored = self.formats[0], self.formats[1], self.formats[2]
+
+        tiling, width = query_side(dtype, self.depth)
+        parts = -(-self.depth // width)
+        kernel = query_gradient(tiling, stored, self.depth, width)
+        per_head = -(-site.q_len // tiling.rows)
+        columns = site.q_len + site.k_len - 1
+        self.along = empty(site.heads * columns, np.dtype(np.float64))
+        self.by_pair = empty(site.heads * back.n_table_bins, np.dtype(np.float64))
+        along = Private(back.diagonals, self.spans, self.spans, columns, 1, tiling.rows - site.q_len)
+        rows = back.n_table_bins
+        by_pair = Private(back.table_bins, tiling.rows * rows, rows, rows, 0, 0)
+        chunk = self.chunk if self.private else self.tiles
+        for begin in range(0, self.tiles, chunk):
+            end = min(begin + chunk, self.tiles)
+            launch(
+                *(kernel, (end - begin) * parts, tiling.threads, *shared, self.dq, self.record, back),
+                *(begin * parts, *scales),
+            )
+            for private, totals in ((along, self.along), (by_pair, self.by_pair)):
+                if private.start >= 0:
+                    launch(
+                        *(reduce_kernel(dtype), _blocks(site.heads * private.columns), THREADS, self.work, totals),
+                        *(private, begin, end, site.heads, per_head, tiling.rows),
+                    )
+
+        tiling, width = key_side(dtype, self.depth, site.v_dim)
+        parts = -(-max(self.depth, site.v_dim) // width)
+        launch(
+            *(key_gradient(tiling, stored, self.depth, width), lines * parts * -(-site.k_len // tiling.rows)),
+            *(tiling.threads, *shared, self.dk, self.dv, self.record, back, *scales),
+        )
+
+    # from sums to gradients ------------------------------------------------------------------------
+
+    def _fetch(self, x: Any, *shape: int) -> Array:
+        """What an array of the device holds, for each head or for each batch item too."""
+        out = np.empty(shape, x.dtype)
+        if out.size:
+            download(x, out)
+        return out
+
+    def _whole(self, x: Array | Operand, shape: tuple[int, ...]) -> Any:
+        """An array of the device, flat and without repetitions, in the dtype of the computation."""
+        if isinstance(x, Operand):
+            return x.broadcast_to(shape).contiguous(self.dtype).flat
+        return upload(np.ascontiguousarray(np.broadcast_to(x, shape), self.dtype).reshape(-1))
+
+    def _by_vector(self, x: Any, *shape: int) -> Array:
+        """Numbers per batch item, head and query (or key)."""
+        return self._fetch(x, *self.problem.batch, self.site.heads, *shape)
+
+    def _fitted(self, x: Any, length: int, depth: int, wanted: tuple[int, ...]) -> Any:
+        """Vectors of every head, added up in the shape of the array that they are the gradient of."""
+        heads = self.site.heads
+        if not self.far:
+            return fit(self._by_vector(x, length, depth), wanted)
+        shared = wanted[-3]
+        if shared != heads:
+            size, step = self.count * shared * length * depth, length * depth
+            total = empty(size, self.dtype)
+            launch(group_kernel(self.dtype), _blocks(size), THREADS, x, total, size, step, heads // shared)
+            x = total
+        shape = (*self.problem.batch, shared, length, depth)
+        return Operand(x, shape, contiguous_strides(shape), self.dtype)
+
+    def _on_device(self, x: Array | Operand) -> tuple[Any, int]:
+        """Vectors (..., heads, length, channels) of every batch item, flat, and how many heads share one."""
+        return self._whole(x, (*self.problem.batch, *x.shape[-3:])), self.site.heads // x.shape[-3]
+
+    def _of_vectors(self, bins: int, step: int, length: int, weights: Array, wanted: tuple[int, ...]) -> Any:
+        """Gradient of the vectors whose products with rows were summed: sums times rows."""
+        heads, (rows, depth) = self.site.heads, weights.shape[-2:]
+        out = empty(self.lines * length * depth, self.dtype)
+        table = upload(np.ascontiguousarray(weights).reshape(-1))
+        by_sums = heads * length * step, length * step, 0, step, 1
+        by_table = 0, rows * depth if weights.shape[0] > 1 else 0, 0, depth, 1
+        by_out = heads * length * depth, length * depth, depth, 1
+        sizes = self.count, heads, length, depth, 1, rows
+        gemm(self.work, bins, by_sums, table, 0, by_table, out, 0, by_out, sizes)
+        return self._fitted(out, length, depth, wanted)
+
+    def _of_rows(self, bins: int, step: int, length: int, x: tuple[Any, int], weights: Array) -> Array:
+        """Gradient of the rows: sums times vectors, added up over batch items."""
+        heads, (rows, depth) = self.site.heads, weights.shape[-2:]
+        vectors, group = x
+        seen = empty(self.lines * length * depth, self.dtype)
+        out = empty(heads * rows * depth, self.dtype)
+        if seen.size and rows:
+            launch(
+                *(seen_kernel(self.dtype), _blocks(self.lines * length), THREADS, vectors, self.work, seen),
+                *(bins, step, rows, self.lines * length, heads, group, length, depth),
+            )
+        by_sums = 0, length * step, heads * length * step, 1, step
+        by_vector = 0, length * depth, heads * length * depth, depth, 1
+        sizes = 1, heads, rows, depth, self.count, length
+        gemm(self.work, bins, by_sums, seen, 0, by_vector, out, 0, (0, rows * depth, depth, 1), sizes)
+        return fit(self._fetch(out, heads, rows, depth), weights.shape)
+
+    def collect(self) -> tuple[Terms, Any]:
+        """Gradients of the terms and of v: of tables on the host, of vectors where those are."""
+        site, back, terms, dtype = self.site, self.back, self.terms, self.dtype
+        tables, queries, keys, values = [], [], [], []
+        along = self._fetch(self.along, site.heads, site.q_len + site.k_len - 1) if back.diagonals >= 0 else None
+        by_pair, at = self._fetch(self.by_pair, site.heads, back.n_table_bins), 0
+        for table in terms.tables:
+            if isinstance(table.index, Toeplitz):
+                assert along is not None
+                sums = by_row(along[..., None], table.index)[..., 0]
+            else:
+                sums = by_pair[:, at : at + table.index.rows]
+                at += table.index.rows
+            tables.append(TableTerm(fit(sums, table.table.shape).astype(dtype), table.index))
+        at = back.query_bins
+        for query in terms.queries:
+            of = at, back.n_query_bins, site.q_len
+            gradient = self._of_vectors(*of, query.weights, query.query.shape)
+            weights = self._of_rows(*of, self._on_device(query.query), query.weights)
+            queries.append(QueryTerm(gradient, weights, query.index))
+            at += query.index.rows
+        at = back.key_bins
+        for key in terms.keys:
+            of = at, back.n_key_bins, site.k_len
+            gradient = self._of_vectors(*of, key.weights, key.key.shape)
+            weights = self._of_rows(*of, self._on_device(key.key), key.weights)
+            keys.append(KeyTerm(gradient, weights, key.index))
+            at += key.index.rows
+        at = back.value_bins
+        for value in terms.values:
+            weights = self._of_rows(at, self.record.n_bins, site.q_len, (self.upstream, 1), value.weights)
+            values.append(ValueTerm(weights, value.index))
+            at += value.index.rows
+        biases: tuple[Array, ...] = ()
+        if terms.biases:
+            size = self.lines * site.q_len * site.k_len
+            ds = self._by_vector(self.work[back.pairs : back.pairs + size], site.q_len, site.k_len)
+            biases = tuple(fit(ds, bias.shape) for bias in terms.biases)
+        grads = Terms(
+            query=self._fitted(self.dq, site.q_len, self.depth, self.query.shape),
+            key=self._fitted(self.dk, site.k_len, self.depth, self.key.shape),
+            tables=tuple(tables),
+            queries=tuple(queries),
+            keys=tuple(keys),
+            values=tuple(values),
+            biases=biases,
+        )
+        return grads, self._fitted(self.dv, site.k_len, site.v_dim, self.problem.stored_v.shape)

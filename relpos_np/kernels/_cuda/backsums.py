@@ -1,0 +1,128 @@
+"""What comes before and after the backward kernels: a number per query, and sums of what blocks have summed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda
+
+from relpos_np.kernels._cuda.device import jit
+from relpos_np.kernels._cuda.intrinsics import place
+
+# Threads of a block; each goes on to further elements if there are more than threads.
+THREADS = 64
+
+
+@cache
+def delta_kernel(dtype: np.dtype[Any]) -> Any:
+    """The kernel for what every score of a query's row has in common: dO . O - dlse. One thread for each row."""
+    zero = dtype.type(0)
+
+    @jit()
+    def kernel(grad_out, out, grad_lse, delta, size, v_dim, given):  # type: ignore[no-untyped-def]
+        n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while n < size:
+            total = zero
+            for d in range(v_dim):
+                total += grad_out[place(n * v_dim + d)] * out[place(n * v_dim + d)]
+            if given != 0:
+                total -= grad_lse[place(n)]
+            delta[place(n)] = total
+            n += cuda.gridDim.x * THREADS
+
+    return kernel
+
+
+class Private(NamedTuple):
+    """Sums that each block has of its own: what of them belongs to column n of the result.
+
+    Those of the block for the queries from `first` on start at `start` plus a `step` for each block, and column n is
+    number n + slope * first + shift of them, if that is at least 0 and below `size`.
+    """
+
+    start: int
+    step: int
+    size: int
+    columns: int
+    slope: int
+    shift: int
+
+
+@cache
+def reduce_kernel(dtype: np.dtype[Any]) -> Any:
+    """The kernel that adds sums of the blocks from `begin` to before `end` to totals (heads, columns) in float64."""
+    del dtype
+
+    @jit()
+    def kernel(work, totals, private, begin, end, heads, tiles, rows):  # type: ignore[no-untyped-def]
+        n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while n < heads * private.columns:
+            head, column = n // private.columns, n % private.columns
+            total = totals[place(n)]
+            if begin == 0:
+                total = 0.0
+            # Blocks are numbered by batch item, head and tile. The order is that of their numbers, so that it makes
+            # no difference how many are there at a time.
+            line = begin // (heads * tiles) * heads + head
+            while line * tiles < end:
+                for tile in range(tiles):
+                    block = line * tiles + tile
+                    at = column + private.slope * (tiles - 1 - tile) * rows + private.shift
+                    if begin <= block < end and 0 <= at < private.size:
+                        total += work[place(private.start + (block - begin) * private.step + at)]
+                line += heads
+            totals[place(n)] = total
+            n += cuda.gridDim.x * THREADS
+
+    return kernel
+
+
+@cache
+def seen_kernel(dtype: np.dtype[Any]) -> Any:
+    """The kernel that copies vectors which have a share in sums, and makes zeros of others: they may hold anything.
+
+    Vectors are (batch, heads / group, length, depth), copies (batch, heads, length, depth). Sums of a vector start
+    at `at` plus `step` for each, and there are `rows`.
+    """
+    zero = dtype.type(0)
+
+    @jit()
+    def kernel(x, work, out, at, step, rows, size, heads, group, length, depth):  # type: ignore[no-untyped-def]
+        n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while n < size:
+            row, found = 0, 0
+            while row < rows and found == 0:
+                if work[place(at + n * step + row)] != zero:
+                    found = 1
+                row += 1
+            line = n // length
+            own = line // heads * (heads // group) + line % heads // group
+            for d in range(depth):
+                value = zero
+                if found != 0:
+                    value = x[place((own * length + n % length) * depth + d)]
+                out[place(n * depth + d)] = value
+            n += cuda.gridDim.x * THREADS
+
+    return kernel
+
+
+@cache
+def group_kernel(dtype: np.dtype[Any]) -> Any:
+    """The kernel that adds up the arrays of `step` elements of each group of heads, the first head first."""
+    zero = dtype.type(0)
+
+    @jit()
+    def kernel(x, out, size, step, group):  # type: ignore[no-untyped-def]
+        n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while n < size:
+            at = n // step * group * step + n % step
+            total = zero
+            for head in range(group):
+                total += x[place(at + head * step)]
+            out[place(n)] = total
+            n += cuda.gridDim.x * THREADS
+
+    return kernel
