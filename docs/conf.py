@@ -10,6 +10,7 @@ import relpos_np
 sys.path.insert(0, str(Path(__file__).parent.parent / "asv_bench"))
 
 import report
+from gpu import page
 
 project = "relpos_np"
 author = "The relpos_np developers"
@@ -37,4 +38,4 @@ def scheme_table() -> str:
     return "\n".join(rows)
 
 
-myst_substitutions = {"schemes": scheme_table(), **report.sections()}
+myst_substitutions = {"schemes": scheme_table(), **report.sections(), **page.sections()}

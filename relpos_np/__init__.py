@@ -3,7 +3,14 @@
 from relpos_np import backend, reference
 from relpos_np.api import attention, attention_vjp, logits, rel_shift
 from relpos_np.backend import set_backend, use_backend
-from relpos_np.errors import RelposError, RelposImportError, RelposIndexError, RelposTypeError, RelposValueError
+from relpos_np.errors import (
+    RelposError,
+    RelposImportError,
+    RelposIndexError,
+    RelposMemoryError,
+    RelposTypeError,
+    RelposValueError,
+)
 from relpos_np.gradient import AttentionGradient
 from relpos_np.registry import SCHEMES, SchemeInfo
 from relpos_np.schemes.alibi import ALiBi
@@ -54,6 +61,7 @@ __all__ = [
     "RelposError",
     "RelposImportError",
     "RelposIndexError",
+    "RelposMemoryError",
     "RelposTypeError",
     "RelposValueError",
     "Rotary",

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import add
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np import check, dense, relshift
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np import check, dense, ondevice, relshift
+from relpos_np.errors import RelposTypeError
 from relpos_np.gradient import AttentionGradient, backward
-from relpos_np.problem import Problem
+from relpos_np.lowering import all_terms, checked_schemes, each_lowered, lifted
 from relpos_np.schemes.base import Scheme
-from relpos_np.terms import Terms, fit
+from relpos_np.terms import fit
 from relpos_np.types import Array
-
-
-def _schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
-    """The schemes of a call, checked against it."""
-    if position is None:
-        return ()
-    schemes = position if isinstance(position, tuple) else (position,)
-    for scheme in schemes:
-        if not isinstance(scheme, Scheme):
-            hint = "; absolute encodings are added to the inputs: x = encoding(x)" if callable(scheme) else ""
-            raise RelposTypeError(
-                f"position: expected a scheme such as relpos_np.T5, found {type(scheme).__name__}{hint}"
-            )
-        scheme.check(problem.site)
-    if sum(scheme.content for scheme in schemes) > 1:
-        raise RelposValueError("position: two of the schemes change the content product and cannot be combined")
-    return schemes
-
-
-def _lowered(schemes: tuple[Scheme, ...], problem: Problem) -> list[Terms]:
-    """Each scheme as terms."""
-    return [
-        scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, problem.site)
-        for scheme in schemes
-    ]
-
-
-def _lower(schemes: tuple[Scheme, ...], problem: Problem) -> Terms:
-    """All schemes as one set of terms."""
-    return _sum(_lowered(schemes, problem))
-
-
-def _sum(lowered: list[Terms]) -> Terms:
-    """Several sets of terms as one."""
-    return reduce(add, lowered) if lowered else Terms()
 
 
 @overload
@@ -175,6 +138,11 @@ def attention(
     Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
     only the queries that may attend it.
     """
+    if type(q) is not np.ndarray and check.on_device(q):
+        options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
+        options |= {"offset": offset, "dropout": dropout, "rng": rng}
+        there: Array = ondevice.attention({"q": q, "k": k, "v": v}, position, backend, return_lse, out, options)
+        return there
     problem, dtype, flat = check.problem(
         q,
         k,
@@ -188,7 +156,7 @@ def attention(
         dropout=dropout,
         rng=rng,
     )
-    schemes = _schemes(position, problem)
+    schemes = checked_schemes(position, problem)
     name = _backend.current(backend)
     shape = problem.out_shape
     target = None
@@ -198,7 +166,7 @@ def attention(
     if name == "numpy":
         result, lse = dense.attention(problem, schemes)
     else:
-        result, found = _backend.evaluate(name, problem, _lower(schemes, problem), target, return_lse)
+        result, found = _backend.evaluate(name, problem, all_terms(each_lowered(schemes, problem)), target, return_lse)
         lse = found if found is not None else result
     if flat:
         result, lse = result[0], lse[0]
@@ -247,11 +215,11 @@ def logits(
     problem, _, flat = check.problem(
         q, k, None, mask=mask, causal=causal, window=window, key_lengths=key_lengths, scale=scale, offset=offset
     )
-    schemes = _schemes(position, problem)
+    schemes = checked_schemes(position, problem)
     if _backend.current(backend) == "terms":
         from relpos_np.kernels import _numpy
 
-        s = _numpy.scores(problem, _lower(schemes, problem))
+        s = _numpy.scores(problem, all_terms(each_lowered(schemes, problem)))
     else:
         s = dense.scores(problem, schemes)
     return s[0] if flat else s
@@ -316,6 +284,10 @@ def attention_vjp(
     those of float64 arithmetic for float64, else of float32. Where scores are not differentiable (norms clamped at a
     smallest value, ties of a maximum) the gradient is that of the branch which was taken.
     """
+    if type(q) is not np.ndarray and check.on_device(q):
+        options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
+        options |= {"offset": offset, "dropout": dropout, "rng": rng}
+        return ondevice.attention_vjp({"q": q, "k": k, "v": v}, grad_out, grad_lse, position, backend, options)
     problem, _, flat = check.problem(
         q,
         k,
@@ -329,7 +301,7 @@ def attention_vjp(
         dropout=dropout,
         rng=rng,
     )
-    schemes = _schemes(position, problem)
+    schemes = checked_schemes(position, problem)
     name = _backend.current(backend)
     expected = problem.out_shape[1:] if flat else problem.out_shape
     grad_out = check.like("grad_out", grad_out, expected, problem.site.dtype)
@@ -337,8 +309,8 @@ def attention_vjp(
         grad_lse = check.like("grad_lse", grad_lse, expected[:-1], problem.site.dtype)
     if flat:
         grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
-    lowered = _lowered(schemes, problem)
-    terms = _sum(lowered)
+    lowered = each_lowered(schemes, problem)
+    terms = all_terms(lowered)
     if name in ("numba", "cuda"):
         kernels = _backend.numba_kernels() if name == "numba" else _backend.cuda_kernels()
         grads, grad_v = kernels.backward(problem, terms, grad_out, grad_lse)
@@ -350,7 +322,7 @@ def attention_vjp(
 
             s = _numpy.scores(problem, terms)
         grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
-    grad_q, grad_k, arrays = _lift(problem, schemes, lowered, grads)
+    grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
     # Operands may have been broadcast over batch axes, or had no axis of heads.
     grad_q, grad_k, grad_v = (
         fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
@@ -358,31 +330,6 @@ def attention_vjp(
     )
     by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
     return AttentionGradient(grad_q, grad_k, grad_v, by_scheme)
-
-
-def _lift(
-    problem: Problem, schemes: tuple[Scheme, ...], lowered: list[Terms], grads: Terms
-) -> tuple[Array, Array, tuple[dict[str, Array], ...]]:
-    """Gradients of q, of k and of each scheme's arrays, from those of all terms."""
-    if any(scheme.content for scheme in schemes):
-        # The scheme that changes the content product passes its gradients on.
-        grad_q, grad_k = np.zeros_like(problem.q, order="C"), np.zeros_like(problem.k, order="C")
-    else:
-        grad_q, grad_k = np.asarray(grads.query), np.asarray(grads.key)
-    rest = {slot: iter(getattr(grads, slot)) for slot in ("tables", "queries", "keys", "values", "biases")}
-    arrays = []
-    for scheme, terms in zip(schemes, lowered, strict=True):
-        own = Terms(*((grads.query, grads.key) if scheme.content else (None, None)))
-        for slot, left in rest.items():
-            setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))
-        with np.errstate(all="ignore"):
-            lifted = scheme.lift(problem.q, problem.k, problem.site, own)
-        grad_q = grad_q if lifted.q is None else grad_q + lifted.q
-        grad_k = grad_k if lifted.k is None else grad_k + lifted.k
-        arrays.append(
-            {name: np.asarray(x).astype(getattr(scheme, name).dtype, copy=False) for name, x in lifted.arrays.items()}
-        )
-    return grad_q, grad_k, tuple(arrays)
 
 
 def rel_shift(
@@ -430,6 +377,9 @@ def rel_shift(
     Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019,
     appendix B.
     """
+    if type(x) is not np.ndarray and check.on_device(x):
+        there: Array = ondevice.rel_shift(x, variant, backend, out)
+        return there
     x = check.array("x", x)
     if x.dtype.kind not in "fiuc" and x.dtype.name != "bfloat16":
         raise RelposTypeError(f"x: expected numbers, found dtype {x.dtype}")

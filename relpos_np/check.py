@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
@@ -16,6 +16,21 @@ _FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype
 _HALVES = ("float16", "bfloat16")
 
 
+# DLPack's numbers for memory that kernels read: of a device, and managed.
+_ON_DEVICE = (2, 13)
+
+
+def on_device(x: Any) -> bool:
+    """Whether an argument says that it is in the memory of a CUDA device; nothing is imported to find out."""
+    if isinstance(x, np.ndarray):
+        return False
+    # Numba's own arrays; those of its simulator would pass the next question on to an array of NumPy.
+    if getattr(x, "__cuda_ndarray__", False) is True:
+        return True
+    place = getattr(x, "__dlpack_device__", None)
+    return (place is not None and place()[0] in _ON_DEVICE) or hasattr(x, "__cuda_array_interface__")
+
+
 def array(name: str, value: Any) -> Array:
     """Accept a NumPy array; refuse what NumPy would interpret in a way the user may not mean."""
     if type(value) is np.ndarray:
@@ -23,6 +38,11 @@ def array(name: str, value: Any) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise RelposTypeError(f"{name}: a MaskedArray's mask would be ignored; pass its data and mask= separately")
     if isinstance(value, np.matrix) or not isinstance(value, np.ndarray):
+        if on_device(value):
+            raise RelposTypeError(
+                f"{name}: expected a NumPy array, found {type(value).__name__} on a CUDA device; attention, "
+                'attention_vjp and rel_shift take device arrays with backend="cuda", if all their operands are'
+            )
         raise RelposTypeError(
             f"{name}: expected a NumPy array, found {type(value).__name__}; convert it with np.asarray"
         )
@@ -146,6 +166,23 @@ def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return _spread("mask", mask, shape, "(..., H, L_q, L_k)")
 
 
+def one_side(named: dict[str, Any]) -> None:
+    """Refuse operands of which some are on a device and some on the host."""
+    there = [on_device(x) for x in named.values()]
+    if len(set(there)) > 1:
+        found = ", ".join(
+            f"{name} {type(x).__name__} on {'a CUDA device' if far else 'the host'}"
+            for (name, x), far in zip(named.items(), there, strict=True)
+        )
+        raise RelposTypeError(f"{', '.join(named)}: expected all of them on a CUDA device or none, found {found}")
+
+
+def one_dtype(dtypes: dict[str, np.dtype[Any]]) -> Never:
+    """Refuse operands that differ in dtype."""
+    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    raise RelposTypeError(f"{', '.join(dtypes)}: expected one dtype, found {found}")
+
+
 def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     """The operands in one dtype, and the dtype of the result."""
     values = list(named.values())
@@ -154,11 +191,12 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
         first.dtype is _FLOAT32 or first.dtype is _FLOAT64
     ):
         return values, first.dtype  # nearly every call
+    if any(on_device(x) for x in values):
+        one_side(named)
     given = [array(name, x) for name, x in named.items()]
     kinds = {x.dtype.newbyteorder("=") for x in given}
     if len(kinds) > 1:
-        found = ", ".join(f"{name} {x.dtype}" for name, x in zip(named, given, strict=True))
-        raise RelposTypeError(f"{', '.join(named)}: expected one dtype, found {found}")
+        one_dtype(dict(zip(named, (x.dtype for x in given), strict=True)))
     # Keys and values keep their half precision: a kernel may read them as they are.
     operands = [
         x if name != "q" and x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned else floating(name, x)

@@ -21,3 +21,7 @@ class RelposIndexError(RelposError, IndexError, ValueError):
 
 class RelposImportError(RelposError, ImportError):
     """An optional package that the request needs is missing."""
+
+
+class RelposMemoryError(RelposError, MemoryError):
+    """A device has no memory left for what the call needs."""

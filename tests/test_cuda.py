@@ -13,17 +13,47 @@ import relpos_np as rp
 HERE = Path(__file__).parent
 
 
-def test_in_the_simulator():
-    """In a process of its own: Numba chooses between simulator and device when it is imported."""
+# Processes that share the tests: the simulator keeps one processor busy.
+SHARDS = 2
+# What every change is tested with; the marker `simulator` stands for all of it.
+QUICK = "test_masks or test_bands_and_lengths or (test_every_scheme and float32) or test_rel_shift or test_ragged_sizes"
+
+
+def simulate(*options):
+    """Run tests/cuda in processes of their own: Numba chooses between simulator and device when it is imported."""
     pytest.importorskip("numba")
-    command = [sys.executable, "-m", "pytest", str(HERE / "cuda"), "-q", "-p", "no:cacheprovider"]
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
-    done = subprocess.run(
-        command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=1200, check=False
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert " skipped" not in done.stdout
+    command = [sys.executable, "-m", "pytest", str(HERE / "cuda"), "-q", "-p", "no:cacheprovider", "-p", "gpu.shard"]
+    paths = [str(HERE.parent / "asv_bench"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [
+        subprocess.Popen(
+            [*command, *options],
+            cwd=HERE.parent,
+            env=environment | {"RELPOS_GPU_SHARD": f"{part}/{SHARDS}"},
+            **pipes,
+        )
+        for part in range(SHARDS)
+    ]
+    try:
+        said = [process.communicate(timeout=1200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, words in zip(processes, said, strict=True):
+        assert process.returncode == 0, words[-7000:]
+        assert " passed" in words
+        assert " skipped" not in words
+
+
+def test_a_choice_of_tests_in_the_simulator():
+    simulate("-k", QUICK)
+
+
+@pytest.mark.simulator
+def test_in_the_simulator():
+    simulate("--durations=5")
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ LEVELS = (
     {"schemes.base", "frequencies"},
     {"axes", "rotations"},
     {"schemes"},
-    {"backend", "complexity", "gradient", "reference"},
-    {"registry"},
+    {"backend", "complexity", "gradient", "lowering", "reference"},
+    {"ondevice", "registry"},
     {"api", "versions"},
     {""},
     {"archive", "layers", "plot"},
@@ -36,7 +36,8 @@ LEVELS = (
 FOLDERS = {"schemes", "testing", "layers"}
 NESTED = {"testing", "layers"}
 # What may be imported late, inside functions: backends find their kernels, versions describe them.
-LATE = {"backend": ("kernels",), "api": ("kernels",), "versions": ("", "kernels"), "dense": ("schemes.base",)}
+LATE = dict.fromkeys(("api", "backend", "ondevice"), ("kernels",))
+LATE |= {"versions": ("", "kernels"), "dense": ("schemes.base",)}
 
 
 def dotted(path):

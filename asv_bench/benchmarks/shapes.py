@@ -18,6 +18,8 @@ SCHEMES = {
     "transformer_xl": lambda a: rp.TransformerXL(a["u"], a["v"], a["rows"]),
     "shaw": lambda a: rp.Shaw(a["key_table"], a["value_table"]),
     "alibi": lambda a: rp.ALiBi(a["slopes"]),
+    "plain": lambda a: None,
+    "rotary": lambda a: rp.Rotary(),
 }
 
 
@@ -268,6 +270,8 @@ def make(shape):
         arrays = {name: normal(33, s.head_dim) for name in ("key_table", "value_table")}
     elif s.kind == "alibi":
         arrays = {"slopes": rp.reference.alibi_slopes(s.heads).astype(np.float32)}
+    elif s.kind in ("plain", "rotary"):
+        arrays = {}
     else:
         rows = {"t5": 32, "window": 13 * 13, "rstt": 13 * 7 * 7}[s.kind]
         arrays = {"table": normal(rows, s.heads)}

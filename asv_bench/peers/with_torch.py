@@ -103,7 +103,8 @@ def flex(operands):
     if s.kind == "transformer_xl":
         note = "products with distances eager, before the compiled part, inside the call"
         memory, last = s.k_len - s.q_len, s.q_len - 1
-        hide = create_block_mask(lambda b, h, i, j: j <= i + memory, None, None, s.q_len, s.k_len, device="cpu")
+        place = operands.q.device
+        hide = create_block_mask(lambda b, h, i, j: j <= i + memory, None, None, s.q_len, s.k_len, device=place)
 
         def run(q, k, v, products):
             def score(x, b, h, i, j):
@@ -123,7 +124,7 @@ def flex(operands):
         def run(q, k, v, slopes):
             return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x - slopes[h] * (s.k_len - 1 - j))
 
-        fixed = (operands.q, operands.k, operands.v, a["slopes"])
+        fixed = a["slopes"]
     elif s.kind == "t5":
         note = "a value per distance, expanded before the call"
         # Row 0 holds distances 0 ... L_k - 1, the last row those down to 1 - L_q.
@@ -133,18 +134,18 @@ def flex(operands):
         def run(q, k, v, values):
             return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + values[h, j - i + s.q_len - 1])
 
-        fixed = (operands.q, operands.k, operands.v, values)
+        fixed = values
     else:
         note = "bias of a window built before the call"
 
         def run(q, k, v, bias):
             return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + bias[h, i, j])
 
-        fixed = (operands.q, operands.k, operands.v, operands.bias()[0])
+        fixed = operands.bias()[0]
     if s.kind != "transformer_xl":
 
         def inputs():
-            return fixed
+            return operands.q, operands.k, operands.v, fixed
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)

@@ -37,8 +37,11 @@ def _places(name: str, value: Any) -> Array:
     return x
 
 
-def _turn(x: Array, cos: Array, sin: Array, layout: str) -> Array:
+def _turn(x: Any, cos: Array, sin: Array, layout: str) -> Array:
     """Pairs of channels times complex numbers (..., L, P), in the dtype of all three."""
+    if not isinstance(x, np.ndarray):  # on a device, where it turns itself
+        turned: Array = x.turned(cos, sin, layout)
+        return turned
     pairs = cos.shape[-1]
     first, second = (
         (slice(0, pairs), slice(pairs, 2 * pairs))
@@ -244,14 +247,17 @@ class Rotary(Scheme):
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""
-        to_query, to_key = np.asarray(grad.query), np.asarray(grad.key)
+        to_query, to_key = grad.query, grad.key
+        assert to_query is not None
+        assert to_key is not None
         turns = self._tables(site)
         (cos_q, sin_q), (cos_k, sin_k) = turns
         lifted = SchemeGradient(_turn(to_query, cos_q, -sin_q, self.layout), _turn(to_key, cos_k, -sin_k, self.layout))
         if self.frequencies is not None:
             total = np.zeros(())
             for x, to, turn, at in zip((q, k), (to_query, to_key), turns, self._at(site), strict=True):
-                total = total + self._spun(_turn(x, *turn, self.layout), to, at, site)
+                turned = np.asarray(_turn(x, *turn, self.layout))
+                total = total + self._spun(turned, np.asarray(to), at, site)
             lifted.arrays["frequencies"] = total.reshape(self.frequencies.shape)
         return lifted
 

@@ -360,11 +360,11 @@ class TransformerXL(Scheme):
             weights = fit(rows, (site.heads, site.k_len, depth))
             to_key = fit(to_key[..., :depth], k.shape)
         else:
-            position = grad.queries[0].query * scale
+            position = np.asarray(grad.queries[0].query) * scale
             weights = grad.queries[0].weights
             if len(grad.queries) > 1:
                 weights = weights + grad.queries[1].weights
-                position[..., 1:, :] += grad.queries[1].query[..., :-1, :] * scale
+                position[..., 1:, :] += np.asarray(grad.queries[1].query)[..., :-1, :] * scale
         arrays = {
             "u": fit(content.sum(axis=-2), self.u.shape),
             "v": fit(position.sum(axis=-2), self.v.shape),

@@ -1,6 +1,8 @@
 """The CUDA backend's tests: they run where there is a GPU, and in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)."""
 
+import importlib
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ def quick_switches():
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """New arrays on the device hold NaN, so that a number that is never written is seen."""
-    from relpos_np.kernels._cuda import plan, product, shift
+    from relpos_np.kernels._cuda import device, plan, product, shift
     from relpos_np.kernels._cuda.device import empty
 
     def poisoned(size, dtype):
@@ -32,5 +34,32 @@ def poison(monkeypatch):
         x.copy_to_device(bits.view(dtype))
         return x
 
-    for user in (plan, product, shift):
+    for user in (device, plan, product, shift):
         monkeypatch.setattr(user, "empty", poisoned)
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """What is copied to the device, and what back; in the simulator."""
+    fake = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
+    cuda = importlib.import_module("numba.cuda")
+    up, down = [], []
+    to_device, copy_to_device, copy_to_host = cuda.to_device, fake.copy_to_device, fake.copy_to_host
+
+    def recorded_up(x, *rest, **options):
+        up.append(np.array(x))
+        return to_device(x, *rest, **options)
+
+    def recorded_copy(self, x, *rest, **options):
+        if not (np.asarray(x).view(np.uint8) == 0xFF).all():  # that is poison
+            up.append(np.array(x))
+        return copy_to_device(self, x, *rest, **options)
+
+    def recorded_down(self, *rest, **options):
+        down.append(self.shape)
+        return copy_to_host(self, *rest, **options)
+
+    monkeypatch.setattr(cuda, "to_device", recorded_up)
+    monkeypatch.setattr(fake, "copy_to_device", recorded_copy)
+    monkeypatch.setattr(fake, "copy_to_host", recorded_down)
+    return SimpleNamespace(up=up, down=down)

@@ -57,7 +57,13 @@ def index_map(rng, kind, q_len, k_len, rows, batch):
 @pytest.mark.parametrize("kind", ["distances", "pairs", "per batch item"])
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "q_len", "k_len", "dim", "v_dim"),
-    [((), 1, 1, 1, 1, 1, 1), ((), 1, 1, 3, 5, 65, 130), ((2,), 2, 1, 7, 33, 17, 33), ((1, 2), 2, 2, 33, 7, 3, 5), ((2,), 1, 1, 1, 65, 8, 4)],
+    [
+        ((), 1, 1, 1, 1, 1, 1),
+        ((), 1, 1, 3, 5, 65, 130),
+        ((2,), 2, 1, 7, 33, 17, 33),
+        ((1, 2), 2, 2, 33, 7, 3, 5),
+        ((2,), 1, 1, 1, 65, 8, 4),
+    ],
 )
 def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, kind, dtype):
     rng = np.random.default_rng(q_len + k_len)
@@ -111,9 +117,9 @@ def test_products_with_relative_positions_made_by_the_kernel(q_len, k_len, depth
     answers = []
     for fused in (True, False):
         out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
-        planner = plan.Planner(problem, terms, fused=fused)
+        planner = plan.Planner(problem, terms, (problem.q, problem.k, problem.v), fused=fused)
         assert planner.call().n_skews == (2 if fused else 0)
-        plan.Planner(problem, terms, fused=fused).run(out, lse)
+        plan.Planner(problem, terms, (problem.q, problem.k, problem.v), fused=fused).run(out, lse)
         answers.append((out, lse))
     # Scores are sums of at most 24 products and reach 20; outputs are means of numbers below 4.
     for found, expected in zip(*answers, strict=True):

@@ -1,9 +1,10 @@
-"""The CUDA backend: kernels in numba.cuda for the same terms, on arrays that are copied to the device and back."""
+"""The CUDA backend: kernels in numba.cuda for the same terms, on arrays of the host or of the device."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from relpos_np.gradient import nothing
 from relpos_np.kernels._cuda import device
 from relpos_np.problem import Problem
 from relpos_np.terms import Terms, ValueTerm
-from relpos_np.types import Array
 
 __all__ = ["attention", "backward", "rel_shift", "require"]
 
@@ -21,11 +21,25 @@ def require() -> None:
     device.module()
 
 
-def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> None:
-    """Fill `out` and `lse`, both C-contiguous and of the problem's dtype."""
+@device.tidied()
+def attention(
+    problem: Problem,
+    terms: Terms,
+    out: Any,
+    lse: Any,
+    operands: tuple[Any, Any, Any] | None = None,
+) -> None:
+    """Fill `out` and `lse`, both C-contiguous.
+
+    `operands`, q, k and v, are arrays of NumPy, or `Operand` as are `out` and `lse` then; they may be of half
+    precision.
+    """
+    from relpos_np.kernels._cuda.operand import Operand
     from relpos_np.kernels._cuda.plan import Planner
 
     site = problem.site
+    if operands is None:
+        operands = problem.q, problem.stored_k, problem.stored_v
     if not out.size and (lse is None or not lse.size):
         return
     if not site.k_len:
@@ -38,19 +52,32 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
         site = replace(site, v_dim=1)
         v = np.zeros((*problem.v.shape[:-1], 1), site.dtype)
         problem, terms = replace(problem, stored_v=v, site=site), replace(terms, values=())
-        out = np.empty((*lse.shape, 1), site.dtype)
-    Planner(problem, terms, fused=True).run(out, lse)
+        if isinstance(out, Operand):
+            out = Operand.empty((*lse.shape, 1), site.dtype)
+        else:
+            out = np.empty((*lse.shape, 1), site.dtype)
+        operands = *operands[:2], v
+    Planner(problem, terms, operands, fused=True).run(out, lse)
 
 
-def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None:  # noqa: ARG001
-    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; `used` makes no difference here."""
+@device.tidied()
+def rel_shift(x: Any, out: Any, variant: str, *, used: bool = False) -> None:  # noqa: ARG001
+    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; `used` makes no difference here.
+
+    Both are arrays of NumPy, or both are `Operand`.
+    """
     from relpos_np.kernels._cuda import shift
 
     shift.rel_shift(x, out, variant)
 
 
-def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None) -> tuple[Terms, Array]:
-    """Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v."""
+def backward(
+    problem: Problem, terms: Terms, grad_out: Any, grad_lse: Any, operands: tuple[Any, Any, Any] | None = None
+) -> tuple[Terms, Any]:
+    """Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v.
+
+    `operands` as in `attention`; where they are `Operand`, so are `grad_out`, `grad_lse` and gradients of vectors.
+    """
     from relpos_np.kernels._cuda.backplan import BackPlanner
 
     site = problem.site
@@ -65,9 +92,12 @@ def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | 
             replace(problem, stored_v=v, site=replace(site, v_dim=1)),
             replace(terms, values=()),
         )
-        grads, _ = backward(problem, terms, np.zeros(problem.out_shape, site.dtype), grad_lse)
+        operands = None if operands is None else (*operands[:2], v)
+        grads, _ = backward(problem, terms, np.zeros(problem.out_shape, site.dtype), grad_lse, operands)
         grads.values = values
         return grads, empty
-    planner = BackPlanner(problem, terms, grad_out, grad_lse)
+    if operands is None:
+        operands = problem.q, problem.stored_k, problem.stored_v
+    planner = BackPlanner(problem, terms, operands, grad_out, grad_lse)
     planner.launch()
     return planner.collect()

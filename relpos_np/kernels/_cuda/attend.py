@@ -46,7 +46,7 @@ def width_of(v_dim: int) -> int:
     return next((width for width in WIDTHS if v_dim <= width), WIDTHS[-1])
 
 
-def tiling(dtype: np.dtype[Any], width: int, skewed: bool) -> Tiling:
+def tiling(dtype: np.dtype[Any], width: int, skewed: bool = False) -> Tiling:
     """Threads and rows of a block: what 48 KB of shared memory and the registers allow."""
     rows = 32 if simulated() or dtype.itemsize == 8 else 64
     return Tiling(dtype, 64 if width <= 64 and not skewed else 128, rows)

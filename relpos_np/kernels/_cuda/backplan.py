@@ -9,9 +9,10 @@ import numpy as np
 
 from relpos_np.gradient import by_row
 from relpos_np.kernels._cuda.attend import VALUE
-from relpos_np.kernels._cuda.backsums import THREADS, Private, delta_kernel, reduce_kernel, seen_kernel
+from relpos_np.kernels._cuda.backsums import THREADS, Private, delta_kernel, group_kernel, reduce_kernel, seen_kernel
 from relpos_np.kernels._cuda.device import download, empty, launch, simulated, upload
 from relpos_np.kernels._cuda.differentiate import Back, key_gradient, key_side, query_gradient, query_side
+from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.plan import Planner
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.tile import ADD, Call
@@ -31,8 +32,17 @@ def _blocks(size: int) -> int:
 class BackPlanner(Planner):
     """Builds one backward pass."""
 
-    def __init__(self, problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None) -> None:
-        super().__init__(problem, terms)
+    def __init__(
+        self,
+        problem: Problem,
+        terms: Terms,
+        operands: tuple[Any, Any, Any],
+        grad_out: Array | Operand,
+        grad_lse: Array | Operand | None,
+    ) -> None:
+        super().__init__(problem, terms, operands)
+        # Gradients of vectors stay where the vectors are.
+        self.far = isinstance(operands[0], Operand)
         self.dtype, heads, site = self.site.dtype, self.site.heads, self.site
         self.lines = self.count * heads
         # Vectors of the problem on the device: (batch, heads, length, channels).
@@ -100,12 +110,12 @@ class BackPlanner(Planner):
         site, dtype, lines = self.site, self.dtype, self.lines
         out, lse = self.start(wants_lse=True)
         back, queries, real = self.back, lines * site.q_len, dtype.type
-        self.upstream = upload(np.ascontiguousarray(np.broadcast_to(self.grad_out, self.problem.out_shape)).reshape(-1))
+        self.upstream = self._whole(self.grad_out, self.problem.out_shape)
         delta, self.work = empty(queries, dtype), empty(self.work_size, dtype)
         given = self.grad_lse is not None
         grad_lse = delta
         if self.grad_lse is not None:
-            grad_lse = upload(np.ascontiguousarray(np.broadcast_to(self.grad_lse, self.problem.out_shape[:-1])).ravel())
+            grad_lse = self._whole(self.grad_lse, self.problem.out_shape[:-1])
         launch(
             *(delta_kernel(dtype), _blocks(queries), THREADS, self.upstream, out, grad_lse, delta),
             *(queries, site.v_dim, int(given)),
@@ -159,30 +169,49 @@ class BackPlanner(Planner):
             download(x, out)
         return out
 
+    def _whole(self, x: Array | Operand, shape: tuple[int, ...]) -> Any:
+        """An array of the device, flat and without repetitions, in the dtype of the computation."""
+        if isinstance(x, Operand):
+            return x.broadcast_to(shape).contiguous(self.dtype).flat
+        return upload(np.ascontiguousarray(np.broadcast_to(x, shape), self.dtype).reshape(-1))
+
     def _by_vector(self, x: Any, *shape: int) -> Array:
         """Numbers per batch item, head and query (or key)."""
         return self._fetch(x, *self.problem.batch, self.site.heads, *shape)
 
-    def _on_device(self, x: Array) -> tuple[Any, int]:
-        """Vectors (..., heads, length, channels) of every batch item, flat, and how many heads share one."""
-        wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
-        return upload(np.ascontiguousarray(wide, self.dtype).reshape(-1)), self.site.heads // x.shape[-3]
+    def _fitted(self, x: Any, length: int, depth: int, wanted: tuple[int, ...]) -> Any:
+        """Vectors of every head, added up in the shape of the array that they are the gradient of."""
+        heads = self.site.heads
+        if not self.far:
+            return fit(self._by_vector(x, length, depth), wanted)
+        shared = wanted[-3]
+        if shared != heads:
+            size, step = self.count * shared * length * depth, length * depth
+            total = empty(size, self.dtype)
+            launch(group_kernel(self.dtype), _blocks(size), THREADS, x, total, size, step, heads // shared)
+            x = total
+        shape = (*self.problem.batch, shared, length, depth)
+        return Operand(x, shape, contiguous_strides(shape), self.dtype)
 
-    def _of_vectors(self, bins: int, step: int, length: int, weights: Array) -> Array:
+    def _on_device(self, x: Array | Operand) -> tuple[Any, int]:
+        """Vectors (..., heads, length, channels) of every batch item, flat, and how many heads share one."""
+        return self._whole(x, (*self.problem.batch, *x.shape[-3:])), self.site.heads // x.shape[-3]
+
+    def _of_vectors(self, bins: int, step: int, length: int, weights: Array, wanted: tuple[int, ...]) -> Any:
         """Gradient of the vectors whose products with rows were summed: sums times rows."""
-        heads, rows, depth = self.site.heads, *weights.shape[-2:]
+        heads, (rows, depth) = self.site.heads, weights.shape[-2:]
         out = empty(self.lines * length * depth, self.dtype)
-        gemm(
-            *(self.work, bins, (heads * length * step, length * step, 0, step, 1)),
-            *(upload(np.ascontiguousarray(weights).reshape(-1)), 0),
-            *((0, rows * depth if weights.shape[0] > 1 else 0, 0, depth, 1), out, 0),
-            *((heads * length * depth, length * depth, depth, 1), (self.count, heads, length, depth, 1, rows)),
-        )
-        return self._by_vector(out, length, depth)
+        table = upload(np.ascontiguousarray(weights).reshape(-1))
+        by_sums = heads * length * step, length * step, 0, step, 1
+        by_table = 0, rows * depth if weights.shape[0] > 1 else 0, 0, depth, 1
+        by_out = heads * length * depth, length * depth, depth, 1
+        sizes = self.count, heads, length, depth, 1, rows
+        gemm(self.work, bins, by_sums, table, 0, by_table, out, 0, by_out, sizes)
+        return self._fitted(out, length, depth, wanted)
 
     def _of_rows(self, bins: int, step: int, length: int, x: tuple[Any, int], weights: Array) -> Array:
         """Gradient of the rows: sums times vectors, added up over batch items."""
-        heads, rows, depth = self.site.heads, *weights.shape[-2:]
+        heads, (rows, depth) = self.site.heads, weights.shape[-2:]
         vectors, group = x
         seen = empty(self.lines * length * depth, self.dtype)
         out = empty(heads * rows * depth, self.dtype)
@@ -191,15 +220,14 @@ class BackPlanner(Planner):
                 *(seen_kernel(self.dtype), _blocks(self.lines * length), THREADS, vectors, self.work, seen),
                 *(bins, step, rows, self.lines * length, heads, group, length, depth),
             )
-        gemm(
-            *(self.work, bins, (0, length * step, heads * length * step, 1, step)),
-            *(seen, 0, (0, length * depth, heads * length * depth, depth, 1)),
-            *(out, 0, (0, rows * depth, depth, 1), (1, heads, rows, depth, self.count, length)),
-        )
+        by_sums = 0, length * step, heads * length * step, 1, step
+        by_vector = 0, length * depth, heads * length * depth, depth, 1
+        sizes = 1, heads, rows, depth, self.count, length
+        gemm(self.work, bins, by_sums, seen, 0, by_vector, out, 0, (0, rows * depth, depth, 1), sizes)
         return fit(self._fetch(out, heads, rows, depth), weights.shape)
 
-    def collect(self) -> tuple[Terms, Array]:
-        """Gradients of the terms and of v, on the host."""
+    def collect(self) -> tuple[Terms, Any]:
+        """Gradients of the terms and of v: of tables on the host, of vectors where those are."""
         site, back, terms, dtype = self.site, self.back, self.terms, self.dtype
         tables, queries, keys, values = [], [], [], []
         along = self._fetch(self.along, site.heads, site.q_len + site.k_len - 1) if back.diagonals >= 0 else None
@@ -215,14 +243,14 @@ class BackPlanner(Planner):
         at = back.query_bins
         for query in terms.queries:
             of = at, back.n_query_bins, site.q_len
-            gradient = fit(self._of_vectors(*of, query.weights), query.query.shape)
+            gradient = self._of_vectors(*of, query.weights, query.query.shape)
             weights = self._of_rows(*of, self._on_device(query.query), query.weights)
             queries.append(QueryTerm(gradient, weights, query.index))
             at += query.index.rows
         at = back.key_bins
         for key in terms.keys:
             of = at, back.n_key_bins, site.k_len
-            gradient = fit(self._of_vectors(*of, key.weights), key.key.shape)
+            gradient = self._of_vectors(*of, key.weights, key.key.shape)
             weights = self._of_rows(*of, self._on_device(key.key), key.weights)
             keys.append(KeyTerm(gradient, weights, key.index))
             at += key.index.rows
@@ -237,12 +265,12 @@ class BackPlanner(Planner):
             ds = self._by_vector(self.work[back.pairs : back.pairs + size], site.q_len, site.k_len)
             biases = tuple(fit(ds, bias.shape) for bias in terms.biases)
         grads = Terms(
-            query=fit(self._by_vector(self.dq, site.q_len, self.depth), self.query.shape),
-            key=fit(self._by_vector(self.dk, site.k_len, self.depth), self.key.shape),
+            query=self._fitted(self.dq, site.q_len, self.depth, self.query.shape),
+            key=self._fitted(self.dk, site.k_len, self.depth, self.key.shape),
             tables=tuple(tables),
             queries=tuple(queries),
             keys=tuple(keys),
             values=tuple(values),
             biases=biases,
         )
-        return grads, fit(self._by_vector(self.dv, site.k_len, site.v_dim), self.problem.v.shape)
+        return grads, self._fitted(self.dv, site.k_len, site.v_dim, self.problem.stored_v.shape)

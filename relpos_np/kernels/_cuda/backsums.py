@@ -108,3 +108,22 @@ def seen_kernel(dtype: np.dtype[Any]) -> Any:
             n += cuda.gridDim.x * THREADS
 
     return kernel
+
+
+@cache
+def group_kernel(dtype: np.dtype[Any]) -> Any:
+    """The kernel that adds up the arrays of `step` elements of each group of heads, the first head first."""
+    zero = dtype.type(0)
+
+    @jit()
+    def kernel(x, out, size, step, group):  # type: ignore[no-untyped-def]
+        n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while n < size:
+            at = n // step * group * step + n % step
+            total = zero
+            for head in range(group):
+                total += x[place(at + head * step)]
+            out[place(n)] = total
+            n += cuda.gridDim.x * THREADS
+
+    return kernel

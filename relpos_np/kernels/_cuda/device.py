@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from relpos_np.errors import RelposImportError
+from relpos_np.errors import RelposError, RelposImportError, RelposMemoryError
 from relpos_np.types import Array
 
 REMEDY = (
@@ -106,29 +109,174 @@ def inline(function: Any) -> Any:
     return compiler().jit(device=True, forceinline=True)(function)
 
 
+class _Current(threading.local):
+    """The stream of a thread's call: what Numba takes for one, and its address, as DLPack has it."""
+
+    stream: Any = 0
+    pointer = 1
+
+
+_current = _Current()
+
+
+@contextmanager
+def on(pointer: int) -> Iterator[None]:
+    """Have launches, copies and new arrays of this thread in the order of a stream, given by its address.
+
+    The address 1 is the legacy default stream, 2 that of the thread, as in DLPack.
+    """
+    before = _current.stream, _current.pointer
+    # The simulator has no streams of others.
+    _current.stream = pointer if simulated() else module().external_stream(pointer)
+    _current.pointer = pointer
+    try:
+        yield
+    finally:
+        _current.stream, _current.pointer = before
+
+
+def current_stream() -> int:
+    """The address of the current stream."""
+    return _current.pointer
+
+
+def follow(later: int, earlier: int) -> None:
+    """Let one stream wait for what is in another one by now, without waiting here."""
+    if later == earlier or simulated():
+        return
+    cuda = module()
+    event = cuda.event(timing=False)
+    event.record(cuda.external_stream(earlier))
+    event.wait(cuda.external_stream(later))
+
+
+# What leaves the context unusable: every later call of this process gets the same error.
+LOST = {
+    *("ASSERT", "CONTAINED", "CONTEXT_IS_DESTROYED", "ECC_UNCORRECTABLE", "EXTERNAL_DEVICE", "HARDWARE_STACK_ERROR"),
+    *("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED"),
+    *("LAUNCH_TIMEOUT", "MISALIGNED_ADDRESS", "NVLINK_UNCORRECTABLE", "TENSOR_MEMORY_LEAK"),
+}
+
+
+@cache
+def _driver_errors() -> tuple[type[Exception], ...]:
+    """The errors that pass on the driver's codes: Numba's for memory and copies, cuda.core's for launches."""
+    found: list[type[Exception]] = [importlib.import_module("numba.cuda.cudadrv.driver").CudaAPIError]
+    with suppress(ImportError, AttributeError):
+        found.append(importlib.import_module("cuda.core._utils.cuda_utils").CUDAError)
+    return tuple(found)
+
+
+def release() -> None:
+    """Give back to the driver what Numba holds of arrays that nobody uses any more."""
+    if not simulated():
+        module().current_context().deallocations.clear()
+
+
+@contextmanager
+def tidied() -> Iterator[None]:
+    """After an error for memory, give back what the call holds."""
+    try:
+        yield
+    except RelposMemoryError as error:
+        # Tracebacks would keep the arrays of all functions that they went through.
+        for failure in (error, error.__cause__):
+            if failure is not None:
+                traceback.clear_frames(failure.__traceback__)
+        release()
+        raise
+
+
+def attempt(what: str, action: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Do something on the device; if memory runs out once more after what is unused was given back, say so.
+
+    Parameters
+    ----------
+    what : str
+        For the error, such as "an array of 64 bytes".
+    action : callable
+        What to do. No function of another one: a traceback would keep what such a one refers to.
+    *args, **options
+        Its arguments.
+
+    Raises
+    ------
+    RelposMemoryError
+        If there is no memory.
+    RelposError
+        If the driver reports anything else.
+    """
+    for last in (False, True):
+        try:
+            return action(*args, **options)
+        except _driver_errors() as error:
+            words = " ".join(str(error).split())
+            code = re.search(r"CUDA_ERROR_(\w+)", words)
+            name = code[1] if code else ""
+            if name == "OUT_OF_MEMORY" and not last:
+                release()
+                continue
+            if name == "OUT_OF_MEMORY":
+                raise RelposMemoryError(f"backend 'cuda': the device has no memory for {what} ({words})") from error
+            if name in LOST:
+                raise RelposError(
+                    f"backend 'cuda': a kernel of this process failed on the device ({words}); its context is lost, "
+                    "and only a new process can use the device again"
+                ) from error
+            raise RelposError(f"backend 'cuda': the driver reports an error for {what} ({words})") from error
+    return None
+
+
 def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
-    """Run a kernel on a line of blocks."""
+    """Run a kernel on a line of blocks, in the order of the current stream."""
     # numba-cuda has a configuration of its own, apart from Numba's.
     config = importlib.import_module("numba" if simulated() else "numba.cuda.dispatcher").config
     with _lock:
         # A call may be small; Numba would warn that it does not fill the device.
         before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
         try:
-            kernel[blocks, threads](*args)
+            attempt(f"a kernel of {blocks} blocks", kernel[blocks, threads, _current.stream], *args)
         finally:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before
 
 
 def upload(x: Array) -> Any:
     """A copy of a flat array on the device; one element at least, since empty arrays have no address there."""
-    return module().to_device(x) if x.size else empty(1, x.dtype)
+    if not x.size:
+        return empty(1, x.dtype)
+    return attempt(f"a copy of an array of {x.nbytes} bytes", module().to_device, x, stream=_current.stream)
+
+
+def upload_all(*arrays: Array) -> list[Any]:
+    """Copies of several flat arrays on the device, made by one transfer."""
+    starts, size = [], 0
+    for x in arrays:
+        starts.append(size)
+        # One element at least, and each on a border that every load is happy with.
+        size += -(-max(x.nbytes, x.itemsize) // 16) * 16
+    packed = np.zeros(size, np.uint8)
+    for start, x in zip(starts, arrays, strict=True):
+        packed[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    flat = upload(packed)
+    return [
+        flat[start : start + max(x.nbytes, x.itemsize)].view(x.dtype) for start, x in zip(starts, arrays, strict=True)
+    ]
 
 
 def empty(size: int, dtype: Any) -> Any:
     """A flat array on the device, with anything in it."""
-    return module().device_array(max(size, 1), dtype)
+    size, dtype = max(size, 1), np.dtype(dtype)
+    what = f"an array of {size * dtype.itemsize} bytes"
+    return attempt(what, module().device_array, size, dtype, stream=_current.stream)
 
 
 def download(x: Any, out: Array) -> None:
-    """Copy a flat array from the device into a C-contiguous one."""
-    x.copy_to_host(out.reshape(-1))
+    """Copy a flat array from the device into a C-contiguous one, and wait for that."""
+    attempt(f"a copy of {out.nbytes} bytes to the host", _download, x, out.reshape(-1))
+
+
+def _download(x: Any, out: Array) -> None:
+    stream = _current.stream
+    x.copy_to_host(out, stream=stream)
+    if stream and not simulated():
+        stream.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
+from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.tile import ADD, PAIRS, SKEW, Call
 from relpos_np.problem import Problem
@@ -57,10 +59,18 @@ def along(term: TableTerm) -> Array:
 FEW_ROWS = 128
 
 
+def one_step(shape: Sequence[int], steps: Sequence[int]) -> int | None:
+    """The step from each item of some axes to the next, as of one axis; None if there is no such step."""
+    axes = [(n, step) for n, step in zip(shape, steps, strict=True) if n > 1]
+    if any(step != n * after for (_, step), (n, after) in pairwise(axes)):
+        return None
+    return axes[-1][1] if axes else 0
+
+
 class Planner:
     """Builds one call; `fused` if the kernel makes products with a row for each relative position itself."""
 
-    def __init__(self, problem: Problem, terms: Terms, *, fused: bool = False) -> None:
+    def __init__(self, problem: Problem, terms: Terms, operands: tuple[Any, Any, Any], *, fused: bool = False) -> None:
         self.fused = fused
         self.problem, self.terms, self.site = problem, terms, problem.site
         self.count = math.prod(problem.batch)
@@ -70,10 +80,12 @@ class Planner:
         self.product_size = 0
         # One table of starts serves all that do not differ between batch items.
         self.same = self.meta.add(np.zeros(self.count, np.int64))
-        self.query = problem.q if terms.query is None else terms.query
-        self.key = problem.stored_k if terms.key is None else terms.key
+        self.copies: list[tuple[Operand, int]] = []
+        query, key, value = operands
+        self.query = query if terms.query is None else terms.query
+        self.key = key if terms.key is None else terms.key
         self.operands, self.strides, self.formats = list[Any](), list[tuple[int, ...]](), list[str]()
-        for x in (self.query, self.key, problem.stored_v):
+        for x in (self.query, self.key, value):
             flat, steps, name = self._operand(x)
             self.operands.append(flat)
             self.strides.append(steps)
@@ -94,13 +106,23 @@ class Planner:
         # The last axis keeps all its numbers: kernels step through it by one.
         if flat.shape[-1] != x.shape[-1]:
             flat, steps = compact(np.ascontiguousarray(x), len(self.problem.batch) + 3)
-        return flat.reshape(-1), (self._batches(steps[:-3]), *steps[-3:-1])
+        return flat.reshape(-1), self._steps(flat.shape, steps)
 
-    def _operand(self, x: Array) -> tuple[Any, tuple[int, ...], str]:
+    def _operand(self, x: Array | Operand) -> tuple[Any, tuple[int, ...], str]:
         """Queries, keys or values on the device, where they are, and their format."""
+        if isinstance(x, Operand):
+            if x.shape[-1] > 1 and x.strides[-1] != 1:
+                x = x.contiguous()
+            return x.flat, self._steps(x.shape, x.strides), x.dtype.name
         flat, steps = self._vectors(x)
         stored: Array = flat.view(FORMATS[x.dtype.name][1])
         return upload(stored), steps, x.dtype.name
+
+    def _steps(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+        """Starts per batch item and steps per head and row."""
+        steps = [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
+        steps = [0] * (len(self.problem.batch) + 3 - len(steps)) + steps
+        return self._batches(steps[:-3]), *steps[-3:-1]
 
     def _strip(self) -> tuple[int, int]:
         """The sum of all tables on Toeplitz maps by relative position: where distance 0 is, and the step per head."""
@@ -122,8 +144,8 @@ class Planner:
         flat, steps = compact(x, len(self.problem.batch) + 3)
         return pool.add(flat), self._batches(steps[:-3]), *steps[-3:]
 
-    def _product(self, x: Array, weights: Array) -> tuple[int, tuple[int, int, int]]:
-        """Have vectors (..., heads, L, E) multiplied with rows; start, steps per batch item and head, and rows."""
+    def _product(self, x: Array | Operand, weights: Array) -> tuple[int, tuple[int, int, int]]:
+        """Have vectors (..., heads, L, E) multiplied with rows; where, and steps per batch item, head and vector."""
         heads, (length, depth), rows = self.site.heads, x.shape[-2:], weights.shape[-2]
         sizes = self.count, heads, length, rows, 1, depth
         start = self.product_size
@@ -131,16 +153,24 @@ class Planner:
         self.product_size += math.prod(sizes[:4])
         return start, (heads * length * rows, length * rows, rows)
 
-    def _spread(self, x: Array) -> tuple[Array, tuple[int, int, int, int, int]]:
-        """Vectors with few repetitions, and steps per batch item, head, (nothing), vector and channel."""
+    def _spread(self, x: Array | Operand) -> tuple[Any, tuple[int, ...], str]:
+        """Vectors on the device, their steps per batch item, head, (nothing), vector and channel, and their format."""
         lead = len(self.problem.batch)
+        if isinstance(x, Operand):
+            strides = x.broadcast_to((*self.problem.batch, *x.shape[-3:])).strides
+            batch = one_step(self.problem.batch, strides[:lead])
+            if batch is None:
+                x = x.broadcast_to((*self.problem.batch, *x.shape[-3:])).contiguous()
+                strides = x.strides
+                batch = math.prod(x.shape[-3:])
+            return x.flat, (batch, strides[-3], 0, *strides[-2:]), x.dtype.name
         flat, steps = compact(x, lead + 3)
-        if any(steps[:lead]) and flat.shape[:lead] != self.problem.batch:
-            # No one step leads from item to item.
+        step = one_step(self.problem.batch, steps[:lead])
+        if step is None:
             wide = np.broadcast_to(x, (*self.problem.batch, *x.shape[-3:]))
             flat, steps = compact(np.ascontiguousarray(wide), lead + 3)
-        item = next((step for step in reversed(steps[:lead]) if step), 0)
-        return flat, (item, steps[-3], 0, steps[-2], steps[-1])
+            step = math.prod(x.shape[-3:])
+        return upload(flat.reshape(-1)), (step, steps[-3], 0, *steps[-2:]), x.dtype.name
 
     def _each(self, step: int) -> int:
         """Starts per batch item for something that lies there item by item."""
@@ -152,18 +182,28 @@ class Planner:
 
     def skews(self) -> tuple[int, int]:
         """Every product that the kernel makes: where its description is, and how many there are."""
-        found = []
+        found, copied = [], []
         for term in self.terms.queries:
             if not self._is_fused(term):
                 continue
             assert isinstance(term.index, Toeplitz)
-            flat, steps = self._vectors(term.query)
             heads, rows, depth = term.weights.shape
             head = rows * depth if heads > 1 else 0
-            vectors, weights = self.data.add(flat), self.data.add(term.weights)
-            lookup = self.index.add(term.index.lookup) + self.site.q_len - 1
-            found.append((vectors, *steps, weights, head, depth, lookup))
-        return self._listed(found, len(SKEW))
+            tail = (self.data.add(term.weights), head, depth, self.index.add(term.index.lookup) + self.site.q_len - 1)
+            query: Any = term.query
+            if isinstance(query, Operand):
+                copied.append((*self._copied(query), *tail))
+            else:
+                flat, steps = self._vectors(query)
+                found.append((self.data.add(flat), *steps, *tail))
+        return self._listed(found, len(SKEW), copied)
+
+    def _copied(self, x: Operand) -> tuple[int, ...]:
+        """Have vectors copied behind all other data; where they will be."""
+        start = self.product_size
+        self.copies.append((x, start))
+        self.product_size += x.size
+        return start, *self._steps(x.shape, contiguous_strides(x.shape))
 
     def adds(self) -> tuple[int, int]:
         """Every summand of the scores: where its description is, and how many there are."""
@@ -199,13 +239,16 @@ class Planner:
         data = empty(self.data.size + self.product_size, self.site.dtype)
         if self.data.size:
             data[: self.data.size].copy_to_device(self.data.joined())
-        for x, steps, weights, start, sizes, group in self.products:
+        for operand, start in self.copies:
+            place = data[self.data.size + start : self.data.size + start + operand.size]
+            Operand(place, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
+        for x, steps, name, weights, start, sizes, group in self.products:
             _, heads, length, rows, _, depth = sizes
             table = upload(np.ascontiguousarray(weights).reshape(-1))
             by_table = 0, rows * depth if weights.shape[0] > 1 else 0, 0, 1, depth
             by_result = heads * length * rows, length * rows, rows, 1
             at = self.data.size + start
-            gemm(upload(x.reshape(-1)), 0, steps, table, 0, by_table, data, at, by_result, sizes, a_group=group)
+            gemm(x, 0, steps, table, 0, by_table, data, at, by_result, sizes, a_group=group, stored=name)
         return data
 
     def values(self) -> tuple[int, int, int]:
@@ -261,32 +304,36 @@ class Planner:
             wants_lse=0,
         )
 
-    def start(self, *, wants_lse: bool) -> tuple[Any, Any]:
-        """Copy to the device and launch; outputs and log-sum-exps there, flat."""
+    def start(self, out: Any = None, lse: Any = None, *, wants_lse: bool) -> tuple[Any, Any]:
+        """Copy to the device what is not there, and launch; outputs and log-sum-exps there, flat.
+
+        Those of `out` and `lse` that are `Operand` are written to.
+        """
         site, call = self.site, self.call()
         self.on_device = (
             *(*self.operands, self.multiplied()),
             *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
         )
         width = width_of(site.v_dim)
-        sizes = tiling(site.dtype, width, call.n_skews > 0)
+        skewed = call.n_skews > 0
+        sizes = tiling(site.dtype, width, skewed)
         queries = self.count * site.heads * site.q_len
         parts = -(-site.v_dim // width)
-        result, sums, bins = (
-            empty(n, site.dtype) for n in (queries * site.v_dim, queries, queries * parts * call.n_bins)
-        )
+        result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
+        sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
+        stored = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
         real = site.dtype.type
         launch(
-            attend(sizes, (*self.formats, site.dtype.name), self.query.shape[-1], width, call.n_skews > 0),
+            attend(sizes, stored, self.query.shape[-1], width, call.n_skews > 0),
             *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.on_device),
-            *(result, sums, bins, call._replace(wants_lse=int(wants_lse))),
-            *(real(site.scale), real(self.problem.keep_scale)),
+            *(result, sums, empty(queries * parts * call.n_bins, site.dtype)),
+            *(call._replace(wants_lse=int(wants_lse)), real(site.scale), real(self.problem.keep_scale)),
         )
         return result, sums
 
-    def run(self, out: Array, lse: Array | None) -> None:
-        """Copy to the device, launch, copy back."""
-        result, sums = self.start(wants_lse=lse is not None)
-        download(result, out)
-        if lse is not None:
-            download(sums, lse)
+    def run(self, out: Array | Operand, lse: Array | Operand | None) -> None:
+        """Fill arrays of the host or of the device."""
+        found = self.start(out, lse, wants_lse=lse is not None)
+        for x, target in zip(found, (out, lse), strict=True):
+            if isinstance(target, np.ndarray):
+                download(x, target)

@@ -102,7 +102,7 @@ def _way(tiling: Tiling) -> Any:
 def product(tiling: Tiling, stored: str) -> Any:
     """The kernel for a tiling and the format of `a`: a block makes a part of the sums of one tile."""
     rows, kind, high, wide, low = tiling.rows, tiling.kind, tiling.high, tiling.wide, tiling.low
-    shape, fragment = (DEPTH, rows + PAD), (high, wide)
+    run, shape, fragment = tiling.run, (DEPTH, rows + PAD), (high, wide)
     zero = tiling.dtype.type(0)
     stage_a, stage_b = _stage(tiling, stored), _stage(tiling, tiling.dtype.name)
     way, add = _way(tiling), outer(tiling, wide)
@@ -117,7 +117,7 @@ def product(tiling: Tiling, stored: str) -> Any:
         b = cuda.local.array(wide, kind)
 
         me = count(cuda.threadIdx.x)
-        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * 4)
+        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * run)
         tall, broad = (call.rows + rows - 1) // rows, (call.columns + rows - 1) // rows
         block = cuda.blockIdx.x
         row, block = block % tall * rows, block // tall
@@ -160,7 +160,7 @@ def product(tiling: Tiling, stored: str) -> Any:
 
         z_at = call.c_at + part * call.c_part + batch * call.c_batch + head * call.c_head
         for r in range(high):
-            m = row + (r // 4) * low + down + r % 4
+            m = row + (r // run) * low + down + r % run
             for c in range(wide):
                 n = column + (c // 4) * 32 + across + c % 4
                 if m < call.rows and n < call.columns:
@@ -245,7 +245,7 @@ def gemm(
     if not math.prod(sizes[:4]):
         return
     dtype = np.dtype(c.dtype)
-    tile = tiling(dtype, 64, False)
+    tile = tiling(dtype, 64)
     _, heads, rows, columns, outer_size, inner = sizes
     call = Product(a_at, *a_steps, a_group, b_at, *b_steps, c_at, *c_steps, 0, *sizes, 1)
     # Not on the batch, so that an item's result does not depend on how many there are.

@@ -9,6 +9,7 @@ import numpy as np
 from numba import cuda, types
 
 from relpos_np.kernels._cuda.device import download, empty, jit, launch, upload
+from relpos_np.kernels._cuda.operand import Operand
 from relpos_np.types import Array
 
 THREADS = 64
@@ -52,19 +53,23 @@ def _shift(size: int) -> Any:
     return kernel
 
 
-def rel_shift(x: Array, out: Array, variant: str) -> None:
-    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; any dtype."""
+def rel_shift(x: Array | Operand, out: Array | Operand, variant: str) -> None:
+    """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; any dtype, both on the same side."""
     if not out.size:
         return
-    x = np.ascontiguousarray(x, out.dtype)
     size = next(n for n in (8, 4, 2, 1) if out.itemsize % n == 0)
     word = np.dtype(f"u{size}")
+    if isinstance(out, Operand):
+        source, result = x.contiguous().flat.view(word), out.flat.view(word)  # type: ignore[union-attr]
+    else:
+        source = upload(np.ascontiguousarray(x, out.dtype).reshape(-1).view(word))
+        result = empty(out.nbytes // size, word)
     rows, columns = x.shape[-2:]
     k_len = out.shape[-1]
-    result = empty(out.nbytes // size, word)
     launch(
         _shift(size),
-        *(out.size // k_len, THREADS, upload(x.reshape(-1).view(word)), result),
+        *(out.size // k_len, THREADS, source, result),
         *(rows, columns, k_len, out.itemsize // size, variant in ("transformer_xl", "espnet_legacy")),
     )
-    download(result, out.reshape(-1).view(word))
+    if not isinstance(out, Operand):
+        download(result, out.reshape(-1).view(word))

@@ -6,7 +6,8 @@ in registers. Columns of a fragment come in runs of four that are loaded togethe
     row r of the fragment of thread (down, across) is row (r // run) * low + run * down + r % run,
     column c is column (c // 4) * 32 + 4 * across + c % 4.
 
-Functions take the thread's number `me`, and `down` and `across` times the lengths of runs; those that wait for other threads are the kernels' own business.
+Functions take the thread's number `me`, and `down` and `across` times the lengths of runs. Waiting for other threads is
+the kernels' own business.
 """
 
 from __future__ import annotations

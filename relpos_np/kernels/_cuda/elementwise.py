@@ -1,0 +1,168 @@
+"""Element by element on the device: copies between layouts and dtypes, sums and products of two arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, float64, uint16, uint32
+
+from relpos_np.kernels._cuda.device import inline, jit, launch, simulated
+
+THREADS = 64
+# Axes that a kernel counts through; others are gone through on the host.
+AXES = 4
+
+
+# What kernels do with one element. Numba has no bfloat16: it is the upper half of a float32.
+
+
+def _plain(x: Any, at: Any) -> Any:
+    return x[at]
+
+
+def _wide(x: Any, at: Any) -> Any:
+    return float32(x[at])
+
+
+def _double(x: Any, at: Any) -> Any:
+    return float64(x[at])
+
+
+def _brain(x: Any, at: Any) -> Any:
+    return np.uint32(uint32(x[at]) << uint32(16)).view(np.float32)
+
+
+def _brain_double(x: Any, at: Any) -> Any:
+    return float64(np.uint32(uint32(x[at]) << uint32(16)).view(np.float32))
+
+
+def _keep(out: Any, at: Any, value: Any) -> None:
+    out[at] = value
+
+
+def _round_brain(out: Any, at: Any, value: Any) -> None:
+    bits = np.float32(value).view(np.uint32)
+    if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
+        # NaN stays NaN, also where only its lower half said so.
+        out[at] = uint16((bits >> uint32(16)) | uint32(64))
+    else:
+        # To the nearest, ties to even.
+        out[at] = uint16((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+
+
+def _first(a: Any, _: Any) -> Any:
+    return a
+
+
+def _sum(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def _product(a: Any, b: Any) -> Any:
+    return a * b
+
+
+OPERATIONS = {"copy": _first, "add": _sum, "multiply": _product}
+
+
+def is_brain(dtype: np.dtype[Any]) -> bool:
+    """Whether the dtype is bfloat16, which is uint16 on the device."""
+    return dtype.name == "bfloat16"
+
+
+def loader(dtype: np.dtype[Any], real: np.dtype[Any]) -> Callable[[Any, Any], Any]:
+    """A function for kernels that reads an element of the dtype as a real one, float32 or float64."""
+    if is_brain(dtype):
+        return _brain if real.itemsize == 4 else _brain_double
+    return _wide if real.itemsize == 4 else _double
+
+
+@cache
+def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, real: Any) -> Any:
+    """The kernel for one operation and three element types; arithmetic in `real`, None: elements are only moved."""
+    load_x = inline(_plain if real is None else loader(x_dtype, real))
+    load_y = inline(_plain if real is None else loader(y_dtype, real))
+    store = inline(_round_brain if real is not None and is_brain(out_dtype) else _keep)
+    combine = inline(OPERATIONS[operation])
+
+    @jit()
+    def kernel(x, y, out, count, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, o0, o1, o2, o3):  # type: ignore[no-untyped-def]
+        n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while n < count:
+            d = n % n3
+            rest = n // n3
+            c = rest % n2
+            rest //= n2
+            b = rest % n1
+            a = rest // n1
+            left = load_x(x, a * x0 + b * x1 + c * x2 + d * x3)
+            right = load_y(y, a * y0 + b * y1 + c * y2 + d * y3)
+            store(out, a * o0 + b * o1 + c * o2 + d * o3, combine(left, right))
+            n += cuda.gridDim.x * THREADS
+
+    return kernel
+
+
+def _merged(shape: tuple[int, ...], steps: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
+    """Axes without those of one entry, and neighbours that all arrays walk through evenly as one."""
+    sizes: list[int] = []
+    walks: list[list[int]] = [[] for _ in steps]
+    for axis, size in enumerate(shape):
+        if size == 1:
+            continue
+        own = [step[axis] for step in steps]
+        if sizes and all(walk[-1] == step * size for walk, step in zip(walks, own, strict=True)):
+            sizes[-1] *= size
+            for walk, step in zip(walks, own, strict=True):
+                walk[-1] = step
+        else:
+            sizes.append(size)
+            for walk, step in zip(walks, own, strict=True):
+                walk.append(step)
+    return sizes, walks
+
+
+def elementwise(
+    operation: str,
+    shape: tuple[int, ...],
+    x: tuple[Any, tuple[int, ...], np.dtype[Any]],
+    y: tuple[Any, tuple[int, ...], np.dtype[Any]] | None,
+    out: tuple[Any, tuple[int, ...], np.dtype[Any]],
+) -> None:
+    """Fill `out` with a copy of x, or with the sum or product of x and y.
+
+    Parameters
+    ----------
+    operation : {"copy", "add", "multiply"}
+        What to do.
+    shape : tuple of int
+        That of all arrays.
+    x, y, out : tuple
+        A flat array on the device, its steps along the axes in elements, 0 where it repeats, and its dtype.
+    """
+    count = math.prod(shape)
+    if not count:
+        return
+    second = x if y is None else y
+    dtypes = [x[2], second[2], out[2]]
+    real: np.dtype[Any] | None = None
+    if operation != "copy" or x[2] != out[2]:
+        real = np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
+    kernel = _elementwise(operation, *dtypes, real)
+    sizes, walks = _merged(shape, [x[1], second[1], out[1]])
+    extra = max(len(sizes) - AXES, 0)
+    pad = AXES - len(sizes) + extra
+    inner = [1] * pad + sizes[extra:]
+    inner_count = math.prod(inner)
+    blocks = min(-(-inner_count // THREADS), 4 if simulated() else 1 << 16)
+    steps = [step for walk in walks for step in [0] * pad + walk[extra:]]
+    for at in np.ndindex(*sizes[:extra]):
+        flats = [
+            flat[start:] if (start := sum(i * step for i, step in zip(at, walk, strict=False))) else flat
+            for flat, walk in zip((x[0], second[0], out[0]), walks, strict=True)
+        ]
+        launch(kernel, blocks, THREADS, *flats, inner_count, *inner[1:], *steps)

@@ -1,0 +1,93 @@
+"""Rotary positions on the device: pairs of channels times complex numbers, in one pass over the operand."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from relpos_np.kernels._cuda.device import inline, jit, launch, simulated
+from relpos_np.kernels._cuda.elementwise import loader
+
+THREADS = 64
+
+
+@cache
+def _rotate(dtype: np.dtype[Any], real: np.dtype[Any], half: bool) -> Any:
+    """The kernel for operands of one dtype and one layout of pairs; neighbouring threads have neighbouring pairs."""
+    load = inline(loader(dtype, real))
+
+    @jit()
+    def kernel(  # type: ignore[no-untyped-def]
+        x, cos, sin, out, starts,
+        rows, heads, length, pairs, depth, by_head, by_row, by_channel, turn_head, turn_row,
+    ):  # fmt: skip
+        # A row has its pairs first, and then the channels that do not turn.
+        width = depth - pairs
+        count = rows * width
+        n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while n < count:
+            row, p = n // width, n % width
+            i, line = row % length, row // length
+            head, batch = line % heads, line // heads
+            at = starts[2 * batch] + head * by_head + i * by_row
+            own = row * depth
+            if p < pairs:
+                turn = starts[2 * batch + 1] + head * turn_head + i * turn_row + p
+                first, second = 2 * p, 2 * p + 1
+                if half:
+                    first, second = p, p + pairs
+                a, b = load(x, at + first * by_channel), load(x, at + second * by_channel)
+                c, s = cos[turn], sin[turn]
+                out[own + first] = a * c - b * s
+                out[own + second] = b * c + a * s
+            else:
+                out[own + p + pairs] = load(x, at + (p + pairs) * by_channel)
+            n += cuda.gridDim.x * THREADS
+
+    return kernel
+
+
+def rotate(
+    x: tuple[Any, tuple[int, ...], np.dtype[Any]],
+    shape: tuple[int, ...],
+    turns: tuple[Any, Any, tuple[int, ...]],
+    pairs: int,
+    starts: Any,
+    out: Any,
+    layout: str,
+) -> None:
+    """Fill `out`, contiguous, with x (..., H, L, D) turned.
+
+    Parameters
+    ----------
+    x : tuple
+        A flat array on the device, its steps along the axes in elements and its dtype.
+    shape : tuple of int
+        That of x.
+    turns : tuple
+        Cosines and sines, flat on the device, and their steps along the axes of x; the last one is 1.
+    pairs : int
+        Pairs that turn.
+    starts : device array of int64
+        For each batch item where x starts and where the cosines do.
+    out : device array
+        Flat, in the dtype of the computation.
+    layout : {"half", "interleaved"}
+        Which channels are a pair.
+    """
+    heads, length, depth = shape[-3:]
+    rows = math.prod(shape[:-1])
+    count = rows * (depth - pairs)
+    if not count:
+        return
+    cos, sin, steps = turns
+    flat, strides, dtype = x
+    launch(
+        _rotate(dtype, np.dtype(out.dtype), layout == "half"),
+        *(min(-(-count // THREADS), 4 if simulated() else 1 << 16), THREADS),
+        *(flat, cos, sin, out, starts, rows, heads, length, pairs, depth, *strides[-3:], *steps[-3:-1]),
+    )

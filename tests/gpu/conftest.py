@@ -1,0 +1,40 @@
+"""Tests that a GPU runs with sizes that the simulator could not bear; the simulator runs them small.
+
+RELPOS_GPU=required turns "there is no GPU" from a skip into a failure.
+"""
+
+import os
+import sys
+
+import pytest
+
+import relpos_np as rp
+
+
+@pytest.fixture(scope="session")
+def simulated():
+    """Whether this is Numba's simulator."""
+    from relpos_np.kernels._cuda.device import simulated
+
+    return simulated()
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """Skip, or fail, in the driver's own words where there is no GPU."""
+    required = os.environ.get("RELPOS_GPU") == "required"
+    if reason := rp.backend.available()[1].get("cuda"):
+        (pytest.fail if required else pytest.skip)(reason)
+    from relpos_np.kernels._cuda.device import simulated
+
+    if required and simulated():
+        pytest.fail("RELPOS_GPU=required, and this is the simulator")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_switches():
+    """The simulator's threads wait for each other all the time: let Python switch between them sooner."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
