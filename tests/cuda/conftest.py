@@ -25,7 +25,7 @@ def quick_switches():
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """New arrays on the device hold NaN, so that a number that is never written is seen."""
-    from relpos_np.kernels._cuda import device, plan, product, shift
+    from relpos_np.kernels._cuda import backplan, device, plan, product, shift
     from relpos_np.kernels._cuda.device import empty
 
     def poisoned(size, dtype):
@@ -34,7 +34,7 @@ def poison(monkeypatch):
         x.copy_to_device(bits.view(dtype))
         return x
 
-    for user in (device, plan, product, shift):
+    for user in (backplan, device, plan, product, shift):
         monkeypatch.setattr(user, "empty", poisoned)
 
 
