@@ -54,6 +54,7 @@ class Private(NamedTuple):
 def reduce_kernel(dtype: np.dtype[Any]) -> Any:
     """The kernel that adds sums of the blocks from `begin` to before `end` to totals (heads, columns) in float64."""
     del dtype
+    zero = np.float64(0)
 
     @jit()
     def kernel(work, totals, private, begin, end, heads, tiles, rows):  # type: ignore[no-untyped-def]
@@ -62,7 +63,7 @@ def reduce_kernel(dtype: np.dtype[Any]) -> Any:
             head, column = n // private.columns, n % private.columns
             total = totals[place(n)]
             if begin == 0:
-                total = 0.0
+                total = zero
             # Blocks are numbered by batch item, head and tile. The order is that of their numbers, so that it makes
             # no difference how many are there at a time.
             line = begin // (heads * tiles) * heads + head

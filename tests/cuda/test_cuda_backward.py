@@ -1,0 +1,329 @@
+"""The CUDA backend's gradients against the formulas' and against the dense evaluator of terms."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import check, gradient, testing
+from relpos_np.kernels import _cuda, _numpy
+from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+from relpos_np.testing.arguments import rebuilt
+
+# In the simulator NumPy warns of the infinities and NaN that some tests put in.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+
+ATTENTION = [(n, v) for n, info in rp.SCHEMES.items() if info.kind == "attention" for v in info.variants or (None,)]
+EPS = {dtype: float(np.finfo(dtype).eps) for dtype in ("float32", "float64")}
+
+
+def arrays(grads):
+    """Every gradient by its name."""
+    schemes = grads.position if isinstance(grads.position, tuple) else (grads.position,)
+    found = {name: getattr(grads, name) for name in "qkv"}
+    return found | {f"{name} of scheme {at}": x for at, scheme in enumerate(schemes) for name, x in scheme.items()}
+
+
+def assert_close(found, expected, eps, length):
+    """Sums of products have errors of some eps, more with their length, relative to the largest one."""
+    found, expected = (x if isinstance(x, dict) else arrays(x) for x in (found, expected))
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].shape == x.shape, name
+        size = np.abs(x).max(initial=0)
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=eps * length * (size + 1), err_msg=name)
+
+
+def first_item(one):
+    """An example's first batch item, which takes half the time; all of it where positions belong to batch items."""
+    kwargs, (q, k, v) = dict(one.kwargs), (one.q, one.k, one.v)
+    if one.name not in ("graph", "layout", "wavlm"):
+        q, k, v = q[:1], k[:1], v[:1]
+        for name in {"mask", "key_lengths"} & set(kwargs):
+            kwargs[name] = kwargs[name][:1]
+    return (q, k, v), kwargs
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "dtype"),
+    [(n, v, "float64") for n, v in ATTENTION] + [(n, None, "float32") for n in dict(ATTENTION)],
+)
+def test_every_scheme(name, variant, dtype, rng):
+    one = testing.example(name, dtype=dtype, variant=variant, size="tiny")
+    operands, options = first_item(one)
+    shape = (*operands[0].shape[:-1], operands[2].shape[-1])
+    given = {"grad_out": rng.standard_normal(shape), "grad_lse": rng.standard_normal(shape[:-1])}
+    given = {n: x.astype(dtype) for n, x in given.items()}
+    found = rp.attention_vjp(*operands, position=one.position, backend="cuda", **given, **options)
+    assert {x.dtype.name for x in arrays(found).values()} == {dtype}
+    wide = [x.astype(np.float64) for x in operands], {n: x.astype(np.float64) for n, x in given.items()}
+    position = rebuilt(one.position, np.float64)
+    expected = rp.attention_vjp(*wide[0], position=position, backend="numpy", **wide[1], **options)
+    # 17 keys, 12 channels.
+    assert_close(found, expected, EPS[dtype], 20)
+
+
+def index_map(rng, kind, q_len, k_len, rows, batch):
+    """A random map with some rows missing: by distance, by pair, or by pair and batch item."""
+    if kind == "distances":
+        return Toeplitz(rng.integers(-1, rows, q_len + k_len - 1, dtype=np.int32), rows)
+    lead = batch if kind == "per batch item" else ()
+    return Dense(rng.integers(-1, rows, (*lead, q_len, k_len), dtype=np.int32), rows)
+
+
+def every_kind(rng, batch, heads, kv_heads, q_len, k_len, dims, kind, dtype):
+    """Operands, gradients and two terms of each kind, some of them shared by heads or batch items."""
+    dim, v_dim = dims
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    def maps(rows):
+        return index_map(rng, kind, q_len, k_len, rows, batch)
+
+    terms = Terms(
+        tables=(TableTerm(draw(heads, 5), maps(5)), TableTerm(draw(1, 2), maps(2))),
+        queries=(
+            QueryTerm(draw(*batch, heads, q_len, 4), draw(1, 6, 4), maps(6)),
+            QueryTerm(draw(*batch, heads, q_len, 2), draw(heads, 3, 2), maps(3)),
+        ),
+        keys=(
+            KeyTerm(draw(*batch, kv_heads, k_len, 3), draw(heads, 4, 3), maps(4)),
+            KeyTerm(draw(*batch, kv_heads, k_len, 2), draw(1, 2, 2), maps(2)),
+        ),
+        values=(ValueTerm(draw(heads, 5, v_dim), maps(5)), ValueTerm(draw(1, 2, v_dim), maps(2))),
+        biases=(draw(1, q_len, k_len), draw(heads, 1, k_len), draw(*batch, 1, q_len, 1)),
+    )
+    operands = draw(*batch, heads, q_len, dim), draw(*batch, kv_heads, k_len, dim), draw(*batch, kv_heads, k_len, v_dim)
+    return operands, terms, (draw(*batch, heads, q_len, v_dim), draw(*batch, heads, q_len))
+
+
+def in_float64(terms):
+    """The same terms in double precision."""
+    parts = {
+        slot: tuple(
+            type(term)(*(np.float64(x) if isinstance(x, np.ndarray) else x for x in values(term)))
+            for term in getattr(terms, slot)
+        )
+        for slot in ("tables", "queries", "keys", "values")
+    }
+    return Terms(**parts, biases=tuple(np.float64(x) for x in terms.biases))
+
+
+def values(term):
+    return [getattr(term, name) for name in term.__slots__]
+
+
+def of_terms(grads, grad_v):
+    """Every gradient by its place."""
+    found = {"query": grads.query, "key": grads.key, "v": grad_v}
+    for slot in ("tables", "queries", "keys", "values"):
+        for at, term in enumerate(getattr(grads, slot)):
+            found |= {f"{slot} {at} {n}": x for n, x in enumerate(values(term)) if isinstance(x, np.ndarray)}
+    return found | {f"biases {at}": x for at, x in enumerate(grads.biases)}
+
+
+def check_terms(operands, terms, given, options, length):
+    """Compare with the dense evaluator in float64; return what was found."""
+    dtype = operands[0].dtype.name
+    problem, _, _ = check.problem(*operands, **options())
+    found = of_terms(*_cuda.backward(problem, terms, *given))
+    assert {x.dtype.name for x in found.values()} == {dtype}
+    wide, _, _ = check.problem(*(x.astype(np.float64) for x in operands), **options())
+    terms, given = in_float64(terms), [x.astype(np.float64) for x in given]
+    expected = of_terms(*gradient.backward(wide, terms, _numpy.scores(wide, terms), *given))
+    assert_close(found, expected, EPS[dtype], length)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["distances", "pairs", "per batch item"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "k_len", "dims", "dtype"),
+    [
+        ((), 1, 1, 1, 1, (1, 1), "float64"),
+        ((2,), 2, 1, 7, 33, (17, 33), "float32"),
+        ((1, 2), 2, 2, 33, 7, (3, 5), "float64"),
+        ((1,), 1, 1, 1, 65, (8, 4), "float64"),
+        ((), 1, 1, 65, 33, (5, 20), "float32"),
+    ],
+)
+def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dims, dtype, kind):
+    rng = np.random.default_rng(q_len + k_len)
+    made = every_kind(rng, batch, heads, kv_heads, q_len, k_len, dims, kind, dtype)
+    # Scores are sums of fewer than 40 products and reach 20; gradients are sums over up to 65 pairs.
+    check_terms(*made, lambda: {"causal": False, "offset": 2}, 65)
+
+
+def masks(batch, q_len, k_len):
+    """A mask of each kind, one of which leaves a query without keys."""
+    rng = np.random.default_rng(7)
+    there = rng.random((*batch, 1, q_len, k_len)) < 0.6
+    there[..., 2, :] = False
+    return {
+        "bool": {"mask": there},
+        "float": {"mask": np.where(there, rng.standard_normal(there.shape), -np.inf)},
+        "keys": {"mask": there[..., :1, :], "causal": True},
+        "window": {"window": (3, 1)},
+        "causal window": {"causal": True, "window": 4, "offset": 5},
+        "beyond the keys": {"window": (2, 0), "offset": 40},
+        "before the keys": {"causal": True, "offset": -4},
+        "lengths": {"key_lengths": np.array([0, 20])[: batch[0]], "scale": 0.3},
+    }
+
+
+@pytest.mark.parametrize("name", masks((2,), 7, 35))
+def test_masks_bands_lengths_and_dropout(name):
+    """All kinds of terms at once; half of the cases with dropout too."""
+    rng = np.random.default_rng(3)
+    batch, (q_len, k_len) = (2,), (7, 35) if name != "causal window" else (35, 40)
+    made = every_kind(rng, batch, 2, 1, q_len, k_len, (5, 3), "pairs", "float64")
+    options = masks(batch, q_len, k_len)[name]
+
+    def given():
+        drops = {"dropout": 0.4, "rng": np.random.default_rng(2)} if name in ("float", "keys", "causal window") else {}
+        return options | drops
+
+    check_terms(*made, given, 65)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_excluded_may_hold_anything(bad, rng):
+    (q, k, v), terms, given = every_kind(rng, (), 2, 1, 5, 36, (5, 3), "pairs", "float64")
+    last = np.arange(36) >= 30
+    found = []
+    for value in (0.0, bad):
+        q[:, 2], given[0][:, 2], given[1][:, 2] = value, value, value
+        for term in terms.queries:
+            term.query[..., 2, :] = value
+        for x in (k, v, *(term.key for term in terms.keys)):
+            x[..., last, :] = value
+        mask = ~(last | (np.arange(5)[:, None] == 2))
+        problem, _, _ = check.problem(q, k, v, mask=mask)
+        found.append(of_terms(*_cuda.backward(problem, terms, *given)))
+        problem, _, _ = check.problem(q[:, :2], k, v, key_lengths=30)
+        few = Terms(keys=tuple(KeyTerm(t.key, t.weights, Toeplitz(np.arange(37) % 4, 4)) for t in terms.keys[:1]))
+        found.append(of_terms(*_cuda.backward(problem, few, given[0][:, :2], None)))
+    for clean, dirty in zip(found[:2], found[2:], strict=True):
+        for name, x in clean.items():
+            np.testing.assert_array_equal(dirty[name], x, err_msg=name)
+        assert not dirty["v"][:, last].any()
+        assert not dirty["key"][:, last].any()
+    assert not found[2]["query"][:, 2].any()
+
+
+def test_bad_numbers_reach_those_that_attend_them(rng):
+    q, k, v = (rng.standard_normal((1, 9, 4)) for _ in range(3))
+    k[0, 7, 2], v[0, 5, 0] = np.nan, np.nan
+    found, expected = (rp.attention_vjp(q, k, v, grad_out=q, causal=True, backend=b) for b in ("cuda", "numpy"))
+    for name in "qkv":
+        np.testing.assert_array_equal(np.isnan(getattr(found, name)), np.isnan(getattr(expected, name)), err_msg=name)
+
+
+def test_results_repeat_bit_by_bit_in_any_number_of_pieces(rng, monkeypatch):
+    from relpos_np.kernels._cuda import backplan
+
+    made = every_kind(rng, (2,), 2, 1, 40, 35, (5, 3), "pairs", "float32")
+    made[1].tables = (
+        *made[1].tables,
+        TableTerm(np.float32(rng.standard_normal((2, 4))), Toeplitz(np.arange(74) % 4, 4)),
+    )
+    problem, _, _ = check.problem(*made[0])
+    launches, launch = [], backplan.launch
+
+    def counted(kernel, *rest):
+        launches.append(kernel)
+        launch(kernel, *rest)
+
+    monkeypatch.setattr(backplan, "launch", counted)
+    found, counts = [], []
+    for limit in (backplan.PRIVATE_BYTES, backplan.PRIVATE_BYTES, 6000, 1):
+        monkeypatch.setattr(backplan, "PRIVATE_BYTES", limit)
+        launches.clear()
+        found.append(of_terms(*_cuda.backward(problem, *made[1:2], *made[2])))
+        counts.append(len(launches))
+    # Eight tiles of queries, each with launches of its own in the end.
+    assert counts[0] == counts[1] < counts[2] < counts[3]
+    for other in found[1:]:
+        for name, x in found[0].items():
+            np.testing.assert_array_equal(other[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(dtype, rng):
+    """Stored numbers are read as they are; gradients are those of float32 arithmetic."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in ((2, 7, 20), (1, 9, 20), (1, 9, 3)))
+    table, grad_out = rng.standard_normal((8, 2)).astype(np.float32), rng.standard_normal((2, 7, 3))
+    found = rp.attention_vjp(q, k, v, grad_out=grad_out.astype(dtype), position=rp.T5(table), backend="cuda")
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    expected = rp.attention_vjp(
+        *wide, grad_out=grad_out.astype(dtype).astype(np.float64), position=rp.T5(table.astype(np.float64))
+    )
+    for name in "qkv":
+        x = getattr(expected, name)
+        assert getattr(found, name).dtype == q.dtype
+        # Rounded once, at the end.
+        eps = float(testing.compare.EPS[q.dtype.name])
+        np.testing.assert_allclose(getattr(found, name).astype(np.float64), x, rtol=eps, atol=40 * EPS["float32"])
+    np.testing.assert_allclose(found.position["table"], expected.position["table"], atol=100 * EPS["float32"])
+
+
+def test_many_channels(rng):
+    """Several blocks share a head's channels, and fragments have the largest size."""
+    for dim, v_dim in ((150, 7), (9, 140)):
+        q, k, v = (rng.standard_normal((1, n, d)).astype(np.float32) for n, d in ((5, dim), (34, dim), (34, v_dim)))
+        position = rp.Shaw(*(rng.standard_normal((5, d)).astype(np.float32) for d in (dim, v_dim)))
+        grad_out = rng.standard_normal((1, 5, v_dim)).astype(np.float32)
+        wide = rp.Shaw(*(x.astype(np.float64) for x in (position.key_table, position.value_table)))
+        found = rp.attention_vjp(q, k, v, grad_out=grad_out, position=position, backend="cuda")
+        expected = rp.attention_vjp(
+            *(x.astype(np.float64) for x in (q, k, v)), grad_out=grad_out.astype(np.float64), position=wide
+        )
+        assert_close(found, expected, EPS["float32"], dim + v_dim)
+
+
+def test_the_device_s_own_sizes(rng, monkeypatch):
+    """In the simulator tiles are smaller than on a device: once with those of a device, ragged at every edge."""
+    from relpos_np.kernels._cuda import differentiate
+
+    monkeypatch.setattr(differentiate, "simulated", lambda: False)
+    assert differentiate.query_side(np.dtype(np.float32), 12)[0].rows == 64
+    made = every_kind(rng, (), 1, 1, 66, 67, (12, 9), "pairs", "float32")
+    check_terms(*made, lambda: {"causal": True}, 130)
+
+
+@pytest.mark.parametrize(("batch", "q_len", "k_len", "v_dim"), [(2, 0, 3, 5), (2, 3, 0, 5), (0, 3, 3, 5), (1, 3, 4, 0)])
+def test_empty_axes(batch, q_len, k_len, v_dim, rng):
+    shapes = ((batch, 2, q_len, 5), (batch, 1, k_len, 5), (batch, 1, k_len, v_dim))
+    q, k, v = (rng.standard_normal(shape) for shape in shapes)
+    given = {
+        "grad_out": np.zeros((batch, 2, q_len, v_dim)),
+        "grad_lse": rng.standard_normal((batch, 2, q_len)),
+        "position": (
+            rp.ALiBi(np.array([0.5, 0.1])),
+            *([rp.Shaw(*rng.standard_normal((2, 5, 5)))] if v_dim == 5 else []),
+        ),
+    }
+    found, expected = (rp.attention_vjp(q, k, v, backend=b, **given) for b in ("cuda", "numpy"))
+    assert_close(found, expected, EPS["float64"], 20)
+
+
+def test_broadcast_operands(rng):
+    q, k, v = (rng.standard_normal(shape) for shape in ((2, 1, 2, 4, 5), (3, 1, 6, 5), (6, 3)))
+    v = np.broadcast_to(v, (2, 3, 1, 6, 3))
+    given = {"grad_out": rng.standard_normal((2, 3, 2, 4, 3)), "position": rp.Rotary(4)}
+    found, expected = (rp.attention_vjp(q, k, v, backend=b, **given) for b in ("cuda", "numpy"))
+    assert_close(found, expected, EPS["float64"], 40)
+
+
+def test_shared_memory_fits():
+    """Kernels are made, if not compiled, for every head size on a device; each checks what it shares."""
+    from relpos_np.kernels._cuda import differentiate
+
+    for dtype in EPS:
+        for width in (32, 64, 128):
+            for rows, threads in ((32, 64), (32, 128), (64, 64), (64, 128)):
+                if rows == 64 and dtype == "float64":
+                    continue
+                tiling = differentiate.Tiling(np.dtype(dtype), threads, rows)
+                assert differentiate.query_gradient(tiling, (dtype,) * 3, width, width) is not None
+                assert differentiate.key_gradient(tiling, (dtype,) * 3, width, width) is not None
