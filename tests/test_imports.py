@@ -36,7 +36,7 @@ LEVELS = (
 FOLDERS = {"schemes", "testing", "layers"}
 NESTED = {"testing", "layers"}
 # What may be imported late, inside functions: backends find their kernels, versions describe them.
-LATE = {name: ("kernels",) for name in ("api", "backend", "ondevice")}
+LATE = dict.fromkeys(("api", "backend", "ondevice"), ("kernels",))
 LATE |= {"versions": ("", "kernels"), "dense": ("schemes.base",)}
 
 
