@@ -165,6 +165,14 @@ def test_results_are_exported(dtype, rng):
         assert np.shares_memory(view, there._operand.flat._ary)
 
 
+def test_strides_are_never_negative(rng):
+    x = rng.standard_normal((3, 1, 4))
+    odd = There(x, strides=(32, -8, 8))
+    found = Operand.of(odd, "x")
+    assert found.strides == (4, 0, 1)
+    np.testing.assert_array_equal(found.host(), x)
+
+
 def test_an_operand_keeps_its_owner(rng):
     owner = There(rng.standard_normal((2, 3)))
     alive = weakref.ref(owner)

@@ -265,8 +265,10 @@ class Operand(NDArrayOperatorsMixin):
         if isinstance(own, Operand):
             device.follow(device.current_stream(), x.stream)
             return own
-        found = (_flat_of_host if device.simulated() else _flat_of_device)(x, name)
-        return cls(*found[:-1], readonly=found[-1])
+        flat, shape, strides, dtype, readonly = (_flat_of_host if device.simulated() else _flat_of_device)(x, name)
+        # An axis of one entry may come with any stride.
+        strides = tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True))
+        return cls(flat, shape, strides, dtype, readonly=readonly)
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> Operand:
