@@ -137,6 +137,10 @@ def attention(
     -----
     Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
     only the queries that may attend it.
+
+    With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
+    CUDA array interface without a copy; results are on the device then, and can be read the same way. What
+    positions are made of stays on the host, a mask and `key_lengths` may be on either side.
     """
     if type(q) is not np.ndarray and check.on_device(q):
         options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
@@ -283,6 +287,9 @@ def attention_vjp(
     A mask receives no gradient. Where a key is excluded its gradients are 0, whatever it holds. The numbers are
     those of float64 arithmetic for float64, else of float32. Where scores are not differentiable (norms clamped at a
     smallest value, ties of a maximum) the gradient is that of the branch which was taken.
+
+    Where q, k, v, grad_out and grad_lse are arrays on a CUDA device, the gradients of q, k and v are so too; those
+    in `position` are arrays of NumPy.
     """
     if type(q) is not np.ndarray and check.on_device(q):
         options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
@@ -357,7 +364,7 @@ def rel_shift(
         - "wenet": no shift; columns are key positions.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         In NumPy the general form is a read-only view without a copy; Numba copies in parallel; CUDA copies to
-        the device and back.
+        the device and back, unless x is an array on the device: then the result is one too.
     out : ndarray, optional
         Where to write the result: its exact shape and dtype, overlapping not x. A large new array takes longer to be
         made than to be filled.

@@ -54,7 +54,11 @@ class Scheme:
         return None
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """The same as terms; k still has its grouped heads (..., H_kv, L_k, D)."""
+        """The same as terms; k still has its grouped heads (..., H_kv, L_k, D).
+
+        Both may be on a device. They can be handed on as they are, added to and multiplied; all else that NumPy does
+        with them is done with a copy on the host.
+        """
         raise NotImplementedError
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:

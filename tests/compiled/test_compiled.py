@@ -30,7 +30,7 @@ def vector_loads(code, kind):
 )
 def test_forward(depth, v_dim, stored, skewed):
     dtype = np.dtype(stored if stored == "float64" else "float32")
-    width = forward.width_of(v_dim)
+    width = forward.value_width(dtype, v_dim)
     tiling = forward.tiling(dtype, width, skewed)
     kernel = forward.attend(tiling, (stored,) * 4, depth, width, skewed)
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)

@@ -1,6 +1,8 @@
 """The CUDA backend's tests: they run where there is a GPU, and in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)."""
 
 import importlib
+import importlib.util
+import os
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +13,9 @@ import relpos_np as rp
 
 # tests/test_cuda.py runs them in the simulator, which must be chosen before Numba is imported.
 collect_ignore_glob = [] if "cuda" in rp.backend.available()[0] else ["test_*.py"]
+# Tensors of torch are never in the simulator's memory.
+if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" or importlib.util.find_spec("torch") is None:
+    collect_ignore_glob.append("test_cuda_torch.py")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -85,6 +85,10 @@ def test_a_given_array_must_fit(rng):
     q, k, v = draw(rng, v_dim=6, kv_heads=2, k_len=5)
     fixed = np.zeros((2, 2, 5, 6), np.float32)
     fixed.flags.writeable = False
+    # Keys, and behind them room that begins in their last ones.
+    shared = np.zeros(3 * k.size, np.float32)
+    k_there = shared[: k.size].reshape(k.shape)
+    k_there[...] = k
     cases = {
         r"out: expected a device array like the operands, found ndarray": np.zeros((2, 2, 5, 6), np.float32),
         r"out: expected shape \(2, 2, 5, 6\), found \(2, 5, 6\)": There(np.zeros((2, 5, 6), np.float32)),
@@ -94,10 +98,13 @@ def test_a_given_array_must_fit(rng):
             np.lib.stride_tricks.as_strided(np.zeros(20, np.float32), (2, 2, 5, 6), (0, 0, 0, 4))
         ),
         r"out: the array overlaps an input": There(v),
+        r"out: the array overlaps an inpu": There(shared[k.size - 1 :][: v.size].reshape(v.shape)),
     }
     for message, out in cases.items():
         with pytest.raises(rp.RelposError, match=message):
-            rp.attention(*there(q, k, v), backend="cuda", out=out)
+            rp.attention(*there(q, k_there, v), backend="cuda", out=out)
+    behind = There(shared[k.size :][: v.size].reshape(v.shape))
+    assert rp.attention(*there(q, k_there, v), backend="cuda", out=behind) is behind
 
 
 @pytest.mark.parametrize(("q_len", "k_len", "v_dim"), [(0, 3, 2), (3, 0, 2), (3, 4, 0)])

@@ -13,6 +13,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np.kernels._cuda import device
+from relpos_np.kernels._cuda.operand import Operand
 from tests.cuda.doubles import FAILURE, KERNEL, Packed, There, draw, there
 
 # What is refused -------------------------------------------------------------------------------------
@@ -153,8 +154,9 @@ def test_a_given_array_waits_on_its_own_stream(monkeypatch, rng):
     rp.rel_shift(There(x, stream=31), backend="cuda", out=There(out, stream=32))
     assert waits == [(32, 31)]
     result = rp.rel_shift(There(x, stream=31), backend="cuda")
-    rp.rel_shift(result, backend="cuda", out=There(out, stream=31))
-    assert set(waits[1:]) == {(31, 31)}
+    with device.on(40):
+        Operand.of(result, "x")
+    assert waits[1:] == [(40, 31)]
 
 
 # Errors of the device --------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ def test_terms_are_those_of_the_host(name, variant, transfers):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_rotation(layout, dtype, rng):
-    x = with_gaps(rng.standard_normal((2, 1, 3, 5, 8)).astype(DTYPES[dtype]))
+    x = with_gaps(rng.standard_normal((2, 3, 3, 5, 8)).astype(DTYPES[dtype]))
     real = np.dtype("float64" if dtype == "float64" else "float32")
-    for shape in ((1, 5, 4), (3, 5, 3), (1, 1, 5, 4), (2, 1, 1, 5, 1)):
+    for shape in ((1, 5, 4), (3, 5, 3), (1, 1, 5, 4), (2, 1, 1, 5, 1), (2, 3, 3, 5, 2)):
         cos, sin = rng.standard_normal((2, *shape)).astype(real)
         found = Operand.of(There(x), "x").turned(cos, sin, layout)
         expected = _turn(x.astype(real), cos, sin, layout)
@@ -123,8 +123,9 @@ def test_numpy_computes_with_an_operand(rng, transfers):
         np.testing.assert_array_equal(found, expected)
     # One copy serves them all, and nothing can be written to it by mistake.
     assert len(transfers.down) == 1
-    with pytest.raises(ValueError, match="read-only"):
-        np.asarray(a)[0] = 1
+    for one in (a, Operand.of(There(x.astype(np.float16)), "x")):
+        with pytest.raises(ValueError, match="read-only"):
+            np.asarray(one)[0] = 1
     with pytest.raises(AttributeError, match="'Operand' object has no attribute 'nothing'"):
         a.nothing  # noqa: B018
 
@@ -162,6 +163,14 @@ def test_results_are_exported(dtype, rng):
         view = np.from_dlpack(there)
         np.testing.assert_array_equal(view, x)
         assert np.shares_memory(view, there._operand.flat._ary)
+
+
+def test_strides_are_never_negative(rng):
+    x = rng.standard_normal((3, 1, 4))
+    odd = There(x, strides=(32, -8, 8))
+    found = Operand.of(odd, "x")
+    assert found.strides == (4, 0, 1)
+    np.testing.assert_array_equal(found.host(), x)
 
 
 def test_an_operand_keeps_its_owner(rng):

@@ -26,11 +26,15 @@ from relpos_np.kernels._cuda.tile import (
     Tiling,
     Where,
     add_skewed,
+    drop_rows,
+    drop_turned,
+    fetch_rows,
+    fetch_turned,
     finish,
+    held_of,
     outer,
     put,
     stage_mapped,
-    stage_rows,
     stage_strip,
     stage_turned,
 )
@@ -41,9 +45,14 @@ VALUE = ("data", "head", "bin", "rows", "index", "index_batch", "index_query", "
 WIDTHS = (32, 64, 128)
 
 
-def width_of(v_dim: int) -> int:
-    """Value channels that a block makes."""
-    return next((width for width in WIDTHS if v_dim <= width), WIDTHS[-1])
+def width_of(channels: int, most: int = WIDTHS[-1]) -> int:
+    """Of so many channels those that a block makes."""
+    return next((width for width in WIDTHS if channels <= width < most), most)
+
+
+def value_width(dtype: np.dtype[Any], v_dim: int) -> int:
+    """Value channels that a block makes: of those in float64 half as many fit."""
+    return width_of(v_dim, WIDTHS[-1] * 4 // dtype.itemsize)
 
 
 def tiling(dtype: np.dtype[Any], width: int, skewed: bool = False) -> Tiling:
@@ -61,13 +70,12 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     rows, kind = tiling.rows, tiling.kind
     of_query, of_key, of_value, of_out = stored
     _, narrow = converters(of_out)
-    # Queries stay in shared memory where they fit.
-    resident, whole_depth = depth <= 64, depth % DEPTH == 0
+    # Queries stay in shared memory where they fit, and where nothing else needs their place.
+    resident, whole_depth = depth <= 64 and not skewed, depth % DEPTH == 0
     columns = width // ACROSS
-    q_shape = (-(-depth // DEPTH) * DEPTH if resident else DEPTH, rows + PAD)
-    tile_shape = (DEPTH, max(rows, width) + PAD)
+    q_shape = (-(-depth // DEPTH) * DEPTH if resident else 2 * DEPTH, rows + PAD)
+    tile_shape = (2 * DEPTH, max(rows, width) + PAD)
     p_shape = (rows, rows + PAD)
-    skew_shape = (DEPTH, rows + PAD) if skewed else (1, 1)
     s_shape, o_shape = (tiling.high, tiling.wide), (tiling.high, columns)
     high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
     b_size, strip_size = max(wide, columns), 2 * rows
@@ -75,8 +83,11 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     zero, one, least, excluded = real(0), real(1), real(-np.inf), real(-1)
     value_size, skew_size = len(VALUE), len(SKEW)
 
-    stage_query, stage_key = stage_turned(tiling, of_query), stage_turned(tiling, of_key)
-    stage_value, strip_of = stage_rows(tiling, of_value, width), stage_strip(tiling)
+    stage_query, strip_of = stage_turned(tiling, of_query), stage_strip(tiling)
+    fetch_query, fetch_key = fetch_turned(tiling, of_query), fetch_turned(tiling, of_key)
+    fetch_value, drop_value = fetch_rows(tiling, of_value, width), drop_rows(tiling, width)
+    drop_turned_tile = drop_turned(tiling)
+    k_size, v_size = held_of(tiling, rows), held_of(tiling, width)
     add_scores, add_values = outer(tiling, wide), outer(tiling, columns)
     stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
     add_diagonals = add_skewed(tiling)
@@ -94,13 +105,15 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         tile = cuda.shared.array(tile_shape, kind, ALIGNED)
         # Scores, then weights: [key, row].
         ps = cuda.shared.array(p_shape, kind, ALIGNED)
-        skew_q = cuda.shared.array(skew_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
         factors = cuda.shared.array(rows, kind, ALIGNED)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
+        held = cuda.local.array(k_size, kind)
+        q_held = cuda.local.array(k_size, kind)
+        v_held = cuda.local.array(v_size, kind)
 
         n_bins, v_dim = call.n_bins, call.v_dim
         me = count(cuda.threadIdx.x)
@@ -149,14 +162,23 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             here = Where(batch, head, first, last, key, stop)
             if call.strip >= 0:
                 strip_of(strip, data, call, here, me)
+            # There are two tiles of keys, and of queries: while one is used, the next one is on its way.
+            side = 0
+            fetch_key(held, k, k_at, k_row, key, stop, 0, depth, me)
+            if not resident:
+                fetch_query(q_held, q, q_at, q_row, first, last, 0, depth, me)
             for channel in range(0, depth, DEPTH):
+                drop_turned_tile(tile, side, held, me)
                 if not resident:
-                    stage_query(qs, 0, q, q_at, q_row, first, last, channel, depth, me)
-                stage_key(tile, 0, k, k_at, k_row, key, stop, channel, depth, me)
+                    drop_turned_tile(qs, side, q_held, me)
                 cuda.syncthreads()
+                if channel + DEPTH < depth:
+                    fetch_key(held, k, k_at, k_row, key, stop, channel + DEPTH, depth, me)
+                    if not resident:
+                        fetch_query(q_held, q, q_at, q_row, first, last, channel + DEPTH, depth, me)
                 for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
-                    add_scores(s, qs, (channel if resident else 0) + d, tile, d, a, b, down, across)
-                cuda.syncthreads()
+                    add_scores(s, qs, (channel if resident else side) + d, tile, side + d, a, b, down, across)
+                side = DEPTH - side
             store(ps, s, scale, strip, call.strip >= 0, down, across)
             cuda.syncthreads()
             if skewed:
@@ -169,12 +191,12 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                             for c in range(wide):
                                 s[r, c] = zero
                         for channel in range(0, size, DEPTH):
-                            stage_vectors(skew_q, 0, data, x_at, meta[at + 3], first, last, channel, size, me)
+                            stage_vectors(qs, 0, data, x_at, meta[at + 3], first, last, channel, size, me)
                             start = key - first + half - (rows - 1)
                             stage_positions(tile, data, rows_at, index, meta[at + 7], start, call, channel, size, me)
                             cuda.syncthreads()
                             for d in range(0, min(DEPTH, size - channel), STEPS):
-                                add_scores(s, skew_q, d, tile, d, a, b, down, across)
+                                add_scores(s, qs, d, tile, d, a, b, down, across)
                             cuda.syncthreads()
                         add_diagonals(ps, s, half, down, across)
                 cuda.syncthreads()
@@ -225,18 +247,18 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                         at = call.values + n * value_size
                         lookup = meta[at + 4] + meta[meta[at + 5] + batch] + (first + me) * meta[at + 6]
                         # Neighbouring keys often share a row: it is written when it ends.
-                        row, held = -1, zero
+                        row, gathered = -1, zero
                         for y in range(min(rows, stop - key)):
                             weight = ps[y, me]
                             if weight != excluded:
                                 here = index[place(lookup + (key + y) * meta[at + 7])]
                                 if here != row:
                                     if row >= 0:
-                                        bins[place(own + meta[at + 2] + row)] += held
-                                    row, held = here, zero
-                                held += weight
+                                        bins[place(own + meta[at + 2] + row)] += gathered
+                                    row, gathered = here, zero
+                                gathered += weight
                         if row >= 0:
-                            bins[place(own + meta[at + 2] + row)] += held
+                            bins[place(own + meta[at + 2] + row)] += gathered
             elif me < rows:
                 factors[me] = one
                 for y in range(rows):
@@ -249,24 +271,27 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             for r in range(high):
                 for c in range(columns):
                     o[r, c] *= a[r]
+            side = 0
+            fetch_value(v_held, v, v_at, v_row, key, stop, part * width, v_dim, me)
             for y in range(0, min(rows, stop - key), DEPTH):
-                if y > 0:
-                    cuda.syncthreads()
-                stage_value(tile, v, v_at, v_row, key + y, stop, part * width, v_dim, me)
+                drop_value(tile, side, v_held, me)
                 cuda.syncthreads()
+                if key + y + DEPTH < stop and y + DEPTH < rows:
+                    fetch_value(v_held, v, v_at, v_row, key + y + DEPTH, stop, part * width, v_dim, me)
                 if careful != 0:
                     for n in range(DEPTH):
                         for r in range(high):
                             a[r] = ps[count(y + n), (r // run) * low + down + r % run]
                         for c in range(columns):
-                            b[c] = tile[n, (c // 4) * 32 + across + c % 4]
+                            b[c] = tile[count(side + n), (c // 4) * 32 + across + c % 4]
                         for r in range(high):
                             if a[r] != excluded:
                                 for c in range(columns):
                                     o[r, c] += a[r] * b[c]
                 else:
                     for n in range(0, DEPTH, STEPS):
-                        add_values(o, ps, y + n, tile, n, a, b, down, across)
+                        add_values(o, ps, y + n, tile, side + n, a, b, down, across)
+                side = DEPTH - side
             cuda.syncthreads()
             key += rows
 

@@ -114,16 +114,21 @@ def _flat_of_device(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int,
     _check_device(x, name, None)
     # What is in the order of this stream already need not wait for it.
     pointer = -1 if stream_of(x) == device.current_stream() else device.current_stream()
+    # Torch may leave it to later readers to conjugate or to negate.
+    if any(getattr(x, question, bool)() for question in ("is_conj", "is_neg")):
+        raise RelposTypeError(f"{name}: the memory of the {type(x).__name__} holds other numbers; resolve or clone it")
     try:
         view = memory_view.from_any_interface(x, stream_ptr=pointer)
-    except (BufferError, RuntimeError) as error:
-        # For instance a tensor of torch that requires a gradient.
+    except (BufferError, RuntimeError, TypeError) as error:
+        # For instance a sparse tensor of torch.
         raise RelposTypeError(f"{name}: {type(x).__name__} cannot be read ({' '.join(str(error).split())})") from error
     _check_device(x, name, int(view.device_id))
     shape = tuple(int(n) for n in view.shape)
     try:
         dtype = np.dtype(view.dtype)
-    except NotImplementedError:
+    except (NotImplementedError, TypeError) as error:
+        if "bfloat16" not in str(getattr(x, "dtype", "bfloat16")):
+            raise RelposTypeError(f"{name}: dtype {x.dtype} cannot be read ({error})") from error
         dtype = _bfloat16(name)
     strides = view.strides
     if strides is None:
@@ -260,8 +265,10 @@ class Operand(NDArrayOperatorsMixin):
         if isinstance(own, Operand):
             device.follow(device.current_stream(), x.stream)
             return own
-        found = (_flat_of_host if device.simulated() else _flat_of_device)(x, name)
-        return cls(*found[:-1], readonly=found[-1])
+        flat, shape, strides, dtype, readonly = (_flat_of_host if device.simulated() else _flat_of_device)(x, name)
+        # An axis of one entry may come with any stride.
+        strides = tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True))
+        return cls(flat, shape, strides, dtype, readonly=readonly)
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> Operand:

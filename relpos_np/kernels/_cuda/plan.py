@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
+from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, value_width
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
@@ -314,7 +314,7 @@ class Planner:
             *(*self.operands, self.multiplied()),
             *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
         )
-        width = width_of(site.v_dim)
+        width = value_width(site.dtype, site.v_dim)
         skewed = call.n_skews > 0
         sizes = tiling(site.dtype, width, skewed)
         queries = self.count * site.heads * site.q_len

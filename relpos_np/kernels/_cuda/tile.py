@@ -140,6 +140,79 @@ def stage_turned(tiling: Tiling, stored: str) -> Any:
     return inline(stage)
 
 
+def held_of(tiling: Tiling, width: int) -> int:
+    """Numbers that a thread fetches of a tile of `DEPTH` by so many."""
+    return DEPTH * width // tiling.threads
+
+
+@cache
+def fetch_turned(tiling: Tiling, stored: str) -> Any:
+    """Load into registers what `stage_turned` writes, so that it arrives while something else is computed."""
+    threads, zero = tiling.threads, tiling.dtype.type(0)
+    height, turns = threads // DEPTH, held_of(tiling, tiling.rows)
+    widen, _ = converters(stored)
+
+    def fetch(held, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
+        d, row = me % DEPTH, me // DEPTH
+        where = at + (first + row) * step + channel + d
+        there = channel + d < depth
+        for turn in range(turns):
+            held[turn] = zero
+            if there and first + row + turn * height < end:
+                held[turn] = widen(x[place(where)])
+            where += height * step
+
+    return inline(fetch)
+
+
+@cache
+def drop_turned(tiling: Tiling) -> Any:
+    """Write what was fetched to shared[base + channel, row]."""
+    height, turns = tiling.threads // DEPTH, held_of(tiling, tiling.rows)
+
+    def drop(shared, base, held, me):  # type: ignore[no-untyped-def]
+        d, row = me % DEPTH, me // DEPTH
+        for turn in range(turns):
+            shared[count(base + d), row + turn * height] = held[turn]
+
+    return inline(drop)
+
+
+@cache
+def fetch_rows(tiling: Tiling, stored: str, width: int) -> Any:
+    """Load into registers what `stage_rows` writes."""
+    threads, zero = tiling.threads, tiling.dtype.type(0)
+    across = min(width, threads)
+    height, parts, turns = threads // across, width // across, held_of(tiling, width)
+    widen, _ = converters(stored)
+
+    def fetch(held, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
+        d, row = me % across, me // across
+        where = at + (first + row) * step + channel + d
+        for turn in range(turns):
+            # Part of a row, or whole rows.
+            more, skip = turn % parts * across, turn // parts * height
+            held[turn] = zero
+            if channel + d + more < depth and first + row + skip < end:
+                held[turn] = widen(x[place(where + more + skip * step)])
+
+    return inline(fetch)
+
+
+@cache
+def drop_rows(tiling: Tiling, width: int) -> Any:
+    """Write what was fetched to shared[base + row, channel]."""
+    across = min(width, tiling.threads)
+    height, parts, turns = tiling.threads // across, width // across, held_of(tiling, width)
+
+    def drop(shared, base, held, me):  # type: ignore[no-untyped-def]
+        d, row = me % across, me // across
+        for turn in range(turns):
+            shared[count(base + row + turn // parts * height), d + turn % parts * across] = held[turn]
+
+    return inline(drop)
+
+
 @cache
 def stage_rows(tiling: Tiling, stored: str, width: int) -> Any:
     """Fill shared[row, channel] from `DEPTH` rows of vectors, 0 where there are none."""
