@@ -1,0 +1,71 @@
+"""The CUDA kernels of the backward pass compile for a Hopper device as the forward kernel does."""
+
+import numpy as np
+import pytest
+from numba import types
+from offline import compiled, flat, integers
+
+from relpos_np.kernels._cuda import backsums, differentiate
+from relpos_np.kernels._cuda.intrinsics import FORMATS
+from relpos_np.kernels._cuda.tile import Call
+
+# What a block may have without asking the driver for more, and the kilobyte that the assembler counts for the system.
+SHARED = 49 * 1024
+INDEX, FLAGS, META = flat(types.int32), flat(types.uint8), flat(types.int64)
+SIZES = [
+    *[(size, size, stored) for size in (64, 128) for stored in FORMATS],
+    *[(32, 32, "float32"), (80, 100, "bfloat16"), (5, 3, "float64"), (256, 256, "float32"), (256, 256, "float64")],
+]
+
+
+def check(code, tiling, width):
+    """No spills, registers for two blocks, and loads of 16 bytes in a step of the scores' products and of the rows'."""
+    assert code.spilled == 0
+    assert code.count(".local") == 0
+    assert code.registers <= 255
+    assert code.shared <= SHARED
+    numbers = 4 * (tiling.high + tiling.wide + tiling.high + width // 8)
+    found = code.count("ld.shared.v4.f32") if tiling.kind is types.float32 else code.count("ld.shared.v2.f64")
+    assert found >= numbers * tiling.dtype.itemsize // 16
+
+
+@pytest.mark.parametrize(("depth", "v_dim", "stored"), SIZES)
+def test_gradients_of_queries(depth, v_dim, stored):
+    dtype = np.dtype(stored if stored == "float64" else "float32")
+    tiling, width = differentiate.query_side(dtype, depth)
+    kernel = differentiate.query_gradient(tiling, (stored,) * 3, depth, width)
+    operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
+    code = compiled(
+        kernel,
+        *(operand, operand, operand, real, real, INDEX, FLAGS, META, real, real, real, real),
+        *(integers(Call), integers(differentiate.Back), types.int64, tiling.kind, tiling.kind),
+    )
+    check(code, tiling, width)
+
+
+@pytest.mark.parametrize(("depth", "v_dim", "stored"), SIZES)
+def test_gradients_of_keys_and_values(depth, v_dim, stored):
+    dtype = np.dtype(stored if stored == "float64" else "float32")
+    tiling, width = differentiate.key_side(dtype, depth, v_dim)
+    kernel = differentiate.key_gradient(tiling, (stored,) * 3, depth, width)
+    operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
+    code = compiled(
+        kernel,
+        *(operand, operand, operand, real, real, INDEX, FLAGS, META, real, real, real, real, real),
+        *(integers(Call), integers(differentiate.Back), tiling.kind, tiling.kind),
+    )
+    check(code, tiling, width)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_sums(name):
+    dtype, real, word = np.dtype(name), flat(FORMATS[name][0]), types.int64
+    double, private = flat(types.float64), integers(backsums.Private)
+    for code in (
+        compiled(backsums.delta_kernel(dtype), real, real, real, real, *[word] * 3),
+        compiled(backsums.reduce_kernel(dtype), real, double, private, *[word] * 5),
+        compiled(backsums.seen_kernel(dtype), real, real, real, *[word] * 8),
+        compiled(backsums.group_kernel(dtype), real, real, *[word] * 3),
+    ):
+        assert code.spilled == 0
+        assert code.registers <= 64
