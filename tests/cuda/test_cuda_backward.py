@@ -157,6 +157,30 @@ def test_gradients_of_every_kind_of_term(kind, batch, heads, kv_heads, q_len, k_
     check_terms(*made, lambda: {"causal": False, "offset": 2}, 65)
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "q_len", "k_len", "options"),
+    [((2,), 2, 7, 33, {}), ((), 1, 65, 33, {"causal": True, "dropout": 0.3}), ((1,), 1, 34, 40, {"key_lengths": 20})],
+)
+def test_gradients_of_products_with_relative_positions(batch, heads, q_len, k_len, options, monkeypatch):
+    """Those that are made tile by tile, since there are as many rows as positions."""
+    from relpos_np.kernels._cuda import plan
+
+    monkeypatch.setattr(plan, "FEW_ROWS", 4)
+    rng = np.random.default_rng(q_len)
+    operands, terms, given = every_kind(rng, batch, heads, 1, q_len, k_len, (5, 3), "distances", "float64")
+    span = q_len + k_len - 1
+    whole = Toeplitz(np.arange(span, dtype=np.int32)[::-1], span)
+    terms.queries = (
+        *terms.queries,
+        QueryTerm(rng.standard_normal((*batch, heads, q_len, 40)), rng.standard_normal((heads, span, 40)), whole),
+    )
+
+    def kwargs():
+        return options | ({"rng": np.random.default_rng(2)} if "dropout" in options else {})
+
+    check_terms(operands, terms, given, kwargs, 100)
+
+
 def masks(batch, q_len, k_len):
     """A mask of each kind, one of which leaves a query without keys."""
     rng = np.random.default_rng(7)

@@ -40,17 +40,16 @@ class BackPlanner(Planner):
         grad_out: Array | Operand,
         grad_lse: Array | Operand | None,
     ) -> None:
-        super().__init__(problem, terms, operands)
+        super().__init__(problem, terms, operands, fused=True)
         # Gradients of vectors stay where the vectors are.
         self.far = isinstance(operands[0], Operand)
-        self.dtype, heads, site = self.site.dtype, self.site.heads, self.site
-        self.lines = self.count * heads
+        self.dtype = self.site.dtype
+        self.lines = self.count * self.site.heads
         # Vectors of the problem on the device: (batch, heads, length, channels).
         self.grad_out, self.grad_lse = grad_out, grad_lse
         self.depth = self.query.shape[-1]
         self.maps: dict[int, tuple[int, ...]] = {}
-        self.of_queries, self.of_values = (site.q_len, terms.queries), (site.q_len, terms.values)
-        self.of_keys = site.k_len, terms.keys
+        self.skewed = [query for query in terms.queries if self._is_fused(query)]
 
     def _map(self, index: IndexMap) -> tuple[int, ...]:
         # Terms of both directions share them.
@@ -74,13 +73,15 @@ class BackPlanner(Planner):
         for value in terms.values:
             start, (item, head, row) = self._product(self.grad_out, value.weights)
             lifted.append((start, self._each(item), head, row, 0, 1, *self._map(value.index)))
-        tiling, _ = query_side(self.dtype, self.depth)
+        tiling, _ = query_side(self.dtype, self.depth, bool(self.skewed))
         dense = [term for term in terms.tables if not isinstance(term.index, Toeplitz)]
         along = len(dense) < len(terms.tables)
-        queries, keys, tables = (self._bins(found) for found in (terms.queries, terms.keys, dense))
+        mapped = [query for query in terms.queries if not self._is_fused(query)]
+        queries, keys, tables = (self._bins(found) for found in (mapped, terms.keys, dense))
         at_lifted = self._listed([], len(ADD), lifted)
-        spans = tiling.rows + site.k_len - 1 if along else 0
-        self.private = spans + tiling.rows * tables[2]
+        spans = tiling.rows + site.k_len - 1
+        self.skew_width = sum(query.query.shape[-1] for query in self.skewed)
+        self.private = spans * (along + self.skew_width) + tiling.rows * tables[2]
         # Blocks of a chunk: of those that have sums of their own no more than fit.
         self.tiles = self.lines * -(-site.q_len // tiling.rows)
         self.chunk = min(self.tiles, max(1, PRIVATE_BYTES // (max(self.private, 1) * self.dtype.itemsize)))
@@ -89,7 +90,9 @@ class BackPlanner(Planner):
             "key_bins": self.lines * site.k_len * keys[2],
             "table_bins": self.chunk * tiling.rows * tables[2],
             "value_bins": self.lines * site.q_len * call.n_bins,
-            "diagonals": self.chunk * spans,
+            "diagonals": self.chunk * spans * along,
+            "skew_vectors": self.lines * site.q_len * self.skew_width,
+            "skew_rows": self.chunk * spans * self.skew_width,
             "pairs": self.lines * site.q_len * site.k_len if terms.biases else 0,
         }
         starts, self.work_size = {}, 0
@@ -100,7 +103,8 @@ class BackPlanner(Planner):
         self.back = Back(
             *(*queries[:2], starts["query_bins"], queries[2], *keys[:2], starts["key_bins"], keys[2]),
             *(*tables[:2], starts["table_bins"], tables[2], starts["value_bins"], *at_lifted),
-            *(starts["diagonals"], starts["pairs"]),
+            *(starts["diagonals"], starts["pairs"], starts["skew_vectors"], starts["skew_rows"], self.skew_width),
+            self.lines * site.q_len,
         )
         self.record = call
         return call
@@ -129,9 +133,10 @@ class BackPlanner(Planner):
         )
         stored = self.formats[0], self.formats[1], self.formats[2]
 
-        tiling, width = query_side(dtype, self.depth)
+        skewed = bool(self.skewed)
+        tiling, width = query_side(dtype, self.depth, skewed)
         parts = -(-self.depth // width)
-        kernel = query_gradient(tiling, stored, self.depth, width)
+        kernel = query_gradient(tiling, stored, self.depth, width, skewed)
         per_head = -(-site.q_len // tiling.rows)
         columns = site.q_len + site.k_len - 1
         self.along = empty(site.heads * columns, np.dtype(np.float64))
@@ -139,6 +144,16 @@ class BackPlanner(Planner):
         along = Private(back.diagonals, self.spans, self.spans, columns, 1, tiling.rows - site.q_len)
         rows = back.n_table_bins
         by_pair = Private(back.table_bins, tiling.rows * rows, rows, rows, 0, 0)
+        wide = self.skew_width
+        self.by_position = empty(site.heads * columns * wide, np.dtype(np.float64))
+        by_position = Private(
+            back.skew_rows,
+            self.spans * wide,
+            self.spans * wide,
+            columns * wide,
+            wide,
+            wide * (tiling.rows - site.q_len),
+        )
         chunk = self.chunk if self.private else self.tiles
         for begin in range(0, self.tiles, chunk):
             end = min(begin + chunk, self.tiles)
@@ -146,7 +161,7 @@ class BackPlanner(Planner):
                 *(kernel, (end - begin) * parts, tiling.threads, *shared, self.dq, self.record, back),
                 *(begin * parts, *scales),
             )
-            for private, totals in ((along, self.along), (by_pair, self.by_pair)):
+            for private, totals in ((along, self.along), (by_pair, self.by_pair), (by_position, self.by_position)):
                 if private.start >= 0:
                     launch(
                         *(reduce_kernel(dtype), _blocks(site.heads * private.columns), THREADS, self.work, totals),
@@ -156,7 +171,7 @@ class BackPlanner(Planner):
         tiling, width = key_side(dtype, self.depth, site.v_dim)
         parts = -(-max(self.depth, site.v_dim) // width)
         launch(
-            *(key_gradient(tiling, stored, self.depth, width), lines * parts * -(-site.k_len // tiling.rows)),
+            *(key_gradient(tiling, stored, self.depth, width, skewed), lines * parts * -(-site.k_len // tiling.rows)),
             *(tiling.threads, *shared, self.dk, self.dv, self.record, back, *scales),
         )
 
@@ -240,8 +255,20 @@ class BackPlanner(Planner):
                 sums = by_pair[:, at : at + table.index.rows]
                 at += table.index.rows
             tables.append(TableTerm(fit(sums, table.table.shape).astype(dtype), table.index))
-        at = back.query_bins
+        at, channel = back.query_bins, 0
+        columns = site.q_len + site.k_len - 1
+        positions = self._fetch(self.by_position, site.heads, columns, back.skew_width)
         for query in terms.queries:
+            if self._is_fused(query):
+                size, start = query.query.shape[-1], back.skew_vectors + back.lines * channel
+                vectors = self.work[start : start + back.lines * size]
+                assert isinstance(query.index, Toeplitz)
+                sums = by_row(positions[..., channel : channel + size], query.index)
+                weights = fit(sums, query.weights.shape).astype(dtype)
+                gradient = self._fitted(vectors, site.q_len, size, query.query.shape)
+                queries.append(QueryTerm(gradient, weights, query.index))
+                channel += size
+                continue
             of = at, back.n_query_bins, site.q_len
             gradient = self._of_vectors(*of, query.weights, query.query.shape)
             weights = self._of_rows(*of, self._on_device(query.query), query.weights)

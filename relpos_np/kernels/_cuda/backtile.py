@@ -10,8 +10,8 @@ from typing import Any
 
 from relpos_np.kernels._cuda.attend import VALUE
 from relpos_np.kernels._cuda.device import inline
-from relpos_np.kernels._cuda.intrinsics import place
-from relpos_np.kernels._cuda.tile import ADD_SIZE, Tiling
+from relpos_np.kernels._cuda.intrinsics import count, place
+from relpos_np.kernels._cuda.tile import ADD_SIZE, DEPTH, Tiling
 
 # No probability, of either sign.
 EXCLUDED = -2
@@ -138,5 +138,81 @@ def diagonals(tiling: Tiling) -> Any:
                 work[place(at + me)] += lower
             if me + rows < size:
                 work[place(at + me + rows)] += upper
+
+    return inline(add)
+
+
+@cache
+def add_skewed_turned(tiling: Tiling) -> Any:
+    """Add products with relative positions to shared scores[row, key]; the first column's is half - rows + 1."""
+    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+
+    def add(scores, s, half, down, across):  # type: ignore[no-untyped-def]
+        for c in range(wide):
+            for r in range(high):
+                x = (r // run) * low + down + r % run
+                y = (c // 4) * 32 + across + c % 4 + half - rows + 1 + x
+                if 0 <= y < rows:
+                    scores[x, count(y)] += s[r, c]
+
+    return inline(add)
+
+
+@cache
+def skew(tiling: Tiling, *, rows_first: bool) -> Any:
+    """Fill a tile [position, row], or [row, position], from one [key, row], 0 where there is no key.
+
+    The first of its `rows` relative positions key - row is half - rows + 1.
+    """
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    turns = rows * rows // threads
+
+    def fill(shared, ds, half, me):  # type: ignore[no-untyped-def]
+        for turn in range(turns):
+            u, w = (turn * threads + me) // rows, (turn * threads + me) % rows
+            n, x = (w, u) if rows_first else (u, w)
+            y = n + half - rows + 1 + x
+            value = zero
+            if 0 <= y < rows:
+                value = ds[count(y), x]
+            shared[u, w] = value
+
+    return inline(fill)
+
+
+@cache
+def stage_mapped_rows(tiling: Tiling) -> Any:
+    """Fill shared[n, channel] with the table rows of `DEPTH` relative positions from `start` on, 0 for none."""
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    across = min(rows, threads)
+    height = threads // across
+    turns = DEPTH // height
+
+    def stage(shared, weights, at, index, lookup, start, call, channel, depth, me):  # type: ignore[no-untyped-def]
+        d, n = me % across, me // across
+        for turn in range(turns):
+            step = start + n + turn * height
+            value = zero
+            if channel + d < depth and -call.q_len < step < call.k_len:
+                row = index[place(lookup + step)]
+                if row >= 0:
+                    value = weights[place(at + row * depth + channel + d)]
+            shared[n + turn * height, d] = value
+
+    return inline(stage)
+
+
+@cache
+def collect(tiling: Tiling) -> Any:
+    """Add a fragment to numbers in rows of `step`, of which there are `end` and in each `depth` from `channel` on."""
+    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
+
+    def add(work, s, at, step, end, channel, depth, down, across):  # type: ignore[no-untyped-def]
+        for r in range(high):
+            x = (r // run) * low + down + r % run
+            for c in range(wide):
+                d = channel + (c // 4) * 32 + across + c % 4
+                if x < end and d < depth:
+                    work[place(at + x * step + d)] += s[r, c]
 
     return inline(add)

@@ -16,7 +16,18 @@ import numpy as np
 from numba import cuda, types
 
 from relpos_np.kernels._cuda.attend import width_of
-from relpos_np.kernels._cuda.backtile import EXCLUDED, clear, diagonals, differentiate, gather, sums
+from relpos_np.kernels._cuda.backtile import (
+    EXCLUDED,
+    add_skewed_turned,
+    clear,
+    collect,
+    diagonals,
+    differentiate,
+    gather,
+    skew,
+    stage_mapped_rows,
+    sums,
+)
 from relpos_np.kernels._cuda.device import jit, simulated
 from relpos_np.kernels._cuda.intrinsics import count, elements, place
 from relpos_np.kernels._cuda.tile import (
@@ -24,12 +35,15 @@ from relpos_np.kernels._cuda.tile import (
     ALIGNED,
     DEPTH,
     PAD,
+    SKEW,
     STEPS,
     Tiling,
     Where,
+    add_skewed,
     finish,
     outer,
     put,
+    stage_mapped,
     stage_rows,
     stage_strip,
     stage_turned,
@@ -71,14 +85,20 @@ class Back(NamedTuple):
     # Sums over diagonals, for some blocks at a time, and the gradients of the scores themselves.
     diagonals: int
     pairs: int
+    # Of products that are made tile by tile, the gradients of their vectors, for one term after the other, and those
+    # of their rows by relative position, for some blocks at a time; all channels of these terms, and all queries.
+    skew_vectors: int
+    skew_rows: int
+    skew_width: int
+    lines: int
 
 
-def query_side(dtype: np.dtype[Any], depth: int) -> tuple[Tiling, int]:
+def query_side(dtype: np.dtype[Any], depth: int, skewed: bool = False) -> tuple[Tiling, int]:
     """Sizes of a block that makes gradients of queries, and how many of their channels it makes."""
     width = width_of(depth)
     if simulated():
         return Tiling(dtype, 32, 32), width
-    return Tiling(dtype, 128 if width == 128 else 64, 32 if dtype.itemsize == 8 else 64), width
+    return Tiling(dtype, 128 if width == 128 or skewed else 64, 32 if dtype.itemsize == 8 else 64), width
 
 
 def key_side(dtype: np.dtype[Any], depth: int, v_dim: int) -> tuple[Tiling, int]:
@@ -99,14 +119,18 @@ def _fits(tiling: Tiling, *shapes: tuple[int, ...]) -> None:
 
 
 @cache
-def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int) -> Any:
-    """The kernel for a tiling, formats of queries, keys and values, head size, and channels that a block makes."""
+def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int, skewed: bool = False) -> Any:
+    """The kernel for a tiling, formats of queries, keys and values, head size, and channels that a block makes.
+
+    `skewed` if there are products that are made tile by tile.
+    """
     rows, threads, kind = tiling.rows, tiling.threads, tiling.kind
     of_query, of_key, of_value = stored
     parts, columns, whole_depth = -(-depth // width), width // ACROSS, depth % DEPTH == 0
     left_shape, tile_shape = (DEPTH, rows + PAD), (DEPTH, max(rows, width) + PAD)
     p_shape, strip_size = (rows, rows + PAD), 2 * rows
-    _fits(tiling, left_shape, tile_shape, p_shape, (strip_size,), (rows,))
+    skew_shape, skew_size = p_shape if skewed else (1, 1), len(SKEW)
+    _fits(tiling, left_shape, tile_shape, p_shape, skew_shape, (strip_size,), (rows,))
     s_shape, o_shape = (tiling.high, tiling.wide), (tiling.high, columns)
     high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
     b_size, turns = max(wide, columns), rows * rows // threads
@@ -119,6 +143,10 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
     add_scores, add_keys = outer(tiling, wide), outer(tiling, columns)
     complete, store = finish(tiling, keys_first=True), put(tiling, keys_first=True)
     wipe, lift, turn_to_ds = clear(tiling), gather(tiling, keys_first=True), differentiate(tiling, keys_first=True)
+    stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
+    vector_rows, position_rows = stage_rows(tiling, tiling.dtype.name, rows), stage_mapped_rows(tiling)
+    add_positions, gather_sums = add_skewed(tiling), collect(tiling)
+    by_position, by_row = skew(tiling, rows_first=False), skew(tiling, rows_first=True)
     add_kept = sums(tiling, by_query=True, probabilities=True)
     add_ds, add_diagonals = sums(tiling, by_query=True, probabilities=False), diagonals(tiling)
 
@@ -136,6 +164,8 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         tile = cuda.shared.array(tile_shape, kind, ALIGNED)
         # Scores, then probabilities, then gradients of scores: [key, row].
         ps = cuda.shared.array(p_shape, kind, ALIGNED)
+        # The same by relative position.
+        skews = cuda.shared.array(skew_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
         at = cuda.shared.array(STARTS, types.int64)
@@ -180,6 +210,13 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
             wipe(work, back.table_bins + own * rows * n_tables, rows * n_tables, me)
             if back.diagonals >= 0:
                 wipe(work, back.diagonals + own * spans, spans, me)
+            if skewed:
+                wipe(work, back.skew_rows + own * spans * back.skew_width, spans * back.skew_width, me)
+                column = 0
+                for n in range(call.n_skews):
+                    size = meta[call.skews + n * skew_size + 6]
+                    wipe(work, back.skew_vectors + back.lines * column + at[OWN_AT] * size, (last - first) * size, me)
+                    column += size
             if back.pairs >= 0:
                 wipe(work, back.pairs + at[OWN_AT] * k_len, (last - first) * k_len, me)
         for r in range(high):
@@ -212,6 +249,27 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
                 cuda.syncthreads()
             store(ps, s, scale, strip, call.strip >= 0, down, across)
             cuda.syncthreads()
+            if skewed:
+                for n in range(call.n_skews):
+                    term = call.skews + n * skew_size
+                    x_at = meta[term] + meta[meta[term + 1] + batch] + head * meta[term + 2]
+                    rows_at, channels = meta[term + 4] + head * meta[term + 5], meta[term + 6]
+                    for half in range(0, 2 * rows, rows):
+                        for r in range(high):
+                            for c in range(wide):
+                                s[r, c] = zero
+                        start = key - first + half - (rows - 1)
+                        for channel in range(0, channels, DEPTH):
+                            stage_vectors(left, 0, data, x_at, meta[term + 3], first, last, channel, channels, me)
+                            stage_positions(
+                                tile, data, rows_at, index, meta[term + 7], start, call, channel, channels, me
+                            )
+                            cuda.syncthreads()
+                            for d in range(0, min(DEPTH, channels - channel), STEPS):
+                                add_scores(s, left, d, tile, d, a, b, down, across)
+                            cuda.syncthreads()
+                        add_positions(ps, s, half, down, across)
+                cuda.syncthreads()
             i, j = first + call.offset, key
             whole = last - first == rows and key + rows <= stop and call.mask < 0
             whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
@@ -278,6 +336,74 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
                         back.tables, back.n_tables, batch, first + me, key, size, keep_scale, me,
                     )  # fmt: skip
 
+                if skewed:
+                    column = 0
+                    for n in range(call.n_skews):
+                        term = call.skews + n * skew_size
+                        x_at = meta[term] + meta[meta[term + 1] + batch] + head * meta[term + 2]
+                        rows_at, channels = meta[term + 4] + head * meta[term + 5], meta[term + 6]
+                        vectors_at = back.skew_vectors + back.lines * column + at[OWN_AT] * channels
+                        for half in range(0, 2 * rows, rows):
+                            start = key - first + half - (rows - 1)
+                            # Gradients of the vectors: products with rows.
+                            by_position(skews, ps, half, me)
+                            for channel in range(0, channels, rows):
+                                for r in range(high):
+                                    for c in range(wide):
+                                        s[r, c] = zero
+                                for m in range(0, rows, DEPTH):
+                                    position_rows(
+                                        tile,
+                                        data,
+                                        rows_at,
+                                        index,
+                                        meta[term + 7],
+                                        start + m,
+                                        call,
+                                        channel,
+                                        channels,
+                                        me,
+                                    )
+                                    cuda.syncthreads()
+                                    for d in range(0, DEPTH, STEPS):
+                                        add_scores(s, skews, m + d, tile, d, a, b, down, across)
+                                    cuda.syncthreads()
+                                gather_sums(
+                                    work, s, vectors_at, channels, last - first, channel, channels, down, across
+                                )
+                            # Gradients of the rows: products with vectors.
+                            by_row(skews, ps, half, me)
+                            rows_to = back.skew_rows + (own * spans + key + half) * back.skew_width + column
+                            for channel in range(0, channels, rows):
+                                for r in range(high):
+                                    for c in range(wide):
+                                        s[r, c] = zero
+                                for x in range(0, rows, DEPTH):
+                                    vector_rows(
+                                        tile, data, x_at, meta[term + 3], first + x, last, channel, channels, me
+                                    )
+                                    cuda.syncthreads()
+                                    if careful != 0:
+                                        for d in range(DEPTH):
+                                            for r in range(high):
+                                                a[r] = skews[count(x + d), (r // run) * low + down + r % run]
+                                            for c in range(wide):
+                                                b[c] = tile[d, (c // 4) * 32 + across + c % 4]
+                                            for r in range(high):
+                                                # The vector of a query without keys may hold NaN.
+                                                if a[r] != zero:
+                                                    for c in range(wide):
+                                                        s[r, c] += a[r] * b[c]
+                                    else:
+                                        for d in range(0, DEPTH, STEPS):
+                                            add_scores(s, skews, x + d, tile, d, a, b, down, across)
+                                    cuda.syncthreads()
+                                gather_sums(
+                                    work, s, rows_to, back.skew_width, spans - key - half, channel, channels,
+                                    down, across,
+                                )  # fmt: skip
+                        column += channels
+
             # Gradients of the queries: products with the keys, a few at a time.
             for y in range(0, size, DEPTH):
                 if y > 0:
@@ -325,10 +451,11 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
 
 
 @cache
-def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int) -> Any:
+def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int, skewed: bool = False) -> Any:
     """The kernel for a tiling, formats of queries, keys and values, head size, and channels that a block makes.
 
-    Rows of fragments are keys; of scores the columns are queries.
+    `skewed` if there are products that are made tile by tile. Rows of fragments are keys; of scores the
+    columns are queries.
     """
     rows, threads, kind = tiling.rows, tiling.threads, tiling.kind
     of_query, of_key, of_value = stored
@@ -348,6 +475,8 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
     add_scores, add_rows, strip_of = outer(tiling, wide), outer(tiling, columns), stage_strip(tiling)
     complete, store = finish(tiling, keys_first=False), put(tiling, keys_first=False)
     wipe, lift, turn_to_ds = clear(tiling), gather(tiling, keys_first=False), differentiate(tiling, keys_first=False)
+    stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
+    add_positions, skew_size = add_skewed_turned(tiling), len(SKEW)
     add_ds = sums(tiling, by_query=False, probabilities=False)
 
     @jit()
@@ -439,6 +568,27 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
                 cuda.syncthreads()
             store(ps, s, scale, strip, call.strip >= 0, down, across)
             cuda.syncthreads()
+            if skewed:
+                for n in range(call.n_skews):
+                    term = call.skews + n * skew_size
+                    x_at = meta[term] + meta[meta[term + 1] + batch] + head * meta[term + 2]
+                    rows_at, channels = meta[term + 4] + head * meta[term + 5], meta[term + 6]
+                    for half in range(0, 2 * rows, rows):
+                        for r in range(high):
+                            for c in range(wide):
+                                s[r, c] = zero
+                        start = key - first + half - (rows - 1)
+                        for channel in range(0, channels, DEPTH):
+                            stage_vectors(left, 0, data, x_at, meta[term + 3], first, last, channel, channels, me)
+                            stage_positions(
+                                tile, data, rows_at, index, meta[term + 7], start, call, channel, channels, me
+                            )
+                            cuda.syncthreads()
+                            for d in range(0, min(DEPTH, channels - channel), STEPS):
+                                add_scores(s, left, d, tile, d, a, b, down, across)
+                            cuda.syncthreads()
+                        add_positions(ps, s, half, down, across)
+                cuda.syncthreads()
             i, j = first + call.offset, key
             whole = size == rows and key + rows <= stop and call.mask < 0
             whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
