@@ -5,7 +5,10 @@ import pytest
 from numba import types
 from offline import compiled, flat, integers
 
-from relpos_np.kernels._cuda import backsums, differentiate
+from relpos_np.kernels._cuda import backsums
+from relpos_np.kernels._cuda.backcall import Back, key_side, query_side
+from relpos_np.kernels._cuda.backkey import key_gradient
+from relpos_np.kernels._cuda.backquery import query_gradient
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.tile import Call
 
@@ -13,8 +16,10 @@ from relpos_np.kernels._cuda.tile import Call
 SHARED = 49 * 1024
 INDEX, FLAGS, META = flat(types.int32), flat(types.uint8), flat(types.int64)
 SIZES = [
-    *[(size, size, stored) for size in (64, 128) for stored in FORMATS],
-    *[(32, 32, "float32"), (80, 100, "bfloat16"), (5, 3, "float64"), (256, 256, "float32"), (256, 256, "float64")],
+    *[(size, size, stored, False) for size in (64, 128) for stored in FORMATS],
+    *[(size, size, stored, True) for size in (64, 128) for stored in ("float32", "float64")],
+    *[(32, 32, "float32", False), (80, 100, "bfloat16", False), (5, 3, "float64", False)],
+    *[(256, 256, "float32", True), (256, 256, "float64", False)],
 ]
 
 
@@ -29,30 +34,30 @@ def check(code, tiling, width):
     assert found >= numbers * tiling.dtype.itemsize // 16
 
 
-@pytest.mark.parametrize(("depth", "v_dim", "stored"), SIZES)
-def test_gradients_of_queries(depth, v_dim, stored):
+@pytest.mark.parametrize(("depth", "v_dim", "stored", "skewed"), SIZES)
+def test_gradients_of_queries(depth, v_dim, stored, skewed):
     dtype = np.dtype(stored if stored == "float64" else "float32")
-    tiling, width = differentiate.query_side(dtype, depth)
-    kernel = differentiate.query_gradient(tiling, (stored,) * 3, depth, width)
+    tiling, width = query_side(dtype, depth, skewed)
+    kernel = query_gradient(tiling, (stored,) * 3, depth, width, skewed)
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,
         *(operand, operand, operand, real, real, INDEX, FLAGS, META, real, real, real, real),
-        *(integers(Call), integers(differentiate.Back), types.int64, tiling.kind, tiling.kind),
+        *(integers(Call), integers(Back), types.int64, tiling.kind, tiling.kind),
     )
     check(code, tiling, width)
 
 
-@pytest.mark.parametrize(("depth", "v_dim", "stored"), SIZES)
-def test_gradients_of_keys_and_values(depth, v_dim, stored):
+@pytest.mark.parametrize(("depth", "v_dim", "stored", "skewed"), SIZES)
+def test_gradients_of_keys_and_values(depth, v_dim, stored, skewed):
     dtype = np.dtype(stored if stored == "float64" else "float32")
-    tiling, width = differentiate.key_side(dtype, depth, v_dim)
-    kernel = differentiate.key_gradient(tiling, (stored,) * 3, depth, width)
+    tiling, width = key_side(dtype, depth, v_dim)
+    kernel = key_gradient(tiling, (stored,) * 3, depth, width, skewed)
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,
         *(operand, operand, operand, real, real, INDEX, FLAGS, META, real, real, real, real, real),
-        *(integers(Call), integers(differentiate.Back), tiling.kind, tiling.kind),
+        *(integers(Call), integers(Back), tiling.kind, tiling.kind),
     )
     check(code, tiling, width)
 

@@ -307,10 +307,10 @@ def test_gradients_of_many_channels(rng):
 
 def test_the_device_s_own_sizes(rng, monkeypatch):
     """In the simulator tiles are smaller than on a device: once with those of a device, ragged at every edge."""
-    from relpos_np.kernels._cuda import differentiate
+    from relpos_np.kernels._cuda import backcall
 
-    monkeypatch.setattr(differentiate, "simulated", lambda: False)
-    assert differentiate.query_side(np.dtype(np.float32), 12)[0].rows == 64
+    monkeypatch.setattr(backcall, "simulated", lambda: False)
+    assert backcall.query_side(np.dtype(np.float32), 12)[0].rows == 64
     made = every_kind(rng, (), 1, 1, 66, 67, (12, 9), "pairs", "float32")
     check_terms(*made, lambda: {"causal": True}, 130)
 
@@ -339,15 +339,21 @@ def test_gradients_of_broadcast_operands(rng):
     assert_close(found, expected, EPS["float64"], 40)
 
 
-def test_shared_memory_fits():
-    """Kernels are made, if not compiled, for every head size on a device; each checks what it shares."""
-    from relpos_np.kernels._cuda import differentiate
+def test_shared_memory_fits(monkeypatch):
+    """Kernels are made, if not compiled, with the sizes that they have on a device; each checks what it shares."""
+    from relpos_np.kernels._cuda import backcall
+    from relpos_np.kernels._cuda.backkey import key_gradient
+    from relpos_np.kernels._cuda.backquery import query_gradient
 
-    for dtype in EPS:
-        for width in (32, 64, 128):
-            for rows, threads in ((32, 64), (32, 128), (64, 64), (64, 128)):
-                if rows == 64 and dtype == "float64":
-                    continue
-                tiling = differentiate.Tiling(np.dtype(dtype), threads, rows)
-                assert differentiate.query_gradient(tiling, (dtype,) * 3, width, width) is not None
-                assert differentiate.key_gradient(tiling, (dtype,) * 3, width, width) is not None
+    monkeypatch.setattr(backcall, "simulated", lambda: False)
+    for name in EPS:
+        dtype = np.dtype(name)
+        for dim in (8, 32, 64, 96, 128, 256):
+            for skewed in (False, True):
+                tiling, width = backcall.query_side(dtype, dim, skewed)
+                assert query_gradient(tiling, (name,) * 3, dim, width, skewed) is not None
+                tiling, width = backcall.key_side(dtype, dim, 64)
+                assert key_gradient(tiling, (name,) * 3, dim, width, skewed) is not None
+    tiling, _ = backcall.query_side(np.dtype(np.float32), 64)
+    with pytest.raises(AssertionError, match="shared memory"):
+        backcall.fits(tiling, (110, 110))

@@ -9,9 +9,11 @@ import numpy as np
 
 from relpos_np.gradient import by_row
 from relpos_np.kernels._cuda.attend import VALUE
+from relpos_np.kernels._cuda.backcall import Back, key_side, query_side
+from relpos_np.kernels._cuda.backkey import key_gradient
+from relpos_np.kernels._cuda.backquery import query_gradient
 from relpos_np.kernels._cuda.backsums import THREADS, Private, delta_kernel, group_kernel, reduce_kernel, seen_kernel
 from relpos_np.kernels._cuda.device import download, empty, launch, simulated, upload
-from relpos_np.kernels._cuda.differentiate import Back, key_gradient, key_side, query_gradient, query_side
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.plan import Planner
 from relpos_np.kernels._cuda.product import gemm
