@@ -23,7 +23,7 @@ def quick_switches():
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """New arrays on the device hold NaN, so that a number that is never written is seen."""
-    from relpos_np.kernels._cuda import plan, product, shift
+    from relpos_np.kernels._cuda import decode, plan, product, shift
     from relpos_np.kernels._cuda.device import empty
 
     def poisoned(size, dtype):
@@ -32,5 +32,5 @@ def poison(monkeypatch):
         x.copy_to_device(bits.view(dtype))
         return x
 
-    for user in (plan, product, shift):
+    for user in (decode, plan, product, shift):
         monkeypatch.setattr(user, "empty", poisoned)

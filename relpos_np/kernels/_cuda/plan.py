@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, width_of
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
@@ -232,19 +233,27 @@ class Planner:
         """Copy to the device, launch, copy back."""
         site, call = self.site, self.call()
         data = self.multiplied()
-        width = width_of(site.v_dim)
-        sizes = tiling(site.dtype, width)
         queries = self.count * site.heads * site.q_len
-        parts = -(-site.v_dim // width)
-        result, sums, bins = (empty(n, site.dtype) for n in (out.size, queries, queries * parts * call.n_bins))
-        real = site.dtype.type
-        launch(
-            attend(sizes, (*self.formats, site.dtype.name), self.query.shape[-1], width),
-            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.operands, data),
-            *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
-            *(result, sums, bins, call._replace(wants_lse=int(lse is not None))),
-            *(real(site.scale), real(self.problem.keep_scale)),
-        )
+        result, sums = (empty(n, site.dtype) for n in (out.size, queries))
+        joined = [pool.joined() for pool in (self.index, self.flags, self.meta)]
+        arrays = [*self.operands, data, *map(upload, joined), result, sums]
+        formats = *self.formats, site.dtype.name
+        call = call._replace(wants_lse=int(lse is not None))
+        scale, depth = site.dtype.type(site.scale), self.query.shape[-1]
+        block = decode.block_for(call, depth, site.dtype)
+        if block is not None:
+            steps = [np.append(joined[-1][start : start + self.count], rest) for start, *rest in self.strides[1:]]
+            decode.run(block, arrays, call, formats, steps, scale)
+        else:
+            width = width_of(site.v_dim)
+            sizes = tiling(site.dtype, width)
+            parts = -(-site.v_dim // width)
+            launch(
+                attend(sizes, formats, depth, width),
+                *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *arrays),
+                *(empty(queries * parts * call.n_bins, site.dtype), call, scale),
+                site.dtype.type(self.problem.keep_scale),
+            )
         download(result, out)
         if lse is not None:
             download(sums, lse)
