@@ -8,6 +8,7 @@ import relpos_np as rp
 from relpos_np import check
 from relpos_np.kernels import _cuda, _numpy
 from relpos_np.kernels._cuda import decode
+from relpos_np.kernels._cuda.device import upload
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
@@ -186,6 +187,29 @@ def test_what_is_excluded_may_hold_anything(dtype, how, bad, blocks, rng):
     np.testing.assert_allclose(found[..., rows, :], expected[..., rows, :], rtol=0, atol=100 * max(eps / 16, 1e-16))
     assert np.isfinite(found[..., 0, :]).all() == (how != "bool")
     assert len(blocks) == 1
+
+
+@pytest.mark.parametrize("dim", [4, 3], ids=["16 bytes", "one by one"])
+@pytest.mark.parametrize("how", ["length", "window"])
+def test_keys_behind_the_last_are_not_read(how, dim, monkeypatch, rng):
+    """The simulator refuses to read behind the end of an array."""
+    q, k, v = operands(rng, 1, 2, 1, 2, 40, dim, dim)
+    chosen = {"key_lengths": 34} if how == "length" else {"window": (30, 2), "offset": 30}
+    expected = rp.attention(q, k, v, backend="numpy", **chosen)
+    run = decode.run
+
+    def shortened(block, arrays, *args):
+        for n in (1, 2):
+            assert arrays[n].size == 40 * dim
+            arrays[n] = upload(arrays[n].copy_to_host()[: 34 * dim])
+        run(block, arrays, *args)
+
+    monkeypatch.setattr(decode, "run", shortened)
+    found = rp.attention(q, k, v, backend="cuda", **chosen)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=200 * EPS["float64"])
+    chosen = {"key_lengths": 35} if how == "length" else {"window": (30, 3), "offset": 30}
+    with pytest.raises((IndexError, ValueError)):
+        rp.attention(q, k, v, backend="cuda", **chosen)
 
 
 def test_large_scores_and_late_maxima(blocks, generally, rng):

@@ -20,8 +20,8 @@ from relpos_np.types import Array
 
 # As many blocks as a grid may have; they go on with further rows.
 MOST_BLOCKS = (1 << 31) - 1
-# Threads that are scheduled together, and read lines of memory together.
-TOGETHER = 32
+# Threads of a row that do not make a whole block.
+FEW = (8, 32)
 
 
 def _loads(size: int) -> int:
@@ -30,50 +30,39 @@ def _loads(size: int) -> int:
 
 
 @cache
-def shift(size: int) -> Any:
-    """The kernel for elements made of words of `size` bytes; all lengths and steps are in words but `columns`."""
+def shift(size: int, threads: int, across: int) -> Any:
+    """The kernel for elements made of words of `size` bytes, and so many threads of a block and of a row.
+
+    Lengths and steps are in words. Row i of a matrix begins at offset + i * step. After first + i * unit words there
+    is a zero of `unit` words, and what follows comes from further on by a gap.
+    """
     kind = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[size]
-    loads = _loads(size)
+    loads, height = _loads(size), threads // across
 
     @jit()
     def kernel(  # type: ignore[no-untyped-def]
-        x, out, count, rows, columns, length, by_matrix, by_row, unit, wrapped, across, height
+        x, out, count, rows, length, by_matrix, offset, step, first, unit, gap
     ):
         x, out = elements(x), elements(out)
         words = cuda.local.array(loads, kind)
         lane = cuda.threadIdx.x % across
         row, hop = cuda.blockIdx.x * height + cuda.threadIdx.x // across, cuda.gridDim.x * height
-        matrix, i = row // rows, row % rows
-        next_matrix, next_i = hop // rows, hop % rows
         while row < count:
-            # The row's own run of the input, how long it is, and how far behind its end the second one begins.
-            start = matrix * by_matrix + i * by_row
-            own, gap = length, 0
-            if wrapped:
-                own = (columns - rows + 1 + i) * unit
-                start += (rows - 1 - i) * unit
-                gap = by_row - (columns + 1) * unit
-            else:
-                start += (columns - i) * unit - length
+            i = row % rows
+            start, own = row // rows * by_matrix + offset + i * step, first + i * unit
             base = lane
             while base < length:
                 for n in range(loads):
                     at = base + n * across
                     words[n] = 0
-                    if at < own:
-                        words[n] = x[place(start + at)]
-                    elif own + unit <= at < length:
-                        words[n] = x[place(start + at + gap)]
+                    if at < length and (at < own or at >= own + unit):
+                        words[n] = x[place(start + at + (0 if at < own else gap))]
                 for n in range(loads):
                     at = base + n * across
                     if at < length:
                         out[place(row * length + at)] = words[n]
                 base += loads * across
             row += hop
-            matrix += next_matrix
-            i += next_i
-            if i >= rows:
-                matrix, i = matrix + 1, i - rows
 
     return kernel
 
@@ -104,13 +93,16 @@ def shift_flat(
     count, length = matrices * rows, k_len * unit
     # Short rows share a block.
     threads = 64 if simulated() else 256
-    across = 1 << (-(-length // _loads(size)) - 1).bit_length()
-    across = min(max(across, min(TOGETHER, 1 << (length - 1).bit_length())), threads)
-    height = threads // across
+    across = next((n for n in FEW if n * _loads(size) >= length), threads)
+    by_matrix, by_row, wide = steps[0] * unit, steps[1] * unit, columns * unit
+    offset, first, gap = wide - length, length, 0
+    if variant in ("transformer_xl", "espnet_legacy"):
+        # The row's own products, a zero, and the start of the next row's.
+        offset, first, gap = (rows - 1) * unit, wide - (rows - 1) * unit, by_row - wide - unit
     launch(
-        shift(size),
-        *(min(-(-count // height), MOST_BLOCKS), threads, x.view(word), out.view(word), count, rows, columns, length),
-        *(steps[0] * unit, steps[1] * unit, unit, variant in ("transformer_xl", "espnet_legacy"), across, height),
+        shift(size, threads, across),
+        *(min(-(-count * across // threads), MOST_BLOCKS), threads, x.view(word), out.view(word), count, rows, length),
+        *(by_matrix, offset, by_row - unit, first, unit, gap),
     )
 
 
