@@ -6,12 +6,16 @@ Kernels take these as constants, so that one source serves the device and the si
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from numba import types
 
 from relpos_np.kernels._cuda.device import compiler, inline, simulated
+
+# Where numba-cuda has what it knows of arrays.
+_ARRAYS = "numba.cuda.np.arrayobj"
 
 # Names of storage formats: what an array holds, and what its elements are computed in.
 FORMATS: dict[str, tuple[Any, Any]] = {
@@ -71,6 +75,45 @@ def converters(stored: str) -> tuple[Any, Any]:
         return (_widen_bits, _narrow_bits) if simulated() else _device_bits()
     wide = np.float64 if stored == "float64" else np.float32
     return wide, FORMATS[stored][1].type
+
+
+def _neighbours(size: int) -> Any:
+    """Several elements from a place on that is a multiple of so many."""
+
+    def load(x: Any, at: int) -> Any:
+        if at % size:
+            raise IndexError(f"a kernel reads {size} elements from {at} on")
+        return tuple(x[at : at + size])
+
+    return load
+
+
+def _device_neighbours(size: int) -> Any:
+    """The same as one load of 16 bytes."""
+    ir, extending, array = (import_module(name) for name in ("llvmlite.ir", "numba.cuda.extending", _ARRAYS))
+
+    # Numba's own names for what it passes.
+    @extending.intrinsic
+    def load(typingctx: Any, x: Any, at: Any) -> Any:  # noqa: ARG001
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            start = builder.gep(array.make_array(x)(context, builder, args[0]).data, [args[1]])
+            # Words of 32 or 64 bits, which such loads have in the device's language.
+            bits = max(32, 128 // size)
+            words = ir.VectorType(ir.IntType(bits), 128 // bits)
+            found = builder.load(builder.bitcast(start, words.as_pointer()))
+            found.align = 16
+            found = builder.bitcast(found, ir.VectorType(context.get_value_type(x.dtype), size))
+            parts = [builder.extract_element(found, ir.IntType(32)(n)) for n in range(size)]
+            return context.make_tuple(builder, types.UniTuple(x.dtype, size), parts)
+
+        return types.UniTuple(x.dtype, size)(x, at), codegen
+
+    return load
+
+
+def neighbours(size: int) -> Any:
+    """A function of an array and a place, a multiple of 16 bytes, that gives the elements in the 16 bytes there."""
+    return (_neighbours if simulated() else _device_neighbours)(size)
 
 
 def _raw(x: Any) -> Any:
