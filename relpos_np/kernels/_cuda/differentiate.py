@@ -75,14 +75,18 @@ class Back(NamedTuple):
 
 def query_side(dtype: np.dtype[Any], depth: int) -> tuple[Tiling, int]:
     """Sizes of a block that makes gradients of queries, and how many of their channels it makes."""
-    rows, width = 32 if simulated() or dtype.itemsize == 8 else 64, width_of(depth)
-    return Tiling(dtype, 128 if width == 128 else 64, rows), width
+    width = width_of(depth)
+    if simulated():
+        return Tiling(dtype, 32, 32), width
+    return Tiling(dtype, 128 if width == 128 else 64, 32 if dtype.itemsize == 8 else 64), width
 
 
 def key_side(dtype: np.dtype[Any], depth: int, v_dim: int) -> tuple[Tiling, int]:
     """The same for the gradients of keys and values, whose fragments are in registers at the same time."""
-    rows, width = 32 if simulated() or dtype.itemsize == 8 else 64, width_of(max(depth, v_dim))
-    return Tiling(dtype, 64 if simulated() and width < 128 else 128, rows), width
+    width = width_of(max(depth, v_dim))
+    if simulated():
+        return Tiling(dtype, 32, 32), width
+    return Tiling(dtype, 128, 32 if dtype.itemsize == 8 else 64), width
 
 
 def _fits(tiling: Tiling, *shapes: tuple[int, ...]) -> None:
