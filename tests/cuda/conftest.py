@@ -30,8 +30,10 @@ def quick_switches():
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """New arrays on the device hold NaN, so that a number that is never written is seen."""
-    from relpos_np.kernels._cuda import backplan, device, plan, product, shift
-    from relpos_np.kernels._cuda.device import empty
+    # Whoever allocates must have been imported by now.
+    from relpos_np.kernels._cuda import backplan, device, elementwise, plan, rotate, shift  # noqa: F401
+
+    empty = device.empty
 
     def poisoned(size, dtype):
         x = empty(size, dtype)
@@ -39,8 +41,9 @@ def poison(monkeypatch):
         x.copy_to_device(bits.view(dtype))
         return x
 
-    for user in (backplan, device, plan, product, shift):
-        monkeypatch.setattr(user, "empty", poisoned)
+    for name, user in list(sys.modules.items()):
+        if name.startswith("relpos_np.kernels._cuda.") and getattr(user, "empty", None) is empty:
+            monkeypatch.setattr(user, "empty", poisoned)
 
 
 @pytest.fixture

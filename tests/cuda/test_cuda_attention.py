@@ -7,7 +7,7 @@ import pytest
 import relpos_np as rp
 from relpos_np import check, testing
 from relpos_np.kernels import _cuda, _numpy
-from relpos_np.kernels._cuda import plan
+from relpos_np.kernels._cuda import decode, plan
 from relpos_np.kernels._cuda.tile import Tiling
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 
@@ -16,6 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 
 ATTENTION = [(n, v) for n, info in rp.SCHEMES.items() if info.kind == "attention" for v in info.variants or (None,)]
 EPS = {dtype: float(np.finfo(dtype).eps) for dtype in ("float32", "float64")}
+
+
+@pytest.fixture(autouse=True)
+def _general(monkeypatch):
+    """Few queries have a kernel of their own, with tests of its own."""
+    monkeypatch.setattr(decode, "MOST_ROWS", 0)
 
 
 def operands(rng, heads=2, kv_heads=1, q_len=7, k_len=9, dim=5, v_dim=3, batch=()):

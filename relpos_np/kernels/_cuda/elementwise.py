@@ -3,55 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, float64, uint16, uint32
+from numba import cuda
 
 from relpos_np.kernels._cuda.device import inline, jit, launch, simulated
+from relpos_np.kernels._cuda.intrinsics import converters, reader
 
 THREADS = 64
 # Axes that a kernel counts through; others are gone through on the host.
 AXES = 4
 
 
-# What kernels do with one element. Numba has no bfloat16: it is the upper half of a float32.
-
-
-def _plain(x: Any, at: Any) -> Any:
-    return x[at]
-
-
-def _wide(x: Any, at: Any) -> Any:
-    return float32(x[at])
-
-
-def _double(x: Any, at: Any) -> Any:
-    return float64(x[at])
-
-
-def _brain(x: Any, at: Any) -> Any:
-    return np.uint32(uint32(x[at]) << uint32(16)).view(np.float32)
-
-
-def _brain_double(x: Any, at: Any) -> Any:
-    return float64(np.uint32(uint32(x[at]) << uint32(16)).view(np.float32))
-
-
-def _keep(out: Any, at: Any, value: Any) -> None:
-    out[at] = value
-
-
-def _round_brain(out: Any, at: Any, value: Any) -> None:
-    bits = np.float32(value).view(np.uint32)
-    if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
-        # NaN stays NaN, also where only its lower half said so.
-        out[at] = uint16((bits >> uint32(16)) | uint32(64))
-    else:
-        # To the nearest, ties to even.
-        out[at] = uint16((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _first(a: Any, _: Any) -> Any:
@@ -74,19 +41,13 @@ def is_brain(dtype: np.dtype[Any]) -> bool:
     return dtype.name == "bfloat16"
 
 
-def loader(dtype: np.dtype[Any], real: np.dtype[Any]) -> Callable[[Any, Any], Any]:
-    """A function for kernels that reads an element of the dtype as a real one, float32 or float64."""
-    if is_brain(dtype):
-        return _brain if real.itemsize == 4 else _brain_double
-    return _wide if real.itemsize == 4 else _double
-
-
 @cache
 def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, real: Any) -> Any:
     """The kernel for one operation and three element types; arithmetic in `real`, None: elements are only moved."""
-    load_x = inline(_plain if real is None else loader(x_dtype, real))
-    load_y = inline(_plain if real is None else loader(y_dtype, real))
-    store = inline(_round_brain if real is not None and is_brain(out_dtype) else _keep)
+    if real is None:
+        read_x = read_y = narrow = inline(_itself)
+    else:
+        read_x, read_y, narrow = reader(x_dtype.name, real), reader(y_dtype.name, real), converters(out_dtype.name)[1]
     combine = inline(OPERATIONS[operation])
 
     @jit()
@@ -99,9 +60,9 @@ def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, rea
             rest //= n2
             b = rest % n1
             a = rest // n1
-            left = load_x(x, a * x0 + b * x1 + c * x2 + d * x3)
-            right = load_y(y, a * y0 + b * y1 + c * y2 + d * y3)
-            store(out, a * o0 + b * o1 + c * o2 + d * o3, combine(left, right))
+            left = read_x(x[a * x0 + b * x1 + c * x2 + d * x3])
+            right = read_y(y[a * y0 + b * y1 + c * y2 + d * y3])
+            out[a * o0 + b * o1 + c * o2 + d * o3] = narrow(combine(left, right))
             n += cuda.gridDim.x * THREADS
 
     return kernel

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,14 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Steps of an array in C order, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def one_step(shape: Sequence[int], steps: Sequence[int]) -> int | None:
+    """The step from each item of some axes to the next, as of one axis; None if there is no such step."""
+    axes = [(n, step) for n, step in zip(shape, steps, strict=True) if n > 1]
+    if any(step != n * after for (_, step), (n, after) in pairwise(axes)):
+        return None
+    return axes[-1][1] if axes else 0
 
 
 class Operand(NDArrayOperatorsMixin):

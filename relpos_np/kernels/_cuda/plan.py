@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, value_width
 from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
+from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.tile import ADD, PAIRS, SKEW, Call
 from relpos_np.problem import Problem
@@ -59,20 +59,13 @@ def along(term: TableTerm) -> Array:
 FEW_ROWS = 128
 
 
-def one_step(shape: Sequence[int], steps: Sequence[int]) -> int | None:
-    """The step from each item of some axes to the next, as of one axis; None if there is no such step."""
-    axes = [(n, step) for n, step in zip(shape, steps, strict=True) if n > 1]
-    if any(step != n * after for (_, step), (n, after) in pairwise(axes)):
-        return None
-    return axes[-1][1] if axes else 0
-
-
 class Planner:
     """Builds one call; `fused` if the kernel makes products with a row for each relative position itself."""
 
     def __init__(self, problem: Problem, terms: Terms, operands: tuple[Any, Any, Any], *, fused: bool = False) -> None:
-        self.fused = fused
         self.problem, self.terms, self.site = problem, terms, problem.site
+        # For few queries all products are made before.
+        self.fused = fused and problem.site.q_len > decode.MOST_ROWS
         self.count = math.prod(problem.batch)
         self.data, self.index, self.flags = (Pool(dtype) for dtype in (self.site.dtype, np.int32, np.uint8))
         self.meta = Pool(np.int64)
@@ -310,24 +303,27 @@ class Planner:
         Those of `out` and `lse` that are `Operand` are written to.
         """
         site, call = self.site, self.call()
-        self.on_device = (
-            *(*self.operands, self.multiplied()),
-            *(upload(pool.joined()) for pool in (self.index, self.flags, self.meta)),
-        )
-        width = value_width(site.dtype, site.v_dim)
-        skewed = call.n_skews > 0
-        sizes = tiling(site.dtype, width, skewed)
+        integers = [pool.joined() for pool in (self.index, self.flags, self.meta)]
+        self.on_device = (*self.operands, self.multiplied(), *map(upload, integers))
         queries = self.count * site.heads * site.q_len
-        parts = -(-site.v_dim // width)
         result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
         sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
-        stored = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
-        real = site.dtype.type
+        arrays = [*self.on_device, result, sums]
+        formats = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
+        call = call._replace(wants_lse=int(wants_lse))
+        scale, depth = site.dtype.type(site.scale), self.query.shape[-1]
+        block = decode.block_for(call, depth, site.dtype)
+        if block is not None:
+            steps = [np.append(integers[-1][start : start + self.count], rest) for start, *rest in self.strides[1:]]
+            decode.run(block, arrays, call, formats, steps, queries, scale)
+            return result, sums
+        width, skewed = value_width(site.dtype, site.v_dim), call.n_skews > 0
+        sizes, parts = tiling(site.dtype, width, skewed), -(-site.v_dim // width)
         launch(
-            attend(sizes, stored, self.query.shape[-1], width, call.n_skews > 0),
-            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *self.on_device),
-            *(result, sums, empty(queries * parts * call.n_bins, site.dtype)),
-            *(call._replace(wants_lse=int(wants_lse)), real(site.scale), real(self.problem.keep_scale)),
+            attend(sizes, formats, depth, width, skewed),
+            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *arrays),
+            *(empty(queries * parts * call.n_bins, site.dtype), call, scale),
+            site.dtype.type(self.problem.keep_scale),
         )
         return result, sums
 

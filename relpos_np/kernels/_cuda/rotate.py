@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from relpos_np.kernels._cuda.device import inline, jit, launch, simulated
-from relpos_np.kernels._cuda.elementwise import loader
+from relpos_np.kernels._cuda.device import jit, launch, simulated
+from relpos_np.kernels._cuda.intrinsics import reader
 
 THREADS = 64
 
@@ -18,7 +18,7 @@ THREADS = 64
 @cache
 def _rotate(dtype: np.dtype[Any], real: np.dtype[Any], half: bool) -> Any:
     """The kernel for operands of one dtype and one layout of pairs; neighbouring threads have neighbouring pairs."""
-    load = inline(loader(dtype, real))
+    read = reader(dtype.name, real)
 
     @jit()
     def kernel(  # type: ignore[no-untyped-def]
@@ -40,12 +40,12 @@ def _rotate(dtype: np.dtype[Any], real: np.dtype[Any], half: bool) -> Any:
                 first, second = 2 * p, 2 * p + 1
                 if half:
                     first, second = p, p + pairs
-                a, b = load(x, at + first * by_channel), load(x, at + second * by_channel)
+                a, b = read(x[at + first * by_channel]), read(x[at + second * by_channel])
                 c, s = cos[turn], sin[turn]
                 out[own + first] = a * c - b * s
                 out[own + second] = b * c + a * s
             else:
-                out[own + p + pairs] = load(x, at + (p + pairs) * by_channel)
+                out[own + p + pairs] = read(x[at + (p + pairs) * by_channel])
             n += cuda.gridDim.x * THREADS
 
     return kernel
