@@ -92,7 +92,7 @@ BUGS = [
     Bug("xl: where xlnet_uni runs on", "schemes/transformer_xl.py", '(site.k_len, 1) if self.variant == "xlnet_uni"', '(site.k_len, 2) if self.variant == "xlnet_uni"'),
     Bug("xl: zero_triu takes the diagonal", "schemes/transformer_xl.py", "past = 0 if self.zero_triu", "past = -1 if self.zero_triu"),
     Bug("xl: gradient of u into v", "schemes/transformer_xl.py", '"v": fit(position.sum', '"v": fit(content.sum'),
-    Bug("xl: gradient of the next query's row", "schemes/transformer_xl.py", "position[..., 1:, :] += grad.queries[1].query[..., :-1, :] * scale", "position += grad.queries[1].query * scale"),
+    Bug("xl: gradient of the next query's row", "schemes/transformer_xl.py", "position[..., 1:, :] += np.asarray(grad.queries[1].query)[..., :-1, :] * scale", "position += np.asarray(grad.queries[1].query) * scale"),
     Bug("swin_v2: slope of the sigmoid", "schemes/swin_v2.py", "dz * (4 / np.cosh(z / 2) ** 2)", "dz * (8 / np.cosh(z / 2) ** 2)"),
     Bug("swin_v2: limit of the scale in lift", "schemes/swin_v2.py", "np.where(self.logit_scale.ravel() <= _LARGEST_SCALE, scale, 0)", "scale"),
     Bug("swin_v2: gradient along the vector", "schemes/swin_v2.py", "turned = grad - np.where(length > _LEAST_NORM, along, 0) * unit", "turned = grad"),
@@ -152,7 +152,7 @@ BUGS = [
     Bug("backward: left edge of the window", "kernels/_numba/backward.py", "first + p.offset - p.left)", "first + p.offset - p.left + 1)"),
     Bug("backward: keys' sums by query", "kernels/_numba/backplan.py", "(0, heads * head, head, 0, rows), 1, 0)", "(0, heads * head, head, rows, 0), 1, 0)"),
     Bug("backward: rows without keys", "kernels/_numba/backplan.py", "np.where(np.isneginf(lse), np.inf, lse * LOG2E)", "np.asarray(lse * LOG2E)"),
-    Bug("backward: row 0 of a map", "kernels/_numba/backplan.py", "there = rows[starts] >= 0", "there = rows[starts] > 0"),
+    Bug("backward: row 0 of a map", "terms.py", "there = rows[starts] >= 0", "there = rows[starts] > 0"),
     Bug("backward: columns of the second skewed term", "kernels/_numba/backplan.py", "slice(skew_at, skew_at + depth)", "slice(0, depth)"),
     Bug("backward: sign of the lse's gradient", "kernels/_numba/backplan.py", "delta - grad_lse", "delta + grad_lse"),
     Bug("decode: bias of the group's first head", "kernels/_numba/decode.py", "own = at(bias, g * p.bias_head)", "own = at(bias, 0 * p.bias_head)"),
@@ -160,6 +160,27 @@ BUGS = [
     Bug("decode: parts not rescaled", "kernels/_numba/decode.py", "np.matmul(share[:, None], sums)[:, 0]", "sums.sum(axis=1)"),
     Bug("decode: last key of the window", "kernels/_numba/decode.py", "q_len + p.offset + p.right)", "q_len - 1 + p.offset + p.right)"),
     Bug("decode: values before the window", "kernels/_numba/decode.py", "open_ = j0 >= p.q_len - 1 + p.offset - p.left", "open_ = j0 >= p.offset - p.left"),
+    Bug("cuda: first key of a band", "kernels/_cuda/attend.py", "key = max(0, first + call.offset - call.left)", "key = max(0, first + call.offset - call.left + 1)"),
+    Bug("cuda: last key of a band", "kernels/_cuda/attend.py", "stop = min(end, last - 1 + call.offset + call.right + 1)", "stop = min(end, last - 1 + call.offset + call.right)"),
+    Bug("cuda: tiles that a band cuts", "kernels/_cuda/attend.py", "j + rows - 1 - i <= call.right", "j - i <= call.right"),
+    Bug("cuda: sum not rescaled", "kernels/_cuda/attend.py", "total *= factor", "total *= one"),
+    Bug("cuda: excluded values multiplied", "kernels/_cuda/attend.py", "careful = 1", "careful = 0"),
+    Bug("cuda: channels of the second part", "kernels/_cuda/attend.py", "d = part * width + (c // 4) * 32 + across + c % 4", "d = (c // 4) * 32 + across + c % 4"),
+    Bug("cuda: strip one step off", "kernels/_cuda/tile.py", "strip[(y - x if keys_first else x - y) + rows - 1]", "strip[(y - x if keys_first else x - y) + rows - 2]"),
+    Bug("cuda: row 0 of a map left out", "kernels/_cuda/tile.py", "if row >= 0:\n                            scores", "if row > 0:\n                            scores"),
+    Bug("cuda: skew one step off", "kernels/_cuda/tile.py", "across + c % 4 + half - rows + 1 + x", "across + c % 4 + half - rows + x"),
+    Bug("cuda: band's end in a tile", "kernels/_cuda/tile.py", "distance > call.right:", "distance >= call.right:"),
+    Bug("cuda: ranges not rescaled", "kernels/_cuda/decode.py", "total += own * share", "total += own"),
+    Bug("cuda: lanes not rescaled", "kernels/_cuda/decode.py", "total = sums[n] * factors[n // LANES]", "total = sums[n]"),
+    Bug("cuda: step to the next outer item", "kernels/_cuda/product.py", "x_at += call.a_outer - k * call.a_inner", "x_at += call.a_outer"),
+    Bug("cuda: first part of a split sum", "kernels/_cuda/product.py", "for part in range(call.parts):", "for part in range(1, call.parts):"),
+    Bug("cuda: dropped probabilities' gradient", "kernels/_cuda/backtile.py", "ds = p * delta if p < zero", "ds = -p * delta if p < zero"),
+    Bug("cuda: gap after the zero", "kernels/_cuda/shift.py", "(0 if at < own else gap)", "0"),
+    Bug("cuda: ties of bfloat16", "kernels/_cuda/intrinsics.py", "bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))", "bits + np.uint32(0x8000)"),
+    Bug("cuda: steps of broadcast axes", "kernels/_cuda/operand.py", "kept = (0 if n == 1 else step for", "kept = (step for"),
+    Bug("cuda: pairs of the interleaved layout", "kernels/_cuda/rotate.py", "first, second = 2 * p, 2 * p + 1", "first, second = 2 * p + 1, 2 * p"),
+    Bug("cuda: distance 0 of a strip", "kernels/_cuda/plan.py", "return self.data.add(total) + self.site.q_len - 1,", "return self.data.add(total) + self.site.q_len,"),
+    Bug("cuda: heads that share a key", "kernels/_cuda/backsums.py", "at = n // step * group * step + n % step", "at = n // step * step + n % step"),
     Bug("testing: no worse the wrong way", "testing/compare.py", "error > factor * allowed + floor", "allowed > factor * error + floor"),
     Bug("testing: NaN compares well", "testing/compare.py", "np.where(np.isnan(ratio), np.inf, ratio)", "np.where(np.isnan(ratio), 0.0, ratio)"),
     Bug("testing: tolerance of float32 for all", "testing/compare.py", 'eps = EPS["float32"] if half else EPS[name]', 'eps = EPS["float32"]'),
@@ -195,6 +216,22 @@ FIRST = {
     "kernels/_numba/tiles.py": "kernels:windows kernels",
     "kernels/_numba/window.py": "kernels:windows kernels",
     "kernels/_numpy.py": "schemes equivalence",
+    **{
+        f"kernels/_cuda/{name}.py": tests
+        for name, tests in {
+            "attend": "cuda/attention cuda/properties cuda/backward",
+            "backsums": "cuda/resident cuda/backward",
+            "backtile": "cuda/backward:dropout cuda/backward",
+            "decode": "cuda/decode",
+            "intrinsics": "cuda/operand cuda/arrays",
+            "operand": "cuda/operand cuda/arrays",
+            "plan": "cuda/attention:t5 cuda/attention",
+            "product": "cuda/product",
+            "rotate": "cuda/resident cuda/operand cuda/arrays",
+            "shift": "cuda/shift cuda/attention:rel_shift",
+            "tile": "cuda/attention:t5 cuda/attention",
+        }.items()
+    },
     "layers/encoding.py": "layers",
     "layers/linear.py": "layers",
     "layers/multihead.py": "layers layers_state",
@@ -239,7 +276,9 @@ TESTS = """
     masks testing testing_examples mpmath equivalence decode vectors gradients cli kernels
 """
 # What says nothing of numbers.
-OTHERS = "asv completeness cuda imports planted_bugs plot readme"
+OTHERS = "asv completeness cuda gpu_script imports planted_bugs plot readme"
+# In the simulator; of other files they say nothing.
+SIMULATED = "attention arrays backward decode operand product properties resident shift"
 
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
 QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
@@ -260,12 +299,16 @@ COMMAND = (
 
 def file_of(name: str) -> str:
     """Path of a test file."""
-    return f"tests/test_{name}.py"
+    folder, _, own = name.rpartition("/")
+    return f"tests/{folder}/test_{folder}_{own}.py" if folder else f"tests/test_{name}.py"
 
 
 def failure(copy: Path, kernels: Path, tests: Iterable[str]) -> str | None:
     """The first of these tests that fails in a copy, or how the run ended; None if all pass."""
+    tests = list(tests)
     environment = os.environ | QUIET | {"RELPOS_CACHE_DIR": str(kernels), "PYTHONPATH": str(copy)}
+    if tests[0].startswith("tests/cuda/"):
+        environment["NUMBA_ENABLE_CUDASIM"] = "1"
     try:
         result = subprocess.run(
             [*COMMAND, *tests], cwd=copy, env=environment, check=False, capture_output=True, text=True, timeout=900
@@ -291,7 +334,9 @@ def caught(bug: Bug, clean: Path, kernels: Path) -> str | None:
     path.write_text(path.read_text(encoding="utf-8").replace(bug.right, bug.wrong, 1), encoding="utf-8")
     first = [name.split(":") for name in FIRST[bug.file].split()]
     rest = [name for name in TESTS.split() if [name] not in first]
-    runs = [*([file_of(name), *(f"-k{word}" for word in words)] for name, *words in first), map(file_of, rest)]
+    runs = [[file_of(name), *(f"-k{word}" for word in words)] for name, *words in first]
+    if "_cuda" not in bug.file:
+        runs.append([file_of(name) for name in rest])
     return next((found for tests in runs if (found := failure(copy, kernels, tests))), None)
 
 
@@ -313,7 +358,9 @@ def main() -> int:
             took = time.perf_counter() - started
             print(f"caught    {bug.name}: {by}" if by else f"SURVIVED  {bug.name}", f"({took:.0f} s)", flush=True)
         # A test that fails anyway notices nothing.
-        broken = failure(clean, kernels, sorted(noticed)) if noticed else None
+        simulated = {name for name in noticed if name.startswith("tests/cuda/")}
+        runs = [sorted(names) for names in (noticed - simulated, simulated) if names]
+        broken = next((found for names in runs if (found := failure(clean, kernels, names))), None)
     print(f"{len(chosen) - len(alive)} of {len(chosen)} planted bugs caught")
     if broken:
         print(f"but without any bug there is a failure as well: {broken}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planted_bugs import BUGS, FIRST, OTHERS, ROOT, TESTS
+from tests.planted_bugs import BUGS, FIRST, OTHERS, ROOT, SIMULATED, TESTS, file_of
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -25,4 +25,5 @@ def test_every_file_with_a_bug_has_tests_that_run_first():
     for names in FIRST.values():
         first = {name.partition(":")[0] for name in names.split()}
         assert first
-        assert first <= set(TESTS.split())
+        assert first <= {*TESTS.split(), *(f"cuda/{name}" for name in SIMULATED.split())}
+        assert all((ROOT / file_of(name)).exists() for name in first)
