@@ -263,6 +263,13 @@ def upload_all(*arrays: Array) -> list[Any]:
     ]
 
 
+def write(x: Any, values: Array) -> None:
+    """Overwrite the first elements of a flat array on the device."""
+    if values.size:
+        to = x[: values.size]
+        attempt(f"a copy of {values.nbytes} bytes to the device", to.copy_to_device, values, stream=_current.stream)
+
+
 def empty(size: int, dtype: Any) -> Any:
     """A flat array on the device, with anything in it."""
     size, dtype = max(size, 1), np.dtype(dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, value_width
-from relpos_np.kernels._cuda.device import download, empty, launch, upload
+from relpos_np.kernels._cuda.device import download, empty, launch, upload, upload_all, write
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
 from relpos_np.kernels._cuda.product import gemm
@@ -230,8 +230,7 @@ class Planner:
     def multiplied(self) -> Any:
         """All data on the device, products with the rows of tables last."""
         data = empty(self.data.size + self.product_size, self.site.dtype)
-        if self.data.size:
-            data[: self.data.size].copy_to_device(self.data.joined())
+        write(data, self.data.joined())
         for operand, start in self.copies:
             place = data[self.data.size + start : self.data.size + start + operand.size]
             Operand(place, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
@@ -304,7 +303,7 @@ class Planner:
         """
         site, call = self.site, self.call()
         integers = [pool.joined() for pool in (self.index, self.flags, self.meta)]
-        self.on_device = (*self.operands, self.multiplied(), *map(upload, integers))
+        self.on_device = (*self.operands, self.multiplied(), *upload_all(*integers))
         queries = self.count * site.heads * site.q_len
         result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
         sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
