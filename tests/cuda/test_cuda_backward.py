@@ -356,4 +356,4 @@ def test_shared_memory_fits(monkeypatch):
                 assert key_gradient(tiling, (name,) * 3, dim, width, skewed) is not None
     tiling, _ = backcall.query_side(np.dtype(np.float32), 64)
     with pytest.raises(AssertionError, match="shared memory"):
-        backcall.fits(tiling, (110, 110))
+        backcall.fits(tiling, (111, 111))
