@@ -160,3 +160,34 @@ def fit(x: Array, shape: tuple[int, ...]) -> Array:
             # Consecutive heads share one; of an operand with a single entry, all do.
             x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :]).sum(axis=axis + 1)
     return x
+
+
+def by_row(sums: Array, index: Toeplitz) -> Array:
+    """Sum what belongs to each relative position (..., L_q + L_k - 1, E) over those of a row: (..., rows, E)."""
+    out = np.zeros((*sums.shape[:-2], index.rows, sums.shape[-1]), sums.dtype)
+    given = index.lookup >= 0
+    if np.bincount(index.lookup[given]).max(initial=0) <= 1:
+        out[..., index.lookup[given], :] = sums[..., given, :]
+        return out
+    order = np.argsort(index.lookup, kind="stable")
+    rows = index.lookup[order]
+    starts = np.flatnonzero(np.diff(rows, prepend=-2))
+    totals = np.add.reduceat(sums[..., order, :], starts, axis=-2)
+    # A position without a row has index -1.
+    there = rows[starts] >= 0
+    out[..., rows[starts[there]], :] = totals[..., there, :]
+    return out
+
+
+def nothing(terms: Terms, q: Array, k: Array, v: Array) -> tuple[Terms, Array]:
+    """Gradients of a call without queries or without keys."""
+    grads = Terms(
+        query=np.zeros_like(q if terms.query is None else terms.query),
+        key=np.zeros_like(k if terms.key is None else terms.key),
+        tables=tuple(TableTerm(np.zeros_like(t.table), t.index) for t in terms.tables),
+        queries=tuple(QueryTerm(np.zeros_like(t.query), np.zeros_like(t.weights), t.index) for t in terms.queries),
+        keys=tuple(KeyTerm(np.zeros_like(t.key), np.zeros_like(t.weights), t.index) for t in terms.keys),
+        values=tuple(ValueTerm(np.zeros_like(t.weights), t.index) for t in terms.values),
+        biases=tuple(np.zeros_like(bias) for bias in terms.biases),
+    )
+    return grads, np.zeros_like(v)

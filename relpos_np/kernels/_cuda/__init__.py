@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np.gradient import nothing
 from relpos_np.kernels._cuda import device
 from relpos_np.problem import Problem
-from relpos_np.terms import Terms, ValueTerm
+from relpos_np.terms import Terms, ValueTerm, nothing
 
 __all__ = ["attention", "backward", "rel_shift", "require"]
 
@@ -82,7 +81,7 @@ def backward(
 
     site = problem.site
     if not math.prod((*problem.out_shape[:-1], site.k_len)):
-        return nothing(problem, terms)
+        return nothing(terms, problem.q, problem.k, problem.v)
     if not site.v_dim:
         # D_v = 0: there is no output, but the log-sum-exp may have a gradient.
         values = tuple(ValueTerm(np.zeros_like(value.weights), value.index) for value in terms.values)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from relpos_np.gradient import nothing
 from relpos_np.kernels._numba.attend import attend
 from relpos_np.kernels._numba.backplan import BackPlanner
 from relpos_np.kernels._numba.backward import backward as backward_kernel
@@ -21,7 +20,7 @@ from relpos_np.kernels._numba.shift import rel_shift, shift
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from relpos_np.kernels._numba.window import windows
 from relpos_np.problem import Problem
-from relpos_np.terms import Terms
+from relpos_np.terms import Terms, nothing
 from relpos_np.types import Array
 
 __all__ = ["attention", "backward", "cache_folder", "rel_shift", "warm_up"]
@@ -146,7 +145,7 @@ def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | 
     dtype = problem.site.dtype
     out, lse = np.empty(problem.out_shape, dtype), np.empty(problem.out_shape[:-1], dtype)
     if not (lse.size and problem.site.k_len):
-        return nothing(problem, terms)
+        return nothing(terms, problem.q, problem.k, problem.v)
     attention(problem, terms, out, lse)
     threads = available_threads()
     planner = BackPlanner(problem, terms, out, lse, grad_out, grad_lse, threads)
