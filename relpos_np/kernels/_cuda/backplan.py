@@ -22,7 +22,7 @@ from relpos_np.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toep
 from relpos_np.types import Array
 
 # Bytes of the sums that blocks have of their own; more blocks are launched one after the other.
-PRIVATE_BYTES = 64 << 20
+PRIVATE_BYTES = 256 << 20
 
 
 def _blocks(size: int) -> int:
