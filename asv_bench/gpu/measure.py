@@ -242,7 +242,7 @@ def measure(arguments, worker, scratch, simulated):
             elif step == "memory":
                 found = checks.memory(limit("memory"), scratch, simulated)
             else:
-                found = checks.sanitize(step, limit("sanitizer"), scratch, gradients=True)
+                found = checks.sanitize(step, limit("sanitizer"), scratch)
         except Exception as error:  # noqa: BLE001 - the other steps still run
             found = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         return found | {"seconds": time.monotonic() - before}

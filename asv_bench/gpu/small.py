@@ -33,10 +33,8 @@ def main():
     }
     for name, options in calls.items():
         out = rp.attention(q, k, v, backend="cuda", **options)
-        print(name, float(np.abs(out).max()))
-    if "gradients" in sys.argv:
-        found = rp.attention_vjp(q, k, v, grad_out=v, backend="cuda", **calls["T5 bias"])
-        print("gradient", float(np.abs(found.q).max()))
+        found = rp.attention_vjp(q, k, v, grad_out=v, backend="cuda", **options)
+        print(name, float(np.abs(out).max()), "gradient", float(np.abs(found.q).max()))
     print("one query", float(np.abs(rp.attention(q[:, :, :1], k, v, backend="cuda")).max()))
     for variant in ("conformer", "transformer_xl"):
         print("rel_shift", variant, float(rp.rel_shift(normal(2, 5, 9), variant=variant, backend="cuda").max()))
