@@ -16,7 +16,10 @@ HERE = Path(__file__).parent
 # Processes that share the tests: the simulator keeps one processor busy.
 SHARDS = 2
 # What every change is tested with; the marker `simulator` stands for all of it.
-QUICK = "test_masks or test_bands_and_lengths or (test_every_scheme and float32) or test_rel_shift or test_ragged_sizes"
+QUICK = (
+    "test_masks or test_bands_and_lengths or (test_every_scheme and float32) or test_rel_shift or test_ragged_sizes or "
+    "test_gradients_of_empty_axes or (test_gradients_of_every_scheme and float32)"
+)
 
 
 def simulate(*options):
@@ -70,6 +73,7 @@ def no_device():
         lambda q, k, v, backend: rp.attention_vjp(q, k, v, grad_out=v, backend=backend),
         lambda q, k, v, backend: rp.rel_shift(q, backend=backend),
     ],
+    ids=["attention", "attention_vjp", "rel_shift"],
 )
 def test_without_a_gpu_the_error_names_the_remedy(call, rng):
     q, k, v = rng.standard_normal((3, 2, 4, 4))
