@@ -318,9 +318,8 @@ def attention_vjp(
         grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
     lowered = each_lowered(schemes, problem)
     terms = all_terms(lowered)
-    if name in ("numba", "cuda"):
-        kernels = _backend.numba_kernels() if name == "numba" else _backend.cuda_kernels()
-        grads, grad_v = kernels.backward(problem, terms, grad_out, grad_lse)
+    if name in _backend.WITH_KERNELS:
+        grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
     else:
         if name == "numpy":
             s = dense.scores(problem, schemes)
@@ -396,15 +395,14 @@ def rel_shift(
     if out is not None:
         out = check.output(out, shape, dtype, (x,))
     name = _backend.current(backend)
-    if name not in ("numba", "cuda") or variant == "wenet":
+    if name not in _backend.WITH_KERNELS or variant == "wenet":
         shifted = relshift.rel_shift(x, variant)
         if out is None:
             return shifted
         out[...] = shifted
         return out
     target = out if out is not None and out.flags.c_contiguous else np.empty(shape, dtype)
-    kernels = _backend.numba_kernels() if name == "numba" else _backend.cuda_kernels()
-    kernels.rel_shift(x, target, variant, used=target is out)
+    _backend.kernels(name).rel_shift(x, target, variant, used=target is out)
     if out is None or out is target:
         return target
     out[...] = target

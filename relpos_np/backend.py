@@ -19,6 +19,7 @@ from relpos_np.types import Array
 # "numpy" evaluates each scheme's formula; the others evaluate terms. All but the last run on any machine.
 HOST_BACKENDS = ("numpy", "terms", "numba")
 BACKENDS = (*HOST_BACKENDS, "cuda")
+WITH_KERNELS = ("numba", "cuda")
 DEFAULT = "numba"
 _default: str | None = None
 _scoped: ContextVar[str | None] = ContextVar("relpos_np_backend", default=None)
@@ -79,28 +80,41 @@ def use_backend(name: str) -> Iterator[None]:
         _scoped.reset(token)
 
 
-_kernels: Any = None
+_numba: Any = None
 
 
-def numba_kernels() -> Any:
-    """The Numba backend's module, imported on first use."""
-    global _kernels
-    if _kernels is None:
+def kernels(name: str) -> Any:
+    """The module of a backend with kernels, imported on first use; an error that names the remedy where it cannot run.
+
+    Parameters
+    ----------
+    name : {"numba", "cuda"}
+        The backend.
+
+    Returns
+    -------
+    module
+        With `attention`, `backward` and `rel_shift`.
+
+    Raises
+    ------
+    RelposImportError
+        If a package, or for "cuda" both a device and the simulator, are missing.
+    """
+    global _numba
+    if name == "cuda":
+        module = importlib.import_module("relpos_np.kernels._cuda")
+        module.require()
+        return module
+    if _numba is None:
         try:
-            _kernels = importlib.import_module("relpos_np.kernels._numba")
+            _numba = importlib.import_module("relpos_np.kernels._numba")
         except ImportError as error:
             raise RelposImportError(
                 f"backend 'numba' cannot be imported ({error}); install it with `pip install numba`, "
                 "or use the reference with backend='numpy' or RELPOS_BACKEND=numpy"
             ) from error
-    return _kernels
-
-
-def cuda_kernels() -> Any:
-    """The CUDA backend's module; an error where there is neither a device nor the simulator."""
-    module = importlib.import_module("relpos_np.kernels._cuda")
-    module.require()
-    return module
+    return _numba
 
 
 def available() -> tuple[tuple[str, ...], dict[str, str]]:
@@ -114,9 +128,9 @@ def available() -> tuple[tuple[str, ...], dict[str, str]]:
         Why the others cannot.
     """
     absent = {}
-    for name, load in (("numba", numba_kernels), ("cuda", cuda_kernels)):
+    for name in WITH_KERNELS:
         try:
-            load()
+            kernels(name)
         except RelposImportError as error:
             absent[name] = str(error)
     return tuple(name for name in BACKENDS if name not in absent), absent
@@ -130,11 +144,10 @@ def evaluate(
         from relpos_np.kernels import _numpy
 
         return _numpy.attention(problem, terms)
-    kernels = numba_kernels() if name == "numba" else cuda_kernels()
     dtype = problem.site.dtype
     target = (
         out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)
     )
     lse = np.empty(problem.out_shape[:-1], dtype) if want_lse else None
-    kernels.attention(problem, terms, target, lse)
+    kernels(name).attention(problem, terms, target, lse)
     return target, lse

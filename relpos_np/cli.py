@@ -248,7 +248,7 @@ def _threads(count: int | None, backend: str) -> Iterator[None]:
         return
     if backend != "numba":
         raise UnusableError(f"--threads: only backend 'numba' has threads of its own, the backend is {backend!r}")
-    rp.backend.numba_kernels()
+    rp.backend.kernels("numba")
     import numba
 
     before, most = numba.get_num_threads(), numba.config.NUMBA_NUM_THREADS
@@ -556,7 +556,7 @@ def _vectors(args: argparse.Namespace) -> int:
 
 def _warmup(args: argparse.Namespace) -> int:
     """Compile what is not in the cache yet."""
-    kernels = rp.backend.numba_kernels()
+    kernels = rp.backend.kernels("numba")
     done = dict(_progress(kernels.warm_up(), "compiling"))
     folder = kernels.cache_folder()
     if args.json:

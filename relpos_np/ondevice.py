@@ -25,7 +25,7 @@ def _kernels(first: tuple[str, Any], chosen: str | None) -> Any:
             f"{first[0]}: expected a NumPy array for backend {name!r}, found {type(first[1]).__name__} on a CUDA "
             'device; use backend="cuda", or copy it to the host'
         )
-    return backend.cuda_kernels()
+    return backend.kernels("cuda")
 
 
 def _host_copies(options: dict[str, Any]) -> dict[str, Any]:

@@ -489,15 +489,15 @@ def test_the_sweep_is_complete():
     assert {(c.example.edge, c.dtype) for n, _, c in found if n == "t5"} == made - {("blocks", "float16")}
 
 
-def test_backends_of_this_machine(monkeypatch):
-    def missing():
-        raise rp.RelposImportError("no compiler")
+@pytest.mark.parametrize("missing", [("numba",), ("numba", "cuda")], ids=str)
+def test_backends_of_this_machine(missing, monkeypatch):
+    def kernels(name):
+        if name in missing:
+            raise rp.RelposImportError(f"no compiler for {name}")
 
-    monkeypatch.setattr(rp.backend, "numba_kernels", missing)
-    monkeypatch.setattr(rp.backend, "cuda_kernels", lambda: None)
-    assert rp.backend.available() == (("numpy", "terms", "cuda"), {"numba": "no compiler"})
-    monkeypatch.setattr(rp.backend, "cuda_kernels", missing)
-    assert rp.backend.available() == (("numpy", "terms"), {"numba": "no compiler", "cuda": "no compiler"})
+    monkeypatch.setattr(rp.backend, "kernels", kernels)
+    there = tuple(name for name in rp.backend.BACKENDS if name not in missing)
+    assert rp.backend.available() == (there, {name: f"no compiler for {name}" for name in missing})
 
 
 @pytest.mark.parametrize("rich", [True, False])
