@@ -152,13 +152,8 @@ def rotary_angles(rules: Mapping[str, Array], length: int, *, title: str | None 
     left.set_xlabel("pair of channels")
     left.set_ylabel("position")
     for style, (label, omega) in enumerate(rules.items()):
-        # The first line is the widest, so that it is still seen where the others run along it.
-        right.plot(
-            2 * np.pi / np.asarray(omega),
-            label=label,
-            linewidth=4.5 if not style else 1.5,
-            alpha=0.4 if not style else 1,
-        )
+        # Earlier lines are wider, so that they are still seen where later ones run along them.
+        right.plot(2 * np.pi / np.asarray(omega), label=label, linewidth=1.4 + 1.8 * (len(rules) - 1 - style))
     right.set_yscale("log")
     right.axhline(length, color="0.6", linewidth=0.8, linestyle="--")
     right.text(0, length, f" {length} positions", va="bottom", fontsize="small", color="0.4")

@@ -8,7 +8,7 @@ import numpy as np
 
 from relpos_np.api import logits
 from relpos_np.diagrams import encoding_map
-from relpos_np.plot import heat_map, new_figure
+from relpos_np.plot import heat_map, new_figure, span
 from relpos_np.registry import SCHEMES
 from relpos_np.schemes.base import AbsoluteEncoding
 from relpos_np.testing.example import Example, example
@@ -53,10 +53,13 @@ def _by_distance(effect: Array, k_len: int, offset: int) -> tuple[Array, Array] 
     line = np.full((heads, len(distances)), np.nan)
     for n, distance in enumerate(distances):
         values = effect[:, d == distance]
-        spread = np.abs(values - values[:, :1])
-        if np.isfinite(spread).all() and spread.max(initial=0) > 1e-6 * max(float(np.nanmax(np.abs(effect))), 1e-3):
+        seen = ~np.isnan(values).all(axis=0)
+        if not seen.any():
+            continue
+        low, high = np.nanmin(values[:, seen], axis=-1), np.nanmax(values[:, seen], axis=-1)
+        if (high - low).max() > 1e-6 * max(float(np.nanmax(np.abs(effect))), 1e-3):
             return None
-        line[:, n] = values[:, 0]
+        line[:, n] = low
     return distances, line
 
 
@@ -100,11 +103,10 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
     offset = one.kwargs.get("offset")
     found = _by_distance(effect, k_len, k_len - q_len if offset is None else int(offset))
     shown = min(heads, 2)
-    figure = new_figure(3.9 * shown + 5.2, 3.9)
+    figure = new_figure(3.9 * shown + 6.2, 3.9)
+    figure.set_layout_engine("constrained", wspace=0.04)
     *maps, right = figure.subplots(1, shown + 1, width_ratios=[1.0] * shown + [1.3])
-    finite = effect[:shown][np.isfinite(effect[:shown])]
-    low, high = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
-    limits = (-max(-low, high), max(-low, high)) if low < 0 < high else (low, high)
+    limits = span(effect[:shown])
     for h, ax in enumerate(maps):
         heat_map(
             effect[h], ax, title=f"head {h}", limits=limits, colorbar=h == shown - 1, unit="change of the score (nats)"
@@ -119,8 +121,9 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
         found = np.arange(k_len), effect[:, q_len // 2]
         right.set_xlabel("key j")
         right.set_title(f"Query {q_len // 2}: not by relative position alone", fontsize="medium")
-    for h, values in enumerate(found[1]):
+    for h, values in enumerate(found[1][:shown]):
         right.plot(found[0], values, drawstyle="steps-mid", linewidth=1.3, label=f"head {h}")
-    right.legend(frameon=False, fontsize="small")
+    if shown > 1:
+        right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(title)
     return figure

@@ -28,6 +28,7 @@ __all__ = [
     "new_figure",
     "position_bias",
     "save",
+    "span",
 ]
 
 
@@ -59,6 +60,26 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def span(values: Array) -> tuple[float, float]:
+    """Values at the ends of the colours: from 0 to the furthest, or as far to both sides.
+
+    Parameters
+    ----------
+    values : ndarray
+        What is drawn; values that are not finite do not count.
+
+    Returns
+    -------
+    tuple of float
+        The least and the largest.
+    """
+    finite = values[np.isfinite(values)]
+    low, high = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
+    if low < 0 < high:
+        return -max(-low, high), max(-low, high)
+    return (low, high) if low < high else (-1.0, 1.0)
 
 
 def _colours(low: float, high: float) -> str:
@@ -205,12 +226,11 @@ def heat_map(
         raise RelposValueError(f"labels: {len(labels)} do not fit the matrix of shape {matrix.shape}")
     if ax is None:
         ax = new_figure(5.5, 4.8).add_subplot()
-    finite = matrix[np.isfinite(matrix)]
-    low, high = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
     if limits is None:
-        limits = (-max(-low, high), max(-low, high)) if low < 0 < high else (low, high)
+        limits = span(matrix)
     shown = np.where(np.isfinite(matrix), matrix, np.nan)
-    image = ax.imshow(shown, cmap=_colours(low, high), vmin=limits[0], vmax=limits[1], aspect="auto")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    image = ax.imshow(shown, cmap=_colours(*limits), vmin=limits[0], vmax=limits[1], aspect="auto")
     ax.set_xlabel("key j")
     ax.set_ylabel("query i")
     if labels is not None:
@@ -264,20 +284,17 @@ def bias_maps(
     names = heads if heads is not None else [f"head {h}" for h in range(len(bias))]
     if len(names) != len(bias):
         raise RelposValueError(f"heads: expected {len(bias)} names, found {len(names)}")
-    finite = bias[np.isfinite(bias)]
-    low, high = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
-    limits = (-max(-low, high), max(-low, high)) if low < 0 < high else (low, high)
+    limits = span(bias)
     across = min(len(bias), 4)
     down = -(-len(bias) // across)
     figure = new_figure(0.8 + 3.1 * across, 0.4 + 3.0 * down)
     axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    colours = _colours(low, high)
     for n, ax in enumerate(axes.flat):
         if n >= len(bias):
             ax.set_axis_off()
             continue
         shown = np.where(np.isfinite(bias[n]), bias[n], np.nan)
-        image = ax.imshow(shown, cmap=colours, vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        image = ax.imshow(shown, cmap=_colours(*limits), vmin=limits[0], vmax=limits[1], interpolation="nearest")
         ax.set_title(names[n], fontsize="medium")
         ax.set_xlabel("key j")
         ax.set_ylabel("query i")

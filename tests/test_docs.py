@@ -48,7 +48,7 @@ def test_blocks_run_and_print_what_the_page_says(page):
         for code, shown in blocks:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(compile(code, page, "exec"), names)
+                exec(compile(code, page, "exec"), names)  # noqa: S102
             assert stripped(printed.getvalue()) == stripped(shown), code
 
 
