@@ -10,6 +10,7 @@ import relpos_np
 sys.path.insert(0, str(Path(__file__).parent.parent / "asv_bench"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import checkpoints
 import draw
 import report
 from gpu import page
@@ -42,4 +43,10 @@ def scheme_table() -> str:
 
 
 draw.draw_all()
-myst_substitutions = {"schemes": scheme_table(), "gallery": draw.gallery(), **report.sections(), **page.sections()}
+myst_substitutions = {
+    "schemes": scheme_table(),
+    "gallery": draw.gallery(),
+    "checkpoints": checkpoints.tables(),
+    **report.sections(),
+    **page.sections(),
+}
