@@ -239,7 +239,7 @@ TESTS = """
     masks testing testing_examples mpmath equivalence decode vectors gradients cli kernels
 """
 # What says nothing of numbers.
-OTHERS = "asv completeness cuda imports planted_bugs plot readme"
+OTHERS = "asv completeness cuda docs imports pictures planted_bugs plot readme"
 
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
 QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
