@@ -66,8 +66,8 @@ def _by_distance(effect: Array, k_len: int, offset: int) -> tuple[Array, Array] 
 def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> Figure:
     """Draw what a scheme contributes, for the numbers of its seeded example.
 
-    Schemes of attention: the map of `position_effect` of two heads, and beside it the same by relative position, or for
-    the query in the middle, where it depends on more than that. Absolute encodings: the encoding and the products of
+    Schemes of attention: the map of `position_effect` of two heads, grey for excluded keys, and beside it the same by
+    relative position, or for the query in the middle, where it depends on more than that. Absolute encodings: the encoding and the products of
     its rows. Trained tables are random numbers here, so that the picture shows which pairs share one, not what
     models learn.
 
@@ -112,6 +112,7 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
             effect[h], ax, title=f"head {h}", limits=limits, colorbar=h == shown - 1, unit="change of the score (nats)"
         )
         ax.set_aspect("equal")
+        ax.set_facecolor("0.8")
     right.axhline(0, color="0.75", linewidth=0.8, zorder=0)
     if found is not None:
         right.axvline(0, color="0.75", linewidth=0.8, zorder=0)
@@ -125,5 +126,6 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
         right.plot(found[0], values, drawstyle="steps-mid", linewidth=1.3, label=f"head {h}")
     if shown > 1:
         right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    right.locator_params(axis="x", integer=True)
     figure.suptitle(title)
     return figure

@@ -229,7 +229,7 @@ def heat_map(
     if limits is None:
         limits = span(matrix)
     shown = np.where(np.isfinite(matrix), matrix, np.nan)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     image = ax.imshow(shown, cmap=_colours(*limits), vmin=limits[0], vmax=limits[1], aspect="auto")
     ax.set_xlabel("key j")
     ax.set_ylabel("query i")

@@ -166,7 +166,8 @@ def test_models_of_the_register_are_in_the_tables():
     asked = re.findall(
         r"\S+",
         "T5 MPNet BLOOM MPT Falcon-RW DeBERTa Transformer-XL XLNet ESPnet NeMo Wav2Vec2-Conformer "
-        "Wav2Vec2-BERT SpeechT5 VITS WavLM Whisper MarianMT Swin RSTT BEiT SAM MViTv2 NAT Graphormer GPT-J GPT-NeoX Llama Qwen2-VL RetNet",
+        "Wav2Vec2-BERT SpeechT5 VITS WavLM Whisper MarianMT Swin RSTT BEiT SAM MViTv2 NAT Graphormer "
+        "GPT-J GPT-NeoX Llama Qwen2-VL RetNet",
     )
     for model in asked:
         assert model in words
