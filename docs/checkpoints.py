@@ -208,7 +208,7 @@ TEXT = (
         "RoFormer, Cohere, GLM, ERNIE 4.5, PaLM's paper",
         "rotary",
         'rp.Rotary(layout="interleaved")',
-        remark="RoFormer attends both ways. PaLM's weights were not published.",
+        remark="RoFormer attends both ways; GLM turns half of the channels, `rp.Rotary(D // 2, ...)`. PaLM's weights were not published.",
     ),
     Checkpoint(
         "ModernBERT",

@@ -67,9 +67,9 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
     """Draw what a scheme contributes, for the numbers of its seeded example.
 
     Schemes of attention: the map of `position_effect` of two heads, grey for excluded keys, and beside it the same by
-    relative position, or for the query in the middle, where it depends on more than that. Absolute encodings: the encoding and the products of
-    its rows. Trained tables are random numbers here, so that the picture shows which pairs share one, not what
-    models learn.
+    relative position, or for the query in the middle, where it depends on more than that. Absolute encodings: the
+    encoding and the products of its rows. Trained tables are random numbers here, so that the picture shows which
+    pairs share one, not what models learn.
 
     Parameters
     ----------
