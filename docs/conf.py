@@ -8,7 +8,10 @@ from pathlib import Path
 import relpos_np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "asv_bench"))
+sys.path.insert(0, str(Path(__file__).parent))
 
+import checkpoints
+import draw
 import report
 from gpu import page
 
@@ -26,7 +29,8 @@ nitpicky = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
-myst_enable_extensions = ["colon_fence", "substitution"]
+myst_enable_extensions = ["colon_fence", "dollarmath", "substitution"]
+myst_heading_anchors = 3
 
 
 def scheme_table() -> str:
@@ -38,4 +42,11 @@ def scheme_table() -> str:
     return "\n".join(rows)
 
 
-myst_substitutions = {"schemes": scheme_table(), **report.sections(), **page.sections()}
+draw.draw_all()
+myst_substitutions = {
+    "schemes": scheme_table(),
+    "gallery": draw.gallery(),
+    "checkpoints": checkpoints.tables(),
+    **report.sections(),
+    **page.sections(),
+}

@@ -54,6 +54,11 @@ examples:
     scheme='t5', **{'position.table': r.standard_normal((32, 4), 'float32'), 'position.max_distance': 64})"
   relpos attend in.npz --out out.npz
 """
+_PLOT_HELP = """\
+What positions do to the scores of a scheme's seeded example, where the content is the same everywhere; of an absolute
+encoding its rows. Trained tables are random numbers. Needs matplotlib: pip install "relpos-np[plot]".
+"""
+_PLOT_EXAMPLE = "example:\n  relpos plot transformer_xl --variant espnet_legacy --out shift.svg\n"
 _CHECK_HELP = """\
 Every scheme and variant with several lengths, masks and dtypes on every backend of this machine, against the
 reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see
@@ -109,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="relpos", description=rp.__doc__)
     parser.add_argument("--version", action="version", version=f"relpos {rp.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{attend,check,vectors,warmup,info}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{attend,plot,check,vectors,warmup,info}")
 
     def command(name: str, run: Callable[..., int], summary: str, text: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
@@ -134,6 +139,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     attend.add_argument("--backend", choices=rp.backend.BACKENDS, help="default: $RELPOS_BACKEND, or numba")
     attend.add_argument("--threads", type=_positive, metavar="N", help="threads of the numba backend")
+
+    picture = command("plot", _plot, "a picture of a scheme", _PLOT_HELP, _PLOT_EXAMPLE)
+    picture.add_argument("scheme", choices=tuple(rp.SCHEMES), metavar="SCHEME", help=", ".join(rp.SCHEMES))
+    picture.add_argument("--variant", help="of the scheme; default its first")
+    picture.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the random numbers; default 0")
+    picture.add_argument("--out", metavar="FILE", help="PNG, SVG, PDF ...; default relpos-SCHEME.png")
 
     check = command(
         "check", _check, "all backends against the reference", _CHECK_HELP, "example:\n  relpos check --seed 7\n"
@@ -460,6 +471,19 @@ def _attend_file(args: argparse.Namespace, backend: str) -> int:
     if path:
         lines.append(("picture", path))
     _print_lines(lines)
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    """The picture of `relpos_np.pictures`."""
+    from relpos_np import pictures, plot
+
+    path = args.out or f"relpos-{args.scheme}.png"
+    plot.save(pictures.scheme_picture(args.scheme, variant=args.variant, seed=args.seed), path)
+    if args.json:
+        _print_json({"scheme": args.scheme, "variant": args.variant, "seed": args.seed, "plot": path})
+    else:
+        _print_lines([("picture", path)])
     return 0
 
 

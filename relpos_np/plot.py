@@ -19,11 +19,37 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["attention_weights", "attention_with_and_without", "bias_by_distance", "heat_map", "position_bias", "save"]
+__all__ = [
+    "attention_weights",
+    "attention_with_and_without",
+    "bias_by_distance",
+    "bias_maps",
+    "heat_map",
+    "new_figure",
+    "position_bias",
+    "save",
+    "span",
+]
 
 
-def _figure(width: float, height: float) -> Figure:
-    """A figure of its own, outside pyplot's list of open ones, that draws without a display."""
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of its own, outside pyplot's list of open ones, that draws without a display.
+
+    Parameters
+    ----------
+    width, height : float
+        In inches.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Empty.
+
+    Raises
+    ------
+    RelposImportError
+        If matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -34,6 +60,31 @@ def _figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def span(values: Array) -> tuple[float, float]:
+    """Values at the ends of the colours: from 0 to the furthest, or as far to both sides.
+
+    Parameters
+    ----------
+    values : ndarray
+        What is drawn; values that are not finite do not count.
+
+    Returns
+    -------
+    tuple of float
+        The least and the largest.
+    """
+    finite = values[np.isfinite(values)]
+    low, high = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
+    if low < 0 < high:
+        return -max(-low, high), max(-low, high)
+    return (low, high) if low < high else (-1.0, 1.0)
+
+
+def _colours(low: float, high: float) -> str:
+    """A map of colours with white in the middle where values have both signs."""
+    return "RdBu_r" if low < 0 < high else "viridis"
 
 
 def position_bias(scheme: Scheme, q_len: int, k_len: int) -> Array:
@@ -107,7 +158,7 @@ def bias_by_distance(
     if not np.allclose(bias, line[:, j - i + q_len - 1], rtol=1e-9, atol=1e-12):
         raise RelposValueError(f"scheme: the bias of {scheme!r} depends on more than the relative position")
     if ax is None:
-        ax = _figure(7, 4).add_subplot()
+        ax = new_figure(7, 4).add_subplot()
     names = labels if labels is not None else [f"head {h}" for h in range(len(line))]
     if len(names) != len(line):
         raise RelposValueError(f"labels: expected {len(line)}, one per head; found {len(names)}")
@@ -174,14 +225,12 @@ def heat_map(
     if labels is not None and {len(labels)} != set(matrix.shape):
         raise RelposValueError(f"labels: {len(labels)} do not fit the matrix of shape {matrix.shape}")
     if ax is None:
-        ax = _figure(5.5, 4.8).add_subplot()
-    finite = matrix[np.isfinite(matrix)]
-    low, high = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
-    signed = low < 0 < high
+        ax = new_figure(5.5, 4.8).add_subplot()
     if limits is None:
-        limits = (-max(-low, high), max(-low, high)) if signed else (low, high)
+        limits = span(matrix)
     shown = np.where(np.isfinite(matrix), matrix, np.nan)
-    image = ax.imshow(shown, cmap="RdBu_r" if signed else "viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
+    ax.locator_params(axis="x", integer=True)
+    image = ax.imshow(shown, cmap=_colours(*limits), vmin=limits[0], vmax=limits[1], aspect="auto")
     ax.set_xlabel("key j")
     ax.set_ylabel("query i")
     if labels is not None:
@@ -196,6 +245,64 @@ def heat_map(
     if colorbar:
         ax.figure.colorbar(image, ax=ax, label=unit, fraction=0.046, pad=0.03)
     return ax
+
+
+def bias_maps(
+    bias: Array,
+    *,
+    heads: Sequence[str] | None = None,
+    title: str | None = None,
+    unit: str = "added to the score (nats)",
+) -> Figure:
+    """Draw a bias over all pairs, one map per head, in the same colours.
+
+    Parameters
+    ----------
+    bias : ndarray, shape (H, L_q, L_k)
+        As from `position_bias`.
+    heads : sequence of str, optional
+        Names of the heads; default "head 0", "head 1" ...
+    title : str, optional
+        Above the picture.
+    unit : str
+        Beside the colour bar.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        To be saved with `save`.
+
+    Raises
+    ------
+    RelposValueError
+        If the bias does not have three axes, or not one name for each head.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    if np.ndim(bias) != 3 or not len(bias):
+        raise RelposValueError(f"bias: expected shape (H, L_q, L_k), found {np.shape(bias)}")
+    names = heads if heads is not None else [f"head {h}" for h in range(len(bias))]
+    if len(names) != len(bias):
+        raise RelposValueError(f"heads: expected {len(bias)} names, found {len(names)}")
+    limits = span(bias)
+    across = min(len(bias), 4)
+    down = -(-len(bias) // across)
+    figure = new_figure(0.8 + 3.1 * across, 0.4 + 3.0 * down)
+    axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    for n, ax in enumerate(axes.flat):
+        if n >= len(bias):
+            ax.set_axis_off()
+            continue
+        shown = np.where(np.isfinite(bias[n]), bias[n], np.nan)
+        image = ax.imshow(shown, cmap=_colours(*limits), vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        ax.set_title(names[n], fontsize="medium")
+        ax.set_xlabel("key j")
+        ax.set_ylabel("query i")
+        ax.label_outer()
+    figure.colorbar(image, ax=axes, label=unit, fraction=0.03, pad=0.02)
+    if title is not None:
+        figure.suptitle(title)
+    return figure
 
 
 def attention_weights(q: Array, k: Array, **options: Any) -> Array:
@@ -260,7 +367,7 @@ def attention_with_and_without(
     RelposError
         As `bias_by_distance`, `heat_map` and `relpos_np.attention`.
     """
-    figure = _figure(14, 4.9)
+    figure = new_figure(14, 4.9)
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.25, 1, 1], gridspec_kw={"wspace": 0.05})
     names = heads if heads is not None else [f"head {h}" for h in range(q.shape[-3])]
     bias_by_distance(position, reach + 1, reach + 1, left, labels=names)

@@ -276,7 +276,7 @@ TESTS = """
     masks testing testing_examples mpmath equivalence decode vectors gradients cli kernels
 """
 # What says nothing of numbers.
-OTHERS = "asv completeness cuda gpu_script imports planted_bugs plot readme"
+OTHERS = "asv completeness cuda docs gpu_script imports pictures planted_bugs plot readme"
 # In the simulator; of other files they say nothing.
 SIMULATED = "attention arrays backward decode operand product properties resident shift"
 

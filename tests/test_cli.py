@@ -83,8 +83,8 @@ def saved(path="in.npz", **arrays):
 
 def test_version_and_help(run):
     assert run("--version")[:2] == (0, f"relpos {rp.__version__}\n")
-    assert all(name in run("--help")[1] for name in ("attend", "check", "vectors", "warmup", "info"))
-    for command in ("attend", "check", "vectors", "warmup", "info"):
+    assert all(name in run("--help")[1] for name in ("attend", "plot", "check", "vectors", "warmup", "info"))
+    for command in ("attend", "plot", "check", "vectors", "warmup", "info"):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert f"relpos {command}" in out.partition("example")[2]
@@ -523,3 +523,33 @@ def test_interruption(run, monkeypatch):
     monkeypatch.setattr(sweep, "cases", interrupt)
     code, _, err = run("check")
     assert (code, err) == (130, "relpos check: interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["t5", "sinusoidal"])
+def test_plot_writes_a_picture(run, name):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("plot", name)
+    assert code == 0
+    assert out == f"picture  relpos-{name}.png\n"
+    assert Path(f"relpos-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_a_variant_as_svg(run):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("plot", "transformer_xl", "--variant", "xlnet", "--out", "shift.svg", "--json")
+    assert code == 0
+    assert json.loads(out) == {"scheme": "transformer_xl", "variant": "xlnet", "seed": 0, "plot": "shift.svg"}
+    assert "<svg" in Path("shift.svg").read_text(encoding="utf-8")
+
+
+def test_plot_refuses(run, refuses):
+    pytest.importorskip("matplotlib")
+    assert run("plot", "nothing")[0] == 2
+    refuses("variant: t5 has 'exact', 'float32'; found 'wrong'", "plot", "t5", "--variant", "wrong")
+    refuses("the picture cannot be written to t5.nothing", "plot", "t5", "--out", "t5.nothing")
+
+
+def test_plot_without_matplotlib(refuses, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    refuses('pip install "relpos-np[plot]"', "plot", "t5")

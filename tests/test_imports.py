@@ -27,8 +27,8 @@ LEVELS = (
     {"api", "versions"},
     {""},
     {"archive", "layers", "plot"},
-    {"testing"},
-    {"sweep"},
+    {"diagrams", "testing"},
+    {"pictures", "sweep"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,174 @@
+"""What the documentation shows must run, print what it says, and be there."""
+
+import contextlib
+import io
+import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+
+DOCS = Path(rp.__file__).parent.parent / "docs"
+pytestmark = [
+    pytest.mark.readme,
+    pytest.mark.skipif(not DOCS.is_dir(), reason="there is no docs folder: not a checkout"),
+]
+TUTORIAL = sorted(path.name for path in (DOCS / "tutorial").glob("[0-9]*.md"))
+RUN = [*(f"tutorial/{name}" for name in TUTORIAL), "checkpoints.md", "recipes.md"]
+# Python, and what it prints where a block of text follows.
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)]*)\)")
+
+
+def text(page):
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def stripped(printed):
+    """Without the spaces that no reader sees."""
+    return "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
+
+
+def script(name):
+    """A program of the docs folder as a module."""
+    spec = spec_from_file_location(f"relpos_docs_{name}", DOCS / f"{name}.py")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their names up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_blocks_run_and_print_what_the_page_says(page):
+    blocks = BLOCK.findall(text(page))
+    assert blocks, f"{page} shows no Python"
+    names = {"__name__": "page"}
+    with rp.use_backend("numpy"):
+        for code, shown in blocks:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, page, "exec"), names)  # noqa: S102
+            assert stripped(printed.getvalue()) == stripped(shown), code
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_every_block_of_python_is_found(page):
+    """A block that is indented or not closed would not be run."""
+    assert text(page).count("```python") == len(BLOCK.findall(text(page)))
+
+
+def test_the_tutorial_is_the_same_in_both_languages():
+    assert sorted(path.name for path in (DOCS / "zh").glob("[0-9]*.md")) == TUTORIAL
+    for name in TUTORIAL:
+        english, chinese = text(f"tutorial/{name}"), text(f"zh/{name}")
+        assert BLOCK.findall(english) == BLOCK.findall(chinese), name
+        assert PICTURE.findall(english) == PICTURE.findall(chinese), name
+        assert english.count("\n## ") == chinese.count("\n## "), name
+
+
+def test_pictures_of_pages_are_drawn():
+    pytest.importorskip("matplotlib")
+    drawn = set(script("draw").names())
+    shown = [
+        (page.name, Path(target))
+        for page in DOCS.rglob("*.md")
+        if "_build" not in page.parts
+        for target in PICTURE.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert shown
+    for page, target in shown:
+        assert target.parent.name == "_pictures", page
+        assert target.suffix == ".png", page
+        assert target.stem in drawn, page
+
+
+def test_the_gallery_has_every_scheme_and_links_to_its_page():
+    pytest.importorskip("matplotlib")
+    words = script("draw").gallery()
+    for name, info in rp.SCHEMES.items():
+        assert f"_pictures/scheme_{name}.png" in words
+        assert f"]({info.docs})" in words
+        assert (DOCS / info.docs).is_file()
+
+
+CHECKPOINTS = script("checkpoints") if DOCS.is_dir() else None
+ROWS = [row for rows in CHECKPOINTS.TABLES.values() for row in rows] if CHECKPOINTS else []
+
+
+def arrays(row, rng):
+    """Arrays of the shapes that a row states."""
+    corner = rng.integers(0, 500, (1, row.tokens, 2))
+    special = {
+        "boxes": np.concatenate([corner, corner + 100], axis=-1),
+        "distances": rng.integers(0, 9, (row.tokens - 1, row.tokens - 1)),
+        "c": np.array(0.5),
+        "threshold": np.array(4.0),
+        "magnitude": 1.1,
+    }
+    letters = {"H": row.heads, "D": row.dim}
+    found = {}
+    for name, shape in row.arrays.items():
+        # Slopes of KERPLE must not be negative, and small numbers suit all others as well.
+        numbers = np.abs(rng.standard_normal([letters.get(n, n) for n in shape]))
+        found[name] = special.get(name, numbers)
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.models)
+def test_calls_of_checkpoints(row):
+    rng = np.random.default_rng(0)
+    info = rp.SCHEMES[row.scheme]
+    names = {"np": np, "rp": rp, "H": row.heads, "D": row.dim, "L": row.tokens, **arrays(row, rng)}
+    assert info.cls.__name__ in row.call
+    if info.kind == "absolute":
+        names["x"] = rng.standard_normal((2, row.tokens, row.dim))
+        encoded = eval(row.call, names)
+        assert encoded.shape == names["x"].shape
+        assert np.abs(encoded - names["x"]).max() > 0.1
+        return
+    position = eval(row.call, names)
+    assert type(position) is info.cls
+    options = eval(f"dict({row.options})", names | {"position": position})
+    q = rng.standard_normal((1, row.heads, row.tokens, row.dim))
+    k, v = rng.standard_normal((2, 1, row.heads, row.keys or row.tokens, row.dim))
+    out = rp.attention(q, k, v, position=position, backend="numpy", **options)
+    plain = rp.attention(q, k, v, backend="numpy", **options)
+    assert np.isfinite(out).all()
+    assert np.abs(out - plain).max() > 1e-3
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.models)
+def test_what_the_table_says_of_the_scale(row):
+    """The column and the call say the same."""
+    said = re.search(r"scale=([\w.]+)", row.options)
+    assert (said.group(1) if said else row.scale) == {"1": "1.0", "1/√(3D)": "position.scale"}.get(row.scale, row.scale)
+    if row.scheme == "deberta":
+        position = eval(row.call, {"rp": rp, **arrays(row, np.random.default_rng(0))})
+        assert position.scale == pytest.approx((3 * row.dim) ** -0.5)
+
+
+def test_every_scheme_has_a_checkpoint():
+    assert {row.scheme for row in ROWS} == set(rp.SCHEMES) - {"plain"}
+
+
+def test_variants_with_names_are_those_of_the_schemes():
+    for row in ROWS:
+        for name in re.findall(r'(?:variant|layout|form|outside)="(\w+)"', row.call + row.remark):
+            assert name in rp.SCHEMES[row.scheme].variants, row.models
+
+
+def test_models_of_the_register_are_in_the_tables():
+    words = CHECKPOINTS.tables()
+    asked = re.findall(
+        r"\S+",
+        "T5 MPNet BLOOM MPT Falcon-RW DeBERTa Transformer-XL XLNet ESPnet NeMo Wav2Vec2-Conformer "
+        "Wav2Vec2-BERT SpeechT5 VITS WavLM Whisper MarianMT Swin RSTT BEiT SAM MViTv2 NAT Graphormer "
+        "GPT-J GPT-NeoX Llama Qwen2-VL RetNet",
+    )
+    for model in asked:
+        assert model in words
+        assert any(model in "".join(info.models) for info in rp.SCHEMES.values()), model
