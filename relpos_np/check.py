@@ -146,6 +146,7 @@ def _spread(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
 
 
 def lengths_of_keys(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
+    """How many keys exist, for each batch item."""
     try:
         lengths = np.asarray(value)
     except ValueError:

@@ -46,12 +46,6 @@ class Toeplitz:
         index: Int32 = self.lookup[np.arange(k_len) - np.arange(q_len)[:, None] + q_len - 1]
         return index
 
-    def cut(self, q_len: int, queries: slice, keys: slice, batch: tuple[slice, ...] = ()) -> Toeplitz:
-        """The map of some queries of q_len and some keys; it is the same for each batch item."""
-        count = queries.stop - queries.start + keys.stop - keys.start - 1
-        first = keys.start - queries.stop + q_len
-        return Toeplitz(self.lookup[first : first + max(count, 0)], self.rows)
-
 
 @dataclass(frozen=True, eq=False)
 class Dense:
@@ -77,10 +71,6 @@ class Dense:
         if self.index.shape[-2:] != (q_len, k_len):
             raise RelposValueError(f"index map: shape {self.index.shape} does not end in {(q_len, k_len)}")
         return self.index
-
-    def cut(self, q_len: int, queries: slice, keys: slice, batch: tuple[slice, ...] = ()) -> Dense:
-        """The map of some queries, keys and batch items."""
-        return Dense(np.ascontiguousarray(of_batch(self.index, 2, batch)[..., queries, keys]), self.rows)
 
 
 IndexMap = Toeplitz | Dense
@@ -166,6 +156,17 @@ def of_batch(x: Array, inner: int, batch: tuple[slice, ...]) -> Array:
     lead = x.ndim - inner
     at = (slice(None) if n == 1 else s for n, s in zip(x.shape[:lead], batch[len(batch) - lead :], strict=True))
     return x[tuple(at)]
+
+
+def cut_map(
+    index: IndexMap, q_len: int, queries: slice, keys: slice, batch: tuple[slice, ...] = ()
+) -> Toeplitz | Dense:
+    """The map of some of q_len queries, some keys and some batch items."""
+    if isinstance(index, Dense):
+        return Dense(np.ascontiguousarray(of_batch(index.index, 2, batch)[..., queries, keys]), index.rows)
+    count = queries.stop - queries.start + keys.stop - keys.start - 1
+    first = keys.start - queries.stop + q_len
+    return Toeplitz(index.lookup[first : first + max(count, 0)], index.rows)
 
 
 def fit(x: Array, shape: tuple[int, ...]) -> Array:

@@ -1,6 +1,7 @@
 """Attention in parts, on one machine or on many: `partial`, `merge`, and whole calls over Dask arrays."""
 
+from relpos_np.distributed.arrays import attention
 from relpos_np.distributed.merging import merge
 from relpos_np.distributed.parts import partial
 
-__all__ = ["merge", "partial"]
+__all__ = ["attention", "merge", "partial"]

@@ -5,28 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from relpos_np import backend as _backend
 from relpos_np import check
-from relpos_np.distributed.slicing import lowered
+from relpos_np.distributed.slicing import compute, evaluating, lengths_here
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.lowering import all_terms, checked_schemes
-from relpos_np.problem import Part, Problem, Site
+from relpos_np.lowering import checked_schemes
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
-
-Narrowed = tuple[tuple[Scheme, Site, Part], ...]
-
-
-def evaluated(name: str | None) -> str:
-    """A backend that evaluates terms."""
-    chosen = _backend.current(name)
-    if chosen == "numpy":
-        raise RelposValueError(
-            f"backend: parts of a call are computed from terms; expected 'terms', 'numba' or 'cuda', found {chosen!r}"
-        )
-    return chosen
 
 
 def _range(name: str, given: Any, length: int) -> tuple[slice, int]:
@@ -57,14 +42,6 @@ def _places(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tupl
     part = Part(tuple(axis for axis, _ in axes), h, slice(h.start // group, h.stop // group), q, k)
     sizes = {"q_len": q_len, "k_len": k_len, "heads": in_all, "kv_heads": in_all // group}
     return part, sizes | {"batch": tuple(n for _, n in axes)}
-
-
-def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Array]:
-    """Output and log-sum-exp of a part whose schemes are narrowed."""
-    terms = all_terms([lowered(one, problem) for one in narrowed])
-    out, lse = _backend.evaluate(name, problem, terms, None, True)
-    assert lse is not None
-    return out, lse
 
 
 def partial(
@@ -140,7 +117,7 @@ def partial(
         As `relpos_np.attention`; also if a part does not lie in the call, or a scheme cannot be computed for parts:
         `relpos_np.CoPE` never, and `relpos_np.TransformerXL` not for some of the queries where its shift wraps around.
     """
-    name = evaluated(backend)
+    name = evaluating(backend)
     found, _, flat = check.problem(
         q, k, v, mask=mask, causal=causal, window=window, scale=scale, offset=0 if offset is None else offset
     )
@@ -153,8 +130,3 @@ def partial(
     found.site = part.alone(whole)[0]
     out, lse = compute(name, found, tuple(scheme.narrow(whole, part) for scheme in schemes))
     return (out[0], lse[0]) if flat else (out, lse)
-
-
-def lengths_here(lengths: Array, keys: slice) -> Array:
-    """How many of some keys exist, from how many of all do."""
-    return np.clip(lengths - keys.start, 0, keys.stop - keys.start)

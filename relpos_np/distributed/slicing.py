@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from relpos_np import backend as _backend
 from relpos_np.errors import RelposValueError
+from relpos_np.lowering import all_terms
 from relpos_np.problem import Part, Problem, Site
 from relpos_np.schemes.base import Scheme
-from relpos_np.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
+from relpos_np.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, cut_map, of_batch
 from relpos_np.types import Array
+
+Narrowed = tuple[tuple[Scheme, Site, Part], ...]
 
 
 def _of_heads(x: Array, heads: slice) -> Array:
@@ -22,7 +27,8 @@ def _along(x: Array, axis: int, some: slice) -> Array:
     """Some entries along an axis that may be missing, or 1 for all."""
     if x.ndim < -axis or x.shape[axis] == 1:
         return x
-    return x[(..., some, *(slice(None),) * (-axis - 1))]
+    index: tuple[Any, ...] = (..., some, *(slice(None),) * (-axis - 1))
+    return np.asarray(x[index])
 
 
 @dataclass(slots=True)
@@ -44,30 +50,28 @@ class _Cut:
         return self.batch_items(_along(_along(x, -2, rows), -3, heads), 3)
 
     def batch_items(self, x: Array, inner: int) -> Array:
+        """What is held per batch item."""
         return of_batch(x, inner, self.part.batch) if x.ndim > inner else x
 
+    def bias(self, x: Array) -> Array:
+        """Numbers of pairs, (..., H, L_q, L_k)."""
+        x = _along(_along(_along(x, -1, self.part.keys), -2, self.part.queries), -3, self.part.heads)
+        return self.batch_items(x, 3)
+
     def terms(self, terms: Terms) -> Terms:
-        part, q_len = self.part, self.site.q_len
-        at = (q_len, part.queries, part.keys, part.batch)
+        """The record of the part."""
+        part, heads = self.part, self.part.heads
+        at = (self.site.q_len, part.queries, part.keys, part.batch)
+        of_query, of_key = (heads, part.queries), (part.kv_heads, part.keys)
+        tables, values = terms.tables, terms.values
+        queries = [(self.operand(t.query, *of_query), t.weights, t.index) for t in terms.queries]
+        keys = [(self.operand(t.key, *of_key), t.weights, t.index) for t in terms.keys]
         return Terms(
-            tables=tuple(TableTerm(_of_heads(t.table, part.heads), t.index.cut(*at)) for t in terms.tables),
-            queries=tuple(
-                QueryTerm(
-                    self.operand(t.query, part.heads, part.queries), _of_heads(t.weights, part.heads), t.index.cut(*at)
-                )
-                for t in terms.queries
-            ),
-            keys=tuple(
-                KeyTerm(
-                    self.operand(t.key, part.kv_heads, part.keys), _of_heads(t.weights, part.heads), t.index.cut(*at)
-                )
-                for t in terms.keys
-            ),
-            values=tuple(ValueTerm(_of_heads(t.weights, part.heads), t.index.cut(*at)) for t in terms.values),
-            biases=tuple(
-                self.batch_items(_along(_along(_along(x, -1, part.keys), -2, part.queries), -3, part.heads), 3)
-                for x in terms.biases
-            ),
+            tables=tuple(TableTerm(_of_heads(t.table, heads), cut_map(t.index, *at)) for t in tables),
+            queries=tuple(QueryTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in queries),
+            keys=tuple(KeyTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in keys),
+            values=tuple(ValueTerm(_of_heads(t.weights, heads), cut_map(t.index, *at)) for t in values),
+            biases=tuple(self.bias(x) for x in terms.biases),
         )
 
 
@@ -103,3 +107,26 @@ def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
             "and does not say how it is narrowed"
         )
     return _Cut(site, part, q, k, problem).terms(terms)
+
+
+def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a part whose schemes are narrowed."""
+    terms = all_terms([lowered(one, problem) for one in narrowed])
+    out, lse = _backend.evaluate(name, problem, terms, None, True)
+    assert lse is not None
+    return out, lse
+
+
+def evaluating(name: str | None) -> str:
+    """A backend that evaluates terms."""
+    chosen = _backend.current(name)
+    if chosen == "numpy":
+        raise RelposValueError(
+            f"backend: parts of a call are computed from terms; expected 'terms', 'numba' or 'cuda', found {chosen!r}"
+        )
+    return chosen
+
+
+def lengths_here(lengths: Array, keys: slice) -> Array:
+    """How many of some keys exist, from how many of all do."""
+    return np.asarray(np.clip(lengths - keys.start, 0, keys.stop - keys.start))

@@ -14,7 +14,7 @@ from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.index import grid_map
 from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import TableTerm, Terms
+from relpos_np.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.types import Array
 
 VARIANTS = ("microsoft", "transformers", "paper")
@@ -218,7 +218,7 @@ class SwinV2(Scheme):
         if variant == "paper" and pretrained_window is not None:
             raise RelposValueError("pretrained_window: the coordinates of variant 'paper' are not divided by a window")
         side = [np.arange(n) for n in self.window]
-        self._map = grid_map(side, side, self.window)
+        self._map: IndexMap = grid_map(side, side, self.window)
         heads, hidden = self.output_weight.shape
         for name, found, expected in (
             ("hidden_weight", self.hidden_weight.shape, (hidden, 2)),
@@ -279,7 +279,7 @@ class SwinV2(Scheme):
         cut = copy.copy(self)
         cut.output_weight, cut.logit_scale = self.output_weight[part.heads], self.logit_scale[part.heads]
         cut.output_bias = None if self.output_bias is None else self.output_bias[part.heads]
-        cut._map = self._map.cut(site.q_len, part.queries, part.keys)
+        cut._map = cut_map(self._map, site.q_len, part.queries, part.keys)
         return (cut, *part.alone(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:

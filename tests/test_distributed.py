@@ -1,0 +1,309 @@
+"""Attention in parts is attention: `partial`, `merge`, and Dask arrays, for every scheme that can be divided."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import relpos_np as rp
+from relpos_np.distributed import attention, merge, partial
+from relpos_np.schemes.base import Scheme
+from relpos_np.terms import Terms
+from relpos_np.testing import example
+from tests.strategies import cases
+from tests.test_equivalence import assert_same
+
+VARIANTS = [
+    (name, variant)
+    for name, info in rp.SCHEMES.items()
+    if info.kind == "attention"
+    for variant in (info.variants or (None,))
+]
+# CoPE cannot be divided; without a causal mask these need all queries.
+WHOLE_QUERIES = {("transformer_xl", "espnet_legacy")}
+DIVISIBLE = [pair for pair in VARIANTS if pair[0] != "cope"]
+
+
+def cuts(length, *places):
+    """Ranges between places, those beyond the length left out."""
+    edges = sorted({0, length, *(p for p in places if p < length)})
+    return list(itertools.pairwise(edges))
+
+
+def in_parts(e, queries, backend):
+    """Output and log-sum-exp of an example from parts along every axis."""
+    (items, heads, q_len, _), (_, kv_heads, k_len, v_dim) = e.q.shape, e.v.shape
+    group, options = heads // kv_heads, dict(e.kwargs)
+    mask, lengths = options.pop("mask", None), options.pop("key_lengths", None)
+    out, lse = np.full((items, heads, q_len, v_dim), np.nan), np.full((items, heads, q_len), np.nan)
+    for b, h, (q0, q1) in itertools.product(range(items), range(kv_heads), queries):
+        hs, qs = slice(h * group, (h + 1) * group), slice(q0, q1)
+        parts = []
+        for k0, k1 in cuts(k_len, 5, 6):
+            if mask is not None:
+                options["mask"] = np.broadcast_to(mask, (items, heads, q_len, k_len))[b : b + 1, hs, qs, k0:k1]
+            if lengths is not None:
+                options["key_lengths"] = np.broadcast_to(lengths, items)[b : b + 1]
+            places = {"batch": ((b, items),), "heads": (hs.start, heads), "queries": (q0, q_len), "keys": (k0, k_len)}
+            k, v = (x[b : b + 1, h : h + 1, k0:k1] for x in (e.k, e.v))
+            parts.append(
+                partial(e.q[b : b + 1, hs, qs], k, v, position=e.position, backend=backend, **places, **options)
+            )
+        out[b : b + 1, hs, qs], lse[b : b + 1, hs, qs] = merge(*parts)
+    return out, lse
+
+
+@pytest.mark.parametrize("backend", ["terms", "numba"])
+@pytest.mark.parametrize(("name", "variant"), DIVISIBLE)
+def test_parts_of_every_scheme_make_the_whole(name, variant, backend):
+    e = example(name, dtype="float64", variant=variant, size="tiny")
+    q_len = e.q.shape[-2]
+    queries = [(0, q_len)] if (name, variant) in WHOLE_QUERIES else cuts(q_len, 4)
+    out, lse = in_parts(e, queries, backend)
+    np.testing.assert_allclose(out, e.expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(lse, e.expected_lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["paper", "ram"])
+def test_cope_says_that_it_cannot_be_divided(variant):
+    e = example("cope", variant=variant, size="tiny")
+    with pytest.raises(rp.RelposError, match=r"CoPE.*cannot be computed for a part"):
+        partial(e.q, e.k[..., :4, :], e.v[..., :4, :], keys=(0, 17), position=e.position, **e.kwargs)
+
+
+def test_a_shift_that_wraps_around_needs_the_next_query():
+    e = example("transformer_xl", variant="espnet_legacy", size="tiny")
+    with pytest.raises(rp.RelposError, match=r"TransformerXL.*next query"):
+        in_parts(e, cuts(e.q.shape[-2], 4), "terms")
+
+
+class Secretive(Scheme):
+    """Adds a number made of the keys, and does not say how it is narrowed."""
+
+    def lower(self, q, k, site):
+        return Terms(biases=(k.sum(axis=-1)[..., None, :],))
+
+
+class Private(Secretive):
+    def lower(self, q, k, site):
+        return Terms(query=q + 1)
+
+
+@pytest.mark.parametrize("scheme", [Secretive(), Private()])
+def test_a_scheme_that_computes_with_keys_is_never_divided_silently(scheme, rng):
+    q, k, v = rng.standard_normal((3, 1, 4, 3))
+    with pytest.raises(rp.RelposError, match="does not say how it is narrowed"):
+        partial(q, k[:, :2], v[:, :2], keys=(0, 4), position=scheme)
+    # The whole of a call is no part.
+    np.testing.assert_allclose(partial(q, k, v, position=scheme)[0], rp.attention(q, k, v, position=scheme))
+
+
+def test_nan_in_what_a_scheme_holds_is_not_taken_for_that(rng):
+    q, k, v = rng.standard_normal((3, 1, 6, 4))
+    gate = np.ones((1, 6))
+    gate[0, 1] = np.nan
+    wavlm = rp.WavLM(rng.standard_normal((8, 1)), gate, max_distance=20)
+    fire = rp.FIRE(*(np.full(s, np.nan) for s in [(3,), (3,), (1, 3), (1,)]), c=1.0, threshold=1.0)
+    for scheme in (wavlm, fire):
+        out, _ = partial(q[:, :3], k[:, :2], v[:, :2], queries=(0, 6), keys=(0, 6), position=scheme, backend="terms")
+        assert np.isnan(out[:, 1]).all()
+
+
+@given(cases(small=True), st.data())
+def test_parts_of_any_call_make_the_whole(case, data):
+    q, k, v = case.operands(np.float64)
+    options = case.options(np.float64)
+    expected = rp.attention(q, k, v, **options, backend="numpy", return_lse=True)
+    mask = options.pop("mask", None)
+    if mask is not None:
+        mask = np.broadcast_to(mask, (*case.batch, case.heads, case.q_len, case.k_len))
+    edges = sorted({0, case.k_len, *data.draw(st.lists(st.integers(0, case.k_len), max_size=3))})
+    backend = data.draw(st.sampled_from(["terms", "numba"]))
+    parts = []
+    for k0, k1 in itertools.pairwise(edges):
+        some = None if mask is None else mask[..., k0:k1]
+        keys = k[..., k0:k1, :], v[..., k0:k1, :]
+        parts.append(partial(q, *keys, keys=(k0, case.k_len), mask=some, backend=backend, **options))
+    assert_same(merge(*parts), expected, case)
+
+
+def pairs(seed, count):
+    """Results of parts; some rows have no keys."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        out, lse = rng.standard_normal((2, 5, 3)), 20 * rng.standard_normal((2, 5))
+        gone = rng.random((2, 5)) < 0.3
+        found.append((np.where(gone[..., None], 0.0, out), np.where(gone, -np.inf, lse)))
+    return found
+
+
+def assert_equal(a, b, tolerance=1e-13):
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+@given(st.integers(0, 9999))
+def test_merge_is_associative_and_commutative(seed):
+    a, b, c = pairs(seed, 3)
+    together = merge(a, b, c)
+    for other in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(c, a, b), merge(merge(c, b), a)):
+        assert_equal(together, other)
+
+
+@given(st.integers(0, 9999))
+def test_a_part_without_keys_changes_not_a_bit(seed):
+    (a,) = pairs(seed, 1)
+    nothing = np.full_like(a[0], np.nan), np.full_like(a[1], -np.inf)
+    for merged in (merge(a), merge(a, nothing), merge(nothing, a), merge(nothing, a, nothing)):
+        np.testing.assert_array_equal(merged[0], a[0])
+        np.testing.assert_array_equal(merged[1], a[1])
+
+
+def test_merge_of_nothing_but_rows_without_keys():
+    out, lse = merge(*[(np.zeros((4, 2)), np.full(4, -np.inf))] * 3)
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((), "at least one pair"),
+        (([1, 2, 3],), "number 0"),
+        (((np.zeros((4, 2)), np.zeros(3)),), "do not belong together"),
+        (((np.zeros((4, 2)), np.zeros(4)), (np.zeros((5, 2)), np.zeros(5))), "has shape"),
+        (((np.zeros((4, 2)), np.zeros(4)), (np.zeros((4, 2), "f4"), np.zeros(4, "f4"))), "throughout"),
+    ],
+)
+def test_merge_refuses_what_does_not_fit(parts, words):
+    with pytest.raises(rp.RelposError, match=words):
+        merge(*parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keys": (3, 6)}, "keys: 4 from 3 on are not among 6"),
+        ({"queries": (-1, 6)}, "queries: expected at least 0"),
+        ({"keys": 4}, "first, how many"),
+        ({"heads": (1, 4)}, "heads: 2 read one key head each"),
+        ({"batch": ((0, 2),)}, r"batch: expected \(first, in all\) or None for each axis"),
+        ({"keys": (0, 6), "key_lengths": 7}, "key_lengths: expected 0 ... L_k = 6"),
+        ({"backend": "numpy"}, "backend: parts of a call"),
+    ],
+)
+def test_partial_refuses_what_is_no_part(options, words, rng):
+    q, k, v = rng.standard_normal((2, 3, 4)), *rng.standard_normal((2, 1, 4, 4))
+    with pytest.raises(rp.RelposError, match=words):
+        partial(q, k, v, **options)
+
+
+def test_half_precision_is_merged_in_float32(rng):
+    q, k, v = rng.standard_normal((3, 2, 8, 4)).astype(np.float16)
+    parts = [partial(q, k[:, n : n + 4], v[:, n : n + 4], keys=(n, 8)) for n in (0, 4)]
+    assert {x.dtype for part in parts for x in part} == {np.dtype(np.float32)}
+    expected = rp.attention(*(x.astype(np.float64) for x in (q, k, v)))
+    np.testing.assert_allclose(merge(*parts)[0], expected, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- Dask
+
+
+@pytest.fixture(scope="module")
+def da():
+    return pytest.importorskip("dask.array")
+
+
+def over_dask(da, e, *, queries=4, **options):
+    """An example in blocks along every axis, by the threaded scheduler."""
+    group = e.q.shape[1] // e.k.shape[1]
+    q = da.from_array(e.q, chunks=(1, group, queries, 5))
+    k, v = (da.from_array(x, chunks=(2, -1, 6, 7)) for x in (e.k, e.v))
+    kwargs = dict(e.kwargs)
+    if "mask" in kwargs:
+        kwargs["mask"] = da.from_array(kwargs["mask"], chunks=3)
+    lazy = attention(q, k, v, position=e.position, return_lse=True, **kwargs, **options)
+    return tuple(x.compute(scheduler="threads", num_workers=2) for x in lazy)
+
+
+@pytest.mark.parametrize(("name", "variant"), DIVISIBLE)
+def test_dask_gives_what_one_process_gives(name, variant, da):
+    e = example(name, dtype="float64", variant=variant, size="tiny")
+    queries = -1 if (name, variant) in WHOLE_QUERIES else 4
+    out, lse = over_dask(da, e, queries=queries, split_every=2)
+    expected = e.run("numba")
+    assert out.dtype == np.float64
+    np.testing.assert_allclose(out, expected[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@given(cases(small=True), st.integers(1, 5), st.integers(1, 5), st.integers(2, 4))
+def test_dask_takes_any_call(case, query_chunk, key_chunk, split_every):
+    da = pytest.importorskip("dask.array")
+    q, k, v = case.operands(np.float64)
+    options = case.options(np.float64)
+    if any(p.kind == "transformer_xl" for p in case.positions):
+        query_chunk = -1
+    expected = rp.attention(q, k, v, **options, backend="numpy", return_lse=True)
+    blocks = [
+        da.from_array(x, chunks=(*("auto",) * (x.ndim - 2), chunk, -1))
+        for x, chunk in ((q, query_chunk), (k, key_chunk), (v, key_chunk))
+    ]
+    lazy = attention(*blocks, **options, backend="terms", return_lse=True, split_every=split_every)
+    assert_same(tuple(x.compute(scheduler="sync") for x in lazy), expected, case)
+
+
+def test_dask_keeps_dtype_shape_and_chunks(da, rng):
+    q, k, v = (da.from_array(x, chunks=(1, 3, 4)) for x in rng.standard_normal((3, 2, 7, 4)).astype(np.float16))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    assert (out.dtype, lse.dtype) == (np.float16, np.float32)
+    assert out.chunks == q.chunks
+    assert lse.chunks == q.chunks[:2]
+    flat = attention(q[0], k[0], v[0], causal=True)
+    np.testing.assert_array_equal(flat.compute(scheduler="sync"), out[0].compute(scheduler="sync"))
+
+
+def test_dask_computes_no_block_beyond_the_band(da, rng):
+    q, k, v = (da.from_array(x, chunks=(1, 4, 4)) for x in rng.standard_normal((3, 1, 32, 4)))
+
+    def blocks(**options):
+        graph = attention(q, k, v, backend="terms", **options).__dask_graph__()
+        return sum(str(key).startswith("attention-part") for key in graph)
+
+    assert blocks() == 64
+    assert blocks(causal=True) == 36
+    assert blocks(window=4) == 8 + 7 + 7
+    assert blocks(key_lengths=9) == 8 * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q": np.zeros((1, 4, 4))}, "expected a Dask array, found ndarray"),
+        ({"split_every": 1}, "split_every: expected at least 2"),
+        ({"backend": "numpy"}, "backend: parts of a call"),
+        ({"mask": np.zeros((4, 5), bool)}, "mask: shape"),
+        ({"position": rp.T5(np.zeros((8, 3)))}, "the call has 1"),
+        ({"causal": 1}, "causal"),
+    ],
+)
+def test_dask_refuses_bad_calls_before_they_are_computed(change, words, da):
+    call = dict.fromkeys("qkv", da.zeros((1, 4, 4), chunks=2)) | change
+    with pytest.raises(rp.RelposError, match=words):
+        attention(**call)
+
+
+def test_dask_refuses_chunks_of_unknown_size(da):
+    x = da.zeros((1, 4, 4), chunks=2)
+    unknown = x[:, da.from_array(np.array([True, True, False, True]), chunks=2)]
+    with pytest.raises(rp.RelposError, match="unknown size"):
+        attention(x, unknown, unknown)
+
+
+def test_same_chunks_same_bits(da, rng):
+    q, k, v = (da.from_array(x, chunks=(1, 5, 4)) for x in rng.standard_normal((3, 2, 16, 4)).astype(np.float32))
+    lazy = attention(q, k, v)
+    np.testing.assert_array_equal(lazy.compute(scheduler="sync"), lazy.compute(scheduler="threads", num_workers=4))
