@@ -104,8 +104,7 @@ def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[
     chunks: list[tuple[int, ...]] = []
     for axis, n in enumerate(batch, start=-len(batch) - 3):
         # The first operand that has the axis says how it is divided.
-        own = (x.chunks[axis] for x in operands.values() if x.ndim >= -axis and x.shape[axis] == n)
-        chunks.append(next(own))
+        chunks.append(next(x.chunks[axis] for x in operands.values() if x.ndim >= -axis and x.shape[axis] == n))
     group = site.heads // site.kv_heads if site.kv_heads else 1
     heads = q.chunks[-3]
     kv_heads = k.chunks[-3] if any(n % group for n in heads) else tuple(n // group for n in heads)
