@@ -10,6 +10,7 @@ import relpos_np
 sys.path.insert(0, str(Path(__file__).parent.parent / "asv_bench"))
 
 import report
+import scaling_plan
 from gpu import page
 
 project = "relpos_np"
@@ -38,4 +39,4 @@ def scheme_table() -> str:
     return "\n".join(rows)
 
 
-myst_substitutions = {"schemes": scheme_table(), **report.sections(), **page.sections()}
+myst_substitutions = {"schemes": scheme_table(), **report.sections(), **page.sections(), **scaling_plan.sections()}

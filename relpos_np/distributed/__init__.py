@@ -3,5 +3,6 @@
 from relpos_np.distributed.arrays import attention
 from relpos_np.distributed.merging import merge
 from relpos_np.distributed.parts import partial
+from relpos_np.distributed.planning import Plan, plan
 
-__all__ = ["attention", "merge", "partial"]
+__all__ = ["Plan", "attention", "merge", "partial", "plan"]
