@@ -1,6 +1,12 @@
 """Attention in parts is attention: `partial`, `merge`, and Dask arrays, for every scheme that can be divided."""
 
+import importlib.util
 import itertools
+import json
+import queue
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import relpos_np as rp
-from relpos_np.distributed import attention, merge, partial
+from relpos_np.distributed import attention, merge, partial, plan
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Terms
 from relpos_np.testing import example
@@ -307,3 +313,106 @@ def test_same_chunks_same_bits(da, rng):
     q, k, v = (da.from_array(x, chunks=(1, 5, 4)) for x in rng.standard_normal((3, 2, 16, 4)).astype(np.float32))
     lazy = attention(q, k, v)
     np.testing.assert_array_equal(lazy.compute(scheduler="sync"), lazy.compute(scheduler="threads", num_workers=4))
+
+
+# ---------------------------------------------------------------------------------------------- MPI and plans
+
+
+class FakeComm:
+    """What the MPI example uses of a communicator, between threads of one process."""
+
+    def __init__(self, rank, size, boxes):
+        self.rank, self.size, self._boxes = rank, size, boxes
+
+    def send(self, pair, dest):
+        self._boxes[self.rank, dest].put(pair)
+
+    def recv(self, source):
+        return self._boxes[source, self.rank].get(timeout=30)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_the_mpi_example_gives_what_one_process_gives(size, rng):
+    path = Path(__file__).parent.parent / "docs" / "examples" / "mpi_attention.py"
+    spec = importlib.util.spec_from_file_location("mpi_attention", path)
+    mpi_attention = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mpi_attention)
+    q, k, v = rng.standard_normal((3, 2, 21, 4))
+    options = {"position": rp.Shaw(rng.standard_normal((5, 4))), "causal": True, "backend": "terms"}
+    boxes = {pair: queue.Queue() for pair in itertools.product(range(size), repeat=2)}
+
+    def rank(n):
+        mine = mpi_attention.own_range(21, n, size)
+        comm = FakeComm(n, size, boxes)
+        return mpi_attention.attention(comm, q, k[:, mine], v[:, mine], 21, **options)
+
+    with ThreadPoolExecutor(size) as pool:
+        first, *others = pool.map(rank, range(size))
+    assert others == [None] * (size - 1)
+    expected = rp.attention(q, k, v, return_lse=True, **options)
+    for x, y in zip(first, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-13)
+
+
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 50, "k_len": 70, "head_dim": 8, "v_dim": 6}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("query_chunk", "key_chunk"), [(7, 9), (50, 4), (100, 100), (1, 70)])
+def test_a_plan_counts_the_tasks_that_dask_gets(query_chunk, key_chunk, causal, da):
+    chunks = {"q": (1, 2, query_chunk, 8), "k": (1, 1, key_chunk, 8), "v": (1, 1, key_chunk, 6)}
+    shapes = {"q": (2, 4, 50, 8), "k": (2, 2, 70, 8), "v": (2, 2, 70, 6)}
+    operands = {name: da.zeros(shape, chunks=chunks[name]) for name, shape in shapes.items()}
+    graph = attention(**operands, causal=causal, split_every=3, backend="terms").__dask_graph__()
+    names = [str(key).split("-")[0] for key in graph]
+    planned = plan(
+        workers=3, **SIZES, query_chunk=query_chunk, key_chunk=key_chunk, causal=causal, split_every=3, itemsize=8
+    )
+    assert planned.blocks == names.count("attention")
+    assert planned.merges == names.count("_merged")
+    assert planned.tasks == planned.blocks + planned.merges + names.count("_output")
+
+
+def test_a_plan_adds_up():
+    one = plan(workers=1, **SIZES, query_chunk=10, key_chunk=10, operations=1e6, bandwidth=1e6, task_seconds=1e-9)
+    assert one.moved_bytes == 0
+    assert one.transfer_seconds == 0
+    # 4 copies of 5 x 7 blocks, with 2 query heads each, 8 + 6 products.
+    assert one.blocks == 140
+    np.testing.assert_allclose(one.compute_seconds, 140 * 2 * 2 * 10 * 10 * 14 / 1e6)
+    assert one.depth == 1
+    # q, k and v, output and log-sum-exp.
+    assert one.task_bytes == 4 * (2 * 10 * 8 + 10 * 14 + 2 * 10 * 7)
+    ten = plan(workers=10, **SIZES, query_chunk=10, key_chunk=10, operations=1e6, bandwidth=1e6, task_seconds=1e-9)
+    np.testing.assert_allclose(ten.compute_seconds, one.compute_seconds / 10)
+    assert ten.moved_bytes == 140 * 4 * (min(160, 140) + 140) * 9 // 10
+    slow = plan(workers=10, **SIZES, query_chunk=10, key_chunk=10, task_seconds=1.0)
+    assert slow.seconds >= slow.scheduler_seconds == 140 + 20 + 20
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"workers": 0}, "workers"), ({"kv_heads": 3}, "kv_heads: 3 do not divide"), ({"bandwidth": 0.0}, "bandwidth")],
+)
+def test_a_plan_refuses_nonsense(change, words):
+    with pytest.raises(rp.RelposError, match=words):
+        plan(**({"workers": 1, "query_chunk": 4, "key_chunk": 4} | SIZES | change))
+
+
+def test_the_recorded_runs_are_near_the_plan():
+    """Bytes within a factor of 2 where any are sent; time within 4, on cores that others use too."""
+    record = json.loads((Path(__file__).parent.parent / "asv_bench/recorded/distributed.json").read_text())
+    for run in record["runs"]:
+        assert 0.25 < run["seconds"] / run["planned_seconds"] < 4
+        if run["workers"] == 1:
+            # A sum that tells the client that all is done.
+            assert run["bytes"] < 100
+            assert run["planned_bytes"] == 0
+        else:
+            assert 0.5 < run["bytes"] / run["planned_bytes"] < 2
+
+
+def test_dask_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dask.array", None)
+    with pytest.raises(rp.RelposImportError, match=r"relpos-np\[dask\]"):
+        attention(None, None, None)

@@ -102,8 +102,8 @@ def plan(
     Returns
     -------
     Plan
-        ``blocks`` P, ``merges`` M, ``tasks`` P + M + Q, ``depth`` R, ``task_bytes`` that a block's task holds, ``moved_bytes`` N, the
-        seconds of each part, and ``seconds`` T.
+        ``blocks`` P, ``merges`` M, ``tasks`` P + M + Q, ``depth`` R, ``task_bytes`` that a block's task holds,
+        ``moved_bytes`` N, the seconds of each part, and ``seconds`` T.
 
     Raises
     ------
