@@ -115,7 +115,8 @@ def plan(
     Notes
     -----
     Left out are starting workers, bringing operands to them, what a scheme adds beside products, and transfers that
-    hide behind computation. Where :math:`\tau (P + M + Q)` is the larger term, more workers do not help, larger blocks do.
+    hide behind computation. Where :math:`\tau (P + M + Q)` is the larger term, larger blocks help, and more workers do
+    not.
     """
     sizes = {"workers": workers, "batch": batch, "heads": heads, "q_len": q_len, "k_len": k_len}
     sizes |= {"head_dim": head_dim, "query_chunk": query_chunk, "key_chunk": key_chunk, "itemsize": itemsize}
