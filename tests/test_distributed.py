@@ -401,7 +401,10 @@ def test_a_plan_refuses_nonsense(change, words):
 
 def test_the_recorded_runs_are_near_the_plan():
     """Bytes within a factor of 2 where any are sent; time within 4, on cores that others use too."""
-    record = json.loads((Path(__file__).parent.parent / "asv_bench/recorded/distributed.json").read_text())
+    path = Path(__file__).parent.parent / "asv_bench/recorded/distributed.json"
+    if not path.is_file():
+        pytest.skip("not a checkout")
+    record = json.loads(path.read_text(encoding="utf-8"))
     for run in record["runs"]:
         assert 0.25 < run["seconds"] / run["planned_seconds"] < 4
         if run["workers"] == 1:
