@@ -7,6 +7,7 @@ import queue
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +71,40 @@ def test_parts_of_every_scheme_make_the_whole(name, variant, backend):
     out, lse = in_parts(e, queries, backend)
     np.testing.assert_allclose(out, e.expected, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(lse, e.expected_lse, rtol=1e-12, atol=1e-12)
+
+
+def placed(kind, draw):
+    """Schemes that hold something for each token, for each batch item apart: 2 items, 4 heads, 2 key heads, 9 of 12."""
+    places, grid = np.cumsum(np.abs(draw(2, 12)), axis=-1), np.abs(draw(2, 3, 12))
+    boxes = np.sort((100 * np.abs(draw(2, 12, 2, 2))).astype(int), axis=-2).reshape(2, 12, 4)
+    table = draw(32, 4)
+    network = draw(5), draw(5), draw(4, 5), draw(4)
+    schemes = {
+        "positions": lambda: rp.Rotary(positions=places),
+        "positions of keys": lambda: rp.Rotary(positions=places[:1, :9], key_positions=places[1]),
+        "frequencies of heads": lambda: rp.Rotary(frequencies=np.abs(draw(1, 2, 3)), positions=places[:, None, :]),
+        "coordinates": lambda: rp.Rotary(frequencies=np.abs(draw(3, 3)), positions=grid),
+        "xpos": lambda: rp.XPos(positions=places),
+        "boxes": lambda: rp.LayoutBias(table, table, table, boxes),
+        "boxes in another order": lambda: rp.LayoutBias(table, table, table, boxes, positions=np.arange(12)[::-1] * 3),
+        "labels": lambda: rp.GraphLabels(np.abs(10 * draw(2, 9, 12)).astype(int) % 5 - 1, draw(5, 4)),
+        "gates": lambda: rp.WavLM(table, draw(2, 4, 9)),
+        "beyond the threshold": lambda: rp.FIRE(*network, c=1.0, threshold=4.0),
+        "below the threshold": lambda: rp.FIRE(*network, c=1.0, threshold=40.0),
+        "several": lambda: (rp.Rotary(positions=places), rp.ALiBi(form="key"), rp.Shaw(value_table=draw(5, 6))),
+    }
+    return schemes[kind] if kind else list(schemes)
+
+
+@pytest.mark.parametrize("kind", placed(None, lambda *shape: np.ones(shape)))
+def test_parts_of_what_is_held_per_token_and_item_make_the_whole(kind, rng):
+    q, k, v = (rng.standard_normal(shape) for shape in ((2, 4, 9, 6), (2, 2, 12, 6), (2, 2, 12, 6)))
+    position = placed(kind, lambda *shape: rng.standard_normal(shape))()
+    for causal in (False, True):
+        e = SimpleNamespace(q=q, k=k, v=v, position=position, kwargs={"causal": causal})
+        expected = rp.attention(q, k, v, position=position, causal=causal, backend="numpy", return_lse=True)
+        for found, wanted in zip(in_parts(e, cuts(9, 4), "terms"), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", ["paper", "ram"])
