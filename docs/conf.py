@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import checkpoints
 import draw
 import report
+import scaling_plan
 from gpu import page
 
 project = "relpos_np"
@@ -49,4 +50,5 @@ myst_substitutions = {
     "checkpoints": checkpoints.tables(),
     **report.sections(),
     **page.sections(),
+    **scaling_plan.sections(),
 }

@@ -145,7 +145,8 @@ def _spread(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
         raise RelposValueError(f"{name}: shape {x.shape} does not broadcast to {meaning} = {shape}") from None
 
 
-def _key_lengths(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
+def lengths_of_keys(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
+    """How many keys exist, for each batch item."""
     try:
         lengths = np.asarray(value)
     except ValueError:
@@ -281,7 +282,7 @@ def problem(
             left=left,
             right=right,
             mask=None if mask is None else _mask(mask, scores, dtype),
-            key_lengths=None if key_lengths is None else _key_lengths(key_lengths, batch, k_len),
+            key_lengths=None if key_lengths is None else lengths_of_keys(key_lengths, batch, k_len),
             keep=keep,
             keep_scale=1.0 / (1.0 - rate),
         ),

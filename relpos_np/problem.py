@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,42 @@ class Site:
     dtype: np.dtype[Any]
     scores_only: bool
     batch: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a call: of each batch axis, of the heads of queries and of keys, of queries and of keys."""
+
+    batch: tuple[slice, ...]
+    heads: slice
+    kv_heads: slice
+    queries: slice
+    keys: slice
+
+    def nearby(self, site: Site) -> tuple[Site, Part]:
+        """The call cut to the part, with all of its heads, and the part as that call sees it."""
+        here, _ = self.alone(site)
+        here = replace(here, heads=site.heads, kv_heads=site.kv_heads)
+        return here, replace(self.of(here), heads=self.heads, kv_heads=self.kv_heads)
+
+    def alone(self, site: Site) -> tuple[Site, Part]:
+        """The call cut to the part, and all of it."""
+        here = replace(
+            site,
+            batch=tuple(axis.stop - axis.start for axis in self.batch),
+            heads=self.heads.stop - self.heads.start,
+            kv_heads=self.kv_heads.stop - self.kv_heads.start,
+            q_len=self.queries.stop - self.queries.start,
+            k_len=self.keys.stop - self.keys.start,
+            offset=site.offset + self.queries.start - self.keys.start,
+        )
+        return here, self.of(here)
+
+    @classmethod
+    def of(cls, site: Site) -> Part:
+        """All of a call."""
+        batch = tuple(slice(0, n) for n in site.batch)
+        return cls(batch, *(slice(0, n) for n in (site.heads, site.kv_heads, site.q_len, site.k_len)))
 
 
 @dataclass(slots=True, eq=False)

@@ -151,6 +151,24 @@ class Terms:
         )
 
 
+def of_batch(x: Array, inner: int, batch: tuple[slice, ...]) -> Array:
+    """Some batch items of an array whose axes before the last `inner` ones broadcast to those of the batch."""
+    lead = x.ndim - inner
+    at = (slice(None) if n == 1 else s for n, s in zip(x.shape[:lead], batch[len(batch) - lead :], strict=True))
+    return x[tuple(at)]
+
+
+def cut_map(
+    index: IndexMap, q_len: int, queries: slice, keys: slice, batch: tuple[slice, ...] = ()
+) -> Toeplitz | Dense:
+    """The map of some of q_len queries, some keys and some batch items."""
+    if isinstance(index, Dense):
+        return Dense(np.ascontiguousarray(of_batch(index.index, 2, batch)[..., queries, keys]), index.rows)
+    count = queries.stop - queries.start + keys.stop - keys.start - 1
+    first = keys.start - queries.stop + q_len
+    return Toeplitz(index.lookup[first : first + max(count, 0)], index.rows)
+
+
 def fit(x: Array, shape: tuple[int, ...]) -> Array:
     """Sum a gradient over the axes along which its operand was broadcast, and over the heads that share one."""
     if x.ndim > len(shape):

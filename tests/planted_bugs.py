@@ -40,7 +40,7 @@ BUGS = [
     Bug("shaw: scale dropped in the formula", "schemes/shaw.py", '"...id,...ijd->...ij", q, a) * site.dtype.type(site.scale)', '"...id,...ijd->...ij", q, a)'),
     Bug("t5: transposed table", "schemes/t5.py", "return table.T[:, bucket][:, d - nearest]", "return table.T[:, bucket][:, d.T[::-1, ::-1].T - nearest]"),
     Bug("xl: u missing in lower", "schemes/transformer_xl.py", "content = q + u[:, None, :]", "content = q"),
-    Bug("xl: first row of xlnet", "schemes/transformer_xl.py", 'first = site.k_len - (1 if self.variant == "conformer" else 0)', "first = site.k_len - 1"),
+    Bug("xl: first row of xlnet", "schemes/transformer_xl.py", '(0 if self.variant in ("xlnet", "xlnet_uni") else 1)', "1"),
     Bug("sinusoid: frequency", "schemes/sinusoidal.py", "(np.arange(dim) // 2) / dim", "(np.arange(dim) // 2) / (dim - 1)"),
     Bug("rotary: sign", "rotations.py", "[np.cos(angle), -np.sin(angle)]", "[np.cos(angle), np.sin(angle)]"),
     Bug("rotary: sign in lower", "schemes/rotary.py", "np.negative(sin, out=across[..., first])", "across[..., first] = sin"),
@@ -89,8 +89,8 @@ BUGS = [
     Bug("gradient: vectors of values before dropout", "gradient.py", "sums = index.sums(kept)", "sums = index.sums(p)"),
     Bug("shaw: scale dropped in lift", "schemes/shaw.py", "(grad.queries[0].weights * site.dtype.type(site.scale))", "grad.queries[0].weights"),
     Bug("shaw: left of the keys' table for values", "schemes/shaw.py", "self._map(self.value_table, self._value_zero, site)", "self._map(self.value_table, self._key_zero, site)"),
-    Bug("xl: where xlnet_uni runs on", "schemes/transformer_xl.py", '(site.k_len, 1) if self.variant == "xlnet_uni"', '(site.k_len, 2) if self.variant == "xlnet_uni"'),
-    Bug("xl: zero_triu takes the diagonal", "schemes/transformer_xl.py", "past = 0 if self.zero_triu", "past = -1 if self.zero_triu"),
+    Bug("xl: where xlnet_uni runs on", "schemes/transformer_xl.py", '"xlnet_uni": 1}', '"xlnet_uni": 2}'),
+    Bug("xl: zero_triu takes the diagonal", "schemes/transformer_xl.py", "furthest = 0 if self.zero_triu", "furthest = -1 if self.zero_triu"),
     Bug("xl: gradient of u into v", "schemes/transformer_xl.py", '"v": fit(position.sum', '"v": fit(content.sum'),
     Bug("xl: gradient of the next query's row", "schemes/transformer_xl.py", "position[..., 1:, :] += np.asarray(grad.queries[1].query)[..., :-1, :] * scale", "position += np.asarray(grad.queries[1].query) * scale"),
     Bug("swin_v2: slope of the sigmoid", "schemes/swin_v2.py", "dz * (4 / np.cosh(z / 2) ** 2)", "dz * (8 / np.cosh(z / 2) ** 2)"),
@@ -191,6 +191,16 @@ BUGS = [
     Bug("testing: tolerance of a sum for each element", "testing/records.py", "largest = max(1.0, float(np.abs(value).max(initial=0.0)))", "largest = max(1.0, float(np.abs(value).sum()))"),
     Bug("testing: arrays by columns", "testing/files.py", "(found, by_columns, kind) != (shape, False, dtype)", "(found, kind) != (shape, dtype)"),
     Bug("testing: layers on one backend", "testing/functions.py", 'chosen = self.then is not None or "backend"', 'chosen = "backend"'),
+    Bug("parts: bias of the first heads", "distributed/slicing.py", "return x if len(x) == 1 else x[heads]", "return x[: heads.stop - heads.start]"),
+    Bug("parts: keys that exist", "distributed/slicing.py", "np.clip(lengths - keys.start, 0", "np.clip(lengths, 0"),
+    Bug("parts: a scheme that computes with keys", "distributed/slicing.py", "    if depends:\n", "    if scheme.content:\n"),
+    Bug("merge: unweighted", "distributed/merging.py", "merged + share * out", "merged + out"),
+    Bug("merge: a part without keys", "distributed/merging.py", "np.isneginf(own)[..., None]", "np.isnan(own)[..., None]"),
+    Bug("parts: offset of the queries", "problem.py", "site.offset + self.queries.start - self.keys.start", "site.offset - self.keys.start"),
+    Bug("parts: a distance too early", "terms.py", "first = keys.start - queries.stop + q_len", "first = keys.start - queries.start"),
+    Bug("fire: place of a part's queries", "schemes/fire.py", "cut._first_key = part.keys.start", "cut._first_key = 0"),
+    Bug("xl: rows of a part", "schemes/transformer_xl.py", "cut.rows, cut._row = self.rows[low : high + 1, part.heads], own - low", "cut.rows, cut._row = self.rows[low : high + 1, part.heads], own"),
+    Bug("layout: a part's tokens", "schemes/layout.py", "cut._positions = at if", "cut._positions = np.arange(len(at)) if"),
     Bug("testing: forgotten precision", "testing/arguments.py", 'value.astype(dtype) if value.dtype.kind == "f" or', 'value if value.dtype.kind == "f" or'),
 ]
 # fmt: on
@@ -202,6 +212,8 @@ FIRST = {
     "bucket.py": "index schemes_tables seed_formulas",
     "check.py": "bad_input masks",
     "dense.py": "masks schemes",
+    "distributed/merging.py": "distributed",
+    "distributed/slicing.py": "distributed",
     "frequencies.py": "schemes_rotary schemes_rotary_positions",
     "gradient.py": "gradients:option gradients",
     "index.py": "index schemes schemes_bias schemes_vectors",
@@ -239,6 +251,7 @@ FIRST = {
     "layers/state.py": "layers_state layers",
     "layers/swin.py": "layers_window",
     "layers/window.py": "layers_window",
+    "problem.py": "distributed masks",
     "resize.py": "schemes_windows",
     "rotations.py": "schemes_rotary",
     "schemes/alibi.py": "schemes_bias",
@@ -246,10 +259,10 @@ FIRST = {
     "schemes/cope.py": "schemes_cope gradients:cope",
     "schemes/deberta.py": "schemes_vectors:deberta gradients:deberta",
     "schemes/decomposed.py": "schemes_windows gradients:decomposed",
-    "schemes/fire.py": "schemes_curves gradients:fire",
+    "schemes/fire.py": "schemes_curves gradients:fire distributed:fire",
     "schemes/graph.py": "schemes_vectors:graph schemes_vectors",
     "schemes/irpe.py": "schemes_grids",
-    "schemes/layout.py": "schemes_tables gradients:layout",
+    "schemes/layout.py": "schemes_tables gradients:layout distributed:layout",
     "schemes/neighborhood.py": "schemes_grids",
     "schemes/rotary.py": "schemes_rotary schemes_rotary_positions gradients",
     "schemes/sandwich.py": "schemes_curves",
@@ -258,9 +271,9 @@ FIRST = {
     "schemes/swin_v2.py": "schemes_windows gradients:swin_v2",
     "schemes/t5.py": "schemes seed_formulas",
     "schemes/tisa.py": "schemes_curves gradients:tisa",
-    "schemes/transformer_xl.py": "schemes schemes_vectors:transformer_xl gradients:transformer_xl",
+    "schemes/transformer_xl.py": "schemes schemes_vectors:transformer_xl gradients:transformer_xl distributed:transformer_xl",
     "schemes/wavlm.py": "schemes_tables gradients:wavlm",
-    "terms.py": "terms gradients:option gradients",
+    "terms.py": "terms gradients:option gradients distributed",
     "testing/arguments.py": "testing:gradient testing:arguments vectors",
     "testing/cases.py": "testing cli",
     "testing/compare.py": "testing vectors",
@@ -273,10 +286,10 @@ FIRST = {
 TESTS = """
     index rel_shift schemes schemes_rotary seed_formulas terms schemes_bias schemes_windows schemes_curves schemes_cope
     schemes_grids schemes_tables schemes_vectors schemes_rotary_positions layers layers_state layers_window bad_input
-    masks testing testing_examples mpmath equivalence decode vectors gradients cli kernels
+    masks testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels
 """
 # What says nothing of numbers.
-OTHERS = "asv completeness cuda docs gpu_script imports pictures planted_bugs plot readme"
+OTHERS = "asv completeness cuda distributed_cluster docs gpu_script imports pictures planted_bugs plot readme"
 # In the simulator; of other files they say nothing.
 SIMULATED = "attention arrays backward decode operand product properties resident shift"
 

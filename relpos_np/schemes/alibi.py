@@ -9,7 +9,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.index import clip_map, difference_map, relative_positions
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.terms import KeyTerm, TableTerm, Terms
 from relpos_np.types import Array
@@ -174,6 +174,10 @@ class ALiBi(Scheme):
             factor = factor.astype(site.dtype)
         table = np.multiply.outer(slopes, factor).astype(site.dtype, copy=False)
         return Terms(tables=(TableTerm(table, difference_map(site.q_len, site.k_len)),))
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """Only the key form knows where keys stand."""
+        return (self, site, part) if self.form == "key" else (self, *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """A slope collects each row times its distance; the default slopes are not trained."""

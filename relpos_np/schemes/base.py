@@ -10,7 +10,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.dense import drop
 from relpos_np.errors import RelposValueError
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.terms import Terms
 from relpos_np.types import Array
 
@@ -37,6 +37,8 @@ class Scheme:
     reads_keys = True
     # Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
     excludes = False
+    # Whether nothing but j - i - offset and the head decides what is added, so that lengths and places have no effect.
+    relative = False
 
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call."""
@@ -60,6 +62,16 @@ class Scheme:
         with them is done with a copy on the host.
         """
         raise NotImplementedError
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """What lowers a part of a call: a scheme, the call it is to be lowered for, and the part as that call sees it.
+
+        The call that is returned may be as small as the part, or that of `site`; terms are cut to what is then left of
+        `part`. Unless nothing is, `lower` may only hand q and k on as they are, since it then gets stand-ins. The
+        scheme that is returned travels to where the part is computed, so it should hold little else than the part
+        needs; it is used for nothing but `lower`.
+        """
+        return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The way back of `lower`: from gradients of the terms, in a record like theirs, to those of its arguments.

@@ -9,7 +9,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.dense import repeat_heads
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.terms import Terms, fit
 from relpos_np.types import Array
@@ -176,6 +176,13 @@ class CoPE(Scheme):
         low = np.take_along_axis(whole, row, axis=-1)
         bias = low + part * (np.take_along_axis(whole, self._next(row), axis=-1) - low)
         return Terms(biases=((bias * self._factor(site)).astype(site.dtype, copy=False),))
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """Nothing: positions are sums over gates of all later keys."""
+        raise RelposValueError(
+            f"position: {self!r} cannot be computed for a part of a call, since each position is a sum over all "
+            "keys between query and key"
+        )
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation to query and table, and through the counting to the gates' products."""

@@ -181,6 +181,8 @@ class DeBERTa(Scheme):
     published sizes (s = 256, P = 512); for s = 128 and P = 513 the former puts the distances 128 and 256 one too far.
     """
 
+    relative = True
+
     def __init__(
         self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: str = "code"
     ) -> None:

@@ -2,6 +2,7 @@ r"""FIRE: a small network of the distance, which is measured against how far the
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.index import difference_map, relative_positions
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.terms import TableTerm, Terms
 from relpos_np.types import Array
@@ -136,6 +137,8 @@ class FIRE(Scheme):
         self.b2 = check.table("b2", b2, "heads")
         self.c, self.threshold = _scalar("c", c), _scalar("threshold", threshold)
         self.eps = check.real("eps", eps)
+        # Where the first key stands, in a part of a call.
+        self._first_key = 0
         if self.eps < 0:
             raise RelposValueError(f"eps: expected 0 or more, found {eps}")
         heads, hidden = self.w2.shape
@@ -160,8 +163,8 @@ class FIRE(Scheme):
 
         n has the shape (rows of the Toeplitz lookup,) or (queries, L_k), and m broadcasts to it.
         """
-        level = float(self.threshold)
-        if site.offset + site.q_len - 1 <= level:
+        level, first_key = float(self.threshold), self._first_key
+        if site.offset + first_key + site.q_len - 1 <= level:
             d = relative_positions(site.q_len, site.k_len, site.offset)
             return True, [(slice(None), np.abs(d).astype(np.float64), np.full(1, level))]
         step = max(1, _BLOCK // max(1, site.k_len * self.w1.size))
@@ -169,7 +172,7 @@ class FIRE(Scheme):
         for first in range(0, site.q_len, step):
             at = np.arange(first, min(first + step, site.q_len), dtype=np.float64) + site.offset
             n = np.abs(np.subtract.outer(at, np.arange(site.k_len, dtype=np.float64)))
-            blocks.append((slice(first, first + step), n, np.maximum(at, level)[:, None]))
+            blocks.append((slice(first, first + step), n, np.maximum(at + first_key, level)[:, None]))
         return False, blocks
 
     def _hidden(self, n: Array, m: Array) -> tuple[Array, Array, Array]:
@@ -192,6 +195,12 @@ class FIRE(Scheme):
         if alone:
             return Terms(tables=(TableTerm(bias, difference_map(site.q_len, site.k_len)),))
         return Terms(biases=(bias,))
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """Places of queries count from the first key of all."""
+        cut = copy.copy(self)
+        cut._first_key = part.keys.start
+        return (cut, *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the network, to its input, to c and L; block by block as in `lower`."""

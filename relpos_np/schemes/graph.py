@@ -2,15 +2,16 @@ r"""Labels between any two tokens, such as edges or distances in a graph: a bias
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 
 from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm
+from relpos_np.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
 from relpos_np.types import Array, Int32
 
 
@@ -216,6 +217,12 @@ class GraphLabels(Scheme):
         if self.value_table is not None:
             terms.values = (ValueTerm(_per_head(self.value_table).astype(site.dtype, copy=False), index),)
         return terms
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """Labels of the pairs."""
+        cut = copy.copy(self)
+        cut.labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
+        return (cut, *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Each table collects what its term's weights receive."""

@@ -81,6 +81,7 @@ class KERPLE(Scheme):
     NeurIPS 2022.
     """
 
+    relative = True
     reads_keys = False
 
     def __init__(self, a: Any, b: Any, *, form: str = "log") -> None:

@@ -2,6 +2,8 @@ r"""Layout bias of document models: buckets of positions in the text and of plac
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,9 @@ from relpos_np import check
 from relpos_np.bucket import ROUNDING, bucket_table, t5_bucket
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.index import bucket_rows, t5_map
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import IndexMap, TableTerm, Terms
+from relpos_np.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("layoutlmv2", "layoutlmv3", "udop")
@@ -343,6 +345,18 @@ class LayoutBias(Scheme):
                 for table, index in zip(self._tables().values(), self._index(site), strict=True)
             )
         )
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """A page whose first tokens are the queries, and the others the keys."""
+        here, rest = part.nearby(site)
+        cut = copy.copy(self)
+        at = np.concatenate([np.arange(s.start, s.stop) + m for s, m in ((part.queries, site.offset), (part.keys, 0))])
+        cut._boxes = of_batch(self._boxes, 2, part.batch)[..., at, :]
+        if self.table is not None:
+            cut._positions = at if self._positions is None else of_batch(self._positions, 1, part.batch)[..., at]
+        cut._maps = None
+        page = replace(here, k_len=len(at), offset=0)
+        return cut, page, replace(rest, keys=slice(here.q_len, len(at)))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again."""

@@ -137,6 +137,7 @@ class Plain(Scheme):
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017.
     """
 
+    relative = True
     reads_keys = False
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:

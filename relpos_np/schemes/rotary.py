@@ -2,6 +2,7 @@ r"""Rotary positions: queries and keys turned by angles that grow with their pos
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -11,10 +12,10 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.frequencies import rotary_frequencies
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.rotations import rotary_matrices, rotate_pairs, xpos_scales
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import Terms
+from relpos_np.terms import Terms, of_batch
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
@@ -244,6 +245,20 @@ class Rotary(Scheme):
         """The same with tables of cosines and sines, on the keys before their heads are repeated."""
         turns = self._tables(site)
         return Terms(query=_turn(q, *turns[0], self.layout), key=_turn(k, *turns[1], self.layout))
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """Positions of queries and of keys, and frequencies of the heads; without positions, distances decide."""
+        cut = copy.copy(self)
+        if self.frequencies is not None and self.frequencies.ndim == 3:
+            cut.frequencies = self.frequencies[:, part.kv_heads]
+        if self.positions is not None:
+            inner = 1 if self._axes is None else 2
+            columns = self.positions if self.key_positions is None else self.key_positions
+            first = site.offset if self.key_positions is None else 0
+            queries = slice(part.queries.start + first, part.queries.stop + first)
+            cut.positions = of_batch(self.positions, inner, part.batch)[..., queries]
+            cut.key_positions = of_batch(columns, inner, part.batch)[..., part.keys]
+        return (cut, *part.alone(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""

@@ -106,6 +106,7 @@ class Sandwich(Scheme):
     ACL 2023.
     """
 
+    relative = True
     reads_keys = False
 
     def __init__(

@@ -238,6 +238,7 @@ class Shaw(Scheme):
     Indices there run over j - i, as here. Huang et al., "Music Transformer", ICLR 2019.
     """
 
+    relative = True
     reads_keys = False
 
     def __init__(

@@ -2,6 +2,7 @@ r"""Swin V2: products of unit vectors, and a bias that a small network finds fro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import log, prod
 from typing import Any
@@ -11,9 +12,9 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.index import grid_map
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import TableTerm, Terms
+from relpos_np.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.types import Array
 
 VARIANTS = ("microsoft", "transformers", "paper")
@@ -217,7 +218,7 @@ class SwinV2(Scheme):
         if variant == "paper" and pretrained_window is not None:
             raise RelposValueError("pretrained_window: the coordinates of variant 'paper' are not divided by a window")
         side = [np.arange(n) for n in self.window]
-        self._map = grid_map(side, side, self.window)
+        self._map: IndexMap = grid_map(side, side, self.window)
         heads, hidden = self.output_weight.shape
         for name, found, expected in (
             ("hidden_weight", self.hidden_weight.shape, (hidden, 2)),
@@ -272,6 +273,14 @@ class SwinV2(Scheme):
             key=key,
             tables=(TableTerm(np.ascontiguousarray(table.T, site.dtype), self._map),),
         )
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """The network's outputs and factors of the heads, and the map of the pairs."""
+        cut = copy.copy(self)
+        cut.output_weight, cut.logit_scale = self.output_weight[part.heads], self.logit_scale[part.heads]
+        cut.output_bias = None if self.output_bias is None else self.output_bias[part.heads]
+        cut._map = cut_map(self._map, site.q_len, part.queries, part.keys)
+        return (cut, *part.alone(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the lengths of q and k, and back through the network."""

@@ -90,6 +90,7 @@ class T5(Scheme):
     Transformer", JMLR 2020.
     """
 
+    relative = True
     reads_keys = False
 
     def __init__(

@@ -94,6 +94,7 @@ class TISA(Scheme):
     Language Models", ACL 2021.
     """
 
+    relative = True
     reads_keys = False
 
     def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: str = "paper") -> None:

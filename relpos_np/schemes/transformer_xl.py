@@ -2,6 +2,7 @@ r"""Transformer-XL: content and position terms with two global biases, and what 
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.index import distance_map, wrapped_map
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.relshift import VARIANTS as SHIFTS
 from relpos_np.relshift import rel_shift
 from relpos_np.schemes.base import Scheme, SchemeGradient
@@ -297,6 +298,8 @@ class TransformerXL(Scheme):
             raise RelposValueError(
                 f"rows: expected (R, {self.u.shape[0]}, {self.u.shape[1]}) as in u, found {self.rows.shape}"
             )
+        # The row of a query's own position, where it does not follow from the lengths: in a part of a call.
+        self._row: int | None = None
 
     def check(self, site: Site) -> None:
         """Heads, head_dim and the number of rows must match the call."""
@@ -336,18 +339,56 @@ class TransformerXL(Scheme):
         lengths = site.q_len, site.k_len, site.offset
         if self.variant == "wenet":
             return self._absolute(q, k, content, weights, site)
-        past = 0 if self.zero_triu else site.q_len + site.k_len
+        furthest = 0 if self.zero_triu else site.k_len - site.offset
+        first = self._own_row(site)
         if self.variant in ("conformer", "xlnet"):
-            first = site.k_len - (1 if self.variant == "conformer" else 0)
-            index = distance_map(*lengths, first, len(rows), past)
+            index = distance_map(*lengths, first, len(rows), furthest)
             return Terms(query=content, queries=(QueryTerm(position, weights, index),))
-        # Beyond the diagonal the shift runs on into the products of the next query, after a zero or at once.
-        first, wrap = (site.k_len, 1) if self.variant == "xlnet_uni" else (site.k_len - 1, 2)
         terms = [QueryTerm(position, weights, distance_map(*lengths, first, len(rows), 0))]
-        if site.right >= wrap and site.q_len > wrap and not self.zero_triu:
+        wrap = self._wrap(site)
+        if wrap is not None:
             following = np.concatenate([position[..., 1:, :], np.zeros_like(position[..., :1, :])], axis=-2)
             terms.append(QueryTerm(following, weights, wrapped_map(*lengths, len(rows), wrap)))
         return Terms(query=content, queries=tuple(terms))
+
+    def _own_row(self, site: Site) -> int:
+        """The row that belongs to a query's own position."""
+        if self._row is not None:
+            return self._row
+        return site.k_len - (0 if self.variant in ("xlnet", "xlnet_uni") else 1)
+
+    def _wrap(self, site: Site) -> int | None:
+        """The relative position from which on the shift runs into the products of the next query, if any is reached.
+
+        Between the diagonal and there, there may be a zero.
+        """
+        first = {"transformer_xl": 2, "espnet_legacy": 2, "xlnet_uni": 1}.get(self.variant)
+        reached = first is not None and site.right >= first and site.q_len > first and not self.zero_triu
+        return first if reached else None
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """Rows of the distances that occur, or of the keys, and vectors of the heads."""
+        here, rest = part.alone(site)
+        cut = copy.copy(self)
+        cut.u, cut.v = self.u[part.heads], self.v[part.heads]
+        if self.variant == "wenet":
+            cut.rows = self.rows[part.keys, part.heads]
+            return cut, here, rest
+        if self._wrap(site) is not None:
+            if part.queries.stop < site.q_len:
+                raise RelposValueError(
+                    f"position: {self!r} without a causal mask cannot be computed for the first "
+                    f"{part.queries.stop} of {site.q_len} queries, since the last of them needs the next query too; "
+                    "divide the keys only"
+                )
+            cut.rows, cut._row = self.rows[:, part.heads], self._own_row(site)
+            return cut, here, rest
+        # The lowest and the highest row, of which there is one at least.
+        own, last = self._own_row(site), len(self.rows) - 1
+        low = min(max(own + 1 - here.q_len - here.offset, 0), max(last, 0))
+        high = max(min(own + here.k_len - 1 - here.offset, last), low)
+        cut.rows, cut._row = self.rows[low : high + 1, part.heads], own - low
+        return cut, here, rest
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Both vectors collect what their heads' queries receive, and rows return to (R, H, D)."""

@@ -2,6 +2,7 @@ r"""WavLM's gated bias: T5's buckets, times a number per query and head that the
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ from relpos_np import check
 from relpos_np.bucket import ROUNDING, bucket_table, t5_bucket
 from relpos_np.errors import RelposValueError
 from relpos_np.index import t5_map
-from relpos_np.problem import Site
+from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import QueryTerm, Terms
+from relpos_np.terms import QueryTerm, Terms, of_batch
 from relpos_np.types import Array
 
 
@@ -216,6 +217,12 @@ class WavLM(Scheme):
         index = t5_map(site.q_len, site.k_len, site.offset, rows, last, True, self.rounding)
         gate = self.gate[..., None].astype(site.dtype, copy=False)
         return Terms(queries=(QueryTerm(gate, self.table.T[..., None].astype(site.dtype, copy=False), index),))
+
+    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
+        """Gates of the queries."""
+        cut = copy.copy(self)
+        cut.gate = of_batch(self.gate, 2, part.batch)[..., part.queries]
+        return (cut, *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again, and the gate's only channel."""

@@ -1,0 +1,278 @@
+"""Attention over Dask arrays: a task for each block of queries and keys, and a tree that merges them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from relpos_np import check
+from relpos_np.distributed.merging import merge
+from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
+from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.lowering import checked_schemes
+from relpos_np.problem import Part, Problem
+from relpos_np.schemes.base import Scheme
+from relpos_np.types import Array
+
+_HALVES = ("float16", "bfloat16")
+
+
+def _dask() -> tuple[Any, Any]:
+    try:
+        import dask.array
+        from dask.delayed import delayed
+    except ImportError as error:
+        raise RelposImportError(
+            f'attention over Dask arrays needs dask ({error}); install it with `pip install "relpos-np[dask]"`'
+        ) from error
+    return dask.array, delayed
+
+
+class _Schemes:
+    """Schemes that travel to a worker once and not with each task; Dask does not look inside."""
+
+    def __init__(self, schemes: tuple[Scheme, ...]) -> None:
+        self.schemes = schemes
+
+
+class _Block:
+    """What a task does, without its operands."""
+
+    def __init__(self, name: str, narrowed: Narrowed, schemes: tuple[Scheme, ...], options: dict[str, Any]) -> None:
+        self.name, self.options = name, options
+        # None: the scheme itself, which all tasks share.
+        self.narrowed = [
+            (None if mine is scheme else mine, site, part)
+            for (mine, site, part), scheme in zip(narrowed, schemes, strict=True)
+        ]
+
+    def __call__(self, q: Array, k: Array, v: Array, mask: Array | None, shared: _Schemes) -> tuple[Array, Array]:
+        """Output and log-sum-exp of one block."""
+        problem, _, _ = check.problem(q, k, v, mask=mask, **self.options)
+        narrowed = tuple(
+            (scheme if mine is None else mine, site, part)
+            for (mine, site, part), scheme in zip(self.narrowed, shared.schemes, strict=True)
+        )
+        return compute(self.name, problem, narrowed)
+
+
+def _merged(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return merge(*parts)
+
+
+def _output(pair: tuple[Array, Array], dtype: np.dtype[Any]) -> Array:
+    return pair[0].astype(dtype, copy=False)
+
+
+def _log_sum(pair: tuple[Array, Array]) -> Array:
+    return pair[1]
+
+
+def _slices(chunks: tuple[int, ...]) -> list[slice]:
+    ends = list(itertools.accumulate(chunks))
+    return [slice(end - n, end) for end, n in zip(ends, chunks, strict=True)]
+
+
+def _stand_in(x: Any) -> Array:
+    """An array of the same shape without the memory, in the dtype of the computation."""
+    dtype = np.dtype(np.float32) if x.dtype.name in _HALVES else x.dtype.newbyteorder("=")
+    return np.broadcast_to(np.zeros((), dtype), x.shape)
+
+
+def _operands(da: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """Check what only Dask arrays can be wrong in."""
+    for name, x in named.items():
+        if not isinstance(x, da.Array):
+            raise RelposTypeError(
+                f"{name}: expected a Dask array, found {type(x).__name__}; convert it with dask.array.from_array"
+            )
+        if any(np.isnan(n) for axis in x.chunks for n in axis):
+            raise RelposValueError(f"{name}: chunks of unknown size {x.chunks}; call its compute_chunk_sizes() first")
+    if len({x.dtype for x in named.values()}) > 1:
+        check.one_dtype({name: x.dtype for name, x in named.items()})
+    return {name: x[None] if x.ndim == 2 else x for name, x in named.items()}
+
+
+def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
+    """Operands in blocks that fit each other, and the chunks of the batch axes, heads of keys, queries and keys."""
+    batch, site = problem.batch, problem.site
+    q, k = operands["q"], operands["k"]
+    chunks: list[tuple[int, ...]] = []
+    for axis, n in enumerate(batch, start=-len(batch) - 3):
+        # The first operand that has the axis says how it is divided.
+        chunks.append(next(x.chunks[axis] for x in operands.values() if x.ndim >= -axis and x.shape[axis] == n))
+    group = site.heads // site.kv_heads if site.kv_heads else 1
+    heads = q.chunks[-3]
+    kv_heads = k.chunks[-3] if any(n % group for n in heads) else tuple(n // group for n in heads)
+    lengths = {"q": q.chunks[-2], "k": k.chunks[-2], "v": k.chunks[-2]}
+    aligned = {}
+    for name, x in operands.items():
+        # Vectors are whole in each block.
+        own = tuple(n * group for n in kv_heads) if name == "q" else kv_heads
+        wide = da.broadcast_to(x, (*batch, *x.shape[-3:]))
+        aligned[name] = wide.rechunk((*chunks, own, lengths[name], (x.shape[-1],)))
+    return aligned, (*chunks, kv_heads, lengths["q"], lengths["k"])
+
+
+def _mask_blocks(da: Any, mask: Any, chunks: Sequence[tuple[int, ...]]) -> Any:
+    """Blocks of a mask (..., H, L_q, L_k), one along an axis of size 1 or that it does not have."""
+    fitting = tuple(
+        (1,) if n == 1 else own for n, own in zip(mask.shape, chunks[len(chunks) - mask.ndim :], strict=True)
+    )
+    blocks = (mask.rechunk(fitting) if isinstance(mask, da.Array) else da.from_array(mask, chunks=fitting)).to_delayed()
+    return blocks.reshape((1,) * (len(chunks) - mask.ndim) + blocks.shape)
+
+
+def _reached(problem: Problem, part: Part) -> bool:
+    """Whether any pair of a block may attend."""
+    low = part.keys.start - (part.queries.stop - 1 + problem.site.offset)
+    high = part.keys.stop - 1 - (part.queries.start + problem.site.offset)
+    lengths = problem.key_lengths
+    exists = lengths is None or bool((lengths[part.batch] > part.keys.start).any())
+    return exists and low <= problem.right and high >= -problem.left
+
+
+def _parts(problem: Problem, chunks: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], list[Part]]]:
+    """For each block of the output its place, (..., heads, queries), and the blocks of keys that it needs."""
+    group = problem.site.heads // problem.site.kv_heads if problem.site.kv_heads else 1
+    ranges = [_slices(axis) for axis in chunks]
+    for place in itertools.product(*(range(len(axis)) for axis in ranges[:-1])):
+        *batch, kv_heads, queries = (axis[n] for axis, n in zip(ranges[:-1], place, strict=True))
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        yield place, [Part(tuple(batch), heads, kv_heads, queries, keys) for keys in ranges[-1]]
+
+
+def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
+    """A tree over pairs in the order of the keys."""
+    join = delayed(_merged, pure=False)
+    while len(pairs) > 1:
+        pairs = [
+            join(pairs[n : n + split_every]) if n + 1 < len(pairs) else pairs[n]
+            for n in range(0, len(pairs), split_every)
+        ]
+    return pairs[0]
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Scheme | tuple[Scheme, ...] | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    offset: int | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+    split_every: int = 8,
+) -> Any:
+    """Attention of Dask arrays, as a Dask array: `relpos_np.attention` in blocks.
+
+    Parameters
+    ----------
+    q : dask.array.Array, shape (..., H, L_q, D)
+        Queries, in chunks along any axes. Vectors are put in one chunk.
+    k : dask.array.Array, shape (..., H_kv, L_k, D)
+        Keys. Their chunks divide the work along L_k; along other axes they are divided as q is.
+    v : dask.array.Array, shape (..., H_kv, L_k, D_v)
+        Values, divided as k is.
+    position : scheme or tuple of schemes, optional
+        See `relpos_np.attention`; see `partial` for what cannot be divided.
+    mask : dask.array.Array or ndarray of bool or float, optional
+        Broadcast to (..., H, L_q, L_k).
+    causal, window, key_lengths, scale, offset
+        See `relpos_np.attention`.
+    backend : {"terms", "numba", "cuda"}, optional
+        What computes each block; see `relpos_np.set_backend`.
+    return_lse : bool
+        Also return the natural log-sum-exp of the scores.
+    split_every : int
+        How many results of blocks of keys are merged at a time, 2 or more.
+
+    Returns
+    -------
+    out : dask.array.Array, shape (..., H, L_q, D_v)
+        In the dtype and the chunks of q.
+    lse : dask.array.Array, shape (..., H, L_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    RelposError
+        As `relpos_np.attention` and `partial`, when it is called and not when it is computed, but for a scheme that
+        turns out to depend on queries and keys as a whole.
+    RelposImportError
+        If dask is not installed.
+
+    Notes
+    -----
+    Nothing is computed before the result is. A task holds one block of queries, one of keys and values, and what the
+    schemes say of these; blocks without a pair that may attend are left out. The same chunks give the same bits,
+    whatever the scheduler and the number of workers.
+    """
+    da, delayed = _dask()
+    name = evaluating(backend)
+    split_every = check.integer("split_every", split_every, 2)
+    check.flag("return_lse", return_lse)
+    named = {"q": q, "k": k, "v": v}
+    flat = all(getattr(x, "ndim", 0) == 2 for x in named.values())
+    operands = _operands(da, named)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    if mask is not None and not isinstance(mask, da.Array):
+        mask = check.array("mask", mask)
+    # Shapes are checked on stand-ins, numbers when they are there.
+    problem, _, _ = check.problem(
+        *(_stand_in(x) for x in operands.values()),
+        mask=None if mask is None else _stand_in(mask),
+        key_lengths=key_lengths,
+        offset=offset,
+        **options,
+    )
+    site = problem.site
+    schemes = checked_schemes(position, problem)
+    operands, chunks = _aligned(da, operands, problem)
+    blocks = {key: x.to_delayed() for key, x in operands.items()}
+    masks = None
+    if mask is not None:
+        masks = _mask_blocks(da, mask, (*chunks[:-3], operands["q"].chunks[-3], *chunks[-2:]))
+    shared = delayed(_Schemes(schemes), traverse=False)
+    grid = [len(axis) for axis in chunks[:-1]]
+    # Vectors have an axis of their own.
+    outs, sums = np.empty((*grid, 1), object), np.empty(grid, object)
+    lead, token = len(site.batch) + 1, uuid4().hex
+    for place, parts in _parts(problem, chunks):
+        pairs = []
+        needed = [n for n, part in enumerate(parts) if _reached(problem, part)] or [0]
+        for n in needed:
+            part = parts[n]
+            here = options | {"offset": part.alone(site)[0].offset}
+            if problem.key_lengths is not None:
+                here["key_lengths"] = lengths_here(problem.key_lengths[part.batch], part.keys)
+            narrowed = tuple(scheme.narrow(site, part) for scheme in schemes)
+            allowed = None
+            if masks is not None:
+                allowed = masks[tuple(min(i, m - 1) for i, m in zip((*place, n), masks.shape, strict=True))]
+            at_key = (*place[:lead], n, 0)
+            task = delayed(_Block(name, narrowed, schemes, here), pure=False, traverse=False)
+            # By the part before the token, progress bars and dashboards name it.
+            key = "-".join(map(str, ("attention-part", token, *place, n)))
+            operand = blocks["q"][(*place, 0)], blocks["k"][at_key], blocks["v"][at_key]
+            pairs.append(task(*operand, allowed, shared, dask_key_name=key))
+        pair = _reduced(delayed, pairs, split_every)
+        shape = (*part.alone(site)[0].batch, part.heads.stop - part.heads.start, part.queries.stop - part.queries.start)
+        out = delayed(_output, pure=False)(pair, q.dtype)
+        outs[(*place, 0)] = da.from_delayed(out, (*shape, site.v_dim), q.dtype)
+        if return_lse:
+            sums[place] = da.from_delayed(delayed(_log_sum, pure=False)(pair), shape, site.dtype)
+    result = da.block(outs.tolist())
+    if not return_lse:
+        return result[0] if flat else result
+    lse = da.block(sums.tolist())
+    return (result[0], lse[0]) if flat else (result, lse)

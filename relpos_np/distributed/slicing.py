@@ -1,0 +1,132 @@
+"""The terms of a part of a call: those of the call, or of little more than the part, cut to the part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relpos_np import backend as _backend
+from relpos_np.errors import RelposValueError
+from relpos_np.lowering import all_terms
+from relpos_np.problem import Part, Problem, Site
+from relpos_np.schemes.base import Scheme
+from relpos_np.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, cut_map, of_batch
+from relpos_np.types import Array
+
+Narrowed = tuple[tuple[Scheme, Site, Part], ...]
+
+
+def _of_heads(x: Array, heads: slice) -> Array:
+    """A table of all heads, or of one for all of them."""
+    return x if len(x) == 1 else x[heads]
+
+
+def _along(x: Array, axis: int, some: slice) -> Array:
+    """Some entries along an axis that may be missing, or 1 for all."""
+    if x.ndim < -axis or x.shape[axis] == 1:
+        return x
+    index: tuple[Any, ...] = (..., some, *(slice(None),) * (-axis - 1))
+    return np.asarray(x[index])
+
+
+@dataclass(slots=True)
+class _Cut:
+    """Cuts a record of terms; `q` and `k` stand in for operands, and those of `problem` take their places."""
+
+    site: Site
+    part: Part
+    q: Array
+    k: Array
+    problem: Problem
+
+    def operand(self, x: Array, heads: slice, rows: slice) -> Array:
+        """A vector per query or key: an operand itself, or what the scheme holds."""
+        if x is self.q:
+            return self.problem.q
+        if x is self.k:
+            return self.problem.k
+        return self.batch_items(_along(_along(x, -2, rows), -3, heads), 3)
+
+    def batch_items(self, x: Array, inner: int) -> Array:
+        """What is held per batch item."""
+        return of_batch(x, inner, self.part.batch) if x.ndim > inner else x
+
+    def bias(self, x: Array) -> Array:
+        """Numbers of pairs, (..., H, L_q, L_k)."""
+        x = _along(_along(_along(x, -1, self.part.keys), -2, self.part.queries), -3, self.part.heads)
+        return self.batch_items(x, 3)
+
+    def terms(self, terms: Terms) -> Terms:
+        """The record of the part."""
+        part, heads = self.part, self.part.heads
+        at = (self.site.q_len, part.queries, part.keys, part.batch)
+        of_query, of_key = (heads, part.queries), (part.kv_heads, part.keys)
+        tables, values = terms.tables, terms.values
+        queries = [(self.operand(t.query, *of_query), t.weights, t.index) for t in terms.queries]
+        keys = [(self.operand(t.key, *of_key), t.weights, t.index) for t in terms.keys]
+        return Terms(
+            tables=tuple(TableTerm(_of_heads(t.table, heads), cut_map(t.index, *at)) for t in tables),
+            queries=tuple(QueryTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in queries),
+            keys=tuple(KeyTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in keys),
+            values=tuple(ValueTerm(_of_heads(t.weights, heads), cut_map(t.index, *at)) for t in values),
+            biases=tuple(self.bias(x) for x in terms.biases),
+        )
+
+
+def _own(terms: Terms, q: Array, k: Array) -> list[Array]:
+    """What a scheme made for queries, keys and pairs."""
+    made = [t.query for t in terms.queries] + [t.key for t in terms.keys] + list(terms.biases)
+    return [x for x in made if x is not q and x is not k]
+
+
+def _stand_ins(site: Site, number: float) -> tuple[Array, Array]:
+    """Queries and keys of the whole call without the memory: one number seen at every place."""
+    lengths = ((site.heads, site.q_len), (site.kv_heads, site.k_len))
+    x = np.full((), number, site.dtype)
+    q, k = (np.broadcast_to(x, (*site.batch, *shape, site.head_dim)) for shape in lengths)
+    return q, k
+
+
+def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
+    """The terms of one scheme, as its `narrow` prepared it, for the part whose operands `problem` holds."""
+    scheme, site, part = narrowed
+    if part == Part.of(site):
+        return scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, site)
+    # A scheme that computes with queries or keys is noticed by what cannot be computed with.
+    q, k = _stand_ins(site, np.nan)
+    terms = scheme.lower(q, k, site)
+    depends = scheme.content or terms.query is not None or terms.key is not None
+    if not depends and any(np.isnan(x).any() for x in _own(terms, q, k)):
+        zeros = _stand_ins(site, 0.0)
+        depends = not any(np.isnan(x).any() for x in _own(scheme.lower(*zeros, site), *zeros))
+    if depends:
+        raise RelposValueError(
+            f"position: {scheme!r} cannot be computed for a part of a call, since it computes with queries or keys "
+            "and does not say how it is narrowed"
+        )
+    return _Cut(site, part, q, k, problem).terms(terms)
+
+
+def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a part whose schemes are narrowed."""
+    terms = all_terms([lowered(one, problem) for one in narrowed])
+    out, lse = _backend.evaluate(name, problem, terms, None, True)
+    assert lse is not None
+    return out, lse
+
+
+def evaluating(name: str | None) -> str:
+    """A backend that evaluates terms."""
+    chosen = _backend.current(name)
+    if chosen == "numpy":
+        raise RelposValueError(
+            f"backend: parts of a call are computed from terms; expected 'terms', 'numba' or 'cuda', found {chosen!r}"
+        )
+    return chosen
+
+
+def lengths_here(lengths: Array, keys: slice) -> Array:
+    """How many of some keys exist, from how many of all do."""
+    return np.asarray(np.clip(lengths - keys.start, 0, keys.stop - keys.start))
