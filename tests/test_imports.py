@@ -26,15 +26,15 @@ LEVELS = (
     {"ondevice", "registry"},
     {"api", "versions"},
     {""},
-    {"archive", "layers", "plot"},
+    {"archive", "interop", "layers", "plot"},
     {"testing"},
     {"sweep"},
     {"cli"},
     {"__main__"},
 )
 # Folders of one level; files in those with layers of their own may import each other.
-FOLDERS = {"schemes", "testing", "layers"}
-NESTED = {"testing", "layers"}
+FOLDERS = {"schemes", "testing", "layers", "interop"}
+NESTED = {"testing", "layers", "interop"}
 # What may be imported late, inside functions: backends find their kernels, versions describe them.
 LATE = dict.fromkeys(("api", "backend", "ondevice"), ("kernels",))
 LATE |= {"versions": ("", "kernels"), "dense": ("schemes.base",)}
