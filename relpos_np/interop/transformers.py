@@ -41,9 +41,7 @@ class _Positions:
     offset: int | None = None
 
 
-def _attend(
-    q: Any, k: Any, v: Any, mask: Any, bias: Any, *, causal: bool, scale: float | None, dropout: float
-) -> Any:
+def _attend(q: Any, k: Any, v: Any, mask: Any, bias: Any, *, causal: bool, scale: float | None, dropout: float) -> Any:
     """Heads and vectors side by side, (B, L_q, H, D_v): what models go on with."""
     offset = 0 if causal else None
     if isinstance(bias, _Positions):
@@ -253,8 +251,8 @@ def patched(model: Any) -> Iterator[Any]:
     if not jobs:
         names = ", ".join(sorted({patch.cls for patch in _PATCHES}))
         raise RelposValueError(
-            f"model: {type(model).__name__} has none of {names}; if its attention goes through transformers' interface, "
-            f"call register() and model.set_attn_implementation({NAME!r})"
+            f"model: {type(model).__name__} has none of {names}; if its attention goes through transformers' "
+            f"interface, call register() and model.set_attn_implementation({NAME!r})"
         )
     for _, patch, cls in jobs:
         patch.check(cls)
