@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 import relpos_np as rp
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import DenseBias
-from relpos_np.schemes.base import Scheme
+from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array
 
 try:
@@ -74,28 +73,6 @@ def _tensor(x: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(x))
 
 
-class Trained:
-    """A scheme whose arrays are tensors: what `trained` returns.
-
-    Attributes
-    ----------
-    cls : type
-        Class of the scheme.
-    tensors : dict
-        Tensors, by the name of the argument.
-    settings : dict
-        All other arguments.
-    """
-
-    def __init__(self, cls: type, tensors: dict[str, Any], settings: dict[str, Any]) -> None:
-        self.cls, self.tensors, self.settings = cls, tensors, settings
-
-    def __repr__(self) -> str:
-        parts = [f"{name}={tuple(x.shape)}" for name, x in self.tensors.items()]
-        parts += [f"{name}={value!r}" for name, value in self.settings.items()]
-        return f"trained({self.cls.__name__}, {', '.join(parts)})"
-
-
 def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
     """A scheme made of tensors, which receive gradients.
 
@@ -117,14 +94,7 @@ def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
     RelposTypeError
         If `scheme` is not a class of this library, or an argument is none of its own.
     """
-    if not (isinstance(scheme, type) and issubclass(scheme, Scheme)):
-        raise RelposTypeError(f"scheme: expected the class of a scheme, such as relpos_np.T5, found {scheme!r}")
-    try:
-        given = inspect.signature(scheme).bind(*args, **kwargs).arguments
-    except TypeError as error:
-        raise RelposTypeError(f"scheme: {scheme.__name__} cannot be called like that: {error}") from error
-    tensors = {name: _operand(name, x) for name, x in given.items() if isinstance(x, torch.Tensor)}
-    return Trained(scheme, tensors, {name: x for name, x in given.items() if name not in tensors})
+    return Trained.of(scheme, args, kwargs, lambda name, x: isinstance(x, torch.Tensor) and _operand(name, x) is x)
 
 
 class _Call:
@@ -135,13 +105,7 @@ class _Call:
 
     def arguments(self, tensors: tuple[Any, ...]) -> dict[str, Any]:
         """Arguments of the library's own functions, with schemes made of the tensors as they are now."""
-        left = iter(tensors)
-        schemes = tuple(
-            position.cls(**{name: _array(next(left)) for name in position.tensors}, **position.settings)
-            if isinstance(position, Trained)
-            else position
-            for position in self.positions
-        )
+        schemes = made(self.positions, map(_array, tensors))
         rng = None if self.seed is None else np.random.default_rng(self.seed)
         return {**self.options, "position": schemes, "rng": rng}
 
@@ -168,11 +132,8 @@ class _Call:
             grad_lse=None if grad_lse is None else read(grad_lse),
             **self.arguments(tuple(tensors)),
         )
-        grads = [_tensor(found.q), _tensor(found.k), _tensor(found.v)]
-        for position, arrays in zip(self.positions, found.position, strict=True):
-            if isinstance(position, Trained):
-                grads += [None if name not in arrays else _tensor(arrays[name]) for name in position.tensors]
-        return [None if g is None else g.to(x) for g, x in zip(grads, saved, strict=True)]
+        grads = [found.q, found.k, found.v, *gradients(self.positions, found.position)]
+        return [None if g is None else _tensor(g).to(x) for g, x in zip(grads, saved, strict=True)]
 
 
 class _Attention(torch.autograd.Function):
@@ -263,7 +224,7 @@ def attention(
     if q.device.type == "cuda":
         backend = backend or "cuda"
     grad = torch.is_grad_enabled()
-    positions = () if position is None else position if isinstance(position, tuple) else (position,)
+    positions = as_tuple(position)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     options |= {"offset": offset, "backend": backend}
     if mask is not None:
@@ -277,9 +238,8 @@ def attention(
     if dropout:
         options["dropout"] = dropout
         seed = int(torch.randint(2**62, (), generator=generator))
-    tensors = [x for p in positions if isinstance(p, Trained) for x in p.tensors.values()]
-    call = _Call(positions, options, seed)
-    if grad and any(x.requires_grad for x in (q, k, v, *tensors)):
-        out, lse = _Attention.apply(call, q, k, v, *tensors)
+    call, inputs = _Call(positions, options, seed), (q, k, v, *tensors(positions))
+    if grad and any(x.requires_grad for x in inputs):
+        out, lse = _Attention.apply(call, *inputs)
         return (out, lse) if return_lse else out
-    return call.forward(q, k, v, *tensors) if return_lse else call.output(q, k, v, *tensors)
+    return call.forward(*inputs) if return_lse else call.output(*inputs)
