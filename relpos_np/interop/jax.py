@@ -77,8 +77,8 @@ class _Call:
         options = self.arguments(others)
         position = options.pop("position")
         del options["backend"]
-        if "key_lengths" in options:
-            options["key_lengths"] = np.zeros_like(options["key_lengths"])
+        if "key_lengths" in self.named:
+            options["key_lengths"] = np.zeros_like(options["key_lengths"])  # their values are not known yet
         problem, dtype, flat = check.problem(q, k, v, **options)
         checked_schemes(position, problem)
         shape = problem.out_shape[1:] if flat else problem.out_shape
@@ -161,10 +161,11 @@ def attention(
             named["mask"] = mask
         else:
             positions += (Trained(DenseBias, {"bias": mask}, {}),)
-    options = {"causal": causal, "window": window, "scale": scale, "offset": offset, "backend": backend}
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"offset": offset, "backend": backend}
     if isinstance(key_lengths, jax.Array):
         named["key_lengths"] = key_lengths
-    else:
+    elif key_lengths is not None:
         options["key_lengths"] = key_lengths
     call = _Call(positions, options, tuple(named))
     arrays = [*map(_array, "qkv", (q, k, v)), *named.values(), *tensors(positions)]
