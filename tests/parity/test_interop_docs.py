@@ -25,7 +25,7 @@ def test_each_package_has_an_example():
     assert {package(code) for code in BLOCKS} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=package)
+@pytest.mark.parametrize("code", BLOCKS, ids=[f"{n} {package(code)}" for n, code in enumerate(BLOCKS)])
 def test_example_runs(code):
     if importlib.util.find_spec(package(code)) is None:
         pytest.skip(f"{package(code)} is not installed")

@@ -1,5 +1,8 @@
 """Tensors of PyTorch: the same numbers as its own attention, the same gradients as its autograd, and no copies."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -194,3 +197,36 @@ def test_errors_name_what_was_found():
         attention(q, k, v, position=trained(rp.T5, torch.zeros(32, 3)))
     with pytest.raises(rp.RelposValueError, match="mask: shape"):
         attention(q, k, v, mask=torch.zeros(3, 9, 9, requires_grad=True))
+
+
+THREADS = """
+import multiprocessing, sys, warnings
+import numpy as np, relpos_np as rp
+x = np.random.default_rng(0).standard_normal((1, 4, 256, 64)).astype(np.float32)
+expected = rp.attention(x, x, x, backend="numpy")
+FIRST
+from relpos_np.kernels._numba import launch
+found = rp.attention(x, x, x)
+assert np.abs(found - expected).max() < 1e-5
+with open("/proc/self/maps") as maps:
+    libraries = {line.split()[-1] for line in maps if "libgomp" in line}
+shared = launch._shared()
+assert len(libraries) == 1 or "/torch" in shared.path, libraries
+print(len(libraries), shared is not None)
+y = torch.ones(512, 512)
+y @ y, rp.attention(x, x, x), y @ y
+warnings.simplefilter("ignore")
+with multiprocessing.get_context("fork").Pool(1) as pool:  # where a pool of GNU OpenMP would hang or be killed
+    again = pool.apply_async(rp.attention, (x, x, x)).get(60)
+assert np.array_equal(again, found)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU OpenMP is that of Linux")
+@pytest.mark.parametrize("first", ["import torch", "rp.attention(x, x, x); import torch"])
+def test_one_pool_of_threads_whoever_comes_first(first):
+    """Either PyTorch finds Numba's library and takes it, or kernels run on the threads of PyTorch's."""
+    code = THREADS.replace("FIRST", first)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() in (["1", "False"], ["2", "True"]), run.stdout
