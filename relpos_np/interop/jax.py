@@ -127,10 +127,12 @@ def attention(
         A scheme of this library is fixed; `trained` makes one whose arrays have gradients.
     mask : jax.Array of bool or float, optional
         See `relpos_np.attention`. A float mask receives a gradient.
-    causal, window, scale, offset
+    causal, window
         See `relpos_np.attention`; not traced.
     key_lengths : int or jax.Array of int, optional
         See `relpos_np.attention`.
+    scale, offset
+        See `relpos_np.attention`; not traced.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`.
     return_lse : bool

@@ -186,9 +186,11 @@ def attention(
         A scheme of this library is fixed; `trained` makes one whose arrays are tensors with gradients.
     mask : torch.Tensor of bool or float, optional
         See `relpos_np.attention`. A float mask that requires a gradient receives one.
-    causal, window, scale, offset
+    causal, window
         See `relpos_np.attention`.
     key_lengths : int or torch.Tensor of int, optional
+        See `relpos_np.attention`.
+    scale, offset
         See `relpos_np.attention`.
     dropout : float
         Rate at which probabilities are dropped.
