@@ -193,6 +193,28 @@ def origin(record):
     return [*lines, *(f"- {name}: {words}" for name, words in record["words"].items()), ""]
 
 
+def interop(record):
+    """A model of transformers on its own attention and on this library's, for interop.json."""
+    size = record["model"]
+    load = [f"{record[key][0]:.1f}" for key in ("load_before", "load_after")]
+    note = f"; {record['note']}" if record["note"] else ""
+    found = record["orders"]["torch first"]["versions"]
+    line = (
+        f"{record['processor']}, {record['threads']} threads, float32, {record['date']}, {record['rounds']} rounds; "
+        f"load average {load[0]} before and {load[1]} after{note}. T5 encoder, {size['num_layers']} layers, d_model "
+        f"{size['d_model']}, {size['num_heads']} heads of {size['d_kv']}, random weights; torch {found['torch']}, "
+        f"transformers {found['transformers']}."
+    )
+    head = ["imported", "length", "ms: eager", "SDPA", "relpos_np", "× as fast as eager", "as SDPA"]
+    rows = []
+    for order, run in record["orders"].items():
+        for length, f in run["lengths"].items():
+            ms, ratio = f["median_ms"], f["times_as_fast_as"]
+            cells = [f"{ms[way]:.0f}" for way in ("eager", "sdpa", OURS)]
+            rows.append([order, length, *cells, f"{ratio['eager']:.2f}", f"{ratio['sdpa']:.2f}"])
+    return [line, "", *grid(head, rows)]
+
+
 def sections(folder=RECORDED):
     """The documentation's parts, by the name under which a page includes them."""
 
@@ -208,5 +230,6 @@ def sections(folder=RECORDED):
         "figures_shapes": "\n".join(shapes()),
         "figures_kernels": read("cpu.json", kernels),
         "figures_growth": read("cpu.json", growth),
+        "figures_interop": read("interop.json", interop),
         "figures_peers": read("compare.json", origin, peers),
     }

@@ -275,5 +275,5 @@ def test_documentation_prints_the_recorded_figures(tmp_path):
     assert any(line.startswith("Hb is bound by memory") and "42%" in line for line in with_half)
     nothing = report.sections(tmp_path)
     assert all("Nothing is recorded" in nothing[name] for name in found if name != "figures_shapes")
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert all("{{ " + name + " }}" in page for name in found)
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("performance.md", "interop.md")]
+    assert all("{{ " + name + " }}" in "".join(pages) for name in found)

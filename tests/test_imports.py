@@ -26,15 +26,15 @@ LEVELS = (
     {"ondevice", "registry"},
     {"api", "versions"},
     {""},
-    {"archive", "distributed", "layers", "plot"},
+    {"archive", "distributed", "interop", "layers", "plot"},
     {"diagrams", "testing"},
     {"pictures", "sweep"},
     {"cli"},
     {"__main__"},
 )
 # Folders of one level; files in those with layers of their own may import each other.
-FOLDERS = {"schemes", "testing", "layers", "distributed"}
-NESTED = {"testing", "layers", "distributed"}
+FOLDERS = {"schemes", "testing", "layers", "distributed", "interop"}
+NESTED = {"testing", "layers", "distributed", "interop"}
 # What may be imported late, inside functions: backends find their kernels, versions describe them.
 LATE = dict.fromkeys(("api", "backend", "ondevice"), ("kernels",))
 LATE |= {"versions": ("", "kernels"), "dense": ("schemes.base",)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,6 +15,7 @@ import numba
 import numpy as np
 
 from relpos_np.kernels._numba.build import Kernel
+from relpos_np.kernels._numba.openmp import Pool, torch_library
 
 # Work below this many operations is done by the calling thread alone: waking others costs more.
 SERIAL_FLOPS = 1e7
@@ -73,6 +75,17 @@ def _pool() -> Any:
 
 
 @cache
+def _torch_pool() -> Pool | None:
+    path = torch_library()
+    return None if path is None else Pool(path)
+
+
+def _shared() -> Pool | None:
+    """PyTorch's pool, if it is in the process and not Numba's own; it may be imported after the first call."""
+    return _torch_pool() if "torch" in sys.modules else None
+
+
+@cache
 def _function(address: int) -> Any:
     return _KERNEL(address)
 
@@ -101,8 +114,12 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
         return
     # GNU OpenMP kills a forked child that enters the parent's pool; Numba's own "workqueue" aborts
     # the process when two threads enter it. Threads of Python have neither flaw, and start slower.
-    pool = _pool() if os.getpid() == _home else None
-    if pool is not None:
+    home = os.getpid() == _home
+    pool = _pool() if home else None
+    shared = _shared() if home else None
+    if shared is not None:
+        shared.run(address, _threads.ctypes.data, _length(1)[0], _STEPS, call, threads)
+    elif pool is not None:
         pool(address, _ARRAYS, _length(threads)[0], _STEPS, call, 0, 1, threads)
     else:
         _run_on_python_threads(_function(address), call, threads)

@@ -1,0 +1,65 @@
+"""A bias that another package has written out, one number per pair, with the way back to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relpos_np import check
+from relpos_np.errors import RelposValueError
+from relpos_np.problem import Site
+from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.terms import Terms
+from relpos_np.types import Array
+
+
+class DenseBias(Scheme):
+    """A float mask that has a gradient: added to the scores, and -inf excludes a key.
+
+    Parameters
+    ----------
+    bias : ndarray, broadcast to (..., H, L_q, L_k)
+        One number per pair; axes of length 1 are not written out.
+
+    Raises
+    ------
+    RelposValueError
+        If it does not broadcast to the scores of the call.
+    """
+
+    reads_keys = False
+    excludes = True
+
+    def __init__(self, bias: Any) -> None:
+        self.bias = check.floating("bias", bias)
+
+    def check(self, site: Site) -> None:
+        """The bias must broadcast to the scores."""
+        shape = (*site.batch, site.heads, site.q_len, site.k_len)
+        try:
+            fits = np.broadcast_shapes(self.bias.shape, shape) == shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise RelposValueError(f"mask: shape {self.bias.shape} does not broadcast to (..., H, L_q, L_k) = {shape}")
+
+    def scores(self, q: Array, k: Array, site: Site) -> Array:
+        """The bias as it is."""
+        return self.bias.astype(site.dtype, copy=False)
+
+    def lower(self, q: Array, k: Array, site: Site) -> Terms:
+        """One dense bias."""
+        return Terms(biases=(self._spread(site),))
+
+    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
+        """The gradient of the bias, in its shape."""
+        return SchemeGradient(arrays={"bias": grad.biases[0].reshape(self.bias.shape)})
+
+    def _spread(self, site: Site) -> Array:
+        """With all axes of the scores, of which some may have length 1."""
+        missing = len(site.batch) + 3 - self.bias.ndim
+        return self.bias.astype(site.dtype, copy=False).reshape((1,) * missing + self.bias.shape)
+
+    def __repr__(self) -> str:
+        return f"DenseBias(bias={self.bias.shape})"

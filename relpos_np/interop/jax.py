@@ -1,0 +1,191 @@
+"""Attention on arrays of JAX: a call of the host inside of its programs, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import relpos_np as rp
+from relpos_np import check
+from relpos_np.errors import RelposImportError, RelposTypeError
+from relpos_np.interop.bias import DenseBias
+from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.lowering import checked_schemes
+from relpos_np.types import Array
+
+try:
+    import jax
+except ImportError as error:
+    raise RelposImportError(
+        f"relpos_np.interop.jax cannot import JAX ({error}); install it with `pip install jax`"
+    ) from error
+
+__all__ = ["Trained", "attention", "trained"]
+
+
+def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
+    """A scheme made of JAX arrays, which receive gradients.
+
+    Parameters
+    ----------
+    scheme : type
+        Class of the scheme, for instance `relpos_np.T5`.
+    *args, **kwargs
+        Its arguments, with arrays of JAX in place of NumPy's; inside of `jax.grad` and `jax.jit`, those that are
+        traced.
+
+    Returns
+    -------
+    Trained
+        For ``position=`` of `attention`.
+
+    Raises
+    ------
+    RelposTypeError
+        If `scheme` is not a class of this library, or an argument is none of its own.
+    """
+    return Trained.of(scheme, args, kwargs, lambda _, x: isinstance(x, jax.Array))
+
+
+def _array(name: str, x: Any) -> Any:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise RelposTypeError(f"{name}: expected an array of JAX or NumPy, found {type(x).__name__}")
+    return x
+
+
+def _stand_in(x: Any) -> Array:
+    """An array of the same shape and dtype, for checks while a program is traced."""
+    one: Array = np.ones((), x.dtype)
+    return np.broadcast_to(one, x.shape)
+
+
+class _Call:
+    """One call without its arrays, some of which are named: `mask` and `key_lengths` follow the operands."""
+
+    def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], named: tuple[str, ...]) -> None:
+        self.positions, self.options, self.named = positions, options, named
+
+    def arguments(self, arrays: Any) -> dict[str, Any]:
+        count = len(self.named)
+        named = dict(zip(self.named, arrays[:count], strict=True))
+        return {**self.options, **named, "position": made(self.positions, arrays[count:])}
+
+    def results(self, arrays: Any) -> tuple[Any, Any]:
+        """Shapes and dtypes of the output and the log-sum-exp, after the checks of a call."""
+        q, k, v, *others = (_stand_in(x) for x in arrays)
+        options = self.arguments(others)
+        position = options.pop("position")
+        del options["backend"]
+        if "key_lengths" in self.named:
+            options["key_lengths"] = np.zeros_like(options["key_lengths"])  # their values are not known yet
+        problem, dtype, flat = check.problem(q, k, v, **options)
+        checked_schemes(position, problem)
+        shape = problem.out_shape[1:] if flat else problem.out_shape
+        return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], problem.site.dtype)
+
+    def forward(self, *arrays: Any) -> tuple[Array, Array]:
+        """On the host: the output and the log-sum-exp."""
+        q, k, v, *others = (np.asarray(x) for x in arrays)
+        return rp.attention(q, k, v, return_lse=True, **self.arguments(others))
+
+    def backward(self, grad_out: Any, grad_lse: Any, *arrays: Any) -> tuple[Array, ...]:
+        """On the host: gradients of operands and of the schemes' arrays."""
+        q, k, v, *others = (np.asarray(x) for x in arrays)
+        options = {"grad_lse": np.asarray(grad_lse), **self.arguments(others)}
+        found = rp.attention_vjp(q, k, v, grad_out=np.asarray(grad_out), **options)
+        trained_arrays = others[len(self.named) :]
+        own = [
+            np.zeros_like(x) if g is None else g.astype(x.dtype, copy=False)
+            for g, x in zip(gradients(self.positions, found.position), trained_arrays, strict=True)
+        ]
+        return (found.q, found.k, found.v, *own)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = None,
+    mask: Any = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    offset: int | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`relpos_np.attention` of JAX arrays, under `jax.jit`, `jax.grad` and `jax.vmap`.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array
+        Shapes and dtypes as in `relpos_np.attention`.
+    position : scheme, Trained or tuple of them, optional
+        A scheme of this library is fixed; `trained` makes one whose arrays have gradients.
+    mask : jax.Array of bool or float, optional
+        See `relpos_np.attention`. A float mask receives a gradient.
+    causal, window
+        See `relpos_np.attention`; not traced.
+    key_lengths : int or jax.Array of int, optional
+        See `relpos_np.attention`.
+    scale, offset
+        See `relpos_np.attention`; not traced.
+    backend : {"numpy", "terms", "numba", "cuda"}, optional
+        See `relpos_np.set_backend`.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+
+    Returns
+    -------
+    out : jax.Array, shape (..., H, L_q, D_v)
+        In the dtype of q.
+    lse : jax.Array, shape (..., H, L_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    RelposError
+        As `relpos_np.attention`, while the program is traced.
+
+    Notes
+    -----
+    The call is a `jax.pure_callback`: JAX hands its arrays to the host and takes the results back, on a GPU with
+    copies. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster. There is
+    neither dropout nor a second derivative.
+    """
+    positions = as_tuple(position)
+    named: dict[str, Any] = {}
+    if mask is not None:
+        if _array("mask", mask).dtype == np.bool_:
+            named["mask"] = mask
+        else:
+            positions += (Trained(DenseBias, {"bias": mask}, {}),)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"offset": offset, "backend": backend}
+    if isinstance(key_lengths, jax.Array):
+        named["key_lengths"] = key_lengths
+    elif key_lengths is not None:
+        options["key_lengths"] = key_lengths
+    call = _Call(positions, options, tuple(named))
+    arrays = [*map(_array, "qkv", (q, k, v)), *named.values(), *tensors(positions)]
+    results = call.results(arrays)
+
+    @jax.custom_vjp
+    def run(*arrays: Any) -> Any:
+        return jax.pure_callback(call.forward, results, *arrays, vmap_method="sequential")
+
+    def forward(*arrays: Any) -> Any:
+        return run(*arrays), arrays
+
+    def backward(arrays: Any, grads: Any) -> tuple[Any, ...]:
+        first = 3 + len(named)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*arrays[:3], *arrays[first:])]
+        found = jax.pure_callback(call.backward, tuple(shapes), *grads, *arrays, vmap_method="sequential")
+        return (*found[:3], *(None for _ in named), *found[3:])
+
+    run.defvjp(forward, backward)
+    out, lse = run(*arrays)
+    return (out, lse) if return_lse else out

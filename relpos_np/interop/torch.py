@@ -1,0 +1,247 @@
+"""Attention on tensors of PyTorch: read without a copy, with gradients for autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import relpos_np as rp
+from relpos_np.errors import RelposImportError, RelposTypeError
+from relpos_np.interop.bias import DenseBias
+from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.types import Array
+
+try:
+    import torch
+except ImportError as error:
+    raise RelposImportError(
+        f"relpos_np.interop.torch cannot import PyTorch ({error}); install it with `pip install torch`"
+    ) from error
+
+__all__ = ["Trained", "attention", "trained"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise RelposImportError(
+            "bfloat16 tensors need the package ml_dtypes; install it with `pip install ml_dtypes`"
+        ) from error
+    return ml_dtypes.bfloat16
+
+
+def _checked(name: str, x: Any) -> Any:
+    """A dense tensor on the host or on a CUDA device."""
+    if not isinstance(x, torch.Tensor):
+        raise RelposTypeError(f"{name}: expected a torch.Tensor, found {type(x).__name__}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise RelposTypeError(f"{name}: expected a tensor on 'cpu' or 'cuda', found one on {str(x.device)!r}")
+    if x.layout is not torch.strided:
+        raise RelposTypeError(f"{name}: expected a dense tensor, found layout {x.layout}; use to_dense()")
+    return x
+
+
+def _operand(name: str, x: Any) -> Any:
+    """A checked tensor of a dtype that attention reads."""
+    if _checked(name, x).dtype not in _DTYPES:
+        raise RelposTypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, found {x.dtype}")
+    return x
+
+
+def _array(x: Any) -> Array:
+    """The memory of a tensor as an array: its own on the host, a copy of one on a device."""
+    x = x.detach().resolve_neg()
+    if x.device.type != "cpu":
+        x = x.cpu()
+    if x.dtype is torch.bfloat16:
+        half: Array = x.view(torch.int16).numpy().view(_bfloat16())
+        return half
+    own: Array = x.numpy()
+    return own
+
+
+def _tensor(x: Any) -> Any:
+    """An array, or what the CUDA backend returns, as a tensor with the same memory."""
+    if not isinstance(x, np.ndarray):
+        return torch.from_dlpack(x)
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
+    """A scheme made of tensors, which receive gradients.
+
+    Parameters
+    ----------
+    scheme : type
+        Class of the scheme, for instance `relpos_np.T5`.
+    *args, **kwargs
+        Its arguments, with tensors in place of arrays. They are read in each call of `attention`, so that one
+        object serves a whole training.
+
+    Returns
+    -------
+    Trained
+        For ``position=`` of `attention`.
+
+    Raises
+    ------
+    RelposTypeError
+        If `scheme` is not a class of this library, or an argument is none of its own.
+    """
+    return Trained.of(scheme, args, kwargs, lambda name, x: isinstance(x, torch.Tensor) and _operand(name, x) is x)
+
+
+class _Call:
+    """One call without its tensors: what autograd keeps for the way back, beside them."""
+
+    def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], seed: int | None) -> None:
+        self.positions, self.options, self.seed = positions, options, seed
+
+    def arguments(self, tensors: tuple[Any, ...]) -> dict[str, Any]:
+        """Arguments of the library's own functions, with schemes made of the tensors as they are now."""
+        schemes = made(self.positions, map(_array, tensors))
+        rng = None if self.seed is None else np.random.default_rng(self.seed)
+        return {**self.options, "position": schemes, "rng": rng}
+
+    def forward(self, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[Any, Any]:
+        """The output and the log-sum-exp."""
+        read = _array if q.device.type == "cpu" else torch.Tensor.detach
+        out, lse = rp.attention(read(q), read(k), read(v), return_lse=True, **self.arguments(tensors))
+        return _tensor(out), _tensor(lse)
+
+    def output(self, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
+        """The output alone."""
+        read = _array if q.device.type == "cpu" else torch.Tensor.detach
+        return _tensor(rp.attention(read(q), read(k), read(v), **self.arguments(tensors)))
+
+    def backward(self, saved: tuple[Any, ...], grad_out: Any, grad_lse: Any) -> list[Any]:
+        """Gradients of q, k, v and of each scheme's tensors."""
+        q, k, v, *tensors = saved
+        read = _array if q.device.type == "cpu" else torch.Tensor.detach
+        found = rp.attention_vjp(
+            read(q),
+            read(k),
+            read(v),
+            grad_out=read(grad_out),
+            grad_lse=None if grad_lse is None else read(grad_lse),
+            **self.arguments(tuple(tensors)),
+        )
+        grads = [found.q, found.k, found.v, *gradients(self.positions, found.position)]
+        return [None if g is None else _tensor(g).to(x) for g, x in zip(grads, saved, strict=True)]
+
+
+class _Attention(torch.autograd.Function):
+    """The call as a node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Any) -> tuple[Any, Any]:
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return call.forward(*tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return (None,) * (1 + len(saved))
+        if grad_out is None:
+            q, v = saved[0], saved[2]
+            grad_out = q.new_zeros((*grad_lse.shape, v.shape[-1]))
+        return (None, *ctx.call.backward(saved, grad_out, grad_lse))
+
+
+@torch.compiler.disable
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = None,
+    mask: Any = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    offset: int | None = None,
+    dropout: float = 0.0,
+    generator: Any = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`relpos_np.attention` of tensors, as an operation that autograd differentiates.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        Shapes and dtypes as in `relpos_np.attention`; all on the host, or all on one CUDA device.
+    position : scheme, Trained or tuple of them, optional
+        A scheme of this library is fixed; `trained` makes one whose arrays are tensors with gradients.
+    mask : torch.Tensor of bool or float, optional
+        See `relpos_np.attention`. A float mask that requires a gradient receives one.
+    causal, window
+        See `relpos_np.attention`.
+    key_lengths : int or torch.Tensor of int, optional
+        See `relpos_np.attention`.
+    scale, offset
+        See `relpos_np.attention`.
+    dropout : float
+        Rate at which probabilities are dropped.
+    generator : torch.Generator, optional
+        Source of the dropout mask's seed; default that of PyTorch, so that `torch.manual_seed` repeats it.
+    backend : {"numpy", "terms", "numba", "cuda"}, optional
+        Default "cuda" for tensors on a device, else as `relpos_np.set_backend` says.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+
+    Returns
+    -------
+    out : torch.Tensor, shape (..., H, L_q, D_v)
+        In the dtype of q.
+    lse : torch.Tensor, shape (..., H, L_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    RelposError
+        As `relpos_np.attention`; also for tensors on other devices, or sparse ones.
+
+    Notes
+    -----
+    Tensors on the host are read where they lie, and results are not copied either; only a result in the wrong order
+    of memory, tensors with a lazy negation and half precision that a kernel does not read are converted. The
+    backward pass computes probabilities again, tile by tile. There are no second derivatives and no `torch.func`.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _operand(name, x)
+        if x.device != q.device:
+            raise RelposTypeError(f"{name}: expected a tensor on {str(q.device)!r} like q, found one on {x.device}")
+    if q.device.type == "cuda":
+        backend = backend or "cuda"
+    grad = torch.is_grad_enabled()
+    positions = as_tuple(position)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"offset": offset, "backend": backend}
+    if mask is not None:
+        if _checked("mask", mask).requires_grad and grad:
+            positions += (trained(DenseBias, mask),)
+        else:
+            options["mask"] = _array(mask)
+    if key_lengths is not None:
+        options["key_lengths"] = _array(key_lengths) if isinstance(key_lengths, torch.Tensor) else key_lengths
+    seed = None
+    if dropout:
+        options["dropout"] = dropout
+        seed = int(torch.randint(2**62, (), generator=generator))
+    call, inputs = _Call(positions, options, seed), (q, k, v, *tensors(positions))
+    if grad and any(x.requires_grad for x in inputs):
+        out, lse = _Attention.apply(call, *inputs)
+        return (out, lse) if return_lse else out
+    return call.forward(*inputs) if return_lse else call.output(*inputs)

@@ -1,0 +1,228 @@
+"""Models of transformers with random weights: run on this library, they answer as in their own eager attention."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("numba")
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+from relpos_np.interop.transformers import NAME, patched, register  # noqa: E402
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+T5 = {"vocab_size": 50, "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 64, "num_layers": 2}
+VISION = {**SMALL, "image_size": 32, "patch_size": 8, "num_channels": 3}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def tokens(length=37):
+    """Two sequences; the first has padding on the left."""
+    ids = torch.randint(1, 50, (2, length))
+    attend = torch.ones_like(ids)
+    attend[0, :5] = 0
+    return {"input_ids": ids, "attention_mask": attend}
+
+
+def pixels(dtype, size=32):
+    return {"pixel_values": torch.randn(2, 3, size, size, dtype=dtype)}
+
+
+def build(name, dtype, **config):
+    """A model in evaluation mode, with its own attention, and what is fed to it."""
+    cls = getattr(transformers, f"{name}Model")
+    settings = getattr(transformers, f"{name}Config")(**config)
+    settings._attn_implementation = "eager"
+    model = cls(settings).to(dtype).eval()
+    # Tables are initialised to 0 in places, where a mistake would not be seen.
+    for key, x in model.named_parameters():
+        if "relative" in key:
+            torch.nn.init.normal_(x)
+    return model
+
+
+def answer(model, inputs):
+    """The last hidden states of tokens that are no padding."""
+    out = model(**inputs).last_hidden_state
+    keep = inputs.get("attention_mask") if "decoder_input_ids" not in inputs else None
+    return out if keep is None else out[keep.bool()]
+
+
+INTERFACE = {
+    "Llama": {**SMALL, "vocab_size": 50, "num_key_value_heads": 2},
+    "Mistral": {**SMALL, "vocab_size": 50, "num_key_value_heads": 2, "sliding_window": 11},
+    "GPT2": {"vocab_size": 50, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "GPTNeoX": {**SMALL, "vocab_size": 50},
+    "Bert": {**SMALL, "vocab_size": 50},
+    "ViT": VISION,
+    "Swin": {
+        "image_size": 32,
+        "patch_size": 2,
+        "embed_dim": 32,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    },
+    "T5": T5,
+    "UMT5": T5,
+}
+
+
+def inputs_of(name, dtype):
+    if name in ("ViT", "Swin"):
+        return pixels(dtype)
+    inputs = tokens()
+    if name in ("T5", "UMT5", "MT5"):
+        inputs["decoder_input_ids"] = torch.randint(1, 50, (2, 13))
+    return inputs
+
+
+def check(model, name, dtype, run):
+    inputs = inputs_of(name, dtype)
+    expected = answer(model, inputs)
+    run(model)
+    found = answer(model, inputs)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1, float(expected.abs().max())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", INTERFACE)
+def test_models_with_the_interface(name, dtype, monkeypatch):
+    calls = []
+    model = build(name, dtype, **INTERFACE[name])
+    if dtype is torch.float64:
+        model.set_attn_implementation("sdpa")  # eager ones take the softmax in float32
+    original = rp.attention
+    monkeypatch.setattr(rp, "attention", lambda *args, **options: calls.append(1) or original(*args, **options))
+    check(model, name, dtype, lambda model: model.set_attn_implementation(register()))
+    layers = sum(
+        type(x).__name__.endswith(("Attention", "SelfAttention")) and hasattr(x, "config") for x in model.modules()
+    )
+    assert calls
+    assert len(calls) >= layers
+
+
+PATCHED = {
+    "T5": T5,
+    "MT5": T5,
+    "UMT5": T5,
+    "MPNet": {**SMALL, "vocab_size": 50},
+    "Bloom": {"vocab_size": 50, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", PATCHED)
+def test_patched_models(name, dtype, monkeypatch):
+    if dtype is torch.float64 and name == "Bloom":
+        pytest.skip("its own softmax is in float32")
+    model = build(name, dtype, **PATCHED[name])
+    if dtype is torch.float64 and name == "UMT5":
+        model.set_attn_implementation("sdpa")  # its eager one takes the softmax in float32
+    own = model.config._attn_implementation
+    before = {key: dict(vars(x)) for key, x in model.named_modules()}
+    inputs = inputs_of(name, dtype)
+    expected = answer(model, inputs)
+    with patched(model) as same:
+        assert same is model
+        found = answer(model, inputs)
+        assert model.config._attn_implementation == NAME
+    atol = TOLERANCE[dtype] * max(1, float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    # As it was: the same bits, no method left over.
+    assert torch.equal(answer(model, inputs), expected)
+    assert model.config._attn_implementation == own
+    for key, x in model.named_modules():
+        assert vars(x).keys() == before[key].keys(), key
+
+
+def test_a_patched_t5_holds_no_bias_per_pair(monkeypatch):
+    model = build("T5", torch.float32, **T5).encoder
+    sizes = []
+    original = rp.attention
+
+    def record(*args, **options):
+        sizes.append([options["position"][0].table.shape, options.get("mask")])
+        return original(*args, **options)
+
+    monkeypatch.setattr(rp, "attention", record)
+    with patched(model):
+        model(torch.randint(1, 50, (1, 40)))
+    assert sizes == [[(32, 4), None]] * 2
+
+
+@pytest.mark.parametrize("name", ["T5", "Bloom"])
+def test_generation_with_a_cache(name):
+    """Every token alone, from keys that are kept: queries begin where the cache ends."""
+    cls = {"T5": transformers.T5ForConditionalGeneration, "Bloom": transformers.BloomForCausalLM}[name]
+    config = getattr(transformers, f"{name}Config")(
+        **PATCHED[name], pad_token_id=0, eos_token_id=None, decoder_start_token_id=0
+    )
+    model = cls(config).eval()
+    for key, x in model.named_parameters():
+        if "relative" in key:
+            torch.nn.init.normal_(x)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(1, 50, (2, 9))
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, **options)
+    with patched(model):
+        found = model.generate(ids, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("run", ["interface", "patch"])
+def test_gradients_of_a_t5_encoder(run):
+    model = build("T5", torch.float64, **T5).encoder
+    ids = torch.randint(1, 50, (2, 17))
+    grads = []
+
+    def collect():
+        with torch.enable_grad():
+            model.zero_grad()
+            model(ids).last_hidden_state.square().sum().backward()
+        grads.append({name: x.grad.clone() for name, x in model.named_parameters()})
+
+    collect()
+    if run == "patch":
+        with patched(model):
+            collect()
+    else:
+        model.set_attn_implementation(register())
+        collect()
+    assert any("relative_attention_bias" in name for name in grads[0])
+    for name, expected in grads[0].items():
+        assert expected.abs().max() > 0, name
+        torch.testing.assert_close(grads[1][name], expected, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_what_is_not_there_is_refused():
+    model = build("Gemma2", torch.float32, **SMALL, vocab_size=50, num_key_value_heads=2, head_dim=16)
+    model.set_attn_implementation(register())
+    with pytest.raises(rp.RelposValueError, match=r"softcap: Gemma2Attention asks for it"):
+        model(torch.ones(1, 5, dtype=torch.int64))
+    with pytest.raises(rp.RelposValueError, match="Gemma2Model has none of BloomAttention"), patched(model):
+        pass
+    with pytest.raises(rp.RelposTypeError, match="expected a model of transformers"), patched(np.zeros(3)):
+        pass
+    model = build("MPNet", torch.float32, **PATCHED["MPNet"])
+    with pytest.raises(rp.RelposValueError, match="output_attentions"), patched(model):
+        model(torch.ones(1, 5, dtype=torch.int64), output_attentions=True)
+    with pytest.raises(rp.RelposValueError, match="was replaced already"), patched(model), patched(model):
+        pass
+    assert "forward" not in vars(model.encoder.layer[0].attention.attn)
+
+
+def test_another_version_of_transformers_is_refused(monkeypatch):
+    from transformers.models.mpnet import modeling_mpnet
+
+    model = build("MPNet", torch.float32, **PATCHED["MPNet"])
+    monkeypatch.setattr(modeling_mpnet.MPNetSelfAttention, "forward", lambda self, hidden_states: hidden_states)
+    message = r"MPNetSelfAttention.forward takes self, hidden_states; this"
+    with pytest.raises(rp.RelposImportError, match=message), patched(model):
+        pass
