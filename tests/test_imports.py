@@ -26,7 +26,7 @@ LEVELS = (
     {"ondevice", "registry"},
     {"api", "versions"},
     {""},
-    {"archive", "layers", "plot"},
+    {"archive", "completion", "layers", "plot", "terminal"},
     {"testing"},
     {"sweep"},
     {"cli"},
