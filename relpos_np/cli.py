@@ -275,7 +275,9 @@ def _kernel_facts(backend: str) -> dict[str, Any]:
     """Vector unit and threads, which only compiled kernels have."""
     if backend != "numba":
         return {"vectors": None, "threads": None}
-    kernels = rp.versions.collect_versions()["kernels"]
+    kernels = rp.versions.kernels()
+    if isinstance(kernels, str):
+        return {"vectors": None, "threads": None}
     return {"vectors": kernels["vectors"], "threads": kernels["threads"]}
 
 
