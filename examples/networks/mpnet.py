@@ -80,9 +80,13 @@ class Embedder:
         return ids, np.array([sum(one.attention_mask) for one in encoded], dtype=np.int64)
 
     def __call__(self, texts: Sequence[str], *, dtype: type = np.float32, backend: str | None = None) -> np.ndarray:
-        """Embeddings (texts, 768): the mean over a text's word pieces, divided by its norm."""
+        """Embeddings (texts, 768)."""
         ids, lengths = self.pieces(texts)
-        states = self.network(ids, lengths, dtype=dtype, backend=backend)
-        states[np.arange(ids.shape[1]) >= lengths[:, None]] = 0
-        mean = states.sum(axis=1) / lengths[:, None].astype(dtype)
+        return self.pool(self.network(ids, lengths, dtype=dtype, backend=backend), lengths)
+
+    @staticmethod
+    def pool(states: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The mean of hidden states (texts, L, 768) over each text's word pieces, divided by its norm."""
+        own = np.arange(states.shape[1]) < lengths[:, None]
+        mean = np.where(own[..., None], states, 0).sum(axis=1) / lengths[:, None].astype(states.dtype)
         return mean / np.linalg.norm(mean, axis=1, keepdims=True)
