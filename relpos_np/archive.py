@@ -53,12 +53,14 @@ def read(path: Path) -> dict[str, Array]:
             archive = np.load(file, allow_pickle=False)
             arrays = None if isinstance(archive, np.ndarray) else {name: archive[name] for name in archive.files}
     except FileNotFoundError as error:
-        raise UnusableError(f"{path}: no such file") from error
+        raise UnusableError(f"{path}: no such file; relpos attend --help shows how one is made") from error
     except Exception as error:
         # A damaged archive can raise nearly anything: zipfile, zlib, struct, tokenize and NumPy all read it.
         raise UnusableError(f"{path}: not a readable .npz archive: {str(error) or type(error).__name__}") from error
     if arrays is None:
-        raise UnusableError(f"{path}: expected an .npz archive, found a single array")
+        raise UnusableError(
+            f"{path}: expected an .npz archive, found a single array; write q, k and v with numpy.savez"
+        )
     for name, value in arrays.items():
         if not isinstance(value, np.ndarray):
             raise UnusableError(f"{path}: {name} is not an array")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,10 @@ import numpy as np
 
 import relpos_np as rp
 from relpos_np.archive import UnusableError, attention_schemes, call_arguments, read
+from relpos_np.completion import SHELLS, script
 from relpos_np.errors import RelposError, RelposImportError
+from relpos_np.terminal import note, print_json, print_lines, print_table, progress
+from relpos_np.terminal import seconds as duration
 from relpos_np.types import Array
 
 _T = TypeVar("_T")
@@ -64,6 +66,11 @@ Every scheme and variant with several lengths, masks and dtypes on every backend
 reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see
 relpos_np.testing.tolerance), so that 1 is the limit.
 """
+_CHECK_EXAMPLE = """\
+examples:
+  relpos check
+  relpos check --seed 7 --json > check.json
+"""
 
 _VECTORS_HELP = """\
 Golden vectors: for every scheme and variant inputs, constructor arguments, masks, and the exact output, log-sum-exp
@@ -77,13 +84,40 @@ _VECTORS_EXAMPLE = """\
 examples:
   relpos vectors golden
   relpos vectors --check golden
+  relpos vectors golden-7 --seed 7 --json
 """
 
 _WARMUP_HELP = """\
 Compile every CPU kernel for this processor and keep it in RELPOS_CACHE_DIR (default: the user's cache folder), so that
 no later process pays for it. About half a minute the first time. An entry serves the processor model it was made on.
 """
-_WARMUP_EXAMPLE = "example:\n  RELPOS_CACHE_DIR=/opt/relpos relpos warmup\n"
+_WARMUP_EXAMPLE = """\
+examples:
+  relpos warmup
+  RELPOS_CACHE_DIR=kernels relpos warmup --json
+"""
+
+_INFO_HELP = """\
+What this installation consists of: please add it to a report of a problem. `relpos_np.show_versions()` prints the same.
+"""
+_INFO_EXAMPLE = """\
+examples:
+  relpos info
+  relpos info --json
+"""
+
+_COMPLETION_HELP = """\
+Print a script that makes the shell complete commands, options, their values and files. Load it where the shell starts:
+  bash  eval "$(relpos completion bash)" in ~/.bashrc
+  zsh   eval "$(relpos completion zsh)" in ~/.zshrc, after compinit
+  fish  relpos completion fish | source in ~/.config/fish/config.fish
+"""
+_COMPLETION_EXAMPLE = """\
+examples:
+  relpos completion bash > relpos.bash
+  relpos completion zsh
+  relpos completion fish
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,17 +138,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except (RelposError, MemoryError) as error:
         message = " ".join(str(error).split()) or "out of memory"
-        print(f"relpos {args.command}: {message}", file=sys.stderr)
+        if isinstance(error, MemoryError):
+            message += "; backend numba needs the least, and a part of the queries less than all"
+        note(f"relpos {args.command}: {message}")
         return _FAILED
     except KeyboardInterrupt:
-        print(f"relpos {args.command}: interrupted", file=sys.stderr)
+        note(f"relpos {args.command}: interrupted")
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="relpos", description=rp.__doc__)
     parser.add_argument("--version", action="version", version=f"relpos {rp.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{attend,plot,check,vectors,warmup,info}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int], summary: str, text: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
@@ -146,9 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     picture.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the random numbers; default 0")
     picture.add_argument("--out", metavar="FILE", help="PNG, SVG, PDF ...; default relpos-SCHEME.png")
 
-    check = command(
-        "check", _check, "all backends against the reference", _CHECK_HELP, "example:\n  relpos check --seed 7\n"
-    )
+    check = command("check", _check, "all backends against the reference", _CHECK_HELP, _CHECK_EXAMPLE)
     check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the random numbers; default 0")
 
     vectors = command(
@@ -162,7 +196,18 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command("warmup", _warmup, "compile all kernels, for a container image", _WARMUP_HELP, _WARMUP_EXAMPLE)
-    command("info", _info, "versions, processor, threads, kernel cache", "", "example:\n  relpos info --json\n")
+    command("info", _info, "versions, processor, threads, kernel cache", _INFO_HELP, _INFO_EXAMPLE)
+
+    # Not by command(): a script has no form in JSON.
+    completion = commands.add_parser(
+        "completion",
+        help="tab completion for bash, zsh or fish",
+        description=_COMPLETION_HELP,
+        epilog=_COMPLETION_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    completion.add_argument("shell", choices=tuple(SHELLS), help="for which shell")
+    completion.set_defaults(run=_completion)
     return parser
 
 
@@ -180,74 +225,6 @@ def _positive(text: str) -> int:
     return number
 
 
-# ---------------------------------------------------------------------------------------------- output
-
-
-def _print_json(found: Mapping[str, Any]) -> None:
-    """JSON has no infinity and no NaN: null stands for them."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(entry) for entry in value]
-        return None if isinstance(value, float) and not np.isfinite(value) else value
-
-    print(json.dumps(plain(dict(found)), indent=2, allow_nan=False))
-
-
-def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
-    pairs = list(lines)
-    width = max(len(name) for name, _ in pairs)
-    for name, value in pairs:
-        print(f"{name:>{width}}  {value}")
-
-
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table, by rich on a terminal where it is installed."""
-    if sys.stdout.isatty():
-        with suppress(ImportError):
-            from rich.console import Console
-            from rich.table import Table
-
-            table = Table()
-            for name in head:
-                table.add_column(name)
-            for row in rows:
-                table.add_row(*row)
-            Console().print(table)
-            return
-    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
-    for row in (head, *rows):
-        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
-
-
-def _progress(items: Iterable[_T], label: str) -> Iterator[_T]:
-    """Yield the items and show on stderr how many are done, and of how many if that is known: by rich if installed."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        n, total = 0, f" of {len(items)}" if isinstance(items, Sequence) else ""
-        for item in items:
-            print(f"\r{label}: {n}{total}", end="", file=sys.stderr, flush=True)
-            yield item
-            n += 1
-        print(f"\r{label}: {n}{total}", file=sys.stderr)
-        return
-    yield from track(items, description=label, console=Console(stderr=True), transient=True)
-
-
-def _seconds(value: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value * 1e6:.2g} µs"
-
-
 # ---------------------------------------------------------------------------------------------- attend
 
 
@@ -258,7 +235,9 @@ def _threads(count: int | None, backend: str) -> Iterator[None]:
         yield
         return
     if backend != "numba":
-        raise UnusableError(f"--threads: only backend 'numba' has threads of its own, the backend is {backend!r}")
+        raise UnusableError(
+            f"--threads: only backend 'numba' has threads of its own, the backend is {backend!r}; add --backend numba"
+        )
     rp.backend.kernels("numba")
     import numba
 
@@ -298,7 +277,7 @@ def _attend(args: argparse.Namespace) -> int:
             return _attend_file(args, backend)
     for name in ("scheme", "out"):
         if getattr(args, name) is not None:
-            raise UnusableError(f"--{name}: goes with a FILE")
+            raise UnusableError(f"--{name}: goes with a FILE: relpos attend FILE --{name} ...")
     with _threads(args.threads, backend):
         return _attend_real(args, backend)
 
@@ -307,8 +286,16 @@ def _kernel_facts(backend: str) -> dict[str, Any]:
     """Vector unit and threads, which only compiled kernels have."""
     if backend != "numba":
         return {"vectors": None, "threads": None}
-    kernels = rp.versions.collect_versions()["kernels"]
+    kernels = rp.versions.kernels()
+    if isinstance(kernels, str):
+        return {"vectors": None, "threads": None}
     return {"vectors": kernels["vectors"], "threads": kernels["threads"]}
+
+
+def _announce(args: argparse.Namespace, backend: str) -> None:
+    """Say why the next seconds pass in silence, to whoever sits there."""
+    if backend == "numba" and sys.stderr.isatty() and not args.json:
+        note("loading the kernel; the first time it is compiled, in about 10 s ...")
 
 
 def _attend_real(args: argparse.Namespace, backend: str) -> int:
@@ -326,8 +313,7 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
     def call(name: str) -> Array:
         return np.asarray(rp.attention(q, k, v, backend=name, **options))
 
-    if sys.stderr.isatty() and backend == "numba":
-        print("loading the kernel; the first time it is compiled, in about 10 s ...", file=sys.stderr)
+    _announce(args, backend)
     out, first = _timed(lambda: call(backend))
     oracle = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="numpy", **options)
     errors = {"transformers": _largest(out, expected), "float64": _largest(out, oracle)}
@@ -335,7 +321,7 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
     times = _repeated({name: partial(call, name) for name in (backend, "numpy")})
     seconds, numpy_seconds = median(times[backend]), median(times["numpy"])
     load = _load()
-    path, note = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
+    path, problem = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
     found = {
         "backend": backend,
         "ok": ok,
@@ -351,10 +337,10 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
         **_kernel_facts(backend),
         "plot": path,
     }
-    if note:
-        print(f"relpos attend: {note}", file=sys.stderr)
+    if problem:
+        note(f"relpos attend: {problem}")
     if args.json:
-        _print_json(found)
+        print_json(found)
         return 0 if ok else _MISMATCH
     texts, heads, length, dim = q.shape
     lines = [
@@ -364,16 +350,16 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
         ("max error", f"{errors['transformers']:.1e} from transformers"),
         ("", f"{errors['float64']:.1e} from the float64 reference"),
         ("verdict", f"correct (limit {_REAL_LIMIT:.0e})" if ok else f"MISMATCH: the limit is {_REAL_LIMIT:.0e}"),
-        ("time", f"{_seconds(seconds)} (median of {len(times[backend])}, fastest {_seconds(times[backend][0])})"),
-        ("first call", _seconds(first)),
+        ("time", f"{duration(seconds)} (median of {len(times[backend])}, fastest {duration(times[backend][0])})"),
+        ("first call", duration(first)),
     ]
     if backend != "numpy":
-        lines.append(("NumPy", f"{_seconds(numpy_seconds)}: {backend} is {numpy_seconds / seconds:.1f} times as fast"))
+        lines.append(("NumPy", f"{duration(numpy_seconds)}: {backend} is {numpy_seconds / seconds:.1f} times as fast"))
     if load is not None and load > 1:
         lines.append(("note", "this machine is busy, so times are longer than they should be"))
     if path:
         lines.append(("picture", path))
-    _print_lines(lines)
+    print_lines(lines)
     return 0 if ok else _MISMATCH
 
 
@@ -428,12 +414,15 @@ def _attend_file(args: argparse.Namespace, backend: str) -> int:
             raise UnusableError(f"--out: {out_path} is the input")
     call = call_arguments(arrays, args.scheme, str(args.file))
     q, k, v = (call.pop(name) for name in "qkv")
+    _announce(args, backend)
     (out, lse), seconds = _timed(lambda: rp.attention(q, k, v, backend=backend, return_lse=True, **call))
     try:
         with out_path.open("wb") as file:
             np.savez(file, out=out, lse=lse)
     except OSError as error:
-        raise UnusableError(f"{out_path}: cannot be written: {error.strerror or error}") from error
+        raise UnusableError(
+            f"{out_path}: cannot be written: {error.strerror or error}; choose another place with --out"
+        ) from error
 
     def picture() -> Any:
         from relpos_np import plot
@@ -442,9 +431,9 @@ def _attend_file(args: argparse.Namespace, backend: str) -> int:
         p = plot.attention_weights(q, k, **call)
         return plot.heat_map(p.reshape(-1, *p.shape[-2:])[0], title=f"{args.file.name}: attention of head 0").figure
 
-    path, note = _draw(args.plot, picture)
-    if note:
-        print(f"relpos attend: {note}", file=sys.stderr)
+    path, problem = _draw(args.plot, picture)
+    if problem:
+        note(f"relpos attend: {problem}")
     found = {
         "file": str(args.file),
         "out": str(out_path),
@@ -458,19 +447,19 @@ def _attend_file(args: argparse.Namespace, backend: str) -> int:
         "plot": path,
     }
     if args.json:
-        _print_json(found)
+        print_json(found)
         return 0
     lines = [
         ("input", f"q {q.shape}, k {k.shape}, v {v.shape}, {q.dtype}"),
         ("positions", found["position"] or "none"),
         ("output", f"{out_path}: out {out.shape} {out.dtype}, lse {lse.shape} {lse.dtype}"),
-        ("time", f"{_seconds(seconds)} on backend {backend}, first call"),
+        ("time", f"{duration(seconds)} on backend {backend}, first call"),
     ]
     if not found["finite"]:
         lines.append(("note", "the output holds NaN or infinity"))
     if path:
         lines.append(("picture", path))
-    _print_lines(lines)
+    print_lines(lines)
     return 0
 
 
@@ -481,9 +470,9 @@ def _plot(args: argparse.Namespace) -> int:
     path = args.out or f"relpos-{args.scheme}.png"
     plot.save(pictures.scheme_picture(args.scheme, variant=args.variant, seed=args.seed), path)
     if args.json:
-        _print_json({"scheme": args.scheme, "variant": args.variant, "seed": args.seed, "plot": path})
+        print_json({"scheme": args.scheme, "variant": args.variant, "seed": args.seed, "plot": path})
     else:
-        _print_lines([("picture", path)])
+        print_lines([("picture", path)])
     return 0
 
 
@@ -497,7 +486,7 @@ def _check(args: argparse.Namespace) -> int:
     backends, absent = rp.backend.available()
     worst: dict[tuple[str, str | None, str, str], tuple[float, str]] = {}
     count, started = 0, time.perf_counter()
-    for part in _progress(parts(), "checking"):
+    for part in progress(parts(), "checking", quiet=args.json):
         for case in cases(*part, backends, args.seed):
             key = *part, case.backend, case.dtype
             error = case.error()
@@ -513,7 +502,7 @@ def _check(args: argparse.Namespace) -> int:
             for key, (error, where) in worst.items()
         ]
         found = {"ok": ok, "seed": args.seed, "cases": count, "seconds": seconds}
-        _print_json({**found, "not_available": absent, "results": results})
+        print_json({**found, "not_available": absent, "results": results})
         return 0 if ok else _MISMATCH
 
     def cell(*key: Any) -> str:
@@ -524,7 +513,7 @@ def _check(args: argparse.Namespace) -> int:
         cells = (" ".join(cell(name, variant, backend, dtype) for dtype in DTYPES) for backend in backends)
         rows.append([name, variant or "", *(text if text.strip(" -") else "" for text in cells)])
     print(f"Largest errors in units of the tolerance, in {', '.join(DTYPES)}:")
-    _print_table(["scheme", "variant", *backends], rows)
+    print_table(["scheme", "variant", *backends], rows)
     for backend, reason in absent.items():
         print(f"not checked: {backend}: {reason}")
     for (_, _, backend, _), (error, where) in worst.items():
@@ -541,10 +530,10 @@ def _vectors(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     if not args.check:
         options = {"seed": args.seed or 0, "bfloat16": args.bfloat16}
-        names = sum(1 for _ in _progress(golden.writing(args.folder, **options), "writing"))
+        names = sum(1 for _ in progress(golden.writing(args.folder, **options), "writing", quiet=args.json))
         size = sum(path.stat().st_size for path in args.folder.iterdir())
         if args.json:
-            _print_json({"folder": str(args.folder), "records": names, "bytes": size, **options})
+            print_json({"folder": str(args.folder), "records": names, "bytes": size, **options})
         else:
             print(f"{names} records, {size / 1e6:.1f} MB, written to {args.folder}")
         return 0
@@ -555,7 +544,7 @@ def _vectors(args: argparse.Namespace) -> int:
     listed = golden.manifest(args.folder)
     found = [
         one
-        for name, entry in _progress(list(listed.items()), "checking")
+        for name, entry in progress(list(listed.items()), "checking", quiet=args.json)
         for one in golden.check_record(args.folder, name, entry, backends)
     ]
     wrong = [one for one in found if not one.ok]
@@ -563,7 +552,7 @@ def _vectors(args: argparse.Namespace) -> int:
     if args.json:
         facts = {"ok": not wrong, "records": len(listed), "comparisons": len(found), "largest_error": worst}
         problems = [{"record": one.record, "what": one.what, "error": one.error} for one in wrong]
-        _print_json({**facts, "backends": list(backends), "not_available": absent, "problems": problems})
+        print_json({**facts, "backends": list(backends), "not_available": absent, "problems": problems})
         return _MISMATCH if wrong else 0
     for one in wrong:
         amount = "" if one.error == np.inf else f": {one.error:.3g} times the tolerance"
@@ -581,16 +570,21 @@ def _vectors(args: argparse.Namespace) -> int:
 def _warmup(args: argparse.Namespace) -> int:
     """Compile what is not in the cache yet."""
     kernels = rp.backend.kernels("numba")
-    done = dict(_progress(kernels.warm_up(), "compiling"))
+    done = dict(progress(kernels.warm_up(), "compiling", quiet=args.json))
     folder = kernels.cache_folder()
     if args.json:
-        _print_json({"folder": None if folder is None else str(folder), "seconds": done})
+        print_json({"folder": None if folder is None else str(folder), "seconds": done})
         return 0
-    _print_table(["kernel", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in done.items()])
+    print_table(["kernel", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in done.items()])
     print(f"kept in {folder}" if folder is not None else "not kept: the folder cannot be written")
     return 0
 
 
 def _info(args: argparse.Namespace) -> int:
     rp.show_versions(as_json=args.json)
+    return 0
+
+
+def _completion(args: argparse.Namespace) -> int:
+    print(script(args.shell, _parser(), {"--scheme": attention_schemes()}), end="")
     return 0

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
+
+# What changes how anything here runs; others are nobody's business.
+_VARIABLES = ("RELPOS_", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_VISIBLE_DEVICES")
+# Those that kernels, pictures and weights come from, and those whose arrays users bring.
+_PACKAGES = (
+    "scipy",
+    "numba",
+    "llvmlite",
+    "numba-cuda",
+    "matplotlib",
+    "rich",
+    "ml_dtypes",
+    "safetensors",
+    "torch",
+    "jax",
+    "cupy",
+)
 
 
 def collect_versions() -> dict[str, Any]:
-    """Versions, processor, vector target, threads and kernel cache, as plain data."""
+    """Versions, processor, vector target, threads, kernel cache, backends and environment, as plain data."""
     import platform
     from importlib import metadata
 
@@ -20,41 +39,54 @@ def collect_versions() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "processor": processor(),
+        "processors": {"here": os.cpu_count(), "ours": _usable()},
         "numpy": np.__version__,
         "blas": np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name"),
         "backend": relpos_np.backend.current(),
     }
-    for package in ("scipy", "numba", "llvmlite", "matplotlib", "rich"):
+    for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
+    found["installed"] = str(Path(relpos_np.__file__).parent)
+    found["not_available"] = relpos_np.backend.available()[1]
+    found["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    found["kernels"] = kernels()
+    return found
+
+
+def kernels() -> dict[str, Any] | str:
+    """Vector target, threads and cache of the CPU kernels, or why there are none."""
     try:
         import numba
 
         from relpos_np.kernels._numba.build import cache_folder
         from relpos_np.kernels._numba.target import TARGET
     except ImportError as error:
-        found["kernels"] = f"not available: {error}"
-        return found
+        return f"not available: {error}"
     folder = cache_folder()
     try:
         layer = numba.threading_layer()
     except ValueError:
         layer = f"not started ({numba.config.THREADING_LAYER})"
-    found["kernels"] = {
+    return {
         "vectors": TARGET.name,
         "threads": numba.get_num_threads(),
         "threading_layer": layer,
+        # None where it cannot be written: a warning says why.
         "cache": None if folder is None else str(folder),
     }
-    return found
+
+
+def _usable() -> int | None:
+    """Processors that this process may run on: containers and schedulers often allow fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def processor() -> str:
     """The processor's name."""
     import platform
-    from pathlib import Path
 
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -66,7 +98,9 @@ def processor() -> str:
 
 
 def show_versions(*, as_json: bool = False) -> None:
-    """Print versions, processor, vector width, threads and kernel cache.
+    """Print what a report of a problem should hold: versions, processor, threads, kernel cache, backends, environment.
+
+    Of the environment only variables of this package, of Numba, of CUDA and of the libraries below NumPy are printed.
 
     Parameters
     ----------
@@ -80,5 +114,5 @@ def show_versions(*, as_json: bool = False) -> None:
         print(json.dumps(found, indent=2))
         return
     for name, value in found.items():
-        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{name:>12}: {text}")
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) or "none" if isinstance(value, dict) else value
+        print(f"{name:>13}: {text}")

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -88,7 +89,8 @@ def test_raw_benchmarks_run():
 def test_importing_benchmarks_leaves_numba_alone():
     # asv forks every benchmark from a process that has imported them, and a forked child may not use
     # threads that its parent started: the kernels would run another way than users see.
-    code = "import sys, benchmarks.attention, benchmarks.scaling, benchmarks.rel_shift; print('numba' in sys.modules)"
+    modules = ", ".join(f"benchmarks.{name}" for name in ("accuracy", *MODULES))
+    code = f"import sys, {modules}; print('numba' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=BENCH, check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "False"
 
@@ -277,3 +279,67 @@ def test_documentation_prints_the_recorded_figures(tmp_path):
     assert all("Nothing is recorded" in nothing[name] for name in found if name != "figures_shapes")
     pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("performance.md", "interop.md")]
     assert all("{{ " + name + " }}" in "".join(pages) for name in found)
+
+
+# --------------------------------------------------------------------------------- accuracy, and asv's own record
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("scheme", ["plain", "rotary"])
+def test_accuracy_is_tracked(scheme, dtype, monkeypatch):
+    accuracy = importlib.import_module("benchmarks.accuracy").Accuracy
+    assert [set(axis) for axis in accuracy.params] == [set(rp.SCHEMES), {"float16", "float32", "float64"}]
+    bench = accuracy()
+    bench.setup(scheme, dtype)
+    assert {case.dtype for case in bench.cases} == {dtype}
+    assert {case.example.variant for case in bench.cases} == set(rp.SCHEMES[scheme].variants or (None,))
+    assert 0 < bench.track_error(scheme, dtype) <= 1
+    # A backend that is wrong shows.
+    right = rp.backend.evaluate
+    monkeypatch.setattr(
+        rp.backend, "evaluate", lambda *args: tuple(None if x is None else x * x.dtype.type(1.1) for x in right(*args))
+    )
+    assert bench.track_error(scheme, dtype) > 1
+
+
+def test_the_default_backend_of_encodings_is_tracked():
+    accuracy = importlib.import_module("benchmarks.accuracy").Accuracy
+    bench = accuracy()
+    bench.setup("learned", "float32")
+    assert 0 < bench.track_error("learned", "float32") <= 1
+    with pytest.raises(NotImplementedError, match="the reference"):
+        bench.setup("learned", "float64")
+
+
+RECORDED = sorted((BENCH / "recorded" / "asv").glob("*/*-*.json"))
+
+
+def test_a_machine_is_recorded_without_its_paths():
+    assert RECORDED
+    for path in RECORDED:
+        assert (path.parent / "machine.json").is_file()
+        text = path.read_text()
+        assert "/home/" not in text
+        assert "/tmp/" not in text
+        assert "track_error" in text
+
+
+def test_asv_publishes_what_is_recorded(tmp_path):
+    commits = [json.loads(path.read_text())["commit_hash"] for path in RECORDED]
+    for commit in commits:
+        known = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", commit], check=False, capture_output=True)
+        if known.returncode:
+            pytest.skip("not a checkout with its history")
+    copy = tmp_path / "asv_bench"
+    shutil.copytree(BENCH, copy, ignore=shutil.ignore_patterns(".asv", "env", "__pycache__"))
+    settings = json.loads((copy / "asv.conf.json").read_text())
+    settings |= {"repo": str(ROOT), "branches": ["HEAD"], "results_dir": "recorded/asv"}
+    (copy / "asv.conf.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "asv", "publish", "--html-dir", str(tmp_path / "html")]
+    done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    index = json.loads((tmp_path / "html" / "index.json").read_text())
+    assert "accuracy.Accuracy.track_error" in index["benchmarks"]
+    graphs = list((tmp_path / "html" / "graphs").rglob("accuracy.Accuracy.track_error.json"))
+    values = [value for graph in graphs for _, value in json.loads(graph.read_text())]
+    assert values

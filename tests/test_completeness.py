@@ -191,15 +191,23 @@ def test_no_module_is_long():
         assert lines <= 600, f"{path.name} has {lines} lines"
 
 
-def test_versions_name_the_installation(capsys):
+def test_versions_name_the_installation(capsys, monkeypatch):
     import json
 
+    monkeypatch.setenv("NUMBA_OPT", "3")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
     rp.show_versions(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["relpos_np"] == rp.__version__
     assert {"python", "numpy", "numba", "processor", "kernels"} <= set(found)
+    assert found["environment"]["NUMBA_OPT"] == "3"
+    assert found["installed"] == str(Path(rp.__file__).parent)
+    assert 1 <= found["processors"]["ours"] <= found["processors"]["here"]
+    assert set(found["not_available"]) <= {"numba", "cuda"}
     rp.show_versions()
-    assert rp.__version__ in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert rp.__version__ in printed
+    assert "hidden" not in printed
 
 
 def test_schemes_print_what_they_are():

@@ -26,7 +26,7 @@ LEVELS = (
     {"ondevice", "registry"},
     {"api", "versions"},
     {""},
-    {"archive", "distributed", "interop", "layers", "plot"},
+    {"archive", "completion", "distributed", "interop", "layers", "plot", "terminal"},
     {"diagrams", "testing"},
     {"pictures", "sweep"},
     {"cli"},

@@ -1,0 +1,1 @@
+"""Whole published networks in NumPy, built on relpos_np.layers."""

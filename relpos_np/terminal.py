@@ -1,0 +1,150 @@
+"""What the command line prints: JSON, lines, tables, and on stderr how far a long run is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+_T = TypeVar("_T")
+
+# Into a file or a log, one line of progress at most so often; nothing about runs that are shorter.
+_LOG_SECONDS = 10.0
+
+
+def print_json(found: Mapping[str, Any]) -> None:
+    """One object; JSON has no infinity and no NaN, and null stands for them.
+
+    Parameters
+    ----------
+    found : mapping
+        Plain values, lists and dictionaries.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(entry) for entry in value]
+        return None if isinstance(value, float) and not np.isfinite(value) else value
+
+    print(json.dumps(plain(dict(found)), indent=2, allow_nan=False))
+
+
+def print_lines(lines: Iterable[tuple[str, str]]) -> None:
+    """Names and values below each other.
+
+    Parameters
+    ----------
+    lines : iterable of tuple
+        Pairs of a name and its text.
+    """
+    pairs = list(lines)
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        print(f"{name:>{width}}  {value}")
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table, by rich on a terminal where it is installed.
+
+    Parameters
+    ----------
+    head : sequence of str
+        Names of the columns.
+    rows : sequence
+        As many cells each.
+    """
+    if sys.stdout.isatty():
+        with suppress(ImportError):
+            from rich.console import Console
+            from rich.table import Table
+
+            table = Table()
+            for name in head:
+                table.add_column(name)
+            for row in rows:
+                table.add_row(*row)
+            Console().print(table)
+            return
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    for row in (head, *rows):
+        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+
+
+def progress(items: Iterable[_T], label: str, *, quiet: bool = False) -> Iterator[_T]:
+    """Pass the items on and show on stderr how many are done, and of how many if that is known.
+
+    Parameters
+    ----------
+    items : iterable
+        What is worked on.
+    label : str
+        What is done.
+    quiet : bool
+        Show nothing, as ``--json`` asks.
+
+    Yields
+    ------
+    object
+        The items.
+    """
+    if quiet:
+        yield from items
+        return
+    total = f" of {len(items)}" if isinstance(items, Sequence) else ""
+    if not sys.stderr.isatty():
+        shown = time.monotonic()
+        for n, item in enumerate(items):
+            if time.monotonic() - shown > _LOG_SECONDS:
+                note(f"{label}: {n}{total}")
+                shown = time.monotonic()
+            yield item
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        n = 0
+        for item in items:
+            print(f"\r{label}: {n}{total}", end="", file=sys.stderr, flush=True)
+            yield item
+            n += 1
+        print(f"\r{label}: {n}{total}", file=sys.stderr)
+        return
+    yield from track(items, description=label, console=Console(stderr=True), transient=True)
+
+
+def note(text: str) -> None:
+    """One line on stderr.
+
+    Parameters
+    ----------
+    text : str
+        What the user should know, without a line break.
+    """
+    print(text, file=sys.stderr, flush=True)
+
+
+def seconds(value: float) -> str:
+    """A duration with a unit that suits it.
+
+    Parameters
+    ----------
+    value : float
+        In seconds.
+
+    Returns
+    -------
+    str
+        With three digits.
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.2g} µs"
