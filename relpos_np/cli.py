@@ -60,7 +60,11 @@ _PLOT_HELP = """\
 What positions do to the scores of a scheme's seeded example, where the content is the same everywhere; of an absolute
 encoding its rows. Trained tables are random numbers. Needs matplotlib: pip install "relpos-np[plot]".
 """
-_PLOT_EXAMPLE = "example:\n  relpos plot transformer_xl --variant espnet_legacy --out shift.svg\n"
+_PLOT_EXAMPLE = """\
+examples:
+  relpos plot t5
+  relpos plot transformer_xl --variant espnet_legacy --out shift.svg
+"""
 _CHECK_HELP = """\
 Every scheme and variant with several lengths, masks and dtypes on every backend of this machine, against the
 reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see

@@ -289,7 +289,9 @@ TESTS = """
     masks testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels
 """
 # What says nothing of numbers.
-OTHERS = "asv completeness cuda distributed_cluster docs gpu_script imports pictures planted_bugs plot readme"
+OTHERS = """
+    asv cli_help completeness cuda distributed_cluster docs gpu_script imports interop pictures planted_bugs plot readme
+"""
 # In the simulator; of other files they say nothing.
 SIMULATED = "attention arrays backward decode operand product properties resident shift"
 

@@ -58,7 +58,7 @@ def test_examples_of_the_help_run(name, brief, monkeypatch, capsys, tmp_path):
     if name == "warmup":
         kernels = pytest.importorskip("relpos_np.kernels._numba")
         monkeypatch.setattr(kernels, "warm_up", lambda: iter([("one", 0.1)]))
-    if name == "attend" and not rp.backend.numba_kernels():
+    if name == "attend" and not rp.backend.kernels("numba"):
         pytest.skip("no numba")
     for line in examples(COMMANDS[name].epilog):
         command, _, target = line.partition(" > ")
