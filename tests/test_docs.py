@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import shlex
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np import cli
 
 DOCS = Path(rp.__file__).parent.parent / "docs"
 pytestmark = [
@@ -172,3 +174,60 @@ def test_models_of_the_register_are_in_the_tables():
     for model in asked:
         assert model in words
         assert any(model in "".join(info.models) for info in rp.SCHEMES.values()), model
+
+
+ROOT = DOCS.parent
+SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def shell_lines():
+    """Commands of every page, without comments."""
+    pages = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
+    for page in pages:
+        if "_build" in page.parts or not page.is_file():
+            continue
+        for block in SHELL.findall(page.read_text(encoding="utf-8")):
+            for line in block.splitlines():
+                words = shlex.split(line, comments=True)
+                if words:
+                    yield pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)}")
+
+
+def arguments(words):
+    """A command's own words, behind what is installed first and settings of the environment."""
+    for end in range(len(words) - 1, -1, -1):
+        if words[end] == "&&":
+            words = words[end + 1 :]
+            break
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    return [Path(words[0]).name if words[0].startswith(".venv/") else words[0], *words[1:]]
+
+
+@pytest.mark.parametrize("words", [*shell_lines()])
+def test_commands_are_those_that_exist(words, tmp_path, monkeypatch, capsys):
+    """Pictures are drawn; of other commands what they name is there: options, files, extras, markers."""
+    program, *rest = arguments(words)
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    if program == "relpos":
+        parsed = cli._parser().parse_args(rest)
+        if parsed.command == "plot":
+            pytest.importorskip("matplotlib")
+            monkeypatch.chdir(tmp_path)
+            monkeypatch.setenv("MPLBACKEND", "Agg")
+            assert cli.main(rest) == 0
+            assert list(tmp_path.iterdir())
+            capsys.readouterr()
+    elif program in ("pip", "python3"):
+        for extras in re.findall(r"\[([a-z,]+)\]", " ".join(rest)):
+            assert all(re.search(rf"^{name} = ", settings, re.MULTILINE) for name in extras.split(","))
+        for name in re.findall(r"-r (\S+)", " ".join(rest)):
+            assert (ROOT / name).is_file()
+    elif program == "pytest":
+        for marker in re.findall(r"-m (\w+)", " ".join(rest)):
+            assert f'"{marker}: ' in settings
+    else:
+        assert program in ("python", "tests/gpu/run_all.sh"), words
+        file = ROOT / (rest[0] if program == "python" else "asv_bench/gpu/measure.py")
+        source = file.read_text(encoding="utf-8")
+        assert all(f'"{word}"' in source for word in rest if word.startswith("--"))
