@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numba import cuda
 
 import relpos_np as rp
 from relpos_np import check, gradient, testing
@@ -341,6 +342,19 @@ def test_gradients_of_broadcast_operands(rng):
     given = {"grad_out": rng.standard_normal((2, 3, 2, 4, 3)), "position": rp.Rotary(4)}
     found, expected = (rp.attention_vjp(q, k, v, backend=b, **given) for b in ("cuda", "numpy"))
     assert_close(found, expected, EPS["float64"], 40)
+
+
+def test_gradients_of_heads_that_share_a_key_on_the_device(rng):
+    """Sums over a group's heads are made there, and are those of the host bit by bit."""
+    q, k, v, grad_out = (
+        rng.standard_normal(shape) for shape in ((2, 4, 3, 5), (2, 2, 7, 5), (2, 2, 7, 3), (2, 4, 3, 3))
+    )
+    far = [cuda.to_device(x) for x in (q, k, v, grad_out)]
+    for position in (rp.ALiBi(), rp.DeBERTa(*rng.standard_normal((2, 4, 8, 5)))):
+        near = rp.attention_vjp(q, k, v, grad_out=grad_out, position=position, backend="cuda")
+        found = rp.attention_vjp(*far[:3], grad_out=far[3], position=position, backend="cuda")
+        for name in "qkv":
+            np.testing.assert_array_equal(np.asarray(getattr(found, name)), getattr(near, name))
 
 
 def test_shared_memory_fits(monkeypatch):
