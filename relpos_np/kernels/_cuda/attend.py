@@ -25,6 +25,7 @@ from relpos_np.kernels._cuda.tile import (
     STEPS,
     Tiling,
     Where,
+    accumulate,
     add_skewed,
     drop_rows,
     drop_turned,
@@ -88,9 +89,9 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     fetch_value, drop_value = fetch_rows(tiling, of_value, width), drop_rows(tiling, width)
     drop_turned_tile = drop_turned(tiling)
     k_size, v_size = held_of(tiling, rows), held_of(tiling, width)
-    add_scores, add_values = outer(tiling, wide), outer(tiling, columns)
+    add_scores, accumulate_values = outer(tiling, wide), accumulate(tiling, columns)
     stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
-    add_diagonals = add_skewed(tiling)
+    add_diagonals = add_skewed(tiling, keys_first=True)
     complete, store = finish(tiling, keys_first=True), put(tiling, keys_first=True)
 
     @jit()
@@ -278,19 +279,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                 cuda.syncthreads()
                 if key + y + DEPTH < stop and y + DEPTH < rows:
                     fetch_value(v_held, v, v_at, v_row, key + y + DEPTH, stop, part * width, v_dim, me)
-                if careful != 0:
-                    for n in range(DEPTH):
-                        for r in range(high):
-                            a[r] = ps[count(y + n), (r // run) * low + down + r % run]
-                        for c in range(columns):
-                            b[c] = tile[count(side + n), (c // 4) * 32 + across + c % 4]
-                        for r in range(high):
-                            if a[r] != excluded:
-                                for c in range(columns):
-                                    o[r, c] += a[r] * b[c]
-                else:
-                    for n in range(0, DEPTH, STEPS):
-                        add_values(o, ps, y + n, tile, side + n, a, b, down, across)
+                accumulate_values(o, ps, y, tile, side, careful, excluded, a, b, down, across)
                 side = DEPTH - side
             cuda.syncthreads()
             key += rows

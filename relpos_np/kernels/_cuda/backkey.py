@@ -25,7 +25,6 @@ from relpos_np.kernels._cuda.backcall import (
 )
 from relpos_np.kernels._cuda.backtile import (
     EXCLUDED,
-    add_skewed_turned,
     clear,
     differentiate,
     gather,
@@ -42,6 +41,8 @@ from relpos_np.kernels._cuda.tile import (
     STEPS,
     Tiling,
     Where,
+    accumulate,
+    add_skewed,
     finish,
     outer,
     put,
@@ -74,11 +75,11 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
     stage_query, stage_key = stage_turned(tiling, of_query), stage_turned(tiling, of_key)
     stage_value, stage_grad = stage_turned(tiling, of_value), stage_turned(tiling, tiling.dtype.name)
     query_rows, grad_rows = stage_rows(tiling, of_query, width), stage_rows(tiling, tiling.dtype.name, width)
-    add_scores, add_rows, strip_of = outer(tiling, wide), outer(tiling, columns), stage_strip(tiling)
+    add_scores, accumulate_rows, strip_of = outer(tiling, wide), accumulate(tiling, columns), stage_strip(tiling)
     complete, store = finish(tiling, keys_first=False), put(tiling, keys_first=False)
     wipe, lift, turn_to_ds = clear(tiling), gather(tiling, keys_first=False), differentiate(tiling, keys_first=False)
     stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
-    add_positions, skew_size = add_skewed_turned(tiling), len(SKEW)
+    add_positions, skew_size = add_skewed(tiling, keys_first=False), len(SKEW)
     add_ds = sums(tiling, by_query=False, probabilities=False)
 
     @jit()
@@ -228,19 +229,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
                         cuda.syncthreads()
                     grad_rows(tile, grad_out, at[LINE_AT] * v_dim, v_dim, first + y, last, part * width, v_dim, me)
                     cuda.syncthreads()
-                    if careful != 0:
-                        for n in range(DEPTH):
-                            for r in range(high):
-                                a[r] = ps[count(y + n), (r // run) * low + down + r % run]
-                            for c in range(columns):
-                                b[c] = tile[n, (c // 4) * 32 + across + c % 4]
-                            for r in range(high):
-                                if a[r] != left_out:
-                                    for c in range(columns):
-                                        dv[r, c] += a[r] * b[c]
-                    else:
-                        for n in range(0, DEPTH, STEPS):
-                            add_rows(dv, ps, y + n, tile, n, a, b, down, across)
+                    accumulate_rows(dv, ps, y, tile, 0, careful, left_out, a, b, down, across)
                 cuda.syncthreads()
 
             # Gradients of the probabilities, and from them those of the scores.
@@ -271,20 +260,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
                         cuda.syncthreads()
                     query_rows(tile, q, at[Q_AT], at[Q_ROW], first + y, last, part * width, depth, me)
                     cuda.syncthreads()
-                    if careful != 0:
-                        for n in range(DEPTH):
-                            for r in range(high):
-                                a[r] = ds[count(y + n), (r // run) * low + down + r % run]
-                            for c in range(columns):
-                                b[c] = tile[n, (c // 4) * 32 + across + c % 4]
-                            for r in range(high):
-                                # What is excluded may hold NaN.
-                                if a[r] != zero:
-                                    for c in range(columns):
-                                        dk[r, c] += a[r] * b[c]
-                    else:
-                        for n in range(0, DEPTH, STEPS):
-                            add_rows(dk, ds, y + n, tile, n, a, b, down, across)
+                    accumulate_rows(dk, ds, y, tile, 0, careful, zero, a, b, down, across)
             cuda.syncthreads()
             first += rows
 

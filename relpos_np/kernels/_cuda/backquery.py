@@ -45,6 +45,7 @@ from relpos_np.kernels._cuda.tile import (
     STEPS,
     Tiling,
     Where,
+    accumulate,
     add_skewed,
     finish,
     outer,
@@ -78,12 +79,13 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
     stage_query, stage_key = stage_turned(tiling, of_query), stage_turned(tiling, of_key)
     stage_value, stage_grad = stage_turned(tiling, of_value), stage_turned(tiling, tiling.dtype.name)
     key_rows, strip_of = stage_rows(tiling, of_key, width), stage_strip(tiling)
-    add_scores, add_keys = outer(tiling, wide), outer(tiling, columns)
+    add_scores, accumulate_scores = outer(tiling, wide), accumulate(tiling, wide)
+    accumulate_keys = accumulate(tiling, columns)
     complete, store = finish(tiling, keys_first=True), put(tiling, keys_first=True)
     wipe, lift, turn_to_ds = clear(tiling), gather(tiling, keys_first=True), differentiate(tiling, keys_first=True)
     stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
     vector_rows, position_rows = stage_rows(tiling, tiling.dtype.name, rows), stage_mapped_rows(tiling)
-    add_positions, gather_sums = add_skewed(tiling), collect(tiling)
+    add_positions, gather_sums = add_skewed(tiling, keys_first=True), collect(tiling)
     by_position, by_row = skew(tiling, rows_first=False), skew(tiling, rows_first=True)
     add_kept = sums(tiling, by_query=True, probabilities=True)
     add_ds, add_diagonals = sums(tiling, by_query=True, probabilities=False), diagonals(tiling)
@@ -322,20 +324,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
                                         tile, data, x_at, meta[term + 3], first + x, last, channel, channels, me
                                     )
                                     cuda.syncthreads()
-                                    if careful != 0:
-                                        for d in range(DEPTH):
-                                            for r in range(high):
-                                                a[r] = skews[count(x + d), (r // run) * low + down + r % run]
-                                            for c in range(wide):
-                                                b[c] = tile[d, (c // 4) * 32 + across + c % 4]
-                                            for r in range(high):
-                                                # The vector of a query without keys may hold NaN.
-                                                if a[r] != zero:
-                                                    for c in range(wide):
-                                                        s[r, c] += a[r] * b[c]
-                                    else:
-                                        for d in range(0, DEPTH, STEPS):
-                                            add_scores(s, skews, x + d, tile, d, a, b, down, across)
+                                    accumulate_scores(s, skews, x, tile, 0, careful, zero, a, b, down, across)
                                     cuda.syncthreads()
                                 gather_sums(
                                     work, s, rows_to, back.skew_width, spans - key - half, channel, channels,
@@ -349,20 +338,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
                     cuda.syncthreads()
                 key_rows(tile, k, at[K_AT], at[K_ROW], key + y, stop, part * width, depth, me)
                 cuda.syncthreads()
-                if careful != 0:
-                    for n in range(DEPTH):
-                        for r in range(high):
-                            a[r] = ps[count(y + n), (r // run) * low + down + r % run]
-                        for c in range(columns):
-                            b[c] = tile[n, (c // 4) * 32 + across + c % 4]
-                        for r in range(high):
-                            # What is excluded may hold NaN.
-                            if a[r] != zero:
-                                for c in range(columns):
-                                    o[r, c] += a[r] * b[c]
-                else:
-                    for n in range(0, DEPTH, STEPS):
-                        add_keys(o, ps, y + n, tile, n, a, b, down, across)
+                accumulate_keys(o, ps, y, tile, 0, careful, zero, a, b, down, across)
             cuda.syncthreads()
             key += rows
 

@@ -143,22 +143,6 @@ def diagonals(tiling: Tiling) -> Any:
 
 
 @cache
-def add_skewed_turned(tiling: Tiling) -> Any:
-    """Add products with relative positions to shared scores[row, key]; the first column's is half - rows + 1."""
-    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
-
-    def add(scores, s, half, down, across):  # type: ignore[no-untyped-def]
-        for c in range(wide):
-            for r in range(high):
-                x = (r // run) * low + down + r % run
-                y = (c // 4) * 32 + across + c % 4 + half - rows + 1 + x
-                if 0 <= y < rows:
-                    scores[x, count(y)] += s[r, c]
-
-    return inline(add)
-
-
-@cache
 def skew(tiling: Tiling, *, rows_first: bool) -> Any:
     """Fill a tile [position, row], or [row, position], from one [key, row], 0 where there is no key.
 

@@ -263,6 +263,33 @@ def outer(tiling: Tiling, columns: int) -> Any:
 
 
 @cache
+def accumulate(tiling: Tiling, columns: int) -> Any:
+    """Add to a fragment the outer products of `DEPTH` rows of two shared tiles.
+
+    If it must be careful, nothing is multiplied with the factor `skipped`: what is excluded may hold NaN.
+    """
+    high, run, low = tiling.high, tiling.run, tiling.low
+    add = outer(tiling, columns)
+
+    def accumulate(total, left, i, right, j, careful, skipped, a, b, down, across):  # type: ignore[no-untyped-def]
+        if careful != 0:
+            for n in range(DEPTH):
+                for r in range(high):
+                    a[r] = left[count(i + n), (r // run) * low + down + r % run]
+                for c in range(columns):
+                    b[c] = right[count(j + n), (c // 4) * 32 + across + c % 4]
+                for r in range(high):
+                    if a[r] != skipped:
+                        for c in range(columns):
+                            total[r, c] += a[r] * b[c]
+        else:
+            for n in range(0, DEPTH, STEPS):
+                add(total, left, i + n, right, j + n, a, b, down, across)
+
+    return inline(accumulate)
+
+
+@cache
 def finish(tiling: Tiling, *, keys_first: bool) -> Any:
     """Add to shared scores what terms say, and give those that are excluded -inf: [key, row] or [row, key].
 
@@ -354,8 +381,11 @@ def stage_mapped(tiling: Tiling) -> Any:
 
 
 @cache
-def add_skewed(tiling: Tiling) -> Any:
-    """Add products with relative positions to shared scores[key, row]; the first column's is half - rows + 1."""
+def add_skewed(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Add products with relative positions to shared scores, [key, row] or [row, key].
+
+    The first column of the fragment is that of the position half - rows + 1.
+    """
     high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
 
     def add(scores, s, half, down, across):  # type: ignore[no-untyped-def]
@@ -364,7 +394,8 @@ def add_skewed(tiling: Tiling) -> Any:
                 x = (r // run) * low + down + r % run
                 y = (c // 4) * 32 + across + c % 4 + half - rows + 1 + x
                 if 0 <= y < rows:
-                    scores[count(y), x] += s[r, c]
+                    u, w = (count(y), x) if keys_first else (x, count(y))
+                    scores[u, w] += s[r, c]
 
     return inline(add)
 
