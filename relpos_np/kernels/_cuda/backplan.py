@@ -165,7 +165,7 @@ class BackPlanner(Planner):
             for private, totals in ((along, self.along), (by_pair, self.by_pair), (by_position, self.by_position)):
                 if private.start >= 0:
                     launch(
-                        *(reduce_kernel(dtype), _blocks(site.heads * private.columns), THREADS, self.work, totals),
+                        *(reduce_kernel(), _blocks(site.heads * private.columns), THREADS, self.work, totals),
                         *(private, begin, end, site.heads, per_head, tiling.rows),
                     )
 

@@ -51,9 +51,8 @@ class Private(NamedTuple):
 
 
 @cache
-def reduce_kernel(dtype: np.dtype[Any]) -> Any:
+def reduce_kernel() -> Any:
     """The kernel that adds sums of the blocks from `begin` to before `end` to totals (heads, columns) in float64."""
-    del dtype
     zero = np.float64(0)
 
     @jit()
