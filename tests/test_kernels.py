@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.processes import child
 from tests.strategies import Case, Position, float64_tolerance
 from tests.test_equivalence import KINDS, assert_close, assert_float32_promise
 
@@ -258,25 +259,6 @@ def test_exponential_over_its_whole_range(dtype):
 
 
 # ---------------------------------------------------------------------------------------------- processes
-
-
-def child(code, *options, timeout=300, **environment):
-    """Run code in a process of its own; returns (exit status, output, log and errors)."""
-    prelude = (
-        "import os, sys, logging, numpy as np, relpos_np as rp\n"
-        "logging.basicConfig(level='INFO', stream=sys.stderr)\n"
-        "rng = np.random.default_rng(0)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, *options, "-c", prelude + code],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | environment,
-    )
-    return run.returncode, run.stdout, run.stderr
 
 
 # Large enough for the parallel path.
