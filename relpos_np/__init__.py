@@ -36,6 +36,7 @@ from relpos_np.schemes.tisa import TISA
 from relpos_np.schemes.transformer_xl import TransformerXL
 from relpos_np.schemes.wavlm import WavLM
 from relpos_np.schemes.window import WindowBias
+from relpos_np.threadcount import get_num_threads, set_num_threads, threads
 from relpos_np.versions import show_versions
 
 __version__ = "0.1.0"
@@ -77,10 +78,13 @@ __all__ = [
     "attention",
     "attention_vjp",
     "backend",
+    "get_num_threads",
     "logits",
     "reference",
     "rel_shift",
     "set_backend",
+    "set_num_threads",
     "show_versions",
+    "threads",
     "use_backend",
 ]

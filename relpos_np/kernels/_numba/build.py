@@ -39,6 +39,13 @@ _SIGNATURE = types.void(
 )
 
 
+# Compiling, loading and starting pools, one at a time. A fork waits for it: a child that was forked in the midst of
+# it would find locks of Numba and LLVM that nobody ever opens again.
+preparing = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=preparing.acquire, after_in_parent=preparing.release, after_in_child=preparing.release)
+
+
 class CacheWarning(UserWarning):
     """The kernel cache cannot be used; kernels are compiled in every process."""
 
@@ -142,7 +149,6 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
-        self._lock = threading.Lock()
         self._address = 0
         self._owner: Any = None
 
@@ -150,7 +156,7 @@ class Kernel:
     def address(self) -> int:
         """Address of the C function."""
         if not self._address:
-            with self._lock:
+            with preparing:
                 if not self._address:
                     self._address = self._load() or self._compile()
         return self._address

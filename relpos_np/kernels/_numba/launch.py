@@ -6,7 +6,6 @@ import ctypes
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -14,8 +13,9 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from relpos_np.kernels._numba.build import Kernel
+from relpos_np.kernels._numba.build import Kernel, preparing
 from relpos_np.kernels._numba.openmp import Pool, torch_library
+from relpos_np.threadcount import chosen
 
 # Work below this many operations is done by the calling thread alone: waking others costs more.
 SERIAL_FLOPS = 1e7
@@ -62,12 +62,18 @@ def _length(threads: int) -> tuple[int, Any]:
     return array.ctypes.data, array
 
 
+def _start() -> None:
+    """Start Numba's pool, unless it runs."""
+    from numba.np.ufunc.parallel import _launch_threads
+
+    with preparing:
+        _launch_threads()
+
+
 @cache
 def _pool() -> Any:
     """Numba's thread pool as a C function; None if it must not be entered by several threads at once."""
-    from numba.np.ufunc.parallel import _launch_threads
-
-    _launch_threads()
+    _start()
     address = llvm.address_of_symbol("numba_parallel_for")
     if address is None or numba.threading_layer() == "workqueue":
         return None
@@ -93,16 +99,14 @@ def _function(address: int) -> Any:
 @cache
 def _thread_count() -> Any:
     """Numba's own counter as a C function, which is much cheaper to ask than `numba.get_num_threads`."""
-    from numba.np.ufunc.parallel import _launch_threads
-
-    _launch_threads()
+    _start()
     address = llvm.address_of_symbol("get_num_threads")
     return numba.get_num_threads if address is None else ctypes.CFUNCTYPE(ctypes.c_int)(address)
 
 
 def available_threads() -> int:
-    """Threads that a call may use, as set by NUMBA_NUM_THREADS or `numba.set_num_threads`."""
-    return min(int(_thread_count()()), len(_threads))
+    """Threads that a call may use: what was chosen for this library, else what Numba has in this thread."""
+    return min(chosen() or int(_thread_count()()), len(_threads))
 
 
 def run(kernel: Kernel, record: bytearray, threads: int) -> None:
@@ -126,10 +130,31 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
 
 
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
-    """The calling thread is one of them."""
+    """The calling thread is one of them; fewer do if the system, or an interpreter that is closing, has no more."""
     arrays = [np.array([_threads.ctypes.data + 8 * n], dtype=np.int64) for n in range(threads)]
-    with ThreadPoolExecutor(threads - 1) as pool:
-        waiting = [pool.submit(function, a.ctypes.data, _length(1)[0], _STEPS, call) for a in arrays[1:]]
-        function(arrays[0].ctypes.data, _length(1)[0], _STEPS, call)
-        for future in waiting:
-            future.result()
+    length = _length(1)[0]
+    others = [
+        threading.Thread(target=function, args=(a.ctypes.data, length, _STEPS, call), daemon=True) for a in arrays[1:]
+    ]
+    try:
+        for other in others:
+            try:
+                other.start()
+            except RuntimeError:
+                break
+        function(arrays[0].ctypes.data, length, _STEPS, call)
+    finally:
+        _join(others)
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    """Wait for all, whatever signals arrive: they write to memory that the caller is about to free."""
+    interrupt: KeyboardInterrupt | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
