@@ -17,7 +17,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"errors", "types"},
     {"terms", "problem", "threadcount"},
-    {"index", "check", "dense", "relshift"},
+    {"index", "check", "dense", "relshift", "reading"},
+    {"npzfile", "tensorfile"},
     {"bucket", "resize"},
     {"schemes.base", "frequencies"},
     {"axes", "rotations"},
