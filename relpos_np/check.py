@@ -309,7 +309,8 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Seque
         raise RelposTypeError(f"out: expected dtype {dtype}, found {out.dtype}")
     if not out.flags.writeable:
         raise RelposValueError("out: the array is read-only")
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True)):
+    # NumPy gives arrays without elements strides of 0.
+    if out.size and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True)):
         raise RelposValueError("out: elements of the array share memory")
     if any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in inputs):
         raise RelposValueError("out: the array overlaps an input")

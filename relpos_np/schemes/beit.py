@@ -53,7 +53,8 @@ def beit_index(grid: Sequence[int]) -> Int64:
     return index
 
 
-@lru_cache(maxsize=64)
+# A model calls with a few grids in turn; the map of one of 64 by 64 tokens has 64 MiB.
+@lru_cache(maxsize=8)
 def _map(grid: tuple[int, int]) -> Dense:
     """The same from the map of a window, for the kernels."""
     side = [np.arange(n) for n in grid]

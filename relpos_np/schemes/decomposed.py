@@ -111,7 +111,8 @@ def decomposed_scores(
     return np.asarray(both.reshape(*q.shape[:-1], prod(key_grid)))
 
 
-@lru_cache(maxsize=64)
+# A model calls with a few grids in turn; the map of one of 64 by 64 tokens has 64 MiB.
+@lru_cache(maxsize=8)
 def _maps(query: Grid, key: Grid, rounding: str, class_token: bool) -> tuple[Dense, Dense]:
     """Rows of both tables for every pair of tokens; the class token has none."""
     tokens_q, tokens_k = (np.indices(grid).reshape(2, -1) for grid in (query, key))

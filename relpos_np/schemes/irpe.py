@@ -133,7 +133,8 @@ def _index_of(distance: int, alpha: float, beta: float, gamma: float) -> int:
     return min(int(beta), round(round(y, _DECIMALS)))
 
 
-@lru_cache(maxsize=64)
+# A model calls with a few grids in turn; the map of one of 64 by 64 tokens has 64 MiB.
+@lru_cache(maxsize=8)
 def _maps(
     grid: tuple[int, int], method: str, alpha: float, beta: float, gamma: float, class_tokens: int
 ) -> tuple[tuple[Dense, Dense], ...]:

@@ -93,7 +93,8 @@ def neighborhood_bias(
     return np.asarray(np.where(seen, values, -np.inf), dtype=values.dtype)
 
 
-@lru_cache(maxsize=64)
+# A model calls with a few grids in turn; the map of one of 64 by 64 tokens has 64 MiB.
+@lru_cache(maxsize=8)
 def _maps(grid: tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[Dense, Bools]:
     """Rows of the flattened table, -1 for keys that are no neighbours; and which are neighbours."""
     index = np.zeros((1, 1), dtype=np.int64)

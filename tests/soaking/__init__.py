@@ -1,0 +1,1 @@
+"""What `tests/soak.py` is made of: calls drawn from a seed and a number, how each is judged, and memory."""

@@ -1,0 +1,217 @@
+"""Each kind of case: what is drawn, what is called, and how the answer is judged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+
+import relpos_np as rp
+from relpos_np.errors import RelposError
+from relpos_np.testing import tolerance
+from relpos_np.testing.arguments import rebuilt
+from relpos_np.testing.compare import EPS, ratio
+from tests import strategies
+from tests.soaking import calls
+from tests.soaking.calls import BACKENDS, pick
+from tests.soaking.interruption import Lines
+
+
+@dataclass
+class Report:
+    """What one case found."""
+
+    where: str = ""
+    problems: list[str] = field(default_factory=list)
+    # (backend, dtype, error in units of what is tolerated)
+    errors: list[tuple[str, str, float]] = field(default_factory=list)
+    calls: int = 0
+
+    def judge(self, backend: str, dtype: str, error: float, what: str = "") -> None:
+        self.errors.append((backend, dtype, error))
+        if not error <= 1.0:
+            self.problems.append(f"{what or 'output'} of {backend} in {dtype}: {error:.3g} times the tolerance")
+
+    def expect(self, fine: Any, problem: str) -> None:
+        if not fine:
+            self.problems.append(problem)
+
+
+def bits(*results: Any) -> bytes:
+    """Everything in some results, for comparison bit by bit."""
+    return b"".join(np.ascontiguousarray(x).tobytes() for x in results)
+
+
+def forward(rng: np.random.Generator, report: Report) -> None:
+    """Output and log-sum-exp, in a new array or a given one; the same bits again; operands stay as they are."""
+    call, backend = calls.call(rng), pick(rng, BACKENDS)
+    report.where = call.where
+    before = bits(*call.operands)
+    out, lse = call.run(backend, return_lse=True)
+    report.judge(backend, call.dtype, call.error(out, lse))
+    report.expect(bits(*call.operands) == before, f"{backend} wrote to an operand")
+    target = np.full((*out.shape[:-1], out.shape[-1] + 2), 7.0, out.dtype)
+    inner = target[..., 1:-1] if rng.random() < 0.5 else np.full(out.shape, np.nan, out.dtype)
+    again = call.run(backend, out=inner)
+    report.expect(again is inner, "out= was not returned")
+    report.expect(bits(again) == bits(out), f"{backend} gave other bits when called again with out=")
+    report.expect((target[..., [0, -1]] == 7.0).all(), "the memory beside out= was written to")
+    report.calls += 2
+
+
+def drawn_case(buffer: bytes) -> strategies.Case | None:
+    """The case that hypothesis makes of some bytes."""
+    found: list[strategies.Case] = []
+
+    @given(strategies.cases(small=False))
+    def keep(case: strategies.Case) -> None:
+        found.append(case)
+
+    keep.hypothesis.fuzz_one_input(buffer)
+    return found[-1] if found else None
+
+
+_drawing = threading.Lock()
+
+
+def structured(rng: np.random.Generator, report: Report) -> None:
+    """Batch axes that broadcast, several schemes at once, offsets far away: what tests/strategies.py draws."""
+    case = None
+    with _drawing:
+        while case is None:
+            case = drawn_case(rng.bytes(1 << 12))
+    report.where = repr(case)
+    backend = pick(rng, ("numba", "numba", "terms"))
+    expected, lse = case.attention(np.float64, "numpy", rounded=np.float32)
+    top, weight = case.sizes(np.float32)
+    actual, actual_lse = case.attention(np.float32, backend)
+    eps = EPS["float32"]
+    report.judge(
+        backend,
+        "float32",
+        ratio(actual, expected, np.maximum(4 * eps * (1 + top)[..., None] * weight, np.finfo(np.float32).tiny)),
+    )
+    size = np.maximum(top, np.abs(np.where(np.isneginf(lse), 0.0, lse)))
+    report.judge(backend, "float32", ratio(actual_lse, lse, 4 * eps * (1 + size)), "log-sum-exp")
+    report.calls += 1
+
+
+def gradient(rng: np.random.Generator, report: Report) -> None:
+    """Gradients of operands and of every trained array: no worse than NumPy's, or within a few roundings."""
+    call, backend = calls.call(rng), pick(rng, ("numba", "numba", "numba", "terms"))
+    report.where = call.where
+    one = call.example
+    grad_out = rng.standard_normal((*one.q.shape[:-1], one.v.shape[-1]))
+    grad_out = grad_out.astype(one.q.dtype)
+    exact = [x.astype(np.float64) for x in (one.q, one.k, one.v)]
+
+    def wide(to_out: Any, **more: Any) -> Any:
+        options = call.options() | {"position": rebuilt(one.position, np.float64)}
+        return rp.attention_vjp(*exact, grad_out=to_out, backend="numpy", **options, **more)
+
+    # Scores have the gradient p (dp - delta), delta = g . o, and both may be large where the difference is 0. What
+    # delta is rounded by is added to all scores of a row, as the gradient of their log-sum-exp would be.
+    delta = np.abs(grad_out.astype(np.float64)).sum(-1) * np.abs(np.nan_to_num(exact[2], posinf=0.0, neginf=0.0)).max(
+        initial=0.0
+    )
+    expected, rounded = wide(grad_out.astype(np.float64)), wide(np.zeros(grad_out.shape), grad_lse=delta)
+
+    def found(name: str) -> Any:
+        return rp.attention_vjp(*call.operands, grad_out=grad_out, backend=name, **call.options())
+
+    trusted, actual = found("numpy"), found(backend)
+    for name in ("q", "k", "v", *expected.position):
+        exact_one, rounded_one, trusted_one, actual_one = (
+            getattr(g, name) if name in ("q", "k", "v") else g.position[name]
+            for g in (expected, rounded, trusted, actual)
+        )
+        largest = max(1.0, *(float(np.abs(x).max(initial=0.0)) for x in (exact_one, rounded_one)))
+        floor = 2 * tolerance(
+            call.dtype, logit_bound=one.logit_bound, depth=one.q.shape[-1], magnitude=largest / (1 - call.dropout)
+        )
+        other = ratio(trusted_one, exact_one, 1.0)
+        report.judge(backend, call.dtype, ratio(actual_one, exact_one, floor + 4 * other), f"gradient of {name}")
+    report.calls += 2
+
+
+def scores(rng: np.random.Generator, report: Report) -> None:
+    """Dense scores of the formulas and of the terms they are lowered to."""
+    one = calls.changed(rng, calls.plain_example(rng))
+    report.where = one.where
+    backend = pick(rng, ("numpy", "terms", "numba"))
+    s = rp.logits(one.q, one.k, position=one.position, backend=backend, **one.kwargs)
+    exact = rp.logits(
+        one.q.astype(np.float64), one.k.astype(np.float64), position=one.position, backend="numpy", **one.kwargs
+    )
+    bound = float(np.abs(exact[np.isfinite(exact)]).max(initial=0.0))
+    kept = "float64" if one.q.dtype == np.float64 else "float32"
+    report.judge(backend, str(one.q.dtype), ratio(s, exact, tolerance(kept, logit_bound=bound, depth=one.q.shape[-1])))
+    report.calls += 1
+
+
+def shift(rng: np.random.Generator, report: Report) -> None:
+    """rel_shift of any variant, dtype and layout: exactly what NumPy's views give."""
+    variant = pick(rng, rp.relshift.VARIANTS)
+    q_len, k_len = pick(rng, calls.SHORT + calls.LONG), pick(rng, calls.SHORT + calls.LONG)
+    k_len = max(k_len, q_len)
+    columns = {"conformer": q_len + k_len - 1, "xlnet": q_len + k_len}.get(variant, k_len)
+    lead = pick(rng, ((), (2,), (2, 3)))
+    dtype = pick(rng, ("float16", "bfloat16", "float32", "float64", "int64", "complex64"))
+    x = (rng.standard_normal((*lead, q_len, columns)) * 100).astype(dtype)
+    # bfloat16 has one byte order, and integers have no NaN to put between elements.
+    unusable = {"bfloat16": {"big-endian"}, "int64": {"every other"}}.get(dtype, set())
+    layout = pick(rng, sorted(strategies.LAYOUTS.keys() - unusable))
+    x = strategies.LAYOUTS[layout](x)
+    report.where = f"rel_shift {variant}, {dtype}, {layout}: {x.shape}"
+    expected = rp.rel_shift(x, variant=variant, backend="numpy")
+    actual = rp.rel_shift(x, variant=variant, backend="numba")
+    same = actual.shape == expected.shape and bits(actual) == bits(expected.astype(actual.dtype))
+    report.judge("numba", str(dtype), 0.0 if same else np.inf, "rel_shift")
+    report.calls += 1
+
+
+def encoding(rng: np.random.Generator, report: Report) -> None:
+    """Absolute encodings: one rounding of each summand and of the sum."""
+    one = calls.plain_example(rng, calls.ENCODINGS, ("float16", "float32", "float64"))
+    report.where = one.where
+    report.judge("numpy", str(one.q.dtype), one.backend_error("numpy"), "encoding")
+    report.calls += 1
+
+
+def interrupted(rng: np.random.Generator, report: Report) -> None:
+    """A Ctrl-C or a failed allocation at any line of the library; the next call has the bits it had before."""
+    call, error = calls.call(rng), pick(rng, (KeyboardInterrupt, MemoryError))
+    backend = pick(rng, BACKENDS)
+    grad = rng.standard_normal((*call.example.q.shape[:-1], call.example.v.shape[-1])).astype(call.example.q.dtype)
+    backward = rng.random() < 0.4
+    report.where = f"{call.where}, {error.__name__}{' in the backward pass' if backward else ''}"
+
+    def run() -> bytes:
+        if not backward:
+            return bits(*call.run(backend, return_lse=True))
+        found = rp.attention_vjp(*call.operands, grad_out=grad, backend=backend, **call.options())
+        return bits(found.q, found.k, found.v, *found.position.values())
+
+    counted = Lines()
+    first, before = counted.run(run), bits(*call.operands)
+    planted = Lines(int(rng.integers(1, counted.seen + 1)), error)
+    try:
+        planted.run(run)
+    except error as caught:
+        report.expect("planted" in str(caught), f"{caught!r} was not the one that was planted")
+    except RelposError as caught:
+        # A failed allocation may be reported as the library's own.
+        report.expect(isinstance(caught, MemoryError), f"{caught!r} in place of {error.__name__}")
+    else:
+        # What was cached by then takes fewer lines.
+        report.expect(planted.seen < planted.at, f"{error.__name__} at line {planted.at} was swallowed")
+    report.expect(run() == first, f"{backend} gave other bits after {error.__name__}")
+    report.expect(bits(*call.operands) == before, f"{backend} wrote to an operand")
+    report.calls += 3
+
+
+Kind = Callable[[np.random.Generator, Report], None]
