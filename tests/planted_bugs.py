@@ -290,7 +290,7 @@ TESTS = """
 """
 # What says nothing of numbers.
 OTHERS = """
-    HEAD asv cli_help completeness cuda distributed_cluster docs gpu_script imports interop pictures planted_bugs plot
+    asv cli_help completeness cuda distributed_cluster docs gpu_script imports interop pictures planted_bugs plot
     readme soak supply_chain
 """
 # In the simulator; of other files they say nothing.
