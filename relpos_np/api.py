@@ -162,6 +162,8 @@ def attention(
     )
     schemes = checked_schemes(position, problem)
     name = _backend.current(backend)
+    if name not in _backend.WITH_KERNELS:
+        problem.pack()
     shape = problem.out_shape
     target = None
     if out is not None:
@@ -220,6 +222,7 @@ def logits(
         q, k, None, mask=mask, causal=causal, window=window, key_lengths=key_lengths, scale=scale, offset=offset
     )
     schemes = checked_schemes(position, problem)
+    problem.pack()
     if _backend.current(backend) == "terms":
         from relpos_np.kernels import _numpy
 
@@ -316,6 +319,9 @@ def attention_vjp(
         grad_lse = check.like("grad_lse", grad_lse, expected[:-1], problem.site.dtype)
     if flat:
         grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
+    if name not in _backend.WITH_KERNELS:
+        problem.pack()
+        grad_out = np.ascontiguousarray(grad_out)
     lowered = each_lowered(schemes, problem)
     terms = all_terms(lowered)
     if name in _backend.WITH_KERNELS:

@@ -14,6 +14,8 @@ from relpos_np.types import Array, Bools
 
 _FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
 _HALVES = ("float16", "bfloat16")
+# Axes of heads and of queries where a mask has one row for all of them.
+_ONE_ROW = ((), (1,), (1, 1))
 
 
 # DLPack's numbers for memory that kernels read: of a device, and managed.
@@ -63,7 +65,7 @@ def floating(name: str, value: Any) -> Array:
 
 
 def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
-    """A read-only float table with the axes named, for instance "rows heads"; alternatives are separated by "|"."""
+    """A read-only float table in C order, with the axes named, for instance "rows heads" or "rows | heads rows"."""
     x = floating(name, value)
     forms = [form.split() for form in axes.split("|")]
     if x.ndim not in {len(form) for form in forms}:
@@ -71,7 +73,8 @@ def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
         raise RelposValueError(f"{name}: expected shape {wanted}, found {x.shape}")
     if not empty and 0 in x.shape:
         raise RelposValueError(f"{name}: every axis must have at least one entry, found shape {x.shape}")
-    x = x.view()
+    # Products with it must be the same bits for any layout, which a BLAS does not promise.
+    x = np.ascontiguousarray(x).view()
     x.flags.writeable = False
     return x
 
@@ -285,6 +288,8 @@ def problem(
             key_lengths=None if key_lengths is None else lengths_of_keys(key_lengths, batch, k_len),
             keep=keep,
             keep_scale=1.0 / (1.0 - rate),
+            # By its shape and never by its strides: layouts change no bits.
+            mask_of_keys=mask is not None and mask.shape[-3:-1] in _ONE_ROW,
         ),
         result,
         flat,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from relpos_np.kernels._numba.attend import attend
+from relpos_np.kernels._numba.attend import LOG2, attend
 from relpos_np.kernels._numba.backplan import BackPlanner
 from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.build import cache_folder
@@ -54,11 +54,11 @@ def warm_up() -> Iterator[tuple[str, float]]:
         yield name, time.perf_counter() - started
 
 
-def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> None:
-    """Fill `out` and `lse`, both C-contiguous and of the problem's dtype."""
+def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float = LOG2) -> None:
+    """Fill `out` and `lse`, both C-contiguous and of the problem's dtype; lse in units of log 2, times `unit`."""
     if not out.size:
         if lse is not None and lse.size:
-            _lse_only(problem, terms, lse)
+            _lse_only(problem, terms, lse, unit)
         return
     if not problem.site.k_len:
         out.fill(0)
@@ -67,16 +67,17 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> 
         return
     threads = available_threads()
     if _is_decoding(problem, terms):
-        _decode(problem, terms, out, lse, threads)
+        _decode(problem, terms, out, lse, threads, unit)
         return
     if is_windowed(problem, terms):
-        _windows(problem, terms, out, lse, threads)
+        _windows(problem, terms, out, lse, threads, unit)
         return
     plan = Planner(problem, terms, out, lse, threads).build()
     if plan.flops_per_block * plan.blocks < SERIAL_FLOPS:
         threads = 1
     threads = min(threads, plan.blocks)
     fields = plan.fields
+    fields["lse_unit"] = unit
     plan.kept.append(lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
     kernel = attend[problem.site.dtype.itemsize]
     chunk = max(4 * threads, int(threads * CALL_FLOPS / plan.flops_per_block))
@@ -94,13 +95,14 @@ def _is_decoding(problem: Problem, terms: Terms) -> bool:
     return not (terms.values or problem.keep is not None or any(is_skewed(term) for term in terms.queries))
 
 
-def _windows(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> None:
+def _windows(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int, unit: float) -> None:
     """Run the kernel for few keys, on runs of its pieces, of which each is fetched during the one before."""
     plan = Planner(problem, terms, out, lse, threads, windowed=True).build()
     if plan.flops_per_block * plan.blocks < SERIAL_FLOPS:
         threads = 1
     threads = min(threads, plan.blocks)
     fields = plan.fields
+    fields["lse_unit"] = unit
     plan.kept.append(lend(fields, plan.workspace * problem.site.dtype.itemsize, threads))
     most = max(int(CALL_FLOPS / (RUNS * plan.flops_per_block)), 1)
     length = fields["run"] = min(-(-plan.blocks // (RUNS * threads)), most)
@@ -110,7 +112,7 @@ def _windows(problem: Problem, terms: Terms, out: Array, lse: Array | None, thre
         run(windows[problem.site.dtype.itemsize], plan.pack(), threads)
 
 
-def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> None:
+def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int, unit: float) -> None:
     """Run the kernel for few queries, on several ranges of keys if there are too few heads for the threads."""
     site, dtype = problem.site, problem.site.dtype
     kernel, narrow = decode["float32" if dtype.itemsize == 4 else "float64"], False
@@ -121,6 +123,7 @@ def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threa
         kernel = decode.get(stored.name, kernel)
     plan = Planner(problem, terms, out, lse, threads, narrow=narrow).build()
     f = plan.fields
+    f["lse_unit"] = unit
     count = f["count"] * site.heads
     # The number of parts decides about rounding: it depends on the keys alone, not on threads or the batch.
     parts = min(max(-(-site.k_len // BLOCK_KEYS) // PART_BLOCKS, 1), MOST_PARTS)
@@ -137,7 +140,7 @@ def _decode(problem: Problem, terms: Terms, out: Array, lse: Array | None, threa
         f["counter"], f["stop"] = start, min(start + chunk, pieces)
         run(kernel, plan.pack() + tail, threads)
     if partial is not None:
-        merge(partial, out, lse)
+        merge(partial, out, lse, unit)
 
 
 def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None) -> tuple[Terms, Array]:
@@ -146,7 +149,8 @@ def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | 
     out, lse = np.empty(problem.out_shape, dtype), np.empty(problem.out_shape[:-1], dtype)
     if not (lse.size and problem.site.k_len):
         return nothing(terms, problem.q, problem.k, problem.v)
-    attention(problem, terms, out, lse)
+    # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
+    attention(problem, terms, out, lse, 1.0)
     threads = available_threads()
     planner = BackPlanner(problem, terms, out, lse, grad_out, grad_lse, threads)
     pieces, workspace = planner.plan()
@@ -165,10 +169,9 @@ def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | 
     return planner.collect()
 
 
-def _lse_only(problem: Problem, terms: Terms, lse: Array) -> None:
+def _lse_only(problem: Problem, terms: Terms, lse: Array, unit: float) -> None:
     """D_v = 0: there is no output, but the log-sum-exp is still asked for."""
     site = replace(problem.site, v_dim=1)
     v = np.zeros((*problem.v.shape[:-1], 1), site.dtype)
-    attention(
-        replace(problem, stored_v=v, site=site), replace(terms, values=()), np.empty((*lse.shape, 1), site.dtype), lse
-    )
+    out = np.empty((*lse.shape, 1), site.dtype)
+    attention(replace(problem, stored_v=v, site=site), replace(terms, values=()), out, lse, unit)

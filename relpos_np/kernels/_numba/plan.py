@@ -206,8 +206,7 @@ class Planner:
         mask = self._biased(problem.mask)
         if mask is None or not mask.size:
             return
-        shared = all(s == 0 or n == 1 for s, n in zip(mask.strides[-3:-1], mask.shape[-3:-1], strict=True))
-        if mask.dtype == np.bool_ and shared and not self.windowed:
+        if mask.dtype == np.bool_ and problem.mask_of_keys and not self.windowed:
             keys = mask[..., 0, 0, :].reshape(self.count, site.k_len)
             seen = keys.any(axis=1)
             begin = np.where(seen, keys.argmax(axis=1), site.k_len)

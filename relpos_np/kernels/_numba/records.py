@@ -22,6 +22,8 @@ CALL = np.dtype(
         # pieces of work that a thread takes at a time, which the counter then counts in (windows only)
         *_integers("run"),
         *_integers("q", "k", "v", "out", "lse"),
+        # what the log-sum-exp, in units of log 2, is multiplied by
+        ("lse_unit", "<f8"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
         *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),
         *_integers("block_queries", "blocks"),
@@ -52,7 +54,7 @@ ADD = np.dtype(
 VALUE = np.dtype(_integers("weights", "weights_head", "rows", "bins", "index", "index_batch", "index_row", "runs"))
 
 # What the backward pass needs besides, right behind its CALL: the gradient of the output, rows of the sums that every
-# dp is reduced by (and `lse` there holds units of log 2, +inf for a row without keys); where gradients go; and how
+# dp is reduced by (and `lse` there is read, in units of log 2, +inf for a row without keys); where gradients go; and how
 # work is divided: `parts` ranges of queries and then as many of keys, or with one part both at once. `diag`,
 # `skew_dw` and sinks with a `dst_task` hold one partial sum per task.
 BACKWARD = np.dtype(
