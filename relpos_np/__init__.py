@@ -12,6 +12,7 @@ from relpos_np.errors import (
     RelposValueError,
 )
 from relpos_np.gradient import AttentionGradient
+from relpos_np.memory import memory_limit, set_memory_limit
 from relpos_np.registry import SCHEMES, SchemeInfo
 from relpos_np.schemes.alibi import ALiBi
 from relpos_np.schemes.beit import BEiT
@@ -78,9 +79,11 @@ __all__ = [
     "attention_vjp",
     "backend",
     "logits",
+    "memory_limit",
     "reference",
     "rel_shift",
     "set_backend",
+    "set_memory_limit",
     "show_versions",
     "use_backend",
 ]

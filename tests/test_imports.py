@@ -16,14 +16,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module may import modules of lower levels only; those of one level know nothing of each other.
 LEVELS = (
     {"errors", "types"},
-    {"terms", "problem"},
+    {"memory", "terms", "problem"},
     {"index", "check", "dense", "relshift"},
     {"bucket", "resize"},
     {"schemes.base", "frequencies"},
     {"axes", "rotations"},
     {"schemes"},
     {"backend", "complexity", "gradient", "lowering", "reference"},
-    {"ondevice", "registry"},
+    {"footprint", "ondevice", "registry"},
     {"api", "versions"},
     {""},
     {"archive", "completion", "distributed", "interop", "layers", "plot", "terminal"},
