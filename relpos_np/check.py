@@ -277,7 +277,7 @@ def problem(
     if abs(site.offset) >= UNBOUNDED >> 1:
         raise RelposValueError(f"offset: {site.offset} is too large")
     scores = (*batch, heads, q_len, k_len)
-    if mask is not None or v is None or dropout != 0.0:
+    if mask is not None or len(operands) == 2 or dropout != 0.0:
         memory.countable("attention", scores)
     found = Problem(
         q=q,

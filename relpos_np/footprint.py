@@ -56,7 +56,7 @@ class Admission:
             parts["dropout's mask"] = 9 * lines * pairs
         mask_bytes = _mask(mask, site, dense)
         if mask_bytes:
-            parts["the mask"] = mask_bytes
+            parts["masks and bands"] = mask_bytes
         lowering = self.name != "numpy" if self.function != "logits" else self.name == "terms"
         if dense:
             parts["copies of operands"] += _repeated(site)
@@ -124,13 +124,13 @@ def _spread(mask: Any, site: Site) -> Array | None:
 def _mask(mask: Any, site: Site, dense: bool) -> int:
     """A converted copy of it and, where it is evaluated densely, the matrices it is combined in."""
     pairs, lines = site.q_len * site.k_len, math.prod(site.batch) * site.heads
-    size = 32 * pairs if dense else 0
+    size = 24 * pairs if dense else 0
     if isinstance(mask, np.ndarray):
         if mask.dtype not in (np.bool_, site.dtype):
             size += mask.size * (site.dtype.itemsize + 4)
         if dense:
             size += (2 if mask.dtype == np.bool_ else 3 * site.dtype.itemsize) * lines * pairs
-    return size + (4 * lines * pairs if dense else 0)
+    return size + (2 * lines * pairs if dense else 0)
 
 
 def _vectors(site: Site, schemes: Sequence[Scheme]) -> int:
