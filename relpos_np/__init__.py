@@ -12,6 +12,7 @@ from relpos_np.errors import (
     RelposValueError,
 )
 from relpos_np.gradient import AttentionGradient
+from relpos_np.memory import memory_limit, set_memory_limit
 from relpos_np.registry import SCHEMES, SchemeInfo
 from relpos_np.schemes.alibi import ALiBi
 from relpos_np.schemes.beit import BEiT
@@ -80,9 +81,11 @@ __all__ = [
     "backend",
     "get_num_threads",
     "logits",
+    "memory_limit",
     "reference",
     "rel_shift",
     "set_backend",
+    "set_memory_limit",
     "set_num_threads",
     "show_versions",
     "threads",

@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module may import modules of lower levels only; those of one level know nothing of each other.
 LEVELS = (
     {"errors", "types"},
-    {"terms", "problem", "threadcount"},
+    {"memory", "terms", "problem", "threadcount"},
     {"index", "check", "dense", "relshift", "reading"},
     {"npzfile", "tensorfile"},
     {"bucket", "resize"},
@@ -24,7 +24,7 @@ LEVELS = (
     {"axes", "rotations"},
     {"schemes"},
     {"backend", "complexity", "gradient", "lowering", "reference"},
-    {"ondevice", "registry"},
+    {"footprint", "ondevice", "registry"},
     {"api", "versions"},
     {""},
     {"archive", "completion", "distributed", "interop", "layers", "plot", "terminal"},

@@ -13,6 +13,7 @@ from relpos_np.kernels._numba.backplan import BackPlanner
 from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.build import cache_folder
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, decode_layout, merge
+from relpos_np.kernels._numba.footprint import held
 from relpos_np.kernels._numba.launch import SERIAL_FLOPS, available_threads, lend, run
 from relpos_np.kernels._numba.plan import Planner, is_skewed, is_windowed
 from relpos_np.kernels._numba.product import product
@@ -23,7 +24,7 @@ from relpos_np.problem import Problem
 from relpos_np.terms import Terms, nothing
 from relpos_np.types import Array
 
-__all__ = ["attention", "backward", "cache_folder", "rel_shift", "warm_up"]
+__all__ = ["attention", "backward", "cache_folder", "held", "rel_shift", "warm_up"]
 
 # Operations of one thread between two looks at signals: about a tenth of a second.
 CALL_FLOPS = 1e10
