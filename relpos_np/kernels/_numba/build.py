@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -30,6 +33,31 @@ _SIGNATURE = types.void(
 preparing = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=preparing.acquire, after_in_parent=preparing.release, after_in_child=preparing.release)
+
+
+@contextmanager
+def _no_signal_lost() -> Iterator[None]:
+    """Raise at the end what Ctrl-C raised where nobody could see it: in a callback of the compiler."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    lost: list[BaseException] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            before(number, frame)
+        except BaseException as error:
+            lost.append(error)
+            raise
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if lost:
+        raise lost[0]
 
 
 def _resolve(symbol: str) -> bool:
@@ -82,7 +110,8 @@ class Kernel:
                 if not self._address:
                     self._address = self._load()
                 if not self._address:
-                    compiled = self._compile()
+                    with _no_signal_lost():
+                        compiled = self._compile()
                     # Before it is stored, because that may fail where warnings are errors.
                     self._owner, self._address = compiled, int(compiled.address)
                     self._store(compiled)
