@@ -61,7 +61,7 @@ def kernels() -> dict[str, Any] | str:
     try:
         import numba
 
-        from relpos_np.kernels._numba.build import cache_folder
+        from relpos_np.kernels._numba.cache import cache_folder
         from relpos_np.kernels._numba.target import TARGET
         from relpos_np.threadcount import get_num_threads
     except ImportError as error:

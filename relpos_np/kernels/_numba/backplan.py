@@ -92,7 +92,7 @@ class BackPlanner(Planner):
             e["skew_dw_task"] = (span + ROW_QUANTUM) * s_width
         sinks = self._sinks(tasks)
         lifted = self._value_products(self.grad_out)
-        e["sink_count"], e["lifted_count"] = len(sinks), len(lifted)
+        e["sink_count"], e["lifted_count"], e["cuts"] = len(sinks), len(lifted), 1
         if sinks:
             e["sinks"] = self._keep(np.array(sinks, SINK))
         if lifted:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,10 +16,13 @@ import numpy as np
 
 from relpos_np.kernels._numba.build import Kernel, preparing
 from relpos_np.kernels._numba.openmp import Pool, torch_library
+from relpos_np.kernels._numba.target import TARGET
 from relpos_np.threadcount import chosen
 
 # Work below this many operations is done by the calling thread alone: waking others costs more.
 SERIAL_FLOPS = 1e7
+# Operations of one thread between two looks at signals: less than a tenth of a second, on vectors of 16 elements.
+CALL_FLOPS = 1e10
 # A workspace of up to this many bytes is kept for the thread's next call.
 KEEP_BYTES = 64 * 1024 * 1024
 
@@ -127,6 +131,21 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
         pool(address, _ARRAYS, _length(threads)[0], _STEPS, call, 0, 1, threads)
     else:
         _run_on_python_threads(_function(address), call, threads)
+
+
+def call_flops(itemsize: int) -> float:
+    """Operations of one thread in one call of a kernel; Python sees signals, such as Ctrl-C, between calls."""
+    return CALL_FLOPS * TARGET.lanes(itemsize) / 16
+
+
+def run_pieces(
+    kernel: Kernel, fields: dict[str, Any], pack: Callable[[], bytearray], pieces: int, chunk: int, threads: int
+) -> None:
+    """Run a kernel on so many pieces of work, in calls of about `chunk` pieces, as many for each thread."""
+    chunk = max(chunk // threads, 1) * threads
+    for start in range(0, pieces, chunk):
+        fields["counter"], fields["stop"] = start, min(start + chunk, pieces)
+        run(kernel, pack(), threads)
 
 
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
