@@ -11,7 +11,6 @@ from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.types import Array
 
-
 # Far beyond any head: frequencies are made before the number of channels is known to fit.
 _MOST = 1 << 20
 
