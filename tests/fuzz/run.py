@@ -54,7 +54,9 @@ def several(names, seconds, corpus, artifacts):
             from tests.fuzz import targets
 
             targets.write_seeds(name, folder)
-            lines = (f'"{word}"' if "\\x" in word else '"' + word.replace('"', '\\"') + '"' for word in targets.WORDS[name])
+            lines = (
+                f'"{word}"' if "\\x" in word else '"' + word.replace('"', '\\"') + '"' for word in targets.WORDS[name]
+            )
             words.write_text("\n".join(lines) + "\n", encoding="utf-8")
             options = [
                 f"-max_total_time={seconds}",

@@ -6,16 +6,19 @@ its file. A target takes bytes and returns whether the reader accepted them. `CO
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
 import os
 import pickle
+import re
 import struct
 import tempfile
 import warnings
 import zipfile
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +106,9 @@ def built(data):
             text = f"{{'descr': '{kind}', 'fortran_order': {choices.below(5) == 4}, 'shape': {said}, }}"
             header = text.encode().ljust(117) + b"\n"
             count = int(np.prod(shape, dtype=int)) * (16 if kind == "|O" else np.dtype(kind).itemsize)
-            numbers = choices.take(min(count, 64)) if choices.below(2) else np.ones(8, kind.replace("O", "V8")).tobytes()
+            numbers = (
+                choices.take(min(count, 64)) if choices.below(2) else np.ones(8, kind.replace("O", "V8")).tobytes()
+            )
             body = (numbers * (count // max(1, len(numbers)) + 1))[:count]
             whole = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + body
             how = zipfile.ZIP_DEFLATED if choices.below(2) else zipfile.ZIP_STORED
@@ -131,7 +136,9 @@ def npz(data):
             return False
         assert out.dtype == call["q"].dtype.newbyteorder("=")
         assert lse.shape == out.shape[:-1]
-        if call["position"] is None and all(np.isfinite(call[n]).all() and np.abs(call[n]).max(initial=0) < 1e3 for n in "qkv"):
+        if call["position"] is None and all(
+            np.isfinite(call[n]).all() and np.abs(call[n]).max(initial=0) < 1e3 for n in "qkv"
+        ):
             if abs(call.get("scale", 1)) < 1e3 and call.get("mask", np.ones(1, bool)).dtype == bool:
                 assert np.isfinite(out).all()
     return True
@@ -147,7 +154,13 @@ def _npz_seeds():
                 held[f"position.{key}"] = np.asarray(value)
         for write in (np.savez, np.savez_compressed):
             buffer = io.BytesIO()
-            write(buffer, **{key: x[..., :3] if key in "qkv" and x.ndim == 4 and name == "plain" else x for key, x in held.items()})
+            write(
+                buffer,
+                **{
+                    key: x[..., :3] if key in "qkv" and x.ndim == 4 and name == "plain" else x
+                    for key, x in held.items()
+                },
+            )
             if len(buffer.getvalue()) < 1 << 16:
                 yield buffer.getvalue()
     rng = np.random.default_rng(0)
@@ -209,8 +222,12 @@ def _tensor_seeds():
 
     yield packed({})
     yield packed({"__metadata__": {"format": "np"}, "w": entry("F32", [2], 0, 8)}, bytes(8))
-    yield packed({"a": entry("BF16", [1, 3], 0, 6), "b": entry("F64", [], 6, 14), "c": entry("I8", [0], 14, 14)}, bytes(14))
-    yield packed({"a": entry("F16", [2], 0, 4), "b": entry("BOOL", [2], 4, 6), "d": entry("C64", [1], 6, 14)}, bytes(14))
+    yield packed(
+        {"a": entry("BF16", [1, 3], 0, 6), "b": entry("F64", [], 6, 14), "c": entry("I8", [0], 14, 14)}, bytes(14)
+    )
+    yield packed(
+        {"a": entry("F16", [2], 0, 4), "b": entry("BOOL", [2], 4, 6), "d": entry("C64", [1], 6, 14)}, bytes(14)
+    )
     yield packed({"a": entry("F8_E4M3", [2], 0, 2), "b": entry("U16", [2, 1], 2, 6)}, bytes(6))
     yield packed({"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 4, 12)}, bytes(12))
     yield packed({"a": entry("F32", [1 << 61], 0, 8)}, bytes(8))
@@ -222,6 +239,28 @@ def _tensor_seeds():
 # ---------------------------------------------------------------------------------------------- JSON
 
 _ARRAYS = {}
+_VALUES = (None, True, 0, 1, -1, 2, 3, 7, 64, 999_999_999, 1 << 62, 0.5, -2.5, 1e300, "", "zero", "causal", [], [1, 2])
+_VALUES += ({"array": "x"}, {"array": "n"}, {"float": "nan"}, {"float": "-inf"}, {"mapping": {}}, [[1], None], [4, 4])
+
+
+def edited(data, texts):
+    """One of some JSON texts with a few values exchanged, removed or swapped; bytes decide which."""
+    choices = Choices(data)
+    root = [json.loads(texts[choices.below(len(texts))])]
+    for _ in range(1 + choices.below(4)):
+        within, key = root, 0
+        while isinstance(within[key], dict | list) and within[key] and choices.below(8):
+            within = within[key]
+            key = (list(within) if isinstance(within, dict) else range(len(within)))[choices.below(len(within))]
+        if isinstance(within[key], int | float) and not isinstance(within[key], bool) and choices.below(2):
+            within[key] = within[key] + choices.below(7) - 3
+        elif within is not root and not choices.below(6):
+            del within[key]
+        else:
+            within[key] = copy.deepcopy(_VALUES[choices.below(len(_VALUES))])
+        if not root:
+            break
+    return json.dumps(root[0] if root else None).encode()
 
 
 def _golden():
@@ -243,6 +282,8 @@ def _golden():
 def vectors(data):
     """A record's JSON, with the arrays of the record whose name it has, as `relpos vectors --check` reads them."""
     held = _golden()
+    if data[:1] == b"\x01":
+        data = edited(data[1:], [described for described, _ in held.values()])
     name = next((name for name in held if f'"{name}"'.encode() in data), "rel_shift.xlnet")
     contents = {f"{name}.json": data, f"{name}.npz": held[name][1]}
     entry = {file: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()} for file, x in contents.items()}
@@ -278,6 +319,8 @@ def manifest(data):
 
 def arguments_of(data):
     """JSON to the arguments of a constructor."""
+    if data[:1] == b"\x01":
+        data = edited(data[1:], _scheme_texts())
     arrays = {"x": np.ones((3, 2), np.float32), "n": np.arange(4)}
     with guarded():
         try:
@@ -291,6 +334,7 @@ def _vector_seeds():
     for described, _ in _golden().values():
         if len(described) < 1 << 14:
             yield described
+    yield from _decisions()
 
 
 def _manifest_seeds():
@@ -302,13 +346,29 @@ def _manifest_seeds():
     yield b'{"format": NaN, "version": 1e999, "records": {"\\u0000": 1, "\\ud800": 2}}'
 
 
-def _argument_seeds():
+@cache
+def _scheme_texts():
+    return list(_written_schemes())
+
+
+def _written_schemes():
     for name, info in rp.SCHEMES.items():
         for variant in info.variants or (None,):
             one = testing.example(name, variant=variant)
             held = {}
             node = encode(one.encoding if info.kind == "absolute" else one.position, "x", held)
-            yield json.dumps(node).encode()
+            yield re.sub(rb'"array": "[^"]*"', b'"array": "x"', json.dumps(node).encode())
+
+
+def _decisions():
+    rng = np.random.default_rng(1)
+    for n in range(40):
+        yield b"\x01" + rng.integers(256, size=8 + n, dtype=np.uint8).tobytes()
+
+
+def _argument_seeds():
+    yield from _scheme_texts()
+    yield from _decisions()
     yield b'{"mapping": {"a": [1, 2.5, {"float": "nan"}, {"array": "x"}, null, true]}}'
     yield b"[" * 300 + b"]" * 300
     yield b'{"mapping": {"a": ' + b"9" * 5000 + b"}}"
@@ -324,11 +384,73 @@ CORPORA = {
 }
 # Words that a mutation may insert, one list for each target.
 WORDS = {
-    "npz": ["PK\\x05\\x06", "PK\\x01\\x02", "\\x93NUMPY", "'descr': '<f4'", "'|O'", "fortran_order", "'shape': (", ".npy", "PK\\x06\\x06"],
-    "tensors": ['"dtype":', '"shape":[', '"data_offsets":[', '"F32"', '"BF16"', '"I64"', '"BOOL"', '"__metadata__":{', "\\x00\\x00"],
-    "vectors": ['"array"', '"class"', '"arguments"', '"float"', '"nan"', '"mapping"', '"calls"', '"function"', "relpos_np.reference.", '"atol"', "999999999", "-1", "1e300", "null", "[]"],
-    "manifest": ['"records"', '"bytes"', '"sha256"', '"format"', "relpos-vectors", ".npz", ".json", "\\\\u0000", "..", "/"],
-    "arguments": ['"array"', '"x"', '"class"', '"arguments"', '"float"', '"nan"', '"mapping"', "-1", "999999999", "0.5", "null", "true", "[]", *(f'"{info.cls.__name__}"' for info in rp.SCHEMES.values())],
+    "npz": [
+        "PK\\x05\\x06",
+        "PK\\x01\\x02",
+        "\\x93NUMPY",
+        "'descr': '<f4'",
+        "'|O'",
+        "fortran_order",
+        "'shape': (",
+        ".npy",
+        "PK\\x06\\x06",
+    ],
+    "tensors": [
+        '"dtype":',
+        '"shape":[',
+        '"data_offsets":[',
+        '"F32"',
+        '"BF16"',
+        '"I64"',
+        '"BOOL"',
+        '"__metadata__":{',
+        "\\x00\\x00",
+    ],
+    "vectors": [
+        '"array"',
+        '"class"',
+        '"arguments"',
+        '"float"',
+        '"nan"',
+        '"mapping"',
+        '"calls"',
+        '"function"',
+        "relpos_np.reference.",
+        '"atol"',
+        "999999999",
+        "-1",
+        "1e300",
+        "null",
+        "[]",
+    ],
+    "manifest": [
+        '"records"',
+        '"bytes"',
+        '"sha256"',
+        '"format"',
+        "relpos-vectors",
+        ".npz",
+        ".json",
+        "\\\\u0000",
+        "..",
+        "/",
+    ],
+    "arguments": [
+        '"array"',
+        '"x"',
+        '"class"',
+        '"arguments"',
+        '"float"',
+        '"nan"',
+        '"mapping"',
+        "-1",
+        "999999999",
+        "0.5",
+        "null",
+        "true",
+        "[]",
+        *(f'"{info.cls.__name__}"' for info in rp.SCHEMES.values()),
+    ],
 }
 
 
