@@ -54,6 +54,7 @@ BUGS = [
     Bug("reference: empty rows", "dense.py", "safe = np.where(top == -np.inf, s.dtype.type(0), top)", "safe = top"),
     Bug("terms: grouped heads", "kernels/_numpy.py", "np.arange(heads) // groups", "np.arange(heads) % x.shape[-3]"),
     Bug("check: overlap of out", "check.py", "np.may_share_memory(out, x)", "out is x"),
+    Bug("plan: maps per batch item as a window", "kernels/_numba/plan.py", "if any(isinstance(term.index, Dense) and term.index.index.ndim > 2", "if any(isinstance(term.index, Dense) and term.index.index.ndim > 3"),
     Bug("plan: key lengths", "kernels/_numba/plan.py", "batches[KEY_END] = problem.key_lengths.ravel()", "batches[KEY_END] = np.minimum(problem.key_lengths.ravel() + 1, site.k_len)"),
     Bug("kernel: mask of a row inverted", "kernels/_numba/attend.py", "elif get(allowed, 0) == 0:", "elif get(allowed, 0) != 0:"),
     Bug("kernel: missing -inf", "kernels/_numba/attend.py", "fill_row(s, end, wide, MINUS_INFINITY)", "fill_row(s, cols, wide, MINUS_INFINITY)"),

@@ -241,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.case is not None:
         return one_case(args.seed, args.case)
+    memory.keep_little()
     started = time.monotonic()
     for _ in rp.backend.kernels("numba").warm_up():
         pass

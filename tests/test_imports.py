@@ -30,12 +30,13 @@ LEVELS = (
     {"archive", "completion", "distributed", "interop", "layers", "plot", "terminal"},
     {"diagrams", "testing"},
     {"pictures", "sweep"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )
 # Folders of one level; files in those with layers of their own may import each other.
-FOLDERS = {"schemes", "testing", "layers", "distributed", "interop"}
-NESTED = {"testing", "layers", "distributed", "interop"}
+FOLDERS = {"schemes", "testing", "layers", "distributed", "interop", "commands"}
+NESTED = {"testing", "layers", "distributed", "interop", "commands"}
 # What may be imported late, inside functions: backends find their kernels, versions describe them.
 LATE = dict.fromkeys(("api", "backend", "ondevice"), ("kernels",))
 LATE |= {"versions": ("", "kernels"), "dense": ("schemes.base",)}

@@ -131,6 +131,21 @@ def test_windows(q_len, k_len, depth, v_dim, kind, dtype, rng):
         assert (room[-64:] == 1234).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("also", [False, True])
+def test_maps_per_batch_item_with_the_shape_of_a_window(also, dtype, rng):
+    """Whole panels of keys and whole vectors of values: what the kernel for windows takes, but it has one bias."""
+    labels = rng.integers(0, 9, (2, 64, 64))
+    table = rng.standard_normal((9, 4)).astype(dtype)
+    position = rp.GraphLabels(labels, table)
+    position = (position, rp.ALiBi(heads=4)) if also else position
+    q, k, v = (rng.standard_normal((2, 4, 64, 64)).astype(dtype) for _ in range(3))
+    exact = [x.astype(np.float64) for x in (q, k, v)]
+    expected = rp.attention(*exact, position=position, backend="numpy")
+    found = rp.attention(q, k, v, position=position, backend="numba")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=200 * np.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("left", [62, 63, 64, 93, 94, None])
 @pytest.mark.parametrize("right", [32, 33, 34, 62, 63, None])
 @pytest.mark.parametrize("offset", [-30, 0, 31])

@@ -94,8 +94,11 @@ def is_windowed(problem: Problem, terms: Terms) -> bool:
     # A mask of keys alone becomes a range of keys. The shape decides, never the strides: layouts change no bits.
     if mask is not None and 1 in mask.shape[-2:]:
         return False
+    # One bias serves all batch items: maps that differ between them are gathered, which its kernel does not do.
+    if any(isinstance(term.index, Dense) and term.index.index.ndim > 2 for term in terms.tables):
+        return False
     # The end of the last panel is cut off by the bias, which therefore has a row per query or is the same for all.
-    grids = all(isinstance(term.index, Dense) and term.index.index.ndim == 2 for term in terms.tables)
+    grids = all(isinstance(term.index, Dense) for term in terms.tables)
     gathered = site.heads * site.q_len * site.k_len * site.dtype.itemsize
     return (grids or site.k_len % panel == 0) and gathered <= GATHER_BYTES // 2
 
