@@ -204,7 +204,7 @@ class Machine:
         return [part[::-1] for part in mine] if self.order == "backwards" else mine
 
     def _start(self, fields, thread, pieces):
-        """A thread begins: of the workspace it has its own part, and nothing that a piece of work leaves there lasts."""
+        """A thread begins; of the workspace it has its own part."""
         self.todo, self.end = iter(pieces), fields["stop"]
         if self.work:
             self.workspace.first = fields["work"] + thread * fields["work_stride"]

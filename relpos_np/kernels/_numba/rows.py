@@ -345,7 +345,7 @@ def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: A
 
 @intrinsic
 def soften_row(typingctx: Any, s: Any, dp: Any, n: Any, lse: Any, delta: Any) -> Any:
-    """s[:n] = p = 2**(s - lse), 0 at -inf, and dp[:n] = p * (dp - delta), 0 where p is; n is a multiple of the lanes."""
+    """s[:n] = p = 2**(s - lse), 0 for -inf; dp[:n] = p * (dp - delta), 0 where p is; n is a multiple of the lanes."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         s, dp, n, lse, delta = args
