@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numba
@@ -18,12 +19,15 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
 from relpos_np.kernels import _numba as host
-from relpos_np.kernels._numba import plan, records
+from relpos_np.kernels._numba import launch, plan, records
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
 from tests.interpreted.vectors import Vectors
 
 # The package has kernels by the names of their modules.
-MODULES = {name: sys.modules[f"{host.__name__}.{name}"] for name in ("attend", "backward", "decode", "product", "shift", "window")}
+MODULES = {
+    name: sys.modules[f"{host.__name__}.{name}"]
+    for name in ("attend", "backward", "decode", "product", "shift", "window")
+}
 # What lies behind the address that a kernel is called with, by the first word of its name.
 RECORDS = {
     "attend": (records.CALL,),
@@ -72,7 +76,7 @@ class Machine:
     def __init__(self, *, threads=None, order="in turn", poison=0xFF, excluded=None):
         self.threads, self.order, self.poison, self.excluded = threads, order, poison, excluded
         self.launches = Counter()
-        self.lent: dict[int, int] = {}
+        self.lent = {}
         self.constants = []
 
     # the host's side -----------------------------------------------------------------------------
@@ -83,7 +87,7 @@ class Machine:
         memory = np.full(threads * stride + 64, self.poison, np.uint8)
         fields["work"] = memory.ctypes.data + -memory.ctypes.data % 64
         fields["work_stride"] = stride
-        self.lent[fields["work"]] = size
+        self.lent[fields["work"]] = size, threads
         return memory
 
     def run(self, kernel, record, threads):
@@ -94,8 +98,7 @@ class Machine:
         self.memory = Memory(name)
         where = np.frombuffer(record, np.uint8)
         self.memory.add(Region("record", where.ctypes.data, len(record), writable=True))
-        held = self._held(sys._getframe(1).f_locals)
-        self._map(fields, held, threads)
+        self._map(fields, self._held(sys._getframe(1)))
         # The kernel's own arguments: for each thread an array of its number's address, and a count of 1.
         numbers = np.arange(threads, dtype=np.int64)
         addresses, one = numbers.ctypes.data + 8 * numbers, np.ones(1, np.int64)
@@ -110,20 +113,26 @@ class Machine:
             with np.errstate(all="ignore"):
                 kernel.function(arrays, self.unit.longs(one.ctypes.data), arrays, where.ctypes.data)
 
-    def _held(self, names):
-        """Arrays that the function which launches keeps alive, and those that live as long as the process."""
-        found = [x for x in names.values() if isinstance(x, np.ndarray)] + self.constants
-        for holder in names.values():
-            found += [x for x in getattr(holder, "kept", ()) if isinstance(x, np.ndarray)]
+    def _held(self, frame):
+        """Arrays that the functions which launch keep alive, and those that live as long as the process."""
+        found = list(self.constants)
+        while Path(frame.f_code.co_filename).parent.name == "_numba":
+            for value in frame.f_locals.values():
+                found += [x for x in (value, *getattr(value, "kept", ())) if isinstance(x, np.ndarray)]
+            frame = frame.f_back
         unique = {(x.__array_interface__["data"][0], x.shape, x.strides, x.dtype): x for x in found if x.size}
         return [(*bounds(x), x) for x in unique.values()]
 
-    def _map(self, fields, held, threads):
+    def _map(self, fields, held):
         """Make the arrays that a record names legal, and nothing else."""
         uses = [(name, fields[name]) for name in fields if name in INPUTS | RESULTS | SUMS and fields[name]]
+        # The backward pass reads what the forward one has left.
+        results = set() if self.memory.kernel.startswith("backward") else RESULTS
         for name in TABLES:
             for entry in self._entries(fields, name, held):
-                uses += [(field, entry[field]) for field in ("src", "index", "runs", "weights", "dst") if field in entry]
+                uses += [
+                    (field, entry[field]) for field in ("src", "index", "runs", "weights", "dst") if field in entry
+                ]
         uses = [(name, address) for name, address in uses if address]
         # Arrays that share memory, such as a packed projection's parts, become one region.
         spans = []
@@ -139,24 +148,28 @@ class Machine:
                 raise Fault(f"{self.memory.kernel}: the record's {name} is an address that nobody keeps alive")
         for low, high, arrays in spans:
             names = {name for name, address in uses if low <= address < high}
-            if len(names & (RESULTS | SUMS)) and len(names) > 1:
+            if len(names & (results | SUMS)) and len(names) > 1:
                 raise Fault(f"{self.memory.kernel}: {sorted(names)} share memory")
-            result = bool(names & (RESULTS | SUMS))
+            result = bool(names & (results | SUMS))
             region = Region(
-                ", ".join(sorted(names)), low, high - low, legal=marks(low, high, arrays), writable=result, shared=result
+                ", ".join(sorted(names)),
+                low,
+                high - low,
+                legal=marks(low, high, arrays),
+                writable=result,
+                shared=result,
             )
-            if names & RESULTS and fields["counter"] == 0:
+            if names & results and fields["counter"] == 0:
                 region.bytes[:] = self.poison
             self.memory.add(region)
             if self.excluded is not None and names <= {"k", "v"} and "count" in fields:
                 (batches,) = (x for first, _, x in held if first == fields["batches"])
                 self._exclude(region, fields, batches, *names)
-        self.work = []
-        if fields.get("work"):
-            size = self.lent[fields["work"]]
-            for n in range(threads):
-                region = Region(f"workspace {n}", fields["work"] + n * fields["work_stride"], size, writable=True)
-                self.work.append(self.memory.add(region))
+        self.work = self.lent.get(fields.get("work"))
+        if self.work:
+            size, threads = self.work
+            size += (threads - 1) * fields["work_stride"]
+            self.workspace = self.memory.add(Region("the workspace", fields["work"], size, writable=True))
 
     def _entries(self, fields, name, held):
         """The records of a table, as dicts."""
@@ -191,13 +204,18 @@ class Machine:
         return [part[::-1] for part in mine] if self.order == "backwards" else mine
 
     def _start(self, fields, thread, pieces):
-        self.thread, self.todo, self.end = thread, iter(pieces), fields["stop"]
+        """A thread begins; of the workspace it has its own part."""
+        self.todo, self.end = iter(pieces), fields["stop"]
+        if self.work:
+            self.workspace.first = fields["work"] + thread * fields["work_stride"]
+            self.workspace.last = self.workspace.first + self.work[0]
 
     def take(self, counter):
-        """The thread's next piece of work; nothing that it computed for the one before is left in its workspace."""
+        """The thread's next piece of work, whose result must not depend on what memory held."""
         self.memory.put(counter, 0, self.memory.get(counter, 0) + 1)
         if self.work:
-            self.work[self.thread].bytes[:] = self.poison
+            at = self.workspace.first - self.workspace.start
+            self.workspace.bytes[at : at + self.work[0]] = self.poison
         piece = next(self.todo, None)
         if piece is None:
             return self.end
@@ -242,7 +260,8 @@ def interpreted(**options):
                 elif name in ("run", "lend"):
                     patch.setattr(module, name, getattr(machine, name))
         for name in ("run", "lend"):
-            patch.setattr(host, name, getattr(machine, name))
+            for module in (host, launch):
+                patch.setattr(module, name, getattr(machine, name))
 
         def no_bias(dtype, k_len, made=plan._no_bias):
             address, row = made(dtype, k_len)

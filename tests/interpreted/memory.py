@@ -20,9 +20,7 @@ INT16, UINT16 = np.dtype(np.int16), np.dtype(np.uint16)
 # Not an element type of a kernel: an array of addresses of int64.
 ADDRESS = np.dtype("V8")
 _CODES = {"float32": "f", "float64": "d", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "int64": "q"}
-_STRUCTS = {np.dtype(name): struct.Struct("=" + code) for name, code in _CODES.items()} | {
-    ADDRESS: struct.Struct("=q")
-}
+_STRUCTS = {np.dtype(name): struct.Struct("=" + code) for name, code in _CODES.items()} | {ADDRESS: struct.Struct("=q")}
 
 
 class Fault(AssertionError):
@@ -35,6 +33,8 @@ class Region:
     def __init__(self, name, start, size, *, legal=None, writable=False, shared=False):
         self.name, self.start, self.size = name, start, size
         self.legal, self.writable = legal, writable
+        # Legal addresses for whoever is at work.
+        self.first, self.last = start, start + size
         self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start)) if size else np.zeros(0, "u1")
         # Which piece of work wrote a byte of a result.
         self.owner = np.zeros(size, np.int32) if shared else None
@@ -108,7 +108,7 @@ class Memory:
         region = self._null if address == 0 else self.find(address)
         if region is None:
             raise self.fault(f"an address in no array, {address:#x}", address)
-        return Pointer(region, address, kind, region.start, region.start + region.size)
+        return Pointer(region, address, kind, region.first, region.last)
 
     def fault(self, what, address, region=None):
         """The error that says who did what, where, and which array is nearest."""

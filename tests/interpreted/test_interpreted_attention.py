@@ -119,7 +119,7 @@ def test_dropout(rng, causal):
 
 @pytest.mark.parametrize("name", ["graph", "irpe", "cope", "deberta"])
 def test_terms_of_examples(name):
-    """Maps of each batch item, products with keys and values by a map of pairs, biases of every pair, of whole schemes."""
+    """Of whole schemes: maps of each batch item, products with keys by a map of pairs, biases of every pair."""
     for variant in rp.SCHEMES[name].variants[:2] or (None,):
         e = testing.example(name, variant=variant, dtype="float64")
         with interpreted():

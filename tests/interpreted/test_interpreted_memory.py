@@ -137,7 +137,11 @@ def wrong(patch, module, name, change):
         ("load_rows", lambda f: lambda o, w, x, r, n, d, s: f(o, w, x, r, n + 1, d, s), "out of bounds"),
         ("load_rows", lambda f: lambda o, w, x, r, n, d, s: f(x, w, o, r, n, d, s), "a write to an input"),
         ("round_up", lambda f: lambda n, unit: f(n, unit) + 8 * TARGET.vector_bytes, "beyond a buffer"),
-        ("layout", lambda f: lambda *a: tuple(x - 64 * (x == f(*a)[-1]) for x in f(*a)), "out of bounds|beyond a buffer"),
+        (
+            "layout",
+            lambda f: lambda *a: tuple(x - 64 * (x == f(*a)[-1]) for x in f(*a)),
+            "out of bounds|beyond a buffer",
+        ),
     ],
 )
 def test_a_wrong_kernel_is_caught(name, change, match, monkeypatch):

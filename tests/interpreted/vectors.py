@@ -152,7 +152,7 @@ class Vectors:
     def soften_row(self, s, dp, n, lse, delta):
         n = up(n, TARGET.lanes(s.size))
         p, ds = self.m.row(s, 0, n, write=True), self.m.row(dp, 0, n, write=True)
-        p[...] = exp2(p - p.dtype.type(lse))
+        p[...] = np.where(p == -np.inf, p.dtype.type(0), exp2(p - p.dtype.type(lse)))
         ds[...] = np.where(p == 0, p.dtype.type(0), p * (ds - p.dtype.type(delta)))
 
     # blocks ------------------------------------------------------------------------------------
