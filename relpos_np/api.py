@@ -178,10 +178,12 @@ def attention(
         result, lse = result[0], lse[0]
     if out is not None:
         if result.base is not out and result is not out:
-            out[...] = result
+            with np.errstate(all="ignore"):  # what half precision cannot hold becomes 0 or infinity
+                out[...] = result
         result = out
     elif result.dtype != dtype:
-        result = result.astype(dtype)
+        with np.errstate(all="ignore"):
+            result = result.astype(dtype)
     return (result, lse) if return_lse else result
 
 
@@ -336,10 +338,11 @@ def attention_vjp(
         grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
     grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
     # Operands may have been broadcast over batch axes, or had no axis of heads.
-    grad_q, grad_k, grad_v = (
-        fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
-        for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
-    )
+    with np.errstate(all="ignore"):
+        grad_q, grad_k, grad_v = (
+            fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
+            for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
+        )
     by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
     return AttentionGradient(grad_q, grad_k, grad_v, by_scheme)
 
