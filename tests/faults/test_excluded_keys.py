@@ -88,7 +88,7 @@ def fits(name, how):
 @pytest.mark.parametrize("how", EXCLUSIONS)
 def test_row_07_excluded_keys_may_hold_anything(how, backend, rng):
     """The same bits whatever k and v hold there, whatever excludes them and whichever scheme is used."""
-    known = FEW_SCHEMES[:2] if small(backend) else SCHEMES if backend == "numba" else FEW_SCHEMES
+    known = FEW_SCHEMES[1:2] if small(backend) else SCHEMES if backend == "numba" else FEW_SCHEMES
     names = [name for name in known if fits(name, how)]
     for q, k, v, options, unused in calls(backend, how):
         for name in names:
@@ -102,11 +102,11 @@ def test_row_07_excluded_keys_may_hold_anything(how, backend, rng):
 
 @pytest.mark.parametrize("how", EXCLUSIONS)
 def test_row_07_gradients_of_excluded_keys_are_zero(how, backend, rng):
-    known = FEW_SCHEMES[1:3] if small(backend) else SCHEMES if backend == "numba" else FEW_SCHEMES
+    known = FEW_SCHEMES[1:2] if small(backend) else SCHEMES if backend == "numba" else FEW_SCHEMES
     names = [name for name in known if fits(name, how)]
     if small(backend) and how not in FEW_EXCLUSIONS:
         names = ["none"]
-    for q, k, v, options, unused in calls(backend, how):
+    for q, k, v, options, unused in list(calls(backend, how))[-1 if small(backend) else 0 :]:
         for name in names:
             position = scheme(name, rng, q, k, v)
             clean = gradients(q, k, v, position=position, **options, backend=backend)
@@ -161,10 +161,12 @@ def test_row_07_a_bad_key_does_not_reach_queries_that_exclude_it(how, backend, r
         excluded = rp.logits(q, k, **options, backend="numpy")[..., n // 2] == -INF
         assert excluded.any()
         assert not excluded.all()
-        for name in ("t5", "conformer") if small(backend) else FEW_SCHEMES:
+        for name in ("t5",) if small(backend) else FEW_SCHEMES:
             position = scheme(name, rng, q, k, v)
             clean = both(q, k, v, position=position, **options, backend=backend)
-            clean_q = gradients(q, k, v, position=position, **options, backend=backend)["q"]
+            # One gradient for each kind of exclusion is enough for the simulator.
+            both_ways = not small(backend) or how in ("causal", "bool", "float")
+            clean_q = gradients(q, k, v, position=position, **options, backend=backend)["q"] if both_ways else None
             for bad in (NAN, INF):
                 dirty = k.copy(), v.copy()
                 for x in dirty:
@@ -175,6 +177,7 @@ def test_row_07_a_bad_key_does_not_reach_queries_that_exclude_it(how, backend, r
                     np.testing.assert_allclose(b[excluded], a[excluded], rtol=0, atol=atol, err_msg=name)
                 if np.isnan(bad):
                     assert np.isnan(found[0][~excluded]).all(), name
+                if np.isnan(bad) and both_ways:
                     slope = gradients(q, *dirty, position=position, **options, backend=backend)["q"]
                     np.testing.assert_allclose(slope[excluded], clean_q[excluded], rtol=0, atol=16 * atol, err_msg=name)
 

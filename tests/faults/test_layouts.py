@@ -35,7 +35,7 @@ def test_row_21_layouts_of_operands_and_tables_change_no_bits(name, layout, back
     """Output, log-sum-exp, logits and gradients, with every array in another layout than that of its copy."""
     view = LAYOUTS[layout]
     for dtype in [np.float32] if small(backend) else [np.float16, np.float32, np.float64]:
-        if small(backend) and (name not in ("none", "shaw") or layout not in ("transposed", "negative strides")):
+        if small(backend) and ((name, layout) not in (("none", "negative strides"), ("shaw", "transposed"))):
             continue
         for q_len, k_len in shapes(backend)[-1:] if small(backend) else shapes(backend):
             q, k, v = operands(rng, backend, dtype, q_len, k_len)
@@ -122,7 +122,7 @@ def read_only(x):
 
 def test_row_22_inputs_need_not_be_writeable(backend, rng):
     """Everything read-only: operands, masks, lengths, tables and the gradient; results are the caller's own."""
-    for q_len, k_len in shapes(backend):
+    for q_len, k_len in shapes(backend)[-1:] if small(backend) else shapes(backend):
         q, k, v = operands(rng, backend, np.float32, q_len, k_len)
         arrays = [
             *(q, k, v),
@@ -141,6 +141,8 @@ def test_row_22_inputs_need_not_be_writeable(backend, rng):
         found = run(*map(read_only, arrays))
         same(found, expected)
         assert all(x.flags.writeable for x in found.values())
+        if small(backend):
+            continue
         # A view that its owner may write to is no reason to write to it.
         views = [x.copy().view() for x in arrays]
         same(run(*map(read_only, views)), expected)
