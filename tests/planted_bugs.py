@@ -54,6 +54,10 @@ BUGS = [
     Bug("reference: empty rows", "dense.py", "safe = np.where(top == -np.inf, s.dtype.type(0), top)", "safe = top"),
     Bug("terms: grouped heads", "kernels/_numpy.py", "np.arange(heads) // groups", "np.arange(heads) % x.shape[-3]"),
     Bug("check: overlap of out", "check.py", "np.may_share_memory(out, x)", "out is x"),
+    Bug("plan: a mask's strides decide", "kernels/_numba/plan.py", "problem.mask_of_keys and", "mask.strides[-2] == 0 and"),
+    Bug("problem: layouts decide how a BLAS adds", "problem.py", "= map(np.ascontiguousarray, (self.q, self.stored_k, self.stored_v))", "= self.q, self.stored_k, self.stored_v"),
+    Bug("backward: unit of the lse", "kernels/_numba/__init__.py", "attention(problem, terms, out, lse, 1.0)", "attention(problem, terms, out, lse); lse /= LOG2"),
+    Bug("kernel: a key beyond the band is read", "kernels/_numba/attend.py", "last = min(end, i0 + rows + p.offset + p.right)", "last = min(end + 1, p.k_len, i0 + rows + p.offset + p.right)"),
     Bug("plan: key lengths", "kernels/_numba/plan.py", "batches[KEY_END] = problem.key_lengths.ravel()", "batches[KEY_END] = np.minimum(problem.key_lengths.ravel() + 1, site.k_len)"),
     Bug("kernel: mask of a row inverted", "kernels/_numba/attend.py", "elif get(allowed, 0) == 0:", "elif get(allowed, 0) != 0:"),
     Bug("kernel: missing -inf", "kernels/_numba/attend.py", "fill_row(s, end, wide, MINUS_INFINITY)", "fill_row(s, cols, wide, MINUS_INFINITY)"),
@@ -210,21 +214,22 @@ BUGS = [
 FIRST = {
     "axes.py": "schemes_rotary_positions schemes_rotary",
     "bucket.py": "index schemes_tables seed_formulas",
-    "check.py": "bad_input masks",
-    "dense.py": "masks schemes",
+    "check.py": "bad_input faults",
+    "dense.py": "faults schemes",
     "distributed/merging.py": "distributed",
     "distributed/slicing.py": "distributed",
     "frequencies.py": "schemes_rotary schemes_rotary_positions",
     "gradient.py": "gradients:option gradients",
     "index.py": "index schemes schemes_bias schemes_vectors",
-    "kernels/_numba/attend.py": "masks equivalence kernels:next_query kernels",
+    "kernels/_numba/__init__.py": "faults:row_09 faults",
+    "kernels/_numba/attend.py": "faults equivalence kernels:next_query kernels",
     "kernels/_numba/backplan.py": "gradients:numba terms:backward",
     "kernels/_numba/backward.py": "gradients:numba terms:backward",
-    "kernels/_numba/decode.py": "decode masks",
-    "kernels/_numba/plan.py": "kernels:bands masks equivalence",
+    "kernels/_numba/decode.py": "decode faults",
+    "kernels/_numba/plan.py": "kernels:bands faults equivalence",
     "kernels/_numba/shift.py": "rel_shift",
-    "kernels/_numba/vectors.py": "kernels masks",
-    "kernels/_numba/product.py": "equivalence terms masks",
+    "kernels/_numba/vectors.py": "kernels faults",
+    "kernels/_numba/product.py": "equivalence terms faults",
     "kernels/_numba/tiles.py": "kernels:windows kernels",
     "kernels/_numba/window.py": "kernels:windows kernels",
     "kernels/_numpy.py": "schemes equivalence",
@@ -251,7 +256,7 @@ FIRST = {
     "layers/state.py": "layers_state layers",
     "layers/swin.py": "layers_window",
     "layers/window.py": "layers_window",
-    "problem.py": "distributed masks",
+    "problem.py": "distributed faults",
     "resize.py": "schemes_windows",
     "rotations.py": "schemes_rotary",
     "schemes/alibi.py": "schemes_bias",
@@ -282,11 +287,11 @@ FIRST = {
     "testing/golden.py": "vectors:record vectors:missing vectors",
     "testing/records.py": "vectors:roundings vectors",
 }
-# The suite, the quickest files first.
+# The suite, the quickest files first; "faults" is a folder.
 TESTS = """
     index rel_shift schemes schemes_rotary seed_formulas terms schemes_bias schemes_windows schemes_curves schemes_cope
     schemes_grids schemes_tables schemes_vectors schemes_rotary_positions layers layers_state layers_window bad_input
-    masks testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels
+    masks faults testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels
 """
 # What says nothing of numbers.
 OTHERS = """
@@ -308,12 +313,14 @@ COMMAND = (
     "-p",
     "no:cacheprovider",
     "-m",
-    "not slow",
+    "not slow and not stress",
 )
 
 
 def file_of(name: str) -> str:
-    """Path of a test file."""
+    """Path of a test file, or of the folder of faults."""
+    if name == "faults":
+        return "tests/faults"
     folder, _, own = name.rpartition("/")
     return f"tests/{folder}/test_{folder}_{own}.py" if folder else f"tests/test_{name}.py"
 

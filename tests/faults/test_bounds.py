@@ -99,7 +99,7 @@ def test_protected_pages_kill_who_reads_or_writes_them():
 
 def test_row_34_kernels_touch_nothing_outside_of_their_arrays():
     """Operands, tables, masks, lengths, gradients and results, forwards and backwards, whose ends are a page's."""
-    assert "all 150" in run("COUNT = 150\n" + ODD_SHAPES)
+    assert "all 80" in run("COUNT = 80\n" + ODD_SHAPES)
 
 
 @pytest.mark.stress
@@ -117,7 +117,7 @@ def call(q_len, k_len, dtype, depth, options, position):
     options = {**options, "position": position, "backend": "numba"}
     for a, b in zip(*(rp.attention(q, *x, return_lse=True, **options) for x in ((k, v), hidden))):
         assert (a == b).all(), (q_len, k_len, dtype, options, np.abs(a - b).max())
-    if dtype == "f2" or q_len == 9:
+    if dtype == "f2":
         return
     first, second = (rp.attention_vjp(q, *x, grad_out=grad_out, **options) for x in ((k, v), hidden))
     assert all((getattr(first, x) == getattr(second, x)).all() for x in "qkv")
@@ -126,7 +126,7 @@ count = 0
 # Rows of a whole page each. Half precision is read as it lies by the kernel for few queries.
 for dtype, depth in (("f4", 1024), ("f8", 512), ("f2", 2048)):
     table = lambda *shape: rng.standard_normal(shape).astype(dtype)
-    for q_len in (1, 4) if dtype == "f2" else (1, 9, 50):
+    for q_len in (1, 4) if dtype == "f2" else (1, 50):
         for k_len in (40, 300):
             usual = {"key_lengths": np.array([k_len // 3, k_len - 1])}
             for options in (
