@@ -104,7 +104,7 @@ def attention(
     window : int or tuple, optional
         Attend -left <= d <= right, from w = left = right or (left, right); None is unbounded.
     key_lengths : int or ndarray of int, optional
-        Per batch item, how many keys exist; later ones are never read.
+        Per batch item, how many keys exist; what later ones hold has no influence.
     scale : float, optional
         The factor on q . k; default 1/sqrt(D), whatever the scheme.
     offset : int, optional
@@ -136,7 +136,10 @@ def attention(
     Notes
     -----
     Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
-    only the queries that may attend it.
+    only the queries that may attend it, and a key that none may attend changes no bit of any result. The
+    CPU kernels do not even read the keys and values that lie before or behind all that `key_lengths`,
+    `causal` and `window` leave, unless they are copied first, because rows are not contiguous or of another
+    precision, or a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
 
     With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
     CUDA array interface without a copy; results are on the device then, and can be read the same way. What
