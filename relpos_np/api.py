@@ -108,7 +108,7 @@ def attention(
     window : int or tuple, optional
         Attend -left <= d <= right, from w = left = right or (left, right); None is unbounded.
     key_lengths : int or ndarray of int, optional
-        Per batch item, how many keys exist; later ones are never read.
+        Per batch item, how many keys exist; what later ones hold has no influence.
     scale : float, optional
         The factor on q . k; default 1/sqrt(D), whatever the scheme.
     offset : int, optional
@@ -140,7 +140,10 @@ def attention(
     Notes
     -----
     Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
-    only the queries that may attend it.
+    only the queries that may attend it, and a key that none may attend changes no bit of any result. The
+    CPU kernels do not even read the keys and values that lie before or behind all that `key_lengths`,
+    `causal` and `window` leave, unless they are copied first, because rows are not contiguous or of another
+    precision, or a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
 
     With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
     CUDA array interface without a copy; results are on the device then, and can be read the same way. What
@@ -189,10 +192,12 @@ def attention(
             result, lse = result[0], lse[0]
         if out is not None:
             if result.base is not out and result is not out:
-                out[...] = result
+                with np.errstate(all="ignore"):  # what half precision cannot hold becomes 0 or infinity
+                    out[...] = result
             result = out
         elif result.dtype != dtype:
-            result = result.astype(dtype)
+            with np.errstate(all="ignore"):
+                result = result.astype(dtype)
     return (result, lse) if return_lse else result
 
 
@@ -354,10 +359,11 @@ def attention_vjp(
             grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
         grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
         # Operands may have been broadcast over batch axes, or had no axis of heads.
-        grad_q, grad_k, grad_v = (
-            fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
-            for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
-        )
+        with np.errstate(all="ignore"):
+            grad_q, grad_k, grad_v = (
+                fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
+                for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
+            )
     by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
     return AttentionGradient(grad_q, grad_k, grad_v, by_scheme)
 

@@ -64,13 +64,16 @@ def lifted(
             setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))
         with np.errstate(all="ignore"):
             share = scheme.lift(*operands, problem.site, own)
+            arrays.append(
+                {
+                    name: np.asarray(x).astype(getattr(scheme, name).dtype, copy=False)
+                    for name, x in share.arrays.items()
+                }
+            )
         if share.q is not None:
             grad_q = share.q if grad_q is None else grad_q + share.q
         if share.k is not None:
             grad_k = share.k if grad_k is None else grad_k + share.k
-        arrays.append(
-            {name: np.asarray(x).astype(getattr(scheme, name).dtype, copy=False) for name, x in share.arrays.items()}
-        )
     if grad_q is None:
         grad_q = np.zeros_like(problem.q, order="C")
     if grad_k is None:

@@ -22,10 +22,10 @@ QUICK = (
 )
 
 
-def simulate(*options):
-    """Run tests/cuda in processes of their own: Numba chooses between simulator and device when it is imported."""
+def simulate(folder, *options):
+    """Run tests in processes of their own: Numba chooses between simulator and device when it is imported."""
     pytest.importorskip("numba")
-    command = [sys.executable, "-m", "pytest", str(HERE / "cuda"), "-q", "-p", "no:cacheprovider", "-p", "gpu.shard"]
+    command = [sys.executable, "-m", "pytest", str(HERE / folder), "-q", "-p", "no:cacheprovider", "-p", "gpu.shard"]
     paths = [str(HERE.parent / "asv_bench"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(paths)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -51,12 +51,18 @@ def simulate(*options):
 
 
 def test_a_choice_of_tests_in_the_simulator():
-    simulate("-k", QUICK)
+    simulate("cuda", "-k", QUICK)
 
 
 @pytest.mark.simulator
 def test_in_the_simulator():
-    simulate("--durations=5")
+    simulate("cuda", "--durations=5")
+
+
+@pytest.mark.simulator
+def test_faults_in_the_simulator():
+    """Every row's tests on the device's backend."""
+    simulate("faults", "-k", "cuda", "--durations=5")
 
 
 @pytest.fixture

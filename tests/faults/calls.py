@@ -82,12 +82,13 @@ def both(q, k, v, *, backend, **options):
 
 
 def gradients(q, k, v, *, backend, grad_out=None, **options):
-    """Gradients by name, those of the scheme's arrays included; that of the output is 1 if none is given."""
+    """Gradients by name, "position." before those of the scheme's arrays; that of the output is 1 if none is given."""
     if grad_out is None:
         grad_out = np.ones((*q.shape[:-1], v.shape[-1]), q.dtype)
     with strict(backend):
         found = rp.attention_vjp(q, k, v, grad_out=grad_out, backend=backend, **options)
-    return {"q": found.q, "k": found.k, "v": found.v} | dict(found.position or {})
+    own = {f"position.{name}": x for name, x in dict(found.position or {}).items()}
+    return {"q": found.q, "k": found.k, "v": found.v} | own
 
 
 def same(found, expected, where=""):

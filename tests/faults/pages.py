@@ -1,4 +1,4 @@
-"""Arrays beside memory that may not be touched: whoever reads or writes past their ends dies of a segmentation fault."""
+"""Arrays beside memory that may not be touched: to read or write past their ends is a segmentation fault."""
 
 import ctypes
 import mmap

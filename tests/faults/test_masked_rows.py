@@ -43,6 +43,8 @@ def test_row_01_gradients_of_masked_queries_are_zero(name, backend, rng):
             found = gradients(q, k, v, grad_lse=ones, backend=backend, **options)
             assert all(np.isfinite(x).all() for x in found.values())
             assert (found["q"][:, :, empty] == 0).all()
+            if small(backend) and name not in ("none", "conformer"):
+                continue
             # What these queries hold, or are given back, does not matter.
             grad_out = np.ones((*q.shape[:-1], v.shape[-1]), dtype)
             q[:, :, empty], grad_out[:, :, empty], ones[:, :, empty] = INF, np.nan, -INF

@@ -1,0 +1,164 @@
+"""How arrays lie in memory changes no bit of a result, and no input is written to."""
+
+import copy
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests.faults.calls import FEW_SCHEMES, both, dtypes, gradients, make, operands, same, scheme, shapes, small, strict
+from tests.strategies import LAYOUTS as ALL_LAYOUTS
+
+# Of the rows 24 and 25 there are tests elsewhere.
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in ALL_LAYOUTS if name not in ("big-endian", "misaligned", "contiguous")}
+
+
+def laid_out(position, view):
+    """The same scheme of arrays in another layout."""
+    if position is None:
+        return None
+    made = {
+        rp.T5: lambda p: rp.T5(view(p.table)),
+        rp.GraphLabels: lambda p: rp.GraphLabels(p.labels, view(p.table)),
+        rp.Shaw: lambda p: rp.Shaw(view(p.key_table), view(p.value_table)),
+        rp.TransformerXL: lambda p: rp.TransformerXL(view(p.u), view(p.v), view(p.rows), variant=p.variant),
+        rp.ALiBi: lambda p: rp.ALiBi(view(p.slopes), form=p.form),
+        rp.CoPE: lambda p: rp.CoPE(view(p.table)),
+        rp.Rotary: copy.copy,
+    }
+    return made[type(position)](position)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*FEW_SCHEMES, "grid", "rotary"])
+def test_row_21_layouts_of_operands_and_tables_change_no_bits(name, layout, backend, rng):
+    """Output, log-sum-exp, logits and gradients, with every array in another layout than that of its copy."""
+    view = LAYOUTS[layout]
+    for dtype in [np.float32] if small(backend) else [np.float16, np.float32, np.float64]:
+        if small(backend) and ((name, layout) not in (("none", "negative strides"), ("shaw", "transposed"))):
+            continue
+        for q_len, k_len in shapes(backend)[-1:] if small(backend) else shapes(backend):
+            q, k, v = operands(rng, backend, dtype, q_len, k_len)
+            plain = scheme(name, rng, q, k, v)
+            grad_out = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(dtype)
+            mask = np.where(rng.random((q_len, k_len)) < 0.8, dtype(0.5), dtype(-np.inf))
+            for given in (mask,) if dtype == np.float32 else (mask > 0,) if dtype == np.float64 else (None,):
+                viewed = [view(x) for x in (q, k, v, grad_out)]
+                if given is not None:
+                    # Bytes between those of a bool mask cannot be NaN.
+                    thin = given.dtype == bool and layout == "every other"
+                    viewed.append(np.repeat(given, 2, axis=-1)[:, ::2] if thin else view(given))
+                before = [x.tobytes() for x in viewed]
+                options = {"backend": backend, "mask": None if given is None else viewed[4]}
+                position = laid_out(plain, view)
+                kept = (
+                    {n: x.tobytes() for n, x in vars(position).items() if isinstance(x, np.ndarray)} if position else {}
+                )
+                expected = {"position": plain, "backend": backend, "mask": given}
+                same(both(*viewed[:3], position=position, **options), both(q, k, v, **expected), layout)
+                same(
+                    gradients(*viewed[:3], grad_out=viewed[3], position=position, **options),
+                    gradients(q, k, v, grad_out=grad_out, **expected),
+                    layout,
+                )
+                same([rp.logits(*viewed[:2], position=position, **options)], [rp.logits(q, k, **expected)], layout)
+                assert [x.tobytes() for x in viewed] == before
+                assert {n: getattr(position, n).tobytes() for n in kept} == kept
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_row_21_stride_0_changes_no_bits(axis, backend, rng):
+    """Views that repeat one batch item, head, row or column."""
+    for dtype in dtypes(backend):
+        for q_len, k_len in shapes(backend)[-1:] if small(backend) else shapes(backend):
+            arrays = operands(rng, backend, dtype, q_len, k_len)
+            viewed = [np.broadcast_to(np.take(x, [0], axis=axis), x.shape) for x in arrays]
+            assert any(x.strides[axis] == 0 for x in viewed)
+            copies = [x.copy() for x in viewed]
+            same(both(*viewed, backend=backend), both(*copies, backend=backend))
+            same(gradients(*viewed, backend=backend), gradients(*copies, backend=backend))
+            for x, y in zip(viewed, copies, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("axes", [(0,), (0, 1), (0, 1, 2), (2,), (3,), (0, 1, 3)], ids=str)
+def test_row_21_masks_of_stride_0_change_no_bits(kind, axes, backend, rng):
+    """A view of one row for all queries is the same mask as its copy, also where it hides the first keys."""
+    if small(backend) and axes not in ((0, 1, 2), (3,)):
+        return
+    for q_len, k_len in shapes(backend):
+        q, k, v = operands(rng, backend, np.float32, q_len, k_len)
+        seen = rng.random((2, 2, q_len, k_len)) < 0.7
+        seen[..., :5] = False
+        mask = seen if kind == "bool" else np.where(seen, np.float32(0.5), np.float32(-np.inf))
+        viewed = np.broadcast_to(mask[tuple(slice(1) if n in axes else slice(None) for n in range(4))], mask.shape)
+        mask = viewed.copy()
+        same(both(q, k, v, mask=viewed, backend=backend), both(q, k, v, mask=mask, backend=backend))
+        if small(backend):
+            continue
+        found = (gradients(q, k, v, mask=m, backend=backend) for m in (viewed, mask))
+        same(next(found), next(found))
+        np.testing.assert_array_equal(viewed, mask)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_row_21_rel_shift_of_any_layout(layout, backend, rng):
+    for dtype in (np.float32, np.int16):
+        x = (9 * rng.standard_normal((2, 3, 5, 9))).astype(dtype)
+        viewed = LAYOUTS[layout](x) if dtype == np.float32 or layout != "every other" else np.repeat(x, 2, -1)[..., ::2]
+        before = viewed.tobytes()
+        for variant in ("conformer", "transformer_xl", "xlnet"):
+            found = rp.rel_shift(viewed, variant=variant, backend=backend)
+            np.testing.assert_array_equal(found, rp.rel_shift(x, variant=variant, backend="numpy"))
+        assert viewed.tobytes() == before
+
+
+def read_only(x):
+    """The array itself, which nobody may write to any more."""
+    x.flags.writeable = False
+    return x
+
+
+def test_row_22_inputs_need_not_be_writeable(backend, rng):
+    """Everything read-only: operands, masks, lengths, tables and the gradient; results are the caller's own."""
+    for q_len, k_len in shapes(backend)[-1:] if small(backend) else shapes(backend):
+        q, k, v = operands(rng, backend, np.float32, q_len, k_len)
+        arrays = [
+            *(q, k, v),
+            rng.standard_normal((32, 2)).astype(np.float32),
+            rng.random((q_len, k_len)) < 0.8,
+            np.array([k_len, k_len - 1]),
+            rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(np.float32),
+        ]
+
+        def run(q, k, v, table, mask, lengths, grad_out):
+            options = {"position": rp.T5(table), "mask": mask, "key_lengths": lengths, "backend": backend}
+            found = {"out": rp.attention(q, k, v, **options)}
+            return found | gradients(q, k, v, grad_out=grad_out, **options)
+
+        expected = run(*(x.copy() for x in arrays))
+        found = run(*map(read_only, arrays))
+        same(found, expected)
+        assert all(x.flags.writeable for x in found.values())
+        if small(backend):
+            continue
+        # A view that its owner may write to is no reason to write to it.
+        views = [x.copy().view() for x in arrays]
+        same(run(*map(read_only, views)), expected)
+
+
+def test_row_22_rel_shift_of_a_read_only_array(backend, rng):
+    x = rng.standard_normal((2, 5, 9)).astype(np.float32)
+    expected = rp.rel_shift(x.copy(), variant="conformer", backend=backend)
+    with strict(backend):
+        np.testing.assert_array_equal(rp.rel_shift(read_only(x), variant="conformer", backend=backend), expected)
+
+
+def test_row_22_memory_that_cannot_be_written(backend, rng, tmp_path):
+    """Operands of a file that is mapped for reading: a write to them would be a segmentation fault."""
+    arrays = make(rng, np.float32)
+    for name, x in zip("qkv", arrays, strict=True):
+        np.save(tmp_path / f"{name}.npy", x)
+    mapped = [np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "qkv"]
+    np.testing.assert_array_equal(rp.attention(*mapped, backend=backend), rp.attention(*arrays, backend=backend))
