@@ -61,7 +61,7 @@ def t5_bucket(
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", JMLR 2020.
     """
-    d = np.asarray(relative_position, dtype=np.int64)
+    d = check.integers("relative_position", relative_position).astype(np.int64)
     buckets = num_buckets // 2 if bidirectional else num_buckets
     exact = buckets // 2
     distance = np.abs(d) if bidirectional else np.maximum(-d, 0)

@@ -9,7 +9,7 @@ from typing import Any, Never
 import numpy as np
 
 from relpos_np import memory
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
 from relpos_np.problem import UNBOUNDED, Problem, Site
 from relpos_np.types import Array, Bools
 
@@ -105,6 +105,37 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def _all_whole(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_all_whole, value))
+    return isinstance(value, Integral) and not isinstance(value, bool | np.bool_)
+
+
+def integers(name: str, value: Any) -> Array:
+    """Integers of at most 64 bits: an array of them, one, or lists of them; no other object is asked for an array."""
+    if isinstance(value, np.ndarray):
+        x = array(name, value)
+    elif _all_whole(value):
+        try:
+            x = np.zeros(0, np.int64) if isinstance(value, list | tuple) and not value else np.asarray(value)
+        except ValueError:
+            raise RelposTypeError(f"{name}: expected integers in lists of one length, found {value!r}") from None
+    else:
+        raise RelposTypeError(f"{name}: expected integers, found {value!r} of type {type(value).__name__}")
+    if x.dtype.kind not in "iu":
+        raise RelposTypeError(f"{name}: expected integers, found dtype {x.dtype}")
+    if x.dtype == np.uint64 and x.size and x.max() > np.iinfo(np.int64).max:
+        raise RelposValueError(f"{name}: expected integers of 63 bits, found {x.max()}")
+    return x
+
+
+def rows(name: str, index: Array, count: int, least: int = 0) -> None:
+    """Check that an index lies within a table of so many rows; -1, if it is the least, stands for none."""
+    low, high = (index.min(), index.max()) if index.size else (0, -1)
+    if not (low >= least and high < count):
+        raise RelposIndexError(f"{name}: expected {least} ... {count - 1}, found {low} ... {high} (rows of the table)")
+
+
 def flag(name: str, value: Any) -> bool:
     """A bool and nothing that merely looks true."""
     if not isinstance(value, bool | np.bool_):
@@ -151,12 +182,7 @@ def _spread(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
 
 def lengths_of_keys(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
     """How many keys exist, for each batch item."""
-    try:
-        lengths = np.asarray(value)
-    except ValueError:
-        raise RelposTypeError(f"key_lengths: expected an integer per batch item, found {value!r}") from None
-    if lengths.dtype.kind not in "iu":
-        raise RelposTypeError(f"key_lengths: expected integers, found dtype {lengths.dtype}")
+    lengths = integers("key_lengths", value)
     if lengths.size and (lengths.min() < 0 or lengths.max() > k_len):
         raise RelposValueError(f"key_lengths: expected 0 ... L_k = {k_len}, found {lengths.min()} ... {lengths.max()}")
     return _spread("key_lengths", lengths.astype(np.int64), batch, "the batch axes")

@@ -292,7 +292,7 @@ FIRST = {
 TESTS = """
     index rel_shift schemes schemes_rotary seed_formulas terms schemes_bias schemes_windows schemes_curves schemes_cope
     schemes_grids schemes_tables schemes_vectors schemes_rotary_positions layers layers_state layers_window bad_input
-    masks faults testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels
+    faults testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels
 """
 # What says nothing of numbers.
 OTHERS = """

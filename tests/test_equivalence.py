@@ -220,6 +220,16 @@ def test_broadcast_batch_axes(backend, rng):
             np.testing.assert_allclose(actual[a, b], expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("lengths", [[[1], [5]], [[2, 0, 6]], [[1, 2, 3], [4, 5, 6]], [3], [6, 0, 2], 4])
+def test_key_lengths_broadcast_to_the_batch_axes(lengths, backend, rng):
+    q, k, v = rng.standard_normal((3, 2, 3, 2, 6, 4))
+    out = rp.attention(q, k, v, key_lengths=lengths, backend=backend)
+    full = np.broadcast_to(lengths, (2, 3))
+    for b in np.ndindex(2, 3):
+        expected = rp.attention(q[b], k[b][:, : full[b]], v[b][:, : full[b]], backend="terms", offset=0)
+        np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_computes_in_float32(dtype, backend, rng):
     if dtype == "bfloat16":

@@ -161,46 +161,6 @@ def test_import_costs_at_most_30_ms_more_than_numpy(tmp_path, monkeypatch):
     pytest.fail(f"import took {[round(1000 * m) for m in medians]} ms")
 
 
-BLOCKED = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"numba", "llvmlite", "scipy", "matplotlib", "rich"}:
-            raise ImportError(f"{name} is blocked")
-sys.meta_path.insert(0, Blocked())
-import numpy as np, relpos_np as rp
-rng = np.random.default_rng(0)
-q, k, v = rng.standard_normal((3, 2, 5, 4))
-"""
-
-
-def test_row_44_the_oracle_works_without_numba():
-    code = BLOCKED + (
-        "table = rng.standard_normal((32, 2))\n"
-        "for backend in ('numpy', 'terms'):\n"
-        "    out = rp.attention(q, k, v, position=rp.T5(table), backend=backend)\n"
-        "    assert np.isfinite(out).all()\n"
-        "    rp.rel_shift(q, variant='conformer', backend=backend)\n"
-        "    rp.logits(q, k, backend=backend)\n"
-        "rp.logits(q, k)\n"
-        "rp.show_versions()\n"
-        "with rp.use_backend('numpy'): rp.attention(q, k, v)\n"
-        "print('ok')"
-    )
-    assert python(code).endswith("ok\n")
-    assert python(BLOCKED + "rp.attention(q, k, v); print('ok')", RELPOS_BACKEND="numpy") == "ok\n"
-
-
-@pytest.mark.parametrize(
-    "call", ["rp.attention(q, k, v)", "rp.attention(q, k, v, backend='numba')", "rp.rel_shift(q[..., :4, :])"]
-)
-def test_row_44_asking_for_a_kernel_names_the_remedy(call):
-    code = BLOCKED + f"try:\n    {call}\nexcept rp.RelposImportError as error:\n    print(error)"
-    message = python(code)
-    assert "pip install numba" in message
-    assert "backend='numpy'" in message
-
-
 def test_every_module_says_what_it_is_for():
     for path in MODULES:
         first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()

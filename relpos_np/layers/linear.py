@@ -129,6 +129,9 @@ class Linear:
         ndarray, shape (..., out)
             The projections.
         """
+        x = check.floating("x", x)
+        if x.ndim < 1 or x.shape[-1] != self.inputs:
+            raise RelposValueError(f"x: expected shape (..., {self.inputs}), found {x.shape}")
         # One product of matrices instead of one per batch item. NaN or infinity stays in its own row.
         with np.errstate(invalid="ignore"):
             y = _product(x.reshape(-1, self.inputs), self.weight.T.astype(x.dtype, copy=False))

@@ -390,6 +390,7 @@ class _ShiftedWindows:
             If a shape or dtype does not fit, before any work.
         """
         x = check.array("x", x)
+        check.floating("x", x[:0])
         if x.ndim != self.axes + 2 or x.shape[-1] != self.attention.dim or 0 in x.shape[1:]:
             names = ("frames", "height", "width")[-self.axes :]
             raise RelposValueError(f"x: expected (B, {', '.join(names)}, {self.attention.dim}), found {x.shape}")

@@ -185,7 +185,9 @@ class WindowAttention:
             Linear(given[f"{name}.weight"], given.get(f"{name}.bias"), name=name) for name in ("q", "kv", "proj")
         )
         self.position = WindowBias.rstt(given[TABLE], self.num_frames_q, self.num_frames_kv, self.window_size, frames)
-        self.frames = rstt_frames(self.num_frames_q, self.num_frames_kv) if frames is None else np.asarray(frames)
+        self.frames = (
+            rstt_frames(self.num_frames_q, self.num_frames_kv) if frames is None else check.integers("frames", frames)
+        )
         self.tokens_q = self.num_frames_q * prod(self.window_size)
         self.tokens_kv = self.num_frames_kv * prod(self.window_size)
         if INDEX in weights:

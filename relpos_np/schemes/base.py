@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,12 @@ class AbsoluteEncoding:
     @staticmethod
     def positions(given: Any) -> Array:
         """Positions themselves, or 0 ... L-1 for a length L."""
-        return np.arange(check.integer("positions", given, 0)) if np.ndim(given) == 0 else np.asarray(given)
+        if isinstance(given, np.ndarray) and given.ndim:
+            return check.array("positions", given)
+        if isinstance(given, list | tuple):
+            numbers = [check.real("positions", x) for x in given]
+            return np.asarray(given if all(isinstance(x, Integral) for x in given) else numbers)
+        return np.arange(check.integer("positions", given[()] if isinstance(given, np.ndarray) else given, 0))
 
     def __call__(
         self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None

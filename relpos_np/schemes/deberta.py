@@ -47,8 +47,9 @@ def deberta_bucket(distance: Array, *, span: int, max_position: int | None = Non
     ndarray of int64
         In the shape of `distance`.
     """
+    distance = check.integers("distance", distance).astype(np.int64)
     if max_position is None:
-        return np.asarray(distance, dtype=np.int64)
+        return distance
     found, at = np.unique(distance, return_inverse=True)
     own = [_log_bucket(abs(d), span, max_position) * (1 if d > 0 else -1) for d in found.tolist()]
     return np.asarray(own, dtype=np.int64)[at].reshape(np.shape(distance))

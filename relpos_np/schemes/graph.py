@@ -38,6 +38,7 @@ def label_bias(table: Array, labels: Array) -> Array:
     ----------
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021, eq. 6.
     """
+    check.rows("labels", check.integers("labels", labels), len(table), -1)
     bias = np.where((labels >= 0)[..., None], table[np.maximum(labels, 0)], table.dtype.type(0))
     return np.moveaxis(bias, -1, -3)
 
@@ -62,6 +63,7 @@ def label_vectors(table: Array, labels: Array) -> Array:
     Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", NAACL 2018, section 3.1.
     """
     sets = table if table.ndim == 3 else table[None]
+    check.rows("labels", check.integers("labels", labels), sets.shape[1], -1)
     vectors = np.stack([one[np.maximum(labels, 0)] for one in sets], axis=-4)
     return np.where((labels >= 0)[..., None, :, :, None], vectors, table.dtype.type(0))
 
@@ -267,8 +269,7 @@ def _labels(value: Any, rows: int, name: str = "labels") -> Int32:
         raise RelposTypeError(f"{name}: expected integers, found dtype {labels.dtype}")
     if labels.ndim < 2:
         raise RelposValueError(f"{name}: expected shape (..., L_q, L_k), found {labels.shape}")
-    if labels.size and (labels.min() < -1 or labels.max() >= rows):
-        raise RelposValueError(f"{name}: expected -1 ... {rows - 1}, found {labels.min()} ... {labels.max()}")
+    check.rows(name, labels, rows, -1)
     kept: Int32 = np.array(labels, dtype=np.int32, order="C")
     kept.flags.writeable = False
     return kept

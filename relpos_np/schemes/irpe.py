@@ -58,7 +58,7 @@ def piecewise_index(x: Int64, *, alpha: float = 1.9, beta: float = 3.8, gamma: f
     ----------
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
     """
-    x = np.asarray(x, dtype=np.int64)
+    x = check.integers("x", x).astype(np.int64)
     distance = np.maximum(np.abs(x), alpha)
     y = alpha + np.log(distance / alpha) / np.log(gamma / alpha) * (beta - alpha)
     far = np.minimum(np.rint(np.round(y, _DECIMALS)), np.floor(beta)) * np.sign(x)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np import check
-from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import AbsoluteEncoding
 from relpos_np.types import Array, Int64
 
@@ -28,6 +28,7 @@ def learned_encoding(table: Array, positions: Int64) -> Array:
     ndarray, shape (L, D)
         One row per position.
     """
+    check.rows("positions", check.integers("positions", positions), len(table))
     return np.stack([table[t] for t in positions]) if len(positions) else table[:0]
 
 
@@ -121,10 +122,6 @@ class LearnedAbsolute(AbsoluteEncoding):
         t = self.positions(positions)
         if t.dtype.kind not in "iu":
             raise RelposTypeError(f"positions: expected integers, found dtype {t.dtype}")
-        if t.size and (t.min() < 0 or t.max() >= len(self.table)):
-            raise RelposIndexError(
-                f"positions: expected 0 ... {len(self.table) - 1}, the rows of the table, found {t.min()} ... {t.max()}"
-            )
         return learned_encoding(self.table, t)
 
     def gradient(self, positions: Any, grad: Array) -> dict[str, Array]:

@@ -29,8 +29,8 @@ _LARGEST = {"float32": 60.0, "float64": 600.0}
 def _places(name: str, value: Any) -> Array:
     """Positions as float64: finite numbers, at least one axis."""
     x = check.array(name, value)
-    if x.dtype.kind not in "iuf" and x.dtype.name != "bfloat16":
-        raise RelposTypeError(f"{name}: expected integers or floats, found dtype {x.dtype}")
+    if (x.dtype.kind not in "iuf" and x.dtype.name != "bfloat16") or x.itemsize > 8:
+        raise RelposTypeError(f"{name}: expected integers or floats of at most 64 bits, found dtype {x.dtype}")
     x = x.astype(np.float64)
     if not x.ndim or not np.isfinite(x).all():
         raise RelposValueError(f"{name}: expected finite positions (..., L), found shape {x.shape} or NaN or infinity")

@@ -49,6 +49,8 @@ def window_index(query: Coordinates, key: Coordinates, extent: Sequence[int]) ->
     tokens_k = np.stack([c.ravel() for c in np.meshgrid(*key, indexing="ij")])
     sizes = [2 * e - 1 for e in extent]
     shifted = tokens_q[:, :, None] - tokens_k[:, None, :] + np.asarray(extent)[:, None, None] - 1
+    for axis, size in zip(shifted, sizes, strict=True):
+        check.rows("query, key", axis, size)
     index = np.ravel_multi_index(tuple(shifted), tuple(sizes))
     return np.asarray(index, dtype=np.int64)
 
@@ -243,11 +245,8 @@ def _coords(value: Any, axes: int) -> list[Int64 | None]:
         if c is None:
             out.append(None)
             continue
-        try:
-            points = np.asarray(c)
-        except ValueError as error:
-            raise RelposTypeError(f"key_coords: expected integers along an axis: {error}") from error
-        if points.ndim != 1 or not points.size or points.dtype.kind not in "iu":
+        points = check.integers("key_coords", c)
+        if points.ndim != 1 or not points.size:
             raise RelposTypeError(f"key_coords: expected integers along an axis, found {c!r}")
         out.append(points.astype(np.int64))
     return out

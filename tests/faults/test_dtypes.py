@@ -1,0 +1,241 @@
+"""Rows 26 to 32: what arrays may hold, and what is refused because NumPy would read something else in it."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests import naive
+from tests.faults.arrays import PLACES, unknown_parameters
+
+# Where any numbers are moved and nothing is computed.
+MOVED = {"rel_shift(x)", "window_partition(x)", "window_reverse(windows)", "cyclic_shift(x)"}
+# Whatever is no array of NumPy, and arrays of what is no number that this library computes with.
+ODD = (
+    "masked",
+    "matrix",
+    "list",
+    "ragged",
+    "object",
+    "called",
+    "calls inside",
+    "longdouble",
+    "complex",
+    "str",
+    "bytes",
+)
+
+
+class Called:
+    """An object that could be an array, and must not be asked."""
+
+    def __array__(self, *args, **kwargs):
+        raise AssertionError("an object of the user was called")
+
+    __float__ = __int__ = __index__ = __len__ = __getitem__ = __iter__ = __array__
+
+
+def make(rng, dtype=np.float64):
+    return [rng.standard_normal((2, 2, n, d)).astype(dtype) for n, d in ((5, 4), (6, 4), (6, 3))]
+
+
+def odd(good, kind):
+    """The same numbers as something that no function takes for an array."""
+    if kind == "masked":
+        return np.ma.masked_array(good)
+    if kind == "matrix":
+        return good.view(np.matrix)
+    if kind == "list":
+        return good.tolist()
+    if kind == "ragged":
+        return [[1.0], [1.0, 2.0]]
+    if kind == "called":
+        return Called()
+    if kind == "calls inside":
+        found = np.empty(good.shape, object)
+        found.fill(Called())
+        return found
+    dtype = {"object": object, "longdouble": np.longdouble, "complex": complex, "str": "U3", "bytes": "S3"}[kind]
+    return good.astype(dtype)
+
+
+CASES = [
+    (label, kind)
+    for label, place in PLACES.items()
+    for kind in ODD
+    if (kind != "matrix" or place.good.ndim == 2) and (kind != "list" or place.good.ndim)
+]
+
+
+@pytest.mark.parametrize(("label", "kind"), CASES)
+def test_row_27_to_31_what_is_no_array_of_numbers(label, kind):
+    """Of every argument of functions, schemes, encodings and layers: masked, matrix, lists, objects, rare dtypes."""
+    place = PLACES[label]
+    value = odd(place.good, kind)
+    place.call(place.good)
+    if (
+        label in MOVED
+        and (kind in ("longdouble", "complex") or (label != "rel_shift(x)" and isinstance(value, np.ndarray)))
+        and type(value) is np.ndarray
+    ):
+        assert place.call(value).dtype == value.dtype
+        return
+    with pytest.raises(rp.RelposTypeError, match=rf"\b{place.name}\b"):
+        place.call(value)
+
+
+@pytest.mark.parametrize("label", [label for label, place in PLACES.items() if place.good.dtype.kind == "f"])
+@pytest.mark.parametrize("dtype", [int, bool, np.uint8])
+def test_row_28_integers_where_numbers_are_wanted(label, dtype):
+    place = PLACES[label]
+    value = place.good.astype(dtype)
+    bools = dtype is bool and ("positions" in label or label == "rel_shift(x)")
+    if (label in MOVED or "positions" in label) and not bools:
+        place.call(value)
+        return
+    if place.name == "mask" and dtype is bool:
+        return  # row 32
+    with pytest.raises(rp.RelposTypeError, match=rf"\b{place.name}\b"):
+        place.call(value)
+
+
+@pytest.mark.parametrize("label", [label for label, place in PLACES.items() if place.good.dtype.kind in "ib"])
+@pytest.mark.parametrize("dtype", [float, bool, int])
+def test_row_28_numbers_where_integers_or_bools_are_wanted(label, dtype):
+    place = PLACES[label]
+    if np.dtype(dtype).kind == place.good.dtype.kind or (label, dtype) == ("LayoutBias(boxes: int64)", float):
+        return
+    if dtype is float and label.endswith("positions: int64)") and not label.startswith("LayoutBias"):
+        return  # of rotary positions, which may be either
+    with pytest.raises(rp.RelposTypeError, match=rf"\b{place.name}\b"):
+        place.call(place.good.astype(dtype))
+
+
+def test_row_30_places_are_found_by_inspection():
+    """A new array of a scheme, or a new keyword of a function, has to be listed or is found."""
+    # Numbers, or lists of coordinates: see test_arguments.
+    assert unknown_parameters() == {("DeBERTa", "max_position"), ("Shaw", "left"), ("WindowBias", "key_coords")}
+    for function in (rp.attention, rp.logits, rp.attention_vjp, rp.rel_shift):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if "Array" in str(parameter.annotation):
+                assert f"{function.__name__}({name})" in PLACES, (function, name)
+
+
+class Tagged(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize("label", [x for x in PLACES if not x.endswith("(out)")])
+def test_row_31_other_subclasses_are_read_as_arrays(label):
+    """Their methods and operators are never used."""
+    place = PLACES[label]
+    expected, found = place.call(place.good), place.call(place.good.view(Tagged))
+    if isinstance(expected, np.ndarray):
+        assert type(found) is np.ndarray or label in MOVED
+        np.testing.assert_array_equal(np.asarray(found), expected)
+    else:
+        assert type(found) is type(expected)
+
+
+def test_row_31_subclasses_on_every_backend(backend, rng):
+    q, k, v = make(rng)
+    out = rp.attention(q.view(Tagged), k.view(Tagged), v.view(Tagged), backend=backend)
+    assert type(out) is np.ndarray
+    np.testing.assert_array_equal(out, rp.attention(q, k, v, backend=backend))
+
+
+@pytest.mark.parametrize("kind", ["masked", "object", "list", "longdouble", "complex"])
+def test_row_30_every_backend_refuses(kind, backend, rng):
+    q, k, v = make(rng)
+    for n, name in enumerate("qkv"):
+        operands = [q, k, v]
+        operands[n] = odd(operands[n], kind)
+        out = np.full((2, 2, 5, 3), 7.0)
+        with pytest.raises(rp.RelposTypeError, match=rf"\b{name}\b"):
+            rp.attention(*operands, backend=backend, out=out)
+        assert (out == 7).all()
+    with pytest.raises(rp.RelposTypeError, match="x"):
+        rp.rel_shift(odd(q, "masked"), backend=backend)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_row_30_files_hold_plain_arrays(suffix, tmp_path):
+    """What is read from a file is an array of NumPy, and a masked one is refused before it could lose its mask."""
+    table = np.ones((32, 2))
+    with pytest.raises(rp.RelposTypeError, match="MaskedArray"):
+        rp.T5(np.ma.masked_array(table))
+    from relpos_np import layers
+
+    if suffix == ".npz":
+        state = layers.State({"w": np.ma.masked_array(table)})
+    else:
+        numpy = pytest.importorskip("safetensors.numpy")
+        numpy.save_file({"w": table.view(Tagged)}, tmp_path / "w.safetensors")
+        state = layers.State(tmp_path / "w.safetensors")
+        assert type(state.take("w")) is np.ndarray
+        return
+    with pytest.raises(rp.RelposTypeError, match="MaskedArray"):
+        layers.Linear(state.take("w"))
+
+
+# Row 26 ----------------------------------------------------------------------------------------------
+
+
+def test_row_26_float16_tables_and_masks(backend, rng):
+    q, k, v = make(rng, np.float16)
+    table = rng.standard_normal((32, 2)).astype(np.float16)
+    mask = rng.standard_normal((5, 6)).astype(np.float16)
+    out = rp.attention(q, k, v, position=rp.T5(table), mask=mask, backend=backend)
+    wide = rp.attention(
+        *(x.astype(np.float32) for x in (q, k, v)),
+        position=rp.T5(table.astype(np.float32)),
+        mask=mask.astype(np.float32),
+        backend=backend,
+    )
+    assert out.dtype == np.float16
+    np.testing.assert_array_equal(out, wide.astype(np.float16))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_row_26_half_precision_is_computed_in_float32(dtype, backend, rng):
+    """Forward and backward, the result rounded once; the log-sum-exp stays in float32."""
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    q, k, v = make(rng, dtype)
+    wide = [x.astype(np.float32) for x in (q, k, v)]
+    out, lse = rp.attention(q, k, v, backend=backend, return_lse=True)
+    expected, expected_lse = rp.attention(*wide, backend=backend, return_lse=True)
+    assert (out.dtype, lse.dtype) == (np.dtype(dtype), np.float32)
+    # Kernels that read half precision as it is stored add in another order.
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-5)
+    eps = 2.0**-8 if out.dtype.name == "bfloat16" else 2.0**-11
+    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=eps, atol=1e-5)
+    grad = rng.standard_normal(out.shape).astype(dtype)
+    found = rp.attention_vjp(q, k, v, grad_out=grad, backend=backend)
+    exact = rp.attention_vjp(*wide, grad_out=grad.astype(np.float32), backend=backend)
+    for name in "qkv":
+        assert getattr(found, name).dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(getattr(found, name), getattr(exact, name).astype(dtype))
+
+
+# Row 32 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [int, np.uint8, complex, "U1"])
+def test_row_32_a_mask_of_other_numbers_is_refused(dtype, backend, rng):
+    q, k, v = make(rng)
+    for call in (
+        lambda mask: rp.attention(q, k, v, mask=mask, backend=backend),
+        lambda mask: rp.logits(q, k, mask=mask, backend=backend),
+        lambda mask: rp.attention_vjp(q, k, v, grad_out=np.ones((2, 2, 5, 3)), mask=mask, backend=backend),
+    ):
+        with pytest.raises(rp.RelposTypeError, match=r"^mask: "):
+            call(np.ones((5, 6)).astype(dtype))
+
+
+def test_row_32_a_float_mask_of_ones_and_zeros_is_added(backend, rng):
+    q, k, v = make(rng)
+    ones = (rng.random((5, 6)) < 0.5).astype(np.float64)
+    expected, _ = naive.attention(q, k, v, allowed=naive.allowed(5, 6, mask=ones))
+    np.testing.assert_allclose(rp.attention(q, k, v, mask=ones, backend=backend), expected, rtol=0, atol=1e-14)

@@ -1,0 +1,324 @@
+"""Rows 42, 44 and 46: compilers that may not assume, packages that are not there, and strict surroundings."""
+
+import ast
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np.sweep import parts
+from relpos_np.testing import cases, example
+from tests.faults.operands import make
+from tests.processes import ROOT, child
+
+HOST = rp.backend.HOST_BACKENDS
+PACKAGE = Path(rp.__file__).parent
+SCHEMES = [(name, variant) for name, variant in parts() if rp.SCHEMES[name].kind == "attention"]
+
+# Row 42 ----------------------------------------------------------------------------------------------
+
+# A multiplication and an addition may become one, and sums may be reordered: neither assumes anything of the numbers.
+HARMLESS = {"contract", "reassoc"}
+FLAGS = ("fast", "nnan", "ninf", "nsz", "arcp", "afn")
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_row_42_no_kernel_asks_for_fast_arithmetic(path):
+    """No flag that lets a compiler assume that there is no NaN or infinity."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg in ("fastmath", "flags"):
+            assert set(ast.literal_eval(node.value)) <= HARMLESS, (path, node.lineno)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    "name", ["attention float32", "windows float32", "products float32", "backward float32", "decoding float32"]
+)
+def test_row_42_no_instruction_is_fast(name):
+    """In what Numba hands to LLVM, and in what LLVM makes of it."""
+    numba = pytest.importorskip("numba")
+    from relpos_np.kernels import _numba
+    from relpos_np.kernels._numba import build
+
+    compiled = numba.cfunc(build._SIGNATURE, nopython=True, error_model="numpy")(_numba.KERNELS[name].function)
+    lines = [x for x in compiled.inspect_llvm().splitlines() if " = f" in x or " = call" in x or " = tail call" in x]
+    assert any("fmul" in line or "llvm.fma" in line for line in lines)
+    assert not [line for line in lines if set(line.replace("(", " ").split()) & set(FLAGS)]
+
+
+# Few queries, a window, blocks, products with rows, and half precision: each is another kernel on the CPU.
+KINDS = {
+    "decoding": {"q_len": 2, "k_len": 300},
+    "windows": {"q_len": 49, "k_len": 49, "v_dim": 16},
+    "blocks": {"q_len": 70, "k_len": 300},
+    "products": {"q_len": 70, "k_len": 300, "position": "shaw"},
+    "gathered": {"q_len": 70, "k_len": 300, "position": "t5"},
+}
+
+
+def operands(kind, dtype):
+    sizes = dict(KINDS[kind])
+    position = sizes.pop("position", None)
+    rng = np.random.default_rng(0)
+    q, k, v = make(rng, dtype, **{"depth": 8, "v_dim": 8} | sizes)
+    table = rng.standard_normal((9, 8)).astype(q.dtype)
+    schemes = {"shaw": lambda x: rp.Shaw(x, x), "t5": lambda x: rp.T5(np.repeat(x[:8, :2], 4, axis=0)), None: None}
+    return q, k, v, table, schemes[position]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_42_nan_in_is_nan_out(kind, dtype, backend):
+    """isnan is not assumed to be false: in queries, keys, values and tables; and a masked row stays 0."""
+    if backend == "cuda" and dtype != np.float32:
+        pytest.skip("the simulator is slow")
+    q, k, v, table, scheme = operands(kind, dtype)
+    for name in ("q", "k", "v", "table") if scheme else ("q", "k", "v"):
+        given = {"q": q, "k": k, "v": v, "table": table}
+        bad = given[name].copy()
+        # What every query of head 1 reads; of the table the row of pairs that are far apart.
+        bad[(0, 1, 0, 0) if name != "table" else (0, 1)] = np.nan
+        given[name] = bad
+        position = scheme(given["table"]) if scheme else None
+        found, lse = rp.attention(
+            given["q"], given["k"], given["v"], position=position, backend=backend, return_lse=True
+        )
+        assert np.isnan(found[0, 1, 0]).any() if name != "table" else np.isnan(found).any(), name
+        if name in "qk":
+            assert np.isnan(lse[0, 1, 0])
+            assert np.isnan(found[0, 1, 0]).all()
+    mask = np.ones((q.shape[2], k.shape[2]), bool)
+    mask[1] = False
+    found, lse = rp.attention(
+        q, k, v, mask=mask, position=scheme(table) if scheme else None, backend=backend, return_lse=True
+    )
+    assert (found[:, :, 1] == 0).all()
+    assert (lse[:, :, 1] == -np.inf).all()
+
+
+@pytest.mark.parametrize("kind", ["blocks", "products", "gathered"])
+def test_row_42_nan_in_is_nan_out_on_the_way_back(kind, backend):
+    if backend == "cuda":
+        pytest.skip("tests/cuda/test_cuda_backward.py")
+    q, k, v, table, scheme = operands(kind, np.float32)
+    position = scheme(table) if scheme else None
+    grad = np.ones((*q.shape[:-1], v.shape[-1]), np.float32)
+    grad[0, 1, 3, 0] = np.nan
+    found = rp.attention_vjp(q, k, v, grad_out=grad, position=position, backend=backend)
+    assert np.isnan(found.q[0, 1, 3]).any()
+    assert np.isnan(found.k[0, 1]).any()
+    assert np.isnan(found.v[0, 1, :, 0]).all()
+    assert np.isfinite(found.q[1]).all()
+
+
+@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet"])
+def test_row_42_rel_shift_moves_any_bits(variant, backend):
+    """NaN with its payload, infinities and negative zeros."""
+    bits = np.random.default_rng(0).integers(0, 2**32, (3, 5, 9), np.uint32)
+    bits[0, :, :4] = [0x7FC01234, 0xFFC00001, 0x80000000, 0x7F800001]
+    found = rp.rel_shift(bits.view(np.float32), variant=variant, backend=backend)
+    np.testing.assert_array_equal(found.view(np.uint32), rp.rel_shift(bits, variant=variant, backend="numpy"))
+
+
+# Row 44 ----------------------------------------------------------------------------------------------
+
+OPTIONAL = {
+    "numba", "llvmlite", "scipy", "matplotlib", "rich", "safetensors", "ml_dtypes", "dask", "distributed", "jax",
+    "torch", "transformers", "cuda",
+}  # fmt: skip
+
+
+def without(*names):
+    """Code that makes packages unimportable, and operands."""
+    return (
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {set(names)!r}:\n"
+        "            raise ImportError(f'{name} is blocked')\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "q, k, v = rng.standard_normal((3, 2, 5, 4))\n"
+    )
+
+
+def printed(code, *options, **environment):
+    status, out, log = child(code, *options, **environment)
+    assert status == 0, log[-2000:]
+    return out
+
+
+def test_row_44_everything_in_numpy_works_without_any_other_package():
+    """Every scheme, its gradients, formulas, layers and encodings on both dense backends."""
+    code = without(*OPTIONAL) + (
+        "from relpos_np import layers, testing\n"
+        "for name, info in rp.SCHEMES.items():\n"
+        "    e = testing.example(name, size='tiny')\n"
+        "    for backend in ('numpy', 'terms'):\n"
+        "        assert e.error(*e.run(backend)) <= 1, name\n"
+        "        rp.logits(e.q, e.k, position=e.position, backend=backend, **e.kwargs)\n"
+        "        rp.attention_vjp(e.q, e.k, e.v, grad_out=np.ones((*e.q.shape[:-1], e.v.shape[-1]), 'f4'),\n"
+        "                         position=e.position, backend=backend, **e.kwargs)\n"
+        "        rp.rel_shift(q, variant='conformer', backend=backend)\n"
+        "rp.logits(q, k)\n"
+        "rp.show_versions()\n"
+        "rp.set_backend('numpy')\n"
+        "w = np.eye(4)\n"
+        "assert np.isfinite(layers.MultiHeadAttention(w, w, w, heads=2)(q)).all()\n"
+        "assert not {'numba', 'scipy', 'torch', 'jax'} & {m.partition('.')[0] for m in sys.modules}\n"
+        "print('ok')"
+    )
+    assert printed(code).endswith("ok\n")
+    chosen = without(*OPTIONAL) + "rp.attention(q, k, v); print('ok')"
+    assert printed(chosen, RELPOS_BACKEND="numpy") == "ok\n"
+
+
+# The call, the packages that are missing, and the words of the remedy.
+NEEDS = {
+    "numba": ("rp.attention(q, k, v)", ("numba",), ["pip install numba", "backend='numpy'"]),
+    "numba by name": ("rp.attention(q, k, v, backend='numba')", ("llvmlite",), ["pip install numba"]),
+    "numba gradients": ("rp.attention_vjp(q, k, v, grad_out=v)", ("numba",), ["pip install numba"]),
+    "numba shift": ("rp.rel_shift(q[..., :4, :])", ("numba",), ["pip install numba", "backend='numpy'"]),
+    "cuda": ("rp.attention(q, k, v, backend='cuda')", ("numba",), ['pip install "relpos-np[cuda]"']),
+    "safetensors": (
+        "from relpos_np import layers; open(F, 'wb').close(); layers.State(F)",
+        ("safetensors",),
+        ["pip install", "safetensors"],
+    ),
+    "matplotlib": ("from relpos_np import plot; plot.new_figure(2, 2)", ("matplotlib",), ['"relpos-np[plot]"']),
+    "dask": ("from relpos_np import distributed; distributed.attention(q, k, v)", ("dask",), ["pip install", "dask"]),
+    "jax": ("import relpos_np.interop.jax", ("jax",), ["pip install jax"]),
+    "torch": ("import relpos_np.interop.torch", ("torch",), ["pip install torch"]),
+    "transformers": ("import relpos_np.interop.transformers", ("transformers", "torch"), ["pip install"]),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_row_44_what_is_missing_is_named_with_its_remedy(name, tmp_path):
+    """And what needs nothing works on afterwards."""
+    call, missing, words = NEEDS[name]
+    code = without(*missing) + (
+        f"F = {str(tmp_path / 'x.safetensors')!r}\n"
+        f"try:\n    {call}\nexcept rp.RelposImportError as error:\n    print(error)\n"
+        "assert np.isfinite(rp.attention(q, k, v, backend='numpy')).all()\n"
+    )
+    said = printed(code)
+    for word in words:
+        assert word in said, said
+
+
+def test_row_44_every_extra_is_here():
+    """A new one must say what to install as well; without rich the command line prints plain text (tests/test_cli.py)."""
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    tools = {"cli", "dev", "docs", "parity", "test"}
+    named = {"plot" if name == "matplotlib" else name.split()[0] for name in NEEDS}
+    assert set(extras) - tools <= named, set(extras) - tools - named
+
+
+# Row 46 ----------------------------------------------------------------------------------------------
+
+
+def answers(one, backend, grad_seed=0):
+    """Everything that is computed of an example, as arrays."""
+    grad = np.random.default_rng(grad_seed).standard_normal((*one.q.shape[:-1], one.v.shape[-1])).astype(one.q.dtype)
+    options = {"position": one.position, "backend": backend, **one.kwargs}
+    gradient = rp.attention_vjp(one.q, one.k, one.v, grad_out=grad, **options)
+    found = [*rp.attention(one.q, one.k, one.v, **options, return_lse=True), gradient.q, gradient.k, gradient.v]
+    return [*found, *gradient.position.values(), rp.logits(one.q, one.k, **options)]
+
+
+def same_when_strict(call):
+    """Every floating point exception raises and every warning is an error: no bit differs from the lenient run."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = call()
+    with np.errstate(all="raise"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = call()
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("backend", HOST)
+@pytest.mark.parametrize(("name", "variant"), SCHEMES)
+def test_row_46_strict_floating_point_changes_nothing(name, variant, backend):
+    """Every scheme and variant, forward and backward, with probabilities and gradients that underflow."""
+    one = example(name, variant=variant, dtype="float32", size="tiny")
+    same_when_strict(lambda: answers(one, backend))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("backend", HOST)
+@pytest.mark.parametrize("name", [name for name, info in rp.SCHEMES.items() if info.kind == "attention"])
+def test_row_46_strict_floating_point_on_every_edge(name, backend):
+    """Masked rows, excluded NaN, large scores, single keys, half precision."""
+    for dtype in ("float16", "float32", "float64"):
+        for one in cases(name, dtype=dtype, long=False):
+            if one.edge != "blocks":
+                same_when_strict(lambda one=one: answers(one, backend))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_row_46_strict_floating_point_in_masked_rows(dtype, backend, rng):
+    q, k, v = make(rng, dtype, q_len=70, k_len=70)
+    q *= 30  # probabilities underflow
+    options = {"causal": True, "mask": np.where(rng.random((70, 70)) < 0.3, dtype(-np.inf), dtype(1))}
+    same_when_strict(lambda: list(rp.attention(q, k, v, **options, backend=backend, return_lse=True)))
+
+
+def test_row_46_strict_floating_point_in_encodings_and_layers(rng):
+    from relpos_np import layers
+
+    x, w = rng.standard_normal((2, 16, 8)), rng.standard_normal((8, 8))
+    u = rng.standard_normal((2, 4))
+    made = [
+        *(rp.Sinusoidal(8, layout=layout) for layout in ("interleaved", "concatenated")),
+        rp.LearnedAbsolute(rng.standard_normal((16, 8))),
+        layers.Linear(w, w[0]),
+        layers.PositionalEncoding(rp.Sinusoidal(8)),
+        *(layers.MultiHeadAttention(w, w, w, w, heads=2, position=p) for p in (None, rp.ALiBi(heads=2), rp.Rotary())),
+    ]
+    relative = layers.RelativeMultiHeadAttention(w, w, w, pos=w, u=u, v=u, variant="conformer")
+    encoding = layers.RelativePositionalEncoding(8, variant="conformer")
+    same_when_strict(lambda: [relative(x, pos_emb=encoding(x)[1])])
+    swin = layers.SwinAttention(8, (2, 2), 2, shift_size=(1, 1), rng=np.random.default_rng(0), dtype=np.float64)
+    same_when_strict(lambda: [swin(x.reshape(2, 4, 4, 8))])
+    for layer in made:
+        same_when_strict(lambda layer=layer: [np.asarray(layer(x))])
+
+
+DIGEST = """
+import hashlib
+from relpos_np import testing, sweep
+np.seterr(all="raise")
+found = hashlib.sha256()
+for name, variant in sweep.parts():
+    e = testing.example(name, variant=variant, size="tiny")
+    for backend in rp.backend.HOST_BACKENDS if e.encoding is None else ("numpy",):
+        for x in e.run(backend):
+            found.update(x.tobytes())
+        grad = rp.attention_vjp(e.q, e.k, e.v, grad_out=np.ones((*e.q.shape[:-1], e.v.shape[-1]), "f4"),
+                                position=e.position, backend=backend, **e.kwargs)
+        for x in (grad.q, grad.k, grad.v, *grad.position.values()):
+            found.update(x.tobytes())
+print(found.hexdigest())
+"""
+
+
+def test_row_46_hash_seed_locale_and_strictness_change_no_bits():
+    """Every scheme and variant on every backend of the host, in processes that differ in all of these."""
+    ways = (
+        ((), {"PYTHONHASHSEED": "0", "LC_ALL": "C", "PYTHONUTF8": "0"}),
+        (("-W", "error"), {"PYTHONHASHSEED": "7", "LC_ALL": "C.UTF-8", "LANG": "de_DE.UTF-8", "TZ": "Asia/Tokyo"}),
+    )
+    assert len({printed(DIGEST, *options, **environment) for options, environment in ways}) == 1
+
+
+def test_row_46_the_same_bits_with_assertions_removed():
+    """python -O: nothing that matters is checked by assert."""
+    code = "q = rng.standard_normal((2, 5, 4)); print(rp.attention(q, q, q, position=rp.Rotary()).tobytes().hex())"
+    assert printed(code) == printed(code, "-O")
+    bad = "\ntry: rp.attention(q, q, q[:1])\nexcept rp.RelposValueError: print('refused')"
+    assert printed(code + bad, "-OO").endswith("refused\n")

@@ -1,0 +1,123 @@
+"""Row 23: where results may be written, and that nothing is written before an error."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests.faults.operands import make
+
+
+def out_problems(q):
+    base = np.full((2, 2, 5, 3), 7.0)
+    read_only = base.copy()
+    read_only.flags.writeable = False
+    yield "read-only", read_only, ValueError
+    yield "wrong shape", np.full((2, 2, 5, 4), 7.0), ValueError
+    yield "wrong rank", base[0], ValueError
+    yield "wrong dtype", base.astype(np.float32), TypeError
+    yield "stride 0", np.lib.stride_tricks.as_strided(base, base.shape, (0, *base.strides[1:])), ValueError
+    yield "list", base.tolist(), TypeError
+    yield "masked", np.ma.masked_array(base), TypeError
+
+
+@pytest.mark.parametrize("n", range(7))
+def test_row_23_out_that_cannot_be_used(n, backend, rng):
+    q, k, v = make(rng)
+    _, out, kind = list(out_problems(q))[n]
+    with pytest.raises(kind, match=r"^out: ") as caught:
+        rp.attention(q, k, v, out=out, backend=backend)
+    assert isinstance(caught.value, rp.RelposError)
+    assert (np.asarray(out) == 7).all()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "mask"])
+def test_row_23_out_that_overlaps_an_input(which, backend, rng):
+    memory = rng.standard_normal(4 * 64)
+    arrays = {name: rng.standard_normal((2, 4, 4)) for name in "qkv"} | {"mask": rng.standard_normal((2, 4, 4))}
+    arrays[which] = memory[:32].reshape(2, 4, 4)
+    copy = memory.copy()
+    for start in (0, 16):
+        with pytest.raises(rp.RelposValueError, match=r"^out: .*overlap"):
+            rp.attention(
+                *(arrays[x] for x in "qkv"),
+                mask=arrays["mask"],
+                out=memory[start : start + 32].reshape(2, 4, 4),
+                backend=backend,
+            )
+    np.testing.assert_array_equal(memory, copy)
+
+
+def test_row_23_out_that_overlaps_a_table(backend, rng):
+    """A table is an input as well: its memory may not be written while it is read."""
+    q, k, v = (x.astype(np.float64) for x in make(rng, heads=4, batch=(), q_len=8, k_len=8, v_dim=4))
+    memory = rng.standard_normal((32, 4))
+    expected = rp.attention(q, k, v, position=rp.T5(memory.copy()), backend=backend)
+    try:
+        out = rp.attention(q, k, v, position=rp.T5(memory), out=memory.reshape(4, 8, 4), backend=backend)
+    except rp.RelposValueError:
+        return
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "every other", "reversed", "big-endian", "misaligned"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_row_23_out_of_any_layout_is_filled_and_returned(dtype, layout, backend, rng):
+    q, k, v = make(rng, dtype)
+    expected = rp.attention(q, k, v, backend=backend)
+    shape = expected.shape
+    out = {
+        "contiguous": np.empty(shape, dtype),
+        "transposed": np.empty((*shape[:-2], shape[-1], shape[-2]), dtype).swapaxes(-1, -2),
+        "every other": np.empty((*shape[:-1], 2 * shape[-1]), dtype)[..., ::2],
+        "reversed": np.empty(shape, dtype)[..., ::-1, :],
+        "big-endian": np.empty(shape, np.dtype(dtype).newbyteorder(">")),
+        "misaligned": np.empty(expected.nbytes + 1, np.uint8)[1:].view(dtype).reshape(shape),
+    }[layout]
+    out[...] = np.nan
+    if layout == "big-endian":
+        try:
+            result = rp.attention(q, k, v, backend=backend, out=out)
+        except rp.RelposTypeError:
+            return
+    else:
+        result, lse = rp.attention(q, k, v, backend=backend, out=out, return_lse=True)
+        assert lse.shape == shape[:-1]
+    assert result is out
+    np.testing.assert_array_equal(out, expected)
+
+
+SHIFT_OUTS = {
+    "wrong shape": (lambda: np.full((3, 5, 8), 7.0), ValueError),
+    "wrong dtype": (lambda: np.full((3, 5, 7), 7.0, np.float32), TypeError),
+    "stride 0": (lambda: np.lib.stride_tricks.as_strided(np.full((5, 7), 7.0), (3, 5, 7), (0, 56, 8)), ValueError),
+    "list": (lambda: [7.0], TypeError),
+    "masked": (lambda: np.ma.masked_array(np.full((3, 5, 7), 7.0)), TypeError),
+}
+
+
+@pytest.mark.parametrize("name", SHIFT_OUTS)
+@pytest.mark.parametrize("variant", ["transformer_xl", "wenet"])
+def test_row_23_out_of_rel_shift_that_cannot_be_used(name, variant, backend, rng):
+    make_out, kind = SHIFT_OUTS[name]
+    out = make_out()
+    with pytest.raises(kind, match=r"^out: ") as caught:
+        rp.rel_shift(rng.standard_normal((3, 5, 7)), variant=variant, out=out, backend=backend)
+    assert isinstance(caught.value, rp.RelposError)
+    assert (np.asarray(out) == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "every other"])
+@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "wenet"])
+def test_row_23_out_of_rel_shift_is_filled_and_returned(variant, layout, backend, rng):
+    x = rng.standard_normal((3, 5, 12))
+    expected = rp.rel_shift(x, variant=variant, backend="numpy")
+    shape = expected.shape
+    out = {
+        "contiguous": np.empty(shape),
+        "transposed": np.empty(shape[::-1]).T,
+        "every other": np.empty((*shape[:-1], 2 * shape[-1]))[..., ::2],
+    }[layout]
+    assert rp.rel_shift(x, variant=variant, out=out, backend=backend) is out
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(rp.RelposValueError, match=r"^out: .*overlap"):
+        rp.rel_shift(x, variant=variant, out=x.reshape(-1)[: out.size].reshape(shape), backend=backend)
