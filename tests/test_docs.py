@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not DOCS.is_dir(), reason="there is no docs folder: not a checkout"),
 ]
 TUTORIAL = sorted(path.name for path in (DOCS / "tutorial").glob("[0-9]*.md"))
-RUN = [*(f"tutorial/{name}" for name in TUTORIAL), "checkpoints.md", "recipes.md"]
+RUN = [*(f"tutorial/{name}" for name in TUTORIAL), "checkpoints.md", "recipes.md", "serving.md"]
 # Python, and what it prints where a block of text follows.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]*)\)")
@@ -48,6 +48,8 @@ def script(name):
 def test_blocks_run_and_print_what_the_page_says(page):
     blocks = BLOCK.findall(text(page))
     assert blocks, f"{page} shows no Python"
+    if "rp.threads(" in text(page):
+        pytest.importorskip("threadpoolctl")
     names = {"__name__": "page"}
     with rp.use_backend("numpy"):
         for code, shown in blocks:

@@ -107,9 +107,9 @@ def test_kernels_know_terms_only(path):
     name = dotted(path)
     family = ".".join(name.split(".")[:2])
     for other, _ in imports(path):
-        assert other in {"errors", "types", "terms", "problem", "threadcount"} or (other.startswith(family) and name != "kernels"), (
-            f"{name} imports {other}"
-        )
+        assert other in {"errors", "types", "terms", "problem", "threadcount"} or (
+            other.startswith(family) and name != "kernels"
+        ), f"{name} imports {other}"
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if "schemes" in p.parts], ids=dotted)

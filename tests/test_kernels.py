@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -205,23 +204,6 @@ BITS = {
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_row_38_same_bits_again_and_from_eight_threads(name):
-    position, options = BITS[name]
-    case = case_of(position, 300, 300, kv_heads=3, **options)
-    q, k, v = case.operands(np.float32)
-    arguments = case.options(np.float32)
-
-    def run(_=None):
-        out, lse = rp.attention(q, k, v, **arguments, return_lse=True)
-        return out.tobytes() + lse.tobytes()
-
-    first = run()
-    assert {run() for _ in range(30)} == {first}
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(run, range(64))) == {first}
-
-
-@pytest.mark.parametrize("name", BITS)
 def test_same_bits_for_any_number_of_threads(name):
     """With one head of 700 queries more threads mean smaller blocks of queries."""
     position, options = BITS[name]
@@ -278,62 +260,6 @@ def test_exponential_over_its_whole_range(dtype):
 
 # Large enough for the parallel path.
 PARALLEL = "q, k, v = rng.standard_normal((3, 4, 600, 32)).astype(np.float32)\nexpected = rp.attention(q, k, v)\n"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.parametrize("layer", ["default", "omp", "workqueue"])
-def test_row_39_a_forked_child_computes(layer):
-    code = PARALLEL + (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "child = os.fork()\n"
-        "if not child:\n"
-        "    os._exit(0 if np.array_equal(rp.attention(q, k, v), expected) else 3)\n"
-        "_, status = os.waitpid(child, 0)\n"
-        "assert np.array_equal(rp.attention(q, k, v), expected)\n"
-        "print(os.waitstatus_to_exitcode(status))\n"
-    )
-    layers = {} if layer == "default" else {"NUMBA_THREADING_LAYER": layer}
-    status, out, log = child(code, **layers)
-    if "No threading layer could be loaded" in log:
-        pytest.skip(f"{layer} is not available")
-    assert status == 0, log
-    assert out == "0\n"
-
-
-@pytest.mark.parametrize("layer", ["default", "workqueue"])
-def test_row_38_threads_of_python_call_at_once(layer):
-    code = PARALLEL + (
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "with ThreadPoolExecutor(8) as pool:\n"
-        "    outs = list(pool.map(lambda _: rp.attention(q, k, v), range(80)))\n"
-        "print(all(np.array_equal(out, expected) for out in outs))\n"
-    )
-    status, out, log = child(code, **({} if layer == "default" else {"NUMBA_THREADING_LAYER": layer}))
-    assert status == 0, log
-    assert out == "True\n"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals to itself")
-def test_row_40_interrupt_reaches_a_long_call():
-    code = PARALLEL + (
-        "import signal, threading, time\n"
-        # A shell that runs this in the background has it ignore the signal.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "q, k, v = (rng.standard_normal((4, 16384, 64), dtype=np.float32) for _ in range(3))\n"
-        "sent = []\n"
-        "def send():\n"
-        "    time.sleep(0.3); sent.append(time.perf_counter()); signal.raise_signal(signal.SIGINT)\n"
-        "threading.Thread(target=send, daemon=True).start()\n"
-        "try:\n"
-        "    while not sent or time.perf_counter() < sent[0] + 20: rp.attention(q, k, v)\n"
-        "except KeyboardInterrupt:\n"
-        "    print(time.perf_counter() - sent[0])\n"
-        "a = rng.standard_normal((1, 5, 4), dtype=np.float32)\n"
-        "assert np.isfinite(rp.attention(a, a, a)).all()\n"
-    )
-    status, out, log = child(code)
-    assert status == 0, log
-    assert float(out) < 1.0
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
@@ -412,83 +338,6 @@ def test_other_vector_units(unit):
     assert run.returncode == 0, run.stdout[-3000:]
 
 
-# ---------------------------------------------------------------------------------------------- the cache
-
-# The smallest kernel, so that compiling it again and again costs little.
-SHIFT = (
-    "x = rng.standard_normal((3, 5, 9))\n"
-    "found, expected = (rp.rel_shift(x, variant='conformer', backend=b) for b in ('numba', 'numpy'))\n"
-    "print(np.array_equal(found, expected))"
-)
-
-
-def _shift(folder, *options):
-    status, out, log = child(SHIFT, *options, RELPOS_CACHE_DIR=str(folder))
-    assert (status, out) == (0, "True\n"), log
-    return log
-
-
-def test_second_process_loads_what_the_first_compiled(tmp_path):
-    assert "compiled _shift" in _shift(tmp_path / "new" / "folder")
-    assert "compil" not in _shift(tmp_path / "new" / "folder")
-    assert [p.suffix for p in (tmp_path / "new" / "folder").iterdir()] == [".bin"]
-
-
-def test_attention_is_loaded_as_well():
-    x = np.ones((1, 5, 4), np.float32)
-    rp.attention(x, x, x)
-    status, out, log = child("x = np.ones((1, 5, 4), np.float32); print(rp.attention(x, x, x).sum())")
-    assert (status, out) == (0, "20.0\n"), log
-    assert "compil" not in log
-
-
-def test_row_43_damaged_entries_are_replaced(tmp_path):
-    _shift(tmp_path)
-    (entry,) = tmp_path.iterdir()
-    content = entry.read_bytes()
-    middle = len(content) // 2
-    for damaged in (
-        content[:middle],
-        b"",
-        content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :],
-        b"\x80\x04." + b"x" * 100,
-    ):
-        entry.write_bytes(damaged)
-        log = _shift(tmp_path)
-        assert "damaged" in log
-        assert "compiled _shift" in log
-        assert len(entry.read_bytes()) > middle
-    assert "compil" not in _shift(tmp_path)
-    entry.unlink()
-    entry.mkdir()  # neither readable nor replaceable
-    assert "compiled _shift" in _shift(tmp_path)
-
-
-def test_row_43_stale_entries_are_not_read(tmp_path):
-    """The name of an entry holds a digest of the kernels' sources, versions and processor."""
-    _shift(tmp_path)
-    (entry,) = tmp_path.iterdir()
-    digest = entry.stem.partition("-")[2]
-    assert len(digest) >= 16
-    entry.rename(entry.with_name(entry.name.replace(digest, "0" * len(digest))))
-    assert "compiled _shift" in _shift(tmp_path)
-
-
-@pytest.mark.parametrize("folder", ["below a file", "a file", "too long"])
-def test_row_43_cache_that_cannot_be_written(folder, tmp_path):
-    """Kernels are compiled for the process, and one warning says so."""
-    file = tmp_path / "file"
-    file.write_text("")
-    path = {"below a file": file / "cache", "a file": file, "too long": tmp_path / ("x" * 5000)}[folder]
-    log = _shift(path, "-W", "always")
-    assert log.count("CacheWarning") == 1, log
-    assert "RELPOS_CACHE_DIR" in log
-
-
-def test_row_43_two_processes_share_a_cold_cache(tmp_path):
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda _: _shift(tmp_path), range(3)))
-    assert len(list(tmp_path.iterdir())) == 1  # no temporary file is left
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

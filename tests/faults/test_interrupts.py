@@ -220,6 +220,27 @@ def test_row_40_many_interrupts_in_a_row(home):
     assert (status, out) == (0, "True True 1\n"), log
 
 
+@pytest.mark.stress
+def test_row_40_while_a_kernel_is_compiled(tmp_path):
+    """The compiler calls Python back, which can raise nothing there: no Ctrl-C is lost, and the next call is right."""
+    code = CODE.partition("launch.run =")[0] + (
+        "x, caught, times = rng.standard_normal((4, 400, 799)), 0, (0.2, 0.5, 0.8, 1.1, 1.4, 1.7, 2.0, 3.0)\n"
+        "for after in times:\n"
+        "    timer = threading.Timer(after, signal.raise_signal, [signal.SIGINT])\n"
+        "    try:\n"
+        "        timer.start()\n"
+        "        rp.rel_shift(x, variant='conformer')\n"
+        "        timer.join()\n"
+        "        time.sleep(1)\n"
+        "    except KeyboardInterrupt:\n"
+        "        caught += 1\n"
+        "found, expected = (rp.rel_shift(x, variant='conformer', backend=b) for b in ('numba', 'numpy'))\n"
+        "print(caught == len(times), np.array_equal(found, expected), signal.getsignal(signal.SIGINT) is before)\n"
+    ).replace("x, caught", "before = signal.getsignal(signal.SIGINT)\nx, caught", 1)
+    status, out, log = child(code, RELPOS_CACHE_DIR=str(tmp_path))
+    assert (status, out) == (0, "True True True\n"), log
+
+
 def from_outside(code, after):
     """Run code that prints a line, send it SIGINT some time after that, and return seconds, status and all output."""
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + code

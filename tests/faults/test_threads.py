@@ -1,15 +1,28 @@
 """Many threads of Python that call at once, on every threading layer, with a cold process too."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 
+import relpos_np as rp
 from tests.faults.layers import LAYERS, on_layer
-from tests.faults.mixed import CHILD
+from tests.faults.mixed import CHILD, calls
 
 pytest.importorskip("numba")
 # The layer is the one that was asked for, and the pool was used in parallel.
 SAME = CHILD + (
     "wrong = from_threads(mixed, {threads}, {repeats})\nimport numba\nprint(wrong or numba.threading_layer())\n"
 )
+
+
+@pytest.mark.parametrize("name", ["T5 float32", "plain float64", "Shaw", "windows float32", "mask", "backward float32"])
+def test_row_38_same_bits_again_and_from_eight_threads(name):
+    call = calls()[name]
+    assert {call() for _ in range(15)} == {call()}
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: call(), range(48))) == {call()}
 
 
 def test_row_38_eight_threads_call_at_once():
@@ -39,13 +52,7 @@ def test_row_38_first_calls_at_once_compile_and_load(layer, tmp_path):
 
 def test_row_38_fewer_threads_where_the_system_gives_no_more(monkeypatch):
     """A limit on processes, or an interpreter that is closing: the calling thread does all of it."""
-    import threading
-
-    import numpy as np
-
-    import relpos_np as rp
-    from relpos_np.kernels._numba import launch
-
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
     q, k, v = np.random.default_rng(0).standard_normal((3, 4, 300, 32)).astype(np.float32)
     expected = rp.attention(q, k, v)
     asked = []

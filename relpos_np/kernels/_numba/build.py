@@ -129,15 +129,8 @@ class Kernel:
         name, needed, code = entry
         if not all(_resolve(symbol) for symbol in needed):
             return 0
-        try:
-            linked = _Linked(code)
-            address = int(linked.address(name))
-        except RuntimeError as error:
-            cache.damaged(self.name, str(error))
-            return 0
-        if address:
-            self._owner = linked
-        return address
+        self._owner = _Linked(code)
+        return int(self._owner.address(name))
 
     def _compile(self) -> Any:
         log.info("compiling %s for %s, which takes some seconds", self.function.__name__, TARGET.name)

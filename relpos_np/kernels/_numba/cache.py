@@ -6,7 +6,7 @@ in preparing a compiler that is then not used. Here an entry is an object file b
 its name holds a digest of every kernel source, the versions and the processor.
 
 What an entry holds is run as it is, so that it must belong to this user or to root, and nobody else may write to it.
-The digest tells damage, not intent.
+The digest tells damage, not intent: LLVM would crash on code that is none behind a digest that is right.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _content(path: Path) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError:
         return None
-    with open(descriptor, "rb") as file:  # noqa: PTH123
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             return None
@@ -93,10 +93,12 @@ def _content(path: Path) -> bytes | None:
                     "others may write to it" if others else f"it belongs to user {found.st_uid}",
                 )  # fmt: skip
                 return None
-        try:
+        with open(descriptor, "rb", closefd=False) as file:
             return file.read()
-        except OSError:
-            return None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def _parsed(content: bytes, stem: str) -> tuple[str, list[str], bytes]:
@@ -121,13 +123,8 @@ def read(kernel: str) -> tuple[str, list[str], bytes] | None:
     try:
         return _parsed(content, path.stem)
     except (ValueError, TypeError, RecursionError) as error:
-        damaged(kernel, str(error))
+        log.warning("the damaged entry %s of the kernel cache is replaced: %s", path, error)
         return None
-
-
-def damaged(kernel: str, why: str) -> None:
-    """Say that an entry cannot be used."""
-    log.warning("the damaged entry %s of the kernel cache is replaced: %s", _path(kernel), why)
 
 
 def write(kernel: str, name: str, needed: list[str], code: bytes) -> None:

@@ -1,0 +1,360 @@
+"""The kernel cache where it cannot be used, is damaged, is not to be trusted or is shared: calls work all the same."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests.processes import ROOT, child
+
+pytest.importorskip("numba")
+build = pytest.importorskip("relpos_np.kernels._numba.build")
+cache = pytest.importorskip("relpos_np.kernels._numba.cache")
+
+# The smallest kernel, so that compiling it again and again costs little.
+SHIFT = (
+    "x = rng.standard_normal((3, 5, 9))\n"
+    "found, expected = (rp.rel_shift(x, variant='conformer', backend=b) for b in ('numba', 'numpy'))\n"
+    "print(np.array_equal(found, expected))"
+)
+
+
+def in_child(folder, *options, code=SHIFT, **variables):
+    status, out, log = child(code, *options, RELPOS_CACHE_DIR=str(folder), **variables)
+    assert (status, out) == (0, "True\n"), log
+    return log
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A cache folder of this test's own for new kernels in this process."""
+    monkeypatch.setenv("RELPOS_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(cache, "_not_kept", False)
+    cache._folder.cache_clear()
+    yield tmp_path / "kernels"
+    cache._folder.cache_clear()
+
+
+def made(kernel):
+    """Where the machine code of a kernel that has just been asked for came from: "compiled" or "loaded"."""
+    made = []
+    compiled = kernel._compile
+    kernel._compile = lambda: (made.append("compiled"), compiled())[1]
+    assert kernel.address
+    return made[0] if made else "loaded"
+
+
+def new():
+    """A kernel that does almost nothing, so that it compiles in a tenth of a second."""
+
+    def _nothing(arrays, lengths, steps, call):
+        pass
+
+    return build.Kernel(_nothing)
+
+
+@pytest.fixture
+def entry(folder):
+    """The file of a kernel that has been kept."""
+    assert made(new()) == "compiled"
+    (path,) = folder.iterdir()
+    assert made(new()) == "loaded"
+    return path
+
+
+def sealed(header, code):
+    """An entry whose digest is right."""
+    content = header + b"\n" + code
+    return hashlib.sha256(content).digest() + content
+
+
+def test_row_43_a_second_process_loads_what_the_first_compiled(tmp_path):
+    assert "compiled _shift" in in_child(tmp_path / "new" / "folder")
+    assert "compil" not in in_child(tmp_path / "new" / "folder")
+    assert [p.suffix for p in (tmp_path / "new" / "folder").iterdir()] == [".bin"]
+
+
+def test_row_43_attention_is_loaded_as_well():
+    x = np.ones((1, 5, 4), np.float32)
+    rp.attention(x, x, x)
+    status, out, log = child("x = np.ones((1, 5, 4), np.float32); print(rp.attention(x, x, x).sum())")
+    assert (status, out) == (0, "20.0\n"), log
+    assert "compil" not in log
+
+
+def test_row_43_every_byte_counts(entry):
+    """Truncated anywhere, or a bit changed anywhere: compiled again, and the entry is whole afterwards."""
+    content = entry.read_bytes()
+    assert len(content) > 400
+    places = [*range(0, 200, 13), *range(200, len(content), len(content) // 9), len(content) - 1]
+    for at in places:
+        for damaged in (content[:at], content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]):
+            entry.write_bytes(damaged)
+            assert made(new()) == "compiled", at
+            assert abs(len(entry.read_bytes()) - len(content)) < 10  # the function's number is part of its name
+    assert made(new()) == "loaded"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"", b"\xff\xfe", b"no json", b"null", b"3", b"{}", b"[]", b'["nothing"]', b"[" * 100_000,
+        b'["attend_float32-0", "f", []]', b"[1, 2, 3]", b'[["nothing"], "f", []]',
+    ],
+    ids=lambda header: repr(header[:20]),
+)  # fmt: skip
+def test_row_43_headers_that_say_something_else(header, entry):
+    """With a digest that is right."""
+    _, _, code = entry.read_bytes()[32:].partition(b"\n")
+    entry.write_bytes(sealed(header, code))
+    assert made(new()) == "compiled"
+    assert made(new()) == "loaded"
+
+
+@pytest.mark.parametrize("change", ["symbol", "needed", "needed of another type", "symbol of another type"])
+def test_row_43_entries_that_do_not_link(change, entry):
+    header, _, code = entry.read_bytes()[32:].partition(b"\n")
+    of, name, needed = json.loads(header)
+    header = {
+        "symbol": [of, "nothing_of_the_sort", needed],
+        "needed": [of, name, [*needed, "nothing_of_the_sort"]],
+        "needed of another type": [of, name, 3],
+        "symbol of another type": [of, None, needed],
+    }[change]
+    entry.write_bytes(sealed(json.dumps(header).encode(), code))
+    assert made(new()) == "compiled"
+    assert made(new()) == "loaded"
+
+
+def test_row_43_another_kernel_s_entry_is_not_run(entry):
+    """A file that was renamed, as whoever may write to the folder can do, is not what its name says."""
+
+    def _other(arrays, lengths, steps, call):
+        pass
+
+    other = entry.with_name(entry.name.replace("nothing", "other"))
+    other.write_bytes(entry.read_bytes())
+    assert made(build.Kernel(_other)) == "compiled"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on this system")
+@pytest.mark.parametrize("kind", ["folder", "loop", "dangling", "pipe"])
+def test_row_43_what_is_no_file(kind, entry):
+    entry.unlink()
+    if kind == "folder":
+        entry.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(entry)
+    else:
+        entry.symlink_to(entry if kind == "loop" else entry.parent / "missing")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert made(new()) == "compiled"
+        assert made(new()) == ("compiled" if kind == "folder" else "loaded")
+    assert len(caught) == (kind == "folder")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files on this system")
+def test_row_43_entries_that_others_may_write_are_not_run(entry, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "relpos_np")
+    for mode in (0o664, 0o646, 0o666):
+        entry.chmod(mode)
+        assert made(new()) == "compiled"
+        assert "others may write" in caplog.text
+        assert made(new()) == "loaded"
+        caplog.clear()
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    if owner:
+        assert made(new()) == "compiled"
+        assert f"belongs to user {owner}" in caplog.text
+    else:
+        assert made(new()) == "loaded"  # root's entries serve everybody, as in a container image
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+def test_row_43_another_user_s_entry_is_not_run(entry, caplog):
+    os.chown(entry, 12345, 12345)
+    assert made(new()) == "compiled"
+    assert "belongs to user 12345" in caplog.text
+    assert made(new()) == "loaded"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no modes of files")
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
+def test_row_43_entries_are_written_by_their_owner_alone(umask, folder):
+    """And readable by others as far as the umask allows: an image's user is not the one who built it."""
+    before = os.umask(umask)
+    try:
+        assert made(new()) == "compiled"
+        assert made(new()) == "loaded"
+    finally:
+        os.umask(before)
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644 & ~umask
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no modes of files")
+def test_row_43_the_user_s_own_folder_is_private(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("RELPOS_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert made(new()) == "compiled"
+    assert made(new()) == "loaded"
+    assert stat.S_IMODE((tmp_path / ".cache" / "relpos_np").stat().st_mode) == 0o700
+
+
+def test_row_43_an_upgrade_compiles_anew(entry, monkeypatch):
+    monkeypatch.setattr(cache.numba, "__version__", "99.0")
+    cache._stamp.cache_clear()
+    try:
+        assert made(new()) == "compiled"
+        assert made(new()) == "loaded"
+    finally:
+        cache._stamp.cache_clear()
+    assert len(list(entry.parent.iterdir())) == 2
+
+
+@contextlib.contextmanager
+def one_warning(words):
+    """Kernels work without a cache, and one warning in all says so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    (warning,) = caught
+    assert issubclass(warning.category, cache.CacheWarning)
+    assert re.search(words, str(warning.message))
+    assert "RELPOS_CACHE_DIR" in str(warning.message)
+    assert cache.cache_folder() is None
+
+
+@pytest.mark.parametrize("where", ["below a file", "a file", "too long"])
+def test_row_43_folders_that_cannot_be(where, folder, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    path = {"below a file": file / "cache", "a file": file, "too long": tmp_path / ("x" * 5000)}[where]
+    monkeypatch.setenv("RELPOS_CACHE_DIR", str(path))
+    with one_warning("Not a directory|File exists|File name too long"):
+        assert made(new()) == made(new()) == "compiled"
+
+
+def test_row_43_a_read_only_folder_is_read(entry, monkeypatch):
+    """As an image has it, whose file system cannot be written: what is there is used, and one warning says the rest."""
+    opened = os.open
+
+    def read_only(path, flags, *mode):
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(cache.os, "open", read_only)
+
+    def _other(arrays, lengths, steps, call):
+        pass
+
+    with one_warning("Read-only file system"):
+        assert made(new()) == "loaded"
+        assert cache.cache_folder() == entry.parent
+        assert made(build.Kernel(_other)) == "compiled"
+        assert made(build.Kernel(_other)) == "compiled"
+        assert made(new()) == "loaded"
+
+
+def test_row_43_a_warning_that_is_an_error_costs_one_call(folder, monkeypatch):
+    """With -W error the first call raises it; the kernel is there all the same."""
+    folder.write_text("a file where the folder should be")
+    kernel = new()
+    with pytest.raises(cache.CacheWarning, match="RELPOS_CACHE_DIR"):
+        _ = kernel.address
+    assert kernel.address
+    assert made(new()) == "compiled"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of processes")
+def test_row_43_a_full_disk_leaves_nothing_behind(tmp_path):
+    """The file of an entry is cut off in the middle of writing it."""
+    code = (
+        "import resource, signal\n"
+        "from tests.faults.test_cache import made, new\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))\n"
+        "print(made(new()) == made(new()) == 'compiled')\n"
+    )
+    log = in_child(tmp_path, "-W", "always", code=code)
+    assert log.count("CacheWarning") == 1, log
+    assert not list(tmp_path.iterdir())
+
+
+def test_row_43_a_folder_that_is_removed_while_it_is_used(entry):
+    shutil.rmtree(entry.parent)
+    assert made(new()) == "compiled"
+    assert made(new()) == "loaded"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such homes")
+@pytest.mark.parametrize("home", ["cannot be made", "nobody's"])
+def test_row_43_users_without_a_home(home, folder, tmp_path, monkeypatch):
+    import pwd
+
+    (tmp_path / "file").write_text("")
+    for name in ("RELPOS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if home == "nobody's":
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+        with pytest.raises(RuntimeError):
+            Path.home()
+    else:
+        monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    with one_warning("no home folder|Not a directory"):
+        assert made(new()) == made(new()) == "compiled"
+
+
+def test_row_43_an_interrupt_while_an_entry_is_written(folder, monkeypatch):
+    def interrupted(path, target):
+        raise KeyboardInterrupt
+
+    kernel = new()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = kernel.address
+    assert not list(folder.iterdir())
+    assert kernel.address
+    assert made(new()) == "compiled"
+
+
+@pytest.mark.stress
+def test_row_43_eight_processes_share_a_cold_cache(tmp_path):
+    code = SHIFT + "\nq = np.ones((1, 5, 4), np.float32); assert (rp.attention(q, q, q) == 1).all()"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: in_child(tmp_path, code=code), range(8)))
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["attend_float32", "shift"]
+    assert "compil" not in in_child(tmp_path, code=code)
+
+
+@pytest.mark.stress
+def test_row_43_the_command_that_fills_it(tmp_path):
+    """`relpos warmup` says where kernels are, or that they could not be kept."""
+    (tmp_path / "file").write_text("")
+    for path, words in ((tmp_path / "kernels", "kept in"), (tmp_path / "file", "not kept")):
+        run = subprocess.run(
+            [sys.executable, "-m", "relpos_np", "warmup"],
+            capture_output=True, text=True, timeout=500, check=False, cwd=ROOT,
+            env=os.environ | {"RELPOS_CACHE_DIR": str(path)},
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert words in run.stdout
