@@ -286,11 +286,11 @@ FIRST = {
 TESTS = """
     index rel_shift schemes schemes_rotary seed_formulas terms schemes_bias schemes_windows schemes_curves schemes_cope
     schemes_grids schemes_tables schemes_vectors schemes_rotary_positions layers layers_state layers_window bad_input
-    masks testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels
+    masks testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels stateful
 """
 # What says nothing of numbers.
 OTHERS = """
-    asv cli_help completeness cuda distributed_cluster docs gpu_script imports interop pictures planted_bugs plot readme
+    asv bad_files cli_help completeness cuda distributed_cluster docs gpu_script imports interop pictures planted_bugs plot readme
 """
 # In the simulator; of other files they say nothing.
 SIMULATED = "attention arrays backward decode operand product properties resident shift"
