@@ -8,6 +8,7 @@ a minute, or more memory than 2 GiB. A finding belongs into tests/fuzz/findings/
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import subprocess
 import sys
@@ -88,6 +89,8 @@ def main():
     parser.add_argument("--corpus", help="folder where inputs that reach new code are kept; default none")
     parser.add_argument("--artifacts", default=".", help="folder for the inputs that fail")
     args = parser.parse_args()
+    if importlib.util.find_spec("atheris") is None:
+        parser.error("atheris is missing: pip install -e '.[fuzz]' installs it where there are wheels of it")
     return 1 if several(args.target or NAMES, args.seconds, args.corpus, Path(args.artifacts).resolve()) else 0
 
 
