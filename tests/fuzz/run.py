@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -70,7 +71,16 @@ def several(names, seconds, corpus, artifacts):
                 str(folder),
             ]
             command = [sys.executable, __file__, "--one", name, *options]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds + 300)
+            done = subprocess.run(
+                command,
+                # It ends without tidying up.
+                env=os.environ | {"TMPDIR": scratch},
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=seconds + 300,
+            )
         last = re.findall(r"cov: (\d+) ft: (\d+)", done.stderr)[-1:]
         ran = re.search(r"number_of_executed_units: *(\d+)", done.stderr)
         rate = re.search(r"average_exec_per_sec: *(\d+)", done.stderr)

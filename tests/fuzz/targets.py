@@ -6,12 +6,14 @@ its file. A target takes bytes and returns whether the reader accepted them. `CO
 
 from __future__ import annotations
 
+import atexit
 import copy
 import hashlib
 import io
 import json
 import pickle
 import re
+import shutil
 import struct
 import tempfile
 import warnings
@@ -27,7 +29,8 @@ from relpos_np import archive, layers, reading, testing
 from relpos_np.testing import files, golden, records
 from relpos_np.testing.arguments import arguments, decode, encode
 
-FOLDER = tempfile.TemporaryDirectory(prefix="relpos-fuzz-")
+FOLDER = Path(tempfile.mkdtemp(prefix="relpos-fuzz-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 # More scores than this take too long.
 _SCORES = 1 << 14
 
@@ -57,7 +60,7 @@ def _names(error, text):
 
 
 def _file(data, name):
-    path = Path(FOLDER.name) / name
+    path = FOLDER / name
     path.write_bytes(data)
     return path
 
@@ -309,10 +312,10 @@ def vectors(data):
         _file(content, file)
     with guarded():
         try:
-            golden.read_record(FOLDER.name, name, entry)
+            golden.read_record(FOLDER, name, entry)
         except rp.RelposError as error:
             _names(error, name)
-        found = golden.check_record(FOLDER.name, name, entry, ("numpy",))
+        found = golden.check_record(FOLDER, name, entry, ("numpy",))
         assert found
         assert all(isinstance(one.what, str) for one in found)
     return all(one.ok for one in found)
@@ -325,13 +328,13 @@ def manifest(data):
     path = _file(data, golden.MANIFEST)
     with guarded():
         try:
-            found = golden.manifest(FOLDER.name)
+            found = golden.manifest(FOLDER)
         except rp.RelposError as error:
             _names(error, path)
             return False
         for name, entry in found.items():
             try:
-                golden.read_record(FOLDER.name, name, entry)
+                golden.read_record(FOLDER, name, entry)
             except rp.RelposError as error:
                 _names(error, name)
     return True
