@@ -49,11 +49,18 @@ def neighborhood_axis(length: int, kernel: int, dilation: int = 1) -> tuple[Bool
     step : ndarray of int64, shape (length, length)
         :math:`t_j - t_i`, between -(K-1) and K-1 for neighbours.
 
+    Raises
+    ------
+    RelposError
+        If an argument is no integer, `length` is negative, or another is below 1.
+
     References
     ----------
     Hassani et al., "Neighborhood Attention Transformer", CVPR 2023; Hassani & Shi, "Dilated Neighborhood
     Attention Transformer", 2022.
     """
+    for name, value, least in (("length", length, 0), ("kernel", kernel, 1), ("dilation", dilation, 1)):
+        check.integer(name, value, least)
     t, group = np.divmod(np.arange(length), dilation)
     members = -((group - length) // dilation)
     first = np.clip(t - kernel // 2, 0, members - kernel)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ MANIFEST = "manifest.json"
 # Neither a manifest nor a file of a record is ever longer.
 _MANIFEST_LIMIT = 1 << 24
 _RECORD_LIMIT = 1 << 28
+# Integers that a call of a function may have, which may be lengths or channels, and their product.
+_LARGEST, _PRODUCT = 1 << 13, 1 << 24
 CONVENTIONS = """\
 Shapes: q (B, H, L_q, D), k (B, H_kv, L_k, D), v (B, H_kv, L_k, D_v). Query head h reads key head h // (H / H_kv).
 Query i stands at position i + offset among the keys; offset is L_k - L_q unless the call says otherwise.
@@ -355,12 +358,14 @@ def check_record(folder: Any, name: str, entry: Mapping[str, Any], backends: Seq
     """
     try:
         record = read_record(folder, name, entry)
-        found = [Finding(name, what, error) for what, error in _comparisons(record, backends)]
+        # A number in a record of somebody else's may overflow, which is then the finding.
+        with np.errstate(all="ignore"):
+            found = [Finding(name, what, error) for what, error in _comparisons(record, backends)]
     except RelposImportError:
         raise
     except RelposError as error:
         return [Finding(name, str(error), np.inf)]
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         # The JSON is that of the checksum, but somebody else wrote it.
         return [Finding(name, f"{name}.json: {type(error).__name__}: {error}", np.inf)]
     return found or [Finding(name, f"{name}.json: nothing to compare", np.inf)]
@@ -434,6 +439,9 @@ def _check_function(record: Record, backends: Sequence[str]) -> Iterator[tuple[s
             {name: decode(node, record.arrays) for name, node in entry[key].items()} if key in entry else None
             for key in ("arguments", "then")
         )
+        sizes = [n for given in (arguments, then) for n in _integers(given)]
+        if max(sizes, default=0) > _LARGEST or math.prod(max(n, 1) for n in sizes) > _PRODUCT:
+            raise DamagedError(f"{record.name}.json: call {n} asks for arrays that are too large")
         call = Call(entry["function"], arguments or {}, then)
         if call.function not in FUNCTIONS:
             raise DamagedError(f"{record.name}.json: {call.function!r} is no function that vectors may name")
@@ -445,6 +453,17 @@ def _check_function(record: Record, backends: Sequence[str]) -> Iterator[tuple[s
                 else:
                     error = _difference(plain(result), decode(entry["result"], record.arrays), entry["atol"])
                 yield f"call {n} of {call.function} on backend {backend}", error
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """Integers in arguments that may be sizes of arrays."""
+    if isinstance(value, dict):
+        value = tuple(entry for key, entry in value.items() if key != "trained_length")
+    if isinstance(value, tuple):
+        for entry in value:
+            yield from _integers(entry)
+    elif type(value) is int:
+        yield abs(value)
 
 
 def _difference(actual: Any, expected: Any, atol: float) -> float:

@@ -8,6 +8,8 @@ a minute, or more memory than 2 GiB. A finding belongs into tests/fuzz/findings/
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +71,16 @@ def several(names, seconds, corpus, artifacts):
                 str(folder),
             ]
             command = [sys.executable, __file__, "--one", name, *options]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds + 300)
+            done = subprocess.run(
+                command,
+                # It ends without tidying up.
+                env=os.environ | {"TMPDIR": scratch},
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=seconds + 300,
+            )
         last = re.findall(r"cov: (\d+) ft: (\d+)", done.stderr)[-1:]
         ran = re.search(r"number_of_executed_units: *(\d+)", done.stderr)
         rate = re.search(r"average_exec_per_sec: *(\d+)", done.stderr)
@@ -88,6 +99,8 @@ def main():
     parser.add_argument("--corpus", help="folder where inputs that reach new code are kept; default none")
     parser.add_argument("--artifacts", default=".", help="folder for the inputs that fail")
     args = parser.parse_args()
+    if importlib.util.find_spec("atheris") is None:
+        parser.error("atheris is missing: pip install -e '.[fuzz]' installs it where there are wheels of it")
     return 1 if several(args.target or NAMES, args.seconds, args.corpus, Path(args.artifacts).resolve()) else 0
 
 
