@@ -1,4 +1,4 @@
-"""What the library promises about its numbers and its manners, each measured on this machine: `relpos check --promises`."""
+"""What the library promises, each measured on this machine: `relpos check --promises`."""
 
 from __future__ import annotations
 

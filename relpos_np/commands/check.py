@@ -18,8 +18,8 @@ Every scheme and variant with several lengths, masks and dtypes on every backend
 reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see
 relpos_np.testing.tolerance), so that 1 is the limit.
 
-With --promises something else, in about a minute: what the documentation promises (errors, the same bits again, threads,
-memory, Ctrl-C), each with its limit and what was measured here. Exit code 1 if one is broken.
+With --promises something else, in about a minute: what the documentation promises (errors, the same bits again,
+threads, memory, Ctrl-C), each with its limit and what was measured here. Exit code 1 if one is broken.
 """
 EXAMPLE = """\
 examples:
