@@ -60,6 +60,14 @@ def models(session: nox.Session) -> None:
     session.run("pytest", "-m", "models", "tests/models", *session.posargs, env={"RELPOS_MODELS": "required"})
 
 
+@nox.session(default=False)
+def audit(session: nox.Session) -> None:
+    """Look up known vulnerabilities of everything that the core and its extras install, the large ones left out."""
+    session.install("-e", ".[test,docs,dev]", "pip-audit")
+    session.run("pip-audit", "--local", "--skip-editable", "--progress-spinner", "off")
+    session.run("pip-audit", "--disable-pip", "--require-hashes", "-r", ".github/build-requirements.txt")
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning is an error."""

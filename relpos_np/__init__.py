@@ -12,6 +12,7 @@ from relpos_np.errors import (
     RelposValueError,
 )
 from relpos_np.gradient import AttentionGradient
+from relpos_np.memory import memory_limit, set_memory_limit
 from relpos_np.registry import SCHEMES, SchemeInfo
 from relpos_np.schemes.alibi import ALiBi
 from relpos_np.schemes.beit import BEiT
@@ -36,6 +37,7 @@ from relpos_np.schemes.tisa import TISA
 from relpos_np.schemes.transformer_xl import TransformerXL
 from relpos_np.schemes.wavlm import WavLM
 from relpos_np.schemes.window import WindowBias
+from relpos_np.threadcount import get_num_threads, set_num_threads, threads
 from relpos_np.versions import show_versions
 
 __version__ = "0.1.0"
@@ -77,10 +79,15 @@ __all__ = [
     "attention",
     "attention_vjp",
     "backend",
+    "get_num_threads",
     "logits",
+    "memory_limit",
     "reference",
     "rel_shift",
     "set_backend",
+    "set_memory_limit",
+    "set_num_threads",
     "show_versions",
+    "threads",
     "use_backend",
 ]

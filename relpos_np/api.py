@@ -7,13 +7,17 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np import check, dense, ondevice, relshift
+from relpos_np import check, dense, footprint, memory, ondevice, relshift
 from relpos_np.errors import RelposTypeError
 from relpos_np.gradient import AttentionGradient, backward
 from relpos_np.lowering import all_terms, checked_schemes, each_lowered, lifted
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import fit
 from relpos_np.types import Array
+
+_ATTENTION, _LOGITS, _ATTENTION_VJP, _REL_SHIFT = map(
+    memory.Named, ("attention", "logits", "attention_vjp", "rel_shift")
+)
 
 
 @overload
@@ -147,39 +151,48 @@ def attention(
         options |= {"offset": offset, "dropout": dropout, "rng": rng}
         there: Array = ondevice.attention({"q": q, "k": k, "v": v}, position, backend, return_lse, out, options)
         return there
-    problem, dtype, flat = check.problem(
-        q,
-        k,
-        v,
-        mask=mask,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        scale=scale,
-        offset=offset,
-        dropout=dropout,
-        rng=rng,
-    )
-    schemes = checked_schemes(position, problem)
-    name = _backend.current(backend)
-    shape = problem.out_shape
-    target = None
-    if out is not None:
-        out = check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, mask))
-        target = out[None] if flat else out
-    if name == "numpy":
-        result, lse = dense.attention(problem, schemes)
-    else:
-        result, found = _backend.evaluate(name, problem, all_terms(each_lowered(schemes, problem)), target, return_lse)
-        lse = found if found is not None else result
-    if flat:
-        result, lse = result[0], lse[0]
-    if out is not None:
-        if result.base is not out and result is not out:
-            out[...] = result
-        result = out
-    elif result.dtype != dtype:
-        result = result.astype(dtype)
+    admit = None
+    if memory.limit() is not None:
+        admit = footprint.Admission("attention", position, backend, out is not None, return_lse)
+    with _ATTENTION:
+        problem, dtype, flat = check.problem(
+            q,
+            k,
+            v,
+            mask=mask,
+            causal=causal,
+            window=window,
+            key_lengths=key_lengths,
+            scale=scale,
+            offset=offset,
+            dropout=dropout,
+            rng=rng,
+            admit=admit,
+        )
+        schemes = checked_schemes(position, problem)
+        name = _backend.current(backend)
+        shape = problem.out_shape
+        target = None
+        if out is not None:
+            out = check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, mask))
+            target = out[None] if flat else out
+        if name not in _backend.WITH_KERNELS:
+            memory.countable("attention", (*shape[:-1], problem.site.k_len))
+            problem.pack()
+        if name == "numpy":
+            result, lse = dense.attention(problem, schemes)
+        else:
+            lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
+            result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse)
+            lse = found if found is not None else result
+        if flat:
+            result, lse = result[0], lse[0]
+        if out is not None:
+            if result.base is not out and result is not out:
+                out[...] = result
+            result = out
+        elif result.dtype != dtype:
+            result = result.astype(dtype)
     return (result, lse) if return_lse else result
 
 
@@ -216,16 +229,19 @@ def logits(
     RelposError
         See `attention`.
     """
-    problem, _, flat = check.problem(
-        q, k, None, mask=mask, causal=causal, window=window, key_lengths=key_lengths, scale=scale, offset=offset
-    )
-    schemes = checked_schemes(position, problem)
-    if _backend.current(backend) == "terms":
-        from relpos_np.kernels import _numpy
+    admit = None if memory.limit() is None else footprint.Admission("logits", position, backend, False)
+    masks = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
+    with _LOGITS:
+        problem, _, flat = check.problem(q, k, None, **masks, scale=scale, offset=offset, admit=admit)
+        schemes = checked_schemes(position, problem)
+        problem.pack()
+        if _backend.current(backend) == "terms":
+            from relpos_np.kernels import _numpy
 
-        s = _numpy.scores(problem, all_terms(each_lowered(schemes, problem)))
-    else:
-        s = dense.scores(problem, schemes)
+            lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
+            s = _numpy.scores(problem, all_terms(lowered))
+        else:
+            s = dense.scores(problem, schemes)
     return s[0] if flat else s
 
 
@@ -295,45 +311,53 @@ def attention_vjp(
         options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
         options |= {"offset": offset, "dropout": dropout, "rng": rng}
         return ondevice.attention_vjp({"q": q, "k": k, "v": v}, grad_out, grad_lse, position, backend, options)
-    problem, _, flat = check.problem(
-        q,
-        k,
-        v,
-        mask=mask,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        scale=scale,
-        offset=offset,
-        dropout=dropout,
-        rng=rng,
-    )
-    schemes = checked_schemes(position, problem)
-    name = _backend.current(backend)
-    expected = problem.out_shape[1:] if flat else problem.out_shape
-    grad_out = check.like("grad_out", grad_out, expected, problem.site.dtype)
-    if grad_lse is not None:
-        grad_lse = check.like("grad_lse", grad_lse, expected[:-1], problem.site.dtype)
-    if flat:
-        grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
-    lowered = each_lowered(schemes, problem)
-    terms = all_terms(lowered)
-    if name in _backend.WITH_KERNELS:
-        grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
-    else:
-        if name == "numpy":
-            s = dense.scores(problem, schemes)
+    admit = None if memory.limit() is None else footprint.Admission("attention_vjp", position, backend, False)
+    with _ATTENTION_VJP:
+        problem, _, flat = check.problem(
+            q,
+            k,
+            v,
+            mask=mask,
+            causal=causal,
+            window=window,
+            key_lengths=key_lengths,
+            scale=scale,
+            offset=offset,
+            dropout=dropout,
+            rng=rng,
+            admit=admit,
+        )
+        schemes = checked_schemes(position, problem)
+        name = _backend.current(backend)
+        if name not in _backend.WITH_KERNELS:
+            memory.countable("attention_vjp", (*problem.out_shape[:-1], problem.site.k_len))
+        expected = problem.out_shape[1:] if flat else problem.out_shape
+        grad_out = check.like("grad_out", grad_out, expected, problem.site.dtype)
+        if grad_lse is not None:
+            grad_lse = check.like("grad_lse", grad_lse, expected[:-1], problem.site.dtype)
+        if flat:
+            grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
+        if name not in _backend.WITH_KERNELS:
+            problem.pack()
+            grad_out = np.ascontiguousarray(grad_out)
+        lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
+        terms = all_terms(lowered)
+        if name in _backend.WITH_KERNELS:
+            grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
         else:
-            from relpos_np.kernels import _numpy
+            if name == "numpy":
+                s = dense.scores(problem, schemes)
+            else:
+                from relpos_np.kernels import _numpy
 
-            s = _numpy.scores(problem, terms)
-        grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
-    grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
-    # Operands may have been broadcast over batch axes, or had no axis of heads.
-    grad_q, grad_k, grad_v = (
-        fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
-        for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
-    )
+                s = _numpy.scores(problem, terms)
+            grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
+        grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
+        # Operands may have been broadcast over batch axes, or had no axis of heads.
+        grad_q, grad_k, grad_v = (
+            fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
+            for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
+        )
     by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
     return AttentionGradient(grad_q, grad_k, grad_v, by_scheme)
 
@@ -395,7 +419,18 @@ def rel_shift(
     if out is not None:
         out = check.output(out, shape, dtype, (x,))
     name = _backend.current(backend)
-    if name not in _backend.WITH_KERNELS or variant == "wenet":
+    kernels = name in _backend.WITH_KERNELS and variant != "wenet"
+    if memory.limit() is not None:
+        footprint.shifted(x, shape, variant, kernels, out)
+    with _REL_SHIFT:
+        return _shifted(x, shape, dtype, variant, name if kernels else None, out)
+
+
+def _shifted(
+    x: Array, shape: tuple[int, ...], dtype: np.dtype[Any], variant: str, name: str | None, out: Array | None
+) -> Array:
+    """The shift on a backend with kernels, or in NumPy if `name` is None."""
+    if name is None:
         shifted = relshift.rel_shift(x, variant)
         if out is None:
             return shifted

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from relpos_np import npzfile, reading
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
 from relpos_np.registry import SCHEMES
 from relpos_np.types import Array
+
+# What a compressed archive may unpack to: so many bytes, or so many times its own size.
+_UNPACKED = 1 << 28
+_TIMES = 16
 
 
 class UnusableError(RelposError):
@@ -32,6 +36,9 @@ def attention_schemes() -> list[str]:
 def read(path: Path) -> dict[str, Array]:
     """All arrays of an .npz archive; nothing in it is unpickled.
 
+    Arrays of a compressed archive may have 16 times its size, or 256 MiB: a small file can then not use up the memory.
+    Without compression there is no limit but the size of the file.
+
     Parameters
     ----------
     path : Path
@@ -45,26 +52,21 @@ def read(path: Path) -> dict[str, Array]:
     Raises
     ------
     UnusableError
-        If the file is missing, damaged or something else.
+        If the file is missing, damaged, something else, or unpacks to too much.
     """
     try:
-        # NumPy leaves a file open if it cannot read it; one that we opened is closed.
-        with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            arrays = None if isinstance(archive, np.ndarray) else {name: archive[name] for name in archive.files}
+        with reading.opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            single = file.read(6) == b"\x93NUMPY"
+            if not single:
+                file.seek(0)
+                return npzfile.read(file, size, max(_UNPACKED, _TIMES * size))
     except FileNotFoundError as error:
         raise UnusableError(f"{path}: no such file; relpos attend --help shows how one is made") from error
-    except Exception as error:
-        # A damaged archive can raise nearly anything: zipfile, zlib, struct, tokenize and NumPy all read it.
-        raise UnusableError(f"{path}: not a readable .npz archive: {str(error) or type(error).__name__}") from error
-    if arrays is None:
-        raise UnusableError(
-            f"{path}: expected an .npz archive, found a single array; write q, k and v with numpy.savez"
-        )
-    for name, value in arrays.items():
-        if not isinstance(value, np.ndarray):
-            raise UnusableError(f"{path}: {name} is not an array")
-    return arrays
+    except (OSError, RelposError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UnusableError(f"{path}: not a readable .npz archive: {why}") from error
+    raise UnusableError(f"{path}: not a readable .npz archive: it is a single array; write q, k and v with numpy.savez")
 
 
 _OPTIONS = ("mask", "key_lengths", "scale", "causal", "window", "offset")

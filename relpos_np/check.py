@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, Never
 
 import numpy as np
 
+from relpos_np import memory
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import UNBOUNDED, Problem, Site
 from relpos_np.types import Array, Bools
 
 _FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
 _HALVES = ("float16", "bfloat16")
+# Axes of heads and of queries where a mask has one row for all of them.
+_ONE_ROW = ((), (1,), (1, 1))
 
 
 # DLPack's numbers for memory that kernels read: of a device, and managed.
@@ -63,7 +66,7 @@ def floating(name: str, value: Any) -> Array:
 
 
 def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
-    """A read-only float table with the axes named, for instance "rows heads"; alternatives are separated by "|"."""
+    """A read-only float table in C order, with the axes named, for instance "rows heads" or "rows | heads rows"."""
     x = floating(name, value)
     forms = [form.split() for form in axes.split("|")]
     if x.ndim not in {len(form) for form in forms}:
@@ -71,7 +74,8 @@ def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
         raise RelposValueError(f"{name}: expected shape {wanted}, found {x.shape}")
     if not empty and 0 in x.shape:
         raise RelposValueError(f"{name}: every axis must have at least one entry, found shape {x.shape}")
-    x = x.view()
+    # Products with it must be the same bits for any layout, which a BLAS does not promise.
+    x = np.ascontiguousarray(x).view()
     x.flags.writeable = False
     return x
 
@@ -198,6 +202,9 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     kinds = {x.dtype.newbyteorder("=") for x in given}
     if len(kinds) > 1:
         one_dtype(dict(zip(named, (x.dtype for x in given), strict=True)))
+    size = sum(x.size for x in given if x.dtype.name in _HALVES) * _FLOAT32.itemsize
+    size += sum(x.nbytes for x in given if not (x.flags.aligned and x.dtype.isnative))
+    memory.require("attention", {"operands in another dtype or layout": size})
     # Keys and values keep their half precision: a kernel may read them as they are.
     operands = [
         x if name != "q" and x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned else floating(name, x)
@@ -222,10 +229,11 @@ def problem(
     offset: int | None = None,
     dropout: float = 0.0,
     rng: np.random.Generator | None = None,
+    admit: Callable[[Problem, np.dtype[Any], int, Any, bool], None] | None = None,
 ) -> tuple[Problem, np.dtype[Any], bool]:
     """Check a call of attention; also return the dtype of the result and whether to drop the head axis.
 
-    `v` may be None where only scores are wanted.
+    `v` may be None where only scores are wanted. `admit` is asked before the mask and dropout take memory.
     """
     named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     operands, result = _operands(named)
@@ -272,23 +280,32 @@ def problem(
     if abs(site.offset) >= UNBOUNDED >> 1:
         raise RelposValueError(f"offset: {site.offset} is too large")
     scores = (*batch, heads, q_len, k_len)
-    rate, keep = survivors(dropout, rng, scores)
-    return (
-        Problem(
-            q=q,
-            stored_k=k,
-            stored_v=v,
-            site=site,
-            left=left,
-            right=right,
-            mask=None if mask is None else _mask(mask, scores, dtype),
-            key_lengths=None if key_lengths is None else lengths_of_keys(key_lengths, batch, k_len),
-            keep=keep,
-            keep_scale=1.0 / (1.0 - rate),
-        ),
-        result,
-        flat,
+    if mask is not None or len(operands) == 2 or dropout != 0.0:
+        memory.countable("attention", scores)
+    found = Problem(
+        q=q,
+        stored_k=k,
+        stored_v=v,
+        site=site,
+        left=left,
+        right=right,
+        mask=None,
+        key_lengths=None if key_lengths is None else lengths_of_keys(key_lengths, batch, k_len),
+        keep=None,
+        keep_scale=1.0,
     )
+    if admit is not None:
+        given = zip(operands, named.values(), strict=True)
+        converted = sum(x.size * dtype.itemsize for x, own in given if x is not own or x.dtype != dtype)
+        admit(found, result, converted, mask, dropout != 0.0)
+    if mask is not None:
+        found.mask = _mask(mask, scores, dtype)
+        # By its shape and never by its strides: layouts change no bits.
+        found.mask_of_keys = mask.shape[-3:-1] in _ONE_ROW
+    if dropout != 0.0:
+        rate, found.keep = survivors(dropout, rng, scores)
+        found.keep_scale = 1.0 / (1.0 - rate)
+    return found, result, flat
 
 
 def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -24,4 +24,4 @@ class RelposImportError(RelposError, ImportError):
 
 
 class RelposMemoryError(RelposError, MemoryError):
-    """A device has no memory left for what the call needs."""
+    """A call needs more memory than its limit allows, or than the machine or the device has for it."""

@@ -11,11 +11,16 @@ from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.types import Array
 
+# Far beyond any head: frequencies are made before the number of channels is known to fit.
+_MOST = 1 << 20
+
 
 def _rotated(dim: Any, base: Any) -> tuple[int, float]:
     """Number of rotated channels and base, in range."""
     if check.integer("dim", dim, 2) % 2:
         raise RelposValueError(f"dim: expected an even number of channels, found {dim}")
+    if dim > _MOST:
+        raise RelposValueError(f"dim: expected at most {_MOST} channels, found {dim}")
     return int(dim), check.positive("base", base)
 
 

@@ -110,7 +110,8 @@ def backward(problem: Problem, terms: Terms, s: Array, grad_out: Array, grad_lse
     key = repeat_heads(problem.k if terms.key is None else terms.key, site.heads)
     v = repeat_heads(problem.v, site.heads)
     read = s != -np.inf
-    p, _ = softmax(s)
+    # An excluded key has no share of a row whose sum is not a number, either.
+    p = np.where(read, softmax(s)[0], zero)
     kept = p if problem.keep is None else p * (problem.keep * site.dtype.type(problem.keep_scale))
     with np.errstate(all="ignore"):
         dp = np.einsum("...id,...jd->...ij", grad_out, v)

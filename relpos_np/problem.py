@@ -79,6 +79,7 @@ class Problem:
     Batch axes are broadcast without copies. `stored_k` and `stored_v` may be of half precision; k and v are
     the same in the dtype of the computation, converted when they are first asked for. `mask`, bool or float,
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
+    `mask_of_keys`: the mask was given with one row for all heads and queries.
     """
 
     q: Array
@@ -91,6 +92,7 @@ class Problem:
     key_lengths: Array | None
     keep: Array | None
     keep_scale: float
+    mask_of_keys: bool = False
     _k: Array | None = field(init=False, default=None)
     _v: Array | None = field(init=False, default=None)
 
@@ -107,6 +109,10 @@ class Problem:
         if self._v is None:
             self._v = self.stored_v.astype(self.site.dtype, copy=False)
         return self._v
+
+    def pack(self) -> None:
+        """Lay q, k and v out in C order: a BLAS and einsum add in an order that depends on strides."""
+        self.q, self.stored_k, self.stored_v = map(np.ascontiguousarray, (self.q, self.stored_k, self.stored_v))
 
     @property
     def batch(self) -> tuple[int, ...]:

@@ -61,8 +61,9 @@ def kernels() -> dict[str, Any] | str:
     try:
         import numba
 
-        from relpos_np.kernels._numba.build import cache_folder
+        from relpos_np.kernels._numba.cache import cache_folder
         from relpos_np.kernels._numba.target import TARGET
+        from relpos_np.threadcount import get_num_threads
     except ImportError as error:
         return f"not available: {error}"
     folder = cache_folder()
@@ -72,7 +73,7 @@ def kernels() -> dict[str, Any] | str:
         layer = f"not started ({numba.config.THREADING_LAYER})"
     return {
         "vectors": TARGET.name,
-        "threads": numba.get_num_threads(),
+        "threads": get_num_threads(),
         "threading_layer": layer,
         # None where it cannot be written: a warning says why.
         "cache": None if folder is None else str(folder),

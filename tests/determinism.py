@@ -76,14 +76,11 @@ def threads(kernel: Kernel, dtype: Any) -> Iterator[Pair]:
     """With one thread, and with as many as there are."""
     import numba
 
-    operands, before = kernel.operands(dtype), numba.get_num_threads()
-    try:
-        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
-        many = kernel.run(*operands)
-        numba.set_num_threads(1)
-        yield many, kernel.run(*operands)
-    finally:
-        numba.set_num_threads(before)
+    operands, found = kernel.operands(dtype), []
+    for count in (1, numba.config.NUMBA_NUM_THREADS):
+        with rp.threads(count, blas=False):
+            found.append(kernel.run(*operands))
+    yield tuple(found)
 
 
 def batch(kernel: Kernel, dtype: Any) -> Iterator[Pair]:

@@ -168,7 +168,7 @@ def test_a_long_call_in_several(rng, monkeypatch):
     """Between them signals are looked at."""
     q, k, v = (rng.standard_normal((30, 2, n, 8)) for n in (1, 40, 40))
     expected = rp.attention(q, k, v, backend="numba")
-    monkeypatch.setattr(_numba, "CALL_DECODE_FLOPS", 1.0)
+    monkeypatch.setattr(_numba, "CALL_DECODE_SHARE", 1e-12)
     np.testing.assert_array_equal(rp.attention(q, k, v, backend="numba"), expected)
 
 

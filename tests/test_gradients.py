@@ -193,6 +193,20 @@ def test_what_is_excluded_gets_zero_and_is_not_read(backend, rng):
     assert not any(x.any() for x in nothing.position.values())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("q_len", [1, 6])
+def test_rows_that_are_not_numbers_leave_excluded_keys_alone(backend, q_len, rng):
+    """A query's NaN reaches the gradients of the keys that it attends, and of no other."""
+    q, (k, v) = rng.standard_normal((2, q_len, 4)), rng.standard_normal((2, 2, 9, 4))
+    q[0, q_len // 2, 1] = np.nan
+    grads = rp.attention_vjp(q, k, v, window=(2, 1), offset=2, grad_out=np.ones_like(q), backend=backend)
+    seen = np.zeros((2, 9), bool)
+    seen[0, q_len // 2 : q_len // 2 + 4] = True
+    for grad in (grads.k, grads.v):
+        np.testing.assert_array_equal(np.isnan(grad).any(axis=-1), seen)
+    np.testing.assert_array_equal(np.isnan(grads.q).any(axis=-1), np.isnan(q).any(axis=-1))
+
+
 def test_float32_and_half_are_close_to_float64(rng):
     q, k, v = rng.standard_normal((3, 2, 3, 40, 8))
     table = rng.standard_normal((32, 3))

@@ -137,12 +137,11 @@ def test_safetensors_that_cannot_be_read(tmp_path):
         layers.tensors(path)["w"]
 
 
-@pytest.mark.parametrize("missing", ["safetensors", "ml_dtypes"])
-def test_missing_packages_are_named(tmp_path, rng, monkeypatch, missing):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     bfloat16 = ml_dtypes_bfloat16()
     path = tmp_path / "half.safetensors"
     pytest.importorskip("safetensors.numpy").save_file({"w": np.ones(2, bfloat16)}, path)
-    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(rp.RelposImportError, match=r"pip install relpos-np\[safetensors\]"):
         layers.tensors(path)["w"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relpos_np import check, gradient
 from relpos_np.errors import RelposIndexError, RelposValueError
 from relpos_np.kernels import _numba, _numpy
-from relpos_np.kernels._numba import backplan, plan
+from relpos_np.kernels._numba import backplan, launch, plan
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 
 LENGTHS = st.sampled_from([1, 2, 7, 16, 49, 65, 193, 200])
@@ -138,6 +138,21 @@ def test_backward_kernel_equals_specification(parts, skew_share, call, keep, see
         found = _numba.backward(problem, terms, grad_out, grad_lse)
     # Sums of up to 3 x 200 x 200 products of numbers of size 1 to 60.
     assert_gradients_agree(found, expected, 2e-11)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@given(call=calls(), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=30)
+def test_a_long_backward_pass_in_several_calls(parts, call, seed):
+    """Between them signals are looked at; what a piece of work has summed waits, and the bits are the same."""
+    problem, terms = call
+    rng = np.random.default_rng(seed)
+    grad_out, grad_lse = rng.standard_normal(problem.out_shape), rng.standard_normal(problem.out_shape[:-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backplan, "part_count", lambda heads, threads: parts)
+        whole = _numba.backward(problem, terms, grad_out, grad_lse)
+        patch.setattr(launch, "CALL_FLOPS", 10.0 ** (4 + seed % 4))
+        assert_gradients_agree(_numba.backward(problem, terms, grad_out, grad_lse), whole, 0.0)
 
 
 @pytest.mark.parametrize("value", [-2, 4])

@@ -383,7 +383,7 @@ NONSENSE = [
     ("expected the record", lambda d: d.update(name="other")),
     ("class: expected one of", lambda d: d["position"].update({"class": "os.system"})),
     ("is missing", lambda d: d["position"]["arguments"].update(table={"array": "nothing"})),
-    ("unexpected keyword", lambda d: d["position"]["arguments"].update(more=1)),
+    ("T5: expected arguments table, max_distance", lambda d: d["position"]["arguments"].update(more=1)),
     ("max_distance", lambda d: d["position"]["arguments"].update(max_distance=-1)),
     ("expected a value", lambda d: d["position"]["arguments"].update(max_distance={"eval": "1"})),
     ("expected outputs", lambda d: d["outputs"].pop("gradient.q")),
@@ -397,7 +397,7 @@ NONSENSE = [
     ("expected a shape", lambda d: d["arrays"]["q"].update(shape=[-1])),
     ("expected a dtype", lambda d: d["arrays"]["q"].update(dtype="object")),
     ("expected float32", lambda d: d["arrays"]["q"].update(shape=d["arrays"]["q"]["shape"][::-1])),
-    ("bytes cannot be", lambda d: d["arrays"]["q"].update(shape=[1 << 30, 1 << 30])),
+    ("expected float32 (1073741824", lambda d: d["arrays"]["q"].update(shape=[1 << 30, 1 << 30])),
     ("expected", lambda d: d["arrays"].pop("q")),
 ]
 
@@ -450,10 +450,10 @@ def test_archives_that_ask_for_too_much(small):
     padding = b"\0" * held["q"].nbytes
     for data, words in (
         (archive(zipfile.ZIP_STORED, columns.getvalue()), "q: found"),
-        (archive(zipfile.ZIP_DEFLATED, None), "cannot be"),
-        (archive(zipfile.ZIP_STORED, header.getvalue() + padding), "q: found"),
-        (archive(zipfile.ZIP_STORED, pickled.getvalue() + padding), "q: found object"),
-        (archive(zipfile.ZIP_STORED, b"\x93NUMPY\x03\x00" + padding), "version"),
+        (archive(zipfile.ZIP_DEFLATED, None), "are allowed for a file of"),
+        (archive(zipfile.ZIP_STORED, header.getvalue() + padding), "bytes cannot be float32"),
+        (archive(zipfile.ZIP_STORED, pickled.getvalue() + padding), "q.npy: holds pickled objects"),
+        (archive(zipfile.ZIP_STORED, b"\x93NUMPY\x03\x00" + padding), "q.npy is not an array"),
         (archive(zipfile.ZIP_STORED, padding + b"\0" * 64), "not a readable"),
         (b"no archive", "not a readable"),
     ):

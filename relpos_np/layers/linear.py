@@ -14,6 +14,8 @@ from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 
 Position: TypeAlias = Scheme | tuple[Scheme, ...] | None
+# Operations of one product: a few tenths of a second on one processor.
+CALL_FLOPS = 1e10
 Weights: TypeAlias = "Linear | Array | tuple[Array, Array | None]"
 
 
@@ -129,13 +131,24 @@ class Linear:
         """
         # One product of matrices instead of one per batch item. NaN or infinity stays in its own row.
         with np.errstate(invalid="ignore"):
-            y = x.reshape(-1, self.inputs) @ self.weight.T.astype(x.dtype, copy=False)
+            y = _product(x.reshape(-1, self.inputs), self.weight.T.astype(x.dtype, copy=False))
             if self.bias is not None:
                 y += self.bias.astype(x.dtype, copy=False)
         return np.asarray(y.reshape(*x.shape[:-1], self.outputs))
 
     def __repr__(self) -> str:
         return f"Linear({self.inputs} -> {self.outputs}, bias={self.bias is not None})"
+
+
+def _product(rows: Array, weight: Array) -> Array:
+    """A product of matrices, a large one in parts: Ctrl-C is not seen inside of one."""
+    step = max(int(CALL_FLOPS / (2 * max(weight.size, 1))), 1)
+    if len(rows) <= step:
+        return np.asarray(rows @ weight)
+    y = np.empty((len(rows), weight.shape[1]), rows.dtype)
+    for start in range(0, len(rows), step):
+        np.matmul(rows[start : start + step], weight, out=y[start : start + step])
+    return y
 
 
 def thirds(state: State, name: str) -> list[Array]:

@@ -11,29 +11,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.tensorfile import TensorFile
 from relpos_np.types import Array
 
 Source: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | State"
 
-_INSTALL = "install it with `pip install relpos-np[safetensors]`"
 # Files that frameworks write with pickle: loading one runs whatever code it names.
 _PICKLED = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
-# What NumPy can hold once ml_dtypes is there; 8-bit floats and packed types have no exact counterpart.
-_READABLE = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "C64")
-
-
-def _opened(path: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise RelposImportError(f"{path}: reading it needs the package safetensors; {_INSTALL}") from error
-    try:
-        return safe_open(path, framework="np")
-    except FileNotFoundError:
-        raise RelposValueError(f"source: {path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise RelposValueError(f"source: {path}: not a readable .safetensors file: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,42 +85,6 @@ ABSOLUTE = {
 }
 
 
-class _File(Mapping[str, Array]):
-    """A .safetensors file; a tensor is read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        # The handle maps the file into memory for as long as this object lives.
-        self._path, self._file = path, _opened(path)
-        self._names = tuple(self._file.keys())
-        self._known = frozenset(self._names)
-
-    def __getitem__(self, name: str) -> Array:
-        if name not in self._known:
-            raise KeyError(name)
-        dtype = self._file.get_slice(name).get_dtype()
-        if dtype not in _READABLE:
-            raise RelposTypeError(f"{name}: {self._path} holds it as {dtype}, expected one of {', '.join(_READABLE)}")
-        if dtype == "BF16":
-            # NumPy knows the type only once ml_dtypes has been imported.
-            try:
-                import ml_dtypes  # noqa: F401
-            except ImportError as error:
-                raise RelposImportError(f"{name}: it is bfloat16, which needs ml_dtypes; {_INSTALL}") from error
-        return np.asarray(self._file.get_tensor(name))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._known
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __repr__(self) -> str:
-        return f"{self._path} ({len(self)} tensors)"
-
-
 class _Arrays(Mapping[str, Array]):
     """A mapping whose values become arrays when they are asked for."""
 
@@ -172,7 +121,7 @@ def tensors(source: Source) -> Mapping[str, Array]:
     ----------
     source : mapping, str, path-like or State
         Names to arrays or to anything that `numpy.asarray` reads, such as a PyTorch state dict on the CPU; or the
-        path of a .safetensors file, which needs the extra ``relpos-np[safetensors]``.
+        path of a .safetensors file.
 
     Returns
     -------
@@ -187,7 +136,7 @@ def tensors(source: Source) -> Mapping[str, Array]:
     RelposTypeError
         If `source` is something else, or a tensor has a type that NumPy has not.
     RelposImportError
-        If safetensors is missing, or ml_dtypes for a bfloat16 tensor.
+        If ml_dtypes, of the extra ``relpos-np[safetensors]``, is missing for a bfloat16 tensor.
 
     Examples
     --------
@@ -197,13 +146,16 @@ def tensors(source: Source) -> Mapping[str, Array]:
     """
     if isinstance(source, State):
         return {name: source.take(name) for name in source.names()}
-    if isinstance(source, _File | _Arrays):
+    if isinstance(source, TensorFile | _Arrays):
         return source
     if isinstance(source, Mapping):
         return _Arrays(source)
     if not isinstance(source, str | os.PathLike):
         raise RelposTypeError(f"source: expected a mapping or a path, found {type(source).__name__}")
-    path = Path(source)
+    try:
+        path = Path(source)
+    except TypeError as error:
+        raise RelposTypeError(f"source: expected a path in characters: {error}") from error
     if path.suffix in _PICKLED:
         raise RelposValueError(
             f"source: {path} is a pickled checkpoint, and reading one can run any code it names; load it where you "
@@ -211,7 +163,7 @@ def tensors(source: Source) -> Mapping[str, Array]:
         )
     if path.suffix != ".safetensors":
         raise RelposValueError(f"source: expected a path that ends in .safetensors, found {path}")
-    return _File(path)
+    return TensorFile(path)
 
 
 class State:

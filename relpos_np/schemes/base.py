@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,19 @@ class SchemeGradient:
     q: Array | None = None
     k: Array | None = None
     arrays: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a scheme holds at once beside its own arrays, at most, for all batch items and heads of a call.
+
+    `formula`: in `transform`, `scores` and `outputs`, results included. `lowered`: in `lower`, and of what it returns.
+    `lifted`: in `lift`. What grows with a length alone, and not with pairs of query and key, need not be counted.
+    """
+
+    formula: int
+    lowered: int = 0
+    lifted: int = 0
 
 
 class Scheme:
@@ -72,6 +86,15 @@ class Scheme:
         needs; it is used for nothing but `lower`.
         """
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
+
+    def held(self, site: Site) -> Held:
+        """What a call would need memory for; so much for a scheme that looks numbers up in tables by maps of lengths.
+
+        That is, for every pair: two integers, a number of float64 and half of one per head, and two of the call's
+        dtype per head and batch item.
+        """
+        per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
+        return Held(site.q_len * site.k_len * (16 + 12 * site.heads + per_item))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The way back of `lower`: from gradients of the terms, in a record like theirs, to those of its arguments.

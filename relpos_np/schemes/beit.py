@@ -13,7 +13,7 @@ from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.index import grid_map
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import Dense, TableTerm, Terms
 from relpos_np.types import Array, Int64
 
@@ -130,6 +130,10 @@ class BEiT(Scheme):
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term on a dense map."""
         return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), _map(self.grid)),))
+
+    def held(self, site: Site) -> Held:
+        """An index map of int32, made with integers of 64 bit."""
+        return Held(super().held(site).formula, 24 * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again."""

@@ -2,6 +2,7 @@ r"""CoPE: positions that count only the keys which a query wants counted, and fa
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from relpos_np import check
 from relpos_np.dense import repeat_heads
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import Part, Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import Terms, fit
 from relpos_np.types import Array
 
@@ -183,6 +184,11 @@ class CoPE(Scheme):
             f"position: {self!r} cannot be computed for a part of a call, since each position is a sum over all "
             "keys between query and key"
         )
+
+    def held(self, site: Site) -> Held:
+        """Numbers of float64 for every pair of every head and batch item: products, gates, positions, places."""
+        doubles = 8 * site.q_len * site.k_len * site.heads * math.prod(site.batch)
+        return Held(11 * doubles, 8 * doubles, 12 * doubles)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation to query and table, and through the counting to the gates' products."""

@@ -11,7 +11,7 @@ from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.index import deberta_map
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import KeyTerm, QueryTerm, Terms
 from relpos_np.types import Array, Int64
 
@@ -239,6 +239,11 @@ class DeBERTa(Scheme):
             index = deberta_map(*lengths, weights.shape[1] // 2, self.max_position, self.p2c == "code")
             keys = (KeyTerm(k, weights, index),)
         return Terms(queries=queries, keys=keys)
+
+    def held(self, site: Site) -> Held:
+        """The formula gathers a vector per head for every pair."""
+        vectors = site.q_len * site.k_len * site.heads * site.head_dim * site.dtype.itemsize
+        return Held(super().held(site).formula + vectors)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Tables collect what the terms' weights receive."""

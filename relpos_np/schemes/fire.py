@@ -11,7 +11,7 @@ from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.index import difference_map, relative_positions
 from relpos_np.problem import Part, Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import TableTerm, Terms
 from relpos_np.types import Array
 
@@ -201,6 +201,13 @@ class FIRE(Scheme):
         cut = copy.copy(self)
         cut._first_key = part.keys.start
         return (cut, *part.nearby(site))
+
+    def held(self, site: Site) -> Held:
+        """The formula has all hidden units of every pair at once, the kernels' side of a block of queries."""
+        pairs, hidden = site.q_len * site.k_len, self.w1.size
+        blocked = min(pairs, site.k_len + _BLOCK // hidden) * (24 * hidden + 24 * site.heads)
+        own = 2 * pairs * site.heads * site.dtype.itemsize
+        return Held(super().held(site).formula + 16 * hidden * pairs, own + blocked, own + blocked)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the network, to its input, to c and L; block by block as in `lower`."""

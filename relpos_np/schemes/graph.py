@@ -10,7 +10,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import Part, Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
 from relpos_np.types import Array, Int32
 
@@ -223,6 +223,16 @@ class GraphLabels(Scheme):
         cut = copy.copy(self)
         cut.labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
         return (cut, *part.nearby(site))
+
+    def held(self, site: Site) -> Held:
+        """The formula gathers a vector for every pair of every graph, and again where pairs have none."""
+        sizes = [
+            _per_head(table).shape[0] * table.shape[-1]
+            for table in (self.key_table, self.value_table)
+            if table is not None
+        ]
+        vectors = 2 * self.labels.size * max(sizes, default=0) * site.dtype.itemsize
+        return Held(super().held(site).formula + vectors)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Each table collects what its term's weights receive."""

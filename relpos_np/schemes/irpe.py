@@ -13,7 +13,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
 from relpos_np.types import Array, Int64
 
@@ -345,6 +345,14 @@ class IRPE(Scheme):
             if self.value_table is not None
         ]
         return Terms(tables=tuple(tables), queries=tuple(queries), keys=tuple(keys), values=tuple(values))
+
+    def held(self, site: Site) -> Held:
+        """The formula gathers a vector for every pair, in both directions; maps are of int32, made with int64."""
+        pairs, sizes = site.q_len * site.k_len, 0
+        for table in (self.key_table, self.query_table, self.value_table):
+            if table is not None:
+                sizes += 2 * table[..., 0, :].size if self.mode == "contextual" else 2 * table[..., 0].size
+        return Held(super().held(site).formula + pairs * sizes * site.dtype.itemsize, 40 * pairs)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The terms' weights, in the order of `lower`, as tables."""

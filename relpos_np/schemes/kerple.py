@@ -10,7 +10,7 @@ from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.index import difference_map, relative_positions
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import TableTerm, Terms
 from relpos_np.types import Array
 
@@ -113,6 +113,10 @@ class KERPLE(Scheme):
         n = np.maximum(d, -d).astype(np.float64)
         table = np.negative(a) * (np.log1p(n * b) if self.form == "log" else np.power(n, b))
         return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
+
+    def held(self, site: Site) -> Held:
+        """The formula is computed in float64."""
+        return Held(super().held(site).formula + 12 * site.q_len * site.k_len * site.heads)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Both numbers of a head collect each row times the bias's slope in them."""

@@ -3,6 +3,7 @@ r"""Layout bias of document models: buckets of positions in the text and of plac
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from relpos_np.bucket import ROUNDING, bucket_table, t5_bucket
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.index import bucket_rows, t5_map
 from relpos_np.problem import Part, Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.types import Array, Int64
 
@@ -357,6 +358,12 @@ class LayoutBias(Scheme):
         cut._maps = None
         page = replace(here, k_len=len(at), offset=0)
         return cut, page, replace(rest, keys=slice(here.q_len, len(at)))
+
+    def held(self, site: Site) -> Held:
+        """Maps per page and axis; distances are integers of 64 bit, in the formula those of all tokens."""
+        pages = math.prod(self._boxes.shape[:-2])
+        formula = super().held(site).formula + 64 * pages * site.k_len * site.k_len
+        return Held(formula, 40 * pages * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again."""

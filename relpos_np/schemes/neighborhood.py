@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import Dense, TableTerm, Terms
 from relpos_np.types import Array, Bools, Int64
 
@@ -213,6 +213,10 @@ class NeighborhoodBias(Scheme):
             flat = self.table.reshape(len(self.table), -1).astype(site.dtype, copy=False)
             tables = (TableTerm(flat, index),)
         return Terms(tables=tables, biases=(outside,))
+
+    def held(self, site: Site) -> Held:
+        """An index map of int32, made with integers of 64 bit."""
+        return Held(super().held(site).formula, 24 * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The table in its own shape."""

@@ -12,7 +12,7 @@ from relpos_np import check
 from relpos_np.dense import softmax
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import Terms
 from relpos_np.types import Array
 
@@ -143,6 +143,10 @@ class Plain(Scheme):
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """No terms."""
         return Terms()
+
+    def held(self, site: Site) -> Held:
+        """Nothing."""
+        return Held(0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Nothing either."""

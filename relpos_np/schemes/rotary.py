@@ -14,7 +14,7 @@ from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.frequencies import rotary_frequencies
 from relpos_np.problem import Part, Site
 from relpos_np.rotations import rotary_matrices, rotate_pairs, xpos_scales
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import Terms, of_batch
 from relpos_np.types import Array
 
@@ -259,6 +259,11 @@ class Rotary(Scheme):
             cut.positions = of_batch(self.positions, inner, part.batch)[..., queries]
             cut.key_positions = of_batch(columns, inner, part.batch)[..., part.keys]
         return (cut, *part.alone(site))
+
+    def held(self, site: Site) -> Held:
+        """Turned queries and keys, and a matrix of float64 for every position and pair of channels."""
+        per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
+        return Held((site.q_len + site.k_len) * site.head_dim * (32 + per_item))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""

@@ -12,7 +12,7 @@ from relpos_np.dense import softmax
 from relpos_np.errors import RelposValueError
 from relpos_np.index import clip_map
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.types import Array
 
@@ -304,6 +304,16 @@ class Shaw(Scheme):
             weights = self._per_head(self.value_table).astype(site.dtype, copy=False)
             values = (ValueTerm(weights, self._map(self.value_table, self._value_zero, site)),)
         return Terms(queries=queries, values=values)
+
+    def held(self, site: Site) -> Held:
+        """The formula gathers a vector for every pair, twice where pairs beyond the table have none."""
+        copies = 1 if self.outside == "clip" else 2
+        sizes = [
+            site.dtype.itemsize * (1 if table.ndim == 2 else len(table)) * table.shape[-1]
+            for table in (self.key_table, self.value_table)
+            if table is not None
+        ]
+        return Held(super().held(site).formula + site.q_len * site.k_len * copies * max(sizes))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The tables' gradients, summed over heads where heads share a table, which the terms have done."""

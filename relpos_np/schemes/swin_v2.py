@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from math import log, prod
 from typing import Any
 
@@ -217,8 +218,6 @@ class SwinV2(Scheme):
         self.variant = check.choice("variant", variant, VARIANTS)
         if variant == "paper" and pretrained_window is not None:
             raise RelposValueError("pretrained_window: the coordinates of variant 'paper' are not divided by a window")
-        side = [np.arange(n) for n in self.window]
-        self._map: IndexMap = grid_map(side, side, self.window)
         heads, hidden = self.output_weight.shape
         for name, found, expected in (
             ("hidden_weight", self.hidden_weight.shape, (hidden, 2)),
@@ -230,6 +229,12 @@ class SwinV2(Scheme):
                 raise RelposValueError(
                     f"{name}: expected shape {expected} for output_weight {(heads, hidden)}, found {found}"
                 )
+
+    # Made by the first call that has as many tokens: a window in a file can be of any size.
+    @cached_property
+    def _map(self) -> IndexMap:
+        side = [np.arange(n) for n in self.window]
+        return grid_map(side, side, self.window)
 
     def check(self, site: Site) -> None:
         """There must be a row of weights per head, and the tokens of one window."""

@@ -10,7 +10,7 @@ from relpos_np import check
 from relpos_np.errors import RelposValueError
 from relpos_np.index import difference_map, relative_positions
 from relpos_np.problem import Site
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import TableTerm, Terms
 from relpos_np.types import Array
 
@@ -143,6 +143,10 @@ class TISA(Scheme):
         curves = self._curves(site)[2]
         table = np.einsum("sh,shr->hr", self.amplitudes.astype(np.float64), curves)
         return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
+
+    def held(self, site: Site) -> Held:
+        """The formula has every curve of every pair at once, twice."""
+        return Held(super().held(site).formula + 16 * site.q_len * site.k_len * self.amplitudes.size)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Each number collects the rows times the slope of its curve in it."""

@@ -3,6 +3,7 @@ r"""Transformer-XL: content and position terms with two global biases, and what 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from relpos_np.index import distance_map, wrapped_map
 from relpos_np.problem import Part, Site
 from relpos_np.relshift import VARIANTS as SHIFTS
 from relpos_np.relshift import rel_shift
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.terms import QueryTerm, Terms, fit
 from relpos_np.types import Array, Int64
 
@@ -389,6 +390,11 @@ class TransformerXL(Scheme):
         high = max(min(own + here.k_len - 1 - here.offset, last), low)
         cut.rows, cut._row = self.rows[low : high + 1, part.heads], own - low
         return cut, here, rest
+
+    def held(self, site: Site) -> Held:
+        """The formula shifts products with rows for distances in both directions, more than there are keys."""
+        products = math.prod(site.batch) * site.heads * site.q_len * (site.q_len + site.k_len) * site.dtype.itemsize
+        return Held(super().held(site).formula + products)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Both vectors collect what their heads' queries receive, and rows return to (R, H, D)."""

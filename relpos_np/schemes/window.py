@@ -3,6 +3,7 @@ r"""Windows: one learned scalar per head and difference of grid coordinates (Swi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.index import grid_map
 from relpos_np.problem import Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import TableTerm, Terms
+from relpos_np.terms import IndexMap, TableTerm, Terms
 from relpos_np.types import Array, Int64
 
 Coordinates = Sequence[Int64]
@@ -137,24 +138,34 @@ class WindowBias(Scheme):
         for name, grid in (("key_grid", self.key_grid), ("extent", self.extent)):
             if len(grid) != len(self.query_grid):
                 raise RelposValueError(f"{name}: expected {len(self.query_grid)} axes as in query_grid, found {grid}")
-        self._query = [np.arange(n) for n in self.query_grid]
-        self._key = []
+        self._coords = coords
         for axis, (n, given) in enumerate(zip(self.key_grid, coords, strict=True)):
-            c = np.arange(n) if given is None else given
-            if len(c) != n:
-                raise RelposValueError(f"key_coords: axis {axis} has {len(c)} coordinates, key_grid has {n}")
-            low, high = -int(c.max()), self.query_grid[axis] - 1 - int(c.min())
+            if given is not None and len(given) != n:
+                raise RelposValueError(f"key_coords: axis {axis} has {len(given)} coordinates, key_grid has {n}")
+            first, last = (0, n - 1) if given is None else (int(given.min()), int(given.max()))
+            low, high = -last, self.query_grid[axis] - 1 - first
             reach = self.extent[axis] - 1
             if low < -reach or high > reach:
                 raise RelposValueError(
                     f"key_coords: on axis {axis} query less key spans {low} ... {high}, "
                     f"extent {self.extent[axis]} covers {-reach} ... {reach}; pass a larger extent="
                 )
-            self._key.append(c)
         rows = prod(2 * e - 1 for e in self.extent)
         if len(self.table) != rows:
             raise RelposValueError(f"table: extent {self.extent} needs {rows} rows, found shape {self.table.shape}")
-        self._map = grid_map(self._query, self._key, self.extent)
+
+    @cached_property
+    def _query(self) -> list[Int64]:
+        return [np.arange(n) for n in self.query_grid]
+
+    @cached_property
+    def _key(self) -> list[Int64]:
+        return [np.arange(n) if c is None else c for n, c in zip(self.key_grid, self._coords, strict=True)]
+
+    # Made by the first call that has as many tokens: a grid in a file can be of any size.
+    @cached_property
+    def _map(self) -> IndexMap:
+        return grid_map(self._query, self._key, self.extent)
 
     @classmethod
     def rstt(
@@ -223,6 +234,8 @@ def _grid(name: str, value: Any) -> tuple[int, ...]:
 def _coords(value: Any, axes: int) -> list[Int64 | None]:
     if value is None:
         return [None] * axes
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
+        raise RelposTypeError(f"key_coords: expected a tuple with an entry for each axis, found {type(value).__name__}")
     if len(value) != axes:
         raise RelposValueError(f"key_coords: expected one entry per axis, {axes}; found {len(value)}")
     out: list[Int64 | None] = []
@@ -230,7 +243,10 @@ def _coords(value: Any, axes: int) -> list[Int64 | None]:
         if c is None:
             out.append(None)
             continue
-        points = np.asarray(c)
+        try:
+            points = np.asarray(c)
+        except ValueError as error:
+            raise RelposTypeError(f"key_coords: expected integers along an axis: {error}") from error
         if points.ndim != 1 or not points.size or points.dtype.kind not in "iu":
             raise RelposTypeError(f"key_coords: expected integers along an axis, found {c!r}")
         out.append(points.astype(np.int64))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,17 @@ from relpos_np.types import Array
 
 _CLASSES: Mapping[str, type] = {info.cls.__name__: info.cls for info in SCHEMES.values()}
 _MISSING = object()
+# Lists and mappings within each other, in what a file says; real ones have three.
+_DEPTH = 16
+
+
+def _parameters(constructor: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    # A class without a constructor of its own reports (*args, **kwargs).
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(constructor).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
 
 
 def arguments(scheme: Any) -> dict[str, Any]:
@@ -41,11 +53,7 @@ def arguments(scheme: Any) -> dict[str, Any]:
         If the scheme does not keep one of them.
     """
     found = {}
-    constructor: Callable[..., Any] = type(scheme)
-    for name, parameter in inspect.signature(constructor).parameters.items():
-        # A class without a constructor of its own reports (*args, **kwargs).
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
+    for name in _parameters(type(scheme)):
         value = getattr(scheme, name, _MISSING)
         if value is _MISSING:
             raise RelposTypeError(
@@ -146,21 +154,40 @@ def decode(node: Any, arrays: Mapping[str, Array]) -> Any:
     RelposError
         If a reference leads nowhere, or a scheme is unknown or refuses its arguments.
     """
-    if isinstance(node, list):
-        return tuple(decode(entry, arrays) for entry in node)
-    if not isinstance(node, dict):
+    return _decoded(node, arrays, _DEPTH)
+
+
+def _decoded(node: Any, arrays: Mapping[str, Array], depth: int) -> Any:
+    if not isinstance(node, list | dict):
         return node
-    if set(node) == {"array"}:
+    if not depth:
+        raise RelposValueError(f"expected values within no more than {_DEPTH} others")
+    if isinstance(node, list):
+        return tuple(_decoded(entry, arrays, depth - 1) for entry in node)
+    kind = set(node)
+    if kind == {"array"} and isinstance(node["array"], str):
         if node["array"] not in arrays:
-            raise RelposValueError(f"array {node['array']!r} is missing")
+            raise RelposValueError(f"array {reprlib.repr(node['array'])} is missing")
         return arrays[node["array"]]
-    if set(node) == {"float"} and node["float"] in ("nan", "inf", "-inf"):
+    if kind == {"float"} and node["float"] in ("nan", "inf", "-inf"):
         return float(node["float"])
-    if set(node) == {"mapping"} and isinstance(node["mapping"], dict):
-        return {key: decode(entry, arrays) for key, entry in node["mapping"].items()}
-    if set(node) == {"class", "arguments"} and isinstance(node["arguments"], dict):
-        if node["class"] not in _CLASSES:
-            raise RelposValueError(f"class: expected one of {', '.join(_CLASSES)}; found {node['class']!r}")
-        given = {key: decode(entry, arrays) for key, entry in node["arguments"].items()}
-        return _CLASSES[node["class"]](**given)
-    raise RelposValueError(f"expected a value, a reference to an array or a scheme, found {node!r}")
+    if kind == {"mapping"} and isinstance(node["mapping"], dict):
+        return {key: _decoded(entry, arrays, depth - 1) for key, entry in node["mapping"].items()}
+    if kind == {"class", "arguments"} and isinstance(node["class"], str) and isinstance(node["arguments"], dict):
+        given = {key: _decoded(entry, arrays, depth - 1) for key, entry in node["arguments"].items()}
+        return _made(node["class"], given)
+    raise RelposValueError(f"expected a value, a reference to an array or a scheme, found {reprlib.repr(node)}")
+
+
+def _made(name: str, given: Mapping[str, Any]) -> Any:
+    """A scheme of that class."""
+    if name not in _CLASSES:
+        raise RelposValueError(f"class: expected one of {', '.join(_CLASSES)}; found {reprlib.repr(name)}")
+    parameters = _parameters(_CLASSES[name])
+    unknown = [key for key in given if key not in parameters]
+    missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
+    if unknown or missing:
+        raise RelposTypeError(
+            f"{name}: expected arguments {', '.join(parameters) or 'none'}; found {reprlib.repr(list(given))}"
+        )
+    return _CLASSES[name](**given)

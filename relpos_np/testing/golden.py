@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import relpos_np as rp
-from relpos_np import check
+from relpos_np import check, reading, tensorfile
 from relpos_np.errors import RelposError, RelposImportError, RelposValueError
 from relpos_np.registry import SCHEMES
 from relpos_np.testing import files
@@ -31,8 +32,9 @@ from relpos_np.types import Array
 
 FORMAT, VERSION = "relpos-vectors", 1
 MANIFEST = "manifest.json"
-# A manifest is never longer.
+# Neither a manifest nor a file of a record is ever longer.
 _MANIFEST_LIMIT = 1 << 24
+_RECORD_LIMIT = 1 << 28
 CONVENTIONS = """\
 Shapes: q (B, H, L_q, D), k (B, H_kv, L_k, D), v (B, H_kv, L_k, D_v). Query head h reads key head h // (H / H_kv).
 Query i stands at position i + offset among the keys; offset is L_k - L_q unless the call says otherwise.
@@ -104,7 +106,7 @@ def writing(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> Iterator[s
     """
     check.integer("seed", seed, 0)
     if check.flag("bfloat16", bfloat16):
-        files.safetensors({"a": np.zeros(1, files.bfloat16())})
+        files.safetensors({"a": np.zeros(1, tensorfile.bfloat16())})
     target = Path(folder)
     listed: dict[str, Any] = {}
     try:
@@ -176,12 +178,12 @@ def manifest(folder: Any) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     try:
-        found = _object(_bounded(path, _MANIFEST_LIMIT))
+        found = reading.parsed(reading.whole(path, _MANIFEST_LIMIT))
     except FileNotFoundError:
         raise RelposValueError(f"{path}: no such file; `relpos vectors` writes it last") from None
     except OSError as error:
         raise RelposValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except DamagedError as error:
+    except RelposValueError as error:
         raise RelposValueError(f"{path}: {error}") from error
     _version(found, str(path))
     listed = found.get("records")
@@ -189,7 +191,7 @@ def manifest(folder: Any) -> dict[str, Any]:
         raise RelposValueError(f"{path}: lists no records")
     for name, entry in listed.items():
         if not _usable(name, entry):
-            raise RelposValueError(f"{path}: unusable entry of {name!r}")
+            raise RelposValueError(f"{path}: unusable entry of {reprlib.repr(name)}")
     return listed
 
 
@@ -201,8 +203,12 @@ def _usable(name: str, entry: Any) -> bool:
         and set(entry) in names
         and Path(name).name == name
         and "\\" not in name
+        and name.isprintable()
         and all(
-            isinstance(file, dict) and type(file.get("bytes")) is int and isinstance(file.get("sha256"), str)
+            isinstance(file, dict)
+            and type(file.get("bytes")) is int
+            and 0 <= file["bytes"] <= _RECORD_LIMIT
+            and isinstance(file.get("sha256"), str)
             for file in entry.values()
         )
     )
@@ -211,27 +217,9 @@ def _usable(name: str, entry: Any) -> bool:
 def _version(found: dict[str, Any], source: str) -> None:
     if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise DamagedError(
-            f"{source}: expected format {FORMAT!r} of version {VERSION}, found {found.get('format')!r} of version "
-            f"{found.get('version')!r}"
+            f"{source}: expected format {FORMAT!r} of version {VERSION}, found {reprlib.repr(found.get('format'))} of "
+            f"version {reprlib.repr(found.get('version'))}"
         )
-
-
-def _bounded(path: Path, limit: int) -> bytes:
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise DamagedError(f"longer than {limit} bytes")
-    return data
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"not readable as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DamagedError("expected a JSON object")
-    return found
 
 
 def read_record(folder: Any, name: str, entry: Mapping[str, Any]) -> Record:
@@ -257,7 +245,10 @@ def read_record(folder: Any, name: str, entry: Mapping[str, Any]) -> Record:
         If a file is missing or damaged.
     """
     contents = {Path(file).suffix: _verified(Path(folder) / file, expected) for file, expected in entry.items()}
-    about = _object(contents.pop(".json"))
+    try:
+        about = reading.parsed(contents.pop(".json"))
+    except RelposValueError as error:
+        raise DamagedError(f"{name}.json: {error}") from error
     _version(about, f"{name}.json")
     if about.get("name") != name or not isinstance(about.get("arrays"), dict):
         raise DamagedError(f"{name}.json: expected the record {name!r} with its arrays")
@@ -272,12 +263,12 @@ def read_record(folder: Any, name: str, entry: Mapping[str, Any]) -> Record:
 def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
     """The bytes of a file that has the right size and checksum."""
     try:
-        data = _bounded(path, expected["bytes"])
+        data = reading.whole(path, expected["bytes"])
     except FileNotFoundError:
         raise DamagedError(f"{path.name}: no such file") from None
     except OSError as error:
         raise DamagedError(f"{path.name}: cannot be read: {error.strerror or error}") from error
-    except DamagedError as error:
+    except RelposValueError as error:
         raise DamagedError(f"{path.name}: {error}") from error
     if _file(data) != {"bytes": expected["bytes"], "sha256": expected["sha256"]}:
         raise DamagedError(f"{path.name}: damaged: its {len(data)} bytes do not have the manifest's checksum")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np import tensorfile
 from relpos_np.errors import RelposValueError
 from relpos_np.registry import SCHEMES
-from relpos_np.testing import files
 from relpos_np.testing.arguments import encode, rebuilt
 from relpos_np.testing.cases import edges, sized
 from relpos_np.testing.compare import EPS, tolerance
@@ -206,7 +206,7 @@ def records(*, seed: int = 0, bfloat16: bool = False) -> Iterator[Record]:
     Record
         One at a time.
     """
-    kinds: list[Any] = [*DTYPES, *([files.bfloat16()] if bfloat16 else [])]
+    kinds: list[Any] = [*DTYPES, *([tensorfile.bfloat16()] if bfloat16 else [])]
     for name, info in SCHEMES.items():
         record = _encoding if info.kind == "absolute" else _attention
         for variant in info.variants or (None,):

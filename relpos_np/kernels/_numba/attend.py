@@ -318,7 +318,7 @@ def finish_rows(
             at(out, (i0 + i) * p.out_row), at(base, w[OUT] + i * v_width), p.v_depth, 0.0 if empty else 1.0 / total
         )
         if p.lse:
-            lse = MINUS_INFINITY if empty else (get(base, w[TOP] + i) + math.log2(total)) * LOG2
+            lse = MINUS_INFINITY if empty else (get(base, w[TOP] + i) + math.log2(total)) * p.lse_unit
             put(pointer_like(base, p.lse), (b * p.heads + h) * p.q_len + i0 + i, lse)
 
 

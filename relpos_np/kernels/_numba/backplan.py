@@ -50,7 +50,7 @@ class BackPlanner(Planner):
             delta = np.einsum("...d,...d->...", self.grad_out, out)
             self.delta = np.ascontiguousarray(delta if grad_lse is None else delta - grad_lse)
         # A row without keys: 2**(s - inf) is 0 for every s.
-        self.row_lse = np.where(np.isneginf(lse), np.inf, lse * LOG2E).astype(self.dtype)
+        self.row_lse = np.where(np.isneginf(lse), self.dtype.type(np.inf), lse)
         depth = (problem.q if terms.query is None else terms.query).shape[-1]
         self.dq = np.zeros((*shape[:-1], depth), self.dtype)
         self.dk = np.zeros((*shape[:-2], site.k_len, depth), self.dtype)
@@ -92,7 +92,7 @@ class BackPlanner(Planner):
             e["skew_dw_task"] = (span + ROW_QUANTUM) * s_width
         sinks = self._sinks(tasks)
         lifted = self._value_products(self.grad_out)
-        e["sink_count"], e["lifted_count"] = len(sinks), len(lifted)
+        e["sink_count"], e["lifted_count"], e["cuts"] = len(sinks), len(lifted), 1
         if sinks:
             e["sinks"] = self._keep(np.array(sinks, SINK))
         if lifted:

@@ -325,13 +325,16 @@ def backward_task(
     mask = get(batches, BATCH_MASK * p.count + b)
     scores, slopes = at(base, w[SCORES]), at(base, w[SLOPES])
     fill_row(base, w[ONES], w[ONES] + block, 1.0)
-    if side != 1:
+    if side != 1 and e.cut == 0:
         fill_row(base, w[DQ], w[DQ] + (stop - first) * q_width, 0.0)
         fill_row(base, w[SKEW_DQ], w[SKEW_DQ] + (stop - first) * s_width, 0.0)
     begin, end = get(batches, KEY_BEGIN * p.count + b), get(batches, KEY_END * p.count + b)
     # Neither below the first key that the range's first query sees nor above the last one's.
     begin = max(begin, key_first, first + p.offset - p.left)
     end = min(end, key_stop, stop - 1 + p.offset + p.right + 1)
+    tiles = max(end - begin + BLOCK_KEYS - 1, 0) // BLOCK_KEYS
+    end = min(end, begin + tiles * (e.cut + 1) // e.cuts * BLOCK_KEYS)
+    begin += tiles * e.cut // e.cuts * BLOCK_KEYS
     for j0 in range(begin, end, BLOCK_KEYS):
         cols = min(BLOCK_KEYS, end - j0)
         pack_panels(at(base, w[KEYS]), k, p.k_row, j0, j0 + cols, p.k_len, depth, width, lanes)
@@ -377,7 +380,7 @@ def backward_task(
                 # The queries of the products hold the scale, in units of log 2.
                 scale_row(at(pointer_like(base, e.dk), row * depth), at(base, w[DK] + j * q_width), depth, LOG2)
                 scale_row(at(pointer_like(base, e.dv), row * v_depth), at(base, w[DV] + j * v_width), v_depth, 1.0)
-    if side != 1:
+    if side != 1 and e.cut == e.cuts - 1:
         for i in range(first, stop):
             row, own = head * p.q_len + i, at(base, w[DQ] + (i - first) * q_width)
             scale_row(at(pointer_like(base, e.dq), row * depth), own, depth, p.scale * LOG2)
@@ -387,7 +390,7 @@ def backward_task(
 
 
 @inlined
-def backward_all(call: int, base: Any, lanes: int) -> None:
+def backward_all(call: int, work: Any, thread: int, lanes: int) -> None:
     """Take pieces of work from the shared counter while there are any."""
     p = carray(opaque(call), 1, CALL)[0]
     e = carray(opaque(call + CALL_BYTES), 1, BACKWARD)[0]
@@ -396,6 +399,8 @@ def backward_all(call: int, base: Any, lanes: int) -> None:
     sinks = carray(opaque(e.sinks), e.sink_count, SINK)
     t = take(call)
     while t < p.stop:
+        place = thread if e.cuts == 1 else t - e.origin
+        base = at(work, place * (p.work_stride * lanes // VECTOR_BYTES))
         backward_task(p, e, adds, lifted, sinks, longs(p.batches), base, t, lanes)
         t = take(call)
 
@@ -403,13 +408,13 @@ def backward_all(call: int, base: Any, lanes: int) -> None:
 def _backward_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        backward_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), VECTOR_BYTES // 4)
+        backward_all(call, floats(p.work), get(get(arrays, 0), n), VECTOR_BYTES // 4)
 
 
 def _backward_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        backward_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), VECTOR_BYTES // 8)
+        backward_all(call, doubles(p.work), get(get(arrays, 0), n), VECTOR_BYTES // 8)
 
 
 backward = {4: Kernel(_backward_float32), 8: Kernel(_backward_float64)}

@@ -17,7 +17,6 @@ from numba import carray
 from relpos_np.kernels._numba.attend import (
     BEST,
     FADE,
-    LOG2,
     MINUS_INFINITY,
     OUT,
     QUERIES,
@@ -191,7 +190,7 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs:
             empty = total == 0.0
             scale_row(at(pointer_like(base, p.out), row * v_depth), out, v_depth, 0.0 if empty else 1.0 / total)
             if p.lse:
-                lse = MINUS_INFINITY if empty else (get(base, w[TOP] + i) + math.log2(total)) * LOG2
+                lse = MINUS_INFINITY if empty else (get(base, w[TOP] + i) + math.log2(total)) * p.lse_unit
                 put(pointer_like(base, p.lse), row, lse)
 
 
@@ -246,7 +245,7 @@ if host_features().get("f16c"):
     decode["float16"] = Kernel(_decode_float16)
 
 
-def merge(partial: Array, out: Array, lse: Array | None) -> None:
+def merge(partial: Array, out: Array, lse: Array | None, unit: float) -> None:
     """Combine parts (rows, parts, 2 + D_v): maximum in units of log 2, sum, weighted sum of values."""
     top, total, sums = partial[..., 0], partial[..., 1], partial[..., 2:]
     with np.errstate(all="ignore"):
@@ -257,4 +256,4 @@ def merge(partial: Array, out: Array, lse: Array | None) -> None:
         mixed = np.matmul(share[:, None], sums)[:, 0] / np.where(whole == 0, 1, whole)[:, None]
         out.reshape(mixed.shape)[...] = mixed
         if lse is not None:
-            lse.reshape(whole.shape)[...] = (best[:, 0] + np.log2(whole)) * LOG2
+            lse.reshape(whole.shape)[...] = (best[:, 0] + np.log2(whole)) * unit

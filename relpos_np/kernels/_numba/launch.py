@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,11 +14,15 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from relpos_np.kernels._numba.build import Kernel
+from relpos_np.kernels._numba.build import Kernel, preparing
 from relpos_np.kernels._numba.openmp import Pool, torch_library
+from relpos_np.kernels._numba.target import TARGET
+from relpos_np.threadcount import chosen
 
 # Work below this many operations is done by the calling thread alone: waking others costs more.
 SERIAL_FLOPS = 1e7
+# Operations of one thread between two looks at signals: less than a tenth of a second, on vectors of 16 elements.
+CALL_FLOPS = 1e10
 # A workspace of up to this many bytes is kept for the thread's next call.
 KEEP_BYTES = 64 * 1024 * 1024
 
@@ -62,12 +66,18 @@ def _length(threads: int) -> tuple[int, Any]:
     return array.ctypes.data, array
 
 
+def _start() -> None:
+    """Start Numba's pool, unless it runs."""
+    from numba.np.ufunc.parallel import _launch_threads
+
+    with preparing:
+        _launch_threads()
+
+
 @cache
 def _pool() -> Any:
     """Numba's thread pool as a C function; None if it must not be entered by several threads at once."""
-    from numba.np.ufunc.parallel import _launch_threads
-
-    _launch_threads()
+    _start()
     address = llvm.address_of_symbol("numba_parallel_for")
     if address is None or numba.threading_layer() == "workqueue":
         return None
@@ -93,16 +103,14 @@ def _function(address: int) -> Any:
 @cache
 def _thread_count() -> Any:
     """Numba's own counter as a C function, which is much cheaper to ask than `numba.get_num_threads`."""
-    from numba.np.ufunc.parallel import _launch_threads
-
-    _launch_threads()
+    _start()
     address = llvm.address_of_symbol("get_num_threads")
     return numba.get_num_threads if address is None else ctypes.CFUNCTYPE(ctypes.c_int)(address)
 
 
 def available_threads() -> int:
-    """Threads that a call may use, as set by NUMBA_NUM_THREADS or `numba.set_num_threads`."""
-    return min(int(_thread_count()()), len(_threads))
+    """Threads that a call may use: what was chosen for this library, else what Numba has in this thread."""
+    return min(chosen() or int(_thread_count()()), len(_threads))
 
 
 def run(kernel: Kernel, record: bytearray, threads: int) -> None:
@@ -125,11 +133,47 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
         _run_on_python_threads(_function(address), call, threads)
 
 
+def call_flops(itemsize: int) -> float:
+    """Operations of one thread in one call of a kernel; Python sees signals, such as Ctrl-C, between calls."""
+    return CALL_FLOPS * TARGET.lanes(itemsize) / 16
+
+
+def run_pieces(
+    kernel: Kernel, fields: dict[str, Any], pack: Callable[[], bytearray], pieces: int, chunk: int, threads: int
+) -> None:
+    """Run a kernel on so many pieces of work, in calls of about `chunk` pieces, as many for each thread."""
+    chunk = max(chunk // threads, 1) * threads
+    for start in range(0, pieces, chunk):
+        fields["counter"], fields["stop"] = start, min(start + chunk, pieces)
+        run(kernel, pack(), threads)
+
+
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
-    """The calling thread is one of them."""
+    """The calling thread is one of them; fewer do if the system, or an interpreter that is closing, has no more."""
     arrays = [np.array([_threads.ctypes.data + 8 * n], dtype=np.int64) for n in range(threads)]
-    with ThreadPoolExecutor(threads - 1) as pool:
-        waiting = [pool.submit(function, a.ctypes.data, _length(1)[0], _STEPS, call) for a in arrays[1:]]
-        function(arrays[0].ctypes.data, _length(1)[0], _STEPS, call)
-        for future in waiting:
-            future.result()
+    length = _length(1)[0]
+    others = [
+        threading.Thread(target=function, args=(a.ctypes.data, length, _STEPS, call), daemon=True) for a in arrays[1:]
+    ]
+    try:
+        for other in others:
+            try:
+                other.start()
+            except RuntimeError:
+                break
+        function(arrays[0].ctypes.data, length, _STEPS, call)
+    finally:
+        _join(others)
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    """Wait for all, whatever signals arrive: they write to memory that the caller is about to free."""
+    interrupt: KeyboardInterrupt | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -12,6 +12,7 @@ import numpy as np
 
 from relpos_np.kernels._numba.arrays import aligned, batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.attend import layout
+from relpos_np.kernels._numba.launch import call_flops
 from relpos_np.kernels._numba.product import multiply
 from relpos_np.kernels._numba.records import ADD, BATCH_MASK, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET, block_queries
@@ -176,6 +177,13 @@ class Planner:
         block = block_queries(
             site.q_len, query.shape[-1], width, self.dtype.itemsize, heads, self.threads, narrow=narrow
         )
+        skew, bins = f["skew_depth"], f["bins"]
+        # Besides products: what is gathered and what is collected.
+        per_pair = 2.0 * (query.shape[-1] + width + 2 * skew + 8 * len(adds) + 8 * len(values))
+        reach = min(site.k_len, self.problem.left + self.problem.right + block)
+        # A block is not interrupted: with very many keys it has fewer queries.
+        most = int(2 * call_flops(self.dtype.itemsize) / (per_pair * max(reach, 1)))
+        block = min(block, max(most // ROW_QUANTUM, 2) * ROW_QUANTUM)
         blocks = -(-site.q_len // block)
         # The kernel for windows writes whole tiles in place: it needs blocks of about the same length.
         f["block_queries"], f["blocks"] = -(-site.q_len // blocks) if self.windowed else block, blocks
@@ -188,13 +196,12 @@ class Planner:
         if self.problem.keep is not None:
             f["keep"] = self._keep(self.problem.keep)
             f["keep_scale"] = self.problem.keep_scale
-        skew, bins = f["skew_depth"], f["bins"]
         span = min(site.k_len, self.problem.left + self.problem.right + block)
         return Plan(
             fields=f,
             blocks=self.count * site.heads * f["blocks"],
             workspace=layout.py_func(block, query.shape[-1], width, skew, bins, lanes)[-1],
-            flops_per_block=2.0 * block * span * (query.shape[-1] + width + 2 * skew),
+            flops_per_block=per_pair * block * span,
             kept=self.kept,
         )
 
@@ -209,8 +216,7 @@ class Planner:
         mask = self._biased(problem.mask)
         if mask is None or not mask.size:
             return
-        shared = all(s == 0 or n == 1 for s, n in zip(mask.strides[-3:-1], mask.shape[-3:-1], strict=True))
-        if mask.dtype == np.bool_ and shared and not self.windowed:
+        if mask.dtype == np.bool_ and problem.mask_of_keys and not self.windowed:
             keys = mask[..., 0, 0, :].reshape(self.count, site.k_len)
             seen = keys.any(axis=1)
             begin = np.where(seen, keys.argmax(axis=1), site.k_len)

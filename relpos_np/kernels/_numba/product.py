@@ -15,7 +15,7 @@ from numba import carray
 from relpos_np.kernels._numba.arrays import batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.attend import PANEL_VECTORS, VECTOR_BYTES, load_rows, pack_panels, score_plain
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.launch import SERIAL_FLOPS, lend, run
+from relpos_np.kernels._numba.launch import SERIAL_FLOPS, call_flops, lend, run_pieces
 from relpos_np.kernels._numba.records import PRODUCT
 from relpos_np.kernels._numba.rows import at, doubles, floats, get, longs, opaque, pointer_like, scale_row, take
 from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET
@@ -96,11 +96,14 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     f["x"], f["table"], f["out"], f["batches"] = (a.ctypes.data for a in (x, weights, out, batches))
     f["heads"], f["x_group"], f["length"], f["depth"], f["rows"] = heads, heads // x.shape[-3], length, depth, rows
     f["blocks"], f["scale"] = -(-length // BLOCK_ROWS), scale
-    f["stop"] = count * heads * f["blocks"]
+    pieces = count * heads * f["blocks"]
     lanes = TARGET.lanes(x.itemsize)
     size = product_layout.py_func(depth, PANEL_VECTORS * lanes)[-1]
-    threads = 1 if 2.0 * out.size * depth < SERIAL_FLOPS else min(threads, f["stop"])
+    flops = 2.0 * out.size * depth
+    threads = 1 if flops < SERIAL_FLOPS else min(threads, pieces)
     memory = lend(f, size * x.itemsize, threads)
-    run(product[x.itemsize], bytearray(_PACK(*f.values())), threads)
+    # A small product is bound by the memory that it fills, of which each number stands for 256 operations at least.
+    chunk = int(threads * call_flops(x.itemsize) * pieces / max(flops, 256.0 * out.size, 1.0))
+    run_pieces(product[x.itemsize], f, lambda: bytearray(_PACK(*f.values())), pieces, chunk, threads)
     del memory
     return out

@@ -22,6 +22,8 @@ CALL = np.dtype(
         # pieces of work that a thread takes at a time, which the counter then counts in (windows only)
         *_integers("run"),
         *_integers("q", "k", "v", "out", "lse"),
+        # what the log-sum-exp, in units of log 2, is multiplied by
+        ("lse_unit", "<f8"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
         *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),
         *_integers("block_queries", "blocks"),
@@ -52,13 +54,14 @@ ADD = np.dtype(
 VALUE = np.dtype(_integers("weights", "weights_head", "rows", "bins", "index", "index_batch", "index_row", "runs"))
 
 # What the backward pass needs besides, right behind its CALL: the gradient of the output, rows of the sums that every
-# dp is reduced by (and `lse` there holds units of log 2, +inf for a row without keys); where gradients go; and how
+# dp is reduced by (and `lse` there is read, in units of log 2, +inf for a row without keys); where gradients go; and how
 # work is divided: `parts` ranges of queries and then as many of keys, or with one part both at once. `diag`,
-# `skew_dw` and sinks with a `dst_task` hold one partial sum per task.
+# `skew_dw` and sinks with a `dst_task` hold one partial sum per task. A call may do one of several `cuts` of each
+# piece's keys only: pieces from `origin` on then have a workspace each, and not threads.
 BACKWARD = np.dtype(
     _integers("grad_out", "delta", "dq", "dk", "dv", "dense")
     + _integers("parts", "query_step", "key_step", "diag", "diag_task", "skew_dq", "skew_dw", "skew_dw_task")
-    + _integers("sinks", "sink_count", "lifted", "lifted_count")
+    + _integers("sinks", "sink_count", "lifted", "lifted_count", "cut", "cuts", "origin")
 )
 
 # What decoding needs besides, right behind its CALL: parts of the keys that are attended apart, and where each leaves
@@ -87,5 +90,5 @@ PRODUCT = np.dtype(
 
 # One call of rel_shift; `past`: the result is written past the caches.
 SHIFT = np.dtype(
-    _integers("counter", "stop", "step", "x", "out", "itemsize", "rows", "columns", "k_len", "wrapped", "past")
+    _integers("counter", "stop", "step", "lines", "x", "out", "itemsize", "rows", "columns", "k_len", "wrapped", "past")
 )

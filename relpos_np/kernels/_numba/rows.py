@@ -345,15 +345,17 @@ def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: A
 
 @intrinsic
 def soften_row(typingctx: Any, s: Any, dp: Any, n: Any, lse: Any, delta: Any) -> Any:
-    """s[:n] = p = 2**(s - lse) and dp[:n] = p * (dp - delta), 0 where p is 0; n is a multiple of the lanes."""
+    """s[:n] = p = 2**(s - lse), 0 for -inf; dp[:n] = p * (dp - delta), 0 where p is; n is a multiple of the lanes."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         s, dp, n, lse, delta = args
         v = Vectors(b, signature.args[0].dtype.bitwidth)
-        shift, mean, nothing = v.splat(lse), v.splat(delta), v.const(0)
+        shift, mean, nothing, shut = v.splat(lse), v.splat(delta), v.const(0), v.const(float("-inf"))
 
         def body(k: ir.Value, _: list[Any]) -> list[Any]:
-            p = v.exp2(b.fsub(v.load(s, k), shift))
+            x = v.load(s, k)
+            # What is excluded has no share of a row whose log-sum-exp is not a number, either.
+            p = b.select(b.fcmp_ordered("==", x, shut), nothing, v.exp2(b.fsub(x, shift)))
             ds = b.fmul(p, b.fsub(v.load(dp, k), mean))
             v.store(p, s, k)
             # What is excluded may hold anything, and so may its products.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from relpos_np.kernels._numba.build import Kernel, helper
-from relpos_np.kernels._numba.launch import available_threads, run
+from relpos_np.kernels._numba.launch import available_threads, run_pieces
 from relpos_np.kernels._numba.records import SHIFT
 from relpos_np.kernels._numba.rows import opaque, take
 from relpos_np.kernels._numba.target import TARGET
@@ -21,6 +22,8 @@ from relpos_np.types import Array
 SERIAL_BYTES = 1 << 18
 # Bytes of one piece of work.
 PIECE_BYTES = 1 << 18
+# Bytes that one thread moves between two looks at signals: less than a tenth of a second, also in new memory.
+CALL_BYTES = 1 << 26
 # Results of at least so many bytes are written past the caches, which they would only empty.
 STREAM_BYTES = 1 << 25
 
@@ -112,8 +115,8 @@ def _shift(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, SHIFT)[0]
     unit, rows, columns = p.itemsize, p.rows, p.columns
     piece = take(call)
-    while piece * p.step < p.stop:
-        for row in range(piece * p.step, min((piece + 1) * p.step, p.stop)):
+    while piece < p.stop:
+        for row in range(piece * p.step, min((piece + 1) * p.step, p.lines)):
             i = row % rows
             source = p.x + row * columns * unit
             target = p.out + row * p.k_len * unit
@@ -132,6 +135,7 @@ def _shift(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
 
 
 shift = Kernel(_shift)
+_PACK = struct.Struct(f"<{len(SHIFT.names or ())}q").pack
 
 
 def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None:
@@ -148,9 +152,10 @@ def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None
     step = max(1, PIECE_BYTES // (k_len * out.itemsize))
     wrapped = variant in ("transformer_xl", "espnet_legacy")
     past = used and out.nbytes >= STREAM_BYTES
-    fields = (
-        *(0, out.size // k_len, step, x.ctypes.data, out.ctypes.data, out.itemsize),
-        *(rows, columns, k_len, wrapped, past),
-    )
-    record = bytearray(np.array([fields], SHIFT).tobytes())
-    run(shift, record, 1 if out.nbytes < SERIAL_BYTES else available_threads())
+    lines = out.size // k_len
+    f = {"counter": 0, "stop": 0, "step": step, "lines": lines, "x": x.ctypes.data, "out": out.ctypes.data}
+    f |= {"itemsize": out.itemsize, "rows": rows, "columns": columns, "k_len": k_len, "wrapped": wrapped, "past": past}
+    pieces = -(-lines // step)
+    threads = 1 if out.nbytes < SERIAL_BYTES else available_threads()
+    chunk = threads * CALL_BYTES // (step * k_len * out.itemsize)
+    run_pieces(shift, f, lambda: bytearray(_PACK(*f.values())), pieces, chunk, threads)

@@ -14,7 +14,6 @@ from numba import carray
 from relpos_np.kernels._numba.attend import (
     FADE,
     KEYS,
-    LOG2,
     LOG2E,
     MINUS_INFINITY,
     OUT,
@@ -144,7 +143,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, lanes
         whole = lane_sum(at(base, w[TOTAL] + i * lanes))
         put(share, i, 0.0 if whole == 0.0 else 1.0 / whole)
         if p.lse:
-            lse = MINUS_INFINITY if whole == 0.0 else (get(top, i) + math.log2(whole)) * LOG2
+            lse = MINUS_INFINITY if whole == 0.0 else (get(top, i) + math.log2(whole)) * p.lse_unit
             put(pointer_like(base, p.lse), (b * p.heads + h) * p.q_len + i0 + i, lse)
     average(scores, BLOCK_KEYS, v, v_row, out, p.out_row, share, rows, v_depth, cols)
     if poisoned:

@@ -1,0 +1,261 @@
+"""Ctrl-C in the longest calls: seen within a second, nothing goes on running, and the next call is right."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.processes import ROOT, child
+
+pytest.importorskip("numba")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals to itself")
+
+# Interrupts `call` after a while, and reports: seconds until the exception, processor time of each thread until then,
+# processor time of the calling thread in the longest call of a kernel, and processor time used when all is over.
+CODE = """
+import json, signal, threading, time
+from relpos_np.kernels import _numba
+from relpos_np.kernels._numba import launch
+
+# A shell that runs this in the background has it ignore the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+longest, run = [0.0], launch.run
+
+def timed(kernel, record, threads):
+    kernel.address  # compiled or loaded before
+    started = time.thread_time()
+    try:
+        run(kernel, record, threads)
+    finally:
+        longest[0] = max(longest[0], time.thread_time() - started)
+
+launch.run = _numba.run = timed
+
+def numbers(*shape, dtype=np.float32):
+    return rng.standard_normal(shape, dtype=dtype)
+
+def wide(x, count):
+    return np.broadcast_to(x, (count, *x.shape[1:]))
+
+def interrupted(call, after):
+    call_small()
+    longest[0], sent = 0.0, []
+    def send():
+        time.sleep(after)
+        sent.append((time.perf_counter(), time.process_time()))
+        signal.raise_signal(signal.SIGINT)
+    sender = threading.Thread(target=send, daemon=True)
+    try:
+        sender.start()
+        stop = time.perf_counter() + 60
+        while time.perf_counter() < stop: call()
+        raise SystemExit("never interrupted")
+    except KeyboardInterrupt:
+        now = time.perf_counter(), time.process_time()
+    sender.join()
+    time.sleep(0.2)
+    quiet = time.process_time()
+    time.sleep(0.2)
+    quiet = time.process_time() - quiet
+    chunk = longest[0]
+    call_small()
+    return now[0] - sent[0][0], (now[1] - sent[0][1]) / launch.available_threads(), chunk, quiet
+
+a, b, c = numbers(3, 2, 70, 8)
+table = numbers(32, 2)
+small = {name: rp.attention(a, b, c, position=rp.T5(table), backend=name) for name in ("numpy", "numba")}
+assert np.abs(small["numpy"] - small["numba"]).max() < 1e-5
+
+def call_small():
+    assert (rp.attention(a, b, c, position=rp.T5(table), backend="numba") == small["numba"]).all()
+
+found = {}
+"""
+
+
+def reports(setup, cases, after=0.3):
+    """Interrupt each of the calls, in one process that has made the arrays before."""
+    lines = [f"found[{name!r}] = interrupted(lambda: {call}, {after})\n" for name, call in cases.items()]
+    code = CODE + setup + "".join(lines)
+    status, out, log = child(code + "print(json.dumps(found))", timeout=500)
+    assert status == 0, log
+    return json.loads(out)
+
+
+def assert_prompt(found):
+    """On a busy machine processor time counts: of that a long call takes as much as of other time."""
+    for name, (seconds, cpu, chunk, quiet) in found.items():
+        assert seconds < 1.0 or cpu < 0.5, (name, seconds, cpu, chunk)
+        assert chunk < 0.5, (name, chunk)
+        assert quiet < 0.1, f"{name}: something goes on running"
+
+
+LENGTH = """
+q, k, v = numbers(3, 2, 65536, 64)
+"""
+FORWARD = {
+    "plain": "rp.attention(q, k, v)",
+    "T5, causal": "rp.attention(q, k, v, position=rp.T5(table), causal=True)",
+}
+MORE = """
+one = q[..., :1].copy()
+short = rp.Shaw(numbers(9, 1), numbers(9, 1))
+shaw = rp.Shaw(numbers(65, 64), numbers(65, 64))
+xl = rp.TransformerXL(numbers(2, 64), numbers(2, 64), numbers(32768, 2, 64))
+window, room = numbers(2, 64, 49, 32), np.empty((1000, 64, 49, 32), np.float32)
+wide_windows = [np.broadcast_to(window[:1], room.shape)] * 3
+few, cache = numbers(2048, 1, 64), [np.broadcast_to(x[:1], (256, 65536, 64)) for x in (k, v)]
+long = [np.broadcast_to(x.reshape(1, 1, -1, 64), (1, 1, 131072, 64)) for x in (k, v)]
+keys = [np.concatenate([x] * 8, axis=2) for x in long]
+"""
+MORE_CALLS = {
+    "float64": "rp.attention(*(x.astype(np.float64) for x in (q, k, v)))",
+    "heads of one dimension, Shaw": "rp.attention(one, one, one, position=short)",
+    "Shaw": "rp.attention(q, k, v, position=shaw)",
+    "Transformer-XL": "rp.attention(q[:, :32768], k[:, :32768], v[:, :32768], causal=True, position=xl)",
+    "windows": "rp.attention(*wide_windows, out=room)",
+    "decoding": "rp.attention(few, *cache)",
+    "a million keys": "rp.attention(q[None, :1, :2000], *keys)",
+}
+BACKWARD = """
+forward = _numba.attention
+def attention(problem, terms, out, lse):
+    if problem.site.q_len < 1000:
+        return forward(problem, terms, out, lse)
+    # Not what is interrupted here, and it takes a minute.
+    out.fill(0)
+    lse.fill(9.0)
+_numba.attention = attention
+heads = [np.broadcast_to(x[:1], (8, 65536, 64)) for x in (q, k, v)]
+"""
+BACKWARD_CALLS = {
+    "ranges of keys": "rp.attention_vjp(q, k, v, grad_out=v, position=rp.T5(table))",
+    "whole heads": "rp.attention_vjp(*heads, grad_out=heads[0], causal=True)",
+}
+OTHERS = """
+from relpos_np import layers
+x, shifted = np.ones((2, 8192, 16383), np.float32), np.empty((2, 8192, 8192), np.float32)
+deep = numbers(1, 2, 65536, 16)
+products = rp.Shaw(numbers(2001, 16), None)
+linear = layers.linear.Linear(numbers(2048, 2048))
+rows = numbers(65536, 2048)
+"""
+OTHERS_CALLS = {
+    "rel_shift": "rp.rel_shift(x, variant='conformer', out=shifted)",
+    "products with a table": "rp.attention(deep, deep, deep, position=products, window=0)",
+    "projection": "linear(rows)",
+}
+DENSE = """
+q, k, v = numbers(3, 4, 2048, 64)
+"""
+DENSE_CALLS = {
+    name: f"rp.attention(q, k, v, position=rp.T5(numbers(32, 4)), backend={name!r})" for name in ("numpy", "terms")
+}
+
+
+def test_row_40_forward():
+    assert_prompt(reports(LENGTH, FORWARD))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("setup", "cases"),
+    [(MORE, MORE_CALLS), (BACKWARD, BACKWARD_CALLS), (OTHERS, OTHERS_CALLS)],
+    ids=["more", "backward", "others"],
+)
+def test_row_40_every_kind_of_long_call(setup, cases):
+    assert_prompt(reports(LENGTH + "list(_numba.warm_up())\n" + setup, cases, 1.0))
+
+
+@pytest.mark.stress
+def test_row_40_dense_backends_between_operations():
+    """NumPy sees no signal inside of one operation, each of which takes all pairs of the call."""
+    assert_prompt(reports(DENSE, DENSE_CALLS))
+
+
+def test_row_40_a_signal_s_handler_may_call_as_well():
+    """It runs between two calls of the kernel, in the same thread, whose workspace it shares."""
+    code = CODE + (
+        "q, k, v = numbers(3, 2, 4096, 64)\n"
+        "launch.CALL_FLOPS = 1e7\n"
+        "def both(): return rp.attention(q, k, v).tobytes(), rp.attention_vjp(q, k, v, grad_out=v).q.tobytes()\n"
+        "expected, handled = both(), []\n"
+        "def handler(*_):\n"
+        "    call_small()\n"
+        "    handled.append(rp.attention_vjp(a, b, c, grad_out=c).k.tobytes())\n"
+        "signal.signal(signal.SIGALRM, handler)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)\n"
+        "found = {both() for _ in range(2)}\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "print(found == {expected}, len(set(handled)), len(handled) > 3)\n"
+    )
+    status, out, log = child(code)
+    assert (status, out) == (0, "True 1 True\n"), log
+
+
+@pytest.mark.parametrize("home", [True, False])
+def test_row_40_many_interrupts_in_a_row(home):
+    """Also while the threads of a forked child are waited for: none writes to memory that is given back."""
+    code = CODE + (
+        f"launch._home = launch._home if {home} else 0\n"
+        "launch.run = run\n"
+        "q, k, v = numbers(3, 4, 3000, 32)\n"
+        "expected, count = rp.attention(q, k, v).tobytes(), 0\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "stop = time.perf_counter() + 1.5\n"
+        "while True:\n"
+        "    try:\n"
+        "        signal.setitimer(signal.ITIMER_REAL, 0.02)\n"
+        "        while time.perf_counter() < stop: rp.attention(q, k, v)\n"
+        "        signal.setitimer(signal.ITIMER_REAL, 0); break\n"
+        "    except KeyboardInterrupt: count += 1\n"
+        "print(count > 3, rp.attention(q, k, v).tobytes() == expected, threading.active_count())\n"
+    )
+    status, out, log = child(code)
+    assert (status, out) == (0, "True True 1\n"), log
+
+
+def from_outside(code, after):
+    """Run code that prints a line, send it SIGINT some time after that, and return seconds, status and all output."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + code
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as process:
+        try:
+            head = process.stdout.readline()
+            time.sleep(after)
+            assert process.poll() is None, process.stdout.read()
+            sent = time.perf_counter()
+            os.kill(process.pid, signal.SIGINT)
+            rest = process.communicate(timeout=60)[0]
+            return time.perf_counter() - sent, process.returncode, head + rest
+        finally:
+            process.kill()
+
+
+def test_row_40_a_signal_from_outside():
+    """Between the signal and the end of the process: the exception, Python's farewell, and no thread that goes on."""
+    code = (
+        "import numpy as np, relpos_np as rp\n"
+        "q = np.ones((4, 65536, 64), np.float32)\n"
+        "rp.attention(q[:, :500], q, q)\n"
+        "print('begun', flush=True)\n"
+        "rp.attention(q, q, q)\n"
+    )
+    seconds, status, out = from_outside(code, 0.3)
+    assert (status, out.splitlines()[0], out.splitlines()[-1]) == (-signal.SIGINT, "begun", "KeyboardInterrupt")
+    assert seconds < 4.0
+
+
+@pytest.mark.stress
+def test_row_40_the_command_line():
+    code = "import sys; from relpos_np.cli import main; print('begun', flush=True); sys.exit(main(['check']))"
+    seconds, status, out = from_outside(code, 3.0)
+    assert status == 130, out
+    assert re.search(r"relpos check: interrupted\s*$", out), out
+    assert seconds < 4.0

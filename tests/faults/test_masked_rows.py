@@ -1,0 +1,134 @@
+"""Queries without keys, and keys whose scores are finite and very low."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests.faults.calls import FEW_SCHEMES, INF, both, dtypes, gradients, make, operands, scheme, shapes, small
+
+
+def close(found, expected, dtype):
+    """Equal up to rounding: scores below 10."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_row_01_a_query_whose_keys_are_all_masked_gives_zero(kind, backend, rng):
+    for dtype in dtypes(backend):
+        for q_len, k_len in shapes(backend):
+            q, k, v = operands(rng, backend, dtype, q_len, k_len)
+            empty = np.arange(q_len) % 3 == q_len % 2
+            mask = np.repeat(~empty[:, None], k_len, axis=1)
+            if kind == "float":
+                mask = np.where(mask, dtype(0), dtype(-INF))
+            out, lse = both(q, k, v, mask=mask, backend=backend)
+            assert (out[:, :, empty] == 0).all()
+            assert (lse[:, :, empty] == -INF).all()
+            plain, plain_lse = both(q, k, v, backend="numpy")
+            close(out[:, :, ~empty], plain[:, :, ~empty], dtype)
+            close(lse[:, :, ~empty], plain_lse[:, :, ~empty], dtype)
+            assert (rp.logits(q, k, mask=mask, backend=backend)[:, :, empty] == -INF).all()
+
+
+@pytest.mark.parametrize("name", FEW_SCHEMES)
+def test_row_01_gradients_of_masked_queries_are_zero(name, backend, rng):
+    """Neither does the gradient of their log-sum-exp, which may well be -inf * 0, reach anything."""
+    for dtype in dtypes(backend)[:1]:
+        for q_len, k_len in shapes(backend)[1:] if small(backend) else shapes(backend):
+            q, k, v = operands(rng, backend, dtype, q_len, k_len)
+            position = scheme(name, rng, q, k, v)
+            empty = np.arange(q_len) % 3 == q_len % 2
+            options = {"position": position, "mask": np.repeat(~empty[:, None], k_len, axis=1)}
+            ones = np.ones(q.shape[:-1], dtype)
+            found = gradients(q, k, v, grad_lse=ones, backend=backend, **options)
+            assert all(np.isfinite(x).all() for x in found.values())
+            assert (found["q"][:, :, empty] == 0).all()
+            # What these queries hold, or are given back, does not matter.
+            grad_out = np.ones((*q.shape[:-1], v.shape[-1]), dtype)
+            q[:, :, empty], grad_out[:, :, empty], ones[:, :, empty] = INF, np.nan, -INF
+            again = gradients(q, k, v, grad_out=grad_out, grad_lse=ones, backend=backend, **options)
+            for x in ("k", "v"):
+                np.testing.assert_array_equal(again[x], found[x], err_msg=x)
+            assert (again["q"][:, :, empty] == 0).all()
+
+
+@pytest.mark.parametrize("name", FEW_SCHEMES)
+def test_row_02_nothing_to_attend_gives_zeros(name, backend, rng):
+    for q_len, k_len in shapes(backend)[:1] if small(backend) else [(6, 6), *shapes(backend)]:
+        q, k, v = operands(rng, backend, np.float32, q_len, k_len)
+        position = scheme(name, rng, q, k, v)
+        for options in (
+            {"mask": np.zeros((q_len, k_len), bool)},
+            {"mask": np.full((1, k_len), -INF)},
+            {"key_lengths": 0},
+            {"mask": np.zeros((2, 1, 1, 1), bool)},
+        ):
+            out, lse = both(q, k, v, position=position, **options, backend=backend)
+            assert (out == 0).all()
+            assert (lse == -INF).all()
+            if "key_lengths" in options or not small(backend):
+                found = gradients(q, k, v, position=position, **options, backend=backend)
+                assert all((x == 0).all() for x in found.values())
+
+
+def test_row_02_one_batch_item_of_length_0(backend, rng):
+    for dtype in dtypes(backend):
+        for q_len, k_len in shapes(backend):
+            q, k, v = operands(rng, backend, dtype, q_len, k_len)
+            lengths = np.array([0, k_len])
+            out, lse = both(q, k, v, key_lengths=lengths, backend=backend)
+            assert (out[0] == 0).all()
+            assert (lse[0] == -INF).all()
+            close(out[1], rp.attention(q, k, v, backend=backend)[1], dtype)
+        found = gradients(q, k, v, key_lengths=lengths, backend=backend)
+        alone = gradients(q[1:], k[1:], v[1:], backend="numpy")
+        for name in "qkv":
+            assert (found[name][0] == 0).all()
+            np.testing.assert_allclose(found[name][1:], alone[name], rtol=0, atol=256 * np.finfo(dtype).eps)
+
+
+def test_row_03_a_finite_mask_of_a_whole_row_averages(backend, rng):
+    for dtype in dtypes(backend):
+        for q_len, k_len in shapes(backend):
+            q, k, v = operands(rng, backend, dtype, q_len, k_len)
+            mask = np.full((q_len, k_len), np.finfo(dtype).min / 8, dtype)
+            out = rp.attention(q, k, v, mask=mask, backend=backend)
+            expected = np.broadcast_to(v.mean(axis=-2, keepdims=True, dtype=np.float64), out.shape)
+            np.testing.assert_allclose(out, expected, rtol=0, atol=16 * np.finfo(dtype).eps)
+
+
+def test_row_03_a_finite_mask_of_some_keys_excludes_them(backend, rng):
+    """The most negative number itself: nothing overflows to -inf or NaN, on queries with other keys."""
+    for dtype in dtypes(backend):
+        for q_len, k_len in shapes(backend):
+            q, k, v = operands(rng, backend, dtype, q_len, k_len)
+            mask = np.where(np.arange(k_len) < k_len - 2, dtype(0), np.finfo(dtype).min).astype(dtype)
+            out = rp.attention(q, k, v, mask=mask, backend=backend)
+            close(out, rp.attention(q, k, v, key_lengths=k_len - 2, backend="numpy"), dtype)
+
+
+def test_row_03_half_precision_has_a_smallest_number_of_its_own(backend, rng):
+    q, k, v = make(rng, np.float16)
+    mask = np.full((5, 6), np.finfo(np.float16).min, np.float16)
+    out = rp.attention(q, k, v, mask=mask, backend=backend)
+    # -65504 leaves float32 seven bits for the scores beside it.
+    s = np.float32(-65504) + rp.logits(q, k, backend="numpy")
+    expected = rp.attention(q, k, v, mask=s - rp.logits(q, k, backend="numpy"), backend="numpy")
+    np.testing.assert_allclose(out, expected, rtol=0, atol=0.02)
+
+
+def test_row_04_valid_rows_of_very_negative_logits(backend, rng):
+    for dtype in dtypes(backend):
+        for q_len, k_len in shapes(backend):
+            q, k, v = operands(rng, backend, dtype, q_len, k_len)
+            for low in (-1e5, -1e30):
+                mask = np.full((q_len, k_len), low, dtype)
+                mask[:, 2] = low / 2
+                out, lse = both(q, k, v, mask=mask, backend=backend)
+                np.testing.assert_allclose(out, np.broadcast_to(v[..., 2:3, :], out.shape), rtol=1e-6)
+                np.testing.assert_allclose(lse, low / 2, rtol=1e-3)
+                found = gradients(q, k, v, mask=mask, backend=backend)
+                # Only key 2 has a probability, for every query of the two heads that share it; a log-sum-exp so far
+                # from 0 has few digits behind the point.
+                np.testing.assert_allclose(found["v"][:, :, 2], 2 * q_len, rtol=1e5 * np.finfo(dtype).eps)
+                assert (np.delete(found["v"], 2, axis=2) == 0).all()

@@ -1,0 +1,288 @@
+"""Row 37: what a call asks for is known before it is taken, and refused if it is more than the limit."""
+
+import functools
+import gc
+import inspect
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import memory
+from relpos_np.sweep import parts
+from relpos_np.testing.draws import lengths
+from relpos_np.testing.example import build
+from tests.processes import child
+
+HOST = rp.backend.HOST_BACKENDS
+SCHEMES = [(name, variant) for name, variant in parts() if rp.SCHEMES[name].kind == "attention"]
+# One of each kind: vectors per pair, maps by distance and by place, products, numbers per pair, labels per batch item.
+SOME = [("shaw", "zero"), ("t5", "exact"), ("window", "swin"), ("transformer_xl", "conformer"), ("irpe", "cross"),
+        ("cope", "paper"), ("fire", None), ("graph", "shaw")]  # fmt: skip
+# What Python itself needs for a call, whatever its size: frames, records, the error and its message.
+PYTHON = 1 << 16
+# Workspaces of two threads, which are the same for a small call.
+WORKSPACES = 1 << 22
+CACHES = [
+    x
+    for x in gc.get_objects()
+    if isinstance(x, functools._lru_cache_wrapper) and (getattr(x, "__module__", "") or "").startswith("relpos_np.")
+]
+
+
+def calls(example):
+    """Each function that takes a scheme, as a call of a backend."""
+    e = example
+    grad = np.ones((*e.q.shape[:-1], e.v.shape[-1]), e.q.dtype)
+    options = {"position": e.position, **e.kwargs}
+    yield "attention", lambda backend: rp.attention(e.q, e.k, e.v, **options, backend=backend)
+    yield "logits", lambda backend: rp.logits(e.q, e.k, **options, backend=backend)
+    yield "attention_vjp", lambda backend: rp.attention_vjp(e.q, e.k, e.v, grad_out=grad, **options, backend=backend)
+
+
+def peak(call, *args):
+    """Bytes that a call has allocated at once, with nothing kept from earlier ones, and its error if it is refused."""
+    for cache in CACHES:
+        cache.cache_clear()
+    refusal = None
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    try:
+        call(*args)
+    except rp.RelposMemoryError as error:
+        refusal = str(error)
+    most = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return most, refusal
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The largest sums that calls were judged by."""
+    found, require = [], memory.require
+
+    def recorded(function, parts):
+        found.append(sum(parts.values()))
+        require(function, parts)
+
+    monkeypatch.setattr(memory, "require", recorded)
+    return found
+
+
+def judge(call, backend, asked, *, most=4):
+    """The sum is at least what is allocated and not absurdly more, and less than it is refused early."""
+    call(backend)  # what is imported, compiled and kept for the process
+    asked.clear()
+    with rp.memory_limit(1 << 60):
+        used, refusal = peak(call, backend)
+    assert refusal is None
+    total = max(asked)
+    assert used <= 1.05 * total + PYTHON, (backend, used, total)
+    assert total <= most * used + WORKSPACES, (backend, used, total)
+    with rp.memory_limit(total):
+        call(backend)
+    for limit in (total // 8, total - 1):
+        with rp.memory_limit(limit):
+            used, refusal = peak(call, backend)
+        assert refusal is not None
+        assert str(limit) in refusal
+        assert used <= 1.05 * limit + PYTHON, (backend, used, limit)
+
+
+def judge_scheme(name, variant, length, dtype, asked):
+    """Every function and backend of the host, each with a scheme that keeps nothing from the last."""
+    for function in range(3):
+        for backend in HOST:
+            label, call = list(calls(build(name, lengths(length, length), dtype=dtype, seed=0, variant=variant)))[
+                function
+            ]
+            if label != "logits" or backend != "numba":
+                judge(call, backend, asked)
+
+
+@pytest.mark.parametrize(("name", "variant"), SOME)
+def test_row_37_no_scheme_takes_more_than_it_asks_for(name, variant, asked):
+    judge_scheme(name, variant, 60, "float32", asked)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("length", "dtype"), [(150, "float64"), (256, "float32")])
+@pytest.mark.parametrize(("name", "variant"), SCHEMES)
+def test_row_37_no_variant_takes_more_than_it_asks_for(name, variant, length, dtype, asked):
+    judge_scheme(name, variant, length, dtype, asked)
+
+
+OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"window": 5},
+    "key_lengths": {"key_lengths": 70},
+    "bool mask": {"mask": np.tri(128, dtype=bool)},
+    "bool mask of all pairs": {"mask": np.ones((2, 4, 128, 128), bool)},
+    "float mask": {"mask": np.zeros((4, 128, 128))},
+    "transposed mask": {"mask": np.zeros((128, 128)).T},
+    "float16 mask": {"mask": np.zeros((128, 128), np.float16)},
+    "dropout": {"dropout": 0.25},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(x, marks=pytest.mark.stress) for x in ("float32", ">f8"))])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", HOST)
+def test_row_37_masks_dropout_and_other_dtypes_are_counted(backend, name, dtype, asked):
+    rng = np.random.default_rng(0)
+    q, v = rng.standard_normal((2, 4, 128, 24)).astype(dtype), rng.standard_normal((2, 1, 128, 8)).astype(dtype)
+    k = np.asfortranarray(rng.standard_normal((2, 2, 128, 24)).astype(dtype))
+    v = np.repeat(v, 2, axis=1)
+
+    def call(backend):
+        rng = np.random.default_rng(0) if "dropout" in OPTIONS[name] else None
+        rp.attention(q, k, v, **OPTIONS[name], rng=rng, backend=backend, return_lse=True)
+
+    judge(call, backend, asked)
+
+
+@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "wenet"])
+@pytest.mark.parametrize("backend", HOST)
+def test_row_37_rel_shift(backend, variant, asked):
+    x = np.zeros((4, 256, 600))[:, ::2]
+    if (backend == "numba" and variant != "wenet") or variant == "transformer_xl":
+        judge(lambda backend: rp.rel_shift(x, variant=variant, backend=backend), backend, asked)
+    else:
+        with rp.memory_limit(1 << 16):  # a view takes nothing
+            rp.rel_shift(x, variant=variant, backend=backend)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_row_37_a_refused_call_changes_nothing(dropout, backend):
+    """Neither what is passed in nor the state of the generator."""
+    rng = np.random.default_rng(3)
+    arrays = [rng.standard_normal((2, 40, 8)).astype(np.float32) for _ in range(3)]
+    copies = [x.copy() for x in arrays]
+    out = np.full((2, 40, 8), 7, np.float32)
+    state = rng.bit_generator.state
+    options = {"dropout": dropout, "rng": rng, "position": rp.T5(np.ones((32, 2), np.float32))}
+    for limit in (0, 1000, 50_000 if backend in ("numpy", "terms") else 33_000):
+        with (
+            rp.memory_limit(limit),
+            pytest.raises(rp.RelposMemoryError, match=rf"attention: asks for \d+ bytes.* {limit} bytes"),
+        ):
+            rp.attention(*arrays, **options, backend=backend, out=out)
+    assert (out == 7).all()
+    assert rng.bit_generator.state == state
+    for x, copy in zip(arrays, copies, strict=True):
+        np.testing.assert_array_equal(x, copy)
+    rp.attention(*arrays, **options, backend=backend, out=out)
+    assert not (out == 7).any()
+
+
+def test_row_37_the_result_is_not_counted_where_it_is_given(asked):
+    q = np.zeros((1, 4096, 64), np.float32)
+    out = np.empty_like(q)
+    with rp.memory_limit(1 << 40):
+        rp.attention(q, q, q)
+        without = max(asked)
+        asked.clear()
+        rp.attention(q, q, q, out=out)
+    assert without - max(asked) == out.nbytes
+
+
+def test_row_37_kernels_need_no_matrix_of_scores():
+    """The limit that the default backend works under is far below what the reference asks for."""
+    q = np.zeros((4, 2048, 32), np.float32)
+    with rp.memory_limit(16 << 20):
+        rp.attention(q, q, q, backend="numba")
+        with pytest.raises(rp.RelposMemoryError, match="dense matrices of scores"):
+            rp.attention(q, q, q, backend="numpy")
+        with pytest.raises(rp.RelposMemoryError, match="dropout's mask"):
+            rp.attention(q, q, q, backend="numba", dropout=0.5, rng=np.random.default_rng())
+
+
+@pytest.mark.parametrize("bad", [-1, 1.0, "1 GiB", True, [1]])
+def test_row_37_limits_that_are_none(bad):
+    for use in (rp.set_memory_limit, lambda limit: rp.memory_limit(limit).__enter__()):
+        with pytest.raises(rp.RelposError, match="limit"):
+            use(bad)
+    assert memory.limit() is None
+
+
+def test_row_37_whose_limit_holds():
+    """The innermost block, then the process, then the environment; each thread has its own blocks."""
+    q = np.ones((1, 5, 4), np.float32)
+    try:
+        rp.set_memory_limit(np.int64(10))
+        with pytest.raises(rp.RelposMemoryError, match="limit of 10 bytes"):
+            rp.attention(q, q, q)
+        with rp.memory_limit(None):
+            rp.attention(q, q, q)
+            with rp.memory_limit(20), pytest.raises(rp.RelposMemoryError, match="limit of 20 bytes"):
+                rp.attention(q, q, q)
+            with ThreadPoolExecutor(1) as pool, pytest.raises(rp.RelposMemoryError, match="limit of 10 bytes"):
+                pool.submit(rp.attention, q, q, q).result()
+    finally:
+        rp.set_memory_limit(None)
+    rp.attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("30", "limit of 30 bytes"), ("1 GiB", "RELPOS_MEMORY_LIMIT: expected bytes"), ("", "fine")]
+)
+def test_row_37_a_limit_from_the_environment(value, said):
+    code = (
+        "q = np.ones((1, 5, 4), np.float32)\n"
+        "try: rp.attention(q, q, q); print('fine')\n"
+        "except rp.RelposError as error: print(error)\n"
+        "rp.set_memory_limit(None); rp.attention(q, q, q)"
+    )
+    status, out, log = child(code, RELPOS_MEMORY_LIMIT=value)
+    assert status == 0, log
+    assert said in out
+
+
+def spread(*shape):
+    """An array of any size that is one number in memory."""
+    return np.broadcast_to(np.float32(1), shape)
+
+
+def absurd():
+    """Calls that no machine can answer, though their operands take 4 bytes."""
+    many = spread(1, 1 << 25, 1)
+    far = spread(1, 1 << 40, 1)
+    batch = spread(1 << 30, 1, 1 << 16, 1)
+    yield "scores of 4 PiB", lambda **o: rp.attention(many, many, many, **o), ("numpy", "terms")
+    yield "scores of 2**82 bytes", lambda **o: rp.attention(far, far, far, **o), ("numpy", "terms")
+    yield "gradients of 2**82 bytes", lambda **o: rp.attention_vjp(far, far, far, grad_out=far, **o), ("numpy", "terms")
+    yield "scores to look at", lambda **o: rp.logits(many, many, **o), HOST
+    yield "more scores to look at", lambda **o: rp.logits(far, far, **o), HOST
+    yield "a result of 256 TiB", lambda **o: rp.attention(batch, spread(1, 2, 1), spread(1, 2, 1), **o), ("numba",)
+    yield "a result of 4 TiB", lambda **o: rp.attention(far, spread(1, 300, 1), spread(1, 300, 1), **o), ("numba",)
+    mask = spread(1, 1).astype(bool)
+    yield "a mask of 2**80 pairs", lambda **o: rp.attention(far, far, far, mask=mask, **o), HOST
+    rng = np.random.default_rng(0)
+    yield "dropout of 2**50 pairs", lambda **o: rp.attention(many, many, many, dropout=0.5, rng=rng, **o), HOST
+    yield "a shift", lambda **o: rp.rel_shift(spread(1 << 36, 100, 200), variant="transformer_xl", **o), ("numpy",)
+    yield "a copied shift", lambda **o: rp.rel_shift(spread(1 << 36, 100, 200), variant="conformer", **o), ("numba",)
+
+
+ABSURD = {name: (call, backends) for name, call, backends in absurd()}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_row_37_requests_that_no_machine_can_satisfy(name):
+    """Without a limit the system's refusal is this library's error, and says how many bytes."""
+    call, backends = ABSURD[name]
+    for backend in backends:
+        with pytest.raises(rp.RelposMemoryError, match=r"bytes|[KMGTPE]iB") as caught:
+            call(backend=backend)
+        assert isinstance(caught.value, MemoryError)
+        with rp.memory_limit(1 << 30), pytest.raises(rp.RelposMemoryError):
+            call(backend=backend)
+
+
+def test_row_37_every_public_function_says_what_it_takes_or_needs_little():
+    """A new function of the API must be judged here as well."""
+    judged = {"attention", "attention_vjp", "logits", "rel_shift"}
+    functions = {name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))}
+    assert functions - judged == {"memory_limit", "set_backend", "set_memory_limit", "show_versions", "use_backend"}

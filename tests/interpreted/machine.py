@@ -1,0 +1,278 @@
+"""Runs the kernels of `relpos_np.kernels._numba` as the Python that they are written in, with every access checked.
+
+`interpreted()` replaces what compiled code is made of: functions by their source, intrinsics by those of `vectors.py`,
+and the launch of a kernel by one that calls it here, once for each thread. The planning host runs as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numba
+import numpy as np
+import pytest
+from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
+
+from relpos_np.kernels import _numba as host
+from relpos_np.kernels._numba import launch, plan, records
+from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
+from tests.interpreted.vectors import Vectors
+
+# The package has kernels by the names of their modules.
+MODULES = {
+    name: sys.modules[f"{host.__name__}.{name}"]
+    for name in ("attend", "backward", "decode", "product", "shift", "window")
+}
+# What lies behind the address that a kernel is called with, by the first word of its name.
+RECORDS = {
+    "attend": (records.CALL,),
+    "windows": (records.CALL,),
+    "decode": (records.CALL, records.DECODE),
+    "backward": (records.CALL, records.BACKWARD),
+    "product": (records.PRODUCT,),
+    "shift": (records.SHIFT,),
+}
+KINDS_OF_ORDER = ("in turn", "backwards", "one takes all")
+INPUTS = {
+    *("q", "k", "v", "bias", "allowed", "soft", "skew_q", "skew_w", "skew_index", "batches", "adds", "values", "keep"),
+    *("grad_out", "delta", "sinks", "lifted", "src", "index", "runs", "weights", "x", "table"),
+}
+# Results that one piece of work fills, of memory that holds anything before; then sums that begin at 0.
+RESULTS = {"out", "lse", "partial"}
+SUMS = {"dq", "dk", "dv", "dense", "diag", "skew_dq", "skew_dw", "dst"}
+TABLES = {"adds": records.ADD, "lifted": records.ADD, "values": records.VALUE, "sinks": records.SINK}
+
+
+def unpacked(content, kinds):
+    """The fields of consecutive records as a dict."""
+    found, at = {}, 0
+    for kind in kinds:
+        (one,) = np.frombuffer(content, kind, 1, at)
+        found |= {name: one[name].item() for name in kind.names}
+        at += kind.itemsize
+    return found
+
+
+class Machine:
+    """One way to run kernels.
+
+    Parameters
+    ----------
+    threads : int, optional
+        So many, however small the work; default what the host chooses.
+    order : str
+        One of KINDS_OF_ORDER: which thread takes which piece of work, and when.
+    poison : int
+        Byte in all memory that nothing has been written to: 255 makes NaN of it.
+    excluded : ndarray of bool, shape (batch items, L_k), optional
+        Keys and values that may not be read.
+    """
+
+    def __init__(self, *, threads=None, order="in turn", poison=0xFF, excluded=None):
+        self.threads, self.order, self.poison, self.excluded = threads, order, poison, excluded
+        self.launches = Counter()
+        self.lent = {}
+        self.constants = []
+
+    # the host's side -----------------------------------------------------------------------------
+
+    def lend(self, fields, size, threads):
+        """Workspaces that begin where a cache line does, with some bytes between them."""
+        stride = -(-size // 64) * 64 + 64
+        memory = np.full(threads * stride + 64, self.poison, np.uint8)
+        fields["work"] = memory.ctypes.data + -memory.ctypes.data % 64
+        fields["work_stride"] = stride
+        self.lent[fields["work"]] = size, threads
+        return memory
+
+    def run(self, kernel, record, threads):
+        """Interpret a kernel in place of `launch.run`."""
+        name = kernel.function.__name__.strip("_")
+        self.launches[name] += 1
+        fields = unpacked(record, RECORDS[name.partition("_")[0]])
+        self.memory = Memory(name)
+        where = np.frombuffer(record, np.uint8)
+        self.memory.add(Region("record", where.ctypes.data, len(record), writable=True))
+        self._map(fields, self._held(sys._getframe(1)))
+        # The kernel's own arguments: for each thread an array of its number's address, and a count of 1.
+        numbers = np.arange(threads, dtype=np.int64)
+        addresses, one = numbers.ctypes.data + 8 * numbers, np.ones(1, np.int64)
+        for label, x in (("thread numbers", numbers), ("their addresses", addresses), ("lengths", one)):
+            self.memory.add(Region(label, x.ctypes.data, x.nbytes))
+        self.unit.m = self.memory
+        pieces = self._pieces(fields, threads)
+        for thread in range(threads) if self.order != "backwards" else reversed(range(threads)):
+            self._start(fields, thread, pieces[thread])
+            start = addresses.ctypes.data + 8 * thread
+            arrays = Pointer(self.memory.find(start), start, ADDRESS, start, start + 8)
+            with np.errstate(all="ignore"):
+                kernel.function(arrays, self.unit.longs(one.ctypes.data), arrays, where.ctypes.data)
+
+    def _held(self, frame):
+        """Arrays that the functions which launch keep alive, and those that live as long as the process."""
+        found = list(self.constants)
+        while Path(frame.f_code.co_filename).parent.name == "_numba":
+            for value in frame.f_locals.values():
+                found += [x for x in (value, *getattr(value, "kept", ())) if isinstance(x, np.ndarray)]
+            frame = frame.f_back
+        unique = {(x.__array_interface__["data"][0], x.shape, x.strides, x.dtype): x for x in found if x.size}
+        return [(*bounds(x), x) for x in unique.values()]
+
+    def _map(self, fields, held):
+        """Make the arrays that a record names legal, and nothing else."""
+        uses = [(name, fields[name]) for name in fields if name in INPUTS | RESULTS | SUMS and fields[name]]
+        # The backward pass reads what the forward one has left.
+        results = set() if self.memory.kernel.startswith("backward") else RESULTS
+        for name in TABLES:
+            for entry in self._entries(fields, name, held):
+                uses += [
+                    (field, entry[field]) for field in ("src", "index", "runs", "weights", "dst") if field in entry
+                ]
+        uses = [(name, address) for name, address in uses if address]
+        # Arrays that share memory, such as a packed projection's parts, become one region.
+        spans = []
+        for low, high, x in sorted(held, key=lambda one: one[:2]):
+            if not any(low <= address < high for _, address in uses):
+                continue
+            if spans and low < spans[-1][1]:
+                spans[-1] = spans[-1][0], max(spans[-1][1], high), [*spans[-1][2], x]
+            else:
+                spans.append((low, high, [x]))
+        for name, address in uses:
+            if not any(low <= address < high for low, high, _ in spans):
+                raise Fault(f"{self.memory.kernel}: the record's {name} is an address that nobody keeps alive")
+        for low, high, arrays in spans:
+            names = {name for name, address in uses if low <= address < high}
+            if len(names & (results | SUMS)) and len(names) > 1:
+                raise Fault(f"{self.memory.kernel}: {sorted(names)} share memory")
+            result = bool(names & (results | SUMS))
+            region = Region(
+                ", ".join(sorted(names)),
+                low,
+                high - low,
+                legal=marks(low, high, arrays),
+                writable=result,
+                shared=result,
+            )
+            if names & results and fields["counter"] == 0:
+                region.bytes[:] = self.poison
+            self.memory.add(region)
+            if self.excluded is not None and names <= {"k", "v"} and "count" in fields:
+                (batches,) = (x for first, _, x in held if first == fields["batches"])
+                self._exclude(region, fields, batches, *names)
+        self.work = self.lent.get(fields.get("work"))
+        if self.work:
+            size, threads = self.work
+            size += (threads - 1) * fields["work_stride"]
+            self.workspace = self.memory.add(Region("the workspace", fields["work"], size, writable=True))
+
+    def _entries(self, fields, name, held):
+        """The records of a table, as dicts."""
+        if not fields.get(name):
+            return []
+        (table,) = (x for low, _, x in held if low == fields[name] and x.dtype == TABLES[name])
+        return [dict(zip(table.dtype.names, row.tolist(), strict=True)) for row in table]
+
+    def _exclude(self, region, fields, batches, name):
+        """Of keys or values, make those illegal that no query may attend."""
+        offsets = batches[records.BATCH_K if name == "k" else records.BATCH_V]
+        heads = fields["heads"] // fields[name + "_group"]
+        depth, size = fields["depth" if name == "k" else "v_depth"], 8 if self.memory.kernel.endswith("64") else 4
+        size = 2 if self.memory.kernel in ("decode_float16", "decode_bfloat16") else size
+        region.legal = np.zeros(region.size, np.uint8)
+        base = fields[name] - region.start
+        for b, shut in enumerate(np.broadcast_to(self.excluded, (fields["count"], fields["k_len"]))):
+            for h in range(heads):
+                for j in np.flatnonzero(~shut):
+                    at = base + (int(offsets[b]) + h * fields[name + "_head"] + int(j) * fields[name + "_row"]) * size
+                    region.legal[at : at + depth * size] = 1
+
+    # the kernel's side -----------------------------------------------------------------------------
+
+    def _pieces(self, fields, threads):
+        """The pieces of work of each thread."""
+        unit = fields.get("run") or fields.get("step") or 1
+        todo = list(range(fields["counter"], -(-fields["stop"] // unit)))
+        if self.order == "one takes all":
+            return [todo, *([] for _ in range(threads - 1))]
+        mine = [todo[n::threads] for n in range(threads)]
+        return [part[::-1] for part in mine] if self.order == "backwards" else mine
+
+    def _start(self, fields, thread, pieces):
+        """A thread begins; of the workspace it has its own part."""
+        self.todo, self.end = iter(pieces), fields["stop"]
+        if self.work:
+            self.workspace.first = fields["work"] + thread * fields["work_stride"]
+            self.workspace.last = self.workspace.first + self.work[0]
+
+    def take(self, counter):
+        """The thread's next piece of work, whose result must not depend on what memory held."""
+        self.memory.put(counter, 0, self.memory.get(counter, 0) + 1)
+        if self.work:
+            at = self.workspace.first - self.workspace.start
+            self.workspace.bytes[at : at + self.work[0]] = self.poison
+        piece = next(self.todo, None)
+        if piece is None:
+            return self.end
+        self.memory.piece = piece + 1
+        return piece
+
+    def carray(self, pointer, count, kind):
+        """Records at an address, read once."""
+        if not count:
+            return []
+        content = self.memory.row(pointer, 0, count * kind.itemsize).tobytes()
+        at = range(0, len(content), kind.itemsize)
+        return [SimpleNamespace(**unpacked(content[n:], (kind,))) for n in at]
+
+
+def _layout(function):
+    """A function that lays out a workspace, whose offsets know their buffers."""
+
+    def places(*args):
+        return Place.all_of(function.py_func(*args))
+
+    places.py_func = function.py_func
+    return places
+
+
+@contextmanager
+def interpreted(**options):
+    """Run every kernel that is launched within the block in the interpreter; yields the `Machine`."""
+    machine = Machine(**options)
+    machine.unit = Vectors(None, machine.take)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES.values():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Dispatcher):
+                    patch.setattr(module, name, _layout(value) if "layout" in name else value.py_func)
+                elif isinstance(value, _Intrinsic):
+                    patch.setattr(module, name, getattr(machine.unit, name.removeprefix("_")))
+                elif "layout" in name and callable(value):  # a test's own
+                    patch.setattr(module, name, _layout(SimpleNamespace(py_func=value)))
+                elif value is numba.carray:
+                    patch.setattr(module, name, machine.carray)
+                elif name in ("run", "lend"):
+                    patch.setattr(module, name, getattr(machine, name))
+        for name in ("run", "lend"):
+            for module in (host, launch):
+                patch.setattr(module, name, getattr(machine, name))
+
+        def no_bias(dtype, k_len, made=plan._no_bias):
+            address, row = made(dtype, k_len)
+            machine.constants.append(row)
+            return address, row
+
+        patch.setattr(plan, "_no_bias", no_bias)
+        if machine.threads is not None:
+            for module in (host, MODULES["product"], MODULES["shift"]):
+                for name in ("SERIAL_FLOPS", "SERIAL_DECODE_FLOPS", "SERIAL_BYTES"):
+                    patch.setattr(module, name, 0, raising=False)
+            for module in (host, MODULES["shift"]):
+                patch.setattr(module, "available_threads", lambda: machine.threads)
+        yield machine

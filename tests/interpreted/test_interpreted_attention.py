@@ -1,0 +1,191 @@
+"""The streaming kernel interpreted: every kind of term, mask and band, on awkward lengths, with checked memory."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import relpos_np as rp
+from relpos_np import testing
+from relpos_np.kernels._numba.target import BLOCK_KEYS
+from tests.interpreted.agreement import assert_agrees
+from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
+from tests.strategies import Case, Mask, Position, cases
+from tests.test_equivalence import KINDS, assert_close
+
+DTYPES = (np.float64, np.float32)
+BATCH = ((2,), (1,), (2,))
+ALONE = ((), (), ())
+
+
+def case_of(*positions, q_len=49, k_len=BLOCK_KEYS + 9, batch=False, **options):
+    """Grouped heads, lengths beyond a block, and dimensions that are no multiple of anything."""
+    options = {"kv_heads": 1, "group": 2, "depth": 7, "v_dim": 5} | options
+    lead = (BATCH, (2,)) if batch else (ALONE, ())
+    return Case(5, *lead, q_len=q_len, k_len=k_len, positions=positions, **options)
+
+
+def grid(q_len, k_len):
+    extent = (max(q_len, k_len),)
+    return Position("window", {"query_grid": (q_len,), "key_grid": (k_len,), "key_coords": None, "extent": extent})
+
+
+SHAW = Position("shaw", {"key": 9, "value": 3, "per_head": True, "outside": "zero"})
+CASES = {
+    "plain": case_of(depth=33),
+    "two panels, one query more": case_of(q_len=25, k_len=97, v_dim=33),
+    "no key for the first queries": case_of(causal=True, offset=-5, q_len=30, k_len=31),
+    "t5, causal": case_of(KINDS["t5_causal"], causal=True),
+    "t5 and lengths": case_of(KINDS["t5"], batch=True, key_lengths=(3, 150), q_len=17),
+    "band": case_of(KINDS["t5"], window=(30, 5), q_len=97),
+    "shaw, both sides": case_of(SHAW, causal=True, q_len=26),
+    "shaw, far": case_of(KINDS["shaw"], window=(None, 60)),
+    "transformer_xl": case_of(KINDS["transformer_xl"], causal=True, q_len=97),
+    "conformer, no causality": case_of(KINDS["conformer"], depth=16),
+    "conformer and a bias": case_of(KINDS["conformer"], KINDS["alibi_key"], q_len=31, k_len=65),
+    "grid": case_of(grid(20, 70), q_len=20, k_len=70, causal=True, kv_heads=2),
+    "bool mask": case_of(batch=True, mask=Mask("bool", (2, 2, 27, 201), 0.5), q_len=27),
+    "float mask": case_of(mask=Mask("float", (27, 201), 0.5), q_len=27),
+    "mask of queries, bool": case_of(mask=Mask("bool", (27, 1), 0.5), q_len=27, k_len=20),
+    "mask of queries, float": case_of(mask=Mask("float", (27, 1), 0.5), q_len=27, k_len=20),
+    "mask of keys with holes": case_of(mask=Mask("bool", (201,), 0.5), q_len=27),
+    "mask of keys, float": case_of(mask=Mask("float", (1, 201), 0.5), q_len=27),
+    "nothing allowed": case_of(mask=Mask("bool", (27, 201), 0.0), q_len=27),
+    "turned": case_of(Position("rotary", KINDS["rotary"].params | {"dim": 6}), causal=True, q_len=33),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_kind_of_call(name):
+    dtype = DTYPES[sum(map(ord, name)) % 2]
+    machine = assert_agrees(CASES[name], dtype)
+    assert machine.launches[f"attend_{np.dtype(dtype)}"] == 1
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", KINDS_OF_ORDER)
+@pytest.mark.parametrize("name", CASES)
+def test_each_kind_of_call_on_three_threads(name, dtype, order):
+    assert_agrees(CASES[name], dtype, threads=3, order=order)
+
+
+@pytest.mark.parametrize("name", ["plain", "shaw, both sides", "conformer and a bias", "bool mask"])
+def test_neither_order_nor_old_memory_matters(name):
+    """Any thread may take any piece of work at any time, and what the workspace and the result held is not used."""
+    ways = [{"order": "in turn"}, {"order": "backwards", "poison": 0x4B}]
+    found = []
+    for way in ways:
+        with interpreted(threads=3, **way):
+            found.append(CASES[name].attention(np.float32, "numba"))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["t5, causal", "shaw, both sides", "conformer and a bias", "float mask"])
+def test_compiled_kernels_give_the_same(name, dtype):
+    """Up to rounding, of which the interpreted kernel has a little more."""
+    expected = CASES[name].attention(dtype, "numba")
+    with interpreted():
+        found = CASES[name].attention(dtype, "numba")
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, 64 * np.finfo(dtype).eps)
+
+
+# ---------------------------------------------------------------------------------------------- what strategies lack
+
+
+def compare(found, expected, tolerance=1e-12):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout(rng, causal):
+    q, k, v = (rng.standard_normal((2, n, 5)) for n in (13, 21, 21))
+    position = rp.Shaw(rng.standard_normal((5, 5)), rng.standard_normal((5, 5)))
+
+    def call(backend):
+        source = np.random.default_rng(1)
+        options = {"dropout": 0.4, "rng": source, "causal": causal, "position": position}
+        return rp.attention(q, k, v, **options, backend=backend, return_lse=True)
+
+    with interpreted():
+        found = call("numba")
+    compare(found, call("numpy"))
+
+
+@pytest.mark.parametrize("name", ["graph", "irpe", "cope", "deberta"])
+def test_terms_of_examples(name):
+    """Of whole schemes: maps of each batch item, products with keys by a map of pairs, biases of every pair."""
+    for variant in rp.SCHEMES[name].variants[:2] or (None,):
+        e = testing.example(name, variant=variant, dtype="float64")
+        with interpreted():
+            found = rp.attention(e.q, e.k, e.v, position=e.position, **e.kwargs, backend="numba", return_lse=True)
+        expected = rp.attention(e.q, e.k, e.v, position=e.position, **e.kwargs, backend="numpy", return_lse=True)
+        compare(found, expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_numbers_that_are_not_finite(rng, masked):
+    """Row 7 and 8 of the faults: what no query may attend is not read; what some may reaches them alone."""
+    q, k, v = (rng.standard_normal((1, n, 5)) for n in (12, 40, 40))
+    v[0, 3, 2], v[0, 36, 4] = np.nan, np.inf
+    options = {"causal": True}
+    if masked:
+        options["mask"] = np.ones((12, 40), bool)
+        options["mask"][::2, 3] = options["mask"][0] = False
+    with interpreted():
+        found = rp.attention(q, k, v, **options, backend="numba")
+    expected = rp.attention(q, k, v, **options, backend="numpy")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert np.isnan(found).any()
+    assert np.isfinite(found[:, :, :2]).all()
+
+
+@pytest.mark.parametrize("stored", ["contiguous", "packed", "heads inside", "reversed"])
+def test_layouts(stored, rng):
+    """Operands that are parts of one array: nothing between their rows is touched."""
+    shape = {"packed": (2, 20, 3, 3, 6), "heads inside": (3, 2, 20, 3, 6), "reversed": (3, 2, 3, 20, 6)}
+    x = rng.standard_normal(shape.get(stored, (3, 2, 3, 20, 6)))
+    if stored == "packed":
+        q, k, v = (x[:, :, n].swapaxes(1, 2) for n in range(3))
+    elif stored == "heads inside":
+        q, k, v = x.swapaxes(2, 3)
+    else:
+        q, k, v = x[..., ::-1, :] if stored == "reversed" else x
+    with interpreted():
+        found = rp.attention(q, k, v, causal=True, backend="numba", return_lse=True)
+    compare(found, rp.attention(q, k, v, causal=True, backend="numpy", return_lse=True))
+
+
+def test_no_output_but_the_log_sum_exp(rng):
+    q, k = rng.standard_normal((2, 2, 12, 5))
+    v = np.zeros((2, 12, 0))
+    with interpreted() as machine:
+        found = rp.attention(q, k, v, causal=True, backend="numba", return_lse=True)
+    assert machine.launches["attend_float64"] == 1
+    compare(found, rp.attention(q, k, v, causal=True, backend="numpy", return_lse=True))
+
+
+def test_half_precision_of_many_queries(rng):
+    q, k, v = rng.standard_normal((3, 2, 30, 16)).astype(ml_dtypes.bfloat16)
+    with interpreted():
+        found = rp.attention(q, k, v, causal=True, backend="numba")
+    expected = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), causal=True, backend="numpy")
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.stress
+@given(cases(small=False), st.sampled_from(KINDS_OF_ORDER), st.sampled_from(DTYPES))
+@settings(max_examples=100)
+def test_any_call(case, order, dtype):
+    assert_agrees(case, dtype, threads=2, order=order)
+
+
+@given(cases(small=True), st.sampled_from(KINDS_OF_ORDER), st.sampled_from(DTYPES))
+@settings(max_examples=20)
+def test_any_small_call(case, order, dtype):
+    assert_agrees(case, dtype, threads=2, order=order)

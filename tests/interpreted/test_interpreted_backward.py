@@ -1,0 +1,110 @@
+"""The backward kernel interpreted: gradients of every kind of term, divided into parts or not, with checked memory."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import testing
+from relpos_np.kernels._numba.target import BLOCK_KEYS
+from tests.interpreted.agreement import assert_gradients_agree, assert_same_arrays, gradients, shut_keys
+from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
+from tests.interpreted.test_interpreted_attention import DTYPES, SHAW, case_of, grid
+from tests.strategies import Position
+from tests.test_equivalence import KINDS
+
+CASES = {
+    "plain": ((), {"q_len": 25}),
+    "open tiles": ((), {"q_len": 24, "k_len": BLOCK_KEYS, "depth": 20, "v_dim": 16}),
+    "t5, causal": ((KINDS["t5_causal"],), {"causal": True, "q_len": 97}),
+    "band and lengths": ((KINDS["t5"],), {"window": (20, 3), "batch": True, "key_lengths": (150, 190), "q_len": 99}),
+    "shaw, both sides": ((SHAW, KINDS["alibi_key"]), {"causal": True, "q_len": 13, "k_len": 31}),
+    "transformer_xl": ((KINDS["transformer_xl"],), {"causal": True, "q_len": 99, "k_len": 210}),
+    "conformer and a bias": ((KINDS["conformer"], KINDS["t5"]), {"q_len": 25, "k_len": 40}),
+    "grid": ((grid(20, 37),), {"q_len": 20, "k_len": 37}),
+    "no key for some": ((KINDS["t5"],), {"q_len": 30, "k_len": 20, "causal": True}),
+    "turned": ((Position("rotary", KINDS["rotary"].params | {"dim": 6}),), {"q_len": 9, "k_len": 9}),
+}
+
+
+def call_of(name, dtype):
+    positions, options = CASES[name]
+    case = case_of(*positions, **options)
+    return case, case.operands(dtype), case.options(dtype)
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_each_kind_of_call(name, threads):
+    """On three threads a head is divided into ranges of queries and of keys."""
+    dtype = DTYPES[(sum(map(ord, name)) + bool(threads)) % 2]
+    case, operands, options = call_of(name, dtype)
+    given = {"excluded": shut_keys(case), "threads": threads}
+    machine, _ = assert_gradients_agree(*operands, options, dtype=dtype, **given)
+    assert machine.launches[f"backward_{np.dtype(dtype)}"] == 1
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_order_of_pieces_changes_nothing(name, dtype):
+    case, operands, options = call_of(name, dtype)
+    ways = [{"order": order, "poison": poison} for order in KINDS_OF_ORDER for poison in (0xFF, 0x4B)]
+    first, *others = (
+        assert_gradients_agree(*operands, options, dtype=dtype, threads=3, excluded=shut_keys(case), **way)[1]
+        for way in ways
+    )
+    for other in others:
+        for name_, x in first.items():
+            np.testing.assert_array_equal(other[name_], x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["band and lengths", "conformer and a bias", "shaw, both sides"])
+def test_compiled_kernels_give_the_same(name, dtype):
+    _, (q, k, v), options = call_of(name, dtype)
+    given = {**options, "grad_out": np.repeat(v[..., :1, :], q.shape[-2], axis=-2), "backend": "numba"}
+    if v.shape[-3] != q.shape[-3]:
+        given["grad_out"] = np.repeat(given["grad_out"], q.shape[-3] // v.shape[-3], axis=-3)
+    expected = gradients(rp.attention_vjp(q, k, v, **given))
+    with interpreted():
+        found = gradients(rp.attention_vjp(q, k, v, **given))
+    assert_same_arrays(found, expected, dtype)
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+@pytest.mark.parametrize("name", ["graph", "irpe", "cope", "deberta"])
+def test_terms_of_examples(name, threads):
+    """Of whole schemes: maps of each batch item, products with keys by a map of pairs, biases of every pair."""
+    for variant in rp.SCHEMES[name].variants[:2] or (None,):
+        e = testing.example(name, variant=variant, dtype="float64")
+        assert_gradients_agree(e.q, e.k, e.v, {**e.kwargs, "position": e.position}, threads=threads)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "bool", "float", "row"])
+def test_masks(kind, rng):
+    q, k, v = (rng.standard_normal((2, n, 5)) for n in (13, 21, 21))
+    masks = {"bool": rng.random((13, 21)) < 0.5, "row": rng.random((13, 1)) < 0.5}
+    masks["float"] = np.where(masks["bool"], 0.5, -np.inf)
+    options = {"dropout": 0.4, "state": 2} if kind == "dropout" else {"mask": masks[kind]}
+    position = rp.Shaw(rng.standard_normal((5, 5)), rng.standard_normal((5, 5)))
+    assert_gradients_agree(q, k, v, {**options, "position": position})
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_numbers_that_are_not_finite(rng, threads):
+    """What is excluded from some queries only reaches the gradients of the others alone."""
+    n = 12
+    q, k, v = rng.standard_normal((3, 1, n, 5))
+    k[0, 8, 2] = np.inf
+    q[0, 3, 1] = np.nan
+    g = rng.standard_normal((1, n, 5))
+    g[0, 5, 0] = np.nan
+    options = {"causal": True, "grad_out": g}
+    with interpreted(threads=threads):
+        found = gradients(rp.attention_vjp(q, k, v, **options, backend="numba"))
+    expected = gradients(rp.attention_vjp(q, k, v, **options, backend="numpy"))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(np.isnan(found[name]), np.isnan(x), err_msg=name)
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12)
+    assert np.isfinite(found["q"][0, :3]).all()
+    assert np.isnan(found["q"]).any()

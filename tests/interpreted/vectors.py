@@ -1,0 +1,266 @@
+"""What every intrinsic of the kernels means, in NumPy, touching exactly the memory that the machine code touches.
+
+Whole vectors and whole register tiles are read and written where the compiled code does so. Sums may be rounded in
+another order, and products twice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relpos_np.kernels._numba.target import SUM_VECTORS, TARGET
+from tests.interpreted.memory import ADDRESS, FLOAT32, FLOAT64, INT16, UINT16, Fault
+
+TINY_EXPONENT = {4: -126.0, 8: -1022.0}
+
+
+def up(n, unit):
+    """The smallest multiple of `unit` that is not below n, which a loop in steps of `unit` reaches."""
+    return max(-(-n // unit) * unit, 0)
+
+
+def maximum(x, y):
+    """The larger one; y where either is NaN."""
+    return np.where(x > y, x, y)
+
+
+def exp2(x):
+    """2**x; 0 instead of subnormal numbers; NaN where rounding to an integer would be infinite."""
+    p = np.exp2(x)
+    p[x < TINY_EXPONENT[x.itemsize]] = 0
+    p[x == np.inf] = np.nan
+    return p
+
+
+def widened(x):
+    """Bits of float16 (int16) and of bfloat16 (uint16) as float32; other types as they are."""
+    if x.dtype == INT16:
+        return x.view(np.float16).astype(np.float32)
+    if x.dtype == UINT16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x
+
+
+class Vectors:
+    """The intrinsics, by their names, on one launch's memory."""
+
+    def __init__(self, memory, take):
+        self.m, self._take = memory, take
+
+    # pointers and single elements --------------------------------------------------------------
+
+    def pointer_like(self, like, address):
+        return self.m.pointer(address, like.kind)
+
+    def floats(self, address):
+        return self.m.pointer(address, FLOAT32)
+
+    def doubles(self, address):
+        return self.m.pointer(address, FLOAT64)
+
+    def bytes_(self, address):
+        return self.m.pointer(address, np.dtype(np.uint8))
+
+    def integers(self, address):
+        return self.m.pointer(address, np.dtype(np.int32))
+
+    def longs(self, address):
+        return self.m.pointer(address, np.dtype(np.int64))
+
+    def halves(self, address):
+        return self.m.pointer(address, INT16)
+
+    def brains(self, address):
+        return self.m.pointer(address, UINT16)
+
+    def opaque(self, address):
+        return self.m.pointer(address, np.dtype(np.uint8))
+
+    def at(self, base, offset):
+        return base.moved(offset)
+
+    def get(self, base, offset):
+        found = self.m.get(base, offset)
+        return self.longs(found) if base.kind == ADDRESS else found
+
+    def put(self, base, offset, value):
+        self.m.put(base, offset, value)
+
+    def take(self, counter):
+        return self._take(self.longs(counter))
+
+    def prefetch(self, base, offset):
+        """Nothing: the address need not exist."""
+
+    # rows --------------------------------------------------------------------------------------
+
+    def scale_row(self, out, x, n, factor):
+        source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
+        if x.address < out.address < x.address + n * x.size:
+            raise self.m.fault("a row moved up onto itself", out.address, out.region)
+        target[...] = source * source.dtype.type(factor)
+
+    def add_row(self, out, x, n, factor):
+        source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
+        target += source * source.dtype.type(factor)
+
+    def add_mask(self, out, x, n, factor):
+        source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
+        target[...] = np.where(source == -np.inf, source, target + source * source.dtype.type(factor))
+
+    def add_constant(self, out, n, value):
+        self.m.row(out, 0, n, write=True)[...] += out.kind.type(value)
+
+    def fill_row(self, out, start, stop, value):
+        self.m.row(out, start, int(stop) - int(start), write=True)[...] = value
+
+    def mask_row(self, out, allowed, n, value):
+        shut = self.m.row(allowed, 0, n) == 0
+        self.m.row(out, 0, n, write=True)[shut] = value
+
+    def sum_row(self, x, n):
+        return float(self.m.row(x, 0, n).sum())
+
+    def max_row(self, x, n, top):
+        lanes = TARGET.lanes(x.size)
+        best = self.m.row(top, 0, lanes, write=True)
+        for part in self.m.row(x, 0, up(n, lanes)).reshape(-1, lanes):
+            best[...] = maximum(part, best)
+
+    def lane_max(self, top):
+        return float(np.fmax.reduce(self.m.row(top, 0, TARGET.lanes(top.size))))
+
+    def lane_sum(self, total):
+        return float(self.m.row(total, 0, TARGET.lanes(total.size)).sum())
+
+    def advance(self, best, top, fade, n):
+        n = up(n, TARGET.lanes(best.size))
+        best, top, fade = (self.m.row(x, 0, n, write=True) for x in (best, top, fade))
+        new = maximum(best, top)
+        reference = np.where(new == -np.inf, new.dtype.type(0), new)
+        fade[...] = exp2(top - reference)
+        top[...] = new
+        best[...] = reference
+
+    def exp2_row(self, x, n, reference, total, fade):
+        lanes = TARGET.lanes(x.size)
+        row = self.m.row(x, 0, up(n, SUM_VECTORS * lanes), write=True)
+        sums = self.m.row(total, 0, lanes, write=True)
+        row[...] = exp2(row - row.dtype.type(reference))
+        sums[...] = sums * sums.dtype.type(fade) + row.reshape(-1, lanes).sum(axis=0, dtype=row.dtype)
+
+    def soften_row(self, s, dp, n, lse, delta):
+        n = up(n, TARGET.lanes(s.size))
+        p, ds = self.m.row(s, 0, n, write=True), self.m.row(dp, 0, n, write=True)
+        p[...] = np.where(p == -np.inf, p.dtype.type(0), exp2(p - p.dtype.type(lse)))
+        ds[...] = np.where(p == 0, p.dtype.type(0), p * (ds - p.dtype.type(delta)))
+
+    # blocks ------------------------------------------------------------------------------------
+
+    def copy_block(self, out, width, x, stride, rows, depth):
+        source = widened(self.m.grid(x, 0, rows, stride, depth))
+        target = self.m.grid(out, 0, rows, width, max(width, depth), write=True)
+        target[:, :depth] = source
+        target[:, depth:] = 0
+        return 0.0 if np.isfinite(source).all() else float("nan")
+
+    def transpose_square(self, out, ldo, x, ldx):
+        lanes = TARGET.lanes(x.size)
+        square = self.m.grid(x, 0, lanes, ldx, lanes).T.copy()
+        self.m.grid(out, 0, lanes, ldo, lanes, write=True)[...] = square
+
+    def _dots(self, rows, q, ldq, k, ldk, cols, depth, s, lds):
+        queries, keys = self.m.grid(q, 0, rows, ldq, depth), widened(self.m.grid(k, 0, cols, ldk, depth))
+        self.m.grid(s, 0, rows, lds, cols, write=True)[...] = queries @ keys.T
+
+    def dots_of_one(self, *args):
+        self._dots(1, *args)
+
+    def dots_of_four(self, *args):
+        self._dots(4, *args)
+
+    def _mixes(self, rows, p, ldp, x, ldx, cols, width, out, ldo, fade):
+        weights, values = self.m.grid(p, 0, rows, ldp, cols), widened(self.m.grid(x, 0, cols, ldx, width))
+        factor, target = self.m.row(fade, 0, rows), self.m.grid(out, 0, rows, ldo, width, write=True)
+        target[...] = target * factor[:, None] + weights @ values
+
+    def mixes_of_one(self, *args):
+        self._mixes(1, *args)
+
+    def mixes_of_four(self, *args):
+        self._mixes(4, *args)
+
+    # register tiles ------------------------------------------------------------------------------
+
+    def score_panel(self, a, lda, b, depth, c, ldc, count):
+        rows, width = up(count, TARGET.score_rows), TARGET.panel(a.size)
+        left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
+        self.m.grid(c, 0, rows, ldc, width, write=True)[...] = left @ right
+
+    def _panel_max(self, first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale):
+        width, lanes = TARGET.panel(a.size), TARGET.lanes(a.size)
+        left, right = self.m.grid(a, first * lda, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
+        x = (left @ right) * a.kind.type(scale) + self.m.grid(bias, first * bias_row, rows, bias_row, width)
+        self.m.grid(c, first * ldc, rows, ldc, width, write=True)[...] = x
+        best = self.m.grid(top, first * lanes, rows, lanes, lanes, write=True)
+        for j in range(0, width, lanes):
+            best[...] = maximum(x[:, j : j + lanes], best)
+
+    def score_panel_max(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top):
+        self._panel_max(0, up(count, TARGET.score_rows), a, lda, b, depth, c, ldc, bias, bias_row, top, 1.0)
+
+    def score_panel_inside(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top, scale):
+        rows = TARGET.score_rows
+        for i in range(0, count, rows):
+            first = min(i, count - rows)
+            self._panel_max(first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale)
+
+    def _strips(self, width, lanes):
+        """First column and vectors of every strip of columns."""
+        whole = width // (TARGET.value_vectors * lanes) * TARGET.value_vectors
+        yield from ((n * lanes, TARGET.value_vectors) for n in range(0, whole, TARGET.value_vectors))
+        left, rest = divmod(width - whole * lanes, lanes)
+        if left and not rest:
+            yield whole * lanes, left
+
+    def _accumulate(self, left, b, ldb, c, ldc, fade, count, width, depth):
+        lanes = TARGET.lanes(b.size)
+        for column, vectors in self._strips(width, lanes):
+            rows, columns = up(count, TARGET.value_rows(vectors)), vectors * lanes
+            right = self.m.grid(b, column, depth, ldb, columns)
+            target = self.m.grid(c, column, rows, ldc, columns, write=True)
+            factor = 1 if fade is None else self.m.row(fade, 0, rows)[:, None]
+            target[...] = target * factor + left(rows) @ right
+
+    def accumulate(self, a, lda, b, ldb, c, ldc, fade, count, width, depth):
+        self._accumulate(lambda n: self.m.grid(a, 0, n, lda, depth), b, ldb, c, ldc, fade, count, width, depth)
+
+    def accumulate_transposed(self, a, lda, b, ldb, c, ldc, count, width, depth):
+        self._accumulate(lambda n: self.m.grid(a, 0, depth, lda, n).T, b, ldb, c, ldc, None, count, width, depth)
+
+    def average(self, a, lda, b, ldb, c, ldc, share, count, width, depth):
+        lanes = TARGET.lanes(b.size)
+        for column, vectors in self._strips(width, lanes):
+            rows, columns = TARGET.window_rows(vectors), vectors * lanes
+            for i in range(0, count, rows):
+                first = min(i, count - rows)
+                left, right = self.m.grid(a, first * lda, rows, lda, depth), self.m.grid(b, column, depth, ldb, columns)
+                target = self.m.grid(c, first * ldc + column, rows, ldc, columns, write=True)
+                target[...] = (left @ right) * self.m.row(share, first, rows)[:, None]
+
+    # bytes ---------------------------------------------------------------------------------------
+
+    def copy(self, out, x, size):
+        if size < 0:
+            raise Fault(f"{self.m.kernel}: a copy of {size} bytes")
+        if size:
+            source, target = self.m.row(self.opaque(x), 0, size), self.m.row(self.opaque(out), 0, size, write=True)
+            target[...] = source
+
+    stream = copy
+
+    def clear(self, out, size):
+        self.m.row(self.opaque(out), 0, size, write=True)[...] = 0
+
+    def settle(self):
+        """Nothing: one thread runs at a time."""

@@ -1,0 +1,98 @@
+"""What comes in and what goes out: no connections, nothing unpickled, pinned actions, releases that can be traced."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import relpos_np as rp
+from tests.processes import child
+
+ROOT = Path(rp.__file__).parent.parent
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+
+# Python tells an audit hook of every connection, program and unpickled name.
+GUARD = """
+import sys
+seen = []
+def watch(event, arguments):
+    if event.startswith(("socket.", "urllib.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "pickle.")):
+        seen.append(f"{event} {arguments}")
+sys.addaudithook(watch)
+"""
+REPORT = "\nprint(*seen, sep='\\n', end='')\n"
+# What needs other packages, a GPU, or is a program.
+APART = ("relpos_np.interop.", "relpos_np.kernels._cuda", "relpos_np.__main__")
+IMPORT = f"""
+import importlib, pkgutil, relpos_np
+for module in pkgutil.walk_packages(relpos_np.__path__, "relpos_np."):
+    if not module.name.startswith({APART}):
+        importlib.import_module(module.name)
+"""
+RUN = """
+import contextlib, io, numpy as np, relpos_np as rp
+from relpos_np.testing import example
+for scheme, info in rp.SCHEMES.items():
+    if info.kind == "attention":
+        for backend in rp.backend.HOST_BACKENDS:
+            example(scheme).run(backend)
+x = np.ones((2, 300, 8), np.float32)
+rp.attention_vjp(x, x, x, grad_out=x)
+rp.rel_shift(np.ones((5, 9)), variant="conformer")
+from relpos_np.cli import main
+with contextlib.redirect_stdout(io.StringIO()):
+    assert main(["attend", "--plot", "none"]) == 0
+"""
+
+
+@pytest.mark.parametrize("code", [IMPORT, RUN], ids=["import", "run"])
+def test_no_connection_no_program_nothing_unpickled(code):
+    status, out, log = child(GUARD + code + REPORT, bare=True)
+    assert status == 0, log
+    assert out.strip() == "", out
+
+
+def test_the_guard_sees_what_it_is_for():
+    code = "import pickle, socket, subprocess\nsocket.socket().bind(('127.0.0.1', 0))\n"
+    code += f"subprocess.run([{'sys.executable'}, '-V'], stdout=-3)\npickle.loads(pickle.dumps(print))\n"
+    status, out, log = child(GUARD + code + REPORT, bare=True)
+    assert status == 0, log
+    for event in ("socket.bind", "subprocess.Popen", "pickle.find_class"):
+        assert event in out
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_to_a_commit(path):
+    used = [line for line in path.read_text(encoding="utf-8").splitlines() if re.match(r"\s*-?\s*uses:", line)]
+    assert used
+    for line in used:
+        assert re.search(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+(\.\d+)*$", line), line
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_begin_without_permissions(path):
+    text = path.read_text(encoding="utf-8")
+    assert re.search(r"^permissions: \{\}$", text, re.MULTILINE)
+    assert text.count("persist-credentials: false") == text.count("actions/checkout@")
+
+
+def test_what_builds_a_release_is_named_by_its_digest():
+    text = (GITHUB / "build-requirements.txt").read_text(encoding="utf-8").replace("\\\n", " ")
+    entries = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert {entry.partition("==")[0] for entry in entries} >= {"build", "hatchling"}
+    for entry in entries:
+        assert re.fullmatch(r"[\w.-]+==[\w.]+( +--hash=sha256:[0-9a-f]{64})+ *", entry), entry
+
+
+def test_a_release_is_built_twice_attested_and_published_without_a_password():
+    text = (GITHUB / "workflows" / "release.yml").read_text(encoding="utf-8")
+    for words in (
+        "--require-hashes -r .github/build-requirements.txt",
+        ".github/build-twice",
+        "actions/attest-build-provenance@",
+        "attestations: write",
+        "pypa/gh-action-pypi-publish@",
+    ):
+        assert words in text, words
+    assert "secrets." not in text
