@@ -306,8 +306,8 @@ TESTS = """
 """
 # What says nothing of numbers.
 OTHERS = """
-    asv cli_help completeness cuda distributed_cluster docs gpu_script imports interop pictures planted_bugs plot
-    readme soak supply_chain
+    asv cli_help completeness cuda determinism distributed_cluster docs gpu_script imports interop pictures
+    planted_bugs plot promises readme soak supply_chain
 """
 # In the simulator; of other files they say nothing.
 SIMULATED = "attention arrays backward decode operand product properties resident shift"

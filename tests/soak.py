@@ -19,8 +19,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -49,6 +48,7 @@ KINDS: tuple[tuple[int, Kind], ...] = (
     (4, kinds.encoding),
     (7, refusals.refused),
     (7, kinds.interrupted),
+    (4, kinds.limited),
 )
 _SHARES = list(itertools.accumulate(share for share, _ in KINDS))
 # Threads of Python that work at once, a number for each round; cases per round and thread.
@@ -68,23 +68,12 @@ def draw(seed: int, number: int) -> tuple[Kind, int, np.random.Generator]:
     return kind, int(rng.integers(1, numba.config.NUMBA_NUM_THREADS + 1)), rng
 
 
-@contextmanager
-def kernel_threads(count: int) -> Iterator[None]:
-    """So many threads for the kernels that this thread calls."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(count)
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)
-
-
 def run(seed: int, number: int) -> tuple[str, Report]:
     """Run one case."""
     kind, threads, rng = draw(seed, number)
     report = Report()
     try:
-        with kernel_threads(threads), np.errstate(all="raise", under="ignore"):
+        with rp.threads(threads, blas=False), np.errstate(all="raise", under="ignore"):
             kind(rng, report)
     except Exception:  # noqa: BLE001  (whatever it is, it should not have happened)
         report.problems.append(traceback.format_exc(limit=-4).strip())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import cli, completion, sweep, terminal
+from relpos_np import cli, completion, promises, sweep, terminal
 from relpos_np.testing import records
 
 COMMANDS = cli._parser()._subparsers._group_actions[0].choices
@@ -37,6 +37,7 @@ def brief(monkeypatch):
         sweep, "examples", lambda *args, **kwargs: (one for one in every(*args, **kwargs) if one.edge == "own")
     )
     monkeypatch.setattr(rp.backend, "available", lambda: (("numpy", "terms"), {"numba": "left out"}))
+    monkeypatch.setattr(promises, "MEASURES", (("one", "a promise", 1.0, "s", lambda: (0.5, "here")),))
 
 
 def examples(text):

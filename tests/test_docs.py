@@ -99,6 +99,14 @@ def test_the_gallery_has_every_scheme_and_links_to_its_page():
         assert (DOCS / info.docs).is_file()
 
 
+def test_reliability_is_what_the_script_writes():
+    """Run `python docs/reliability.py` after a change of the tests, of what was recorded, or of its tables."""
+    reliability = script("reliability")
+    assert text("reliability.md") == reliability.page()
+    assert set(reliability.ROWS) == set(range(1, 47))
+    assert set(reliability.tests_of_rows()) <= set(reliability.ROWS)
+
+
 CHECKPOINTS = script("checkpoints") if DOCS.is_dir() else None
 ROWS = [row for rows in CHECKPOINTS.TABLES.values() for row in rows] if CHECKPOINTS else []
 

@@ -29,7 +29,7 @@ LEVELS = (
     {""},
     {"archive", "completion", "distributed", "interop", "layers", "plot", "terminal"},
     {"diagrams", "testing"},
-    {"pictures", "sweep"},
+    {"pictures", "promises", "sweep"},
     {"commands"},
     {"cli"},
     {"__main__"},

@@ -82,16 +82,12 @@ def _threads(count: int | None, backend: str) -> Iterator[None]:
             f"--threads: only backend 'numba' has threads of its own, the backend is {backend!r}; add --backend numba"
         )
     rp.backend.kernels("numba")
-    import numba
+    from numba import config
 
-    before, most = numba.get_num_threads(), numba.config.NUMBA_NUM_THREADS
-    if count > most:
+    if count > (most := config.NUMBA_NUM_THREADS):
         raise UnusableError(f"--threads: at most {most} here (processors, or NUMBA_NUM_THREADS), found {count}")
-    numba.set_num_threads(count)
-    try:
+    with rp.threads(count, blas=False):
         yield
-    finally:
-        numba.set_num_threads(before)
 
 
 def _timed(call: Callable[[], _T]) -> tuple[_T, float]:
