@@ -17,6 +17,7 @@ from tests.test_equivalence import KINDS, assert_close
 DTYPES = (np.float64, np.float32)
 BATCH = ((2,), (1,), (2,))
 ALONE = ((), (), ())
+STRESS = pytest.mark.stress
 
 
 def case_of(*positions, q_len=49, k_len=BLOCK_KEYS + 9, batch=False, **options):
@@ -63,7 +64,7 @@ def test_each_kind_of_call(name):
     assert machine.launches[f"attend_{np.dtype(dtype)}"] == 1
 
 
-@pytest.mark.stress
+@STRESS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", KINDS_OF_ORDER)
 @pytest.mark.parametrize("name", CASES)
@@ -117,9 +118,9 @@ def test_dropout(rng, causal):
     compare(found, call("numpy"))
 
 
-@pytest.mark.parametrize("name", ["graph", "irpe", "cope", "deberta"])
+@pytest.mark.parametrize("name", ["cope", "deberta", *(pytest.param(n, marks=STRESS) for n in ("graph", "irpe"))])
 def test_terms_of_examples(name):
-    """Of whole schemes: maps of each batch item, products with keys by a map of pairs, biases of every pair."""
+    """Whole schemes: maps of each batch item, products with keys by a map of pairs, biases of every pair."""
     for variant in rp.SCHEMES[name].variants[:2] or (None,):
         e = testing.example(name, variant=variant, dtype="float64")
         with interpreted():
@@ -178,7 +179,7 @@ def test_half_precision_of_many_queries(rng):
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.stress
+@STRESS
 @given(cases(small=False), st.sampled_from(KINDS_OF_ORDER), st.sampled_from(DTYPES))
 @settings(max_examples=100)
 def test_any_call(case, order, dtype):
