@@ -87,6 +87,7 @@ def placed(kind, draw):
         "xpos": lambda: rp.XPos(positions=places),
         "boxes": lambda: rp.LayoutBias(table, table, table, boxes),
         "boxes in another order": lambda: rp.LayoutBias(table, table, table, boxes, positions=np.arange(12)[::-1] * 3),
+        "boxes alone": lambda: rp.LayoutBias(None, table, table, boxes),
         "labels": lambda: rp.GraphLabels(np.abs(10 * draw(2, 9, 12)).astype(int) % 5 - 1, draw(5, 4)),
         "gates": lambda: rp.WavLM(table, draw(2, 4, 9)),
         "beyond the threshold": lambda: rp.FIRE(*network, c=1.0, threshold=4.0),
