@@ -129,7 +129,7 @@ def test_gradients_of_optional_arrays(name, backend, rng):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_scheme_that_passes_no_gradient_on(backend, rng):
-    """One that replaces the content by something without a slope: the operands' gradients are 0, the values' are not."""
+    """Of content without a slope the operands' gradients are 0, and the values' are not."""
 
     class Constant(rp.Plain):
         content = True
