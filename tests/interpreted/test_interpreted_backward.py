@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import testing
@@ -9,7 +11,7 @@ from relpos_np.kernels._numba.target import BLOCK_KEYS
 from tests.interpreted.agreement import assert_gradients_agree, assert_same_arrays, gradients, shut_keys
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
 from tests.interpreted.test_interpreted_attention import DTYPES, SHAW, STRESS, case_of, grid
-from tests.strategies import Position
+from tests.strategies import Position, cases
 from tests.test_equivalence import KINDS
 
 CASES = {
@@ -117,3 +119,11 @@ def test_numbers_that_are_not_finite(rng, threads):
         np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12)
     assert np.isfinite(found["q"][0, :3]).all()
     assert np.isnan(found["q"]).any()
+
+
+@STRESS
+@given(cases(small=True), st.sampled_from(KINDS_OF_ORDER), st.sampled_from((None, 3)))
+@settings(max_examples=60)
+def test_any_small_call(case, order, threads):
+    options = {"threads": threads, "order": order, "excluded": shut_keys(case)}
+    assert_gradients_agree(*case.operands(np.float64), case.options(np.float64), **options)
