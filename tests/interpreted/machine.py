@@ -87,7 +87,8 @@ class Machine:
         memory = np.full(threads * stride + 64, self.poison, np.uint8)
         fields["work"] = memory.ctypes.data + -memory.ctypes.data % 64
         fields["work_stride"] = stride
-        self.lent[fields["work"]] = size, threads
+        # Kept, so that no other array comes to lie there.
+        self.lent[fields["work"]] = size, threads, memory
         return memory
 
     def run(self, kernel, record, threads):
@@ -130,9 +131,7 @@ class Machine:
         results = set() if self.memory.kernel.startswith("backward") else RESULTS
         for name in TABLES:
             for entry in self._entries(fields, name, held):
-                uses += [
-                    (field, entry[field]) for field in ("src", "index", "runs", "weights", "dst") if field in entry
-                ]
+                uses += [(field, entry[field]) for field in entry if field in INPUTS | SUMS]
         if fields.get("work") and fields["work"] not in self.lent:
             uses.append(("work", fields["work"]))
         uses = [(name, address) for name, address in uses if address]
@@ -158,12 +157,12 @@ class Machine:
             if (names & results and fields["counter"] == 0) or (own and fields["cut"] == 0):
                 region.bytes[:] = self.poison
             self.memory.add(region)
-            if self.excluded is not None and names <= {"k", "v"} and "count" in fields:
+            if self.excluded is not None and names in ({"k"}, {"v"}):
                 (batches,) = (x for first, _, x in held if first == fields["batches"])
                 self._exclude(region, fields, batches, *names)
         self.work = self.lent.get(fields.get("work"))
         if self.work:
-            size, threads = self.work
+            size, threads, _ = self.work
             size += (threads - 1) * fields["work_stride"]
             self.workspace = self.memory.add(Region("the workspace", fields["work"], size, writable=True))
 
