@@ -338,6 +338,12 @@ def test_dask_refuses_bad_calls_before_they_are_computed(change, words, da):
         attention(**call)
 
 
+def test_dask_refuses_mixtures_of_dtypes(da):
+    x = da.zeros((1, 4, 4), chunks=2)
+    with pytest.raises(rp.RelposTypeError, match="float32"):
+        attention(x, x, x.astype(np.float32))
+
+
 def test_dask_refuses_chunks_of_unknown_size(da):
     x = da.zeros((1, 4, 4), chunks=2)
     unknown = x[:, da.from_array(np.array([True, True, False, True]), chunks=2)]
