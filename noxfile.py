@@ -43,6 +43,20 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def coverage(session: nox.Session) -> None:
+    """Measure lines and branches of all that Python runs, kernels included; 20 minutes, and less than 95 % fails."""
+    session.install("-e", ".[test]")
+    # Cold, so that what writes machine code runs too.
+    cache = Path(session.create_tmp()) / "kernels"
+    shutil.rmtree(cache, ignore_errors=True)
+    session.run("coverage", "erase")
+    env = {"RELPOS_CACHE_DIR": str(cache)}
+    session.run("coverage", "run", "-m", "pytest", "-q", "-m", "not models", *session.posargs, env=env)
+    session.run("coverage", "combine")
+    session.run("coverage", "report")
+
+
+@nox.session(default=False)
 def parity(session: nox.Session) -> None:
     """Compare with torch, transformers, onnx, espnet, timm and others."""
     session.install("torch==2.13.0")

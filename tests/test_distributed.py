@@ -87,6 +87,7 @@ def placed(kind, draw):
         "xpos": lambda: rp.XPos(positions=places),
         "boxes": lambda: rp.LayoutBias(table, table, table, boxes),
         "boxes in another order": lambda: rp.LayoutBias(table, table, table, boxes, positions=np.arange(12)[::-1] * 3),
+        "boxes alone": lambda: rp.LayoutBias(None, table, table, boxes),
         "labels": lambda: rp.GraphLabels(np.abs(10 * draw(2, 9, 12)).astype(int) % 5 - 1, draw(5, 4)),
         "gates": lambda: rp.WavLM(table, draw(2, 4, 9)),
         "beyond the threshold": lambda: rp.FIRE(*network, c=1.0, threshold=4.0),
@@ -335,6 +336,12 @@ def test_dask_refuses_bad_calls_before_they_are_computed(change, words, da):
     call = dict.fromkeys("qkv", da.zeros((1, 4, 4), chunks=2)) | change
     with pytest.raises(rp.RelposError, match=words):
         attention(**call)
+
+
+def test_dask_refuses_mixtures_of_dtypes(da):
+    x = da.zeros((1, 4, 4), chunks=2)
+    with pytest.raises(rp.RelposTypeError, match="float32"):
+        attention(x, x, x.astype(np.float32))
 
 
 def test_dask_refuses_chunks_of_unknown_size(da):

@@ -7,6 +7,8 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
+from relpos_np.schemes.base import SchemeGradient
+from relpos_np.terms import Terms
 
 ATTENTION = [
     (name, variant)
@@ -99,6 +101,53 @@ def test_gradients_are_slopes(name, variant, backend):
     e = testing.example(name, variant=variant, dtype="float64")
     grads = check_gradient(e.q, e.k, e.v, e.position, dict(e.kwargs), backend)
     assert set(grads.position) == trained(e.position), "every trained array has a gradient"
+
+
+def swin_v2(rng, **options):
+    w1, b1, w2 = (rng.standard_normal(shape) for shape in ((5, 2), (5,), (2, 5)))
+    return rp.SwinV2(w1, b1, w2, rng.standard_normal((2, 1, 1)), (2, 3), **options)
+
+
+# What examples leave out: arrays that a scheme may have or not.
+OPTIONAL = {
+    "swin_v2, its last bias": lambda rng: swin_v2(rng, output_bias=rng.standard_normal(2)),
+    "shaw, of values": lambda rng: rp.Shaw(value_table=rng.standard_normal((5, 4))),
+    "deberta, of queries": lambda rng: rp.DeBERTa(rng.standard_normal((2, 8, 4)), None),
+    "deberta, of keys": lambda rng: rp.DeBERTa(None, rng.standard_normal((2, 8, 4))),
+    "neighborhood, none": lambda rng: rp.NeighborhoodBias(None, (2, 3), (1, 3)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_gradients_of_optional_arrays(name, backend, rng):
+    q, k, v = rng.standard_normal((3, 2, 2, 6, 4))
+    position = OPTIONAL[name](rng)
+    grads = check_gradient(q, k, v, position, {}, backend)
+    assert set(grads.position) == trained(position)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scheme_that_passes_no_gradient_on(backend, rng):
+    """Of content without a slope the operands' gradients are 0, and the values' are not."""
+
+    class Constant(rp.Plain):
+        content = True
+
+        def transform(self, q, k, site):
+            return np.ones_like(q), np.ones_like(k)
+
+        def lower(self, q, k, site):
+            return Terms(np.ones_like(q), np.ones_like(k))
+
+        def lift(self, q, k, site, grad):
+            return SchemeGradient()
+
+    q, k, v = rng.standard_normal((3, 2, 2, 6, 4))
+    grads = check_gradient(q, k, v, Constant(), {}, backend)
+    assert not grads.q.any()
+    assert not grads.k.any()
+    assert grads.v.any()
 
 
 # ---------------------------------------------------------------------------------------------- what a call may contain

@@ -462,6 +462,30 @@ def test_t5_names(rng):
         read(state, prefix=second, format="t5")
 
 
+def test_mpnet_names(backend, rng):
+    state = {f"{name}.weight": rng.standard_normal((8, 8)) for name in ("q", "k", "v", "o")}
+    state["relative_attention_bias.weight"] = rng.standard_normal((32, 2))
+    layer = layers.MultiHeadAttention.from_state_dict(state, format="mpnet")
+    assert (layer.heads, layer.scale) == (2, None)
+    x = rng.standard_normal((2, 5, 8))
+    q, k, v = ((x @ state[f"{n}.weight"].T).reshape(2, 5, 2, 4).swapaxes(1, 2) for n in "qkv")
+    z = rp.attention(q, k, v, position=rp.T5(state["relative_attention_bias.weight"]), backend="numpy")
+    expected = z.swapaxes(1, 2).reshape(2, 5, 8) @ state["o.weight"].T
+    np.testing.assert_allclose(layer(x, backend=backend), expected, rtol=0, atol=1e-12)
+
+
+def test_wav2vec2_bert_names(rng):
+    names = ("linear_q", "linear_k", "linear_v", "linear_out")
+    state = {f"{name}.weight": rng.standard_normal((8, 8)) for name in names}
+    state["distance_embedding.weight"] = rng.standard_normal((7, 4))
+    read = layers.MultiHeadAttention.from_state_dict
+    layer = read(state, format="wav2vec2_bert", left=4, right=2)
+    assert layer.heads == 2
+    np.testing.assert_array_equal(layer.position.key_table, state["distance_embedding.weight"])
+    with pytest.raises(rp.RelposValueError, match=r"left: 64 \+ 8 \+ 1 = 73 rows expected, found \(7, 4\)"):
+        read(state, format="wav2vec2_bert", left=64, right=8)
+
+
 # ---------------------------------------------------------------------------------------------- bad input
 
 SQUARE = np.ones((8, 8))
@@ -513,6 +537,7 @@ def test_bad_relative_weights(change, message):
 
 
 X = np.ones((2, 3, 8))
+FILLED = layers.MultiHeadAttention(SQUARE, SQUARE, SQUARE, heads=2).project(X)
 
 
 @pytest.mark.parametrize(
@@ -523,6 +548,8 @@ X = np.ones((2, 3, 8))
         ({"x": X.tolist()}, "x: expected a NumPy array, found list"),
         ({"x": X, "context": np.ones((2, 3, 7))}, r"context: expected shape \(..., L, 8\)"),
         ({"x": X, "context": layers.Cache()}, "context: the cache is empty"),
+        ({"x": X, "context": FILLED, "values": X}, "context: with a cache neither values, memory nor cache"),
+        ({"x": X, "context": FILLED, "memory": X}, "context: with a cache neither values, memory nor cache"),
         ({"x": X, "memory": np.ones((1, 3, 8))}, r"memory: expected batch axes \(2,\)"),
         ({"x": X, "memory": X, "values": X}, "memory: cannot precede values"),
         ({"x": X, "values": np.ones((2, 4, 8))}, r"values: expected \(2, 3\) before the last axis, found \(2, 4, 8\)"),
@@ -541,6 +568,16 @@ def test_bad_calls(call, message):
         layer(**call)
 
 
+def test_states_of_other_widths_must_be_given():
+    wide = np.ones((8, 6))
+    layer = layers.MultiHeadAttention(SQUARE, wide, SQUARE, heads=2)
+    with pytest.raises(rp.RelposValueError, match=r"context: key.weight \(8, 6\) takes other states than query.weight"):
+        layer(X)
+    with pytest.raises(rp.RelposValueError, match=r"values: value.weight \(8, 8\) takes others than key.weight"):
+        layer(X, context=np.ones((2, 5, 6)))
+    assert layer(X, context=np.ones((2, 5, 6)), values=np.ones((2, 5, 8))).shape == X.shape
+
+
 def test_bad_calls_of_relative_attention_and_encodings():
     layer = layers.RelativeMultiHeadAttention(
         SQUARE, SQUARE, SQUARE, pos=SQUARE, u=np.ones((2, 4)), v=np.ones((2, 4)), variant="conformer"
@@ -555,6 +592,8 @@ def test_bad_calls_of_relative_attention_and_encodings():
         layers.RelativePositionalEncoding(7, variant="xlnet")
     with pytest.raises(rp.RelposValueError, match="clamp_len: expected at least 1, found 0"):
         layers.RelativePositionalEncoding(8, clamp_len=0)
+    with pytest.raises(rp.RelposValueError, match="clamp_len: expected None for variant 'espnet_legacy', found 3"):
+        layers.RelativePositionalEncoding(8, variant="espnet_legacy", clamp_len=3)
     with pytest.raises(rp.RelposValueError, match=r"x: expected shape \(..., L, 8\), found \(2, 3, 6\)"):
         layers.RelativePositionalEncoding(8)(np.ones((2, 3, 6)))
     with pytest.raises(rp.RelposValueError, match=r"expected more than 2 rows, found \(2, 8\)"):

@@ -667,6 +667,18 @@ BAD = {
         lambda: WindowAttention.from_state_dict(STATE | {TABLE: np.ones((9, 3))}, 1, 1, (2, 2)),
         ValueError,
     ),
+    f"{TABLE}: columns": (
+        lambda: SwinAttention.from_state_dict(named(STATE, "qkv") | {TABLE: np.ones((9, 3))}, (2, 2)),
+        ValueError,
+    ),
+    "attention.k_proj.bias: some": (
+        lambda: SwinAttention.from_state_dict(
+            {f"attention.{n}": v for n, v in named(STATE, "transformers5").items() if n != "v_proj.bias"},
+            (2, 2),
+            format="transformers5",
+        ),
+        ValueError,
+    ),
     "proj.bias: missing": (
         lambda: SwinAttention.from_state_dict(
             {n: v for n, v in STATE.items() if n != "proj.bias"}, (2, 2), format="rstt"

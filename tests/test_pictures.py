@@ -102,6 +102,25 @@ def test_speed_by_length_draws_what_was_recorded():
         diagrams.speed_by_length({"512": lengths["512"]})
 
 
+@pytest.mark.parametrize("title", [None, "A name"])
+def test_titles(title):
+    """Of figures, and of one map on axes of one's own; five maps leave the rest of their grid empty."""
+    lengths = {n: {"best_ms": 1.0, "extra_memory_mib": 0.5} for n in ("512", "1024")}
+    figures = [
+        plot.bias_maps(np.ones((5, 2, 3)), title=title),
+        diagrams.encoding_map(rp.Sinusoidal(6), 9, title=title),
+        diagrams.rotary_angles({"a": rp.reference.rotary_frequencies(8)}, 5, title=title),
+        diagrams.rel_shift_steps(3, 3, title=title),
+        diagrams.speed_by_length(lengths, title=title),
+    ]
+    for figure in figures:
+        assert figure.get_suptitle() == (title or "")
+    assert [ax.axison for ax in figures[0].axes[:8]] == [True] * 5 + [False] * 3
+    ax = plot.new_figure(3, 3).subplots()
+    assert diagrams.numbered_map(np.ones((2, 2), int), ax, title=title) is ax
+    assert ax.get_title() == (title or "")
+
+
 def test_position_effect_is_the_bias_where_there_is_one():
     one = testing.example("t5", dtype="float64")
     effect = pictures.position_effect(one)

@@ -5,6 +5,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
+from relpos_np.testing.arguments import rebuilt
 
 ALL = [(name, variant) for name, info in rp.SCHEMES.items() for variant in info.variants or (None,)]
 
@@ -253,6 +254,16 @@ def test_every_scheme_keeps_its_arguments(name, variant):
         return
     out = rp.attention(one.q, one.k, one.v, position=again, backend="numpy", **one.kwargs)
     np.testing.assert_array_equal(out, one.run("numpy")[0])
+
+
+def test_schemes_in_another_precision(rng):
+    table = rng.standard_normal((32, 4))
+    first, second = rebuilt((rp.T5(table, max_distance=64), rp.Plain()), np.float32)
+    assert first.table.dtype == np.float32
+    assert first.max_distance == 64
+    np.testing.assert_array_equal(first.table, table.astype(np.float32))
+    assert type(second) is rp.Plain
+    assert rebuilt(None, np.float32) is None
 
 
 def test_a_scheme_that_forgets_an_argument():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from relpos_np import check, lowering, testing
+from relpos_np.kernels._cuda import intrinsics
 from relpos_np.kernels._cuda.elementwise import elementwise
 from relpos_np.kernels._cuda.operand import Operand
 from relpos_np.kernels._cuda.result import DeviceArray
@@ -185,3 +186,58 @@ def test_an_operand_keeps_its_owner(rng):
     del operand
     gc.collect()
     assert alive() is None
+
+
+# What is refused ----------------------------------------------------------------------------------------
+
+
+def test_what_an_operand_refuses(rng):
+    x = rng.standard_normal((2, 3)).astype(np.float32)
+    a = Operand.of(There(x), "x")
+    assert Operand.of(a, "x") is a
+    assert len(a) == 2
+    for shape in ((3, 3), (3,)):
+        with pytest.raises(ValueError, match=r"shape \(2, 3\) does not broadcast to"):
+            a.broadcast_to(shape)
+    for shape in ((3,), (2,)):
+        with pytest.raises(ValueError, match=r"shape \(2, 3\) is not .* with axes of one entry in front"):
+            a.reshaped(shape)
+    for one in (a, DeviceArray(a, 0)):
+        with pytest.raises(ValueError, match="cannot be read on the host without a copy"):
+            np.asarray(one, copy=False)
+        assert np.asarray(one, np.float64).dtype == np.float64
+    assert repr(DeviceArray(a, 0)) == "DeviceArray(shape=(2, 3), dtype=float32)"
+
+
+def test_numpy_takes_over_what_kernels_cannot_add(rng):
+    x = rng.standard_normal((2, 3)).astype(np.float32)
+    a = Operand.of(There(x), "x")
+    for other in (np.full(3, 1j), np.array([True, False, True]), np.full(3, 2**40)):
+        found = a + other
+        np.testing.assert_array_equal(np.asarray(found), x + other)
+    out = np.empty_like(x)
+    assert np.add(a, x, out=out) is out
+    np.testing.assert_array_equal(out, x + x)
+    with pytest.raises(TypeError):
+        a + object()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_nothing_is_launched_for_nothing(shape):
+    a = Operand.of(There(np.empty(shape, np.float32)), "x")
+    assert (a + a).shape == shape
+    assert a.host().shape == shape
+    heads = Operand.of(There(np.empty((1, *shape), np.float32)), "x")
+    turned = heads.turned(np.ones((1, shape[0], 0), np.float32), np.ones((1, shape[0], 0), np.float32), "half")
+    assert turned.shape == (1, *shape)
+
+
+def test_the_simulator_sees_places_outside():
+    """Indices that the device would read without a word."""
+    assert intrinsics.place(3) == 3
+    with pytest.raises(IndexError, match="a kernel reads element -1"):
+        intrinsics.place(-1)
+    four = intrinsics.neighbours(4)
+    assert four(np.arange(8), 4) == (4, 5, 6, 7)
+    with pytest.raises(IndexError, match="a kernel reads 4 elements from 2 on"):
+        four(np.arange(8), 2)

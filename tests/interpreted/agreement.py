@@ -57,7 +57,7 @@ def gradients(grads):
 def assert_gradients_agree(q, k, v, kwargs, *, dtype=np.float64, **options):
     """Interpreted gradients are those of the formulas."""
     rng = np.random.default_rng(3)
-    shape = (*np.broadcast_shapes(q.shape[:-3], k.shape[:-3]), *q.shape[-3:-1])
+    shape = (*np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]), *q.shape[-3:-1])
     given = {"grad_out": rng.standard_normal((*shape, v.shape[-1])), "grad_lse": rng.standard_normal(shape)}
     given = {name: x.astype(dtype) for name, x in given.items()}
     state = kwargs.pop("state", None)

@@ -87,7 +87,8 @@ class Machine:
         memory = np.full(threads * stride + 64, self.poison, np.uint8)
         fields["work"] = memory.ctypes.data + -memory.ctypes.data % 64
         fields["work_stride"] = stride
-        self.lent[fields["work"]] = size, threads
+        # Kept, so that no other array comes to lie there.
+        self.lent[fields["work"]] = size, threads, memory
         return memory
 
     def run(self, kernel, record, threads):
@@ -130,9 +131,9 @@ class Machine:
         results = set() if self.memory.kernel.startswith("backward") else RESULTS
         for name in TABLES:
             for entry in self._entries(fields, name, held):
-                uses += [
-                    (field, entry[field]) for field in ("src", "index", "runs", "weights", "dst") if field in entry
-                ]
+                uses += [(field, entry[field]) for field in entry if field in INPUTS | SUMS]
+        if fields.get("work") and fields["work"] not in self.lent:
+            uses.append(("work", fields["work"]))
         uses = [(name, address) for name, address in uses if address]
         # Arrays that share memory, such as a packed projection's parts, become one region.
         spans = []
@@ -150,24 +151,18 @@ class Machine:
             names = {name for name, address in uses if low <= address < high}
             if len(names & (results | SUMS)) and len(names) > 1:
                 raise Fault(f"{self.memory.kernel}: {sorted(names)} share memory")
-            result = bool(names & (results | SUMS))
-            region = Region(
-                ", ".join(sorted(names)),
-                low,
-                high - low,
-                legal=marks(low, high, arrays),
-                writable=result,
-                shared=result,
-            )
-            if names & results and fields["counter"] == 0:
+            result, own = bool(names & (results | SUMS)), names == {"work"}
+            name, legal = ", ".join(sorted(names)), marks(low, high, arrays)
+            region = Region(name, low, high - low, legal=legal, writable=result or own, shared=result)
+            if (names & results and fields["counter"] == 0) or (own and fields["cut"] == 0):
                 region.bytes[:] = self.poison
             self.memory.add(region)
-            if self.excluded is not None and names <= {"k", "v"} and "count" in fields:
+            if self.excluded is not None and names in ({"k"}, {"v"}):
                 (batches,) = (x for first, _, x in held if first == fields["batches"])
                 self._exclude(region, fields, batches, *names)
         self.work = self.lent.get(fields.get("work"))
         if self.work:
-            size, threads = self.work
+            size, threads, _ = self.work
             size += (threads - 1) * fields["work_stride"]
             self.workspace = self.memory.add(Region("the workspace", fields["work"], size, writable=True))
 
@@ -196,7 +191,8 @@ class Machine:
 
     def _pieces(self, fields, threads):
         """The pieces of work of each thread."""
-        unit = fields.get("run") or fields.get("step") or 1
+        # Where a record counts in smaller units than pieces.
+        unit = fields.get("run") or ("lines" not in fields and fields.get("step")) or 1
         todo = list(range(fields["counter"], -(-fields["stop"] // unit)))
         if self.order == "one takes all":
             return [todo, *([] for _ in range(threads - 1))]

@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 from tests.interpreted.agreement import assert_gradients_agree, assert_same_arrays, gradients, shut_keys
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
-from tests.interpreted.test_interpreted_attention import DTYPES, SHAW, case_of, grid
-from tests.strategies import Position
+from tests.interpreted.test_interpreted_attention import DTYPES, SHAW, STRESS, case_of, grid
+from tests.strategies import Position, cases
 from tests.test_equivalence import KINDS
 
 CASES = {
@@ -32,18 +34,17 @@ def call_of(name, dtype):
     return case, case.operands(dtype), case.options(dtype)
 
 
-@pytest.mark.parametrize("threads", [None, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_each_kind_of_call(name, threads):
+def test_each_kind_of_call(name):
     """On three threads a head is divided into ranges of queries and of keys."""
-    dtype = DTYPES[(sum(map(ord, name)) + bool(threads)) % 2]
+    dtype, threads = DTYPES[sum(map(ord, name)) % 2], (None, 3)[len(name) % 2]
     case, operands, options = call_of(name, dtype)
     given = {"excluded": shut_keys(case), "threads": threads}
     machine, _ = assert_gradients_agree(*operands, options, dtype=dtype, **given)
     assert machine.launches[f"backward_{np.dtype(dtype)}"] == 1
 
 
-@pytest.mark.stress
+@STRESS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_order_of_pieces_changes_nothing(name, dtype):
@@ -71,11 +72,21 @@ def test_compiled_kernels_give_the_same(name, dtype):
     assert_same_arrays(found, expected, dtype)
 
 
-@pytest.mark.parametrize("threads", [None, 2])
-@pytest.mark.parametrize("name", ["graph", "irpe", "cope", "deberta"])
+SCHEMES = ("graph", "irpe", "cope", "deberta", "decomposed")
+
+
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [
+        pytest.param(n, t, marks=() if (n, t) in {("cope", None), ("deberta", 2)} else STRESS)
+        for n in SCHEMES
+        for t in (None, 2)
+    ],
+)
 def test_terms_of_examples(name, threads):
-    """Of whole schemes: maps of each batch item, products with keys by a map of pairs, biases of every pair."""
-    for variant in rp.SCHEMES[name].variants[:2] or (None,):
+    """Whole schemes: maps of each batch item, products with keys by a map of pairs, biases of every pair."""
+    variants = rp.SCHEMES[name].variants or (None,)
+    for variant in variants[:1] if name == "deberta" else variants:
         e = testing.example(name, variant=variant, dtype="float64")
         assert_gradients_agree(e.q, e.k, e.v, {**e.kwargs, "position": e.position}, threads=threads)
 
@@ -108,3 +119,11 @@ def test_numbers_that_are_not_finite(rng, threads):
         np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12)
     assert np.isfinite(found["q"][0, :3]).all()
     assert np.isnan(found["q"]).any()
+
+
+@STRESS
+@given(cases(small=True), st.sampled_from(KINDS_OF_ORDER), st.sampled_from((None, 3)))
+@settings(max_examples=60)
+def test_any_small_call(case, order, threads):
+    options = {"threads": threads, "order": order, "excluded": shut_keys(case)}
+    assert_gradients_agree(*case.operands(np.float64), case.options(np.float64), **options)

@@ -6,10 +6,12 @@ import pytest
 
 import relpos_np as rp
 from relpos_np.kernels import _numba as host
+from relpos_np.kernels._numba import launch
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
-from tests.interpreted.agreement import assert_agrees
+from tests.interpreted.agreement import assert_agrees, assert_gradients_agree
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
-from tests.interpreted.test_interpreted_attention import ALONE, BATCH, DTYPES, compare, grid
+from tests.interpreted.test_interpreted_attention import ALONE, BATCH, DTYPES, STRESS, compare, grid
+from tests.processes import child
 from tests.strategies import Case, Mask
 
 # ---------------------------------------------------------------------------------------------- windows
@@ -24,13 +26,17 @@ def windows(q_len, k_len, depth, vectors, dtype, **options):
     return Case(5, BATCH, (2,), 1, 2, q_len=q_len, k_len=k_len, depth=depth, v_dim=v_dim, **options)
 
 
-@pytest.mark.parametrize("kind", [None, "bool", "float"])
-@pytest.mark.parametrize(("q_len", "k_len", "depth", "vectors"), WINDOWS)
+def masked_windows():
+    """A mask of queries alone takes the other kernel."""
+    for at, shape in enumerate(WINDOWS):
+        for kind in (None, "bool", "float") if shape[1] > 1 else (None,):
+            yield pytest.param(*shape, kind, marks=() if at < 3 or kind == "float" else STRESS)
+
+
+@pytest.mark.parametrize(("q_len", "k_len", "depth", "vectors", "kind"), list(masked_windows()))
 def test_windows(q_len, k_len, depth, vectors, kind):
     dtype = DTYPES[q_len % 2]
     mask = None if kind is None else Mask(kind, (2, 1, q_len, k_len), 0.7)
-    if kind and k_len == 1:
-        return  # a mask of queries takes the other kernel
     machine = assert_agrees(windows(q_len, k_len, depth, vectors, dtype, mask=mask), dtype, threads=2)
     assert machine.launches == {f"windows_{np.dtype(dtype)}": 1}
 
@@ -128,6 +134,30 @@ def test_decoding_of_values_that_are_not_finite(rng):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
+# ---------------------------------------------------------------------------------------------- several launches
+
+
+@STRESS
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("q_len", "k_len"), [(26, BLOCK_KEYS + 9), (26, 64), (3, 2 * BLOCK_KEYS)], ids=["attention", "windows", "decode"]
+)
+def test_a_long_call_is_cut(q_len, k_len, threads, monkeypatch):
+    """A call that takes long is several launches, between which Python sees signals; forwards and backwards."""
+    for module in (host, launch):
+        for name in ("CALL_FLOPS", "CALL_DECODE_FLOPS"):
+            monkeypatch.setattr(module, name, 1e3, raising=False)
+    monkeypatch.setattr(host, "RUNS", 2)
+    v_dim = TARGET.lanes(8)
+    case = Case(5, ALONE, (), 9, 2, q_len, k_len, 4, v_dim, positions=(grid(q_len, k_len),))
+    machine = assert_agrees(case, np.float64, threads=threads, order="backwards")
+    assert sum(machine.launches.values()) > 1
+    q, k, v = case.operands(np.float64)
+    options = case.options(np.float64)
+    machine, _ = assert_gradients_agree(q, k, v, options, threads=threads, order="backwards")
+    assert machine.launches["backward_float64"] >= 1
+
+
 # ---------------------------------------------------------------------------------------------- products and rel_shift
 
 
@@ -164,3 +194,20 @@ def test_rel_shift(variant, threads, rng, monkeypatch):
                 found = rp.rel_shift(x, variant=variant, **given, backend="numba")
             np.testing.assert_array_equal(found, expected)
             assert machine.launches == ({} if variant == "wenet" else {"shift": 1})
+
+
+# ---------------------------------------------------------------------------------------------- other vector units
+
+
+@STRESS
+@pytest.mark.parametrize(("name", "features"), [("avx2", "+avx2,+fma,+f16c"), ("simd128", "+sse2")])
+def test_other_vector_units(name, features):
+    """Shorter vectors, other register tiles: nothing has to be compiled to interpret their kernels."""
+    code, out, log = child(
+        f"from relpos_np.kernels._numba.target import TARGET; assert TARGET.name == {name!r}\n"
+        "import pytest\n"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'not compiled', 'tests/interpreted']))",
+        NUMBA_CPU_FEATURES=features,
+        timeout=600,
+    )
+    assert code == 0, out + log

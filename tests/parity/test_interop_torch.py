@@ -179,6 +179,19 @@ def test_compiled_functions_call_it():
     assert table.grad.abs().max() > 0
 
 
+def test_key_lengths_of_any_kind():
+    q, k, v = operands(grad=False)
+    lengths = torch.tensor([[4], [9]])
+    expected = sdpa(q, k, v, attn_mask=(torch.arange(9) < lengths)[:, None, None])
+    for given in (lengths[:, 0], lengths[:, 0].numpy(), lengths[:, 0].int()):
+        torch.testing.assert_close(attention(q, k, v, key_lengths=given), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(attention(q, k, v, key_lengths=4)[0], expected[0], rtol=1e-12, atol=1e-12)
+
+
+def test_repr_shows_shapes_and_no_numbers():
+    assert repr(trained(rp.T5, torch.zeros(32, 4), max_distance=64)) == "trained(T5, table=(32, 4), max_distance=64)"
+
+
 def test_errors_name_what_was_found():
     q, k, v = operands(dtype=torch.float32)
     for bad, message in (
