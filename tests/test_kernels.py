@@ -338,8 +338,6 @@ def test_other_vector_units(unit):
     assert run.returncode == 0, run.stdout[-3000:]
 
 
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("q_len", [2, 12])  # few queries have a kernel of their own
 def test_bias_of_the_next_query_is_not_seen_beside_the_last_key(q_len, dtype, rng):
