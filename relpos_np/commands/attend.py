@@ -34,7 +34,7 @@ HELP = """\
 Without FILE: attention of four heads of a trained model (all-mpnet-base-v2, T5 bias) on two texts, which is part
 of the package. The result is compared with what transformers computed and with the float64 reference.
 
-FILE is an .npz archive, which is never unpickled. Its arrays:
+FILE is an .npz archive, which is never unpickled; a compressed one may hold 256 MiB, or 16 times its size. Its arrays:
   q k v            (..., H, L_q, D), (..., H_kv, L_k, D), (..., H_kv, L_k, D_v)
   mask             bool (True = may attend) or float (added)          optional
   key_lengths      integers, one per batch item                       optional
