@@ -32,6 +32,8 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
     site, item = problem.site, problem.site.dtype.itemsize
     count, threads, lanes = math.prod(problem.batch), available_threads(), TARGET.lanes(problem.site.dtype.itemsize)
     lines, pairs = count * site.heads, site.q_len * site.k_len
+    if not lines * pairs:
+        return {}  # no kernel runs
     query = problem.q if terms.query is None else terms.query
     key = problem.stored_k if terms.key is None else terms.key
     depth = query.shape[-1]
