@@ -21,6 +21,16 @@ def small(backend):
     return SIMULATED and backend == "cuda"
 
 
+def simulate_only(**values):
+    """Mark a test that the simulator runs with these values of its parameters only; others are left out there."""
+
+    def marked(test):
+        test.simulated_values = values
+        return test
+
+    return marked
+
+
 def shapes(backend):
     """Numbers of queries and of keys: decoding, a window, and several blocks of keys."""
     return [(1, 9), (9, 11)] if small(backend) else [(1, 200), (64, 64), (70, 200)]

@@ -6,7 +6,7 @@ import pytest
 import relpos_np as rp
 from relpos_np import layers
 from tests import naive
-from tests.faults.calls import INF, both, dtypes, gradients, make, operands, scheme, shapes, small
+from tests.faults.calls import INF, both, dtypes, gradients, make, operands, scheme, shapes, simulate_only, small
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5])
@@ -21,6 +21,7 @@ def test_row_17_windows_shorter_and_longer_than_the_sequence(length, window, bac
 
 
 @pytest.mark.parametrize("width", [1, 62, 63, 64, 65])
+@simulate_only(width=[1, 63])
 def test_row_17_windows_beside_the_length_of_a_kernels_tile(width, backend, rng):
     """The band leaves out one pair, or none: on the one side the general kernel runs, on the other that for windows."""
     length = 9 if small(backend) else 64
@@ -78,7 +79,7 @@ def test_row_18_queries_are_the_last_positions(backend, rng):
             for a, b in zip(out, stated, strict=True):
                 np.testing.assert_array_equal(a, b)
             # The last query sees all keys, and each one before it one key less.
-            for i in {0, q_len // 2, q_len - 1}:
+            for i in {q_len // 2} if small(backend) else {0, q_len // 2, q_len - 1}:
                 n = k_len - q_len + i + 1
                 expected = rp.attention(q[..., i : i + 1, :], k[..., :n, :], v[..., :n, :], backend="numpy")
                 close = {"rtol": 0, "atol": 64 * np.finfo(dtype).eps}
@@ -104,7 +105,9 @@ def test_row_19_early_queries_without_keys(backend, rng):
     for dtype in dtypes(backend):
         for q_len, k_len in shapes(backend):
             q, k, v = operands(rng, backend, dtype, q_len, k_len)
-            for early in sorted({1, q_len // 2, q_len}):
+            for early in (
+                {q_len} if small(backend) and q_len == 1 else {4} if small(backend) else {1, q_len // 2, q_len}
+            ):
                 options = {"causal": True, "offset": -early, "backend": backend}
                 out, lse = both(q, k, v, **options)
                 assert (out[..., :early, :] == 0).all()
@@ -118,8 +121,8 @@ def test_row_19_early_queries_without_keys(backend, rng):
                 assert (found["q"][..., :early, :] == 0).all()
                 # Keys beyond the last query's position are nobody's.
                 assert (found["k"][..., max(q_len - early, 0) :, :] == 0).all()
-            out = rp.attention(q, k, v, causal=True, offset=-(1 << 50), backend=backend)
-            assert (out == 0).all()
+        out = rp.attention(q, k, v, causal=True, offset=-(1 << 50), backend=backend)
+        assert (out == 0).all()
 
 
 @pytest.mark.parametrize("size", [(5, 7), (4, 5), (3, 9)])
