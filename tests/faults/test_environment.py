@@ -208,7 +208,7 @@ def test_row_44_what_is_missing_is_named_with_its_remedy(name, tmp_path):
 
 
 def test_row_44_every_extra_is_here():
-    """A new one must say what to install as well; without rich the command line prints plain text (tests/test_cli.py)."""
+    """A new one must name its remedy as well; without rich the command line prints plain text (tests/test_cli.py)."""
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
