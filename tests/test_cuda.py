@@ -81,7 +81,7 @@ def no_device():
     ],
     ids=["attention", "attention_vjp", "rel_shift"],
 )
-def test_without_a_gpu_the_error_names_the_remedy(call, rng):
+def test_row_45_without_a_gpu_the_error_names_the_remedy(call, rng):
     q, k, v = rng.standard_normal((3, 2, 4, 4))
     with pytest.raises(rp.RelposImportError) as caught:
         call(q, k, v, backend="cuda")

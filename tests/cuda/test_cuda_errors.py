@@ -67,7 +67,7 @@ def test_what_kernels_cannot_read(rng):
             rp.attention(*there(x, *others), backend="cuda")
 
 
-def test_another_device_is_refused_before_it_is_read(rng):
+def test_row_45_another_device_is_refused_before_it_is_read(rng):
     q, k, v = draw(rng)
 
     class Other(Packed):
@@ -176,7 +176,7 @@ def failing(action, count, code):
 
 
 @pytest.mark.parametrize("where", ["device_array", "to_device"])
-def test_no_memory(where, monkeypatch, rng):
+def test_row_45_no_memory(where, monkeypatch, rng):
     x = rng.standard_normal((3, 4))
     given = x if where == "to_device" else There(x)
     expected = rp.rel_shift(x, backend="numpy")
@@ -195,7 +195,7 @@ def test_no_memory(where, monkeypatch, rng):
     np.testing.assert_array_equal(np.asarray(rp.rel_shift(given, backend="cuda")), expected)
 
 
-def test_after_an_error_nothing_is_held(monkeypatch, rng):
+def test_row_45_after_an_error_nothing_is_held(monkeypatch, rng):
     made = []
     device_array, call = numba.cuda.device_array, KERNEL.__call__
 
@@ -216,7 +216,7 @@ def test_after_an_error_nothing_is_held(monkeypatch, rng):
     del caught
 
 
-def test_a_kernel_that_fails(monkeypatch, rng):
+def test_row_45_a_kernel_that_fails(monkeypatch, rng):
     x = There(rng.standard_normal((3, 4)))
     whole = KERNEL.__call__
     monkeypatch.setattr(KERNEL, "__call__", failing(whole, 1, "ILLEGAL_ADDRESS"))
@@ -238,7 +238,7 @@ CAUSES = {
 
 @pytest.mark.parametrize("missing", CAUSES)
 @pytest.mark.parametrize("far", [True, False])
-def test_what_is_missing_is_named(far, missing, monkeypatch, rng):
+def test_row_45_what_is_missing_is_named(far, missing, monkeypatch, rng):
     said = "\nCUDA driver library cannot be found.\nEnsure that one is there.\n" if missing == "driver" else None
     monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
     monkeypatch.setattr(numba.cuda, "cuda_error", lambda: said, raising=False)

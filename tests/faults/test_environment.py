@@ -10,6 +10,7 @@ import pytest
 import relpos_np as rp
 from relpos_np.sweep import parts
 from relpos_np.testing import cases, example
+from tests.faults.conftest import BACKENDS
 from tests.faults.operands import make
 from tests.processes import ROOT, child
 
@@ -59,7 +60,8 @@ KINDS = {
 
 
 def operands(kind, dtype):
-    sizes = dict(KINDS[kind])
+    """What one kind of call is made of: queries, keys, values, a table and what makes a scheme of it."""
+    sizes = dict(KINDS[kind] if isinstance(kind, str) else kind)
     position = sizes.pop("position", None)
     rng = np.random.default_rng(0)
     q, k, v = make(rng, dtype, **{"depth": 8, "v_dim": 8} | sizes)
@@ -68,12 +70,16 @@ def operands(kind, dtype):
     return q, k, v, table, schemes[position]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+# The simulator is slow.
+NUMBERS = [(b, d) for b in BACKENDS for d in (np.float16, np.float32, np.float64) if b != "cuda" or d is np.float32]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), NUMBERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_42_nan_in_is_nan_out(kind, dtype, backend):
     """isnan is not assumed to be false: in queries, keys, values and tables; and a masked row stays 0."""
-    if backend == "cuda" and dtype != np.float32:
-        pytest.skip("the simulator is slow")
+    if backend == "cuda":
+        kind = {"q_len": 3, "k_len": 20, "position": KINDS[kind].get("position")}
     q, k, v, table, scheme = operands(kind, dtype)
     for name in ("q", "k", "v", "table") if scheme else ("q", "k", "v"):
         given = {"q": q, "k": k, "v": v, "table": table}
@@ -98,10 +104,10 @@ def test_row_42_nan_in_is_nan_out(kind, dtype, backend):
     assert (lse[:, :, 1] == -np.inf).all()
 
 
+@pytest.mark.parametrize("backend", HOST)
 @pytest.mark.parametrize("kind", ["blocks", "products", "gathered"])
 def test_row_42_nan_in_is_nan_out_on_the_way_back(kind, backend):
-    if backend == "cuda":
-        pytest.skip("tests/cuda/test_cuda_backward.py")
+    """A bad gradient reaches the query it belongs to and all keys and values that this one attends."""
     q, k, v, table, scheme = operands(kind, np.float32)
     position = scheme(table) if scheme else None
     grad = np.ones((*q.shape[:-1], v.shape[-1]), np.float32)
@@ -208,7 +214,7 @@ def test_row_44_what_is_missing_is_named_with_its_remedy(name, tmp_path):
 
 
 def test_row_44_every_extra_is_here():
-    """A new one must say what to install as well; without rich, tests/test_cli.py has it."""
+    """A new one must name its remedy as well; without rich the command line prints plain text (tests/test_cli.py)."""
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -262,9 +268,10 @@ def test_row_46_strict_floating_point_on_every_edge(name, backend):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_row_46_strict_floating_point_in_masked_rows(dtype, backend, rng):
-    q, k, v = make(rng, dtype, q_len=70, k_len=70)
+    length = 12 if backend == "cuda" else 70
+    q, k, v = make(rng, dtype, q_len=length, k_len=length)
     q *= 30  # probabilities underflow
-    options = {"causal": True, "mask": np.where(rng.random((70, 70)) < 0.3, dtype(-np.inf), dtype(1))}
+    options = {"causal": True, "mask": np.where(rng.random((length, length)) < 0.3, dtype(-np.inf), dtype(1))}
     same_when_strict(lambda: list(rp.attention(q, k, v, **options, backend=backend, return_lse=True)))
 
 
