@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np.errors import RelposImportError, RelposValueError
+from relpos_np.forks import preparing
 from relpos_np.problem import Problem
 from relpos_np.terms import Terms
 from relpos_np.types import Array
@@ -103,12 +104,14 @@ def kernels(name: str) -> Any:
     """
     global _numba
     if name == "cuda":
-        module = importlib.import_module("relpos_np.kernels._cuda")
+        with preparing:
+            module = importlib.import_module("relpos_np.kernels._cuda")
         module.require()
         return module
     if _numba is None:
         try:
-            _numba = importlib.import_module("relpos_np.kernels._numba")
+            with preparing:
+                _numba = importlib.import_module("relpos_np.kernels._numba")
         except ImportError as error:
             raise RelposImportError(
                 f"backend 'numba' cannot be imported ({error}); install it with `pip install numba`, "

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.forks import preparing
 
 # Numba's number belongs to one thread and BLAS's to the process; ours to the process, or to a thread's or task's block.
 _default: int | None = None
@@ -25,7 +26,8 @@ def chosen() -> int | None:
 
 def _numba() -> Any:
     try:
-        import numba
+        with preparing:
+            import numba
     except ImportError as error:
         raise RelposImportError(
             f"threads: numba cannot be imported ({error}), and nothing but its kernels has threads of its own; "

@@ -66,7 +66,8 @@ def test_row_39_forks_while_other_threads_call(layer):
         "for other in others: other.join()\n"
         "print(found, wrong)\n"
     )
-    assert on_layer(layer, code) == "{0} []\n"
+    # On TBB Numba prints what it thinks of such forks.
+    assert on_layer(layer, code).splitlines()[-1] == "{0} []"
 
 
 @pytest.mark.stress

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -16,6 +15,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import types
 
+from relpos_np.forks import preparing
 from relpos_np.kernels._numba import cache
 from relpos_np.kernels._numba.target import TARGET
 
@@ -26,13 +26,6 @@ log = logging.getLogger("relpos_np")
 _SIGNATURE = types.void(
     types.CPointer(types.CPointer(types.int64)), types.CPointer(types.int64), types.CPointer(types.int64), types.int64
 )
-
-
-# Compiling, loading and starting pools, one at a time. A fork waits for it: a child that was forked in the midst of
-# it would find locks of Numba and LLVM that nobody ever opens again.
-preparing = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=preparing.acquire, after_in_parent=preparing.release, after_in_child=preparing.release)
 
 
 @contextmanager

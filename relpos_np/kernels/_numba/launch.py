@@ -14,7 +14,8 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from relpos_np.kernels._numba.build import Kernel, preparing
+from relpos_np.forks import preparing
+from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.openmp import Pool, torch_library
 from relpos_np.kernels._numba.target import TARGET
 from relpos_np.threadcount import chosen
@@ -66,19 +67,20 @@ def _length(threads: int) -> tuple[int, Any]:
     return array.ctypes.data, array
 
 
-def _start() -> None:
-    """Start Numba's pool, unless it runs."""
-    from numba.np.ufunc.parallel import _launch_threads
-
+def _symbol(name: str) -> int | None:
+    """Address of a function of Numba's pool, which is started unless it runs."""
     with preparing:
+        from numba.np.ufunc.parallel import _launch_threads
+
         _launch_threads()
+        address: int | None = llvm.address_of_symbol(name)
+        return address
 
 
 @cache
 def _pool() -> Any:
     """Numba's thread pool as a C function; None if it must not be entered by several threads at once."""
-    _start()
-    address = llvm.address_of_symbol("numba_parallel_for")
+    address = _symbol("numba_parallel_for")
     if address is None or numba.threading_layer() == "workqueue":
         return None
     return _POOL(address)
@@ -86,8 +88,9 @@ def _pool() -> Any:
 
 @cache
 def _torch_pool() -> Pool | None:
-    path = torch_library()
-    return None if path is None else Pool(path)
+    with preparing:
+        path = torch_library()
+        return None if path is None else Pool(path)
 
 
 def _shared() -> Pool | None:
@@ -103,8 +106,7 @@ def _function(address: int) -> Any:
 @cache
 def _thread_count() -> Any:
     """Numba's own counter as a C function, which is much cheaper to ask than `numba.get_num_threads`."""
-    _start()
-    address = llvm.address_of_symbol("get_num_threads")
+    address = _symbol("get_num_threads")
     return numba.get_num_threads if address is None else ctypes.CFUNCTYPE(ctypes.c_int)(address)
 
 
