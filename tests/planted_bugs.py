@@ -165,6 +165,11 @@ BUGS = [
     Bug("decode: parts not rescaled", "kernels/_numba/decode.py", "np.matmul(share[:, None], sums)[:, 0]", "sums.sum(axis=1)"),
     Bug("decode: last key of the window", "kernels/_numba/decode.py", "q_len + p.offset + p.right)", "q_len - 1 + p.offset + p.right)"),
     Bug("decode: values before the window", "kernels/_numba/decode.py", "open_ = j0 >= p.q_len - 1 + p.offset - p.left", "open_ = j0 >= p.offset - p.left"),
+    Bug("memory: keys behind the last one", "kernels/_numba/attend.py", "end = min(last, limit)", "end = limit"),
+    Bug("memory: zeros for the last panel", "kernels/_numba/plan.py", "row = np.zeros(-(-k_len // panel) * panel, dtype)", "row = np.zeros(k_len, dtype)"),
+    Bug("memory: sums behind the last distance", "kernels/_numba/backplan.py", "(tasks, span + ROW_QUANTUM, s_width)", "(tasks, span, s_width)"),
+    Bug("memory: end of a buffer", "kernels/_numba/backward.py", "dq = dv + BLOCK_KEYS * v_width", "dq = dv + BLOCK_KEYS * v_width - 8"),
+    Bug("memory: scores of eight rows", "kernels/_numba/decode.py", "values = scores + MOST_ROWS * BLOCK_KEYS", "values = scores + (MOST_ROWS - 1) * BLOCK_KEYS"),
     Bug("cuda: first key of a band", "kernels/_cuda/attend.py", "key = max(0, first + call.offset - call.left)", "key = max(0, first + call.offset - call.left + 1)"),
     Bug("cuda: last key of a band", "kernels/_cuda/attend.py", "stop = min(end, last - 1 + call.offset + call.right + 1)", "stop = min(end, last - 1 + call.offset + call.right)"),
     Bug("cuda: tiles that a band cuts", "kernels/_cuda/attend.py", "j + rows - 1 - i <= call.right", "j - i <= call.right"),
@@ -230,11 +235,11 @@ FIRST = {
     "gradient.py": "gradients:option gradients",
     "index.py": "index schemes schemes_bias schemes_vectors",
     "kernels/_numba/__init__.py": "faults:row_09 faults",
-    "kernels/_numba/attend.py": "faults equivalence kernels:next_query kernels",
-    "kernels/_numba/backplan.py": "gradients:numba terms:backward",
-    "kernels/_numba/backward.py": "gradients:numba terms:backward",
-    "kernels/_numba/decode.py": "decode faults",
-    "kernels/_numba/plan.py": "kernels:bands faults equivalence",
+    "kernels/_numba/attend.py": "interpreted/attention:each_kind faults equivalence kernels:next_query kernels",
+    "kernels/_numba/backplan.py": "interpreted/backward:each_kind gradients:numba terms:backward",
+    "kernels/_numba/backward.py": "interpreted/backward:each_kind gradients:numba terms:backward",
+    "kernels/_numba/decode.py": "interpreted/others:decoding decode faults",
+    "kernels/_numba/plan.py": "interpreted/others:windows kernels:bands faults equivalence",
     "kernels/_numba/shift.py": "rel_shift",
     "kernels/_numba/vectors.py": "kernels faults",
     "kernels/_numba/product.py": "equivalence terms faults",
@@ -309,6 +314,8 @@ OTHERS = """
     asv cli_help completeness cuda determinism distributed_cluster docs gpu_script imports interop pictures
     planted_bugs plot promises readme soak supply_chain
 """
+# Kernels of the CPU without a compiler; those that name them first.
+INTERPRETED = "attention backward memory others"
 # In the simulator; of other files they say nothing.
 SIMULATED = "attention arrays backward decode operand product properties resident shift"
 

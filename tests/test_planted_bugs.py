@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planted_bugs import BUGS, FIRST, OTHERS, ROOT, SIMULATED, TESTS, file_of
+from tests.planted_bugs import BUGS, FIRST, INTERPRETED, OTHERS, ROOT, SIMULATED, TESTS, file_of
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -25,5 +25,6 @@ def test_every_file_with_a_bug_has_tests_that_run_first():
     for names in FIRST.values():
         first = {name.partition(":")[0] for name in names.split()}
         assert first
-        assert first <= {*TESTS.split(), *(f"cuda/{name}" for name in SIMULATED.split())}
+        apart = {"cuda": SIMULATED, "interpreted": INTERPRETED}
+        assert first <= {*TESTS.split(), *(f"{folder}/{n}" for folder, names in apart.items() for n in names.split())}
         assert all((ROOT / file_of(name)).exists() for name in first)
