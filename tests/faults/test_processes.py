@@ -98,7 +98,7 @@ POOL = (
     "    import warnings; warnings.simplefilter('ignore')\n"
     "    context = multiprocessing.get_context(sys.argv[1])\n"
     "    with context.Pool(2) as pool:\n"
-    "        first = pool.map(call, range(8), timeout=200)\n"
+    "        first = pool.map_async(call, range(8)).get(200)\n"
     "    with ProcessPoolExecutor(2, context) as pool:\n"
     "        second = list(pool.map(call, range(8), timeout=200))\n"
     "    print(first == expected, second == expected)\n"
