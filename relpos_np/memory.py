@@ -22,6 +22,8 @@ class _Unset:
 
 _UNSET = _Unset()
 _default: int | _Unset | None = _UNSET
+# Whether there may be a limit: so much is known without asking for it.
+used = VARIABLE in os.environ
 _scoped: ContextVar[int | _Unset | None] = ContextVar("relpos_np_memory", default=_UNSET)
 
 
@@ -76,8 +78,8 @@ def set_memory_limit(limit: int | None) -> None:
     Parameters
     ----------
     limit : int or None
-        Bytes; None for no limit. Before this is called the environment variable RELPOS_MEMORY_LIMIT decides, and
-        without it there is no limit.
+        Bytes; None for no limit. Before this is called the environment variable RELPOS_MEMORY_LIMIT decides, if
+        it was there when the package was imported; without it there is no limit.
 
     Raises
     ------
@@ -109,8 +111,9 @@ def set_memory_limit(limit: int | None) -> None:
     ...
     relpos_np.errors.RelposMemoryError: attention: ... bytes, ... limit of 16777216 bytes ...
     """
-    global _default
+    global _default, used
     _default = _checked("limit", limit)
+    used = True
 
 
 @contextmanager
@@ -129,7 +132,9 @@ def memory_limit(limit: int | None) -> Iterator[None]:
     RelposValueError
         If it is negative.
     """
+    global used
     token = _scoped.set(_checked("limit", limit))
+    used = True
     try:
         yield
     finally:

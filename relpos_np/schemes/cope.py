@@ -70,9 +70,10 @@ def cope_scores(q: Array, table: Array, positions: Array) -> Array:
     ----------
     Golovneva et al., "Contextual Position Encoding: Learning to Count What's Important", 2024, eq. 5 and 8.
     """
-    check.rows("positions", np.ceil(positions), table.shape[-2])
     whole = q @ np.swapaxes(table, -1, -2)
     below, above = np.floor(positions), np.ceil(positions)
+    for row in (below, above):
+        check.rows("positions", row, table.shape[-2])
     z_below, z_above = (np.take_along_axis(whole, x.astype(np.intp), axis=-1) for x in (below, above))
     weight = positions - below
     return np.asarray(weight * z_above + (1 - weight) * z_below)
