@@ -195,6 +195,7 @@ NEEDS = {
     "dask": ("from relpos_np import distributed; distributed.attention(q, k, v)", ("dask",), ["pip install", "dask"]),
     "jax": ("import relpos_np.interop.jax", ("jax",), ["pip install jax"]),
     "torch": ("import relpos_np.interop.torch", ("torch",), ["pip install torch"]),
+    "threads": ("rp.set_num_threads(1)", ("threadpoolctl",), ['pip install "relpos-np[threads]"', "blas=False"]),
     "transformers": ("import relpos_np.interop.transformers", ("transformers", "torch"), ["pip install"]),
 }
 
@@ -218,7 +219,7 @@ def test_row_44_every_extra_is_here():
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    tools = {"cli", "dev", "docs", "parity", "test"}
+    tools = {"cli", "dev", "docs", "fuzz", "parity", "test"}
     named = {"plot" if name == "matplotlib" else name.split()[0] for name in NEEDS}
     assert set(extras) - tools <= named, set(extras) - tools - named
 
