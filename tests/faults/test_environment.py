@@ -187,7 +187,7 @@ NEEDS = {
     "numba shift": ("rp.rel_shift(q[..., :4, :])", ("numba",), ["pip install numba", "backend='numpy'"]),
     "cuda": ("rp.attention(q, k, v, backend='cuda')", ("numba",), ['pip install "relpos-np[cuda]"']),
     "safetensors": (
-        "from relpos_np import layers; open(F, 'wb').close(); layers.State(F)",
+        "from relpos_np.testing import files; files.safetensors({})",
         ("safetensors",),
         ["pip install", "safetensors"],
     ),
