@@ -314,7 +314,7 @@ SELECTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.skipif(not _host_has("avx2", "fma"), reason="the host cannot run them")
 @pytest.mark.parametrize("unit", UNITS)
 def test_other_vector_units(unit):

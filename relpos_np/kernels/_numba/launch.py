@@ -170,12 +170,12 @@ def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
 
 def _join(threads: list[threading.Thread]) -> None:
     """Wait for all, whatever signals arrive: they write to memory that the caller is about to free."""
-    interrupt: KeyboardInterrupt | None = None
+    interrupt: BaseException | None = None
     for thread in threads:
         while thread.is_alive():
             try:
                 thread.join()
-            except KeyboardInterrupt as error:
+            except BaseException as error:  # noqa: BLE001  (whatever a signal's handler raises: it waits its turn)
                 interrupt = error
     if interrupt is not None:
         raise interrupt
