@@ -59,7 +59,8 @@ class Admission:
             parts["masks and bands"] = mask_bytes
         lowering = self.name != "numpy" if self.function != "logits" else self.name == "terms"
         if dense:
-            parts["copies of operands"] += _repeated(site)
+            given = (problem.q, problem.stored_k, problem.stored_v)
+            parts["copies of operands"] += _repeated(site) + sum(x.nbytes for x in given if not x.flags.c_contiguous)
             extra = 2 if dropped else 0
             forward = max(
                 FORMED * lines * pairs * item + (0 if lowering else max((h.formula for h in holds), default=0)),
@@ -75,6 +76,9 @@ class Admission:
             return
         # What follows is known from what the schemes are lowered to, which is within the limit.
         if lowering or backward:
+            if dense:
+                # As the call itself does before: what schemes make of operands depends on their layout.
+                problem.pack()
             self.lowered = each_lowered(schemes, problem)
             terms = all_terms(self.lowered)
             if dense:

@@ -252,13 +252,15 @@ class Example:
         -------
         float
             The largest error in units of what is tolerated. For an absolute encoding that unit is one rounding of a
-            number as large as input and encoding together: both summands are rounded, and their sum.
+            number as large as input and encoding together, or that of the smallest numbers there are: both summands
+            are rounded, and their sum.
         """
         if self.encoding is None or self.x is None:
             return self.error(*self.run(backend))
         exact = self.x.astype(np.float64)
         wanted = self.encoding(exact)
-        unit = EPS[self.x.dtype.name] * (np.abs(exact) + np.abs(wanted - exact))
+        smallest = float(np.spacing(self.x.dtype.type(0)))
+        unit = EPS[self.x.dtype.name] * (np.abs(exact) + np.abs(wanted - exact)) + smallest
         return ratio(self.encoding(self.x), wanted, unit)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import given
 
 import relpos_np as rp
+from relpos_np.backend import WITH_KERNELS
 from relpos_np.errors import RelposError
 from relpos_np.testing import tolerance
 from relpos_np.testing.arguments import rebuilt
@@ -41,6 +42,14 @@ class Report:
             self.problems.append(problem)
 
 
+def fair(backend: str, error: float, k_len: int) -> float:
+    """An error in units of what kernels promise, 4 eps, for a backend that adds one number after the other.
+
+    That may cost half an eps per key beside, most of all where all probabilities are the same.
+    """
+    return error if backend in WITH_KERNELS else error / (1 + k_len / 8)
+
+
 def bits(*results: Any) -> bytes:
     """Everything in some results, for comparison bit by bit."""
     return b"".join(np.ascontiguousarray(x).tobytes() for x in results)
@@ -52,7 +61,7 @@ def forward(rng: np.random.Generator, report: Report) -> None:
     report.where = call.where
     before = bits(*call.operands)
     out, lse = call.run(backend, return_lse=True)
-    report.judge(backend, call.dtype, call.error(out, lse))
+    report.judge(backend, call.dtype, fair(backend, call.error(out, lse), call.example.k.shape[-2]))
     report.expect(bits(*call.operands) == before, f"{backend} wrote to an operand")
     target = np.full((*out.shape[:-1], out.shape[-1] + 2), 7.0, out.dtype)
     inner = target[..., 1:-1] if rng.random() < 0.5 else np.full(out.shape, np.nan, out.dtype)
@@ -90,13 +99,11 @@ def structured(rng: np.random.Generator, report: Report) -> None:
     top, weight = case.sizes(np.float32)
     actual, actual_lse = case.attention(np.float32, backend)
     eps = EPS["float32"]
-    report.judge(
-        backend,
-        "float32",
-        ratio(actual, expected, np.maximum(4 * eps * (1 + top)[..., None] * weight, np.finfo(np.float32).tiny)),
-    )
+    worst = ratio(actual, expected, np.maximum(4 * eps * (1 + top)[..., None] * weight, np.finfo(np.float32).tiny))
+    report.judge(backend, "float32", fair(backend, worst, case.k_len))
     size = np.maximum(top, np.abs(np.where(np.isneginf(lse), 0.0, lse)))
-    report.judge(backend, "float32", ratio(actual_lse, lse, 4 * eps * (1 + size)), "log-sum-exp")
+    worst = ratio(actual_lse, lse, 4 * eps * (1 + size))
+    report.judge(backend, "float32", fair(backend, worst, case.k_len), "log-sum-exp")
     report.calls += 1
 
 
