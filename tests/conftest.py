@@ -1,6 +1,7 @@
 """What all tests share: hypothesis profiles, a kernel cache of their own, and the backends."""
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -29,11 +30,14 @@ def kernel_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_choice_left_over(monkeypatch):
-    """Every test starts without a chosen backend."""
+    """Every test starts without a chosen backend, and with all threads."""
     monkeypatch.delenv("RELPOS_BACKEND", raising=False)
     rp.set_backend(None)
     yield
     rp.set_backend(None)
+    numba = sys.modules.get("numba")
+    if numba is not None:
+        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 
 
 @pytest.fixture(params=rp.backend.HOST_BACKENDS)
