@@ -9,8 +9,13 @@ _PROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 _PROTECT.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 # Nothing may be done with the memory.
 _NONE = 0
-# What is mapped stays so until the process ends.
+# What is mapped stays so until `forget`.
 _kept = []
+
+
+def forget():
+    """Unmap what nobody uses: a process has 65,530 mappings at most."""
+    _kept.clear()
 
 
 def _region(size):
