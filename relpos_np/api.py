@@ -352,7 +352,8 @@ def attention_vjp(
         lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
         terms = all_terms(lowered)
         if name in _backend.WITH_KERNELS:
-            grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
+            with np.errstate(all="ignore"):
+                grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
         else:
             if name == "numpy":
                 s = dense.scores(problem, schemes)

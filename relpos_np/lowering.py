@@ -36,10 +36,13 @@ def each_lowered(schemes: tuple[Scheme, ...], problem: Problem, operands: Any = 
     """Each scheme as terms; `operands` are q and k where they are on a device."""
     if operands is not None:
         return [scheme.lower(operands[0], operands[1], problem.site) for scheme in schemes]
-    return [
-        scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, problem.site)
-        for scheme in schemes
-    ]
+    if not schemes:
+        return []
+    with np.errstate(all="ignore"):  # exponentials that become 0
+        return [
+            scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, problem.site)
+            for scheme in schemes
+        ]
 
 
 def all_terms(lowered: list[Terms]) -> Terms:

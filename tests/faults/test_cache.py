@@ -342,19 +342,16 @@ def test_row_43_eight_processes_share_a_cold_cache(tmp_path):
     code = SHIFT + "\nq = np.ones((1, 5, 4), np.float32); assert (rp.attention(q, q, q) == 1).all()"
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: in_child(tmp_path, code=code), range(8)))
-    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["attend_float32", "shift"]
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["decode_float32", "shift"]
     assert "compil" not in in_child(tmp_path, code=code)
 
 
 @pytest.mark.stress
-def test_row_43_the_command_that_fills_it(tmp_path):
-    """`relpos warmup` says where kernels are, or that they could not be kept."""
-    (tmp_path / "file").write_text("")
-    for path, words in ((tmp_path / "kernels", "kept in"), (tmp_path / "file", "not kept")):
-        run = subprocess.run(
-            [sys.executable, "-m", "relpos_np", "warmup"],
-            capture_output=True, text=True, timeout=500, check=False, cwd=ROOT,
-            env=os.environ | {"RELPOS_CACHE_DIR": str(path)},
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        assert words in run.stdout
+def test_row_43_the_command_that_fills_it():
+    """`relpos warmup` says where kernels are; that they could not be kept is a warning like any other call's."""
+    run = subprocess.run(
+        [sys.executable, "-m", "relpos_np", "warmup"],
+        capture_output=True, text=True, timeout=500, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert f"kept in {os.environ['RELPOS_CACHE_DIR']}" in run.stdout
