@@ -13,6 +13,8 @@ from relpos_np.types import Array
 # Rounding errors in this unit: eps * sum_j p_j |v_j| * (1 + max |logit|). Every float kernel promises four.
 _PROMISE = 4.0
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+# The smallest numbers, by which what is close to 0 is rounded.
+SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 # Relative and absolute tolerances of torch.testing.assert_close.
 _TORCH = {
     "float16": (1e-3, 1e-5),
@@ -41,7 +43,7 @@ def tolerance(dtype: Any, *, logit_bound: float, depth: int = 64, magnitude: Any
 
     A logit's rounding error is relative to its size, the exponential makes an absolute error of it
     a relative one, and sums of D products gain the root. Half precision is computed in float32 and
-    rounded once more at the end.
+    rounded once more at the end, which near 0 costs half of the smallest number.
 
     Parameters
     ----------
@@ -70,7 +72,7 @@ def tolerance(dtype: Any, *, logit_bound: float, depth: int = 64, magnitude: Any
     half = EPS[name] > EPS["float32"]
     eps = EPS["float32"] if half else EPS[name]
     factor = _PROMISE * eps * np.sqrt(max(1.0, depth / 64)) * (1.0 + logit_bound)
-    return (factor + (EPS[name] if half else 0.0)) * magnitude
+    return (factor + (EPS[name] if half else 0.0)) * magnitude + (SMALLEST[name] / 2 if half else 0.0)
 
 
 def assert_matches(actual: Any, expected: Any, *, dtype: Any = None) -> None:

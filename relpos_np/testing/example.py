@@ -18,7 +18,7 @@ from relpos_np.registry import SCHEMES
 from relpos_np.schemes.base import Scheme
 from relpos_np.testing import pairs, rotary, seeds, tables, windows
 from relpos_np.testing.arguments import rebuilt
-from relpos_np.testing.compare import EPS, ratio, tolerance
+from relpos_np.testing.compare import EPS, SMALLEST, ratio, tolerance
 from relpos_np.testing.draws import SIZES, Builder, Size
 from relpos_np.types import Array
 
@@ -259,8 +259,8 @@ class Example:
             return self.error(*self.run(backend))
         exact = self.x.astype(np.float64)
         wanted = self.encoding(exact)
-        smallest = float(np.spacing(self.x.dtype.type(0)))
-        unit = EPS[self.x.dtype.name] * (np.abs(exact) + np.abs(wanted - exact)) + smallest
+        name = self.x.dtype.name
+        unit = EPS[name] * (np.abs(exact) + np.abs(wanted - exact)) + SMALLEST[name]
         return ratio(self.encoding(self.x), wanted, unit)
 
 

@@ -124,9 +124,9 @@ MORE_CALLS = {
 }
 BACKWARD = """
 forward = _numba.attention
-def attention(problem, terms, out, lse):
+def attention(problem, terms, out, lse, *unit):
     if problem.site.q_len < 1000:
-        return forward(problem, terms, out, lse)
+        return forward(problem, terms, out, lse, *unit)
     # Not what is interrupted here, and it takes a minute.
     out.fill(0)
     lse.fill(9.0)
