@@ -154,9 +154,7 @@ def attention(
         options |= {"offset": offset, "dropout": dropout, "rng": rng}
         there: Array = ondevice.attention({"q": q, "k": k, "v": v}, position, backend, return_lse, out, options)
         return there
-    admit = None
-    if memory.used and memory.limit() is not None:
-        admit = footprint.Admission("attention", position, backend, out is not None, return_lse)
+    admit = footprint.admission("attention", position, backend, out=out is not None, return_lse=return_lse)
     with _ATTENTION:
         problem, dtype, flat = check.problem(
             q,
@@ -234,9 +232,7 @@ def logits(
     RelposError
         See `attention`.
     """
-    admit = None
-    if memory.used and memory.limit() is not None:
-        admit = footprint.Admission("logits", position, backend, False)
+    admit = footprint.admission("logits", position, backend)
     masks = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     with _LOGITS:
         problem, _, flat = check.problem(q, k, None, **masks, scale=scale, offset=offset, admit=admit)
@@ -318,9 +314,7 @@ def attention_vjp(
         options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
         options |= {"offset": offset, "dropout": dropout, "rng": rng}
         return ondevice.attention_vjp({"q": q, "k": k, "v": v}, grad_out, grad_lse, position, backend, options)
-    admit = None
-    if memory.used and memory.limit() is not None:
-        admit = footprint.Admission("attention_vjp", position, backend, False)
+    admit = footprint.admission("attention_vjp", position, backend)
     with _ATTENTION_VJP:
         problem, _, flat = check.problem(
             q,
@@ -431,7 +425,7 @@ def rel_shift(
         out = check.output(out, shape, dtype, (x,))
     name = _backend.current(backend)
     kernels = name in _backend.WITH_KERNELS and variant != "wenet"
-    if memory.used and memory.limit() is not None:
+    if memory.limit() is not None:
         footprint.shifted(x, shape, variant, kernels, out)
     with _REL_SHIFT:
         return _shifted(x, shape, dtype, variant, name if kernels else None, out)

@@ -17,7 +17,7 @@ from relpos_np import backend as _backend
 from relpos_np import memory
 from relpos_np.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np.problem import Problem, Site
-from relpos_np.schemes.base import Held, Scheme
+from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm
 from relpos_np.types import Array
 
@@ -31,7 +31,7 @@ FORMED, SOFTENED, RETURNED = 2, 3, 8
 class Admission:
     """The question whether a call may have its memory, and what had to be lowered to answer it."""
 
-    def __init__(self, function: str, position: Any, chosen: str | None, out: bool, return_lse: bool = False) -> None:
+    def __init__(self, function: str, position: Any, chosen: str | None, out: bool, return_lse: bool) -> None:
         self.function, self.position, self.name = function, position, _backend.current(chosen)
         self.out, self.return_lse = out, return_lse
         self.lowered: list[Terms] = []
@@ -106,6 +106,13 @@ class Admission:
             # Two more while schemes or values that are not finite add to it.
             found["the result"] += 2 * output * item
         return found
+
+
+def admission(
+    function: str, position: Any, backend: str | None, *, out: bool = False, return_lse: bool = False
+) -> Admission | None:
+    """The question for a call, or None where there is no limit."""
+    return None if memory.limit() is None else Admission(function, position, backend, out, return_lse)
 
 
 def _repeated(site: Site) -> int:
@@ -197,6 +204,3 @@ def shifted(x: Array, shape: tuple[int, ...], variant: str, kernels: bool, out: 
         parts["a copy of x with a column more"] = (math.prod(x.shape) + 2 * math.prod(x.shape[:-1])) * x.dtype.itemsize
         parts["the result"] = size
     memory.require("rel_shift", parts)
-
-
-__all__ = ["Admission", "Held", "shifted"]

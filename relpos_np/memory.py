@@ -23,7 +23,7 @@ class _Unset:
 _UNSET = _Unset()
 _default: int | _Unset | None = _UNSET
 # Whether there may be a limit: so much is known without asking for it.
-used = VARIABLE in os.environ
+_used = VARIABLE in os.environ
 _scoped: ContextVar[int | _Unset | None] = ContextVar("relpos_np_memory", default=_UNSET)
 
 
@@ -59,6 +59,8 @@ def limit() -> int | None:
     RelposValueError
         If the environment variable is read, and is no number.
     """
+    if not _used:
+        return None
     chosen = _scoped.get()
     if chosen is _UNSET:
         chosen = _default
@@ -111,9 +113,9 @@ def set_memory_limit(limit: int | None) -> None:
     ...
     relpos_np.errors.RelposMemoryError: attention: ... bytes, ... limit of 16777216 bytes ...
     """
-    global _default, used
+    global _default, _used
     _default = _checked("limit", limit)
-    used = True
+    _used = True
 
 
 @contextmanager
@@ -132,9 +134,9 @@ def memory_limit(limit: int | None) -> Iterator[None]:
     RelposValueError
         If it is negative.
     """
-    global used
+    global _used
     token = _scoped.set(_checked("limit", limit))
-    used = True
+    _used = True
     try:
         yield
     finally:
