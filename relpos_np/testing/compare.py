@@ -41,8 +41,8 @@ def tolerance(dtype: Any, *, logit_bound: float, depth: int = 64, magnitude: Any
 
         4\, \varepsilon\, \sqrt{\max(1, D / 64)}\, (1 + \max |s|) \sum_j p_j |v_j|
 
-    A logit's rounding error is relative to its size, the exponential makes an absolute error of it
-    a relative one, and sums of D products gain the root. Half precision is computed in float32 and
+    A logit's rounding error is relative to the size of what it is a sum of, the exponential makes an absolute error
+    of it a relative one, and sums of D products gain the root. Half precision is computed in float32 and
     rounded once more at the end, which near 0 costs half of the smallest number.
 
     Parameters
@@ -50,9 +50,10 @@ def tolerance(dtype: Any, *, logit_bound: float, depth: int = 64, magnitude: Any
     dtype : dtype
         float16, bfloat16, float32 or float64.
     logit_bound : float
-        The largest score, in absolute value.
+        The largest score, in absolute value; of a score that several parts are added to, the sum of their absolute
+        values, as in `Example.logit_bound`.
     depth : int
-        head_dim D.
+        Products D in a score: head_dim, and more where positions have vectors, as in `Example.products`.
     magnitude : float or ndarray
         The sum of :math:`p_j |v_j|`; the largest absolute value will do.
 

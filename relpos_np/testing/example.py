@@ -12,10 +12,12 @@ import numpy as np
 
 from relpos_np import check
 from relpos_np.api import attention, attention_vjp, logits
+from relpos_np.dense import repeat_heads
 from relpos_np.errors import RelposValueError
 from relpos_np.gradient import AttentionGradient
 from relpos_np.registry import SCHEMES
 from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.plain import Plain
 from relpos_np.testing import pairs, rotary, seeds, tables, windows
 from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import EPS, SMALLEST, ratio, tolerance
@@ -169,32 +171,57 @@ class Example:
         )
 
     @cached_property
-    def _sizes(self) -> tuple[float, Array]:
-        """The largest finite score, and what each output is a sum of: sum_j p_ij |v_j|, vectors on values included."""
+    def _sizes(self) -> tuple[float, int, Array]:
+        """The largest sum of a score's parts, its products, and what each output is a sum of: sum_j p_ij |v_j|.
+
+        Vectors on values are counted in.
+        """
         q, k = self.q.astype(np.float64), self.k.astype(np.float64)
         s = logits(q, k, position=self.position, backend="numpy", **self.kwargs)
         lse = self.expected_lse
-        bound = float(np.abs(s[np.isfinite(s)]).max(initial=0.0))
         weights = np.exp(s - np.where(np.isfinite(lse), lse, 0.0)[..., None])
         # What is excluded has weight 0, whatever it holds.
         values = np.nan_to_num(np.abs(self.v.astype(np.float64)), posinf=0.0)
-        magnitude = weights @ np.repeat(values, s.shape[-3] // values.shape[-3], axis=-3)
-        problem, _, _ = check.problem(self.q, self.k, self.v, **self.kwargs)
-        for scheme in () if self.position is None else (self.position,):
-            for term in scheme.lower(problem.q, problem.k, problem.site).values:
-                magnitude += np.abs(term.weights).max(initial=0.0) * weights.sum(axis=-1, keepdims=True)
-        return bound, magnitude
+        magnitude = weights @ repeat_heads(values, s.shape[-3])
+        problem, _, _ = check.problem(q, k, self.v.astype(np.float64), **self.kwargs)
+        site, position = problem.site, self.position or Plain()
+        k = repeat_heads(k, s.shape[-3])
+        with np.errstate(all="ignore"):
+            q_content, k_content = position.transform(q, k, site)
+            parts = [q_content @ np.swapaxes(k_content, -1, -2) * site.scale, position.scores(q, k, site)]
+            if problem.mask is not None and problem.mask.dtype != np.bool_:
+                parts.append(problem.mask)
+            total = sum(np.abs(part) for part in parts if part is not None)
+            bound = float(np.where(np.isfinite(s), total, 0.0).max(initial=0.0))
+            terms = position.lower(problem.q, problem.k, site)
+        vectors = [x.weights for x in terms.queries] + [x.weights for x in terms.keys]
+        products = (q if terms.query is None else terms.query).shape[-1] + sum(w.shape[-1] for w in vectors)
+        for term in terms.values:
+            magnitude += np.abs(term.weights).max(initial=0.0) * weights.sum(axis=-1, keepdims=True)
+        return bound, products, magnitude
 
     @property
     def logit_bound(self) -> float:
-        """The largest score that is not infinite, in absolute value.
+        """The largest score that is not infinite, its parts counted without their signs.
 
         Returns
         -------
         float
-            For `tolerance`.
+            The largest sum of the absolute values of the content product, of what the scheme adds and of the mask:
+            rounding is relative to these, even where they cancel. For `tolerance`.
         """
         return self._sizes[0]
+
+    @property
+    def products(self) -> int:
+        """How many products are added to make a score.
+
+        Returns
+        -------
+        int
+            That of head_dim, and the lengths of the scheme's own products with vectors. For `tolerance`, as `depth`.
+        """
+        return self._sizes[1]
 
     def tolerated(self, dtype: Any = None) -> tuple[Array, float]:
         """The errors that an output and a log-sum-exp may have: `tolerance` of this example's scores and values.
@@ -212,7 +239,7 @@ class Example:
             For each log-sum-exp.
         """
         dtype = self.q.dtype if dtype is None else dtype
-        (bound, magnitude), depth = self._sizes, self.q.shape[-1]
+        bound, depth, magnitude = self._sizes
         # lse is of the size of a logit plus ln L_k, and half precision keeps it in float32.
         kept = "float32" if EPS[np.dtype(dtype).name] > EPS["float32"] else dtype
         slack = tolerance(kept, logit_bound=bound + float(np.log(max(self.k.shape[-2], 1))), depth=depth)

@@ -95,7 +95,7 @@ def _gradient_tolerance(one: Example, value: Array) -> Callable[[str], float]:
     largest = max(1.0, float(np.abs(value).max(initial=0.0)))
 
     def tolerated(dtype: str) -> float:
-        unit = tolerance(dtype, logit_bound=one.logit_bound, depth=one.q.shape[-1], magnitude=largest)
+        unit = tolerance(dtype, logit_bound=one.logit_bound, depth=one.products, magnitude=largest)
         return _GRADIENT / 4 * float(unit)
 
     return tolerated

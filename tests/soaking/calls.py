@@ -12,6 +12,7 @@ import relpos_np as rp
 from relpos_np import check
 from relpos_np.errors import RelposError
 from relpos_np.testing import Example, example
+from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import ratio
 from relpos_np.testing.draws import Size
 from relpos_np.testing.example import build
@@ -165,6 +166,15 @@ class Call:
         drawn = {"dropout": self.dropout, "rng": np.random.default_rng(self.state)} if self.dropout else {}
         return {**self.example.kwargs, **drawn, "position": self.example.position}
 
+    def cast(self, dtype: str) -> Call:
+        """The same call with every number rounded to another precision."""
+        one = self.example
+        arrays = {name: getattr(one, name).astype(dtype) for name in "qkv"}
+        kwargs = dict(one.kwargs)
+        if kwargs.get("mask") is not None and kwargs["mask"].dtype != np.bool_:
+            kwargs["mask"] = kwargs["mask"].astype(dtype)
+        return replace(self, example=replace(one, position=rebuilt(one.position, dtype), kwargs=kwargs, **arrays))
+
     def run(self, backend: str, **more: Any) -> Any:
         """Output, or output and log-sum-exp."""
         return rp.attention(*self.operands, backend=backend, **self.options(), **more)
@@ -173,10 +183,7 @@ class Call:
         """The largest error in units of what is tolerated."""
         if not self.dropout:
             return self.example.error(out, lse)
-        given = (self.example.q, self.example.k, self.example.v)
-        exact, exact_lse = rp.attention(
-            *(x.astype(np.float64) for x in given), backend="numpy", return_lse=True, **self.options()
-        )
+        exact, exact_lse = self.cast("float64").run("numpy", return_lse=True)
         allowed, slack = self.example.tolerated()
         worst = ratio(out, exact, allowed / (1 - self.dropout))
         return worst if lse is None else max(worst, ratio(lse, exact_lse, slack))
