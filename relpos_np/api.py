@@ -155,7 +155,7 @@ def attention(
         there: Array = ondevice.attention({"q": q, "k": k, "v": v}, position, backend, return_lse, out, options)
         return there
     admit = footprint.admission("attention", position, backend, out=out is not None, return_lse=return_lse)
-    with _ATTENTION:
+    with _ATTENTION, np.errstate(all="ignore"):
         problem, dtype, flat = check.problem(
             q,
             k,
@@ -190,12 +190,10 @@ def attention(
             result, lse = result[0], lse[0]
         if out is not None:
             if result.base is not out and result is not out:
-                with np.errstate(all="ignore"):  # what half precision cannot hold becomes 0 or infinity
-                    out[...] = result
+                out[...] = result
             result = out
         elif result.dtype != dtype:
-            with np.errstate(all="ignore"):
-                result = result.astype(dtype)
+            result = result.astype(dtype)
     return (result, lse) if return_lse else result
 
 
@@ -234,7 +232,7 @@ def logits(
     """
     admit = footprint.admission("logits", position, backend)
     masks = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
-    with _LOGITS:
+    with _LOGITS, np.errstate(all="ignore"):
         problem, _, flat = check.problem(q, k, None, **masks, scale=scale, offset=offset, admit=admit)
         schemes = checked_schemes(position, problem)
         problem.pack()
@@ -315,7 +313,7 @@ def attention_vjp(
         options |= {"offset": offset, "dropout": dropout, "rng": rng}
         return ondevice.attention_vjp({"q": q, "k": k, "v": v}, grad_out, grad_lse, position, backend, options)
     admit = footprint.admission("attention_vjp", position, backend)
-    with _ATTENTION_VJP:
+    with _ATTENTION_VJP, np.errstate(all="ignore"):
         problem, _, flat = check.problem(
             q,
             k,
@@ -346,8 +344,7 @@ def attention_vjp(
         lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
         terms = all_terms(lowered)
         if name in _backend.WITH_KERNELS:
-            with np.errstate(all="ignore"):
-                grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
+            grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
         else:
             if name == "numpy":
                 s = dense.scores(problem, schemes)
@@ -358,11 +355,10 @@ def attention_vjp(
             grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
         grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
         # Operands may have been broadcast over batch axes, or had no axis of heads.
-        with np.errstate(all="ignore"):
-            grad_q, grad_k, grad_v = (
-                fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
-                for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
-            )
+        grad_q, grad_k, grad_v = (
+            fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
+            for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
+        )
     by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
     return AttentionGradient(grad_q, grad_k, grad_v, by_scheme)
 

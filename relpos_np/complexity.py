@@ -148,7 +148,8 @@ def attention_operations(
             if not isinstance(one, Scheme):
                 raise RelposTypeError(f"scheme: expected a scheme such as relpos_np.T5, found {type(one).__name__}")
             one.check(site)
-            terms = terms + one.lower(q, k, site)
+            with np.errstate(all="ignore"):
+                terms = terms + one.lower(q, k, site)
     content = head_dim if terms.query is None else terms.query.shape[-1]
     total = 2 * pairs * (content + v_dim) + pairs * len(terms.tables)
     for length, added in ((q_len, terms.queries), (k_len, terms.keys), (q_len, terms.values)):

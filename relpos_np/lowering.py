@@ -36,13 +36,10 @@ def each_lowered(schemes: tuple[Scheme, ...], problem: Problem, operands: Any = 
     """Each scheme as terms; `operands` are q and k where they are on a device."""
     if operands is not None:
         return [scheme.lower(operands[0], operands[1], problem.site) for scheme in schemes]
-    if not schemes:
-        return []
-    with np.errstate(all="ignore"):  # exponentials that become 0
-        return [
-            scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, problem.site)
-            for scheme in schemes
-        ]
+    return [
+        scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, problem.site)
+        for scheme in schemes
+    ]
 
 
 def all_terms(lowered: list[Terms]) -> Terms:
@@ -65,14 +62,10 @@ def lifted(
         own = Terms(*((grads.query, grads.key) if scheme.content else (None, None)))
         for slot, left in rest.items():
             setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))
-        with np.errstate(all="ignore"):
-            share = scheme.lift(*operands, problem.site, own)
-            arrays.append(
-                {
-                    name: np.asarray(x).astype(getattr(scheme, name).dtype, copy=False)
-                    for name, x in share.arrays.items()
-                }
-            )
+        share = scheme.lift(*operands, problem.site, own)
+        arrays.append(
+            {name: np.asarray(x).astype(getattr(scheme, name).dtype, copy=False) for name, x in share.arrays.items()}
+        )
         if share.q is not None:
             grad_q = share.q if grad_q is None else grad_q + share.q
         if share.k is not None:

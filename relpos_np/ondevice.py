@@ -96,7 +96,7 @@ def attention(
     from relpos_np.kernels._cuda.operand import session
 
     # What it holds is given back after an error for memory, if it is a function of its own.
-    with session(named) as pointer:
+    with session(named) as pointer, np.errstate(all="ignore"):
         return _attention(kernels, pointer, named, position, return_lse, out, options)
 
 
@@ -153,7 +153,7 @@ def attention_vjp(
     check.one_side(named | gradients)
     from relpos_np.kernels._cuda.operand import session
 
-    with session(named) as pointer:
+    with session(named) as pointer, np.errstate(all="ignore"):
         return _attention_vjp(kernels, pointer, named, gradients, position, options)
 
 

@@ -111,8 +111,9 @@ def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
 
 def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Array]:
     """Output and log-sum-exp of a part whose schemes are narrowed."""
-    terms = all_terms([lowered(one, problem) for one in narrowed])
-    out, lse = _backend.evaluate(name, problem, terms, None, True)
+    with np.errstate(all="ignore"):
+        terms = all_terms([lowered(one, problem) for one in narrowed])
+        out, lse = _backend.evaluate(name, problem, terms, None, True)
     assert lse is not None
     return out, lse
 

@@ -297,6 +297,19 @@ def test_row_46_strict_floating_point_in_encodings_and_layers(rng):
         same_when_strict(lambda layer=layer: [np.asarray(layer(x))])
 
 
+@pytest.mark.parametrize("backend", ["terms", "numba"])
+def test_row_46_strict_floating_point_in_parts_and_counts(backend, rng):
+    """What schemes are lowered to for a part of a call, where exponentials become 0."""
+    from relpos_np.complexity import attention_operations
+    from relpos_np.distributed import partial
+
+    q, k, v = make(rng, np.float32, q_len=9, k_len=70)
+    narrow = rp.TISA(*(np.full((5, q.shape[-3]), x, np.float32) for x in (1.0, 40.0, 3.0)))
+    same_when_strict(lambda: partial(q, k, v, position=narrow, backend=backend, queries=(3, 20), keys=(2, 90)))
+    sizes = {"batch": 1, "heads": q.shape[-3], "q_len": 9, "k_len": 70, "head_dim": q.shape[-1], "v_dim": 8}
+    same_when_strict(lambda: [attention_operations(**sizes, scheme=narrow)])
+
+
 DIGEST = """
 import hashlib
 from relpos_np import testing, sweep

@@ -46,9 +46,8 @@ class BackPlanner(Planner):
         super().__init__(problem, terms, out, None, threads)
         site, shape = self.site, problem.out_shape
         self.grad_out = np.ascontiguousarray(np.broadcast_to(grad_out, shape))
-        with np.errstate(all="ignore"):
-            delta = np.einsum("...d,...d->...", self.grad_out, out)
-            self.delta = np.ascontiguousarray(delta if grad_lse is None else delta - grad_lse)
+        delta = np.einsum("...d,...d->...", self.grad_out, out)
+        self.delta = np.ascontiguousarray(delta if grad_lse is None else delta - grad_lse)
         # A row without keys: 2**(s - inf) is 0 for every s.
         self.row_lse = np.where(np.isneginf(lse), self.dtype.type(np.inf), lse)
         depth = (problem.q if terms.query is None else terms.query).shape[-1]
