@@ -50,6 +50,24 @@ def position_of(name, rng):
     }[name]()
 
 
+def test_strict_floating_point(rng, stream):
+    """Exponentials that become 0 while the scheme is lowered, of operands that never were on the host."""
+    operands = draw(rng, "float32")
+    narrow = rp.TISA(*(np.full((5, 2), x, np.float32) for x in (1.0, 40.0, 3.0)))
+    expected = rp.attention(*operands, position=narrow, offset=40, backend="cuda")
+    with np.errstate(all="raise"):
+        found = rp.attention(*(sent(x, stream) for x in operands), position=narrow, offset=40, backend="cuda")
+        gradient = rp.attention_vjp(
+            *(sent(x, stream) for x in operands),
+            grad_out=sent(expected, stream),
+            position=narrow,
+            offset=40,
+            backend="cuda",
+        )
+    np.testing.assert_array_equal(found.copy_to_host(), expected)
+    assert all(np.isfinite(x).all() for x in gradient.position.values())
+
+
 @pytest.mark.parametrize("name", ["none", "table", "key table", "turned", "added to"])
 @pytest.mark.parametrize("dtype", EPS)
 def test_attention(dtype, name, rng, stream):
