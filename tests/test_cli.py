@@ -12,13 +12,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import cli, sweep, testing
-
-ATTENTION = [
-    (name, variant)
-    for name, info in rp.SCHEMES.items()
-    for variant in info.variants or (None,)
-    if info.kind == "attention"
-]
+from tests.every import ATTENTION
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,13 @@ from relpos_np.distributed import attention, merge, partial, plan
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Terms
 from relpos_np.testing import example
+from tests.every import ATTENTION
 from tests.strategies import cases
 from tests.test_equivalence import assert_same
 
-VARIANTS = [
-    (name, variant)
-    for name, info in rp.SCHEMES.items()
-    if info.kind == "attention"
-    for variant in (info.variants or (None,))
-]
 # CoPE cannot be divided; without a causal mask these need all queries.
 WHOLE_QUERIES = {("transformer_xl", "espnet_legacy")}
-DIVISIBLE = [pair for pair in VARIANTS if pair[0] != "cope"]
+DIVISIBLE = [pair for pair in ATTENTION if pair[0] != "cope"]
 
 
 def cuts(length, *places):

@@ -9,13 +9,8 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np.schemes.base import SchemeGradient
 from relpos_np.terms import Terms
+from tests.every import ATTENTION
 
-ATTENTION = [
-    (name, variant)
-    for name, info in rp.SCHEMES.items()
-    if info.kind == "attention"
-    for variant in info.variants or (None,)
-]
 BACKENDS = ("numpy", "terms", "numba")
 
 

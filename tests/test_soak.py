@@ -9,6 +9,7 @@ import pytest
 
 import relpos_np as rp
 from tests import soak
+from tests.every import ABSOLUTE, ATTENTION
 from tests.soaking import kinds, memory, modules, refusals
 from tests.soaking.kinds import Report
 
@@ -44,7 +45,7 @@ def test_one_case_is_repeated_and_described(capsys):
 
 def test_every_scheme_and_edge_is_drawn():
     """Calls that are drawn, but not run."""
-    assert {name for name, _ in kinds.calls.PAIRS + kinds.calls.ENCODINGS} == set(rp.SCHEMES)
+    assert {name for name, _ in ATTENTION + ABSOLUTE} == set(rp.SCHEMES)
     seen = Counter()
     for number in range(150):
         rng = np.random.default_rng([9, number])

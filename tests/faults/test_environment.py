@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.sweep import parts
 from relpos_np.testing import cases, example
+from tests.every import ATTENTION
 from tests.faults.conftest import BACKENDS
 from tests.faults.operands import make
 from tests.processes import ROOT, child
 
 HOST = rp.backend.HOST_BACKENDS
 PACKAGE = Path(rp.__file__).parent
-SCHEMES = [(name, variant) for name, variant in parts() if rp.SCHEMES[name].kind == "attention"]
 
 # Row 42 ----------------------------------------------------------------------------------------------
 
@@ -249,7 +248,7 @@ def same_when_strict(call):
 
 
 @pytest.mark.parametrize("backend", HOST)
-@pytest.mark.parametrize(("name", "variant"), SCHEMES)
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
 def test_row_46_strict_floating_point_changes_nothing(name, variant, backend):
     """Every scheme and variant, forward and backward, with probabilities and gradients that underflow."""
     one = example(name, variant=variant, dtype="float32", size="tiny")
@@ -258,7 +257,7 @@ def test_row_46_strict_floating_point_changes_nothing(name, variant, backend):
 
 @pytest.mark.stress
 @pytest.mark.parametrize("backend", HOST)
-@pytest.mark.parametrize("name", [name for name, info in rp.SCHEMES.items() if info.kind == "attention"])
+@pytest.mark.parametrize("name", sorted({name for name, _ in ATTENTION}))
 def test_row_46_strict_floating_point_on_every_edge(name, backend):
     """Masked rows, excluded NaN, large scores, single keys, half precision."""
     for dtype in ("float16", "float32", "float64"):

@@ -5,6 +5,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
+from tests.every import ATTENTION
 from tests.faults.calls import (
     FEW_SCHEMES,
     INF,
@@ -21,7 +22,6 @@ from tests.faults.calls import (
     small,
 )
 
-ATTENTION = [(n, v) for n, info in rp.SCHEMES.items() if info.kind == "attention" for v in info.variants or (None,)]
 # For n keys: what excludes some of them for every query, in every way that there is.
 EXCLUSIONS = {
     "key_lengths": lambda q_len, n: {"key_lengths": np.array([n // 2, n - 1])},

@@ -11,13 +11,12 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import memory
-from relpos_np.sweep import parts
 from relpos_np.testing.draws import lengths
 from relpos_np.testing.example import build
+from tests.every import ATTENTION
 from tests.processes import child
 
 HOST = rp.backend.HOST_BACKENDS
-SCHEMES = [(name, variant) for name, variant in parts() if rp.SCHEMES[name].kind == "attention"]
 # Vectors per pair, maps by distance and by place, numbers per pair and head.
 SOME = [("shaw", "zero"), ("t5", "exact"), ("window", "swin"), ("cope", "paper")]
 # What Python itself needs for a call, whatever its size: frames, records, the error and its message.
@@ -108,7 +107,7 @@ def test_row_37_no_scheme_takes_more_than_it_asks_for(name, variant, asked):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(("name", "variant"), SCHEMES)
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
 def test_row_37_no_variant_takes_more_than_it_asks_for(name, variant, asked):
     judge_scheme(name, variant, 120, "float64", asked)
 

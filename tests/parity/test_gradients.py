@@ -16,6 +16,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
+from tests.every import ATTENTION
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -569,12 +570,6 @@ FORMULAS = {
     "sandwich": {"paper": sandwich, "nemo": sandwich},
     "tisa": {"paper": tisa, "published": tisa},
 }
-ATTENTION = [
-    (name, variant)
-    for name, info in rp.SCHEMES.items()
-    if info.kind == "attention"
-    for variant in info.variants or (None,)
-]
 
 
 def test_every_scheme_and_variant_has_a_formula():

@@ -16,20 +16,9 @@ from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import ratio
 from relpos_np.testing.draws import Size
 from relpos_np.testing.example import build
+from tests.every import ATTENTION
 from tests.strategies import LAYOUTS
 
-PAIRS = [
-    (name, variant)
-    for name, info in rp.SCHEMES.items()
-    if info.kind == "attention"
-    for variant in info.variants or (None,)
-]
-ENCODINGS = [
-    (name, variant)
-    for name, info in rp.SCHEMES.items()
-    if info.kind == "absolute"
-    for variant in info.variants or (None,)
-]
 DTYPES = ("float16", "bfloat16", "float32", "float32", "float32", "float64")
 # Numba's kernels are what is to be found out about; the others compute the same in other ways.
 BACKENDS = ("numba",) * 6 + ("terms", "numpy")
@@ -60,7 +49,7 @@ def size(rng: np.random.Generator) -> Size:
     return Size(q_len, k_len, pick(rng, DIMS), pick(rng, DIMS), grid, frames)
 
 
-def plain_example(rng: np.random.Generator, pairs: Any = PAIRS, dtypes: Any = DTYPES) -> Example:
+def plain_example(rng: np.random.Generator, pairs: Any = ATTENTION, dtypes: Any = DTYPES) -> Example:
     """An example of any scheme with any lengths that it takes."""
     name, variant = pick(rng, pairs)
     dtype, seed = pick(rng, dtypes), int(rng.integers(1 << 30))

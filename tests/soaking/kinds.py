@@ -17,6 +17,7 @@ from relpos_np.testing import Example, tolerance
 from relpos_np.testing.compare import EPS, ratio
 from relpos_np.testing.records import gradients
 from tests import strategies
+from tests.every import ABSOLUTE
 from tests.soaking import calls
 from tests.soaking.calls import BACKENDS, pick
 from tests.soaking.interruption import Lines
@@ -188,7 +189,7 @@ def shift(rng: np.random.Generator, report: Report) -> None:
 
 def encoding(rng: np.random.Generator, report: Report) -> None:
     """Absolute encodings: one rounding of each summand and of the sum."""
-    one = calls.plain_example(rng, calls.ENCODINGS, ("float16", "float32", "float64"))
+    one = calls.plain_example(rng, ABSOLUTE, ("float16", "float32", "float64"))
     report.where = one.where
     report.judge("numpy", str(one.q.dtype), one.backend_error("numpy"), "encoding")
     report.calls += 1
