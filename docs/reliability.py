@@ -145,7 +145,7 @@ def promises() -> str:
     found = recorded("promises")
     if found is None:
         return "Not recorded yet.\n"
-    soak = recorded("soak")
+    soak, planted = recorded("soak"), recorded("planted")
     rows = []
     for one in found["promises"]:
         measured, note = one["measured"], one["note"]
@@ -155,8 +155,9 @@ def promises() -> str:
             measured = soak["resident_memory"]["drift_mib"]
         if one["name"].startswith("soak") and soak:
             note = f"{soak['cases']['all']:,} cases in {soak['seconds'] / 60:.0f} min"
-        if one["name"] == "planted":
-            note = "`tests/planted_bugs.py` plants them one by one"
+        if one["name"] == "planted" and planted:
+            measured = len(planted["survived"])
+            note = f"{planted['bugs']} bugs, planted one by one"
         rows.append([one["text"], f"{number(one['limit'])} {one['unit']}".strip(), number(measured), note])
     kernels = found["kernels"]
     where = (

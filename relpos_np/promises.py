@@ -311,7 +311,8 @@ def _planted() -> Found:
     tree = ast.parse(_recorded("tests/planted_bugs.py").read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     count = sum(node.func.id == "Bug" for node in calls if isinstance(node.func, ast.Name))
-    raise _AbsentError(f"{count} of them: python tests/planted_bugs.py, which takes hours")
+    record = json.loads(_recorded("asv_bench/recorded/planted.json").read_text(encoding="utf-8"))
+    return float(len(record["survived"])), f"{record['bugs']} of {count} planted, recorded on {record['date']}"
 
 
 # Sixteen roundings. Values and weights are summed in different orders, over 192 keys at a time, and both sums are near

@@ -8,6 +8,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import cli, promises, testing
+from tests.every import ATTENTION
 
 BY_NAME = {name: how for name, _, _, _, how in promises.MEASURES}
 LIMITS = {name: limit for name, _, limit, _, _ in promises.MEASURES}
@@ -21,7 +22,7 @@ def few(monkeypatch):
 
 def test_every_scheme_is_measured():
     found = {(one.name, one.variant) for one in promises._examples("tiny")}
-    assert {name for name, _ in found} == {name for name, info in rp.SCHEMES.items() if info.kind == "attention"}
+    assert found == set(ATTENTION)
 
 
 def keep(monkeypatch, *names):
@@ -143,10 +144,16 @@ def test_the_soak_is_read_from_its_record(monkeypatch, tmp_path):
         BY_NAME["soak_drift"]()
 
 
-def test_planted_bugs_are_counted():
-    planted = pytest.importorskip("tests.planted_bugs")
-    with pytest.raises(promises._AbsentError, match=rf"{len(planted.BUGS)} of them"):
+def test_planted_bugs_are_counted(monkeypatch, tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "planted_bugs.py").write_text("BUGS = [Bug(1), Bug(2), Bug(3)]")
+    monkeypatch.setattr(promises, "_ROOT", tmp_path)
+    with pytest.raises(promises._AbsentError, match=r"planted\.json is part"):
         BY_NAME["planted"]()
+    (tmp_path / "asv_bench" / "recorded").mkdir(parents=True)
+    record = {"date": "2026-11-22", "bugs": 2, "survived": ["one"]}
+    (tmp_path / "asv_bench" / "recorded" / "planted.json").write_text(json.dumps(record))
+    assert BY_NAME["planted"]() == (1.0, "2 of 3 planted, recorded on 2026-11-22")
 
 
 @pytest.mark.parametrize(("measured", "code", "word"), [(0.5, 0, "ok"), (1.5, 1, "BROKEN")])
