@@ -322,7 +322,7 @@ _SUM_LIMIT = 16 * EPS["float32"]
 # Name, what is promised, the limit and its unit, and how it is measured.
 MEASURES: tuple[tuple[str, str, float, str, Callable[[], Found]], ...] = (
     ("float32", "float32 kernels against float64", 4.0, "eps Σ p|v| (1 + max |s|)", _float32),
-    ("than_numpy", "the same against NumPy in float32", 1.0, "2 × NumPy's error + 1e-6", _than_numpy),
+    ("than_numpy", "the same against NumPy in float32", 1.0, "× (2 × NumPy's error + 1e-6)", _than_numpy),
     ("float64", "float64 against 50 digits", 4.0, "eps Σ p|v| (1 + max |s|)", _float64),
     ("sums", "probabilities sum to 1, in float32", _SUM_LIMIT, "", _sums),
     ("repeatable", "the same bits again, in 30 calls at once", 0.0, "other results", _repeatable),

@@ -87,6 +87,7 @@ def _progression(old: int, new: int) -> Array:
     return np.concatenate([-half[::-1], [0.0], half])
 
 
+@np.errstate(all="ignore")
 def resize_table(
     table: Any, old_grid: Sequence[int], new_grid: Sequence[int], *, mode: str = "cubic", extra_rows: int = 0
 ) -> Array:

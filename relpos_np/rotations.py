@@ -53,6 +53,7 @@ def rotary_matrices(positions: Array, frequencies: Array, *, magnitude: float = 
     return magnitude * np.stack([np.stack(row, axis=-1) for row in rows], axis=-2)
 
 
+@np.errstate(all="ignore")
 def rotate_pairs(x: Array, matrices: Array, *, layout: str = "half") -> Array:
     r"""Turn the first 2P channels of each vector, pair by pair; the others stay.
 
@@ -92,6 +93,7 @@ def rotate_pairs(x: Array, matrices: Array, *, layout: str = "half") -> Array:
     return np.concatenate([turned, rest], axis=-1).astype(x.dtype, copy=False)
 
 
+@np.errstate(all="ignore")
 def rotate_inputs(x: Any, heads: int, *, base: float = 10000.0) -> Array:
     r"""Turn hidden states before they are projected to queries and keys, as wav2vec 2.0 Conformers do.
 

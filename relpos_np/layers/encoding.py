@@ -111,6 +111,7 @@ class PositionalEncoding:
             raise RelposValueError(f"{state.prefix}{name}: expected more than {unused} rows, found {table.shape}")
         return cls(LearnedAbsolute(table[unused:]), scaled=scaled)
 
+    @np.errstate(all="ignore")
     def __call__(
         self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
     ) -> Array:
@@ -262,6 +263,7 @@ class RelativePositionalEncoding:
         """
         return self.sinusoids.encode(self.distances(q_len, k_len), dtype)
 
+    @np.errstate(all="ignore")
     def __call__(
         self, x: Any, memory: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
     ) -> tuple[Array, Array]:

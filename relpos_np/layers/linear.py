@@ -116,6 +116,7 @@ class Linear:
         """
         return int(self.weight.shape[0])
 
+    @np.errstate(all="ignore")
     def __call__(self, x: Array) -> Array:
         """Project the last axis, in the dtype of x.
 
@@ -133,10 +134,9 @@ class Linear:
         if x.ndim < 1 or x.shape[-1] != self.inputs:
             raise RelposValueError(f"x: expected shape (..., {self.inputs}), found {x.shape}")
         # One product of matrices instead of one per batch item. NaN or infinity stays in its own row.
-        with np.errstate(invalid="ignore"):
-            y = _product(x.reshape(-1, self.inputs), self.weight.T.astype(x.dtype, copy=False))
-            if self.bias is not None:
-                y += self.bias.astype(x.dtype, copy=False)
+        y = _product(x.reshape(-1, self.inputs), self.weight.T.astype(x.dtype, copy=False))
+        if self.bias is not None:
+            y += self.bias.astype(x.dtype, copy=False)
         return np.asarray(y.reshape(*x.shape[:-1], self.outputs))
 
     def __repr__(self) -> str:

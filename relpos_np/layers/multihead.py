@@ -214,6 +214,7 @@ class MultiHeadAttention(Projected):
         return_probabilities: Literal[True],
     ) -> tuple[Array, Array]: ...
 
+    @np.errstate(all="ignore")
     def __call__(
         self,
         x: Array,

@@ -263,6 +263,7 @@ class RelativeMultiHeadAttention(Projected):
         return_probabilities: Literal[True],
     ) -> tuple[Array, Array]: ...
 
+    @np.errstate(all="ignore")
     def __call__(
         self,
         x: Array,

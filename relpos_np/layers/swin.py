@@ -353,6 +353,7 @@ class _ShiftedWindows:
         return_attention: Literal[True],
     ) -> tuple[Array, Array]: ...
 
+    @np.errstate(all="ignore")
     def __call__(
         self,
         x: Array,

@@ -32,6 +32,7 @@ FORMATS = tuple(_NAMES)
 _INSIDE = ("attn.", "attention.", "")
 
 
+@np.errstate(all="ignore")
 def truncated_normal(
     rng: np.random.Generator, shape: Sequence[int], *, std: float = 0.02, bound: float = 2.0, dtype: Any = np.float32
 ) -> Array:
@@ -310,6 +311,7 @@ class WindowAttention:
         return_attention: Literal[False],
     ) -> Array: ...
 
+    @np.errstate(all="ignore")
     def __call__(
         self,
         q: Array,

@@ -130,6 +130,7 @@ class AbsoluteEncoding:
             return np.asarray(given if all(isinstance(x, Integral) for x in given) else numbers)
         return np.arange(check.integer("positions", given[()] if isinstance(given, np.ndarray) else given, 0))
 
+    @np.errstate(all="ignore")
     def __call__(
         self, x: Any, start: int = 0, *, dropout: float = 0.0, rng: np.random.Generator | None = None
     ) -> Array:

@@ -17,6 +17,7 @@ from relpos_np.terms import Terms
 from relpos_np.types import Array
 
 
+@np.errstate(all="ignore")
 def self_attention(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
     r"""Self-attention of one head with its projections, in matrix form.
 
@@ -47,6 +48,7 @@ def self_attention(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
     return np.asarray(p @ v)
 
 
+@np.errstate(all="ignore")
 def self_attention_sums(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
     r"""The same as `self_attention`, written as a sum for one output vector after another.
 
@@ -82,6 +84,7 @@ def self_attention_sums(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
     return z
 
 
+@np.errstate(all="ignore")
 def self_attention_general(x: Array, f: Callable[[Array, Sequence[tuple[Array, Array]]], Any]) -> Array:
     r"""Self-attention with any rule f: every vector asks, and all vectors serve as keys and as values.
 

@@ -74,6 +74,7 @@ def _row_of_zero(name: str, table: Array, left: Any) -> int:
     return before
 
 
+@np.errstate(all="ignore")
 def shaw_attention(
     q: Array,
     k: Array,
@@ -123,6 +124,7 @@ def shaw_attention(
     return np.asarray(np.einsum("...ij,...jd->...id", p, v) + np.einsum("...ij,...ijd->...id", p, a_v))
 
 
+@np.errstate(all="ignore")
 def shaw_attention_matrix(
     q: Array,
     k: Array,

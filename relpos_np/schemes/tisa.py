@@ -17,6 +17,7 @@ from relpos_np.types import Array
 VARIANTS = ("paper", "published")
 
 
+@np.errstate(all="ignore")
 def tisa_bias(
     amplitudes: Array,
     sharpness: Array,

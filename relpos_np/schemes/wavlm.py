@@ -31,6 +31,7 @@ def _gate_operands(hidden: Any, weight: Any, bias: Any, const: Any) -> tuple[Arr
     return x.reshape(*x.shape[:-1], heads, depth), w, b, c
 
 
+@np.errstate(all="ignore")
 def wavlm_gate(hidden: Any, weight: Any, bias: Any, const: Any) -> Array:
     r"""The gate of every query and head.
 
@@ -65,11 +66,11 @@ def wavlm_gate(hidden: Any, weight: Any, bias: Any, const: Any) -> Array:
     x, w, shift, c = _gate_operands(hidden, weight, bias, const)
     u = np.einsum("...hd,ed->...he", x, w) + shift
     # Where the exponential overflows, the gate is closed.
-    with np.errstate(over="ignore"):
-        first, second = 1 / (1 + np.exp(-u[..., :4].sum(axis=-1))), 1 / (1 + np.exp(-u[..., 4:].sum(axis=-1)))
+    first, second = 1 / (1 + np.exp(-u[..., :4].sum(axis=-1))), 1 / (1 + np.exp(-u[..., 4:].sum(axis=-1)))
     return np.asarray(np.swapaxes(first * (second * c - 1) + 2, -1, -2))
 
 
+@np.errstate(all="ignore")
 def wavlm_gate_vjp(hidden: Any, weight: Any, bias: Any, const: Any, grad: Any) -> dict[str, Array]:
     """Gradients of what `wavlm_gate` takes, from the gate's, which `attention_vjp` gives as ``position["gate"]``.
 

@@ -171,6 +171,7 @@ class Example:
         )
 
     @cached_property
+    @np.errstate(all="ignore")  # excluded keys may hold anything, and weights may become 0
     def _sizes(self) -> tuple[float, int, Array]:
         """The largest sum of a score's parts, its products, and what each output is a sum of: sum_j p_ij |v_j|.
 
@@ -186,14 +187,13 @@ class Example:
         problem, _, _ = check.problem(q, k, self.v.astype(np.float64), **self.kwargs)
         site, position = problem.site, self.position or Plain()
         k = repeat_heads(k, s.shape[-3])
-        with np.errstate(all="ignore"):
-            q_content, k_content = position.transform(q, k, site)
-            parts = [q_content @ np.swapaxes(k_content, -1, -2) * site.scale, position.scores(q, k, site)]
-            if problem.mask is not None and problem.mask.dtype != np.bool_:
-                parts.append(problem.mask)
-            total = sum(np.abs(part) for part in parts if part is not None)
-            bound = float(np.where(np.isfinite(s), total, 0.0).max(initial=0.0))
-            terms = position.lower(problem.q, problem.k, site)
+        q_content, k_content = position.transform(q, k, site)
+        parts = [q_content @ np.swapaxes(k_content, -1, -2) * site.scale, position.scores(q, k, site)]
+        if problem.mask is not None and problem.mask.dtype != np.bool_:
+            parts.append(problem.mask)
+        total = sum(np.abs(part) for part in parts if part is not None)
+        bound = float(np.where(np.isfinite(s), total, 0.0).max(initial=0.0))
+        terms = position.lower(problem.q, problem.k, site)
         vectors = [x.weights for x in terms.queries] + [x.weights for x in terms.keys]
         products = (q if terms.query is None else terms.query).shape[-1] + sum(w.shape[-1] for w in vectors)
         for term in terms.values:
@@ -367,6 +367,7 @@ def build(name: str, size: Size, *, dtype: Any, seed: int, variant: str | None) 
         raise RelposValueError(f"variant: {name} has {', '.join(map(repr, variants)) or 'none'}; found {variant!r}")
     rng = np.random.default_rng(check.integer("seed", seed, 0))
 
+    @np.errstate(under="ignore")  # half precision has no room for small numbers
     def draw(*shape: int) -> Array:
         return rng.standard_normal(shape).astype(dtype)
 

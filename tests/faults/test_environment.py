@@ -293,7 +293,31 @@ def test_row_46_strict_floating_point_in_encodings_and_layers(rng):
     swin = layers.SwinAttention(8, (2, 2), 2, shift_size=(1, 1), rng=np.random.default_rng(0), dtype=np.float64)
     same_when_strict(lambda: [swin(x.reshape(2, 4, 4, 8))])
     for layer in made:
-        same_when_strict(lambda layer=layer: [np.asarray(layer(x))])
+        # Half precision has no room for the smallest of these numbers.
+        for given in (x, (1e-4 * x).astype(np.float16)):
+            same_when_strict(lambda layer=layer, given=given: [np.asarray(layer(given))])
+
+
+def test_row_46_strict_floating_point_in_functions(rng):
+    """Formulas as plain functions on arrays, with exponentials and products that become 0."""
+    from relpos_np import layers, reference
+
+    x, w, tiny = rng.standard_normal((2, 9, 8)), rng.standard_normal((8, 8)), np.full((2, 9, 8), 1e-7, np.float16)
+    curves = np.full((2, 4), 1.0), np.full((2, 4), 40.0), np.full((2, 4), 0.0)
+    gate = (rng.standard_normal((8, 4)), rng.standard_normal(8), np.ones(2))
+    table = np.full((25, 2), 1e-7, np.float16)
+    for call in (
+        lambda: [reference.self_attention(40 * x, w, w, w)],
+        lambda: [reference.self_attention_sums(40 * x[0], w, w, w)],
+        lambda: [reference.shaw_attention(40 * x, x, x, w, w)],
+        lambda: [reference.tisa_bias(*curves, 5, 90)],
+        lambda: [reference.wavlm_gate(1e3 * x, *gate)],
+        lambda: list(reference.wavlm_gate_vjp(1e3 * x, *gate, np.ones((2, 2, 9))).values()),
+        lambda: [reference.rotate_inputs(tiny, 2)],
+        lambda: [reference.resize_table(table, (3, 3), (5, 5))],
+        lambda: [layers.truncated_normal(np.random.default_rng(0), (64,), std=1e-7, dtype=np.float16)],
+    ):
+        same_when_strict(call)
 
 
 @pytest.mark.parametrize("backend", ["terms", "numba"])
