@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ __all__ = ["MEASURES", "Promise", "measure"]
 
 _ROOT = Path(__file__).parent.parent
 _THREADS, _CALLS = 8, 25
-_LAYERS = ("omp", "tbb", "workqueue")
+LAYERS = ("omp", "tbb", "workqueue")
 # Seconds for what only a process of its own can show.
 _SECONDS = 120
 
@@ -236,11 +237,21 @@ with ThreadPoolExecutor({_THREADS}) as pool:
 """
 
 
+def on_layer(layer: str) -> dict[str, str]:
+    """Variables for a process that runs on one of Numba's layers."""
+    found = {"NUMBA_THREADING_LAYER": layer}
+    if layer == "tbb":
+        # pip puts TBB into the environment's lib folder, where the system's loader does not look by itself.
+        folders = (str(Path(sysconfig.get_path("data")) / "lib"), os.environ.get("LD_LIBRARY_PATH"))
+        found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
+    return found
+
+
 def _callers() -> Found:
     wrong, ran, lacking = 0, [], []
-    for layer in _LAYERS:
+    for layer in LAYERS:
         try:
-            wrong += int(_child(_AT_ONCE, NUMBA_THREADING_LAYER=layer))
+            wrong += int(_child(_AT_ONCE, **on_layer(layer)))
             ran.append(layer)
         except RuntimeError as error:
             if "threading layer" not in str(error):

@@ -1,26 +1,19 @@
 """Numba's threading layers, each in a process of its own, because a process has one for all its life."""
 
 import os
-import sysconfig
-from pathlib import Path
 
 import pytest
 
+from relpos_np import promises
+from relpos_np.promises import LAYERS
 from tests.processes import child
 
-LAYERS = ("omp", "tbb", "workqueue")
+__all__ = ["LAYERS", "environment", "on_layer"]
 
 
 def environment(layer):
     """Variables that choose a layer; of "default" none."""
-    if layer == "default":
-        return {}
-    found = {"NUMBA_THREADING_LAYER": layer}
-    if layer == "tbb":
-        # pip puts TBB into the environment's lib folder, where the system's loader does not look by itself.
-        folders = [str(Path(sysconfig.get_path("data")) / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
-        found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
-    return found
+    return {} if layer == "default" else promises.on_layer(layer)
 
 
 def on_layer(layer, code, *options, timeout=300, **variables):
