@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -188,14 +189,15 @@ def soak() -> str:
     ]
     rows = [[f"`{b}`", *(number(one[n]["error"]) if n in one else "" for n in names)] for b, one in errors.items()]
     crowds = ", ".join(f"{count} ({times} rounds)" for count, times in found["python_threads_by_rounds"].items())
-    return (
+    words = (
         f"Recorded on {found['date']} on {found['processor']} with {found['kernel_threads']} threads per kernel, seed "
         f"{found['seed']}: {found['cases']['all']:,} cases with {found['calls']:,} judged calls in "
         f"{found['seconds'] / 60:.0f} minutes, {found['mismatches']} mismatches. Resident memory was at "
         f"{resident['early_mib']:.0f} MiB early and at {resident['late_mib']:.0f} MiB late: a drift of "
         f"{resident['drift_mib']:.1f} MiB, where {resident['limit_mib']:.0f} are allowed. Threads of Python at once: "
-        f"{crowds}. The largest errors, in units of what is tolerated:\n\n" + table(["Backend", *names], rows)
+        f"{crowds}. The largest errors, in units of what is tolerated:"
     )
+    return textwrap.fill(words, 120) + "\n\n" + table(["Backend", *names], rows)
 
 
 def page() -> str:
@@ -215,8 +217,9 @@ What is promised, what was measured, what happens on bad input and faults, and w
 
 {promises()}
 The unit eps Σ p|v| (1 + max |s|) is one rounding of an output: a score's error is relative to its size, and the
-exponential makes it a relative one of the weights. Outputs near 0 have no small error relative to themselves, so
-that no number of units in the last place is promised for single elements.
+exponential makes it a relative one of the weights. Where a score is a sum of parts, which may cancel, |s| is the sum of
+their sizes. Outputs near 0 have no small error relative to themselves, so that no number of units in the last place is
+promised for single elements.
 
 That probabilities sum to 1 within 1e-6 would be more than float32 gives: weights and values are summed in different
 orders, both sums are near 1, and the kernels are off by up to 1.3e-6, NumPy in float32 by up to 1.6e-6. The limit is 16
