@@ -238,7 +238,18 @@ with ThreadPoolExecutor({_THREADS}) as pool:
 
 
 def on_layer(layer: str) -> dict[str, str]:
-    """Variables for a process that runs on one of Numba's layers."""
+    """Variables for a process that runs on one of Numba's layers.
+
+    Parameters
+    ----------
+    layer : {"omp", "tbb", "workqueue"}
+        Which.
+
+    Returns
+    -------
+    dict of str
+        By name.
+    """
     found = {"NUMBA_THREADING_LAYER": layer}
     if layer == "tbb":
         # pip puts TBB into the environment's lib folder, where the system's loader does not look by itself.

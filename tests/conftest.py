@@ -1,5 +1,6 @@
 """What all tests share: hypothesis profiles, a kernel cache of their own, and the backends."""
 
+import gc
 import os
 import sys
 
@@ -17,6 +18,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 # Two threads exist even on a machine with one processor, so that parallel paths always run.
 os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, os.cpu_count() or 1)))
+
+
+def pytest_collection_finish():
+    """What there is by now is not looked through for cycles again and again: it is there to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -146,6 +146,7 @@ class Soak:
         started = time.monotonic()
         said = started
         # What there is by now, most of it Numba's, is not looked through again for every sample.
+        frozen = gc.get_freeze_count()
         gc.freeze()
         while time.monotonic() < started + seconds:
             faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True, file=sys.__stderr__)
@@ -155,7 +156,8 @@ class Soak:
                 said = time.monotonic()
                 size = f"{self.samples[-1]:.0f} MiB" if self.samples else "memory unknown"
                 note(f"{said - started:5.0f} s: {self.cases.total()} cases, {self.mismatches} wrong, {size}")
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         faulthandler.cancel_dump_traceback_later()
 
     @property

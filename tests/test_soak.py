@@ -1,6 +1,5 @@
 """The soak itself: some of every kind of case pass, and it notices wrong answers, lost bits and leaks."""
 
-import gc
 import json
 from collections import Counter
 
@@ -162,14 +161,6 @@ def test_mismatches_and_drift_decide_the_exit_code(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------------------- memory
 
 
-@pytest.fixture
-def little_to_collect():
-    """What the whole session made so far is not looked through for every sample."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def noise(count, spread, seed=0):
     return np.random.default_rng(seed).uniform(0, spread, count)
 
@@ -196,7 +187,6 @@ def test_too_few_samples_say_nothing():
 
 
 @pytest.mark.skipif(memory.resident_mib() is None, reason="the system does not say")
-@pytest.mark.usefixtures("little_to_collect")
 def test_a_leak_is_seen_and_freed_memory_is_not():
     """1 MiB per sample, written to, so that it is resident."""
     kept = []
@@ -215,7 +205,6 @@ def test_a_leak_is_seen_and_freed_memory_is_not():
     assert series(keep=True) > memory.LIMIT_MIB
 
 
-@pytest.mark.usefixtures("little_to_collect")
 def test_a_leak_in_the_library_is_seen(monkeypatch):
     """A cache without bound, as a server with ever new shapes would fill it."""
     kept, right = [], rp.attention
