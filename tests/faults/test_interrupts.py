@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -218,6 +219,37 @@ def test_row_40_many_interrupts_in_a_row(home):
     )
     status, out, log = child(code)
     assert (status, out) == (0, "True True 1\n"), log
+
+
+@pytest.mark.parametrize("after", [0.0, 0.1])
+def test_row_40_threads_of_python_are_waited_for(after, monkeypatch):
+    """They write to memory of the call: none may run when it has returned, wherever the interrupt came."""
+    launch, main, ended = pytest.importorskip("relpos_np.kernels._numba.launch"), threading.main_thread(), []
+
+    def function(*_):
+        time.sleep(0.05 if threading.current_thread() is main else 0.4)
+        ended.append(1)
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        if not after:  # in the midst of a start
+            start = launch._thread.start_new_thread
+
+            def interrupted(*args):
+                start(*args)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(launch._thread, "start_new_thread", interrupted)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, after, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            launch._run_on_python_threads(function, 0, 3)
+        finished = len(ended)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(0.6)
+    assert len(ended) == finished
 
 
 @pytest.mark.stress

@@ -1,6 +1,5 @@
 """Many threads of Python that call at once, on every threading layer, with a cold process too."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -57,13 +56,13 @@ def test_row_38_fewer_threads_where_the_system_gives_no_more(monkeypatch):
     expected = rp.attention(q, k, v)
     asked = []
 
-    def start(self):
-        asked.append(self)
+    def start(*args):
+        asked.append(args)
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(launch, "_home", 0)  # as in a forked child
     np.testing.assert_array_equal(rp.attention(q, k, v), expected)
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(launch._thread, "start_new_thread", start)
     np.testing.assert_array_equal(rp.attention(q, k, v), expected)
     assert asked
 

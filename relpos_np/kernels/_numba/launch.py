@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import sys
@@ -154,28 +155,59 @@ def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
     """The calling thread is one of them; fewer do if the system, or an interpreter that is closing, has no more."""
     arrays = [np.array([_threads.ctypes.data + 8 * n], dtype=np.int64) for n in range(threads)]
     length = _length(1)[0]
-    others = [
-        threading.Thread(target=function, args=(a.ctypes.data, length, _STEPS, call), daemon=True) for a in arrays[1:]
-    ]
+    crew = _Crew(lambda n: function(arrays[n].ctypes.data, length, _STEPS, call))
     try:
-        for other in others:
-            try:
-                other.start()
-            except RuntimeError:
+        for n in range(1, threads):
+            if not crew.start(n):
                 break
         function(arrays[0].ctypes.data, length, _STEPS, call)
     finally:
-        _join(others)
+        crew.wait()
 
 
-def _join(threads: list[threading.Thread]) -> None:
-    """Wait for all, whatever signals arrive: they write to memory that the caller is about to free."""
-    interrupt: BaseException | None = None
-    for thread in threads:
-        while thread.is_alive():
+class _Crew:
+    """Threads that write to memory which the caller is about to free: all are waited for, whatever signals arrive.
+
+    A signal's handler may raise between any two steps of the calling thread. `threading.Thread` is of no use then: it
+    takes a thread for dead whose `join` was interrupted, or whose `start` was (CPython issue 90882, up to Python 3.12).
+    """
+
+    def __init__(self, work: Callable[[int], object]) -> None:
+        self._work = work
+        # Who took a piece of work first, its thread or, so that nobody does it any more, the one that waits (0).
+        self._taken: dict[int, int] = {}
+        self._bells: dict[int, Any] = {}
+        self._done: set[int] = set()
+
+    def start(self, n: int) -> bool:
+        """Start the thread with this number, from 1 on; whether there is one."""
+        bell = _thread.allocate_lock()
+        bell.acquire()
+        self._bells[n] = bell
+        try:
+            _thread.start_new_thread(self._run, (n, bell))
+        except RuntimeError:
+            return False
+        return True
+
+    def _run(self, n: int, bell: Any) -> None:
+        try:
+            if self._taken.setdefault(n, n) == n:
+                self._work(n)
+        finally:
+            self._done.add(n)
+            bell.release()
+
+    def wait(self) -> None:
+        """Return when no thread works, or will: one that has not begun by now finds no work left."""
+        interrupt: BaseException | None = None
+        while True:
             try:
-                thread.join()
-            except BaseException as error:  # noqa: BLE001  (whatever a signal's handler raises: it waits its turn)
+                for n, bell in self._bells.items():
+                    while self._taken.setdefault(n, 0) == n and n not in self._done:
+                        bell.acquire()
+                break
+            except BaseException as error:  # noqa: BLE001  (whatever a handler raises: it waits its turn)
                 interrupt = error
-    if interrupt is not None:
-        raise interrupt
+        if interrupt is not None:
+            raise interrupt
