@@ -146,7 +146,7 @@ def test_mismatches_and_drift_decide_the_exit_code(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "KINDS", ((1, lost),))
     monkeypatch.setattr(soak, "_SHARES", [1])
     out = tmp_path / "record.json"
-    assert soak.main(["--minutes", "0.002", "--out", str(out)]) == 1
+    assert soak.main(["--minutes", "0.02", "--out", str(out)]) == 1
     record = json.loads(out.read_text())
     assert record["mismatches"] == record["cases"]["lost"] > 0
     assert record["problems"][0]["where"] == "nowhere"
