@@ -376,3 +376,17 @@ def test_real_example(backend):
     )
     testing.assert_matches(out, real["expected"])
     assert np.abs(out - real["expected"]).max() <= 2e-6
+
+
+def test_parts_of_scores_are_counted_without_signs_and_with_all_products():
+    ones, dim = np.ones((1, 1, 1, 4), np.float32), 4
+    opposite = rp.T5(np.full((32, 1), -2.0, np.float32))  # 4 products of 1, times 1/2
+    cancelling = testing.Example("t5", None, ones, ones, ones, opposite)
+    assert rp.logits(ones, ones, position=opposite).item() == 0.0
+    assert cancelling.logit_bound == 4.0
+    assert cancelling.products == dim
+    masked = testing.Example("t5", None, ones, ones, ones, opposite, {"mask": np.full((1, 1), 0.5, np.float32)})
+    assert masked.logit_bound == 4.5
+    for name, variant, more in (("plain", None, 0), ("shaw", "clip", 1), ("transformer_xl", "wenet", 1)):
+        one = testing.example(name, variant=variant)
+        assert one.products == (1 + more) * one.q.shape[-1], name
