@@ -73,6 +73,8 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     _, narrow = converters(of_out)
     # Queries stay in shared memory where they fit, and where nothing else needs their place.
     resident, whole_depth = depth <= 64 and not skewed, depth % DEPTH == 0
+    # Else they are fetched ahead, unless the fragments of 64 threads in float64 leave no registers to hold them.
+    ahead = not resident and (tiling.threads > 64 or tiling.dtype.itemsize < 8)
     columns = width // ACROSS
     q_shape = (-(-depth // DEPTH) * DEPTH if resident else 2 * DEPTH, rows + PAD)
     tile_shape = (2 * DEPTH, max(rows, width) + PAD)
@@ -166,16 +168,18 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             # There are two tiles of keys, and of queries: while one is used, the next one is on its way.
             side = 0
             fetch_key(held, k, k_at, k_row, key, stop, 0, depth, me)
-            if not resident:
+            if ahead:
                 fetch_query(q_held, q, q_at, q_row, first, last, 0, depth, me)
             for channel in range(0, depth, DEPTH):
                 drop_turned_tile(tile, side, held, me)
-                if not resident:
+                if ahead:
                     drop_turned_tile(qs, side, q_held, me)
+                elif not resident:
+                    stage_query(qs, side, q, q_at, q_row, first, last, channel, depth, me)
                 cuda.syncthreads()
                 if channel + DEPTH < depth:
                     fetch_key(held, k, k_at, k_row, key, stop, channel + DEPTH, depth, me)
-                    if not resident:
+                    if ahead:
                         fetch_query(q_held, q, q_at, q_row, first, last, channel + DEPTH, depth, me)
                 for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
                     add_scores(s, qs, (channel if resident else side) + d, tile, side + d, a, b, down, across)
