@@ -353,10 +353,12 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Seque
     if not out.flags.writeable:
         raise RelposValueError("out: the array is read-only")
     # NumPy gives arrays without elements strides of 0.
-    if out.size and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True)):
+    spread = out.size and not out.flags.c_contiguous
+    if spread and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True)):
         raise RelposValueError("out: elements of the array share memory")
-    if any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in inputs):
-        raise RelposValueError("out: the array overlaps an input")
+    for x in inputs:
+        if isinstance(x, np.ndarray) and np.may_share_memory(out, x):
+            raise RelposValueError("out: the array overlaps an input")
     return out
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import check, testing
-from relpos_np.kernels import _numba
+from relpos_np.kernels._numba import job
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 
 # (batch, heads, key heads, queries, keys, head_dim, value_dim); the long ones are attended in several parts.
@@ -22,7 +22,7 @@ SHAPES = [
     (1, 1, 1, 1, 2000, 128, 130),
     (1, 2, 1, 4, 1537, 1, 1),
     # One key more than two parts of whole blocks hold.
-    (1, 2, 1, 2, 2 * _numba.PART_BLOCKS * BLOCK_KEYS + 1, 8, 4),
+    (1, 2, 1, 2, 2 * job.PART_BLOCKS * BLOCK_KEYS + 1, 8, 4),
 ]
 
 
@@ -168,13 +168,16 @@ def test_a_long_call_in_several(rng, monkeypatch):
     """Between them signals are looked at."""
     q, k, v = (rng.standard_normal((30, 2, n, 8)) for n in (1, 40, 40))
     expected = rp.attention(q, k, v, backend="numba")
-    monkeypatch.setattr(_numba, "CALL_DECODE_SHARE", 1e-12)
+    monkeypatch.setattr(job, "_known", {})
+    monkeypatch.setattr(job, "CALL_DECODE_SHARE", 1e-12)
     np.testing.assert_array_equal(rp.attention(q, k, v, backend="numba"), expected)
 
 
 def test_this_kernel_is_what_runs(monkeypatch):
     ran = []
-    monkeypatch.setattr(_numba, "_decode", lambda *args: ran.append(args))
+    right = job._decoding
+    monkeypatch.setattr(job, "_known", {})
+    monkeypatch.setattr(job, "_decoding", lambda *args: ran.append(args) or right(*args))
     x = np.ones((1, 4, 300, 8))
     rp.attention(x[:, :, :2], x[:, :2], x[:, :2])
     assert len(ran) == 1

@@ -19,7 +19,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
 from relpos_np.kernels import _numba as host
-from relpos_np.kernels._numba import launch, plan, records
+from relpos_np.kernels._numba import job, launch, plan, records
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
 from tests.interpreted.vectors import Vectors
 
@@ -265,10 +265,12 @@ def interpreted(**options):
             return address, row
 
         patch.setattr(plan, "_no_bias", no_bias)
+        # Elsewhere the same sizes may have been planned for other threads.
+        patch.setattr(job, "_known", {})
         if machine.threads is not None:
-            for module in (host, MODULES["product"], MODULES["shift"]):
+            for module in (host, job, MODULES["product"], MODULES["shift"]):
                 for name in ("SERIAL_FLOPS", "SERIAL_DECODE_FLOPS", "SERIAL_BYTES"):
                     patch.setattr(module, name, 0, raising=False)
-            for module in (host, MODULES["shift"]):
+            for module in (host, job, MODULES["shift"]):
                 patch.setattr(module, "available_threads", lambda: machine.threads)
         yield machine

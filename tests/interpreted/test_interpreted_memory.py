@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.kernels._numba.plan import Planner
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
 from tests.interpreted.memory import FLOAT32, Fault, Memory, Place, Region, bounds, marks
@@ -174,7 +175,7 @@ def test_results_of_two_pieces_do_not_overlap(monkeypatch):
 
 
 def test_arrays_that_nobody_keeps(monkeypatch):
-    monkeypatch.setattr(rp.kernels._numba.Planner, "_keep", lambda self, x: x.ctypes.data)
+    monkeypatch.setattr(Planner, "_keep", lambda self, x: x.ctypes.data)
     with pytest.raises(Fault, match="an address that nobody keeps alive"):
         call()
 

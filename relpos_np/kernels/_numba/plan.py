@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 
-from relpos_np.kernels._numba.arrays import aligned, batch_offsets, rowwise, strides
+from relpos_np.kernels._numba.arrays import address_of, aligned, batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.launch import call_flops
 from relpos_np.kernels._numba.product import multiply
@@ -34,28 +33,13 @@ _EMPTY = dict.fromkeys(CALL.names or (), 0)
 PACK_CALL = struct.Struct("<" + "".join("d" if CALL[name].kind == "f" else "q" for name in _EMPTY)).pack
 
 
-@dataclass(slots=True, eq=False)
-class Plan:
-    """The kernel's record as a dict, and the arrays that must outlive the call."""
-
-    fields: dict[str, Any]
-    blocks: int
-    workspace: int
-    flops_per_block: float
-    kept: list[Array]
-
-    def pack(self) -> bytearray:
-        """The record's bytes."""
-        return bytearray(PACK_CALL(*self.fields.values()))
-
-
 @cache
 def _no_bias(dtype: np.dtype[Any], k_len: int) -> tuple[int, Array]:
     """A row of zeros for so many keys, -inf up to the end of the last panel, and its address."""
     panel = TARGET.panel(dtype.itemsize)
     row = np.zeros(-(-k_len // panel) * panel, dtype)
     row[k_len:] = -np.inf
-    return row.ctypes.data, row
+    return address_of(row), row
 
 
 def _runs(lookup: Array, q_len: int) -> Array:
@@ -104,7 +88,7 @@ def is_windowed(problem: Problem, terms: Terms) -> bool:
 
 
 class Planner:
-    """Builds the plan of one call; `out` and `lse` are C-contiguous.
+    """Builds the record of one call; `out` and `lse` are C-contiguous.
 
     `narrow`: keys and values are read as they are stored. `windowed`: `is_windowed` holds, and its kernel will run.
     """
@@ -125,13 +109,15 @@ class Planner:
         self.dtype = problem.site.dtype
         self.kept: list[Array] = []
         self.fields: dict[str, Any] = _EMPTY.copy()
+        # What the kernel's record has behind that of a call.
+        self.tail = b""
         self.threads = threads
         self.out, self.lse, self.narrow, self.windowed = out, lse, narrow, windowed
 
     def _keep(self, x: Array) -> int:
         """Keep an array alive and return its address."""
         self.kept.append(x)
-        return x.ctypes.data
+        return address_of(x)
 
     def _wide(self) -> tuple[Array, Array]:
         """Keys and values in the dtype of the computation."""
@@ -141,24 +127,40 @@ class Planner:
         """Keys and values as they are stored, in half precision."""
         return self.problem.stored_k, self.problem.stored_v
 
-    def build(self) -> Plan:
+    def pack(self) -> bytearray:
+        """The record's bytes."""
+        return bytearray(PACK_CALL(*self.fields.values()) + self.tail)
+
+    def repeat(self, fields: dict[str, Any], batches: Array) -> None:
+        """Fill every record as `build` has done for the same sizes, where only addresses and fused biases differ."""
+        self.fields, self.batches = fields.copy(), batches
+        self.kept.append(batches)
+        self._operands()
+        if self.terms.tables:
+            self._bias()
+
+    def _operands(self) -> tuple[Array, Array, Array]:
+        """Queries, keys and values as they are read; with the results, their addresses."""
+        f, query = self.fields, self.problem.q if self.terms.query is None else self.terms.query
+        key, value = (self._stored if self.narrow else self._wide)()
+        q, k, v = rowwise(query), rowwise(key), rowwise(value)
+        f["q"], f["k"], f["v"], f["out"] = self._keep(q), self._keep(k), self._keep(v), self._keep(self.out)
+        if self.lse is not None:
+            f["lse"] = self._keep(self.lse)
+        return q, k, v
+
+    def build(self) -> None:
         """Fill every record."""
         site, terms, f = self.site, self.terms, self.fields
-        batches = np.zeros((6, self.count), np.int64)
+        self.batches = batches = np.zeros((6, self.count), np.int64)
         axes = len(self.problem.batch)
-        query = self.problem.q if terms.query is None else terms.query
-        key, value = (self._stored if self.narrow else self._wide)()
-        for row, (name, given) in enumerate((("q", query), ("k", key), ("v", value))):
-            x = rowwise(given)
-            f[name] = self._keep(x)
+        query, key, value = self._operands()
+        for row, (name, x) in enumerate((("q", query), ("k", key), ("v", value))):
             f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
             if self.count > 1:
                 batches[row] = batch_offsets(x, axes, self.count)
-        f["out"] = self._keep(self.out)
         f["out_batch"] = site.heads * site.q_len * site.v_dim
         f["out_head"], f["out_row"] = site.q_len * site.v_dim, site.v_dim
-        if self.lse is not None:
-            f["lse"] = self._keep(self.lse)
         f["heads"], f["v_group"] = site.heads, site.heads // max(site.kv_heads, 1)
         f["k_group"] = site.heads // max(key.shape[-3], 1)
         f["q_len"], f["k_len"], f["depth"], f["v_depth"] = site.q_len, site.k_len, query.shape[-1], site.v_dim
@@ -197,13 +199,9 @@ class Planner:
             f["keep"] = self._keep(self.problem.keep)
             f["keep_scale"] = self.problem.keep_scale
         span = min(site.k_len, self.problem.left + self.problem.right + block)
-        return Plan(
-            fields=f,
-            blocks=self.count * site.heads * f["blocks"],
-            workspace=layout.py_func(block, query.shape[-1], width, skew, bins, lanes)[-1],
-            flops_per_block=per_pair * block * span,
-            kept=self.kept,
-        )
+        self.blocks = self.count * site.heads * f["blocks"]
+        self.workspace = layout.py_func(block, query.shape[-1], width, skew, bins, lanes)[-1]
+        self.flops_per_block = per_pair * block * span
 
     # masks -----------------------------------------------------------------------------------
 
@@ -257,9 +255,12 @@ class Planner:
             # Every row of every tile reads the same zeros; for windows they also cut off the end of the last panel.
             f["bias"] = _no_bias(self.dtype, site.k_len if self.windowed else panel)[0]
             return []
-        toeplitz = [t for t in self.terms.tables if isinstance(t.index, Toeplitz)]
-        grids = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim == 2]
-        others = [t for t in self.terms.tables if isinstance(t.index, Dense) and t.index.index.ndim > 2]
+        toeplitz: list[TableTerm] = []
+        grids: list[TableTerm] = []
+        others: list[TableTerm] = []
+        for term in self.terms.tables:
+            kind = toeplitz if isinstance(term.index, Toeplitz) else grids if term.index.index.ndim == 2 else others
+            kind.append(term)
         width = -(-site.k_len // panel) * panel
         height = -(-site.q_len // ROW_QUANTUM) * ROW_QUANTUM
         if grids and site.heads * height * width * self.dtype.itemsize <= GATHER_BYTES:
@@ -279,8 +280,7 @@ class Planner:
         elif toeplitz:
             span = site.q_len + site.k_len - 1
             # Padded query rows and a ragged last panel read beyond the ends.
-            buffer = np.empty((site.heads, ROW_QUANTUM + span + panel), self.dtype)
-            buffer[:, :ROW_QUANTUM], buffer[:, ROW_QUANTUM + span :] = 0, 0
+            buffer = np.zeros((site.heads, ROW_QUANTUM + span + panel), self.dtype)
             inner = buffer[:, ROW_QUANTUM : ROW_QUANTUM + span]
             self._along(toeplitz[0], inner)
             for term in toeplitz[1:]:

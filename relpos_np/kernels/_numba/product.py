@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from relpos_np.kernels._numba.arrays import batch_offsets, rowwise, strides
+from relpos_np.kernels._numba.arrays import address_of, batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.attend import PANEL_VECTORS, VECTOR_BYTES, load_rows, pack_panels, score_plain
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.launch import SERIAL_FLOPS, call_flops, lend, run_pieces
@@ -93,7 +93,7 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     f["table_head"], f["table_row"], _ = strides(weights)
     if weights.shape[0] == 1:
         f["table_head"] = 0
-    f["x"], f["table"], f["out"], f["batches"] = (a.ctypes.data for a in (x, weights, out, batches))
+    f["x"], f["table"], f["out"], f["batches"] = (address_of(a) for a in (x, weights, out, batches))
     f["heads"], f["x_group"], f["length"], f["depth"], f["rows"] = heads, heads // x.shape[-3], length, depth, rows
     f["blocks"], f["scale"] = -(-length // BLOCK_ROWS), scale
     pieces = count * heads * f["blocks"]

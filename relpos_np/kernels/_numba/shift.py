@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from relpos_np.kernels._numba.arrays import address_of
 from relpos_np.kernels._numba.build import Kernel, helper
 from relpos_np.kernels._numba.launch import available_threads, run_pieces
 from relpos_np.kernels._numba.records import SHIFT
@@ -153,7 +154,7 @@ def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None
     wrapped = variant in ("transformer_xl", "espnet_legacy")
     past = used and out.nbytes >= STREAM_BYTES
     lines = out.size // k_len
-    f = {"counter": 0, "stop": 0, "step": step, "lines": lines, "x": x.ctypes.data, "out": out.ctypes.data}
+    f = {"counter": 0, "stop": 0, "step": step, "lines": lines, "x": address_of(x), "out": address_of(out)}
     f |= {"itemsize": out.itemsize, "rows": rows, "columns": columns, "k_len": k_len, "wrapped": wrapped, "past": past}
     pieces = -(-lines // step)
     threads = 1 if out.nbytes < SERIAL_BYTES else available_threads()
