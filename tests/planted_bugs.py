@@ -321,7 +321,7 @@ FIRST = {
 TESTS = """
     index rel_shift schemes schemes_rotary seed_formulas terms schemes_bias schemes_windows schemes_curves schemes_cope
     schemes_grids schemes_tables schemes_vectors schemes_rotary_positions layers layers_state layers_window bad_input
-    faults testing testing_examples mpmath equivalence decode distributed vectors gradients cli kernels stateful bad_files
+    faults testing testing_examples mpmath equivalence decode jobs distributed vectors gradients cli kernels stateful bad_files
 """
 # What says nothing of numbers.
 OTHERS = """
