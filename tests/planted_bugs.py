@@ -161,7 +161,6 @@ BUGS = [
     Bug("backward: survivors not rescaled", "kernels/_numba/backward.py", "scale_row(s, s, cols, p.keep_scale)", "scale_row(s, s, cols, 1.0)"),
     Bug("backward: left edge of the window", "kernels/_numba/backward.py", "first + p.offset - p.left)", "first + p.offset - p.left + 1)"),
     Bug("backward: keys' sums by query", "kernels/_numba/backplan.py", "(0, heads * head, head, 0, rows), 1, 0)", "(0, heads * head, head, rows, 0), 1, 0)"),
-    Bug("backward: rows without keys", "kernels/_numba/backplan.py", "np.where(np.isneginf(lse), self.dtype.type(np.inf), lse)", "lse"),
     Bug("backward: row 0 of a map", "terms.py", "there = rows[starts] >= 0", "there = rows[starts] > 0"),
     Bug("backward: columns of the second skewed term", "kernels/_numba/backplan.py", "slice(skew_at, skew_at + depth)", "slice(0, depth)"),
     Bug("backward: sign of the lse's gradient", "kernels/_numba/backplan.py", "delta - grad_lse", "delta + grad_lse"),

@@ -43,13 +43,11 @@ class BackPlanner(Planner):
         grad_lse: Array | None,
         threads: int,
     ) -> None:
-        super().__init__(problem, terms, out, None, threads)
+        super().__init__(problem, terms, out, lse, threads)
         site, shape = self.site, problem.out_shape
         self.grad_out = np.ascontiguousarray(np.broadcast_to(grad_out, shape))
         delta = np.einsum("...d,...d->...", self.grad_out, out)
         self.delta = np.ascontiguousarray(delta if grad_lse is None else delta - grad_lse)
-        # A row without keys: 2**(s - inf) is 0 for every s.
-        self.row_lse = np.where(np.isneginf(lse), self.dtype.type(np.inf), lse)
         depth = (problem.q if terms.query is None else terms.query).shape[-1]
         self.dq = np.zeros((*shape[:-1], depth), self.dtype)
         self.dk = np.zeros((*shape[:-2], site.k_len, depth), self.dtype)
@@ -71,7 +69,6 @@ class BackPlanner(Planner):
         tasks = heads * parts
         f["block_queries"], f["blocks"] = block, 1
         e["parts"], e["query_step"], e["key_step"] = parts, query_step, key_step
-        f["lse"] = self._keep(self.row_lse)
         for name in ("grad_out", "delta", "dq", "dk", "dv"):
             e[name] = self._keep(getattr(self, name))
         span = site.q_len + site.k_len - 1

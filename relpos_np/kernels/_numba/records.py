@@ -54,7 +54,7 @@ ADD = np.dtype(
 VALUE = np.dtype(_integers("weights", "weights_head", "rows", "bins", "index", "index_batch", "index_row", "runs"))
 
 # What the backward pass needs besides, right behind its CALL: the gradient of the output, rows of the sums that every
-# dp is reduced by (and `lse` there is read, in units of log 2, +inf for a row without keys); where gradients go; and
+# dp is reduced by (and `lse` there is read, in units of log 2); where gradients go; and
 # how work is divided: `parts` ranges of queries and then as many of keys, or with one part both at once. `diag`,
 # `skew_dw` and sinks with a `dst_task` hold one partial sum per task. A call may do one of several `cuts` of each
 # piece's keys only: pieces from `origin` on then have a workspace each, and not threads.
