@@ -170,6 +170,17 @@ def measure_growth(rounds):
     return {"lengths": lengths, "threads": threads}
 
 
+def measure_small():
+    """What small calls take, and what of that beside the kernel."""
+    from benchmarks.small import CALLS, beside_kernel, microseconds, small_call
+
+    found = {}
+    for name in CALLS:
+        call = small_call(name)
+        found[name] = {"median_us": microseconds(call), "beside_kernel_us": beside_kernel(call)}
+    return found
+
+
 def table(record):
     """The README's lines for a record."""
     return report.readme(record)
@@ -208,6 +219,7 @@ def main():
         record["backward"][shape] = measure_backward(shape, arguments.rounds)
         print(shape, "backward", json.dumps(record["backward"][shape]), flush=True)
     record |= measure_growth(arguments.rounds)
+    record["small"] = measure_small()
     versions = collect_versions()
     versions["kernels"].pop("cache")
     record["versions"] = versions

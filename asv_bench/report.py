@@ -54,7 +54,8 @@ def readme(record):
     start = (
         f"A new process pays {record['import_over_numpy_ms']:.0f} ms for `import relpos_np` beyond NumPy's, and "
         f"{record['first_call_warm_s']:.2f} s for its first call, or {record['first_call_cold_s']:.1f} s if the kernel "
-        "must be compiled."
+        "must be compiled. A small call takes "
+        f"{record['small']['no positions']['beside_kernel_us']:.0f} µs beside its kernel."
     )
     return [machine(record), "", *grid(head, rows), "", start]
 
@@ -113,6 +114,15 @@ def growth(record):
         rows = [[count, f"{f['best_ms']:.3g}", f"{f['speedup']:.2f}"] for count, f in record["threads"].items()]
         lines += ["", "Shape B:", "", *grid(["threads", "best ms", "times as fast as one"], rows)]
     return lines
+
+
+def small(record):
+    """What small calls take."""
+    head = ["call", "median µs", "of that beside the kernel"]
+    rows = [
+        [name, f"{f['median_us']:.0f}", f"{f['beside_kernel_us']:.0f}"] for name, f in record.get("small", {}).items()
+    ]
+    return grid(head, rows) if rows else []
 
 
 def cell(found):
@@ -230,6 +240,7 @@ def sections(folder=RECORDED):
         "figures_shapes": "\n".join(shapes()),
         "figures_kernels": read("cpu.json", kernels),
         "figures_growth": read("cpu.json", growth),
+        "figures_small": read("cpu.json", small),
         "figures_interop": read("interop.json", interop),
         "figures_peers": read("compare.json", origin, peers),
     }

@@ -20,7 +20,7 @@ import relpos_np as rp
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "asv_bench"
-MODULES = ["attention", "rel_shift", "scaling"]
+MODULES = ["attention", "rel_shift", "scaling", "small"]
 
 
 @pytest.fixture(autouse=True)

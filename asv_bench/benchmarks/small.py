@@ -1,0 +1,66 @@
+"""Small calls: what is paid beside the kernel."""
+
+from __future__ import annotations
+
+import timeit
+
+import numpy as np
+
+import relpos_np as rp
+
+from . import ceiling
+
+# By name: queries, keys, and what positions contribute, for two heads of 8 channels.
+CALLS = {"no positions": (16, 16, False), "T5": (16, 16, True), "decoding": (1, 64, False)}
+REPEAT = 1000
+
+
+def small_call(name):
+    """A call as a function of nothing, on seeded operands."""
+    q_len, k_len, biased = CALLS[name]
+    rng = np.random.default_rng(0)
+    q, k, v, table = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes_of(q_len, k_len))
+    position = rp.T5(table) if biased else None
+    return lambda: rp.attention(q, k, v, position=position, backend="numba")
+
+
+def shapes_of(q_len, k_len):
+    """Shapes of queries, keys, values and a table of 32 buckets."""
+    return (1, 2, q_len, 8), (1, 2, k_len, 8), (1, 2, k_len, 8), (32, 2)
+
+
+def microseconds(call):
+    """Median over rounds of many calls each."""
+    call()
+    return 1e6 / REPEAT * float(np.median(timeit.repeat(call, number=REPEAT, repeat=max(ceiling.ROUNDS, 3))))
+
+
+def beside_kernel(call):
+    """The same where the kernel is not run: all that the library does before and after."""
+    from relpos_np.kernels._numba import launch
+
+    run = launch.run
+    launch.run = lambda *_: None
+    try:
+        return microseconds(call)
+    finally:
+        launch.run = run
+
+
+class SmallCalls:
+    """One call as a server with short inputs makes it, again and again."""
+
+    params = list(CALLS)
+    param_names = ["call"]
+
+    def setup(self, name):
+        self.call = small_call(name)
+        self.call()
+
+    def time_call(self, name):
+        self.call()
+
+    def track_beside_kernel(self, name):
+        return beside_kernel(self.call)
+
+    track_beside_kernel.unit = "µs"
