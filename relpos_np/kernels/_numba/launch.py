@@ -153,7 +153,7 @@ def run_pieces(
 ) -> None:
     """Run a kernel on so many pieces of work, in calls of about `chunk` pieces, as many for each thread.
 
-    Its counter counts in units of so many pieces, of which `chunk` is a multiple.
+    The record's counter counts in units of `unit` pieces, of which `chunk` is a multiple.
     """
     chunk = max(chunk // threads, 1) * threads
     for start in range(0, pieces, chunk):
