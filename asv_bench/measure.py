@@ -181,6 +181,17 @@ def measure_small():
     return found
 
 
+def versions_without_paths():
+    """What was measured, and with what; not where that lies, nor what else the environment holds."""
+    from relpos_np.versions import collect_versions
+
+    versions = collect_versions()
+    for name in ("installed", "not_available", "environment"):
+        del versions[name]
+    del versions["kernels"]["cache"]
+    return versions
+
+
 def table(record):
     """The README's lines for a record."""
     return report.readme(record)
@@ -206,8 +217,6 @@ def main():
     arguments = parser.parse_args()
     from benchmarks.shapes import BACKWARD, SHAPES, lacking
 
-    from relpos_np.versions import collect_versions
-
     record = {"date": time.strftime("%Y-%m-%d"), "load_before": list(os.getloadavg()), "shapes": {}, "backward": {}}
     for shape, sizes in SHAPES.items():
         if reason := lacking(sizes):
@@ -220,9 +229,7 @@ def main():
         print(shape, "backward", json.dumps(record["backward"][shape]), flush=True)
     record |= measure_growth(arguments.rounds)
     record["small"] = measure_small()
-    versions = collect_versions()
-    versions["kernels"].pop("cache")
-    record["versions"] = versions
+    record["versions"] = versions_without_paths()
     with tempfile.TemporaryDirectory() as folder:
         record["first_call_cold_s"] = child(_FIRST, RELPOS_CACHE_DIR=folder)
         record["first_call_warm_s"] = statistics.median(child(_FIRST, RELPOS_CACHE_DIR=folder) for _ in range(5))

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -322,6 +323,16 @@ def test_a_machine_is_recorded_without_its_paths():
         assert "/home/" not in text
         assert "/tmp/" not in text
         assert "track_error" in text
+
+
+@pytest.mark.parametrize("path", sorted((BENCH / "recorded").rglob("*.json")), ids=lambda path: path.stem)
+def test_nothing_recorded_is_a_path(path):
+    assert not re.search(r'"/\w', path.read_text(encoding="utf-8"))
+
+
+def test_versions_are_recorded_without_paths(monkeypatch):
+    monkeypatch.setenv("RELPOS_CACHE_DIR", "/nowhere")
+    assert not re.search(r'"/\w', json.dumps(importlib.import_module("measure").versions_without_paths()))
 
 
 def test_asv_publishes_what_is_recorded(tmp_path):
