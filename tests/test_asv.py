@@ -331,7 +331,7 @@ def test_nothing_recorded_is_a_path(path):
 
 
 def test_versions_are_recorded_without_paths(monkeypatch):
-    monkeypatch.setenv("RELPOS_CACHE_DIR", "/nowhere")
+    monkeypatch.setenv("RELPOS_ELSEWHERE", "/nowhere")
     assert not re.search(r'"/\w', json.dumps(importlib.import_module("measure").versions_without_paths()))
 
 
