@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import relpos_np as rp
-from relpos_np import diagrams, layers, pictures, plot, testing
-from relpos_np.bucket import t5_bucket
+from relpos_np import layers, plot, testing
+from relpos_np.formulas.buckets import t5_bucket
+from relpos_np.plot import diagrams
+from relpos_np.plot import gallery as pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

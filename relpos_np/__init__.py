@@ -1,6 +1,9 @@
 """Every formula for positions in attention: a NumPy reference with fast kernels."""
 
-from relpos_np import backend, reference
+from relpos_np import _moved, backend, reference
+from relpos_np._contract.gradient import AttentionGradient
+from relpos_np._runtime.memory import memory_limit, set_memory_limit
+from relpos_np._runtime.threadcount import get_num_threads, set_num_threads, threads
 from relpos_np.api import attention, attention_vjp, logits, rel_shift
 from relpos_np.backend import set_backend, use_backend
 from relpos_np.errors import (
@@ -11,9 +14,6 @@ from relpos_np.errors import (
     RelposTypeError,
     RelposValueError,
 )
-from relpos_np.gradient import AttentionGradient
-from relpos_np.memory import memory_limit, set_memory_limit
-from relpos_np.registry import SCHEMES, SchemeInfo
 from relpos_np.schemes.alibi import ALiBi
 from relpos_np.schemes.beit import BEiT
 from relpos_np.schemes.cope import CoPE
@@ -27,6 +27,7 @@ from relpos_np.schemes.layout import LayoutBias
 from relpos_np.schemes.learned import LearnedAbsolute
 from relpos_np.schemes.neighborhood import NeighborhoodBias
 from relpos_np.schemes.plain import Plain
+from relpos_np.schemes.registry import SCHEMES, SchemeInfo
 from relpos_np.schemes.rotary import Rotary, XPos
 from relpos_np.schemes.sandwich import Sandwich
 from relpos_np.schemes.shaw import Shaw
@@ -37,7 +38,6 @@ from relpos_np.schemes.tisa import TISA
 from relpos_np.schemes.transformer_xl import TransformerXL
 from relpos_np.schemes.wavlm import WavLM
 from relpos_np.schemes.window import WindowBias
-from relpos_np.threadcount import get_num_threads, set_num_threads, threads
 from relpos_np.versions import show_versions
 
 __version__ = "0.1.0"
@@ -91,3 +91,5 @@ __all__ = [
     "threads",
     "use_backend",
 ]
+
+_moved.install(__name__)

@@ -7,12 +7,18 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np import check, dense, footprint, memory, ondevice, relshift
+from relpos_np._calls import memory_bounds as footprint
+from relpos_np._calls import on_device as ondevice
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, lifted
+from relpos_np._contract import check
+from relpos_np._contract.gradient import AttentionGradient
+from relpos_np._contract.terms import fit
+from relpos_np._dense import forward
+from relpos_np._dense.backward import backward
+from relpos_np._runtime import memory
 from relpos_np.errors import RelposTypeError
-from relpos_np.gradient import AttentionGradient, backward
-from relpos_np.lowering import all_terms, checked_schemes, each_lowered, lifted
+from relpos_np.formulas import relshift
 from relpos_np.schemes.base import Scheme
-from relpos_np.terms import fit
 from relpos_np.types import Array
 
 _ATTENTION, _LOGITS, _ATTENTION_VJP, _REL_SHIFT = map(
@@ -181,7 +187,7 @@ def attention(
             memory.countable("attention", (*shape[:-1], problem.site.k_len))
             problem.pack()
         if name == "numpy":
-            result, lse = dense.attention(problem, schemes)
+            result, lse = forward.attention(problem, schemes)
         else:
             lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
             result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse)
@@ -237,12 +243,12 @@ def logits(
         schemes = checked_schemes(position, problem)
         problem.pack()
         if _backend.current(backend) == "terms":
-            from relpos_np.kernels import _numpy
+            from relpos_np._dense import from_terms
 
             lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
-            s = _numpy.scores(problem, all_terms(lowered))
+            s = from_terms.scores(problem, all_terms(lowered))
         else:
-            s = dense.scores(problem, schemes)
+            s = forward.scores(problem, schemes)
     return s[0] if flat else s
 
 
@@ -347,11 +353,11 @@ def attention_vjp(
             grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
         else:
             if name == "numpy":
-                s = dense.scores(problem, schemes)
+                s = forward.scores(problem, schemes)
             else:
-                from relpos_np.kernels import _numpy
+                from relpos_np._dense import from_terms
 
-                s = _numpy.scores(problem, terms)
+                s = from_terms.scores(problem, terms)
             grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
         grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
         # Operands may have been broadcast over batch axes, or had no axis of heads.

@@ -11,16 +11,25 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract.backends import BACKENDS, HOST_BACKENDS, WITH_KERNELS
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Terms
+from relpos_np._runtime.forks import preparing
 from relpos_np.errors import RelposImportError, RelposValueError
-from relpos_np.forks import preparing
-from relpos_np.problem import Problem
-from relpos_np.terms import Terms
 from relpos_np.types import Array
 
-# "numpy" evaluates each scheme's formula; the others evaluate terms. All but the last run on any machine.
-HOST_BACKENDS = ("numpy", "terms", "numba")
-BACKENDS = (*HOST_BACKENDS, "cuda")
-WITH_KERNELS = ("numba", "cuda")
+__all__ = [
+    "BACKENDS",
+    "HOST_BACKENDS",
+    "WITH_KERNELS",
+    "available",
+    "current",
+    "evaluate",
+    "kernels",
+    "set_backend",
+    "use_backend",
+]
+
 DEFAULT = "numba"
 _default: str | None = None
 _scoped: ContextVar[str | None] = ContextVar("relpos_np_backend", default=None)
@@ -144,9 +153,9 @@ def evaluate(
 ) -> tuple[Array, Array | None]:
     """Run the terms on a kernel backend; write to `out` if its layout allows, else to a new array."""
     if name == "terms":
-        from relpos_np.kernels import _numpy
+        from relpos_np._dense import from_terms
 
-        return _numpy.attention(problem, terms)
+        return from_terms.attention(problem, terms)
     dtype = problem.site.dtype
     target = (
         out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
-from relpos_np.terms import Terms
 
 LAYERS = ("convolution", "recurrent", "self_attention")
 

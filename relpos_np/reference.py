@@ -3,10 +3,8 @@
 Each lives in its scheme's file, next to the class that lowers it; this module only gathers them.
 """
 
-from relpos_np.axes import axial_frequencies, axis_frequencies, grid_positions, pixel_frequencies, section_axes
-from relpos_np.bucket import t5_bucket
-from relpos_np.dense import softmax, weighted_sum
-from relpos_np.frequencies import (
+from relpos_np.formulas.buckets import t5_bucket
+from relpos_np.formulas.frequencies import (
     linear_frequencies,
     llama3_frequencies,
     longrope_frequencies,
@@ -15,9 +13,17 @@ from relpos_np.frequencies import (
     rotary_frequencies,
     yarn_frequencies,
 )
-from relpos_np.relshift import rel_shift
-from relpos_np.resize import resize_table
-from relpos_np.rotations import rotary_matrices, rotate_inputs, rotate_pairs, xpos_scales
+from relpos_np.formulas.relshift import rel_shift
+from relpos_np.formulas.resize_tables import resize_table
+from relpos_np.formulas.rotary_axes import (
+    axial_frequencies,
+    axis_frequencies,
+    grid_positions,
+    pixel_frequencies,
+    section_axes,
+)
+from relpos_np.formulas.rotations import rotary_matrices, rotate_inputs, rotate_pairs, xpos_scales
+from relpos_np.formulas.softmax import softmax, weighted_sum
 from relpos_np.schemes.alibi import alibi_bias, alibi_slopes
 from relpos_np.schemes.beit import beit_index
 from relpos_np.schemes.cope import contextual_positions, cope_scores

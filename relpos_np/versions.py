@@ -61,9 +61,9 @@ def kernels() -> dict[str, Any] | str:
     try:
         import numba
 
+        from relpos_np._runtime.threadcount import get_num_threads
         from relpos_np.kernels._numba.cache import cache_folder
         from relpos_np.kernels._numba.target import TARGET
-        from relpos_np.threadcount import get_num_threads
     except ImportError as error:
         return f"not available: {error}"
     folder = cache_folder()

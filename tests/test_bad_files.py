@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import archive, layers, npzfile, reading, tensorfile
+from relpos_np import layers
+from relpos_np._commands import saved_call as archive
+from relpos_np._files import npz as npzfile
+from relpos_np._files import safetensors as tensorfile
+from relpos_np._files import untrusted as reading
 from relpos_np.testing import files, golden
 from relpos_np.testing.arguments import decode
 from tests.fuzz.targets import packed

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import cli, sweep, testing
+from relpos_np import testing
+from relpos_np._commands import main as cli
+from relpos_np.testing import sweep
 from tests.every import ATTENTION
 
 

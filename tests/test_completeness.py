@@ -9,7 +9,8 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
-from relpos_np.schemes.base import AbsoluteEncoding, Scheme
+from relpos_np.schemes.absolute import AbsoluteEncoding
+from relpos_np.schemes.base import Scheme
 from tests import naive, test_schemes, test_schemes_bias
 
 ROOT = Path(rp.__file__).parent.parent

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import relpos_np as rp
+from relpos_np._contract.terms import Terms
 from relpos_np.distributed import attention, merge, partial, plan
 from relpos_np.schemes.base import Scheme
-from relpos_np.terms import Terms
 from relpos_np.testing import example
 from tests.every import ATTENTION
 from tests.strategies import cases

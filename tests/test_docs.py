@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import cli
+from relpos_np._commands import main as cli
 
 DOCS = Path(rp.__file__).parent.parent / "docs"
 pytestmark = [

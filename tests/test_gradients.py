@@ -7,8 +7,8 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
+from relpos_np._contract.terms import Terms
 from relpos_np.schemes.base import SchemeGradient
-from relpos_np.terms import Terms
 from tests.every import ATTENTION
 
 BACKENDS = ("numpy", "terms", "numba")

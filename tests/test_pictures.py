@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import diagrams, pictures, plot, testing
+from relpos_np import plot, testing
+from relpos_np.plot import diagrams
+from relpos_np.plot import gallery as pictures
 
 pytest.importorskip("matplotlib")
 

@@ -16,7 +16,10 @@ def t5(heads=3):
 
 
 def test_matplotlib_is_not_imported_before_a_picture_is_drawn():
-    code = "import relpos_np.plot, relpos_np.cli, sys; sys.exit('matplotlib' in sys.modules or 'numba' in sys.modules)"
+    code = (
+        "import relpos_np.plot, relpos_np._commands.main, sys; "
+        "sys.exit('matplotlib' in sys.modules or 'numba' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

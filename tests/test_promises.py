@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import cli, promises, testing
+from relpos_np import testing
+from relpos_np._commands import main as cli
+from relpos_np._commands import promises
 from tests.every import ATTENTION
 
 BY_NAME = {name: how for name, _, _, _, how in promises.MEASURES}

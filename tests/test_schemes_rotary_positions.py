@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import check
+from relpos_np._contract import check
 from tests import naive
 
 LAYOUTS = ("half", "interleaved")

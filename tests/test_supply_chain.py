@@ -40,7 +40,7 @@ for scheme, info in rp.SCHEMES.items():
 x = np.ones((2, 300, 8), np.float32)
 rp.attention_vjp(x, x, x, grad_out=x)
 rp.rel_shift(np.ones((5, 9)), variant="conformer")
-from relpos_np.cli import main
+from relpos_np._commands.main import main
 with contextlib.redirect_stdout(io.StringIO()):
     assert main(["attend", "--plot", "none"]) == 0
 """

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relpos_np import check, gradient
+from relpos_np._contract import check
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+from relpos_np._dense import backward as gradient
 from relpos_np.errors import RelposIndexError, RelposValueError
 from relpos_np.kernels import _numba, _numpy
 from relpos_np.kernels._numba import backplan, launch, plan
-from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 
 LENGTHS = st.sampled_from([1, 2, 7, 16, 49, 65, 193, 200])
 

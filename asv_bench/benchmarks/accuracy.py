@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relpos_np import sweep
 from relpos_np.backend import current
-from relpos_np.registry import SCHEMES
+from relpos_np.schemes.registry import SCHEMES
+from relpos_np.testing import sweep
 
 # The same arguments for ever: the figures change with the code alone.
 SEED = 0

@@ -9,12 +9,12 @@ from uuid import uuid4
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._calls.lowering import checked_schemes
+from relpos_np._contract import check
+from relpos_np._contract.problem import Part, Problem
 from relpos_np.distributed.merging import merge
 from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
-from relpos_np.lowering import checked_schemes
-from relpos_np.problem import Part, Problem
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 

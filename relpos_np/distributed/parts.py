@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from relpos_np import check
+from relpos_np._calls.lowering import checked_schemes
+from relpos_np._contract import check
+from relpos_np._contract.problem import Part, Site
 from relpos_np.distributed.slicing import compute, evaluating, lengths_here
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.lowering import checked_schemes
-from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 

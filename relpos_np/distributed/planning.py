@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 
 

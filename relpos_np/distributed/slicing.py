@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from relpos_np import backend as _backend
+from relpos_np._calls.lowering import all_terms
+from relpos_np._contract.problem import Part, Problem, Site
+from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, cut_map, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.lowering import all_terms
-from relpos_np.problem import Part, Problem, Site
 from relpos_np.schemes.base import Scheme
-from relpos_np.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, cut_map, of_batch
 from relpos_np.types import Array
 
 Narrowed = tuple[tuple[Scheme, Site, Part], ...]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 import relpos_np as rp
-from relpos_np import check
+from relpos_np._calls.lowering import checked_schemes
+from relpos_np._contract import check
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import DenseBias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
-from relpos_np.lowering import checked_schemes
 from relpos_np.types import Array
 
 try:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
-from relpos_np.dense import drop
+from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.formulas.softmax import drop
 from relpos_np.layers.state import ABSOLUTE, Source, State
-from relpos_np.schemes.base import AbsoluteEncoding
+from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.learned import LearnedAbsolute
 from relpos_np.schemes.sinusoidal import Sinusoidal
 from relpos_np.schemes.transformer_xl import VARIANTS, row_distances

@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from relpos_np import api, check, dense
+from relpos_np import api
+from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.formulas.softmax import softmax
 from relpos_np.layers.state import State
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -421,5 +423,5 @@ class Projected:
         if not return_probabilities:
             return y
         options = {name: option for name, option in options.items() if name not in ("dropout", "rng")}
-        p, _ = dense.softmax(api.logits(q, k, position=schemes, **options))
+        p, _ = softmax(api.logits(q, k, position=schemes, **options))
         return y, p.astype(dtype, copy=False)

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.linear import Cache, Linear, Position, Projected, Weights, thirds
 from relpos_np.layers.state import ATTENTION, Names, Source, State

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.encoding import RelativePositionalEncoding
 from relpos_np.layers.linear import Cache, Linear, Projected, Weights, thirds

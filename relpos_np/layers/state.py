@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from relpos_np._files.safetensors import TensorFile
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.tensorfile import TensorFile
 from relpos_np.types import Array
 
 Source: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | State"

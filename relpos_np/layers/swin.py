@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, overload
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.state import Source
 from relpos_np.layers.window import TABLE, WindowAttention, lengths, read

@@ -9,9 +9,10 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from relpos_np import api, check
-from relpos_np.dense import drop, softmax
+from relpos_np import api
+from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.formulas.softmax import drop, softmax
 from relpos_np.layers.linear import Linear, merge_heads
 from relpos_np.layers.state import Source, State
 from relpos_np.schemes.window import WindowBias, rstt_frames, window_index

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import KeyTerm, TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.index import clip_map, difference_map, relative_positions
-from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import KeyTerm, TableTerm, Terms
 from relpos_np.types import Array
 
 FORMS = ("symmetric", "causal", "key")

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import grid_map
+from relpos_np._contract.problem import Site
+from relpos_np._contract.terms import Dense, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.index import grid_map
-from relpos_np.problem import Site
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import Dense, TableTerm, Terms
 from relpos_np.types import Array, Int64
 
 

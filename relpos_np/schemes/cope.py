@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
-from relpos_np.dense import repeat_heads
+from relpos_np._contract import check
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.problem import Part, Site
+from relpos_np.formulas.softmax import repeat_heads
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import Terms, fit
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "ram")

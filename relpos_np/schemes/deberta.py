@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import deberta_map
+from relpos_np._contract.problem import Site
+from relpos_np._contract.terms import KeyTerm, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.index import deberta_map
-from relpos_np.problem import Site
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import KeyTerm, QueryTerm, Terms
 from relpos_np.types import Array, Int64
 
 P2C = ("code", "paper")

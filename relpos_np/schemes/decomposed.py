@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.problem import Site
+from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.problem import Site
-from relpos_np.resize import resize_matrix
+from relpos_np.formulas.resize_tables import resize_matrix
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import Dense, QueryTerm, Terms
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("sam", "mvit")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
 from relpos_np.types import Array, Int32
 
 

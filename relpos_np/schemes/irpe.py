@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.problem import Site
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.problem import Site
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
 from relpos_np.types import Array, Int64
 
 METHODS = ("product", "euclidean", "quantization", "cross")

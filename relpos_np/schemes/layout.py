@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
-from relpos_np.bucket import ROUNDING, bucket_table, t5_bucket
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import bucket_rows, t5_map
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.index import bucket_rows, t5_map
-from relpos_np.problem import Part, Site
+from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("layoutlmv2", "layoutlmv3", "udop")

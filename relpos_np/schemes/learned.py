@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import AbsoluteEncoding
+from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.types import Array, Int64
 
 

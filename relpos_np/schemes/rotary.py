@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import Terms, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.frequencies import rotary_frequencies
-from relpos_np.problem import Part, Site
-from relpos_np.rotations import rotary_matrices, rotate_pairs, xpos_scales
+from relpos_np.formulas.frequencies import rotary_frequencies
+from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import Terms, of_batch
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
-from relpos_np.dense import softmax
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import clip_map
+from relpos_np._contract.problem import Site
+from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.errors import RelposValueError
-from relpos_np.index import clip_map
-from relpos_np.problem import Site
+from relpos_np.formulas.softmax import softmax
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.types import Array
 
 OUTSIDE = ("clip", "zero")

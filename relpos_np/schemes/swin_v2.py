@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import grid_map
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.index import grid_map
-from relpos_np.problem import Part, Site
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.types import Array
 
 VARIANTS = ("microsoft", "transformers", "paper")

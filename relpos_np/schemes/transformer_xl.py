@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import distance_map, wrapped_map
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import QueryTerm, Terms, fit
 from relpos_np.errors import RelposValueError
-from relpos_np.index import distance_map, wrapped_map
-from relpos_np.problem import Part, Site
-from relpos_np.relshift import VARIANTS as SHIFTS
-from relpos_np.relshift import rel_shift
+from relpos_np.formulas.relshift import VARIANTS as SHIFTS
+from relpos_np.formulas.relshift import rel_shift
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.terms import QueryTerm, Terms, fit
 from relpos_np.types import Array, Int64
 
 VARIANTS = (*SHIFTS, "xlnet_uni")

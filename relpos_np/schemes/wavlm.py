@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
-from relpos_np.bucket import ROUNDING, bucket_table, t5_bucket
+from relpos_np._contract import check
+from relpos_np._contract.index_maps import t5_map
+from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.terms import QueryTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.index import t5_map
-from relpos_np.problem import Part, Site
+from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
 from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.terms import QueryTerm, Terms, of_batch
 from relpos_np.types import Array
 
 

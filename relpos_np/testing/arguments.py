@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.registry import SCHEMES
-from relpos_np.schemes.base import AbsoluteEncoding, Scheme
+from relpos_np.schemes.absolute import AbsoluteEncoding
+from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.registry import SCHEMES
 from relpos_np.types import Array
 
 _CLASSES: Mapping[str, type] = {info.cls.__name__: info.cls for info in SCHEMES.values()}

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposError
-from relpos_np.registry import SCHEMES
+from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing.draws import SIZES, Size, lengths
 from relpos_np.testing.example import Example, build
 

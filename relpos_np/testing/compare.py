@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.types import Array
 

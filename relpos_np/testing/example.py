@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import check
+from relpos_np._contract import check
+from relpos_np._contract.gradient import AttentionGradient
 from relpos_np.api import attention, attention_vjp, logits
-from relpos_np.dense import repeat_heads
 from relpos_np.errors import RelposValueError
-from relpos_np.gradient import AttentionGradient
-from relpos_np.registry import SCHEMES
+from relpos_np.formulas.softmax import repeat_heads
 from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.plain import Plain
+from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing import pairs, rotary, seeds, tables, windows
 from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import EPS, SMALLEST, ratio, tolerance

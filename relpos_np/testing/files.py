@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import npzfile, tensorfile
+from relpos_np._files import npz as npzfile
+from relpos_np._files import safetensors as tensorfile
+from relpos_np._files.safetensors import INSTALL, bfloat16
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
-from relpos_np.tensorfile import INSTALL, bfloat16
 from relpos_np.types import Array
 
 # What a file may hold, by its name in the JSON beside it; all numbers are little-endian.

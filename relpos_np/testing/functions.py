@@ -12,7 +12,7 @@ import numpy as np
 import relpos_np as rp
 from relpos_np import layers, reference
 from relpos_np.errors import RelposError, RelposValueError
-from relpos_np.relshift import VARIANTS
+from relpos_np.formulas.relshift import VARIANTS
 from relpos_np.schemes.sinusoidal import LAYOUTS as SINUSOIDAL
 
 # What a file may ask for, and nothing else.

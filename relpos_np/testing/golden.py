@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 
 import relpos_np as rp
-from relpos_np import check, reading, tensorfile
+from relpos_np._contract import check
+from relpos_np._files import safetensors as tensorfile
+from relpos_np._files import untrusted as reading
 from relpos_np.errors import RelposError, RelposImportError, RelposValueError
-from relpos_np.registry import SCHEMES
+from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing import files
 from relpos_np.testing.arguments import decode, rebuilt
 from relpos_np.testing.compare import ratio

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np import tensorfile
+from relpos_np._files import safetensors as tensorfile
 from relpos_np.errors import RelposValueError
-from relpos_np.registry import SCHEMES
+from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing.arguments import encode, rebuilt
 from relpos_np.testing.cases import edges, sized
 from relpos_np.testing.compare import EPS, tolerance

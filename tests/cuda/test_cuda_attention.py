@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import check, testing
+from relpos_np import testing
+from relpos_np._contract import check
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.kernels import _cuda, _numpy
 from relpos_np.kernels._cuda import decode, plan
 from relpos_np.kernels._cuda.tile import Tiling
-from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")

@@ -7,9 +7,11 @@ import pytest
 from numba import cuda
 
 import relpos_np as rp
-from relpos_np import check, gradient, testing
+from relpos_np import testing
+from relpos_np._contract import check
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+from relpos_np._dense import backward as gradient
 from relpos_np.kernels import _cuda, _numpy
-from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.testing.arguments import rebuilt
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.

@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from relpos_np import check, lowering, testing
+from relpos_np import testing
+from relpos_np._calls import lowering
+from relpos_np._contract import check
 from relpos_np.kernels._cuda import intrinsics
 from relpos_np.kernels._cuda.elementwise import elementwise
 from relpos_np.kernels._cuda.operand import Operand

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 import relpos_np as rp
-from relpos_np.sweep import parts
 from relpos_np.testing import example
 from relpos_np.testing.arguments import arguments
+from relpos_np.testing.sweep import parts
 
 
 @dataclass(frozen=True)

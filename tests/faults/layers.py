@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from relpos_np import promises
-from relpos_np.promises import LAYERS
+from relpos_np._commands import promises
+from relpos_np._commands.promises import LAYERS
 from tests.processes import child
 
 __all__ = ["LAYERS", "environment", "on_layer"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.terms import Dense, Toeplitz
+from relpos_np._contract.terms import Dense, Toeplitz
 from tests.faults.arrays import PLACES
 from tests.faults.operands import make
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.terms import Toeplitz
+from relpos_np._contract.terms import Toeplitz
 
 numba = pytest.importorskip("numba")
 # Some modules share their name with what the package offers.

@@ -335,7 +335,8 @@ def test_row_46_strict_floating_point_in_parts_and_counts(backend, rng):
 
 DIGEST = """
 import hashlib
-from relpos_np import testing, sweep
+from relpos_np import testing
+from relpos_np.testing import sweep
 np.seterr(all="raise")
 found = hashlib.sha256()
 for name, variant in sweep.parts():

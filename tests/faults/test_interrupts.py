@@ -307,7 +307,9 @@ def test_row_40_a_signal_from_outside():
 
 @pytest.mark.stress
 def test_row_40_the_command_line():
-    code = "import sys; from relpos_np.cli import main; print('begun', flush=True); sys.exit(main(['check']))"
+    code = (
+        "import sys; from relpos_np._commands import main; print('begun', flush=True); sys.exit(main.main(['check']))"
+    )
     seconds, status, out = from_outside(code, 3.0)
     assert status == 130, out
     assert re.search(r"relpos check: interrupted\s*$", out), out

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import memory
+from relpos_np._runtime import memory
 from relpos_np.testing.draws import lengths
 from relpos_np.testing.example import build
 from tests.every import ATTENTION

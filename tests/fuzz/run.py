@@ -22,13 +22,13 @@ NAMES = ("npz", "tensors", "vectors", "manifest", "arguments")
 INSTRUMENTED = [
     "json",
     "zipfile",
-    "relpos_np.archive",
-    "relpos_np.check",
+    "relpos_np._commands.saved_call",
+    "relpos_np._contract.check",
     "relpos_np.layers",
-    "relpos_np.npzfile",
-    "relpos_np.reading",
+    "relpos_np._files.npz",
+    "relpos_np._files.untrusted",
     "relpos_np.schemes",
-    "relpos_np.tensorfile",
+    "relpos_np._files.safetensors",
     "relpos_np.testing",
 ]
 

@@ -25,7 +25,9 @@ from pathlib import Path
 import numpy as np
 
 import relpos_np as rp
-from relpos_np import archive, layers, reading, testing
+from relpos_np import layers, testing
+from relpos_np._commands import saved_call as archive
+from relpos_np._files import untrusted as reading
 from relpos_np.testing import files, golden, records
 from relpos_np.testing.arguments import arguments, decode, encode
 

@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 
 import relpos_np as rp
-from relpos_np import check
+from relpos_np._contract import check
 from relpos_np.errors import RelposError
 from relpos_np.testing import Example, example
 from relpos_np.testing.arguments import rebuilt

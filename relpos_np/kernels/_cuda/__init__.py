@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Terms, ValueTerm, nothing
 from relpos_np.kernels._cuda import device
-from relpos_np.problem import Problem
-from relpos_np.terms import Terms, ValueTerm, nothing
 
 __all__ = ["attention", "backward", "rel_shift", "require"]
 

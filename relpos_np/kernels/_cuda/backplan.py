@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, by_row, fit
 from relpos_np.kernels._cuda.attend import VALUE
 from relpos_np.kernels._cuda.backcall import Back, key_side, query_side
 from relpos_np.kernels._cuda.backkey import key_gradient
@@ -17,8 +19,6 @@ from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.plan import Planner
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.tile import ADD, Call
-from relpos_np.problem import Problem
-from relpos_np.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, by_row, fit
 from relpos_np.types import Array
 
 # Bytes of the sums that blocks have of their own; more blocks are launched one after the other.

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, value_width
 from relpos_np.kernels._cuda.device import download, empty, launch, upload, upload_all, write
@@ -16,8 +18,6 @@ from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.tile import ADD, PAIRS, SKEW, Call
-from relpos_np.problem import Problem
-from relpos_np.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.types import Array, Int64
 
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Terms, nothing
 from relpos_np.kernels._numba.arrays import address_of, aligned
 from relpos_np.kernels._numba.attend import LOG2, attend
 from relpos_np.kernels._numba.backplan import BackPlanner
@@ -23,8 +25,6 @@ from relpos_np.kernels._numba.product import product
 from relpos_np.kernels._numba.shift import rel_shift, shift
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 from relpos_np.kernels._numba.window import windows
-from relpos_np.problem import Problem
-from relpos_np.terms import Terms, nothing
 from relpos_np.types import Array
 
 __all__ = ["attention", "backward", "cache_folder", "held", "rel_shift", "warm_up"]

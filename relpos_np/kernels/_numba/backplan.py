@@ -6,12 +6,23 @@ import struct
 
 import numpy as np
 
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import (
+    Dense,
+    IndexMap,
+    KeyTerm,
+    QueryTerm,
+    TableTerm,
+    Terms,
+    Toeplitz,
+    ValueTerm,
+    by_row,
+    fit,
+)
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.plan import LOG2E, PACK_CALL, Planner, is_skewed
 from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
-from relpos_np.problem import Problem
-from relpos_np.terms import Dense, IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, by_row, fit
 from relpos_np.types import Array
 
 # Queries of one tile: two tiles of scores, their operands and their gradients together fill the cache.

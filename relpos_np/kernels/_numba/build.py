@@ -15,7 +15,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import types
 
-from relpos_np.forks import preparing
+from relpos_np._runtime.forks import preparing
 from relpos_np.kernels._numba import cache
 from relpos_np.kernels._numba.target import TARGET
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.backplan import BLOCK_QUERIES, part_count
 from relpos_np.kernels._numba.backward import back_layout
@@ -11,8 +13,6 @@ from relpos_np.kernels._numba.launch import available_threads
 from relpos_np.kernels._numba.plan import GATHER_BYTES, is_skewed
 from relpos_np.kernels._numba.product import BLOCK_ROWS
 from relpos_np.kernels._numba.target import BLOCK_KEYS, MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
-from relpos_np.problem import Problem
-from relpos_np.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.types import Array
 
 # Ranges of keys that decoding attends apart, at most, and what `merge` holds of their numbers at once.

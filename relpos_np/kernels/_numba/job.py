@@ -9,6 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Dense, Terms
 from relpos_np.kernels._numba.attend import attend
 from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.decode import MOST_ROWS, decode, decode_layout
@@ -16,8 +18,6 @@ from relpos_np.kernels._numba.launch import SERIAL_FLOPS, available_threads, cal
 from relpos_np.kernels._numba.plan import Planner, is_skewed, is_windowed
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from relpos_np.kernels._numba.window import windows
-from relpos_np.problem import Problem
-from relpos_np.terms import Dense, Terms
 from relpos_np.types import Array
 
 # When decoding memory is waited for: fewer operations of one thread between two looks at signals (`CALL_FLOPS`).

@@ -15,12 +15,12 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from relpos_np.forks import preparing
+from relpos_np._runtime.forks import preparing
+from relpos_np._runtime.threadcount import chosen
 from relpos_np.kernels._numba.arrays import address_of
 from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.openmp import Pool, torch_library
 from relpos_np.kernels._numba.target import TARGET
-from relpos_np.threadcount import chosen
 
 # Work below this many operations is done by the calling thread alone: waking others costs more.
 SERIAL_FLOPS = 1e7

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract.problem import UNBOUNDED, Problem
+from relpos_np._contract.terms import Dense, IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.kernels._numba.arrays import address_of, aligned, batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.launch import call_flops
 from relpos_np.kernels._numba.product import multiply
 from relpos_np.kernels._numba.records import ADD, BATCH_MASK, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET, block_queries
-from relpos_np.problem import UNBOUNDED, Problem
-from relpos_np.terms import Dense, IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.types import Array
 
 LOG2E = 1.0 / math.log(2.0)

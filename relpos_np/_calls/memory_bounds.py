@@ -1,0 +1,206 @@
+"""How many bytes a call will allocate on the host, before it does: upper bounds, compared with the limit.
+
+Arrays of the caller are not counted. A bound counts for each stage of a call what is alive at once, and never less
+than is; where the exact number would need the call itself (which pages a buffer shares, what a reduction holds) it is
+rounded up, by less than four times for all of a call whose arrays are large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from relpos_np import backend as _backend
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
+from relpos_np._contract.problem import Problem, Site
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm
+from relpos_np._runtime import memory
+from relpos_np.schemes.base import Scheme
+from relpos_np.types import Array
+
+# What a call holds in small things: records, offsets, strings of checks.
+SMALL = 1 << 15
+# Matrices of scores that are alive at once: while they are made, beside what schemes hold; in the softmax and the
+# products after it; on the way back.
+FORMED, SOFTENED, RETURNED = 2, 3, 8
+
+
+class Admission:
+    """The question whether a call may have its memory, and what had to be lowered to answer it."""
+
+    def __init__(self, function: str, position: Any, chosen: str | None, out: bool, return_lse: bool) -> None:
+        self.function, self.position, self.name = function, position, _backend.current(chosen)
+        self.out, self.return_lse = out, return_lse
+        self.lowered: list[Terms] = []
+
+    def __call__(self, problem: Problem, result: np.dtype[Any], converted: int, mask: Any, dropped: bool) -> None:
+        """Raise `RelposMemoryError` for a call, of which the mask and dropout are still missing in `problem`.
+
+        `converted`: bytes of operands in another dtype or layout than that in which they were given.
+        """
+        site = problem.site
+        schemes = checked_schemes(self.position, problem)
+        backward, kernels = self.function == "attention_vjp", self.name in _backend.WITH_KERNELS
+        if self.function == "logits" and kernels:
+            kernels = False
+        dense = not kernels
+        holds = [scheme.held(site) for scheme in schemes]
+        parts = {"small things": SMALL, **self._results(problem, result), "copies of operands": converted}
+        lines, pairs = math.prod(site.batch) * site.heads, site.q_len * site.k_len
+        item = site.dtype.itemsize
+        if dropped:
+            # The numbers that are drawn are as many float64.
+            parts["dropout's mask"] = 9 * lines * pairs
+        mask_bytes = _mask(mask, site, dense)
+        if mask_bytes:
+            parts["masks and bands"] = mask_bytes
+        lowering = self.name != "numpy" if self.function != "logits" else self.name == "terms"
+        if dense:
+            given = (problem.q, problem.stored_k, problem.stored_v)
+            parts["copies of operands"] += _repeated(site) + sum(x.nbytes for x in given if not x.flags.c_contiguous)
+            extra = 2 if dropped else 0
+            forward = max(
+                FORMED * lines * pairs * item + (0 if lowering else max((h.formula for h in holds), default=0)),
+                (SOFTENED + extra) * lines * pairs * item,
+            )
+            parts["dense matrices of scores"] = forward
+        if schemes and (lowering or backward):
+            parts["what schemes hold"] = sum(h.lowered for h in holds) + 3 * _vectors(site, schemes)
+        if backward and schemes:
+            parts["gradients of schemes"] = max(h.lifted for h in holds) + 3 * _vectors(site, schemes)
+        memory.require(self.function, parts)
+        if not schemes and dense and not backward:
+            return
+        # What follows is known from what the schemes are lowered to, which is within the limit.
+        if lowering or backward:
+            if dense:
+                # As the call itself does before: what schemes make of operands depends on their layout.
+                problem.pack()
+            self.lowered = each_lowered(schemes, problem)
+            terms = all_terms(self.lowered)
+            if dense:
+                parts["what terms hold"] = _dense_terms(terms, site, lines, backward)
+                if backward:
+                    parts["dense matrices of scores"] = max(
+                        parts["dense matrices of scores"], RETURNED * lines * pairs * item
+                    )
+                    parts["gradients"] = _gradients(site, lines)
+            elif self.name == "numba":
+                parts |= _backend.kernels("numba").held(problem, terms, _spread(mask, site), backward)
+            memory.require(self.function, parts)
+
+    def _results(self, problem: Problem, result: np.dtype[Any]) -> dict[str, int]:
+        site = problem.site
+        lines, item = math.prod(site.batch) * site.heads, site.dtype.itemsize
+        if self.function == "logits":
+            return {}
+        output = lines * site.q_len * site.v_dim
+        own = self.out and self.name in _backend.WITH_KERNELS and result == site.dtype
+        found = {"the result": 0 if own else output * item + (output * result.itemsize if result != site.dtype else 0)}
+        if self.return_lse or self.function != "attention" or self.name not in _backend.WITH_KERNELS:
+            found["log-sum-exp"] = 4 * lines * site.q_len * item
+        if self.name not in _backend.WITH_KERNELS:
+            # Two more while schemes or values that are not finite add to it.
+            found["the result"] += 2 * output * item
+        return found
+
+
+def admission(
+    function: str, position: Any, backend: str | None, *, out: bool = False, return_lse: bool = False
+) -> Admission | None:
+    """The question for a call, or None where there is no limit."""
+    return None if memory.limit() is None else Admission(function, position, backend, out, return_lse)
+
+
+def _repeated(site: Site) -> int:
+    """Keys and values for every head of queries, and what is made of them on the way to a product."""
+    lines = math.prod(site.batch) * site.heads
+    wide = site.head_dim + site.v_dim
+    return (2 * site.k_len * wide + site.q_len * site.head_dim) * lines * site.dtype.itemsize
+
+
+def _spread(mask: Any, site: Site) -> Array | None:
+    """The mask with the strides that kernels will find; None if it is none, which `check` will say."""
+    if not isinstance(mask, np.ndarray):
+        return None
+    try:
+        return np.broadcast_to(mask, (*site.batch, site.heads, site.q_len, site.k_len))
+    except ValueError:
+        return None
+
+
+def _mask(mask: Any, site: Site, dense: bool) -> int:
+    """A converted copy of it and, where it is evaluated densely, the matrices it is combined in."""
+    pairs, lines = site.q_len * site.k_len, math.prod(site.batch) * site.heads
+    size = 24 * pairs if dense else 0
+    if isinstance(mask, np.ndarray):
+        if mask.dtype not in (np.bool_, site.dtype):
+            size += mask.size * (site.dtype.itemsize + 4)
+        if dense:
+            size += (2 if mask.dtype == np.bool_ else 3 * site.dtype.itemsize) * lines * pairs
+    return size + (2 * lines * pairs if dense else 0)
+
+
+def _vectors(site: Site, schemes: Sequence[Scheme]) -> int:
+    """Bytes of queries and keys, which some schemes make anew."""
+    if not any(scheme.content or scheme.reads_keys for scheme in schemes):
+        return 0
+    count, item = math.prod(site.batch), 2 * site.dtype.itemsize
+    return count * site.head_dim * item * (site.heads * site.q_len + site.kv_heads * site.k_len)
+
+
+def _gradients(site: Site, lines: int) -> int:
+    item = site.dtype.itemsize
+    return 4 * lines * (site.q_len + site.k_len) * (site.head_dim + site.v_dim) * item
+
+
+def _dense_terms(terms: Terms, site: Site, lines: int, backward: bool) -> int:
+    """What the evaluation of terms pair by pair, or its way back, holds for the term that needs most."""
+    pairs, item = site.q_len * site.k_len, site.dtype.itemsize
+    worst, kept = 0, 0
+    for term in terms.tables:
+        per_item = math.prod(site.batch) if isinstance(term.index, Dense) and term.index.index.ndim > 2 else 1
+        size = (24 * per_item + (2 * per_item * site.heads + 1) * item) * pairs + lines * pairs * item
+        if backward:
+            size = max(size, _summed(lines, pairs, site.q_len, term.index.rows, item))
+        worst = max(worst, size)
+    others: list[tuple[QueryTerm | KeyTerm | ValueTerm, int]] = [
+        *((t, site.q_len) for t in terms.queries),
+        *((t, site.k_len) for t in terms.keys),
+        *((t, site.q_len) for t in terms.values),
+    ]
+    for one, length in others:
+        rows = one.weights.shape[-2]
+        size = lines * pairs * (8 + 2 * item) + 24 * pairs + 2 * lines * length * rows * item
+        if backward:
+            size = max(size, _summed(lines, pairs, length, rows, item))
+        worst = max(worst, size)
+        if isinstance(one, ValueTerm):
+            # Dropout or not, the terms of values see the probabilities and the scores.
+            kept = max(kept, lines * length * 4 * rows * item)
+    query = terms.query
+    if query is not None:
+        kept += 2 * lines * site.k_len * query.shape[-1] * item
+    return worst + kept + 2 * len(terms.biases) * lines * pairs * item
+
+
+def _summed(lines: int, pairs: int, length: int, rows: int, item: int) -> int:
+    """Sums over the pairs of each row: places and numbers as `bincount` wants them, and a float64 per row."""
+    return lines * (pairs * (2 * 8 + 8 + item) + length * (rows + 1) * (8 + 2 * item))
+
+
+def shifted(x: Array, shape: tuple[int, ...], variant: str, kernels: bool, out: Array | None) -> None:
+    """Raise `RelposMemoryError` for a call of rel_shift."""
+    size = math.prod(shape) * x.dtype.itemsize
+    parts = {"small things": SMALL}
+    if kernels:
+        straight = x.flags.c_contiguous and x.dtype.isnative
+        parts["a contiguous copy of x"] = 0 if straight else math.prod(x.shape) * x.dtype.itemsize
+        parts["the result"] = 0 if out is not None and out.flags.c_contiguous else size
+    elif variant in ("transformer_xl", "espnet_legacy"):
+        parts["a copy of x with a column more"] = (math.prod(x.shape) + 2 * math.prod(x.shape[:-1])) * x.dtype.itemsize
+        parts["the result"] = size
+    memory.require("rel_shift", parts)

@@ -1,0 +1,114 @@
+"""`relpos check`: all backends against the reference, or every promise on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import relpos_np as rp
+from relpos_np._commands.common import MISMATCH, natural
+from relpos_np._commands.saved_call import UnusableError
+from relpos_np._commands.terminal import print_json, print_table, progress
+from relpos_np.versions import collect_versions
+
+SUMMARY = "all backends against the reference"
+HELP = """\
+Every scheme and variant with several lengths, masks and dtypes on every backend of this machine, against the
+reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see
+relpos_np.testing.tolerance), so that 1 is the limit.
+
+With --promises something else, in about a minute: what the documentation promises (errors, the same bits again,
+threads, memory, Ctrl-C), each with its limit and what was measured here. Exit code 1 if one is broken.
+"""
+EXAMPLE = """\
+examples:
+  relpos check
+  relpos check --seed 7 --json > check.json
+  relpos check --promises
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("--seed", type=natural, metavar="N", help="of the random numbers; default 0")
+    parser.add_argument("--promises", action="store_true", help="measure what is promised, in place of the sweep")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The sweep of `relpos_np.testing.sweep` or what `relpos_np._commands.promises` measures, as a table."""
+    if not args.promises:
+        return _sweep(args, args.seed or 0)
+    if args.seed is not None:
+        raise UnusableError("--seed: goes without --promises, which are measured on fixed numbers")
+    return _promises(args)
+
+
+def _promises(args: argparse.Namespace) -> int:
+    """Each promise with its limit and what was measured."""
+    from relpos_np._commands.promises import measure
+
+    started = time.perf_counter()
+    found = [promise for _, promise in progress(measure(), "measuring", quiet=args.json)]
+    ok = all(promise.ok is not False for promise in found)
+    seconds = time.perf_counter() - started
+    if args.json:
+        versions = collect_versions()
+        names = ("processor", "processors", "relpos_np", "python", "numpy", "numba", "kernels")
+        facts = {"ok": ok, "seconds": seconds, **{name: versions[name] for name in names}}
+        facts["kernels"] = {name: facts["kernels"][name] for name in ("vectors", "threads", "threading_layer")}
+        print_json({**facts, "promises": [vars(promise) for promise in found]})
+        return 0 if ok else MISMATCH
+
+    def cell(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}"
+
+    verdicts = {True: "ok", False: "BROKEN", None: ""}
+    rows = [[one.text, cell(one.limit), cell(one.measured), one.unit, verdicts[one.ok], one.note] for one in found]
+    print_table(["promise", "limit", "measured", "unit", "", "where"], rows)
+    kept, broken = (sum(one.ok is verdict for one in found) for verdict in (True, False))
+    print(f"{kept} kept, {broken} broken, {len(found) - kept - broken} not measured, in {seconds:.0f} s")
+    return 0 if ok else MISMATCH
+
+
+def _sweep(args: argparse.Namespace, seed: int) -> int:
+    from relpos_np.testing.sweep import DTYPES, cases, parts
+
+    backends, absent = rp.backend.available()
+    worst: dict[tuple[str, str | None, str, str], tuple[float, str]] = {}
+    count, started = 0, time.perf_counter()
+    for part in progress(parts(), "checking", quiet=args.json):
+        for case in cases(*part, backends, seed):
+            key = *part, case.backend, case.dtype
+            error = case.error()
+            count += 1
+            if key not in worst or error > worst[key][0]:
+                worst[key] = error, case.example.where
+    ok = all(error <= 1 for error, _ in worst.values())
+    seconds = time.perf_counter() - started
+    if args.json:
+        names = ("scheme", "variant", "backend", "dtype")
+        results = [
+            {**dict(zip(names, key, strict=True)), "error": error, "where": where, "ok": error <= 1}
+            for key, (error, where) in worst.items()
+        ]
+        found = {"ok": ok, "seed": seed, "cases": count, "seconds": seconds}
+        print_json({**found, "not_available": absent, "results": results})
+        return 0 if ok else MISMATCH
+
+    def cell(*key: Any) -> str:
+        return f"{worst[key][0]:.2f}" if key in worst else "   -"
+
+    rows = []
+    for name, variant in dict.fromkeys(key[:2] for key in worst):
+        cells = (" ".join(cell(name, variant, backend, dtype) for dtype in DTYPES) for backend in backends)
+        rows.append([name, variant or "", *(text if text.strip(" -") else "" for text in cells)])
+    print(f"Largest errors in units of the tolerance, in {', '.join(DTYPES)}:")
+    print_table(["scheme", "variant", *backends], rows)
+    for backend, reason in absent.items():
+        print(f"not checked: {backend}: {reason}")
+    for (_, _, backend, _), (error, where) in worst.items():
+        if error > 1:
+            print(f"MISMATCH on {backend}: {error:.3g} times the tolerance in {where}")
+    print(f"{count} cases in {seconds:.0f} s; {'all' if ok else 'NOT all'} within the tolerance")
+    return 0 if ok else MISMATCH

@@ -1,0 +1,84 @@
+"""`relpos vectors`: exact answers as files, written or checked."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+
+import relpos_np as rp
+from relpos_np._commands.common import MISMATCH, natural
+from relpos_np._commands.saved_call import UnusableError
+from relpos_np._commands.terminal import print_json, progress
+
+SUMMARY = "exact answers as files, for tests in any language"
+HELP = """\
+Golden vectors: for every scheme and variant inputs, constructor arguments, masks, and the exact output, log-sum-exp
+and gradients in float64 with the tolerances of each precision; and the functions in which published codes differ.
+One .npz and one .json per record, and a manifest.json with checksums; docs/vectors.md describes them.
+
+With --check the set is read back, files are compared with their checksums, and every backend of this machine computes
+each record from its file alone. Exit code 1 if a file is missing or damaged, or a number is not within its tolerance.
+"""
+EXAMPLE = """\
+examples:
+  relpos vectors golden
+  relpos vectors --check golden
+  relpos vectors golden-7 --seed 7 --json
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="to write to, new or empty; with --check, to read")
+    parser.add_argument("--check", action="store_true", help="read DIR back, and compare every backend with it")
+    parser.add_argument("--seed", type=natural, metavar="N", help="of the random numbers; default 0")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help='also records in bfloat16; needs pip install "relpos-np[safetensors]"'
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write a set of golden vectors, or check one."""
+    from relpos_np.testing import golden
+
+    started = time.perf_counter()
+    if not args.check:
+        options = {"seed": args.seed or 0, "bfloat16": args.bfloat16}
+        names = sum(1 for _ in progress(golden.writing(args.folder, **options), "writing", quiet=args.json))
+        size = sum(path.stat().st_size for path in args.folder.iterdir())
+        if args.json:
+            print_json({"folder": str(args.folder), "records": names, "bytes": size, **options})
+        else:
+            print(f"{names} records, {size / 1e6:.1f} MB, written to {args.folder}")
+        return 0
+    for name in ("seed", "bfloat16"):
+        if getattr(args, name):
+            raise UnusableError(f"--{name}: goes without --check; what was written decides")
+    backends, absent = rp.backend.available()
+    listed = golden.manifest(args.folder)
+    found = [
+        one
+        for name, entry in progress(list(listed.items()), "checking", quiet=args.json)
+        for one in golden.check_record(args.folder, name, entry, backends)
+    ]
+    wrong = [one for one in found if not one.ok]
+    worst = max((one.error for one in found if one.ok), default=0.0)
+    if args.json:
+        facts = {"ok": not wrong, "records": len(listed), "comparisons": len(found), "largest_error": worst}
+        problems = [{"record": one.record, "what": one.what, "error": one.error} for one in wrong]
+        print_json({**facts, "backends": list(backends), "not_available": absent, "problems": problems})
+        return MISMATCH if wrong else 0
+    for one in wrong:
+        amount = "" if one.error == np.inf else f": {one.error:.3g} times the tolerance"
+        print(f"MISMATCH: {one.record}: {one.what}{amount}")
+    for backend, reason in absent.items():
+        print(f"not checked: {backend}: {reason}")
+    print(
+        f"{len(listed)} records, {len(found)} comparisons in {time.perf_counter() - started:.0f} s on "
+        f"{', '.join(backends)}: {f'{len(wrong)} NOT' if wrong else 'all'} within the tolerance "
+        f"(largest error {worst:.2f} of it)"
+    )
+    return MISMATCH if wrong else 0

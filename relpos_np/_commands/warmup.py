@@ -1,0 +1,36 @@
+"""`relpos warmup`: compile all kernels, for a container image."""
+
+from __future__ import annotations
+
+import argparse
+
+import relpos_np as rp
+from relpos_np._commands.terminal import print_json, print_table, progress
+
+SUMMARY = "compile all kernels, for a container image"
+HELP = """\
+Compile every CPU kernel for this processor and keep it in RELPOS_CACHE_DIR (default: the user's cache folder), so that
+no later process pays for it. About half a minute the first time. An entry serves the processor model it was made on.
+"""
+EXAMPLE = """\
+examples:
+  relpos warmup
+  RELPOS_CACHE_DIR=kernels relpos warmup --json
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what is not in the cache yet."""
+    kernels = rp.backend.kernels("numba")
+    done = dict(progress(kernels.warm_up(), "compiling", quiet=args.json))
+    folder = kernels.cache_folder()
+    if args.json:
+        print_json({"folder": None if folder is None else str(folder), "seconds": done})
+        return 0
+    print_table(["kernel", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in done.items()])
+    print(f"kept in {folder}" if folder is not None else "not kept: the folder cannot be written")
+    return 0

@@ -1,0 +1,369 @@
+"""Every check of what users pass in, made once, at the edge, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, Never
+
+import numpy as np
+
+from relpos_np._contract.problem import UNBOUNDED, Problem, Site
+from relpos_np._runtime import memory
+from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
+from relpos_np.types import Array, Bools
+
+_FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
+_HALVES = ("float16", "bfloat16")
+# Axes of heads and of queries where a mask has one row for all of them.
+_ONE_ROW = ((), (1,), (1, 1))
+
+
+# DLPack's numbers for memory that kernels read: of a device, and managed.
+_ON_DEVICE = (2, 13)
+
+
+def on_device(x: Any) -> bool:
+    """Whether an argument says that it is in the memory of a CUDA device; nothing is imported to find out."""
+    if isinstance(x, np.ndarray):
+        return False
+    # Numba's own arrays; those of its simulator would pass the next question on to an array of NumPy.
+    if getattr(x, "__cuda_ndarray__", False) is True:
+        return True
+    place = getattr(x, "__dlpack_device__", None)
+    return (place is not None and place()[0] in _ON_DEVICE) or hasattr(x, "__cuda_array_interface__")
+
+
+def array(name: str, value: Any) -> Array:
+    """Accept a NumPy array; refuse what NumPy would interpret in a way the user may not mean."""
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise RelposTypeError(f"{name}: a MaskedArray's mask would be ignored; pass its data and mask= separately")
+    if isinstance(value, np.matrix) or not isinstance(value, np.ndarray):
+        if on_device(value):
+            raise RelposTypeError(
+                f"{name}: expected a NumPy array, found {type(value).__name__} on a CUDA device; attention, "
+                'attention_vjp and rel_shift take device arrays with backend="cuda", if all their operands are'
+            )
+        raise RelposTypeError(
+            f"{name}: expected a NumPy array, found {type(value).__name__}; convert it with np.asarray"
+        )
+    return value.view(np.ndarray)
+
+
+def floating(name: str, value: Any) -> Array:
+    """A float32 or float64 array in native byte order; half precision is widened to float32."""
+    x = array(name, value)
+    dtype = x.dtype
+    if dtype is _FLOAT32 or dtype is _FLOAT64:
+        return x if x.flags.aligned else x.copy()
+    if dtype.kind == "f" and dtype.itemsize in (4, 8):
+        return x.astype(dtype.newbyteorder("="))
+    if dtype.name in _HALVES:
+        return x.astype(np.float32)
+    raise RelposTypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, found {dtype}")
+
+
+def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
+    """A read-only float table in C order, with the axes named, for instance "rows heads" or "rows | heads rows"."""
+    x = floating(name, value)
+    forms = [form.split() for form in axes.split("|")]
+    if x.ndim not in {len(form) for form in forms}:
+        wanted = " or ".join("(" + ", ".join(form) + ")" for form in forms)
+        raise RelposValueError(f"{name}: expected shape {wanted}, found {x.shape}")
+    if not empty and 0 in x.shape:
+        raise RelposValueError(f"{name}: every axis must have at least one entry, found shape {x.shape}")
+    # Products with it must be the same bits for any layout, which a BLAS does not promise.
+    x = np.ascontiguousarray(x).view()
+    x.flags.writeable = False
+    return x
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """An integer, not a bool, at least `least`."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
+        raise RelposTypeError(f"{name}: expected an integer, found {value!r} of type {type(value).__name__}")
+    if least is not None and value < least:
+        raise RelposValueError(f"{name}: expected at least {least}, found {value}")
+    return int(value)
+
+
+def real(name: str, value: Any) -> float:
+    """A finite real number."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        raise RelposTypeError(f"{name}: expected a real number, found {value!r} of type {type(value).__name__}")
+    if not np.isfinite(float(value)):
+        raise RelposValueError(f"{name}: expected a finite number, found {value}")
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite real number above 0."""
+    if real(name, value) <= 0:
+        raise RelposValueError(f"{name}: expected a positive number, found {value}")
+    return float(value)
+
+
+def _all_whole(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_all_whole, value))
+    return isinstance(value, Integral) and not isinstance(value, bool | np.bool_)
+
+
+def integers(name: str, value: Any) -> Array:
+    """Integers of at most 64 bits: an array of them, one, or lists of them; no other object is asked for an array."""
+    if isinstance(value, np.ndarray):
+        x = array(name, value)
+    elif _all_whole(value):
+        try:
+            x = np.zeros(0, np.int64) if isinstance(value, list | tuple) and not value else np.asarray(value)
+        except ValueError:
+            raise RelposTypeError(f"{name}: expected integers in lists of one length, found {value!r}") from None
+    else:
+        raise RelposTypeError(f"{name}: expected integers, found {value!r} of type {type(value).__name__}")
+    if x.dtype.kind not in "iu":
+        raise RelposTypeError(f"{name}: expected integers, found dtype {x.dtype}")
+    if x.dtype == np.uint64 and x.size and x.max() > np.iinfo(np.int64).max:
+        raise RelposValueError(f"{name}: expected integers of 63 bits, found {x.max()}")
+    return x
+
+
+def rows(name: str, index: Array, count: int, least: int = 0) -> None:
+    """Check that an index lies within a table of so many rows; -1, if it is the least, stands for none."""
+    low, high = (index.min(), index.max()) if index.size else (0, -1)
+    if not (low >= least and high < count):
+        raise RelposIndexError(f"{name}: expected {least} ... {count - 1}, found {low} ... {high} (rows of the table)")
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool and nothing that merely looks true."""
+    if not isinstance(value, bool | np.bool_):
+        raise RelposTypeError(f"{name}: expected True or False, found {value!r}")
+    return bool(value)
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """One of the named options."""
+    if not isinstance(value, str) or value not in allowed:
+        raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {value!r}")
+    return str(value)
+
+
+def survivors(dropout: Any, rng: Any, shape: tuple[int, ...]) -> tuple[float, Bools | None]:
+    """The rate of dropout and which elements it keeps; None for all, without drawing numbers."""
+    rate = 0.0 if dropout == 0.0 else real("dropout", dropout)
+    if not rate:
+        return 0.0, None
+    if not 0.0 < rate < 1.0:
+        raise RelposValueError(f"dropout: expected a rate in [0, 1), found {rate}")
+    if not isinstance(rng, np.random.Generator):
+        raise RelposTypeError("rng: dropout needs a numpy.random.Generator, as from np.random.default_rng(seed)")
+    return rate, rng.random(shape) >= rate
+
+
+def _band(causal: bool, window: Any) -> tuple[int, int]:
+    left = right = UNBOUNDED
+    if window is not None:
+        pair = window if isinstance(window, tuple) else (window, window)
+        if len(pair) != 2:
+            raise RelposValueError(f"window: expected w or (left, right), found {window!r}")
+        left, right = (UNBOUNDED if w is None else integer("window", w, 0) for w in pair)
+    return left, min(right, 0) if causal else right
+
+
+def _spread(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
+    """Broadcast without copying, naming both shapes where that is impossible."""
+    try:
+        return np.broadcast_to(x, shape)
+    except ValueError:
+        raise RelposValueError(f"{name}: shape {x.shape} does not broadcast to {meaning} = {shape}") from None
+
+
+def lengths_of_keys(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
+    """How many keys exist, for each batch item."""
+    lengths = integers("key_lengths", value)
+    if lengths.size and (lengths.min() < 0 or lengths.max() > k_len):
+        raise RelposValueError(f"key_lengths: expected 0 ... L_k = {k_len}, found {lengths.min()} ... {lengths.max()}")
+    return _spread("key_lengths", lengths.astype(np.int64), batch, "the batch axes")
+
+
+def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    mask = array("mask", value)
+    if mask.dtype.kind == "f" or mask.dtype.name == "bfloat16":
+        mask = floating("mask", mask).astype(dtype, copy=False)
+    elif mask.dtype != _BOOL:
+        raise RelposTypeError(f"mask: expected bool (True = may attend) or float (added), found dtype {mask.dtype}")
+    return _spread("mask", mask, shape, "(..., H, L_q, L_k)")
+
+
+def one_side(named: dict[str, Any]) -> None:
+    """Refuse operands of which some are on a device and some on the host."""
+    there = [on_device(x) for x in named.values()]
+    if len(set(there)) > 1:
+        found = ", ".join(
+            f"{name} {type(x).__name__} on {'a CUDA device' if far else 'the host'}"
+            for (name, x), far in zip(named.items(), there, strict=True)
+        )
+        raise RelposTypeError(f"{', '.join(named)}: expected all of them on a CUDA device or none, found {found}")
+
+
+def one_dtype(dtypes: dict[str, np.dtype[Any]]) -> Never:
+    """Refuse operands that differ in dtype."""
+    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    raise RelposTypeError(f"{', '.join(dtypes)}: expected one dtype, found {found}")
+
+
+def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
+    """The operands in one dtype, and the dtype of the result."""
+    values = list(named.values())
+    first = values[0]
+    if all(type(x) is np.ndarray and x.dtype is first.dtype and x.flags.aligned and x.ndim > 1 for x in values) and (
+        first.dtype is _FLOAT32 or first.dtype is _FLOAT64
+    ):
+        return values, first.dtype  # nearly every call
+    if any(on_device(x) for x in values):
+        one_side(named)
+    given = [array(name, x) for name, x in named.items()]
+    kinds = {x.dtype.newbyteorder("=") for x in given}
+    if len(kinds) > 1:
+        one_dtype(dict(zip(named, (x.dtype for x in given), strict=True)))
+    size = sum(x.size for x in given if x.dtype.name in _HALVES) * _FLOAT32.itemsize
+    size += sum(x.nbytes for x in given if not (x.flags.aligned and x.dtype.isnative))
+    memory.require("attention", {"operands in another dtype or layout": size})
+    # Keys and values keep their half precision: a kernel may read them as they are.
+    operands = [
+        x if name != "q" and x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned else floating(name, x)
+        for name, x in zip(named, given, strict=True)
+    ]
+    for name, x in zip(named, operands, strict=True):
+        if x.ndim < 2:
+            raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {x.shape}")
+    return operands, kinds.pop()
+
+
+def problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    causal: bool = False,
+    window: Any = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    offset: int | None = None,
+    dropout: float = 0.0,
+    rng: np.random.Generator | None = None,
+    admit: Callable[[Problem, np.dtype[Any], int, Any, bool], None] | None = None,
+) -> tuple[Problem, np.dtype[Any], bool]:
+    """Check a call of attention; also return the dtype of the result and whether to drop the head axis.
+
+    `v` may be None where only scores are wanted. `admit` is asked before the mask and dropout take memory.
+    """
+    named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    operands, result = _operands(named)
+    q, k = operands[:2]
+    v = operands[2] if len(operands) == 3 else k[..., :0]
+    flat = q.ndim == 2 and k.ndim == 2 and v.ndim == 2
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
+    (heads, q_len, depth), (kv_heads, k_len, k_depth) = q.shape[-3:], k.shape[-3:]
+    if depth != k_depth:
+        raise RelposValueError(f"k: head_dim {k_depth} differs from q's {depth}; shapes {k.shape} and {q.shape}")
+    if depth == 0:
+        raise RelposValueError(f"q: head_dim must be at least 1, found shape {q.shape}")
+    if v.shape[-3:-1] != (kv_heads, k_len):
+        raise RelposValueError(f"v: expected (..., {kv_heads}, {k_len}, D_v) like k, found {v.shape}")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise RelposValueError(f"k: {kv_heads} heads do not divide q's {heads}; shapes {k.shape} and {q.shape}")
+    leads = [x.shape[:-3] for x in (q, k, v)]
+    batch = leads[0]
+    if leads[1] != batch or leads[2] != batch:
+        try:
+            batch = np.broadcast_shapes(*leads)
+        except ValueError:
+            raise RelposValueError(
+                f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast"
+            ) from None
+        # Widened before they are broadcast, and not once per batch item.
+        q, k, v = (np.broadcast_to(x.astype(q.dtype, copy=False), (*batch, *x.shape[-3:])) for x in (q, k, v))
+    left, right = _band(flag("causal", causal), window)
+    dtype = q.dtype
+    site = Site(
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        k_len=k_len,
+        head_dim=depth,
+        v_dim=v.shape[-1],
+        offset=k_len - q_len if offset is None else integer("offset", offset),
+        right=right,
+        scale=float(depth**-0.5) if scale is None else real("scale", scale),
+        dtype=dtype,
+        scores_only=len(operands) == 2,
+        batch=batch,
+    )
+    if abs(site.offset) >= UNBOUNDED >> 1:
+        raise RelposValueError(f"offset: {site.offset} is too large")
+    scores = (*batch, heads, q_len, k_len)
+    if mask is not None or len(operands) == 2 or dropout != 0.0:
+        memory.countable("attention", scores)
+    found = Problem(
+        q=q,
+        stored_k=k,
+        stored_v=v,
+        site=site,
+        left=left,
+        right=right,
+        mask=None,
+        key_lengths=None if key_lengths is None else lengths_of_keys(key_lengths, batch, k_len),
+        keep=None,
+        keep_scale=1.0,
+    )
+    if admit is not None:
+        given = zip(operands, named.values(), strict=True)
+        converted = sum(x.size * dtype.itemsize for x, own in given if x is not own or x.dtype != dtype)
+        admit(found, result, converted, mask, dropout != 0.0)
+    if mask is not None:
+        found.mask = _mask(mask, scores, dtype)
+        # By its shape and never by its strides: layouts change no bits.
+        found.mask_of_keys = mask.shape[-3:-1] in _ONE_ROW
+    if dropout != 0.0:
+        rate, found.keep = survivors(dropout, rng, scores)
+        found.keep_scale = 1.0 / (1.0 - rate)
+    return found, result, flat
+
+
+def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Check an array that belongs to a result: its shape, in floating point; in the dtype of the computation."""
+    x = floating(name, value)
+    if x.shape != shape:
+        raise RelposValueError(f"{name}: expected shape {shape}, found {x.shape}")
+    return x.astype(dtype, copy=False)
+
+
+def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Sequence[Any]) -> Array:
+    """Check `out=`: right shape and dtype, writeable, and no memory shared with an input."""
+    if type(out) is not np.ndarray:
+        raise RelposTypeError(f"out: expected a NumPy array, found {type(out).__name__}")
+    if out.shape != shape:
+        raise RelposValueError(f"out: expected shape {shape}, found {out.shape}")
+    if out.dtype != dtype:
+        raise RelposTypeError(f"out: expected dtype {dtype}, found {out.dtype}")
+    if not out.flags.writeable:
+        raise RelposValueError("out: the array is read-only")
+    # NumPy gives arrays without elements strides of 0.
+    spread = out.size and not out.flags.c_contiguous
+    if spread and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True)):
+        raise RelposValueError("out: elements of the array share memory")
+    for x in inputs:
+        if isinstance(x, np.ndarray) and np.may_share_memory(out, x):
+            raise RelposValueError("out: the array overlaps an input")
+    return out
+
+
+def fits_batch(name: str, axes: tuple[int, ...], batch: tuple[int, ...]) -> None:
+    """Check that what a scheme holds per batch item broadcasts to the batch axes of a call."""
+    padded = (1,) * (len(batch) - len(axes)) + axes
+    if len(axes) > len(batch) or any(n not in (1, size) for n, size in zip(padded, batch, strict=True)):
+        raise RelposValueError(f"{name}: batch axes {axes} do not broadcast to {batch}, those of the call")

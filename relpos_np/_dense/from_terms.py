@@ -1,0 +1,102 @@
+"""Terms evaluated densely: the specification that the other kernels are read against.
+
+Written apart from the reference formulas and sharing nothing with them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import IndexMap, Terms
+from relpos_np.types import Array
+
+
+def _rows(index: IndexMap, problem: Problem) -> tuple[Array, Array]:
+    """Rows with -1 replaced by 0, and where a row exists; (..., 1, L_q, L_k) for a map per batch item."""
+    dense = index.dense(problem.site.q_len, problem.site.k_len)
+    if dense.ndim > 2:
+        dense = np.expand_dims(dense, -3)
+    return np.maximum(dense, 0), dense >= 0
+
+
+def _pick(table: Array, rows: Array) -> Array:
+    """``table[..., r]`` along the last axis for every pair: table (..., A, R), rows (..., L_q, L_k)."""
+    return np.take_along_axis(table, np.broadcast_to(rows, (*table.shape[:-2], *rows.shape[-2:])), axis=-1)
+
+
+def _heads(x: Array, heads: int) -> Array:
+    groups = heads // x.shape[-3] if x.shape[-3] else 1
+    return x[..., np.arange(heads) // groups, :, :]
+
+
+def scores(problem: Problem, terms: Terms) -> Array:
+    """Scores of every pair, -inf where excluded: (*batch, H, L_q, L_k)."""
+    site = problem.site
+    query = problem.q if terms.query is None else terms.query
+    key = _heads(problem.k if terms.key is None else terms.key, site.heads)
+    zero = site.dtype.type(0)
+    with np.errstate(all="ignore"):
+        s = np.einsum("...ic,...jc->...ij", query, key) * site.dtype.type(site.scale)
+        for table in terms.tables:
+            rows, there = _rows(table.index, problem)
+            values = table.table[:, rows] if rows.ndim == 2 else np.moveaxis(table.table[:, rows], 0, -4)[..., 0, :, :]
+            s = s + np.where(there, values, zero)
+        for term in terms.queries:
+            rows, there = _rows(term.index, problem)
+            products = np.einsum("...ic,...rc->...ir", term.query, term.weights)
+            s = s + np.where(there, _pick(products, rows), zero)
+        for key_term in terms.keys:
+            rows, there = _rows(key_term.index, problem)
+            products = np.einsum("...jc,...rc->...jr", _heads(key_term.key, site.heads), key_term.weights)
+            picked = np.swapaxes(_pick(products, np.swapaxes(rows, -1, -2)), -1, -2)
+            s = s + np.where(there, picked, zero)
+        for bias in terms.biases:
+            s = np.where(np.isneginf(bias), bias, s + bias)
+    i, j = np.arange(site.q_len)[:, None] + site.offset, np.arange(site.k_len)
+    out = (j < i - problem.left) | (j > i + problem.right)
+    if problem.key_lengths is not None:
+        out = out | (j >= problem.key_lengths[..., None, None, None])
+    if problem.mask is not None:
+        if problem.mask.dtype == np.bool_:
+            out = out | ~problem.mask
+        else:
+            out = out | (problem.mask == -np.inf)
+            with np.errstate(all="ignore"):
+                s = s + problem.mask
+    return np.asarray(np.where(out, site.dtype.type(-np.inf), s))
+
+
+def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
+    """Output (*batch, H, L_q, D_v) and log-sum-exp (*batch, H, L_q)."""
+    site = problem.site
+    s = scores(problem, terms)
+    with np.errstate(all="ignore"):
+        top = np.max(s, axis=-1, initial=-np.inf, keepdims=True)
+        top = np.where(np.isneginf(top), site.dtype.type(0), top)
+        weight = np.exp(s - top)
+        total = weight.sum(axis=-1)
+        lse = np.log(total) + top[..., 0]
+        p = weight / np.where(total == 0, site.dtype.type(1), total)[..., None]
+        if problem.keep is not None:
+            p = p * (problem.keep * site.dtype.type(problem.keep_scale))
+        # Pairs are summed one key at a time so that an excluded key's value is never multiplied.
+        v = _heads(problem.v, site.heads)
+        clean = np.isfinite(v).all()
+        if clean:
+            out = np.einsum("...ij,...jd->...id", p, v)
+        else:
+            out = np.zeros(problem.out_shape, site.dtype)
+            for key in range(site.k_len):
+                seen = ~np.isneginf(s[..., key])[..., None]
+                out = out + np.where(seen, p[..., key, None] * v[..., key, None, :], site.dtype.type(0))
+        for term in terms.values:
+            rows, there = _rows(term.index, problem)
+            rows, there = np.broadcast_to(rows, p.shape), np.broadcast_to(there, p.shape)
+            bins = np.zeros((*p.shape[:-1], term.weights.shape[-2]), site.dtype)
+            for key in range(site.k_len):
+                at = rows[..., key : key + 1]
+                gain = np.where(there[..., key : key + 1], p[..., key : key + 1], site.dtype.type(0))
+                np.put_along_axis(bins, at, np.take_along_axis(bins, at, -1) + gain, -1)
+            out = out + np.einsum("...ir,...rd->...id", bins, term.weights)
+    return out, lse

@@ -1,0 +1,1 @@
+"""What the whole process shares: threads, the limit of memory, forks."""

@@ -1,0 +1,1 @@
+"""Formulas that several schemes share, as plain functions on arrays."""

@@ -1,0 +1,123 @@
+r"""Buckets of distances, as a formula: what T5's relatives share.
+
+`relpos_np._contract.index_maps` decides the same in another way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relpos_np._contract import check
+from relpos_np.errors import RelposValueError
+from relpos_np.types import Array, Int64
+
+ROUNDING = ("exact", "float32")
+
+
+def t5_bucket(
+    relative_position: Int64,
+    *,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+    rounding: str = "exact",
+) -> Int64:
+    r"""Bucket of each relative position d = j - i.
+
+    With B buckets per direction (half of `num_buckets` if bidirectional), E = B // 2 of them exact,
+    n the distance and D the largest distance that is told apart,
+
+    .. math::
+
+        b(n) = \begin{cases} n & n < E \\
+        \min\left(B - 1,\; E + \left\lfloor \frac{\ln (n/E)}{\ln (D/E)} (B - E) \right\rfloor\right) & n \ge E
+        \end{cases}
+
+    Bidirectional: n = \|d\|, and positions after the query (d > 0) use the second half of the table.
+    Otherwise n = max(-d, 0): all later positions share bucket 0.
+
+    Parameters
+    ----------
+    relative_position : ndarray of int
+        Positions of keys less positions of queries, any shape.
+    num_buckets : int
+        Rows of the table.
+    max_distance : int
+        Distances from here on share the last bucket.
+    bidirectional : bool
+        Encoder (True) or decoder self-attention (False).
+    rounding : {"exact", "float32"}
+        "exact" decides the floor in integers. "float32" repeats published code as PyTorch runs it on a
+        CPU: a float32 logarithm, divided by the rounded constant. The two can differ where
+        (n/E)**(B-E) is close to a power of D/E (not for 32 buckets and distance 128); code that
+        multiplies by a reciprocal rounds differently again.
+
+    Returns
+    -------
+    ndarray of int64
+        Buckets in 0 ... num_buckets - 1.
+
+    References
+    ----------
+    Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer", JMLR 2020.
+    """
+    d = check.integers("relative_position", relative_position).astype(np.int64)
+    buckets = num_buckets // 2 if bidirectional else num_buckets
+    exact = buckets // 2
+    distance = np.abs(d) if bidirectional else np.maximum(-d, 0)
+    unique, where = np.unique(distance, return_inverse=True)
+    rows = [_bucket(int(n), buckets, exact, max_distance, rounding) for n in unique]
+    bucket = np.asarray(rows, dtype=np.int64)[where.reshape(d.shape)] if d.size else np.zeros(d.shape, np.int64)
+    return bucket + np.where(d > 0, buckets, 0) if bidirectional else bucket
+
+
+def _bucket(n: int, buckets: int, exact: int, max_distance: int, rounding: str) -> int:
+    """One distance's bucket, straight from the formula."""
+    if n < exact:
+        return n
+    wide = buckets - exact
+    if rounding == "float32":
+        ratio = np.log(np.float32(n) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
+        return min(buckets - 1, exact + int(ratio * np.float32(wide)))
+    # floor(x) is the largest m with m <= x, and m <= wide * log_{D/E}(n/E) iff D^m E^(wide-m) <= n^wide.
+    steps = 0
+    while steps < wide and max_distance ** (steps + 1) * exact**wide <= n**wide * exact ** (steps + 1):
+        steps += 1
+    return min(buckets - 1, exact + steps)
+
+
+def bucket_table(name: str, value: Any, max_distance: int, distance_name: str = "max_distance") -> Array:
+    """Check a table of buckets in both directions.
+
+    Parameters
+    ----------
+    name : str
+        What an error calls it.
+    value : ndarray, shape (num_buckets, H)
+        The table.
+    max_distance : int
+        Distances from here on share the last bucket.
+    distance_name : str
+        What an error calls that.
+
+    Returns
+    -------
+    ndarray, shape (num_buckets, H)
+        The table, read-only.
+
+    Raises
+    ------
+    RelposError
+        If it is no table of floats, or the number of buckets and the distance leave no valid border.
+    """
+    table = check.table(name, value, "num_buckets heads")
+    if len(table) % 2 or len(table) < 4:
+        raise RelposValueError(f"{name}: expected an even number of buckets from 4 on, found shape {table.shape}")
+    if max_distance <= len(table) // 4:
+        raise RelposValueError(
+            f"{distance_name}: {max_distance} must exceed the {len(table) // 4} distances with a bucket of their own"
+        )
+    return table

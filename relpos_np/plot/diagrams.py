@@ -1,0 +1,281 @@
+"""Diagrams that explain one formula: rows of a table, encodings, angles, rel_shift, and speed by length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relpos_np.api import rel_shift
+from relpos_np.errors import RelposValueError
+from relpos_np.plot.bias import heat_map, new_figure
+from relpos_np.schemes.absolute import AbsoluteEncoding
+from relpos_np.schemes.transformer_xl import row_distances
+from relpos_np.types import Array
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["encoding_map", "numbered_map", "rel_shift_steps", "rotary_angles", "speed_by_length"]
+
+
+def numbered_map(
+    rows: Array, ax: Axes | None = None, *, title: str | None = None, labels: Sequence[str] | None = None
+) -> Axes:
+    """Draw which row of a table each pair takes, with the numbers in the cells.
+
+    Parameters
+    ----------
+    rows : ndarray of int, shape (L_q, L_k)
+        Rows of a table, or other small whole numbers; negative ones, which mean "none", stay blank.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; default a new figure.
+    title : str, optional
+        Above the map.
+    labels : sequence of str, optional
+        Names of queries and keys, where they are the same; default their numbers.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        What was drawn; its figure is ``ax.figure``.
+
+    Raises
+    ------
+    RelposValueError
+        If there are not two axes, or not one label for each query and key.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    if np.ndim(rows) != 2 or np.asarray(rows).dtype.kind not in "iu":
+        raise RelposValueError(f"rows: expected integers (L_q, L_k), found {np.shape(rows)}")
+    q_len, k_len = rows.shape
+    if labels is not None and not len(labels) == q_len == k_len:
+        raise RelposValueError(f"labels: {len(labels)} do not fit the map of shape {rows.shape}")
+    if ax is None:
+        ax = new_figure(0.9 + 0.42 * k_len, 0.9 + 0.42 * q_len).add_subplot()
+    ax.imshow(np.where(rows < 0, np.nan, rows), cmap="viridis", alpha=0.75, interpolation="nearest")
+    _write(ax, [[str(n) if n >= 0 else "" for n in line] for line in rows])
+    ax.set_xticks(range(k_len), labels)
+    ax.set_yticks(range(q_len), labels)
+    ax.set_xlabel("key j")
+    ax.set_ylabel("query i")
+    if title is not None:
+        ax.set_title(title, fontsize="medium")
+    return ax
+
+
+def _write(ax: Axes, words: Sequence[Sequence[str]], *, size: float = 8, colour: str = "black") -> None:
+    """Words in the cells of a map."""
+    for i, line in enumerate(words):
+        for j, word in enumerate(line):
+            ax.text(j, i, word, ha="center", va="center", fontsize=size, color=colour)
+
+
+def encoding_map(encoding: AbsoluteEncoding, length: int, *, title: str | None = None) -> Figure:
+    """Draw an absolute encoding: its rows, and the products of every two of them.
+
+    Parameters
+    ----------
+    encoding : Sinusoidal or LearnedAbsolute
+        What is added to the inputs.
+    length : int
+        Positions 0 ... length - 1 are drawn.
+    title : str, optional
+        Above the picture.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        To be saved with `save`.
+
+    Raises
+    ------
+    RelposError
+        If the encoding has no such positions.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    pe = np.asarray(encoding.encode(length), dtype=np.float64)
+    figure = new_figure(10.5, 4.3)
+    left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
+    heat_map(pe, left, title="Encoding", unit="added to the input")
+    left.set_xlabel("channel")
+    left.set_ylabel("position")
+    heat_map(pe @ pe.T, right, title="Product of the encodings of two positions", unit="PE(s) · PE(t)")
+    right.set_xlabel("position t")
+    right.set_ylabel("position s")
+    if title is not None:
+        figure.suptitle(title)
+    return figure
+
+
+def rotary_angles(rules: Mapping[str, Array], length: int, *, title: str | None = None) -> Figure:
+    """Draw how far the pairs of channels of rotary positions turn, for one or several rules of frequencies.
+
+    Parameters
+    ----------
+    rules : mapping of str to ndarray, shape (P,)
+        Angle per step of position for each pair, such as from `relpos_np.reference.rotary_frequencies`, by the name
+        of the rule. The first one is drawn over the positions, all of them are compared.
+    length : int
+        Positions 0 ... length - 1 are drawn.
+    title : str, optional
+        Above the picture.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        To be saved with `save`.
+
+    Raises
+    ------
+    RelposValueError
+        If there is no rule, or frequencies have more than one axis.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    if not rules or any(np.ndim(omega) != 1 for omega in rules.values()):
+        raise RelposValueError("rules: expected at least one array of frequencies of shape (P,)")
+    figure = new_figure(10.5, 4.3)
+    left, right = figure.subplots(1, 2)
+    name, first = next(iter(rules.items()))
+    heat_map(
+        np.cos(np.arange(length)[:, None] * first),
+        left,
+        title=f"Cosine of the angle: {name}",
+        unit="cos",
+        limits=(-1, 1),
+    )
+    left.set_xlabel("pair of channels")
+    left.set_ylabel("position")
+    for style, (label, omega) in enumerate(rules.items()):
+        # Earlier lines are wider, so that they are still seen where later ones run along them.
+        right.plot(2 * np.pi / np.asarray(omega), label=label, linewidth=1.4 + 1.8 * (len(rules) - 1 - style))
+    right.set_yscale("log")
+    right.axhline(length, color="0.6", linewidth=0.8, linestyle="--")
+    right.text(0, length, f" {length} positions", va="bottom", fontsize="small", color="0.4")
+    right.set_xlabel("pair of channels")
+    right.set_ylabel("positions for one whole turn")
+    right.set_title("Wavelengths", fontsize="medium")
+    right.legend(frameon=False, fontsize="small")
+    if title is not None:
+        figure.suptitle(title)
+    return figure
+
+
+def rel_shift_steps(q_len: int, k_len: int, variant: str = "conformer", *, title: str | None = None) -> Figure:
+    """Draw the products of queries and distances before `relpos_np.rel_shift`, and what stands where after it.
+
+    Cells are coloured by distance. Before the shift, those that it drops are pale. After it, those that do not
+    belong to their query or not to their distance are white with red words; the zero is one that the shift makes up.
+
+    Parameters
+    ----------
+    q_len, k_len : int
+        Number of queries and of keys; small ones can be read.
+    variant : {"conformer", "xlnet", "transformer_xl", "espnet_legacy", "wenet"}
+        See `relpos_np.rel_shift`.
+    title : str, optional
+        Above the picture.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        To be saved with `save`.
+
+    Raises
+    ------
+    RelposValueError
+        If the variant has no such lengths.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    distances = row_distances(q_len, k_len, variant)
+    columns = len(distances)
+    # The number of an element, from 1 on, says where the shift took it from; 0 is made up.
+    source = rel_shift(np.arange(1, q_len * columns + 1).reshape(q_len, columns), variant=variant, backend="numpy")
+    i, column = np.divmod(source - 1, columns)
+    here, there = np.arange(q_len)[:, None], np.arange(k_len)
+    right = (source > 0) & (i == here) & (distances[column] == here + (k_len - q_len) - there)
+    kept = np.isin(np.arange(1, q_len * columns + 1).reshape(q_len, columns), source)
+
+    figure = new_figure(1.5 + 0.62 * (columns + k_len), 1.2 + 0.55 * q_len)
+    before, after = figure.subplots(1, 2, width_ratios=[columns, k_len])
+    span = float(np.abs(distances).max(initial=1))
+    style: dict[str, Any] = {"cmap": "coolwarm", "vmin": -1.3 * span, "vmax": 1.3 * span, "interpolation": "nearest"}
+    number = [str(d).replace("-", "−") for d in distances]
+    before.imshow(np.broadcast_to(distances, kept.shape), alpha=np.where(kept, 0.85, 0.15), **style)
+    after.imshow(np.where(right, distances[column], np.nan), **style, alpha=0.85)
+    for n in range(q_len):
+        for m in range(columns):
+            before.text(
+                m, n, f"$q_{n}R_{{{number[m]}}}$", ha="center", va="center", color="black" if kept[n, m] else "0.6"
+            )
+        for m in range(k_len):
+            word = f"$q_{i[n, m]}R_{{{number[column[n, m]]}}}$" if source[n, m] else "0"
+            after.text(m, n, word, ha="center", va="center", color="black" if right[n, m] else "tab:red")
+    for ax, name, label, ticks in (
+        (before, "Products", "position of the key" if variant == "wenet" else "distance i + M − j", number),
+        (after, f"After rel_shift, {variant!r}", "key j", [str(m) for m in range(k_len)]),
+    ):
+        ax.set_title(name, fontsize="medium")
+        ax.set_xlabel(label)
+        ax.set_xticks(range(len(ticks)), ticks)
+        ax.set_yticks(range(q_len))
+        ax.set_ylabel("query i")
+    if title is not None:
+        figure.suptitle(title)
+    return figure
+
+
+def speed_by_length(lengths: Mapping[str, Mapping[str, float]], *, title: str | None = None) -> Figure:
+    """Draw time and memory of a call against the length, as `asv_bench/measure.py` records them.
+
+    Parameters
+    ----------
+    lengths : mapping of str to mapping
+        By length: "best_ms" and "extra_memory_mib", the entry "lengths" of ``asv_bench/recorded/cpu.json``.
+    title : str, optional
+        Above the picture.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        To be saved with `save`.
+
+    Raises
+    ------
+    RelposValueError
+        If there are no two lengths.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    n = np.array(sorted(int(length) for length in lengths), dtype=np.float64)
+    if len(n) < 2:
+        raise RelposValueError(f"lengths: expected at least two, found {len(n)}")
+    figure = new_figure(9.5, 3.9)
+    for ax, key, label, growth, rule in zip(
+        figure.subplots(1, 2),
+        ("best_ms", "extra_memory_mib"),
+        ("time of a call (ms)", "memory beside inputs and outputs (MiB)"),
+        (n**2, n**2 * 4 / 2**20),
+        ("∝ length²", "one L × L array of float32"),
+        strict=True,
+    ):
+        found = np.array([lengths[str(int(length))][key] for length in n])
+        guide = growth * (found[-1] / growth[-1] if key == "best_ms" else 1.0)
+        ax.plot(n, guide, color="0.6", linestyle="--", linewidth=1, label=rule)
+        ax.plot(n, found, marker="o", label="measured")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks(n, [f"{int(length):,}" for length in n], fontsize="small")
+        ax.minorticks_off()
+        ax.set_xlabel("length L")
+        ax.set_ylabel(label)
+        ax.legend(frameon=False, fontsize="small")
+    if title is not None:
+        figure.suptitle(title)
+    return figure

@@ -1,0 +1,90 @@
+"""The sweep of `relpos check`: every scheme, variant, edge and dtype on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from relpos_np.schemes.registry import SCHEMES
+from relpos_np.testing import Example
+from relpos_np.testing import cases as examples
+
+__all__ = ["DTYPES", "Case", "cases", "parts"]
+
+DTYPES = ("float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to be compared with the reference in float64.
+
+    Attributes
+    ----------
+    example : Example
+        The arguments, and what is right; the cases of all backends share it.
+    backend : str
+        What is to be checked.
+    """
+
+    example: Example
+    backend: str
+
+    @property
+    def dtype(self) -> str:
+        """Precision of the inputs.
+
+        Returns
+        -------
+        str
+            One of `DTYPES`.
+        """
+        return str(self.example.q.dtype)
+
+    def error(self) -> float:
+        """Run the case.
+
+        Returns
+        -------
+        float
+            The largest error in units of what is tolerated.
+        """
+        return self.example.backend_error(self.backend)
+
+
+def parts() -> list[tuple[str, str | None]]:
+    """What is swept, one scheme and variant after another.
+
+    Returns
+    -------
+    list of tuple
+        Names of schemes and of variants, or None.
+    """
+    return [(name, variant) for name, info in SCHEMES.items() for variant in info.variants or (None,)]
+
+
+def cases(name: str, variant: str | None, backends: Sequence[str], seed: int) -> Iterator[Case]:
+    """All cases of one scheme and variant.
+
+    Parameters
+    ----------
+    name, variant : str
+        One of `parts`.
+    backends : sequence of str
+        Which to check; "numpy" in float64 is the reference itself, and left out.
+    seed : int
+        Of the random numbers.
+
+    Yields
+    ------
+    Case
+        One at a time.
+    """
+    info = SCHEMES[name]
+    for dtype in DTYPES:
+        for one in examples(name, variant=variant, dtype=dtype, seed=seed, long=False):
+            # Half precision is computed as float32 is, whose long examples do for both.
+            if one.edge == "blocks" and dtype == "float16":
+                continue
+            for backend in info.backends if one.encoding is not None else backends:
+                if (backend, dtype) != ("numpy", "float64"):
+                    yield Case(one, backend)
