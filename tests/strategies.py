@@ -220,10 +220,12 @@ class Case:
             "scale": scale,
         }
 
-    def naive(self):
-        """Output and log-sum-exp of the loops, in the shape of the call."""
+    def naive(self, rows=None):
+        """Output and log-sum-exp of the loops, in the shape of the call, or of some rows (b, h, i)."""
         operands, closures = self.loops()
-        out, lse = naive.attention(*operands, **closures)
+        out, lse = naive.attention(*operands, **closures, rows=rows)
+        if rows is not None:
+            return out, lse
         return out.reshape(*self.batch, *out.shape[1:]), lse.reshape(*self.batch, *lse.shape[1:])
 
     def naive_logits(self):
