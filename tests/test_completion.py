@@ -18,21 +18,23 @@ import pty
 
 COMMANDS = cli._parser()._subparsers._group_actions[0].choices
 TAB = "\t"
-# How each shell starts without anybody's settings, loads the script, and what it runs as `relpos`: a function that
-# writes down its arguments, one a line, with a line of dashes below.
+# How each shell starts without anybody's settings and loads the script, and how it defines what it runs as `relpos`: a
+# function that writes down its arguments, one a line, with a line of dashes below.
 START = {
     "bash": (
         ["--norc", "--noprofile", "-i"],
-        """relpos() { printf '%s\\n' "$@" ---- >> "$FOUND"; }; eval "$(cat "$SCRIPT")" """,
+        'eval "$(cat "$SCRIPT")"',
+        """relpos() { printf '%s\\n' "$@" ---- >> "$FOUND"; }""",
     ),
     "zsh": (
         ["-f", "-i"],
-        """autoload -Uz compinit; compinit -D -u; eval "$(cat "$SCRIPT")"; """
+        'autoload -Uz compinit; compinit -D -u; eval "$(cat "$SCRIPT")"',
         """relpos() { printf '%s\\n' "$@" ---- >> "$FOUND" }""",
     ),
     "fish": (
         ["--no-config", "-i"],
-        """cat "$SCRIPT" | source; function relpos; printf '%s\\n' $argv ---- >> "$FOUND"; end""",
+        'cat "$SCRIPT" | source',
+        """function relpos; printf '%s\\n' $argv ---- >> "$FOUND"; end""",
     ),
 }
 # Turns into a program whose terminal is the one that it reads: shells need that for job control.
@@ -45,8 +47,8 @@ def shell(request, tmp_path_factory):
     program = shutil.which(request.param)
     if program is None:
         # bash belongs to every machine that runs these tests, and CI installs the others.
-        missing = pytest.fail if request.param == "bash" or os.environ.get("RELPOS_SHELLS") == "required" else pytest.skip
-        missing(f"no {request.param}")
+        required = request.param == "bash" or os.environ.get("RELPOS_SHELLS") == "required"
+        (pytest.fail if required else pytest.skip)(f"no {request.param}")
     folder = tmp_path_factory.mktemp(request.param)
     script, found, files = folder / "script", folder / "found", folder / "files"
     script.write_text(completion.script(request.param, cli._parser()))
@@ -54,7 +56,7 @@ def shell(request, tmp_path_factory):
     for name in ("in.npz", "other.txt", "two words.npz"):
         (files / name).touch()
     (files / "folder").mkdir()
-    options, load = START[request.param]
+    options, load, define = START[request.param]
     environment = {"SCRIPT": script, "FOUND": found, "HOME": folder, "TERM": "dumb", "PATH": os.environ["PATH"]}
 
     def typed(lines):
@@ -86,7 +88,7 @@ def shell(request, tmp_path_factory):
                     assert time.monotonic() < until, f"{line!r}: no answer\n{shown[-2000:]}"
 
             try:
-                send(load + "; relpos ready", 1)
+                send(f"{load}; {define}; relpos ready", 1)
                 for answers, line in enumerate(lines, 2):
                     send(line, answers)
             finally:
