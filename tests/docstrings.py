@@ -1,7 +1,7 @@
 """Validate the docstring of everything that is public: ``python tests/docstrings.py``, with the extra "dev".
 
 Public is what a public module names in ``__all__``, in whatever folder it was written, and the public members of a
-class. `numpydoc lint` goes by files and cannot know that. `[tool.numpydoc_validation]` in pyproject.toml has the checks.
+class. `numpydoc lint` goes by files and cannot know that. `[tool.numpydoc_validation]` in pyproject.toml lists checks.
 """
 
 import importlib
