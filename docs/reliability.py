@@ -158,7 +158,7 @@ def promises() -> str:
             note = f"{soak['cases']['all']:,} cases in {soak['seconds'] / 60:.0f} min"
         if one["name"] == "planted":
             measured = len(planted["survived"]) if planted else None
-            note = f"`tests/planted_bugs.py`: {planted['bugs']} bugs" if planted else "`tests/planted_bugs.py`"
+            note = f"`tests/mutation`: {planted['bugs']} bugs" if planted else "`tests/mutation`"
         rows.append([one["text"], f"{number(one['limit'])} {one['unit']}".strip(), number(measured), note])
     kernels = found["kernels"]
     where = (
