@@ -62,9 +62,8 @@ def planted(bug: Bug, root: Path = ROOT) -> str:
         raise AnchorError(f"{bug.name!r}: nothing is replaced")
     count = sum(1 for _ in _places(anchor, right))
     if count != 1:
-        raise AnchorError(
-            f"{bug.name!r}: {bug.right!r} stands {count} times, not once, in {bug.at}{'' if count else _elsewhere(bug, root)}"
-        )
+        others = "" if count else _elsewhere(bug, root)
+        raise AnchorError(f"{bug.name!r}: {bug.right!r} stands {count} times, not once, in {bug.at}{others}")
     holder, field, place = next(_places(anchor, right))
     value = getattr(holder, field)
     if isinstance(place, slice):

@@ -1,4 +1,4 @@
-"""Plant one bug at a time in a copy of the package and see the suite fail: ``python -m tests.mutation.planted [NAME ...]``.
+"""Plant bugs one at a time in a copy of the package and see the suite fail: ``python -m tests.mutation.planted``.
 
 Exit code 1 if a bug survives; ``--out`` writes what caught each, and the next run starts with that test.
 """
@@ -35,7 +35,7 @@ def recorded() -> dict[str, str]:
 
 def sample(bugs: Sequence[Bug], count: int, seed: int) -> list[Bug]:
     """Some bugs, the same ones for a seed."""
-    return random.Random(seed).sample(bugs, min(count, len(bugs)))  # noqa: S311
+    return random.Random(seed).sample(bugs, min(count, len(bugs)))
 
 
 def caught(bug: Bug, clean: Path, kernels: Path, quick: bool = False) -> str | None:
@@ -54,7 +54,8 @@ def caught(bug: Bug, clean: Path, kernels: Path, quick: bool = False) -> str | N
 
 def _of_file(file: str, by: Mapping[str, str]) -> list[str]:
     """Test files that caught bugs in a file."""
-    return list(dict.fromkeys(by[bug.name].partition("::")[0] for bug in ALL if file_of(bug) == file and bug.name in by))
+    own = [by[bug.name] for bug in ALL if file_of(bug) == file and bug.name in by]
+    return list(dict.fromkeys(name.partition("::")[0] for name in own))
 
 
 def run(bugs: Iterable[Bug], jobs: int, quick: bool = False) -> tuple[dict[str, str | None], str | None]:

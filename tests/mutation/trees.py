@@ -15,12 +15,10 @@ from pathlib import Path
 from tests.mutation.anchors import ROOT
 
 # What says nothing of numbers, or measures times: no bug is looked for there.
-SILENT = """
-    asv cli_help docs gpu_script imports interop mutation pictures plot promises readme soak supply_chain
-""".split()
+_SILENT = "asv cli_help docs gpu_script imports interop mutation pictures plot promises readme soak supply_chain"
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
-_PYTEST = "-m pytest -q -x --no-header --tb=no -p no:cacheprovider".split()
+_PYTEST = ("-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
 _MARKERS = "not slow and not stress and not models and not mutation and not parity"
 
 
@@ -83,7 +81,12 @@ def _words() -> dict[str, dict[str, int]]:
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if path.stem.removeprefix("test_") in SILENT or name.split("/")[1] in {"compiled", "gpu", "models", "parity"}:
+        if path.stem.removeprefix("test_") in _SILENT.split() or name.split("/")[1] in {
+            "compiled",
+            "gpu",
+            "models",
+            "parity",
+        }:
             continue
         counts: dict[str, int] = {}
         for word in re.findall(r"\w+", path.read_text(encoding="utf-8")):
