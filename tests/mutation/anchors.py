@@ -19,13 +19,15 @@ PACKAGE = "relpos_np"
 class Bug(NamedTuple):
     """Replace `right`, an expression or statements, by `wrong` in what `at` names, as in "schemes.shaw:Shaw.lower".
 
-    "if x: ..." stands for the head of a statement whatever its body.
+    "if x: ..." stands for the head of a statement whatever its body. `shown` is code that fails with the bug and not
+    without it, run with the names of `shown.py`.
     """
 
     name: str
     at: str
     right: str
     wrong: str
+    shown: str = ""
 
 
 class AnchorError(Exception):

@@ -17,9 +17,9 @@ from tests.mutation.anchors import ROOT
 # What says nothing of numbers, or measures times: no bug is looked for there.
 _SILENT = "asv cli_help docs gpu_script imports interop mutation pictures plot promises readme soak supply_chain"
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
-_QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
+QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
 _PYTEST = ("-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
-_MARKERS = "not slow and not stress and not models and not mutation and not parity"
+MARKERS = "not slow and not stress and not models and not mutation and not parity"
 
 
 def copy_tree(to: Path) -> None:
@@ -35,8 +35,8 @@ def copy_tree(to: Path) -> None:
 def failure(copy: Path, kernels: Path, tests: Iterable[str], limit: float = 900) -> str | None:
     """The first of these tests that fails in a copy, or how the run ended; None if all pass."""
     tests = list(tests)
-    environment = os.environ | _QUIET | {"RELPOS_CACHE_DIR": str(kernels), "PYTHONPATH": str(copy)}
-    markers = _MARKERS
+    environment = os.environ | QUIET | {"RELPOS_CACHE_DIR": str(kernels), "PYTHONPATH": str(copy)}
+    markers = MARKERS
     if tests[0].startswith("tests/cuda/"):
         environment["NUMBA_ENABLE_CUDASIM"] = "1"
     else:
