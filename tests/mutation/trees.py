@@ -18,7 +18,7 @@ from tests.mutation.anchors import ROOT
 _SILENT = "asv cli_help docs gpu_script imports interop mutation pictures plot promises readme soak supply_chain"
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
 QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
-_PYTEST = ("-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
+PYTEST = ("-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
 MARKERS = "not slow and not stress and not models and not mutation and not parity"
 
 
@@ -41,7 +41,7 @@ def failure(copy: Path, kernels: Path, tests: Iterable[str], limit: float = 900)
         environment["NUMBA_ENABLE_CUDASIM"] = "1"
     else:
         markers += " and not simulator"
-    command = [sys.executable, *_PYTEST, "-m", markers, *tests]
+    command = [sys.executable, "-m", "pytest", *PYTEST, "-m", markers, *tests]
     try:
         result = subprocess.run(
             command, cwd=copy, env=environment, check=False, capture_output=True, text=True, timeout=limit
