@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import hashlib
 import importlib
 import itertools
 import json
@@ -44,7 +45,7 @@ JUDGED = RECORDED / "mutation-survivors.toml"
 # What tests import and no mutant changes.
 _HEAVY = ("hypothesis", "hypothesis.extra.numpy", "mpmath", "numba", "numpy", "pytest", "scipy.special", "ml_dtypes")
 # Where each scheme is named by a parameter of the tests.
-_BY_SCHEME = ("schemes", "gradients", "equivalence", "three_way", "distributed", "testing_examples")
+_BY_SCHEME = ("three_way", "schemes", "gradients", "equivalence", "distributed", "testing_examples")
 
 # How a process ends in which no test could be run; none of pytest's.
 NO_TESTS = 99
@@ -66,14 +67,14 @@ class Mutant(NamedTuple):
 # choosing -------------------------------------------------------------------------------------
 
 
-def mutant(item: Any) -> Mutant:
-    """What an entry of the session stands for."""
+def mutant(item: Any, clean: Path) -> Mutant:
+    """What an entry of the session stands for, from a copy of the tree: what is edited meanwhile does not matter."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     spec = item.mutations[0]
     file, line = spec.module_path.as_posix(), spec.start_pos[0]
-    text = (ROOT / file).read_text(encoding="utf-8")
+    text = (clean / file).read_text(encoding="utf-8")
     source = mutate_code(text, get_operator(spec.operator_name)(**spec.operator_args), spec.occurrence)
     old, new = text.splitlines(), source.splitlines()
     places = [
@@ -138,8 +139,11 @@ def function_at(file: str, line: int) -> str:
     return max(around, default=(0, ""))[1]
 
 
-def open_session(path: Path) -> Any:
-    """A session with all mutants in it; what the configuration leaves out, and what computes nothing, is skipped."""
+def open_session(folder: Path) -> Any:
+    """A session with all mutants in it; what the configuration leaves out, and what computes nothing, is skipped.
+
+    Mutants are counted in the order of the source: another source, or configuration, has another session.
+    """
     from cosmic_ray.commands import init
     from cosmic_ray.config import load_config
     from cosmic_ray.modules import filter_paths, find_modules
@@ -147,10 +151,12 @@ def open_session(path: Path) -> Any:
     from cosmic_ray.work_db import WorkDB
     from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
-    database = WorkDB(str(path), WorkDB.Mode.create)
+    config = load_config(str(CONFIG))
+    paths = sorted(filter_paths(find_modules(map(Path, config["module-path"])), config["excluded-modules"]))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in [CONFIG, *paths])).hexdigest()
+    folder.mkdir(exist_ok=True)
+    database = WorkDB(str(folder / f"{digest[:12]}.sqlite"), WorkDB.Mode.create)
     if not database.num_work_items:
-        config = load_config(str(CONFIG))
-        paths = filter_paths(find_modules(map(Path, config["module-path"])), config["excluded-modules"])
         init(paths, database, config.operators_config)
         OperatorsFilter().filter(database, argparse.Namespace(config=str(CONFIG)))
         places = [(item.job_id, item.mutations[0]) for item in database.pending_work_items]
@@ -210,7 +216,7 @@ def start(copy: Path, log: Path, arguments: list[str]) -> int:
         os._exit(status)
 
 
-def judge(mutant: Mutant, copy: Path, limit: float) -> Generator[None, None, str | None]:
+def judge(mutant: Mutant, clean: Path, copy: Path, limit: float) -> Generator[None, None, str | None]:
     """What notices a mutant: the first test that fails, or how its process ended; waits by yielding."""
     path, log = copy / mutant.file, copy.parent / f"{copy.name}.log"
     path.write_text(mutant.source, encoding="utf-8")
@@ -235,7 +241,7 @@ def judge(mutant: Mutant, copy: Path, limit: float) -> Generator[None, None, str
                 return f"the tests end with status {code}"
         return None
     finally:
-        shutil.copyfile(ROOT / mutant.file, path)
+        shutil.copyfile(clean / mutant.file, path)
 
 
 def judge_all(items: Iterable[Any], jobs: int, limit: float) -> Iterator[tuple[Mutant, str | None, float]]:
@@ -243,13 +249,13 @@ def judge_all(items: Iterable[Any], jobs: int, limit: float) -> Iterator[tuple[M
     waiting = iter(items)
     with tempfile.TemporaryDirectory() as folder:
         running: dict[Path, tuple[Mutant, Any, float]] = {}
-        free = [Path(folder) / f"copy{n}" for n in range(jobs)]
-        for copy in free:
+        clean, free = Path(folder) / "clean", [Path(folder) / f"copy{n}" for n in range(jobs)]
+        for copy in (clean, *free):
             copy_tree(copy)
         while True:
             while free and (item := next(waiting, None)) is not None:
-                one, copy = mutant(item), free.pop()
-                running[copy] = one, judge(one, copy, limit), time.monotonic()
+                one, copy = mutant(item, clean), free.pop()
+                running[copy] = one, judge(one, clean, copy, limit), time.monotonic()
             if not running:
                 return
             for copy, (one, steps, started) in list(running.items()):
@@ -318,9 +324,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after so many")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one run of tests")
-    parser.add_argument(
-        "--session", type=Path, default=Path(".mutation.sqlite"), help="cosmic-ray's; continued if it is there"
-    )
+    parser.add_argument("--session", type=Path, default=Path(".mutation"), help="folder of cosmic-ray's sessions")
     parser.add_argument("--out", type=Path, help="write a record")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
