@@ -150,12 +150,11 @@ class Case:
             "offset": self.offset,
         }
 
-    @property
-    def legal(self):
+    def legal(self, dtype=np.float64):
         """Whether the library accepts the call."""
         try:
-            problem = check.problem(*self.operands(np.float64), **self._masks(np.float64))[0]
-            for scheme in self.schemes(np.float64):
+            problem = check.problem(*self.operands(dtype), **self._masks(dtype))[0]
+            for scheme in self.schemes(dtype):
                 scheme.check(problem.site)
         except RelposError:
             return False
@@ -394,7 +393,7 @@ def _legal(seed, leads, batch, kv_heads, group, q_len, k_len, depth, v_dim, foun
                 case = Case(seed, leads, batch, kv_heads, group, q_len, k_len, depth, v_dim, positions=kept, offset=at)
             except RelposError:
                 break
-            if case.legal:
+            if case.legal():
                 return case
     raise AssertionError("a call without schemes is legal")
 

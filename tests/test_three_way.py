@@ -116,7 +116,7 @@ def test_registered_examples(kind):
         for backend in BACKENDS:
             assert_same(one.attention(np.float64, backend), expected, one)
         # A kink may lie in the way, but not in all of these.
-    assert any([assert_slopes(replace(case, seed=seed), Case.naive) for seed in range(1, 4)])
+    assert sum(assert_slopes(replace(case, seed=seed), Case.naive) for seed in range(1, 4))
 
 
 @pytest.mark.parametrize(("name", "variant"), ABSOLUTE)
@@ -167,7 +167,7 @@ def test_generated_gradients(name):
 BATCHES = ((), (5,), (70,), (2, 1, 3), (3, 2, 1, 2))
 HEADS = ((1, 1), (2, 2), (1, 5), (33, 1), (3, 7))
 EDGES = (1, 2, 25, 47, 49, 96, 97, 191, 192, 193, 300, 385, 1500)
-PAIRS = 1 << 21
+PAIRS = 600_000
 
 
 @st.composite
@@ -196,9 +196,9 @@ def large_cases(draw, name):
         window=draw(st.sampled_from([None, (30, None), (100, 7)])),
         offset=draw(st.sampled_from([None, 0, 5])),
     )
-    if not case.legal:
+    if not case.legal():
         case = replace(case, offset=None)
-    assume(case.legal)
+    assume(case.legal())
     return case
 
 
@@ -257,7 +257,7 @@ def test_many_keys(kind):
     """More keys than 32 ranges of them hold, and scores that float32 must not exponentiate as they are."""
     try:
         case = Case(2, ((), (), ()), (), 1, 1, 1, 60_000, 2, 1, positions=(KINDS[kind],), amplitude=90.0)
-        if case.k_len < 60_000 or not case.legal:
+        if case.k_len < 60_000 or not (case.legal(np.float64) and case.legal(np.float32)):
             return
         expected = case.attention(np.float64, "numpy")
     except RelposError:  # rows or grids for so many keys are not to be had
@@ -273,7 +273,7 @@ def test_far_away(name):
     if not fits(position, 1 << 40):
         return
     case = Case(4, TINY, (2,), 1, 2, 9, 12, 6, 5, positions=(position,), offset=1 << 40)
-    if case.legal:
+    if case.legal():
         expected = case.naive()
         for backend in BACKENDS:
             assert_same(case.attention(np.float64, backend), expected, case)
