@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import reference
+from relpos_np import reference, testing
 from relpos_np.complexity import attention_operations, complexity
-from tests import naive, test_schemes
+from tests import naive
+from tests.every import ATTENTION
 
 
 def close(a, b, atol=1e-12):
@@ -388,15 +389,12 @@ def test_attention_operations(l_q, l_k, causal, rng):
     assert count(wenet) == 3 * heads * counted(l_q, l_k, 2 * dim, v_dim, causal=causal)
 
 
-@pytest.mark.parametrize("name", test_schemes.NAMES)
-def test_attention_operations_of_every_scheme(name, rng):
-    """A scheme never costs less than none, and batch items and heads cost alike."""
-    scheme = test_schemes.every_scheme(rng)[name]
-    plain = attention_operations(1, 2, 9, 9, 6, 5)
-    assert attention_operations(1, 2, 9, 9, 6, 5, scheme=scheme) >= plain
-    assert attention_operations(4, 2, 9, 9, 6, 5, scheme=scheme) == 4 * attention_operations(
-        1, 2, 9, 9, 6, 5, scheme=scheme
-    )
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+def test_attention_operations_of_every_scheme(name, variant):
+    """A scheme never costs less than none."""
+    one = testing.example(name, variant=variant, size="tiny")
+    sizes = *one.q.shape[:3], one.k.shape[-2], one.q.shape[-1], one.v.shape[-1]
+    assert attention_operations(*sizes, scheme=one.position) >= attention_operations(*sizes)
 
 
 def test_attention_operations_of_the_benchmarks():
