@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import reference, testing
+from relpos_np import reference
 from relpos_np.complexity import attention_operations, complexity
 from tests import naive
-from tests.every import ATTENTION
+from tests.strategies import KINDS, Case
 
 
 def close(a, b, atol=1e-12):
@@ -389,12 +389,14 @@ def test_attention_operations(l_q, l_k, causal, rng):
     assert count(wenet) == 3 * heads * counted(l_q, l_k, 2 * dim, v_dim, causal=causal)
 
 
-@pytest.mark.parametrize(("name", "variant"), ATTENTION)
-def test_attention_operations_of_every_scheme(name, variant):
-    """A scheme never costs less than none."""
-    one = testing.example(name, variant=variant, size="tiny")
-    sizes = *one.q.shape[:3], one.k.shape[-2], one.q.shape[-1], one.v.shape[-1]
-    assert attention_operations(*sizes, scheme=one.position) >= attention_operations(*sizes)
+@pytest.mark.parametrize("name", KINDS)
+def test_attention_operations_of_every_scheme(name):
+    """A scheme never costs less than none, and batch items cost alike."""
+    case = Case(1, ((), (), ()), (), 2, 2, 9, 9, 6, 5, positions=(KINDS[name],))
+    sizes, (scheme,) = (case.heads, case.q_len, case.k_len, 6, 5), case.schemes(np.float64)
+    once = attention_operations(1, *sizes, scheme=scheme)
+    assert once >= attention_operations(1, *sizes)
+    assert attention_operations(4, *sizes, scheme=scheme) == 4 * once
 
 
 def test_attention_operations_of_the_benchmarks():
