@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 from uuid import uuid4
 
 import numpy as np
 
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
+from relpos_np._contract.options import NumberOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem
 from relpos_np.distributed.merging import merge
 from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array
 
 _HALVES = ("float16", "bfloat16")
@@ -42,7 +43,7 @@ class _Schemes:
 class _Block:
     """What a task does, without its operands."""
 
-    def __init__(self, name: str, narrowed: Narrowed, schemes: tuple[Scheme, ...], options: dict[str, Any]) -> None:
+    def __init__(self, name: str, narrowed: Narrowed, schemes: tuple[Scheme, ...], options: Options) -> None:
         self.name, self.options = name, options
         # None: the scheme itself, which all tasks share.
         self.narrowed = [
@@ -52,7 +53,7 @@ class _Block:
 
     def __call__(self, q: Array, k: Array, v: Array, mask: Array | None, shared: _Schemes) -> tuple[Array, Array]:
         """Output and log-sum-exp of one block."""
-        problem, _, _ = check.problem(q, k, v, mask=mask, **self.options)
+        problem, _, _ = check.call(q, k, v, self.options | {"mask": mask})
         narrowed = tuple(
             (scheme if mine is None else mine, site, part)
             for (mine, site, part), scheme in zip(self.narrowed, shared.schemes, strict=True)
@@ -157,21 +158,18 @@ def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
     return pairs[0]
 
 
+@takes(NumberOptions)
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    position: Scheme | tuple[Scheme, ...] | None = None,
+    position: Position = None,
     mask: Any = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    backend: str | None = None,
     return_lse: bool = False,
     split_every: int = 8,
+    **options: Unpack[NumberOptions],
 ) -> Any:
     """Attention of Dask arrays, as a Dask array: `relpos_np.attention` in blocks.
 
@@ -217,24 +215,19 @@ def attention(
     schemes say of these; blocks without a pair that may attend are left out. The same chunks give the same bits,
     whatever the scheduler and the number of workers.
     """
+    given = completed(attention, options) | {"key_lengths": key_lengths}
     da, delayed = _dask()
-    name = evaluating(backend)
+    name = evaluating(given["backend"])
     split_every = check.integer("split_every", split_every, 2)
     check.flag("return_lse", return_lse)
     named = {"q": q, "k": k, "v": v}
     flat = all(getattr(x, "ndim", 0) == 2 for x in named.values())
     operands = _operands(da, named)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     if mask is not None and not isinstance(mask, da.Array):
         mask = check.array("mask", mask)
     # Shapes are checked on stand-ins, numbers when they are there.
-    problem, _, _ = check.problem(
-        *(_stand_in(x) for x in operands.values()),
-        mask=None if mask is None else _stand_in(mask),
-        key_lengths=key_lengths,
-        offset=offset,
-        **options,
-    )
+    like_q, like_k, like_v = map(_stand_in, operands.values())
+    problem, _, _ = check.call(like_q, like_k, like_v, given | {"mask": None if mask is None else _stand_in(mask)})
     site = problem.site
     schemes = checked_schemes(position, problem)
     operands, chunks = _aligned(da, operands, problem)
@@ -252,7 +245,7 @@ def attention(
         needed = [n for n, part in enumerate(parts) if _reached(problem, part)] or [0]
         for n in needed:
             part = parts[n]
-            here = options | {"offset": part.alone(site)[0].offset}
+            here = given | {"offset": part.alone(site)[0].offset}
             if problem.key_lengths is not None:
                 here["key_lengths"] = lengths_here(problem.key_lengths[part.batch], part.keys)
             narrowed = tuple(scheme.narrow(site, part) for scheme in schemes)

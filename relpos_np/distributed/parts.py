@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
+from relpos_np._contract.options import ScoreOptions, completed, takes
 from relpos_np._contract.problem import Part, Site
 from relpos_np.distributed.slicing import compute, evaluating, lengths_here
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Position
 from relpos_np.types import Array
 
 
@@ -44,6 +45,7 @@ def _places(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tupl
     return part, sizes | {"batch": tuple(n for _, n in axes)}
 
 
+@takes(ScoreOptions)
 def partial(
     q: Array,
     k: Array,
@@ -53,14 +55,8 @@ def partial(
     keys: tuple[int, int] | None = None,
     heads: tuple[int, int] | None = None,
     batch: tuple[tuple[int, int] | None, ...] | None = None,
-    position: Scheme | tuple[Scheme, ...] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    backend: str | None = None,
+    position: Position = None,
+    **options: Unpack[ScoreOptions],
 ) -> tuple[Array, Array]:
     r"""Attention over some of the keys, for some of the queries, heads and batch items of a larger call.
 
@@ -117,10 +113,11 @@ def partial(
         As `relpos_np.attention`; also if a part does not lie in the call, or a scheme cannot be computed for parts:
         `relpos_np.CoPE` never, and `relpos_np.TransformerXL` not for some of the queries where its shift wraps around.
     """
-    name = evaluating(backend)
-    found, _, flat = check.problem(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, offset=0 if offset is None else offset
-    )
+    given = completed(partial, options)
+    name = evaluating(given["backend"])
+    # Lengths and offset are those of the whole call.
+    offset, key_lengths = given["offset"], given["key_lengths"]
+    found, _, flat = check.call(q, k, v, given | {"offset": 0 if offset is None else offset, "key_lengths": None})
     part, sizes = _places(found.site, queries, keys, heads, batch)
     whole = replace(found.site, **sizes)
     whole.offset = whole.k_len - whole.q_len if offset is None else whole.offset

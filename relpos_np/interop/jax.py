@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 import relpos_np as rp
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
+from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import DenseBias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
@@ -76,7 +77,6 @@ class _Call:
         q, k, v, *others = (_stand_in(x) for x in arrays)
         options = self.arguments(others)
         position = options.pop("position")
-        del options["backend"]
         if "key_lengths" in self.named:
             options["key_lengths"] = np.zeros_like(options["key_lengths"])  # their values are not known yet
         problem, dtype, flat = check.problem(q, k, v, **options)
@@ -102,6 +102,7 @@ class _Call:
         return (found.q, found.k, found.v, *own)
 
 
+@takes(NumberOptions)
 def attention(
     q: Any,
     k: Any,
@@ -109,13 +110,9 @@ def attention(
     *,
     position: Any = None,
     mask: Any = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    backend: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[NumberOptions],
 ) -> Any:
     """`relpos_np.attention` of JAX arrays, under `jax.jit`, `jax.grad` and `jax.vmap`.
 
@@ -156,6 +153,7 @@ def attention(
     copies. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster. There is
     neither dropout nor a second derivative.
     """
+    given: dict[str, Any] = {**completed(attention, options)}
     positions = as_tuple(position)
     named: dict[str, Any] = {}
     if mask is not None:
@@ -163,13 +161,11 @@ def attention(
             named["mask"] = mask
         else:
             positions += (Trained(DenseBias, {"bias": mask}, {}),)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"offset": offset, "backend": backend}
     if isinstance(key_lengths, jax.Array):
         named["key_lengths"] = key_lengths
-    elif key_lengths is not None:
-        options["key_lengths"] = key_lengths
-    call = _Call(positions, options, tuple(named))
+    else:
+        given["key_lengths"] = key_lengths
+    call = _Call(positions, given, tuple(named))
     arrays = [*map(_array, "qkv", (q, k, v)), *named.values(), *tensors(positions)]
     results = call.results(arrays)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 import relpos_np as rp
+from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import DenseBias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
@@ -158,6 +159,7 @@ class _Attention(torch.autograd.Function):
         return (None, *ctx.call.backward(saved, grad_out, grad_lse))
 
 
+@takes(NumberOptions)
 @torch.compiler.disable
 def attention(
     q: Any,
@@ -166,15 +168,11 @@ def attention(
     *,
     position: Any = None,
     mask: Any = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
     dropout: float = 0.0,
     generator: Any = None,
-    backend: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[NumberOptions],
 ) -> Any:
     """`relpos_np.attention` of tensors, as an operation that autograd differentiates.
 
@@ -219,28 +217,27 @@ def attention(
     of memory, tensors with a lazy negation and half precision that a kernel does not read are converted. The
     backward pass computes probabilities again, tile by tile. There are no second derivatives and no `torch.func`.
     """
+    given: dict[str, Any] = {**completed(attention, options)}
     for name, x in (("q", q), ("k", k), ("v", v)):
         _operand(name, x)
         if x.device != q.device:
             raise RelposTypeError(f"{name}: expected a tensor on {str(q.device)!r} like q, found one on {x.device}")
     if q.device.type == "cuda":
-        backend = backend or "cuda"
+        given["backend"] = given["backend"] or "cuda"
     grad = torch.is_grad_enabled()
     positions = as_tuple(position)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"offset": offset, "backend": backend}
     if mask is not None:
         if _checked("mask", mask).requires_grad and grad:
             positions += (trained(DenseBias, mask),)
         else:
-            options["mask"] = _array(mask)
+            given["mask"] = _array(mask)
     if key_lengths is not None:
-        options["key_lengths"] = _array(key_lengths) if isinstance(key_lengths, torch.Tensor) else key_lengths
+        given["key_lengths"] = _array(key_lengths) if isinstance(key_lengths, torch.Tensor) else key_lengths
     seed = None
     if dropout:
-        options["dropout"] = dropout
+        given["dropout"] = dropout
         seed = int(torch.randint(2**62, (), generator=generator))
-    call, inputs = _Call(positions, options, seed), (q, k, v, *tensors(positions))
+    call, inputs = _Call(positions, given, seed), (q, k, v, *tensors(positions))
     if grad and any(x.requires_grad for x in inputs):
         out, lse = _Attention.apply(call, *inputs)
         return (out, lse) if return_lse else out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms
@@ -96,3 +97,7 @@ class Scheme:
         `grad.query` and `grad.key` are set only where the scheme changes the content product.
         """
         raise NotImplementedError
+
+
+# What the argument `position` of a call may be.
+Position: TypeAlias = Scheme | tuple[Scheme, ...] | None
