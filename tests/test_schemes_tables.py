@@ -305,7 +305,7 @@ def test_wavlm_against_loops(q_len, k_len, offset, backend, rng):
         return
     q, k, v = operands(rng, q_len, k_len)
     scheme = wavlm(rng, q_len, max_distance=20)
-    loops = naive.wavlm(scheme.table, scheme.gate, q_len, k_len, max_distance=20, offset=offset, bucket=EXACT)
+    loops = naive.wavlm(scheme.table, scheme.gate, q_len, k_len, max_distance=20, offset=offset)
     agree(scheme, loops, q, k, v, backend, offset=offset)
     at = k_len - q_len if offset is None else offset
     written = rp.reference.wavlm_bias(scheme.table, scheme.gate, q_len, k_len, offset=at, max_distance=20)
@@ -318,7 +318,7 @@ def test_wavlm_far_away_and_in_single_precision(backend, rng):
     q, k = np.zeros((1, 2, 2, 1)), np.zeros((1, 2, 1000, 1))
     scheme = wavlm(rng, 2, 2, 320, ())
     single = rp.WavLM(scheme.table, scheme.gate, rounding="float32")
-    loops = naive.wavlm(scheme.table, scheme.gate[None], 2, 1000, offset=400, bucket=SINGLE)
+    loops = naive.wavlm(scheme.table, scheme.gate[None], 2, 1000, offset=400, rounding="float32")
     expected = naive.logits(q, k, logit=loops)
     for one in (scheme, single):
         close(rp.logits(q, k, position=one, offset=400, backend=backend), expected)

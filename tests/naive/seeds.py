@@ -11,8 +11,11 @@ A scheme is a closure ``logit(b, h, i, j)``: what it adds to ``scale * q_i . k_j
 import cmath
 import math
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
+
+from tests.naive.by_name import Loops, witness
 
 NEG_INF = -math.inf
 
@@ -130,9 +133,16 @@ def allowed(l_q, l_k, *, mask=None, causal=False, window=None, key_lengths=None,
     return term
 
 
+@witness("plain")
+def plain():
+    """Nothing is added (Vaswani 2017)."""
+    return Loops()
+
+
 # ---------------------------------------------------------------------------------------------- Shaw
 
 
+@witness("shaw")
 def shaw(q, l_k, key_table=None, value_table=None, *, outside="clip", left=None, offset=None, scale=None):
     """(logit, value): q_i . wK[c] scale and wV[c], c = clip(j-i-M, -k, k) + k (Shaw 2018, eq. 3 to 5).
 
@@ -204,10 +214,15 @@ def t5_bucket_float32(d, *, num_buckets=32, max_distance=128, bidirectional=True
     return first + min(side - 1, exact + int(scaled))
 
 
-def t5(table, l_q, l_k, *, max_distance=128, bidirectional=True, offset=None, bucket=t5_bucket):
+BUCKETS = {"exact": t5_bucket, "float32": t5_bucket_float32}
+
+
+@witness("t5")
+def t5(table, l_q, l_k, *, max_distance=128, bidirectional=True, rounding="exact", offset=None, bucket=None):
     """One scalar T[bucket(j-i-M), h] per pair and head, not scaled (Raffel 2020, section 2.1)."""
     offset = l_k - l_q if offset is None else offset
     rows = floats(table)
+    bucket = bucket or BUCKETS[rounding]
 
     def logit(b, h, i, j):
         d = j - (i + offset)
@@ -256,25 +271,26 @@ def rel_shift(x, variant="transformer_xl"):
     return np.array([rel_shift(part, variant) for part in x])
 
 
+@witness("transformer_xl")
 def transformer_xl(q, k, u, v, rows, *, variant="transformer_xl", zero_triu=False, scale=None):
     """scale [u . k_j + shift((q + v) rows^T)_ij], to be added to scale q_i . k_j (Dai 2019, section 3.3).
 
     zero_triu (ESPnet): nothing but u . k_j for keys j > i + M.
     """
-    (n_b, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
+    (_, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
     scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
     q, k, u, v, rows = floats(q), floats(k), floats(u), floats(v), floats(rows)
-    shifted = {}
-    for b in range(n_b):
-        for h in range(n_h):
-            products = []
-            for i in range(l_q):
-                biased = [q[b][h][i][p] + v[h][p] for p in range(dim)]
-                products.append([dot(biased, row[h]) for row in rows])
-            shifted[b, h] = shift_rows(products, variant)
+
+    @cache
+    def shifted(b, h):
+        products = []
+        for i in range(l_q):
+            biased = [q[b][h][i][p] + v[h][p] for p in range(dim)]
+            products.append([dot(biased, row[h]) for row in rows])
+        return shift_rows(products, variant)
 
     def logit(b, h, i, j):
-        position = 0.0 if zero_triu and j > i + l_k - l_q else shifted[b, h][i][j]
+        position = 0.0 if zero_triu and j > i + l_k - l_q else shifted(b, h)[i][j]
         return scale * (dot(u[h], k[b][h // (n_h // h_kv)][j]) + position)
 
     return logit
@@ -389,6 +405,12 @@ def rstt_index(num_frames_q, num_frames_kv, window_size, frames=None):
     return window_index(grid, (num_frames_kv, *window_size), key_coords=(frames, None, None))
 
 
+@witness("window")
+def window(table, query_grid, key_grid, key_coords, extent):
+    """`window_bias` of a `window_index` (Liu 2021, eq. 4; Geng 2022)."""
+    return window_bias(table, window_index(query_grid, key_grid, key_coords=key_coords, extent=extent))
+
+
 def window_bias(table, index):
     """T[index(i,j), h] added to the logits (Liu 2021, eq. 4)."""
     rows, index = floats(table), np.asarray(index).tolist()
@@ -409,6 +431,7 @@ def alibi_slope(h, heads):
     return 2.0 ** (-8.0 * counted_from_one / (2 * below))
 
 
+@witness("alibi")
 def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", offset=None):
     """-m_h |i+M-j|; causal: m_h (j-i-M); key: m_h j (Press 2022, section 3)."""
     offset = l_k - l_q if offset is None else offset
@@ -423,6 +446,7 @@ def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", offset=None):
     return logit
 
 
+@witness("kerple")
 def kerple(a, b, l_q, l_k, *, form="log", offset=None):
     """-r1 log(1 + r2 |m-n|); power: -r1 |m-n|^r2; r1 = a, r2 = b (Chi 2022, section 4.2)."""
     offset = l_k - l_q if offset is None else offset
@@ -438,6 +462,7 @@ def kerple(a, b, l_q, l_k, *, form="log", offset=None):
 # ---------------------------------------------------------------------------------------------- absolute
 
 
+@witness("sinusoidal")
 def sinusoidal(positions, dim, *, base=10000.0, layout="interleaved"):
     """Sine and cosine of t w, one row per position t (an int means 0 ... positions-1).
 
@@ -475,6 +500,7 @@ def rotation(delta, dim, *, base=10000.0):
     return out
 
 
+@witness("learned")
 def learned(table, positions):
     """W[t] for every position t, an error beyond the table (Gehring 2017)."""
     rows = floats(table)
