@@ -52,7 +52,7 @@ def attention(
 
 
 @takes(Options)
-def attention(
+def attention(  # numpydoc ignore=PR01,PR02
     q: Array,
     k: Array,
     v: Array,
@@ -167,7 +167,9 @@ def attention(
 
 
 @takes(ScoreOptions)
-def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[ScoreOptions]) -> Array:
+def logits(  # numpydoc ignore=PR01,PR02
+    q: Array, k: Array, *, position: Position = None, **options: Unpack[ScoreOptions]
+) -> Array:
     """Scores before the softmax as a dense array, to look at.
 
     Parameters
@@ -206,7 +208,7 @@ def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[S
 
 
 @takes(Options)
-def attention_vjp(
+def attention_vjp(  # numpydoc ignore=PR01,PR02
     q: Array,
     k: Array,
     v: Array,

@@ -238,10 +238,12 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     """The operands in one dtype, and the dtype of the result."""
     values = list(named.values())
     first = values[0]
-    if all(type(x) is np.ndarray and x.dtype is first.dtype and x.flags.aligned and x.ndim > 1 for x in values) and (
-        first.dtype is _FLOAT32 or first.dtype is _FLOAT64
-    ):
-        return values, first.dtype  # nearly every call
+    for x in values:
+        if type(x) is not np.ndarray or x.dtype is not first.dtype or x.ndim < 2 or not x.flags.aligned:
+            break
+    else:
+        if first.dtype is _FLOAT32 or first.dtype is _FLOAT64:
+            return values, first.dtype  # nearly every call
     if any(on_device(x) for x in values):
         one_side(named)
     far = isinstance(first, DeviceOperand)
@@ -289,7 +291,8 @@ def call(
     q, k = operands[:2]
     v = operands[2] if len(operands) == 3 else k[..., :0]
     flat = q.ndim == 2 and k.ndim == 2 and v.ndim == 2
-    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
+    if q.ndim == 2 or k.ndim == 2 or v.ndim == 2:
+        q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     (heads, q_len, depth), (kv_heads, k_len, k_depth) = q.shape[-3:], k.shape[-3:]
     if depth != k_depth:
         raise RelposValueError(f"k: head_dim {k_depth} differs from q's {depth}; shapes {k.shape} and {q.shape}")
@@ -299,7 +302,7 @@ def call(
         raise RelposValueError(f"v: expected (..., {kv_heads}, {k_len}, D_v) like k, found {v.shape}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise RelposValueError(f"k: {kv_heads} heads do not divide q's {heads}; shapes {k.shape} and {q.shape}")
-    leads = [x.shape[:-3] for x in (q, k, v)]
+    leads = q.shape[:-3], k.shape[:-3], v.shape[:-3]
     batch = leads[0]
     if leads[1] != batch or leads[2] != batch:
         try:
@@ -384,7 +387,7 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Seque
         raise RelposTypeError(f"out: expected dtype {dtype}, found {out.dtype}")
     if not out.flags.writeable if host else out.readonly:
         raise RelposValueError("out: the array is read-only")
-    if _repeats(out) if host else out.repeats:
+    if not out.flags.c_contiguous and _repeats(out) if host else out.repeats:
         raise RelposValueError("out: elements of the array share memory")
     for x in inputs:
         if (isinstance(x, np.ndarray) and np.may_share_memory(out, x)) if host else out.overlaps(x):
@@ -393,9 +396,7 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Seque
 
 def _repeats(x: Array) -> bool:
     """Whether elements share memory; NumPy gives arrays without elements strides of 0."""
-    if not x.size or x.flags.c_contiguous:
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.strides, strict=True))
+    return x.size > 0 and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.strides, strict=True))
 
 
 def fits_batch(name: str, axes: tuple[int, ...], batch: tuple[int, ...]) -> None:

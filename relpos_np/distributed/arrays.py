@@ -14,7 +14,7 @@ from relpos_np._contract import check
 from relpos_np._contract.options import NumberOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem
 from relpos_np.distributed.merging import merge
-from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
+from relpos_np.distributed._slicing import Narrowed, compute, evaluating, lengths_here
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array
@@ -159,7 +159,7 @@ def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
 
 
 @takes(NumberOptions)
-def attention(
+def attention(  # numpydoc ignore=PR01,PR02
     q: Any,
     k: Any,
     v: Any,

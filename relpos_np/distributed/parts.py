@@ -9,7 +9,7 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import ScoreOptions, completed, takes
 from relpos_np._contract.problem import Part, Site
-from relpos_np.distributed.slicing import compute, evaluating, lengths_here
+from relpos_np.distributed._slicing import compute, evaluating, lengths_here
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
@@ -46,7 +46,7 @@ def _places(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tupl
 
 
 @takes(ScoreOptions)
-def partial(
+def partial(  # numpydoc ignore=PR01,PR02
     q: Array,
     k: Array,
     v: Array,

@@ -11,8 +11,8 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
-from relpos_np.interop.bias import DenseBias
-from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.interop._bias import DenseBias
+from relpos_np.interop._scheme import Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array
 
 try:
@@ -103,7 +103,7 @@ class _Call:
 
 
 @takes(NumberOptions)
-def attention(
+def attention(  # numpydoc ignore=PR01,PR02
     q: Any,
     k: Any,
     v: Any,

@@ -9,8 +9,8 @@ import numpy as np
 import relpos_np as rp
 from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
-from relpos_np.interop.bias import DenseBias
-from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.interop._bias import DenseBias
+from relpos_np.interop._scheme import Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array
 
 try:
@@ -161,7 +161,7 @@ class _Attention(torch.autograd.Function):
 
 @takes(NumberOptions)
 @torch.compiler.disable
-def attention(
+def attention(  # numpydoc ignore=PR01,PR02
     q: Any,
     k: Any,
     v: Any,
