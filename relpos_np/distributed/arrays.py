@@ -13,8 +13,8 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import NumberOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem
-from relpos_np.distributed.merging import merge
 from relpos_np.distributed._slicing import Narrowed, compute, evaluating, lengths_here
+from relpos_np.distributed.merging import merge
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array

@@ -30,6 +30,7 @@ class DenseBias(Scheme):
 
     reads_keys = False
     excludes = True
+    computes = False
 
     def __init__(self, bias: Any) -> None:
         self.bias = check.floating("bias", bias)

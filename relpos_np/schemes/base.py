@@ -46,8 +46,11 @@ class Scheme:
     reads_keys = True
     # Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
     excludes = False
-    # Whether nothing but j - i - offset and the head decides what is added, so that lengths and places have no effect.
+    # Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no effect.
     relative = False
+    # Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
+    # leaves them out, says False: its terms can then be made without operands, and cut to a part of a call.
+    computes = True
 
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call."""
@@ -75,10 +78,10 @@ class Scheme:
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """What lowers a part of a call: a scheme, the call it is to be lowered for, and the part as that call sees it.
 
-        The call that is returned may be as small as the part, or that of `site`; terms are cut to what is then left of
-        `part`. Unless nothing is, `lower` may only hand q and k on as they are, since it then gets stand-ins. The
-        scheme that is returned travels to where the part is computed, so it should hold little else than the part
-        needs; it is used for nothing but `lower`.
+        The call that is returned may be anything between the part and all of `site`. If it is more than the part,
+        `lower` gets stand-ins for q and k, and its terms are cut to the part: this is refused for a scheme that
+        `computes`. The scheme that is returned travels to where the part is computed, so it should hold little
+        more than the part needs. It is used for nothing but `lower`.
         """
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 

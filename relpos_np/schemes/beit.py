@@ -104,6 +104,9 @@ class BEiT(Scheme):
     ICML 2022.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(self, table: Any, grid: Sequence[int]) -> None:
         self.table = check.table("table", table, "rows heads")
         if not isinstance(grid, tuple | list) or len(grid) != 2:

@@ -181,6 +181,9 @@ class DecomposedBias(Scheme):
     Kirillov et al., "Segment Anything", ICCV 2023.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(
         self,
         height_table: Any,

@@ -218,6 +218,8 @@ class IRPE(Scheme):
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
     """
 
+    computes = False
+
     def __init__(
         self,
         grid: Sequence[int],

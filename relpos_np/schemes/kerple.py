@@ -85,6 +85,7 @@ class KERPLE(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(self, a: Any, b: Any, *, form: str = "log") -> None:
         self.a = check.table("a", a, "heads")

@@ -172,6 +172,9 @@ class LayoutBias(Scheme):
     CVPR 2023.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(
         self,
         table: Any,

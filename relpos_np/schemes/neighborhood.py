@@ -166,6 +166,8 @@ class NeighborhoodBias(Scheme):
     """
 
     excludes = True
+    reads_keys = False
+    computes = False
 
     def __init__(
         self, table: Any, grid: Sequence[int], kernel: int | Sequence[int], dilation: int | Sequence[int] = 1

@@ -94,6 +94,7 @@ class T5(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(
         self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: str = "exact"

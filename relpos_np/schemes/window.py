@@ -122,6 +122,9 @@ class WindowBias(Scheme):
     Super-Resolution", CVPR 2022.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(
         self,
         table: Any,
