@@ -68,9 +68,9 @@ class Admission:
             )
             parts["dense matrices of scores"] = forward
         if schemes and (lowering or backward):
-            parts["what schemes hold"] = sum(h.lowered for h in holds) + 3 * _vectors(site, schemes)
+            parts["what schemes hold"] = sum(h.lower for h in holds) + 3 * _vectors(site, schemes)
         if backward and schemes:
-            parts["gradients of schemes"] = max(h.lifted for h in holds) + 3 * _vectors(site, schemes)
+            parts["gradients of schemes"] = max(h.lift for h in holds) + 3 * _vectors(site, schemes)
         memory.require(self.function, parts)
         if not schemes and dense and not backward:
             return

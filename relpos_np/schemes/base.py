@@ -24,13 +24,13 @@ class SchemeGradient:
 class Held:
     """Bytes that a scheme holds at once beside its own arrays, at most, for all batch items and heads of a call.
 
-    `formula`: in `transform`, `scores` and `outputs`, results included. `lowered`: in `lower`, and of what it returns.
-    `lifted`: in `lift`. What grows with a length alone, and not with pairs of query and key, need not be counted.
+    `formula`: in `transform`, `scores` and `outputs`, results included. `lower`: in `lower`, and of what it returns.
+    `lift`: in `lift`. Only what grows with the number of pairs of query and key need be counted.
     """
 
     formula: int
-    lowered: int = 0
-    lifted: int = 0
+    lower: int = 0
+    lift: int = 0
 
 
 class Scheme:
@@ -51,6 +51,8 @@ class Scheme:
     # Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
     # leaves them out, says False: its terms can then be made without operands, and cut to a part of a call.
     computes = True
+    # Whether `lower` makes an index map that holds a number for every pair.
+    dense = False
 
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call."""
@@ -86,13 +88,14 @@ class Scheme:
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
     def held(self, site: Site) -> Held:
-        """What a call would need memory for; so much for a scheme that looks numbers up in tables by maps of lengths.
+        """A bound on the memory that a call needs for the scheme; this one suits a scheme that looks numbers up.
 
-        That is, for every pair: two integers, a number of float64 and half of one per head, and two of the call's
-        dtype per head and batch item.
+        The formula then holds for every pair two integers, a number of float64 and half of one per head, and two of
+        the call's dtype per head and batch item; a `dense` map is five integers while it is made.
         """
+        pairs = site.q_len * site.k_len
         per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
-        return Held(site.q_len * site.k_len * (16 + 12 * site.heads + per_item))
+        return Held(pairs * (16 + 12 * site.heads + per_item), 40 * pairs if self.dense else 0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The way back of `lower`: from gradients of the terms, in a record like theirs, to those of its arguments.

@@ -124,6 +124,7 @@ class WindowBias(Scheme):
 
     reads_keys = False
     computes = False
+    dense = True
 
     def __init__(
         self,
