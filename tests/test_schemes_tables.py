@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._contract import index_maps
 from tests import naive
 from tests.test_schemes import close, make
 
@@ -222,12 +223,12 @@ def test_layout_without_positions(backend, rng):
 def test_buckets_given_pair_by_pair(buckets, furthest, rounding):
     """The map for distances in any order is that of the formula."""
     d = np.concatenate([np.arange(-1000, 1001), 10 ** np.arange(4, 13), -(10 ** np.arange(4, 13))]).reshape(1, -1)
-    found = rp.index.bucket_rows(d, buckets, furthest, rounding)
+    found = index_maps.bucket_rows(d, buckets, furthest, rounding)
     expected = rp.reference.t5_bucket(d, num_buckets=buckets, max_distance=furthest, rounding=rounding)
     np.testing.assert_array_equal(found.index, expected)
     assert found.rows == buckets
     # With few pairs each is decided on its own, with many by a table of all distances.
-    few = rp.index.bucket_rows(d[:, 990:1010], buckets, furthest, rounding)
+    few = index_maps.bucket_rows(d[:, 990:1010], buckets, furthest, rounding)
     np.testing.assert_array_equal(few.index, expected[:, 990:1010])
 
 

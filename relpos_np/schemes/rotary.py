@@ -465,10 +465,15 @@ def _places_of(at: Sample) -> dict[str, Any]:
     return {"positions": at.normal(at.q_len).astype(np.float64) * 9, "key_positions": keys}
 
 
+def _turned_of(at: Sample) -> int:
+    """The last four channels stay, as in models that turn only some."""
+    every = at.dim // 2 * 2
+    return at.pick(every - 4 if every > 4 else every, every, 2)
+
+
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
-    # The last four channels stay, as in models that turn only some.
-    dim = at.pick(at.dim - 4, at.dim // 2 * 2, 2)
+    dim = _turned_of(at)
     options: dict[str, Any] = {"layout": at.variant or "half", "magnitude": at.pick(1.125, 1.0)}
     axes = at.pick(0, 2)
     if axes:
@@ -484,7 +489,7 @@ def _build(at: Sample) -> dict[str, Any]:
 def _build_xpos(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # A base this small that the scaling is seen within some ten positions.
-    dim, scale_base = at.pick(at.dim - 4, at.dim // 2 * 2, 2), at.pick(64.0, 512.0)
+    dim, scale_base = _turned_of(at), at.pick(64.0, 512.0)
     layout = at.variant or "interleaved"
     position = XPos(dim, base=500.0, scale_base=scale_base, gamma=at.pick(0.4, 1.0), layout=layout)
     return {**parts, "position": position, "kwargs": {"causal": True}}

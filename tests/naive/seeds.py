@@ -38,56 +38,57 @@ def add(*logits):
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def logits(q, k, *, logit=None, allowed=None, scale=None):
-    """Dense scores s_ij = scale q_i . k_j + logit(b,h,i,j) + mask, -inf where excluded (Vaswani 2017, eq. 1)."""
-    (n_b, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
+def score_of(q, k, *, logit=None, allowed=None, scale=None):
+    """Closure: s_ij = scale q_i . k_j + logit(b,h,i,j) + mask, -inf where excluded (Vaswani 2017, eq. 1)."""
+    (_, n_h, _, dim), h_kv = np.shape(q), np.shape(k)[1]
     scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
     q, k = floats(q), floats(k)
-    out = np.empty((n_b, n_h, l_q, l_k))
-    for b in range(n_b):
-        for h in range(n_h):
-            keys = k[b][h // (n_h // h_kv)]
-            for i in range(l_q):
-                for j in range(l_k):
-                    extra = 0.0 if allowed is None else allowed(b, h, i, j)
-                    if extra == NEG_INF:  # neither the key nor its position is looked at
-                        out[b, h, i, j] = NEG_INF
-                        continue
-                    score = scale * dot(q[b][h][i], keys[j])
-                    if logit is not None:
-                        score += logit(b, h, i, j)
-                    out[b, h, i, j] = score + extra
+
+    def score(b, h, i, j):
+        extra = 0.0 if allowed is None else allowed(b, h, i, j)
+        if extra == NEG_INF:  # neither the key nor its position is looked at
+            return NEG_INF
+        content = scale * dot(q[b][h][i], k[b][h // (n_h // h_kv)][j])
+        return (content if logit is None else content + logit(b, h, i, j)) + extra
+
+    return score
+
+
+def logits(q, k, **terms):
+    """All scores of `score_of`."""
+    (n_b, n_h, l_q, _), l_k = np.shape(q), np.shape(k)[2]
+    score, out = score_of(q, k, **terms), np.empty((n_b, n_h, l_q, l_k))
+    for b, h, i, j in np.ndindex(out.shape):
+        out[b, h, i, j] = score(b, h, i, j)
     return out
 
 
-def attention(q, k, v, *, logit=None, allowed=None, value=None, scale=None):
+def attention(q, k, v, *, value=None, rows=None, **terms):
     """out_i = sum_j softmax_j(s_ij) (v_j + value(b,h,i,j)) and lse_i = log sum_j exp s_ij (Vaswani 2017, eq. 1).
 
     Keys at -inf are never touched, so NaN in them stays there. A row without keys gives zeros and lse = -inf.
+    `rows`: some (b, h, i), in place of which the results have one axis.
     """
-    s = floats(logits(q, k, logit=logit, allowed=allowed, scale=scale))
     (n_b, n_h, l_q, _), (_, h_kv, l_k, d_v) = np.shape(q), np.shape(v)
-    v = floats(v)
-    out, lse = np.zeros((n_b, n_h, l_q, d_v)), np.full((n_b, n_h, l_q), NEG_INF)
-    for b in range(n_b):
-        for h in range(n_h):
-            values = v[b][h // (n_h // h_kv)]
-            for i in range(l_q):
-                row = s[b][h][i]
-                seen = [j for j in range(l_k) if row[j] != NEG_INF]
-                if not seen:
-                    continue
-                top = max(row[j] for j in seen)
-                weight = {j: math.exp(row[j] - top) for j in seen}
-                total = sum(weight.values())
-                lse[b, h, i] = top + math.log(total)
-                for c in range(d_v):
-                    acc = 0.0
-                    for j in seen:
-                        moved = 0.0 if value is None else value(b, h, i, j)[c]
-                        acc += weight[j] / total * (values[j][c] + moved)
-                    out[b, h, i, c] = acc
-    return out, lse
+    score, v = score_of(q, k, **terms), floats(v)
+    outs, lses = [], []
+    for b, h, i in np.ndindex(n_b, n_h, l_q) if rows is None else rows:
+        row = [score(b, h, i, j) for j in range(l_k)]
+        seen = [j for j in range(l_k) if row[j] != NEG_INF]
+        out, lse = [0.0] * d_v, NEG_INF
+        if seen:
+            top = max(row[j] for j in seen)
+            weight = {j: math.exp(row[j] - top) for j in seen}
+            total = math.fsum(weight.values())
+            lse = top + math.log(total)
+            for j in seen:
+                moved = None if value is None else value(b, h, i, j)
+                for c, x in enumerate(v[b][h // (n_h // h_kv)][j]):
+                    out[c] += weight[j] / total * (x if moved is None else x + moved[c])
+        outs.append(out)
+        lses.append(lse)
+    shape = (n_b, n_h, l_q) if rows is None else (len(lses),)
+    return np.reshape(np.array(outs), (*shape, d_v)), np.reshape(lses, shape)
 
 
 def self_attention(x, w_query, w_key, w_value):

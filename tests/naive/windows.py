@@ -55,12 +55,20 @@ def swin_v2(w1, b1, w2, window, *, b2=None, pretrained=None, variant="microsoft"
 
 @witness("swin_v2")
 def swin_v2_of(
-    q, k, hidden_weight, hidden_bias, output_weight, logit_scale, window, output_bias, pretrained_window, variant
+    q, k, hidden_weight, hidden_bias, output_weight, logit_scale, window, output_bias, pretrained_window, variant, scale
 ):
-    """Cosines of queries and keys, and the bias of `swin_v2` (Liu 2022, section 3.2 and 3.3)."""
+    """Cosines of queries and keys, and the bias of `swin_v2` (Liu 2022, section 3.2 and 3.3).
+
+    The usual scale of a call stands for none, and any other multiplies the product in proportion.
+    """
     sharp, units = swin_v2_operands(q, k, logit_scale)
     options = {"b2": output_bias, "pretrained": pretrained_window, "variant": variant}
-    return Loops(swin_v2(hidden_weight, hidden_bias, output_weight, window, **options), q=sharp, k=units, scale=1.0)
+    return Loops(
+        swin_v2(hidden_weight, hidden_bias, output_weight, window, **options),
+        q=sharp,
+        k=units,
+        scale=scale * math.sqrt(np.shape(q)[3]),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- BEiT and resizing

@@ -1,0 +1,81 @@
+"""The options of a call are spelled in one place, and every function that takes them knows them alike."""
+
+import importlib
+import inspect
+import pkgutil
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import layers
+from relpos_np._contract import options
+from relpos_np._contract.options import DEFAULTS, Options
+
+
+def functions():
+    """Everything decorated with `takes`, in modules that can be imported here, by its name in the package."""
+    found = {}
+    for info in pkgutil.walk_packages(rp.__path__, "relpos_np."):
+        if any(part.startswith("_") for part in info.name.split(".")) or ".kernels" in info.name:
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except rp.RelposImportError:
+            continue
+        for owner in (module, *(x for x in vars(module).values() if inspect.isclass(x))):
+            for function in vars(owner).values():
+                if inspect.isfunction(function) and isinstance(getattr(function, "options", None), frozenset):
+                    found[f"{function.__module__.removeprefix('relpos_np.')}.{function.__qualname__}"] = function
+    return found
+
+
+FUNCTIONS = functions()
+
+
+def test_all_are_found():
+    expected = {"api.attention", "api.attention_vjp", "api.logits", "distributed.parts.partial"}
+    expected |= {"distributed.arrays.attention", "layers.multihead.MultiHeadAttention.__call__"}
+    expected |= {"layers.relative.RelativeMultiHeadAttention.__call__"}
+    assert expected <= set(FUNCTIONS)
+    assert {name.partition(".")[0] for name in set(FUNCTIONS) - expected} <= {"interop"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_list_options_with_their_defaults(name):
+    function = FUNCTIONS[name]
+    parameters = inspect.signature(function).parameters
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    assert function.options <= set(Options.__annotations__)
+    for option in set(Options.__annotations__) & set(parameters):
+        assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[option].default == DEFAULTS[option], option
+    assert {"causal", "window", "mask", "key_lengths", "backend"} <= set(parameters)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_unknown_options_are_refused_with_what_was_meant(name):
+    """Before anything else is looked at; so are options of other functions."""
+    function = FUNCTIONS[name]
+    arguments = {p.name: None for p in inspect.signature(function).parameters.values() if p.default is p.empty}
+    if "self" in arguments:
+        weights = np.eye(4)
+        biases = {"pos": weights, "u": np.ones((2, 2)), "v": np.ones((2, 2))}
+        cls = getattr(layers, name.split(".")[-2])
+        arguments["self"] = cls(weights, weights, weights, **({"heads": 2} if cls.__init__.__kwdefaults__.get("pos", 0) == 0 and "heads" in inspect.signature(cls).parameters else biases))
+    for option in ("casual", *(set(Options.__annotations__) - set(inspect.signature(function).parameters))):
+        with pytest.raises(rp.RelposTypeError, match=rf"^{option}: .*has no such argument") as caught:
+            function(**arguments, **{option: None})
+        assert option != "casual" or "did you mean 'causal'?" in str(caught.value)
+        assert isinstance(caught.value, TypeError)
+
+
+def test_defaults_are_those_of_the_records():
+    """A record without an import from __future__: what is annotated can be read."""
+    assert set(DEFAULTS) == set(Options.__annotations__)
+    assert DEFAULTS["causal"] is False
+    assert DEFAULTS["dropout"] == 0.0
+    assert all(hasattr(hint, "__metadata__") for hint in Options.__annotations__.values())
+    completed = options.completed(rp.attention, {"causal": True})
+    assert completed == DEFAULTS | {"causal": True}
+    assert DEFAULTS["causal"] is False
