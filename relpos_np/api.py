@@ -52,7 +52,7 @@ def attention(
 
 
 @takes(Options)
-def attention(  # numpydoc ignore=PR01,PR02
+def attention(
     q: Array,
     k: Array,
     v: Array,
@@ -85,12 +85,12 @@ def attention(  # numpydoc ignore=PR01,PR02
     mask : ndarray of bool or float, optional
         Broadcast to (..., H, L_q, L_k). True means "may attend"; a float mask is added to the scores,
         and only its -inf excludes (a whole row of a large negative number averages all values).
+    key_lengths : int or ndarray of int, optional
+        Per batch item, how many keys exist; what later ones hold has no influence.
     causal : bool
         Attend d <= 0 only.
     window : int or tuple, optional
         Attend -left <= d <= right, from w = left = right or (left, right); None is unbounded.
-    key_lengths : int or ndarray of int, optional
-        Per batch item, how many keys exist; what later ones hold has no influence.
     scale : float, optional
         The factor on q . k; default 1/sqrt(D), whatever the scheme.
     offset : int, optional
@@ -167,14 +167,12 @@ def attention(  # numpydoc ignore=PR01,PR02
 
 
 @takes(ScoreOptions)
-def logits(  # numpydoc ignore=PR01,PR02
-    q: Array, k: Array, *, position: Position = None, **options: Unpack[ScoreOptions]
-) -> Array:
+def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[ScoreOptions]) -> Array:
     """Scores before the softmax as a dense array, to look at.
 
     Parameters
     ----------
-    q, k, position, mask, causal, window, key_lengths, scale, offset
+    q, k, position, mask, key_lengths, causal, window, scale, offset
         See `attention`.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         "numpy" (also for "numba" and "cuda", whose kernels never hold the scores) evaluates the schemes'
@@ -208,7 +206,7 @@ def logits(  # numpydoc ignore=PR01,PR02
 
 
 @takes(Options)
-def attention_vjp(  # numpydoc ignore=PR01,PR02
+def attention_vjp(
     q: Array,
     k: Array,
     v: Array,
@@ -232,7 +230,7 @@ def attention_vjp(  # numpydoc ignore=PR01,PR02
         Gradient of the output.
     grad_lse : ndarray, shape (..., H, L_q), optional
         Gradient of the log-sum-exp, for a loss that depends on it.
-    position, mask, causal, window, key_lengths, scale, offset
+    position, mask, key_lengths, causal, window, scale, offset
         See `attention`.
     dropout : float
         See `attention`.

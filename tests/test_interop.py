@@ -9,7 +9,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
-from relpos_np.interop._bias import DenseBias
+from relpos_np.interop.bias import DenseBias
 
 BLOCKED = """
 import sys

@@ -25,6 +25,13 @@ class _Arrays(TypedDict, total=False):
     key_lengths: Annotated[Any, None]
 
 
+class _Band(TypedDict, total=False):
+    """Which relative positions are attended."""
+
+    causal: Annotated[bool, False]
+    window: Annotated[int | tuple[int | None, int | None] | None, None]
+
+
 class _Fixed(TypedDict, total=False):
     """Numbers that a module of `relpos_np.layers` sets itself."""
 
@@ -40,27 +47,25 @@ class _Dropout(TypedDict, total=False):
     rng: Annotated["np.random.Generator | None", None]
 
 
-class _Common(TypedDict, total=False):
-    """What every function takes."""
+class _Backend(TypedDict, total=False):
+    """What computes the call."""
 
-    causal: Annotated[bool, False]
-    window: Annotated[int | tuple[int | None, int | None] | None, None]
     backend: Annotated[str | None, None]
 
 
-class Options(_Arrays, _Fixed, _Dropout, _Common, total=False):
+class Options(_Arrays, _Band, _Fixed, _Dropout, _Backend, total=False):
     """Every option."""
 
 
-class ScoreOptions(_Arrays, _Fixed, _Common, total=False):
+class ScoreOptions(_Arrays, _Band, _Fixed, _Backend, total=False):
     """The options that change the scores."""
 
 
-class NumberOptions(_Fixed, _Common, total=False):
+class NumberOptions(_Band, _Fixed, _Backend, total=False):
     """The options that are not arrays, for functions whose arrays are another package's."""
 
 
-class LayerOptions(_Arrays, _Dropout, _Common, total=False):
+class LayerOptions(_Arrays, _Band, _Dropout, _Backend, total=False):
     """The options of a module."""
 
 

@@ -13,8 +13,8 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import NumberOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem
-from relpos_np.distributed._slicing import Narrowed, compute, evaluating, lengths_here
 from relpos_np.distributed.merging import merge
+from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array
@@ -159,7 +159,7 @@ def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
 
 
 @takes(NumberOptions)
-def attention(  # numpydoc ignore=PR01,PR02
+def attention(
     q: Any,
     k: Any,
     v: Any,
@@ -185,7 +185,7 @@ def attention(  # numpydoc ignore=PR01,PR02
         See `relpos_np.attention`; see `partial` for what cannot be divided.
     mask : dask.array.Array or ndarray of bool or float, optional
         Broadcast to (..., H, L_q, L_k).
-    causal, window, key_lengths, scale, offset
+    key_lengths, causal, window, scale, offset
         See `relpos_np.attention`.
     backend : {"terms", "numba", "cuda"}, optional
         What computes each block; see `relpos_np.set_backend`.

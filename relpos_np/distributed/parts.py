@@ -9,7 +9,7 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import ScoreOptions, completed, takes
 from relpos_np._contract.problem import Part, Site
-from relpos_np.distributed._slicing import compute, evaluating, lengths_here
+from relpos_np.distributed.slicing import compute, evaluating, lengths_here
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
@@ -46,7 +46,7 @@ def _places(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tupl
 
 
 @takes(ScoreOptions)
-def partial(  # numpydoc ignore=PR01,PR02
+def partial(
     q: Array,
     k: Array,
     v: Array,
@@ -89,10 +89,10 @@ def partial(  # numpydoc ignore=PR01,PR02
         As in the larger call, with all that it holds for it.
     mask : ndarray of bool or float, optional
         Of the part: broadcast to (..., H, L_q, L_k) of q and k.
-    causal, window
-        See `relpos_np.attention`.
     key_lengths : int or ndarray of int, optional
         Keys that exist in the whole call, for each batch item of the part.
+    causal, window
+        See `relpos_np.attention`.
     scale : float, optional
         See `relpos_np.attention`.
     offset : int, optional

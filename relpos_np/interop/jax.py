@@ -11,8 +11,8 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
-from relpos_np.interop._bias import DenseBias
-from relpos_np.interop._scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.interop.bias import DenseBias
+from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array
 
 try:
@@ -103,7 +103,7 @@ class _Call:
 
 
 @takes(NumberOptions)
-def attention(  # numpydoc ignore=PR01,PR02
+def attention(
     q: Any,
     k: Any,
     v: Any,
@@ -124,11 +124,9 @@ def attention(  # numpydoc ignore=PR01,PR02
         A scheme of this library is fixed; `trained` makes one whose arrays have gradients.
     mask : jax.Array of bool or float, optional
         See `relpos_np.attention`. A float mask receives a gradient.
-    causal, window
-        See `relpos_np.attention`; not traced.
     key_lengths : int or jax.Array of int, optional
         See `relpos_np.attention`.
-    scale, offset
+    causal, window, scale, offset
         See `relpos_np.attention`; not traced.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`.

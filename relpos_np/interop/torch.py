@@ -9,8 +9,8 @@ import numpy as np
 import relpos_np as rp
 from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
-from relpos_np.interop._bias import DenseBias
-from relpos_np.interop._scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.interop.bias import DenseBias
+from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array
 
 try:
@@ -159,9 +159,9 @@ class _Attention(torch.autograd.Function):
         return (None, *ctx.call.backward(saved, grad_out, grad_lse))
 
 
-@takes(NumberOptions)
 @torch.compiler.disable
-def attention(  # numpydoc ignore=PR01,PR02
+@takes(NumberOptions)
+def attention(
     q: Any,
     k: Any,
     v: Any,
@@ -184,16 +184,14 @@ def attention(  # numpydoc ignore=PR01,PR02
         A scheme of this library is fixed; `trained` makes one whose arrays are tensors with gradients.
     mask : torch.Tensor of bool or float, optional
         See `relpos_np.attention`. A float mask that requires a gradient receives one.
-    causal, window
-        See `relpos_np.attention`.
     key_lengths : int or torch.Tensor of int, optional
-        See `relpos_np.attention`.
-    scale, offset
         See `relpos_np.attention`.
     dropout : float
         Rate at which probabilities are dropped.
     generator : torch.Generator, optional
         Source of the dropout mask's seed; default that of PyTorch, so that `torch.manual_seed` repeats it.
+    causal, window, scale, offset
+        See `relpos_np.attention`.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         Default "cuda" for tensors on a device, else as `relpos_np.set_backend` says.
     return_lse : bool

@@ -12,7 +12,7 @@ from typing import Any
 
 import relpos_np as rp
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
-from relpos_np.interop._bias import DenseBias
+from relpos_np.interop.bias import DenseBias
 from relpos_np.interop.torch import attention, trained
 
 try:

@@ -234,12 +234,12 @@ class MultiHeadAttention(Projected):
             Keys and values of earlier calls, attended before this call's, which are added.
         mask : ndarray of bool or float, optional
             Broadcast to (..., H, L_q, L_k), where L_k counts memory and cache; see `relpos_np.attention`.
+        key_lengths : int or ndarray of int, optional
+            Per batch item, how many keys exist, memory and cache among them.
         causal : bool
             Attend d <= 0 only.
         window : int or tuple, optional
             See `relpos_np.attention`.
-        key_lengths : int or ndarray of int, optional
-            Per batch item, how many keys exist, memory and cache among them.
         offset : int, optional
             Position of the first query among the keys; default L_k - L_q, which is the number of earlier states in
             self-attention.

@@ -280,7 +280,7 @@ class RelativeMultiHeadAttention(Projected):
         pos_emb : ndarray, shape (R, d_pos) or (1, R, d_pos), optional
             Encodings of the distances, if not those of the module's `encoding`: what ESPnet's and
             Wav2Vec2-Conformer's modules are given.
-        mask, causal, window, key_lengths, dropout, rng, backend, return_probabilities
+        mask, key_lengths, causal, window, dropout, rng, backend, return_probabilities
             See `MultiHeadAttention`. Transformer-XL is meant to be used with ``causal=True``.
 
         Returns
