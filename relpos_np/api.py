@@ -123,13 +123,13 @@ def attention(
     -----
     Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
     only the queries that may attend it, and a key that none may attend changes no bit of any result. The
-    CPU kernels do not even read the keys and values that lie before or behind all that `key_lengths`,
-    `causal` and `window` leave, unless they are copied first, because rows are not contiguous or of another
-    precision, or a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
+    CPU kernels do not even read keys and values outside the range that `key_lengths`, `causal` and `window`
+    leave, unless they must be copied first: because rows are not contiguous or of another precision, or because
+    a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
 
     With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
-    CUDA array interface without a copy; results are on the device then, and can be read the same way. What
-    positions are made of stays on the host, a mask and `key_lengths` may be on either side.
+    CUDA array interface without a copy; results are then on the device, and can be read the same way. The arrays of
+    position schemes stay on the host; a mask and `key_lengths` may be on either side.
     """
     given = completed(attention, options)
     chosen = given["backend"]
@@ -216,7 +216,7 @@ def attention_vjp(
     position: Position = None,
     **options: Unpack[Options],
 ) -> AttentionGradient:
-    r"""Gradients of attention: the vector-Jacobian product for operands and for what positions are made of.
+    r"""Gradients of attention: the vector-Jacobian product for the operands and for the arrays of schemes.
 
     For a loss :math:`\mathcal{L}` whose gradient :math:`\partial \mathcal{L} / \partial o` is `grad_out`, the
     gradients of :math:`\mathcal{L}` with respect to q, k, v and to every trained array of the schemes: tables, bias
@@ -329,8 +329,8 @@ def rel_shift(
         In NumPy the general form is a read-only view without a copy; Numba copies in parallel; CUDA copies to
         the device and back, unless x is an array on the device: then the result is one too.
     out : ndarray, optional
-        Where to write the result: its exact shape and dtype, overlapping not x. A large new array takes longer to be
-        made than to be filled.
+        Where to write the result: its exact shape and dtype, not overlapping x. Allocating a large array takes
+        longer than filling it.
 
     Returns
     -------

@@ -61,7 +61,7 @@ def each_lifted(
     """
     grad_q: Array | None = None
     grad_k: Array | None = None
-    # A scheme that changes the content product passes its gradients on.
+    # A scheme that changes the content product returns the gradients of q and k itself.
     if not any(scheme.content for scheme in schemes):
         grad_q, grad_k = grads.query, grads.key
     rest = {slot: iter(getattr(grads, slot)) for slot in ("tables", "queries", "keys", "values", "biases")}

@@ -132,7 +132,7 @@ def _all_whole(value: Any) -> bool:
 
 
 def integers(name: str, value: Any) -> Array:
-    """Integers of at most 64 bits: an array of them, one, or lists of them; no other object is asked for an array."""
+    """Integers of at most 64 bits: one, an array of them, or nested lists; no other object is converted."""
     if isinstance(value, np.ndarray):
         x = array(name, value)
     elif _all_whole(value):
@@ -150,7 +150,7 @@ def integers(name: str, value: Any) -> Array:
 
 
 def rows(name: str, index: Array, count: int, least: int = 0) -> None:
-    """Check that an index lies within a table of so many rows; -1, if it is the least, stands for none."""
+    """Check that an index lies within a table of `count` rows; with a least of -1, that stands for no row."""
     low, high = (index.min(), index.max()) if index.size else (0, -1)
     if not (low >= least and high < count):
         raise RelposIndexError(f"{name}: expected {least} ... {count - 1}, found {low} ... {high} (rows of the table)")
@@ -171,7 +171,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 def survivors(dropout: Any, rng: Any, shape: tuple[int, ...]) -> tuple[float, Bools | None]:
-    """The rate of dropout and which elements it keeps; None for all, without drawing numbers."""
+    """The rate of dropout and which elements it keeps; None for all of them, and no numbers are drawn."""
     rate = 0.0 if dropout == 0.0 else real("dropout", dropout)
     if not rate:
         return 0.0, None
@@ -311,7 +311,7 @@ def call(
             raise RelposValueError(
                 f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast"
             ) from None
-        # Widened before they are broadcast, and not once per batch item.
+        # Converted before they are broadcast, so once and not for each batch item.
         q, k, v = (np.broadcast_to(x.astype(q.dtype, copy=False), (*batch, *x.shape[-3:])) for x in (q, k, v))
     left, right = _band(flag("causal", given["causal"]), given["window"])
     dtype = q.dtype
@@ -361,7 +361,7 @@ def call(
 
 
 def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Check an array that belongs to a result: its shape, in floating point; in the dtype of the computation."""
+    """Check the shape of an array that belongs to a result, and return it in the dtype of the computation."""
     x = floating(name, value.stand_in() if isinstance(value, DeviceOperand) else value)
     if x.shape != shape:
         raise RelposValueError(f"{name}: expected shape {shape}, found {x.shape}")

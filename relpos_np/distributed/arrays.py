@@ -85,7 +85,7 @@ def _stand_in(x: Any) -> Array:
 
 
 def _operands(da: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """Check what only Dask arrays can be wrong in."""
+    """The checks that only Dask arrays need."""
     for name, x in named.items():
         if not isinstance(x, da.Array):
             raise RelposTypeError(
@@ -99,7 +99,7 @@ def _operands(da: Any, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
-    """Operands in blocks that fit each other, and the chunks of the batch axes, heads of keys, queries and keys."""
+    """Operands in matching blocks, and the chunks of the batch axes, heads of keys, queries and keys."""
     batch, site = problem.batch, problem.site
     q, k = operands["q"], operands["k"]
     chunks: list[tuple[int, ...]] = []
@@ -120,7 +120,7 @@ def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[
 
 
 def _mask_blocks(da: Any, mask: Any, chunks: Sequence[tuple[int, ...]]) -> Any:
-    """Blocks of a mask (..., H, L_q, L_k), one along an axis of size 1 or that it does not have."""
+    """Blocks of a mask (..., H, L_q, L_k); there is one along axes of size 1 and along missing axes."""
     fitting = tuple(
         (1,) if n == 1 else own for n, own in zip(mask.shape, chunks[len(chunks) - mask.ndim :], strict=True)
     )
@@ -138,13 +138,13 @@ def _reached(problem: Problem, part: Part) -> bool:
 
 
 def _parts(problem: Problem, chunks: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], list[Part]]]:
-    """For each block of the output its place, (..., heads, queries), and the blocks of keys that it needs."""
+    """For each block of the output its index, (..., heads, queries), and a part for each block of keys."""
     group = problem.site.heads // problem.site.kv_heads if problem.site.kv_heads else 1
     ranges = [_slices(axis) for axis in chunks]
-    for place in itertools.product(*(range(len(axis)) for axis in ranges[:-1])):
-        *batch, kv_heads, queries = (axis[n] for axis, n in zip(ranges[:-1], place, strict=True))
+    for index in itertools.product(*(range(len(axis)) for axis in ranges[:-1])):
+        *batch, kv_heads, queries = (axis[n] for axis, n in zip(ranges[:-1], index, strict=True))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        yield place, [Part(tuple(batch), heads, kv_heads, queries, keys) for keys in ranges[-1]]
+        yield index, [Part(tuple(batch), heads, kv_heads, queries, keys) for keys in ranges[-1]]
 
 
 def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
@@ -240,7 +240,7 @@ def attention(
     # Vectors have an axis of their own.
     outs, sums = np.empty((*grid, 1), object), np.empty(grid, object)
     lead, token = len(site.batch) + 1, uuid4().hex
-    for place, parts in _parts(problem, chunks):
+    for index, parts in _parts(problem, chunks):
         pairs = []
         needed = [n for n, part in enumerate(parts) if _reached(problem, part)] or [0]
         for n in needed:
@@ -251,19 +251,19 @@ def attention(
             narrowed = tuple(scheme.narrow(site, part) for scheme in schemes)
             allowed = None
             if masks is not None:
-                allowed = masks[tuple(min(i, m - 1) for i, m in zip((*place, n), masks.shape, strict=True))]
-            at_key = (*place[:lead], n, 0)
+                allowed = masks[tuple(min(i, m - 1) for i, m in zip((*index, n), masks.shape, strict=True))]
+            at_key = (*index[:lead], n, 0)
             task = delayed(_Block(name, narrowed, schemes, here), pure=False, traverse=False)
             # By the part before the token, progress bars and dashboards name it.
-            key = "-".join(map(str, ("attention-part", token, *place, n)))
-            operand = blocks["q"][(*place, 0)], blocks["k"][at_key], blocks["v"][at_key]
+            key = "-".join(map(str, ("attention-part", token, *index, n)))
+            operand = blocks["q"][(*index, 0)], blocks["k"][at_key], blocks["v"][at_key]
             pairs.append(task(*operand, allowed, shared, dask_key_name=key))
         pair = _reduced(delayed, pairs, split_every)
         shape = (*part.alone(site)[0].batch, part.heads.stop - part.heads.start, part.queries.stop - part.queries.start)
         out = delayed(_output, pure=False)(pair, q.dtype)
-        outs[(*place, 0)] = da.from_delayed(out, (*shape, site.v_dim), q.dtype)
+        outs[(*index, 0)] = da.from_delayed(out, (*shape, site.v_dim), q.dtype)
         if return_lse:
-            sums[place] = da.from_delayed(delayed(_log_sum, pure=False)(pair), shape, site.dtype)
+            sums[index] = da.from_delayed(delayed(_log_sum, pure=False)(pair), shape, site.dtype)
     result = da.block(outs.tolist())
     if not return_lse:
         return result[0] if flat else result

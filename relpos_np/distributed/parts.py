@@ -16,7 +16,7 @@ from relpos_np.types import Array
 
 
 def _range(name: str, given: Any, length: int) -> tuple[slice, int]:
-    """Where a chunk of some length lies, and in how many."""
+    """The range of a part of some length, and how many there are in the call."""
     if given is None:
         return slice(0, length), length
     if not isinstance(given, tuple | list) or len(given) != 2:
@@ -27,8 +27,8 @@ def _range(name: str, given: Any, length: int) -> tuple[slice, int]:
     return slice(first, first + length), total
 
 
-def _places(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tuple[Part, dict[str, Any]]:
-    """The part that the operands are, and the sizes of the call."""
+def _part(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tuple[Part, dict[str, Any]]:
+    """Which part of the call the operands are, and the sizes of the call."""
     q, q_len = _range("queries", queries, site.q_len)
     k, k_len = _range("keys", keys, site.k_len)
     h, in_all = _range("heads", heads, site.heads)
@@ -86,7 +86,7 @@ def partial(
     batch : tuple, optional
         The same for each batch axis, None for an axis of which the part has all.
     position : scheme or tuple of schemes, optional
-        As in the larger call, with all that it holds for it.
+        As in the larger call, with everything that it holds for that call.
     mask : ndarray of bool or float, optional
         Of the part: broadcast to (..., H, L_q, L_k) of q and k.
     key_lengths : int or ndarray of int, optional
@@ -96,7 +96,7 @@ def partial(
     scale : float, optional
         See `relpos_np.attention`.
     offset : int, optional
-        Position of the call's first query among all keys; default their numbers' difference.
+        Position of the call's first query among all keys; default: the number of keys less that of queries.
     backend : {"terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`; "numpy" knows whole calls only.
 
@@ -115,10 +115,10 @@ def partial(
     """
     given = completed(partial, options)
     name = evaluating(given["backend"])
-    # Lengths and offset are those of the whole call.
+    # Offset and lengths are those of the whole call.
     offset, key_lengths = given["offset"], given["key_lengths"]
     found, _, flat = check.call(q, k, v, given | {"offset": 0 if offset is None else offset, "key_lengths": None})
-    part, sizes = _places(found.site, queries, keys, heads, batch)
+    part, sizes = _part(found.site, queries, keys, heads, batch)
     whole = replace(found.site, **sizes)
     whole.offset = whole.k_len - whole.q_len if offset is None else whole.offset
     if key_lengths is not None:

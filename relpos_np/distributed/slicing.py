@@ -19,12 +19,12 @@ Narrowed = tuple[tuple[Scheme, Site, Part], ...]
 
 
 def _of_heads(x: Array, heads: slice) -> Array:
-    """A table of all heads, or of one for all of them."""
+    """The part of a table that belongs to some heads; a table of one head serves all of them."""
     return x if len(x) == 1 else x[heads]
 
 
 def _along(x: Array, axis: int, some: slice) -> Array:
-    """Some entries along an axis that may be missing, or 1 for all."""
+    """Some entries along an axis, which may be missing or have one entry for all."""
     if x.ndim < -axis or x.shape[axis] == 1:
         return x
     index: tuple[Any, ...] = (..., some, *(slice(None),) * (-axis - 1))
@@ -33,7 +33,7 @@ def _along(x: Array, axis: int, some: slice) -> Array:
 
 @dataclass(slots=True)
 class _Cut:
-    """Cuts a record of terms; `q` and `k` stand in for operands, and those of `problem` take their places."""
+    """Cuts a record of terms, and puts the operands of `problem` where it finds their stand-ins `q` and `k`."""
 
     site: Site
     part: Part
@@ -116,5 +116,5 @@ def evaluating(name: str | None) -> str:
 
 
 def lengths_here(lengths: Array, keys: slice) -> Array:
-    """How many of some keys exist, from how many of all do."""
+    """How many of these keys exist, from how many exist in all."""
     return np.asarray(np.clip(lengths - keys.start, 0, keys.stop - keys.start))

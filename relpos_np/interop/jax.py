@@ -1,4 +1,4 @@
-"""Attention on arrays of JAX: a call of the host inside of its programs, with gradients."""
+"""Attention on arrays of JAX: its programs call the host, and gradients flow through."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _stand_in(x: Any) -> Array:
 
 
 class _Call:
-    """One call without its arrays, some of which are named: `mask` and `key_lengths` follow the operands."""
+    """One call without its arrays; after the operands come those that are named, `mask` and `key_lengths`."""
 
     def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], named: tuple[str, ...]) -> None:
         self.positions, self.options, self.named = positions, options, named
@@ -147,8 +147,8 @@ def attention(
 
     Notes
     -----
-    The call is a `jax.pure_callback`: JAX hands its arrays to the host and takes the results back, on a GPU with
-    copies. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster. There is
+    The call is a `jax.pure_callback`: JAX hands its arrays to the host and takes the results back, with copies if
+    they are on a GPU. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster. There is
     neither dropout nor a second derivative.
     """
     given: dict[str, Any] = {**completed(attention, options)}

@@ -54,7 +54,7 @@ def _operand(name: str, x: Any) -> Any:
 
 
 def _array(x: Any) -> Array:
-    """The memory of a tensor as an array: its own on the host, a copy of one on a device."""
+    """A tensor as an array: its own memory on the host, a copy of what is on a device."""
     x = x.detach().resolve_neg()
     if x.device.type != "cpu":
         x = x.cpu()
@@ -99,7 +99,7 @@ def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
 
 
 class _Call:
-    """One call without its tensors: what autograd keeps for the way back, beside them."""
+    """One call without its tensors: what autograd keeps beside them for the backward pass."""
 
     def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], seed: int | None) -> None:
         self.positions, self.options, self.seed = positions, options, seed

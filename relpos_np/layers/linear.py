@@ -16,7 +16,7 @@ from relpos_np.layers.state import State
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
 
-# Operations of one product: a few tenths of a second on one processor.
+# The most operations in one product: a few tenths of a second on one processor.
 CALL_FLOPS = 1e10
 Weights: TypeAlias = "Linear | Array | tuple[Array, Array | None]"
 
@@ -56,7 +56,7 @@ class Linear:
 
     @classmethod
     def of(cls, value: Weights, name: str) -> Linear:
-        """A projection from itself, its weight, or a pair of weight and bias.
+        """A projection from a projection, a weight, or a pair of weight and bias.
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class Linear:
 
 
 def _product(rows: Array, weight: Array) -> Array:
-    """A product of matrices, a large one in parts: Ctrl-C is not seen inside of one."""
+    """A product of matrices; a large one is computed in parts, because Ctrl-C waits for the end of a product."""
     step = max(int(CALL_FLOPS / (2 * max(weight.size, 1))), 1)
     if len(rows) <= step:
         return np.asarray(rows @ weight)

@@ -13,7 +13,7 @@ from relpos_np.types import Array
 
 @dataclass(slots=True, eq=False)
 class SchemeGradient:
-    """What a scheme's terms pass on: to q and k, in their shapes, and to its own arrays, by attribute."""
+    """What `lift` returns: gradients of q and k, in their shapes, and of the scheme's arrays, by attribute."""
 
     q: Array | None = None
     k: Array | None = None
@@ -72,8 +72,8 @@ class Scheme:
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same as terms; k still has its grouped heads (..., H_kv, L_k, D).
 
-        Both may be on a device. They can be handed on as they are, added to and multiplied; all else that NumPy does
-        with them is done with a copy on the host.
+        Both may be on a device. They can be handed on, added to and multiplied there; everything else that NumPy does
+        with them works on a copy on the host.
         """
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class Scheme:
         return Held(pairs * (16 + 12 * site.heads + per_item), 40 * pairs if self.dense else 0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The way back of `lower`: from gradients of the terms, in a record like theirs, to those of its arguments.
+        """The backward pass of `lower`: from gradients of the terms, in a record like them, to those of its arguments.
 
         `grad.query` and `grad.key` are set only where the scheme changes the content product.
         """
