@@ -148,8 +148,8 @@ def attention(
     Notes
     -----
     The call is a `jax.pure_callback`: JAX hands its arrays to the host and takes the results back, with copies if
-    they are on a GPU. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster. There is
-    neither dropout nor a second derivative.
+    they are on a GPU. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster.
+    There is neither dropout nor a second derivative.
     """
     given: dict[str, Any] = {**completed(attention, options)}
     positions = as_tuple(position)
