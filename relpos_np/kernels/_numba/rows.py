@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from relpos_np.kernels._numba.target import SUM_VECTORS
+from relpos_np.kernels._numba.target import SUM_VECTORS, TARGET
 from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
 
 _i8 = types.int64
@@ -53,6 +53,16 @@ def at(typingctx: Any, base: Any, offset: Any) -> Any:
         return builder.gep(args[0], [args[1]])
 
     return base(base, _i8), generate
+
+
+@intrinsic
+def lanes_of(typingctx: Any, base: Any) -> Any:
+    """The elements that a vector register holds of a pointer's type, as a constant."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return index(TARGET.lanes(signature.args[0].dtype.bitwidth // 8))
+
+    return _i8(base), generate
 
 
 @intrinsic

@@ -7,11 +7,12 @@ import math
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.kernels._numba.attend import layout
-from relpos_np.kernels._numba.backplan import BLOCK_QUERIES, part_count
+from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, part_count
 from relpos_np.kernels._numba.backward import back_layout
+from relpos_np.kernels._numba.biases import GATHER_BYTES
 from relpos_np.kernels._numba.launch import available_threads
-from relpos_np.kernels._numba.plan import GATHER_BYTES, is_skewed
 from relpos_np.kernels._numba.product import BLOCK_ROWS
+from relpos_np.kernels._numba.skew import is_skewed
 from relpos_np.kernels._numba.target import BLOCK_KEYS, MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
 from relpos_np.types import Array
 
@@ -83,7 +84,7 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
         products += lines * site.q_len * skew * item + 4 * site.heads * span * skew * item
     width = -(-site.v_dim // lanes) * lanes
     block = block_queries(site.q_len, depth, width, item, lines, threads, narrow=False)
-    work = layout.py_func(min(block, MOST_QUERIES), depth, width, skew, bins, lanes)[-1]
+    work = layout.py_func(min(block, MOST_QUERIES), depth, width, skew, bins, lanes).end
     multiplied = BLOCK_ROWS * (depth + BLOCK_KEYS) + BLOCK_KEYS * depth
     found = {
         "copies of operands in another layout": copies,
@@ -101,7 +102,7 @@ def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int,
     site, item = problem.site, problem.site.dtype.itemsize
     lanes = TARGET.lanes(item)
     tasks, span = lines * part_count(max(lines, 1), threads), site.q_len + site.k_len
-    q_width, v_width, s_width = (-(-n // lanes) * lanes for n in (depth, site.v_dim, skew))
+    s_width = -(-skew // lanes) * lanes
     sums = 0
     if any(isinstance(t.index, Toeplitz) for t in terms.tables):
         # Partial sums, and those of all tasks in float64 for each term.
@@ -122,9 +123,7 @@ def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int,
         # Sums, products of them, rows that have a share, a total per head and batch item in float64.
         sums += lines * length * (2 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
     dense = 2 * lines * site.q_len * site.k_len * item if terms.biases else 0
-    size = back_layout.py_func(
-        BLOCK_QUERIES, site.q_len + BLOCK_QUERIES, depth, site.v_dim, q_width, v_width, skew, s_width, lanes
-    )[-1]
+    size = back_layout.py_func(BLOCK_QUERIES, site.q_len + BLOCK_QUERIES, depth, site.v_dim, skew, lanes).end
     return {
         "gradients": 2 * lines * (site.q_len * (depth + 2 * site.v_dim + 4) + site.k_len * (depth + site.v_dim)) * item,
         "sums of gradients": sums,
