@@ -8,21 +8,14 @@ units of log 2, so that the exponential is 2**x.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from numba import carray
 
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.pack import load_rows, pack_panels
-from relpos_np.kernels._numba.pieces import (
-    LOG2E,
-    MINUS_INFINITY,
-    PANEL_VECTORS,
-    SCORE_ROWS,
-    Tile,
-    head_of,
-    round_up,
-)
+from relpos_np.kernels._numba.pieces import LOG2E, MINUS_INFINITY, PANEL_VECTORS, SCORE_ROWS, Tile, head_of, round_up
 from relpos_np.kernels._numba.records import ADD, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.rows import (
     advance,
@@ -55,25 +48,11 @@ from relpos_np.kernels._numba.tiles import accumulate, score_panel_max
 STRIP = 4 * ROW_QUANTUM
 
 
-class Layout(NamedTuple):
-    """Where each buffer of a thread's workspace begins, in elements, and its size."""
-
-    queries: Any
-    keys: Any
-    scores: Any
-    values: Any
-    out: Any
-    # By row: partial sums and maxima per lane; what a tile subtracts, the maximum so far, the factor on earlier sums.
-    total: Any
-    tops: Any
-    best: Any
-    top: Any
-    fade: Any
-    skew_q: Any
-    skew_w: Any
-    skew: Any
-    bins: Any
-    end: Any
+# Where each buffer of a thread's workspace begins, in elements, and its size. By row: `total` and `tops` are sums and
+# maxima per lane, `best` is what a tile subtracts, `top` the maximum so far and `fade` the factor on earlier sums.
+Layout = namedtuple(  # noqa: PYI024
+    "Layout", "queries keys scores values out total tops best top fade skew_q skew_w skew bins end"
+)
 
 
 @helper
@@ -99,8 +78,8 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
 
 @helper
 def add_binned(s: Any, a: Any, bins: Any, t: int, cols: int) -> None:
-    """bins[index[t + j]] += s[j] for every index that is not negative."""
-    index = integers(a.index)
+    """bins[map[t + j]] += s[j] for every entry of the map that is not negative."""
+    index = integers(a.map)
     if a.runs:
         runs = integers(a.runs)
         j = 0
@@ -208,7 +187,7 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
         seen = max(min(tile.cols, q + p.offset + p.right + 1 - tile.j0), 0)
         for n in range(p.value_count):
             a = values[n]
-            add_binned(s, a, at(bins, a.bins), head.b * a.index_batch + q * a.index_row + tile.j0, seen)
+            add_binned(s, a, at(bins, a.bins), head.b * a.map_batch + q * a.map_row + tile.j0, seen)
 
 
 @inlined

@@ -15,7 +15,7 @@ from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import query_add
 from relpos_np.kernels._numba.gradients import Sums
 from relpos_np.kernels._numba.plan import fill
-from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK
+from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK, table
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
 from relpos_np.types import Array
 
@@ -76,9 +76,9 @@ class BackwardJob:
         dp_adds = [query_add(call, self.grad_out, t.weights, t.index, 1.0) for t in call.terms.values]
         e["sink_count"], e["dp_add_count"] = len(sums.sinks), len(dp_adds)
         if sums.sinks:
-            e["sinks"] = call.keep(np.array(sums.sinks, SINK))
+            e["sinks"] = call.keep(table(SINK, sums.sinks))
         if dp_adds:
-            e["dp_adds"] = call.keep(np.array(dp_adds, ADD))
+            e["dp_adds"] = call.keep(table(ADD, dp_adds))
 
     def pack(self) -> bytearray:
         """The record's bytes."""

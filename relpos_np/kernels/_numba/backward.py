@@ -13,7 +13,8 @@ its own, added up later in a fixed order.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from numba import carray
 
@@ -51,46 +52,16 @@ CALL_BYTES = CALL.itemsize
 VECTOR_BYTES = TARGET.vector_bytes
 
 
-class BackLayout(NamedTuple):
-    """Where each buffer of a thread's workspace begins, in elements, and its size; names as in `Layout`."""
-
-    queries: Any
-    keys: Any
-    scores: Any
-    tops: Any
-    skew_q: Any
-    skew_w: Any
-    skew: Any
-    # Gradients of the output and of the scores; keys and values once more, as rows and as panels.
-    grads: Any
-    slopes: Any
-    key_rows: Any
-    value_panels: Any
-    dk: Any
-    dv: Any
-    dq: Any
-    ones: Any
-    # Weight rows of distances as rows, gradients of their queries, and slopes with each row moved by its query.
-    skew_rows: Any
-    skew_dq: Any
-    apart: Any
-    end: Any
-
-
-class Task(NamedTuple):
-    """A piece of work: its number among the partial sums, its head, and its queries and keys.
-
-    `side`: 0 if it owns the queries, 1 if it owns the keys, 2 if both.
-    """
-
-    number: Any
-    side: Any
-    b: Any
-    h: Any
-    first: Any
-    stop: Any
-    key_first: Any
-    key_stop: Any
+# As `Layout`. `grads` and `slopes` are gradients of the output and of the scores; `skew_rows` the weights of distances,
+# row by row, and `apart` the slopes with each row moved by its query.
+BackLayout = namedtuple(  # noqa: PYI024
+    "BackLayout",
+    "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv dq ones skew_rows skew_dq "
+    "apart end",
+)
+# A piece of work: its number among the partial sums, its head, its queries and its keys. `side`: 0 if it owns the
+# queries, 1 if it owns the keys, 2 if both.
+Task = namedtuple("Task", "number side b h first stop key_first key_stop")  # noqa: PYI024
 
 
 @helper
@@ -118,8 +89,8 @@ def back_layout(block: int, span: int, depth: int, v_depth: int, skew: int, lane
     apart = skew_dq + (span + ROW_QUANTUM) * s_width
     end = apart + (block * (shifted + ROW_QUANTUM) if skew else 0)
     return BackLayout(
-        0, keys, scores, tops, skew_q, skew_w, skewed,
-        grads, slopes, key_rows, value_panels, dk, dv, dq, ones, skew_rows, skew_dq, apart, end,
+        0, keys, scores, tops, skew_q, skew_w, skewed, grads, slopes, key_rows, value_panels,
+        dk, dv, dq, ones, skew_rows, skew_dq, apart, end,
     )  # fmt: skip
 
 
@@ -169,11 +140,11 @@ def bypass_rows(a: Any, along: int, across: int, rows: Any, width: int, count: i
 
 @helper
 def add_sunk(x: Any, a: Any, target: Any, t: int, cols: int) -> None:
-    """target[j * dst_col + index[t + j]] += x[j] for every index that is not negative."""
+    """target[j * dst_col + map[t + j]] += x[j] for every entry of the map that is not negative."""
     if a.dst_col == 0:
         add_binned(x, a, target, t, cols)
         return
-    index = integers(a.index)
+    index = integers(a.map)
     for j in range(cols):
         r = get(index, t + j)
         if r >= 0:
@@ -199,7 +170,7 @@ def collect(p: Any, e: Any, sinks: Any, base: Any, w: Any, head: Any, tile: Any,
             if task.side in (2, a.of_keys):
                 origin = task.number * a.dst_task + b * a.dst_batch + h * a.dst_head + q * a.dst_row + j0 * a.dst_col
                 x = at(base, w.scores + i * BLOCK_KEYS) if a.of_probabilities else ds
-                add_sunk(x, a, at(pointer_like(base, a.dst), origin), b * a.index_batch + q * a.index_row + j0, cols)
+                add_sunk(x, a, at(pointer_like(base, a.dst), origin), b * a.map_batch + q * a.map_row + j0, cols)
 
 
 @helper
@@ -301,7 +272,7 @@ def load_queries(p: Any, e: Any, base: Any, w: Any, head: Any, i0: int, rows: in
 
 @inlined
 def add_to_keys(p: Any, base: Any, w: Any, rows: int, cols: int) -> None:
-    """DK += dS^T Q and dV += P^T g."""
+    """Add dS^T Q to dK, and P^T g to dV."""
     q_width, v_width = round_up(p.depth, lanes_of(base)), round_up(p.v_depth, lanes_of(base))
     slopes, queries, dk = at(base, w.slopes), at(base, w.queries), at(base, w.dk)
     scores, grads, dv = at(base, w.scores), at(base, w.grads), at(base, w.dv)
@@ -315,7 +286,7 @@ def add_to_keys(p: Any, base: Any, w: Any, rows: int, cols: int) -> None:
 
 @inlined
 def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, bypassed: bool) -> None:
-    """DQ += dS K, for a task whose first query is `first`; `bypassed` if a key is not finite."""
+    """Add dS K to dQ, for a task whose first query is `first`; `bypassed` if a key is not finite."""
     q_width, slopes, keys = round_up(p.depth, lanes_of(base)), at(base, w.slopes), at(base, w.key_rows)
     own = at(base, w.dq + (tile.i0 - first) * q_width)
     if bypassed:

@@ -20,7 +20,7 @@ assert UNBOUNDED < 1 << 62  # positions are added to it in int64
 
 
 class Call:
-    """The fields of a call's record, and what they are made of. What `tail` packs lies behind them."""
+    """The fields of a call's record, and what they are made of; `tail` are bytes that follow them."""
 
     def __init__(self, problem: Problem, terms: Terms, threads: int, fields: dict[str, Any] = _EMPTY) -> None:
         self.problem, self.terms, self.threads = problem, terms, threads

@@ -72,25 +72,24 @@ def decode_layout(depth: int, v_depth: int, lanes: int) -> Layout:
 @helper
 def score_rows(base: Any, w: Any, keys: Any, row: int, cols: int, depth: int, rows: int) -> None:
     """Plain products of every query with every key."""
-    fours = rows // 4 * 4
-    for r in range(0, fours, 4):
+    for r in range(rows):
         q, s = at(base, w.queries + r * depth), at(base, w.scores + r * BLOCK_KEYS)
-        dots_of_four(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
-    for r in range(fours, rows):
-        q, s = at(base, w.queries + r * depth), at(base, w.scores + r * BLOCK_KEYS)
-        dots_of_one(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
+        if r >= rows // 4 * 4:
+            dots_of_one(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
+        elif r % 4 == 0:
+            dots_of_four(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
 
 
 @helper
 def mix_rows(base: Any, w: Any, values: Any, row: int, cols: int, depth: int, rows: int) -> None:
     """Add values, weighted by probabilities, to every row of the output."""
-    fours, width = rows // 4 * 4, round_up(depth, lanes_of(base))
-    for r in range(0, fours, 4):
-        s, out = at(base, w.scores + r * BLOCK_KEYS), at(base, w.out + r * width)
-        mixes_of_four(s, BLOCK_KEYS, values, row, cols, depth, out, width, at(base, w.fade + r))
-    for r in range(fours, rows):
-        s, out = at(base, w.scores + r * BLOCK_KEYS), at(base, w.out + r * width)
-        mixes_of_one(s, BLOCK_KEYS, values, row, cols, depth, out, width, at(base, w.fade + r))
+    width = round_up(depth, lanes_of(base))
+    for r in range(rows):
+        s, out, fade = at(base, w.scores + r * BLOCK_KEYS), at(base, w.out + r * width), at(base, w.fade + r)
+        if r >= rows // 4 * 4:
+            mixes_of_one(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
+        elif r % 4 == 0:
+            mixes_of_four(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
 
 
 @helper
@@ -190,29 +189,25 @@ def decode_all(call: int, base: Any, ks: Any, vs: Any) -> None:
 def _decode_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = floats(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, floats(p.k), floats(p.v))
+        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), floats(p.k), floats(p.v))
 
 
 def _decode_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = doubles(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, doubles(p.k), doubles(p.v))
+        decode_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), doubles(p.k), doubles(p.v))
 
 
 def _decode_float16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = floats(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, halves(p.k), halves(p.v))
+        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), halves(p.k), halves(p.v))
 
 
 def _decode_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = floats(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, brains(p.k), brains(p.v))
+        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), brains(p.k), brains(p.v))
 
 
 # By the dtype in which keys and values are stored.

@@ -39,7 +39,7 @@ class Division:
 
 
 def into_blocks(call: Call, *, windowed: bool) -> Division:
-    """Blocks of queries, each over all of its keys; windows in runs, in which each is fetched during the last."""
+    """Blocks of queries, each over all of its keys; windows in runs, in which the next is always being fetched."""
     site, f, item = call.site, call.fields, call.dtype.itemsize
     lanes, depth, skew, heads = TARGET.lanes(item), f["depth"], f["skew_depth"], call.count * site.heads
     width, band = -(-site.v_dim // lanes) * lanes, f["left"] + f["right"]

@@ -9,7 +9,7 @@ from relpos_np.kernels._numba.arrays import aligned
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.pieces import LOG2E
 from relpos_np.kernels._numba.product import multiply
-from relpos_np.kernels._numba.records import AddRecord, IndexRecord, ValueRecord
+from relpos_np.kernels._numba.records import AddRecord, MapRecord, ValueRecord
 from relpos_np.kernels._numba.target import TARGET
 from relpos_np.types import Array
 
@@ -21,19 +21,19 @@ def _run_ends(lookup: Array, q_len: int) -> Array:
     return (np.repeat(ends, np.diff(ends, prepend=0)) - (q_len - 1)).astype(np.int32) if n else lookup
 
 
-def index_record(call: Call, index: IndexMap, *, runs: bool) -> IndexRecord:
+def map_record(call: Call, index: IndexMap, *, runs: bool) -> MapRecord:
     """A map, with the ends of its runs where `runs` asks for them and it has any."""
     site = call.site
     if isinstance(index, Toeplitz):
         origin = max(site.q_len - 1, 0) * 4
         ends = call.keep(_run_ends(index.lookup, site.q_len)) + origin if runs else 0
-        return IndexRecord(call.keep(index.lookup) + origin, 0, -1, ends)
+        return MapRecord(call.keep(index.lookup) + origin, 0, -1, ends)
     dense = np.ascontiguousarray(index.index)
     per_batch = 0
     if dense.ndim > 2:
         dense = np.ascontiguousarray(np.broadcast_to(dense, (*site.batch, site.q_len, site.k_len)))
         per_batch = site.q_len * site.k_len
-    return IndexRecord(call.keep(dense), per_batch, site.k_len, 0)
+    return MapRecord(call.keep(dense), per_batch, site.k_len, 0)
 
 
 def products(call: Call, x: Array, weights: Array, scale: float) -> Array:
@@ -46,25 +46,23 @@ def table_add(call: Call, term: TableTerm) -> AddRecord:
     """A table of scalars."""
     table = np.ascontiguousarray(term.table * call.dtype.type(LOG2E))
     head = table.shape[1] if table.shape[0] > 1 else 0
-    return AddRecord(*index_record(call, term.index, runs=False), src=call.keep(table), src_head=head)
+    return AddRecord(map_record(call, term.index, runs=False), src=call.keep(table), src_head=head)
 
 
 def query_add(call: Call, x: Array, weights: Array, index: IndexMap, scale: float) -> AddRecord:
-    """Products of something with a row for each query."""
+    """Products of rows of x, one for each query."""
     made = products(call, x, weights, scale)
-    rows = made.shape[-1]
-    head = call.site.q_len * rows
-    found = index_record(call, index, runs=True)
-    return AddRecord(*found, src=call.keep(made), src_batch=call.site.heads * head, src_head=head, src_row=rows)
+    head, row = call.site.q_len * made.shape[-1], made.shape[-1]
+    found = map_record(call, index, runs=True)
+    return AddRecord(found, src=call.keep(made), src_batch=call.site.heads * head, src_head=head, src_row=row)
 
 
 def key_add(call: Call, term: KeyTerm) -> AddRecord:
     """Products of a key term's vectors."""
     made = products(call, term.key, term.weights, LOG2E)
-    rows = made.shape[-1]
-    head = call.site.k_len * rows
-    index = index_record(call, term.index, runs=False)
-    return AddRecord(*index, src=call.keep(made), src_batch=call.site.heads * head, src_head=head, src_col=rows)
+    head, row = call.site.k_len * made.shape[-1], made.shape[-1]
+    found = map_record(call, term.index, runs=False)
+    return AddRecord(found, src=call.keep(made), src_batch=call.site.heads * head, src_head=head, src_col=row)
 
 
 def value_records(call: Call) -> list[ValueRecord]:
@@ -77,8 +75,8 @@ def value_records(call: Call) -> list[ValueRecord]:
         weights = aligned((heads, rows, width), call.dtype, 0.0)
         weights[..., :depth] = term.weights
         head = rows * width if heads > 1 else 0
-        index = index_record(call, term.index, runs=True)
-        out.append(ValueRecord(*index, weights=call.keep(weights), weights_head=head, rows=rows, bins=bins))
+        index = map_record(call, term.index, runs=True)
+        out.append(ValueRecord(index, weights=call.keep(weights), weights_head=head, rows=rows, bins=bins))
         bins += rows
     call.fields["bins"] = bins
     return out

@@ -6,19 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np._contract.terms import (
-    Dense,
-    KeyTerm,
-    QueryTerm,
-    TableTerm,
-    Terms,
-    Toeplitz,
-    ValueTerm,
-    by_row,
-    fit,
-)
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, by_row, fit
 from relpos_np.kernels._numba.call import Call
-from relpos_np.kernels._numba.gather import index_record, products
+from relpos_np.kernels._numba.gather import map_record, products
 from relpos_np.kernels._numba.pieces import LOG2E
 from relpos_np.kernels._numba.records import SinkRecord
 from relpos_np.kernels._numba.skew import is_skewed
@@ -61,21 +51,21 @@ class Sums:
 
         def sink(term: Any, shape: tuple[int, ...], **fields: int) -> None:
             sums = self.gathered[term] = np.zeros(shape, self.call.dtype)
-            index = index_record(self.call, term.index, runs=not fields.get("dst_col"))
-            out.append(SinkRecord(*index, dst=self.call.keep(sums), **fields))
+            index = map_record(self.call, term.index, runs=not fields.get("dst_col"))
+            out.append(SinkRecord(index, dst=self.call.keep(sums), **fields))
 
-        for term in terms.tables:
-            if isinstance(term.index, Dense):
-                sink(term, (self.tasks, term.index.rows), dst_task=term.index.rows)
+        for table in terms.tables:
+            if isinstance(table.index, Dense):
+                sink(table, (self.tasks, table.index.rows), dst_task=table.index.rows)
         for key in terms.keys:
             rows, head = key.index.rows, site.k_len * key.index.rows
             shape = self.call.shape(site.k_len, rows)
             sink(key, shape, dst_batch=site.heads * head, dst_head=head, dst_col=rows, of_keys=1)
-        per_query = [t for t in terms.queries if not is_skewed(t)]
-        for each, of_p in (*((t, 0) for t in per_query), *((t, 1) for t in terms.values)):
-            rows, head = each.index.rows, site.q_len * each.index.rows
+        per_query: list[QueryTerm | ValueTerm] = [t for t in terms.queries if not is_skewed(t)]
+        for term in (*per_query, *terms.values):
+            rows, head, of_p = term.index.rows, site.q_len * term.index.rows, isinstance(term, ValueTerm)
             shape, item = self.call.shape(site.q_len, rows), site.heads * head
-            sink(each, shape, dst_batch=item, dst_head=head, dst_row=rows, of_probabilities=of_p)
+            sink(term, shape, dst_batch=item, dst_head=head, dst_row=rows, of_probabilities=of_p)
         return out
 
     def _by_head(self, partial: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, part_count
@@ -16,7 +16,7 @@ from relpos_np.kernels._numba.skew import is_skewed
 from relpos_np.kernels._numba.target import BLOCK_KEYS, MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
 from relpos_np.types import Array
 
-# Ranges of keys that decoding attends apart, at most, and what `merge` holds of their numbers at once.
+# At most so many ranges of keys that decoding attends separately, and what `merge` holds of their numbers at once.
 DECODED = 3 * 64
 
 
@@ -29,76 +29,76 @@ def _copied(x: Array, count: int) -> int:
 
 
 def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> dict[str, int]:
-    """Bytes by what they are for, beside operands, result and the terms themselves."""
+    """Bytes by what they are for, in addition to operands, result and the terms themselves."""
     site, item = problem.site, problem.site.dtype.itemsize
-    count, threads, lanes = math.prod(problem.batch), available_threads(), TARGET.lanes(problem.site.dtype.itemsize)
-    lines, pairs = count * site.heads, site.q_len * site.k_len
-    if not lines * pairs:
+    count, threads, lanes = math.prod(problem.batch), available_threads(), TARGET.lanes(item)
+    lines = count * site.heads
+    if not lines * site.q_len * site.k_len:
         return {}  # no kernel runs
     query = problem.q if terms.query is None else terms.query
     key = problem.stored_k if terms.key is None else terms.key
-    depth = query.shape[-1]
-    copies = sum(_copied(x, count) for x in (query, key, problem.stored_v))
-    biases = 0
-    if terms.biases:
-        # Their sum, and that with the mask; broadcast where they can be.
-        biases = sum(b.nbytes for b in terms.biases[1:])
-        if mask is not None:
-            biases += 2 * lines * pairs * item
-    elif mask is not None and mask.shape[-1] > 1 and mask.strides[-1] != mask.itemsize:
-        biases = lines * pairs * mask.itemsize
-    tables, maps = 0, 0
-    if terms.tables:
-        tables += site.heads * (site.q_len + site.k_len + 64) * item * 3
-        if any(isinstance(t.index, Dense) and t.index.index.ndim == 2 for t in terms.tables):
-            # Some tiles are padded, and a gathered table is there twice, or three times if it has gaps.
-            padded = (site.q_len + ROW_QUANTUM) * (site.k_len + TARGET.panel(item))
-            if site.heads * pairs * item <= GATHER_BYTES:
-                tables += 4 * site.heads * padded * item + 16 * pairs
-        tables += sum(2 * t.table.nbytes for t in terms.tables)
-    products, skew, bins = 0, 0, 0
-    every: list[TableTerm | QueryTerm | KeyTerm | ValueTerm] = [
-        *terms.tables,
-        *terms.queries,
-        *terms.keys,
-        *terms.values,
-    ]
-    for index in {id(t.index): t.index for t in every}.values():
-        if isinstance(index, Dense):
-            maps += 4 * count * pairs if index.index.ndim > 2 and index.index.size < count * pairs else 0
-        else:
-            # The ends of runs, while they are found.
-            maps += 32 * (site.q_len + site.k_len)
-    for term in terms.queries:
-        if is_skewed(term):
-            skew += term.weights.shape[-1]
-        else:
-            products += lines * site.q_len * term.weights.shape[-2] * item
-    for key_term in terms.keys:
-        products += lines * site.k_len * key_term.weights.shape[-2] * item
-    for value in terms.values:
-        bins += value.weights.shape[-2]
-        products += value.weights.nbytes * 2 + value.weights.shape[-2] * lanes * item * site.heads
-    span = site.q_len + site.k_len
-    if skew:
-        products += lines * site.q_len * skew * item + 4 * site.heads * span * skew * item
-    width = -(-site.v_dim // lanes) * lanes
+    depth, width = query.shape[-1], -(-site.v_dim // lanes) * lanes
+    skew = sum(term.weights.shape[-1] for term in terms.queries if is_skewed(term))
+    bins = sum(term.weights.shape[-2] for term in terms.values)
     block = block_queries(site.q_len, depth, width, item, lines, threads, narrow=False)
     work = layout.py_func(min(block, MOST_QUERIES), depth, width, skew, bins, lanes).end
     multiplied = BLOCK_ROWS * (depth + BLOCK_KEYS) + BLOCK_KEYS * depth
     found = {
-        "copies of operands in another layout": copies,
-        "biases of every pair": biases,
-        "tables and index maps": tables + maps,
-        "products with the rows of tables": products,
+        "copies of operands in another layout": sum(_copied(x, count) for x in (query, key, problem.stored_v)),
+        "biases of every pair": _biases(terms, mask, lines * site.q_len * site.k_len, item),
+        "tables and index maps": _tables(site, terms) + _maps(terms, count, site.q_len, site.k_len),
+        "products with the rows of tables": _products(site, terms, lines, skew),
         "parts that are merged": lines * site.q_len * DECODED * (site.v_dim + 2) * item if site.q_len <= 8 else 0,
         "workspaces of threads": threads * (max(work, multiplied) * item + 64) + 64 * count,
     }
     return found | (_backward(problem, terms, lines, depth, skew, threads) if backward else {})
 
 
+def _biases(terms: Terms, mask: Array | None, pairs: int, item: int) -> int:
+    """Biases of every pair, and masks that are copied."""
+    if terms.biases:
+        # Their sum, and that with the mask; broadcast where they can be.
+        return sum(b.nbytes for b in terms.biases[1:]) + (0 if mask is None else 2 * pairs * item)
+    return pairs * mask.itemsize if mask is not None and _copied(mask, 1) else 0
+
+
+def _tables(site: Site, terms: Terms) -> int:
+    """The fused bias, and scaled tables."""
+    if not terms.tables:
+        return 0
+    item, pairs = site.dtype.itemsize, site.q_len * site.k_len
+    tables = site.heads * (site.q_len + site.k_len + 64) * item * 3 + sum(2 * t.table.nbytes for t in terms.tables)
+    grids = any(isinstance(t.index, Dense) and t.index.index.ndim == 2 for t in terms.tables)
+    if grids and site.heads * pairs * item <= GATHER_BYTES:
+        # Some tiles are padded, and a gathered table is there twice, or three times if it has gaps.
+        padded = (site.q_len + ROW_QUANTUM) * (site.k_len + TARGET.panel(item))
+        tables += 4 * site.heads * padded * item + 16 * pairs
+    return tables
+
+
+def _maps(terms: Terms, count: int, q_len: int, k_len: int) -> int:
+    """Index maps that are repeated for batch items, and the ends of runs while they are found."""
+    maps, pairs = 0, count * q_len * k_len
+    every: list[TableTerm | QueryTerm | KeyTerm | ValueTerm] = [*terms.tables, *terms.queries, *terms.keys]
+    for index in {term.index for term in (*every, *terms.values)}:
+        if isinstance(index, Dense):
+            maps += 4 * pairs if index.index.ndim > 2 and index.index.size < pairs else 0
+        else:
+            maps += 32 * (q_len + k_len)
+    return maps
+
+
+def _products(site: Site, terms: Terms, lines: int, skew: int) -> int:
+    """Products that are gathered, skewed queries and weights, and padded weights of value terms."""
+    item, lanes, span = site.dtype.itemsize, TARGET.lanes(site.dtype.itemsize), site.q_len + site.k_len
+    rows = site.q_len * sum(t.weights.shape[-2] for t in terms.queries if not is_skewed(t))
+    rows += site.k_len * sum(t.weights.shape[-2] for t in terms.keys)
+    padded: int = sum(2 * t.weights.nbytes + t.weights.shape[-2] * lanes * item * site.heads for t in terms.values)
+    return padded + item * (lines * (rows + site.q_len * skew) + 4 * site.heads * span * skew)
+
+
 def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int, threads: int) -> dict[str, int]:
-    """What the way back needs beside."""
+    """What the backward pass needs in addition."""
     site, item = problem.site, problem.site.dtype.itemsize
     lanes = TARGET.lanes(item)
     tasks, span = lines * part_count(max(lines, 1), threads), site.q_len + site.k_len

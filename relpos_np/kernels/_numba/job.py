@@ -1,6 +1,6 @@
 """A call of attention as work for a kernel: which kernel, its record, how many pieces on how many threads.
 
-Nearly all of it depends on sizes alone, and is kept: of small calls planning would be most of the time.
+Nearly all of that depends on sizes alone and is kept: planning would take most of the time of a small call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
-# Plans that are kept, and batch items of their calls: larger calls take longer than their planning.
+# Plans that are kept at most, and batch items of their calls: for more, the call takes longer than its planning.
 MOST_PLANS, MOST_ITEMS = 256, 64
 
 
@@ -139,7 +139,7 @@ def _is_windowed(problem: Problem, terms: Terms) -> bool:
 
 
 def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
-    """Few queries' worth of keys at a time, packed; or whole windows."""
+    """Blocks of queries, or whole windows."""
     windowed = _is_windowed(call.problem, call.terms)
     batches = fill(call, out, lse, windowed=windowed)
     division = into_blocks(call, windowed=windowed)

@@ -1,4 +1,4 @@
-"""Masks and key lengths in a call's record: a range of keys per batch item where that is all, else the mask itself."""
+"""Masks and key lengths in a call's record: ranges of keys if those say it all, else the mask itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_masks(call: Call, batches: Array, *, windowed: bool) -> None:
     f["mask_head"], f["mask_row"], f["mask_col"] = strides(mask)[-3:]
     if mask.shape[-1] == 1:
         f["mask_col"] = 1
-    batches[BATCH_MASK] = batch_offsets(mask, len(site.batch), call.count)
+    batches[BATCH_MASK] = batch_offsets(mask, len(site.batch))
 
 
 def _with_biases(call: Call, mask: Array | None) -> Array | None:

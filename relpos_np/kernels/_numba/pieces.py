@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from relpos_np.kernels._numba.build import helper
 from relpos_np.kernels._numba.records import BATCH_K, BATCH_MASK, BATCH_Q, BATCH_V
@@ -16,26 +17,11 @@ LOG2 = math.log(2.0)
 LOG2E = 1.0 / LOG2
 
 
-class Head(NamedTuple):
-    """Numbers of a batch item and of a head, where the head's operands begin, and the offset of the item's mask."""
-
-    b: Any
-    h: Any
-    q: Any
-    k: Any
-    v: Any
-    bias: Any
-    mask: Any
-
-
-class Tile(NamedTuple):
-    """Scores of `rows` queries from i0 on and `cols` keys from j0 on, in the workspace's rows from `first` on."""
-
-    i0: Any
-    rows: Any
-    j0: Any
-    cols: Any
-    first: Any
+# Tuples of compiled functions: pointers among their fields have no type in Python.
+# Numbers of a batch item and of a head, where the head's operands begin, and the offset of the item's mask.
+Head = namedtuple("Head", "b h q k v bias mask")  # noqa: PYI024
+# Scores of `rows` queries from i0 on and `cols` keys from j0 on, in the workspace's rows from `first` on.
+Tile = namedtuple("Tile", "i0 rows j0 cols first")  # noqa: PYI024
 
 
 @helper

@@ -10,7 +10,7 @@ from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import key_add, query_add, table_add, value_records
 from relpos_np.kernels._numba.masks import add_masks
 from relpos_np.kernels._numba.pieces import LOG2E
-from relpos_np.kernels._numba.records import ADD, VALUE
+from relpos_np.kernels._numba.records import ADD, VALUE, table
 from relpos_np.kernels._numba.skew import add_skewed, is_skewed
 from relpos_np.types import Array
 
@@ -28,7 +28,7 @@ def fill(call: Call, out: Array, lse: Array | None, *, narrow: bool = False, win
     for row, (name, x) in enumerate(zip("qkv", operands, strict=True)):
         f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
         if count > 1:
-            batches[row] = batch_offsets(x, len(site.batch), count)
+            batches[row] = batch_offsets(x, len(site.batch))
     f["out_batch"] = site.heads * site.q_len * site.v_dim
     f["out_head"], f["out_row"] = site.q_len * site.v_dim, site.v_dim
     f["heads"], f["v_group"] = site.heads, site.heads // max(site.kv_heads, 1)
@@ -55,6 +55,6 @@ def _add_gathered(call: Call, *, windowed: bool) -> None:
     values = value_records(call)
     f["add_count"], f["value_count"] = len(adds), len(values)
     if adds:
-        f["adds"] = call.keep(np.array(adds, ADD))
+        f["adds"] = call.keep(table(ADD, adds))
     if values:
-        f["values"] = call.keep(np.array(values, VALUE))
+        f["values"] = call.keep(table(VALUE, values))

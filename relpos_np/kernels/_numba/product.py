@@ -1,6 +1,6 @@
 """Products of vectors with the rows of a table, for maps that pick few rows or different ones for each pair.
 
-A BLAS would do, but its threads go on spinning after the call and take the processor from the kernel that follows.
+A BLAS could do it, but its threads go on spinning after the call and slow down the kernel that follows.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     x, weights = rowwise(x), rowwise(weights)
     f: dict[str, Any] = _EMPTY.copy()
     count = math.prod(batch)
-    batches = batch_offsets(x, len(batch), count)
+    batches = batch_offsets(x, len(batch))
     f["x_head"], f["x_row"], _ = strides(x)[-3:]
     f["table_head"], f["table_row"], _ = strides(weights)
     if weights.shape[0] == 1:
@@ -115,8 +115,8 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     flops = 2.0 * out.size * depth
     threads = 1 if flops < SERIAL_FLOPS else min(threads, pieces)
     memory = lend(f, size * x.itemsize, threads)
-    # A small product is bound by the memory that it fills, of which each number stands for 512 operations at least; a
-    # deep one reads its table anew for each block, at half the speed of attention.
+    # A small product waits for the memory that it fills: 512 operations per number at least. A deep one reads its table
+    # again for each block, at half the speed of attention.
     chunk = int(threads * call_flops(x.itemsize) * pieces / max(2.0 * flops, 512.0 * out.size, 1.0))
     run_pieces(product[x.itemsize], f, lambda: bytearray(_PACK(*f.values())), pieces, chunk, threads)
     del memory

@@ -6,9 +6,12 @@ strides and origins are elements. `call.py` packs the records and keeps the arra
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from relpos_np.types import Array
 
 
 def _integers(*names: str) -> list[tuple[str, str]]:
@@ -21,7 +24,7 @@ CALL = np.dtype(
         # work: a counter of blocks shared by all threads, its limit, and one workspace per thread;
         # the counter is the first field, so that its address is the record's
         *_integers("counter", "stop", "work", "work_stride"),
-        # pieces of work that a thread takes at a time, which the counter then counts in (windows only)
+        # pieces of work that a thread takes at a time, as one count (windows only)
         *_integers("run"),
         *_integers("q", "k", "v", "out", "lse"),
         # what the log-sum-exp, in units of log 2, is multiplied by
@@ -47,25 +50,22 @@ CALL = np.dtype(
 )
 
 
-class IndexRecord(NamedTuple):
-    """An index map: query i and key j of batch item b have row index[t], t = b * index_batch + i * index_row + j.
+class MapRecord(NamedTuple):
+    """An index map: query i and key j of batch item b have row map[t], t = b * map_batch + i * map_row + j.
 
     `runs[t]` is where the run of equal indices that contains t ends; 0 if runs are not known.
     """
 
-    index: int
-    index_batch: int
-    index_row: int
+    map: int
+    map_batch: int
+    map_row: int
     runs: int
 
 
 class AddRecord(NamedTuple):
-    """Something gathered and added to the scores: src[i, j, index[i, j]]."""
+    """Something gathered and added to the scores: src[i, j, map[i, j]]."""
 
-    index: int
-    index_batch: int
-    index_row: int
-    runs: int
+    map: MapRecord
     src: int
     src_batch: int = 0
     src_head: int = 0
@@ -74,12 +74,9 @@ class AddRecord(NamedTuple):
 
 
 class ValueRecord(NamedTuple):
-    """Rows added to the output: weights[index[i, j]], times the probabilities that are summed from `bins` on."""
+    """Rows added to the output: weights[map[i, j]], times the probabilities that are summed from `bins` on."""
 
-    index: int
-    index_batch: int
-    index_row: int
-    runs: int
+    map: MapRecord
     weights: int
     weights_head: int
     rows: int
@@ -87,15 +84,12 @@ class ValueRecord(NamedTuple):
 
 
 class SinkRecord(NamedTuple):
-    """Where the gradient of a gathered term is summed: dst[row of index[i, j]], maybe apart for each query or key.
+    """Where the gradient of a gathered term is summed: dst[row of map[i, j]], maybe apart for each query or key.
 
     `of_keys`: the owner of the keys sums it; `of_probabilities`: p is summed, and not the gradient of the scores.
     """
 
-    index: int
-    index_batch: int
-    index_row: int
-    runs: int
+    map: MapRecord
     dst: int
     dst_task: int = 0
     dst_batch: int = 0
@@ -106,7 +100,15 @@ class SinkRecord(NamedTuple):
     of_probabilities: int = 0
 
 
-ADD, VALUE, SINK = (np.dtype(_integers(*kind._fields)) for kind in (AddRecord, ValueRecord, SinkRecord))
+ADD, VALUE, SINK = (
+    np.dtype(_integers(*MapRecord._fields, *kind._fields[1:])) for kind in (AddRecord, ValueRecord, SinkRecord)
+)
+
+
+def table(kind: np.dtype[Any], records: Sequence[AddRecord | ValueRecord | SinkRecord]) -> Array:
+    """Records of one kind as the array that a kernel reads."""
+    return np.array([(*record.map, *record[1:]) for record in records], kind)
+
 
 # What the backward pass needs too, right behind its CALL, in which `lse` is an input in units of log 2: the gradient of
 # the output; what is subtracted from each row of dp; where gradients go; records of what is gathered and added to dp.

@@ -66,8 +66,8 @@ def skew_block(p: Any, base: Any, w: Any, q_row: int, head: Any, tile: Any, move
 
 @helper
 def add_gathered(s: Any, a: Any, source: Any, t: int, cols: int) -> None:
-    """s[j] += source[j * src_col + index[t + j]] for every index that is not negative."""
-    index, col = integers(a.index), a.src_col
+    """s[j] += source[j * src_col + map[t + j]] for every entry of the map that is not negative."""
+    index, col = integers(a.map), a.src_col
     if a.runs and col == 0:
         runs = integers(a.runs)
         j = 0
@@ -91,7 +91,7 @@ def add_all_gathered(adds: Any, count: int, s: Any, head: Any, q: int, tile: Any
         a = adds[n]
         origin = head.b * a.src_batch + head.h * a.src_head + q * a.src_row + tile.j0 * a.src_col
         add_gathered(
-            s, a, at(pointer_like(s, a.src), origin), head.b * a.index_batch + q * a.index_row + tile.j0, tile.cols
+            s, a, at(pointer_like(s, a.src), origin), head.b * a.map_batch + q * a.map_row + tile.j0, tile.cols
         )
 
 
@@ -134,5 +134,7 @@ def complete_scores(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) 
 @helper
 def in_band(p: Any, tile: Any) -> bool:
     """Whether the band lets every query of a tile attend every key of it."""
-    after = tile.j0 >= tile.i0 + tile.rows - 1 + p.offset - p.left
-    return after and tile.j0 + tile.cols <= tile.i0 + p.offset + p.right + 1
+    if tile.j0 < tile.i0 + tile.rows - 1 + p.offset - p.left:
+        return False
+    last: bool = tile.j0 + tile.cols <= tile.i0 + p.offset + p.right + 1
+    return last
