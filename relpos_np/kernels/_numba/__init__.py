@@ -28,10 +28,10 @@ __all__ = ["attention", "backward", "cache_folder", "held", "rel_shift", "warm_u
 # Every kernel by what it is for and the dtype, where it has one.
 KERNELS = {
     "rel_shift": shift,
-    **{f"attention float{8 * size}": kernel for size, kernel in attend.items()},
-    **{f"windows float{8 * size}": kernel for size, kernel in windows.items()},
-    **{f"products float{8 * size}": kernel for size, kernel in product.items()},
-    **{f"backward float{8 * size}": kernel for size, kernel in backward_kernel.items()},
+    **{f"attention float{8 * size}": attend[size] for size in attend},
+    **{f"windows float{8 * size}": windows[size] for size in windows},
+    **{f"products float{8 * size}": product[size] for size in product},
+    **{f"backward float{8 * size}": backward_kernel[size] for size in backward_kernel},
     **{f"decoding {name}": kernel for name, kernel in decode.items()},
 }
 

@@ -244,8 +244,7 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
 @inlined
 def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int) -> None:
     """Attention for one block of queries of one head."""
-    block, lanes, b = p.block_queries, lanes_of(base), t // (p.heads * p.blocks)
-    i0 = t % p.blocks * block
+    block, lanes, b, i0 = p.block_queries, lanes_of(base), t // (p.heads * p.blocks), t % p.blocks * p.block_queries
     rows, width = min(block, p.q_len - i0), PANEL_VECTORS * lanes
     w = layout(block, p.depth, round_up(p.v_depth, lanes), p.skew_depth, p.bins, lanes)
     keys, values_at = pointer_like(base, p.k), pointer_like(base, p.v)

@@ -1,13 +1,12 @@
 """The backward pass of attention: tiles of probabilities computed again from lse, nothing of size N x N.
 
-One piece of work is a range of queries or of keys of one head, or the whole head. For every tile of
-queries and keys in it the scores are recomputed as in the forward pass, and with P the
-probabilities and g the gradient of the output
+One piece of work is a range of queries or of keys of one head, or the whole head. Each of its tiles is scored again as
+in the forward pass, and with P the probabilities and g the gradient of the output
 
     dS = P (g V^T - delta),  dQ += dS K,  dK += dS^T Q,  dV += P^T g,
 
-while tables collect dS along diagonals or by index. What a task does not own goes to a partial sum of
-its own, added up later in a fixed order.
+while tables collect dS along diagonals or by index. For gradients that several tasks contribute to, each task has a
+partial sum; they are added up later in a fixed order.
 """
 
 from __future__ import annotations
@@ -48,16 +47,15 @@ from relpos_np.kernels._numba.scores import add_all_gathered, complete_scores, i
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
 from relpos_np.kernels._numba.tiles import accumulate, accumulate_transposed, score_panel_max
 
-CALL_BYTES = CALL.itemsize
-VECTOR_BYTES = TARGET.vector_bytes
+CALL_BYTES, VECTOR_BYTES = CALL.itemsize, TARGET.vector_bytes
 
 
 # As `Layout`. `grads` and `slopes` are gradients of the output and of the scores; `skew_rows` the weights of distances,
-# row by row, and `apart` the slopes with each row moved by its query.
+# row by row, and `moved` the slopes, each row shifted by its query.
 BackLayout = namedtuple(  # noqa: PYI024
     "BackLayout",
     "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv dq ones skew_rows skew_dq "
-    "apart end",
+    "moved end",
 )
 # A piece of work: its number among the partial sums, its head, its queries and its keys. `side`: 0 if it owns the
 # queries, 1 if it owns the keys, 2 if both.
@@ -86,11 +84,11 @@ def back_layout(block: int, span: int, depth: int, v_depth: int, skew: int, lane
     ones = dq + (span + ROW_QUANTUM) * q_width
     skew_rows = ones + block
     skew_dq = skew_rows + shifted * s_width
-    apart = skew_dq + (span + ROW_QUANTUM) * s_width
-    end = apart + (block * (shifted + ROW_QUANTUM) if skew else 0)
+    moved = skew_dq + (span + ROW_QUANTUM) * s_width
+    end = moved + (block * (shifted + ROW_QUANTUM) if skew else 0)
     return BackLayout(
         0, keys, scores, tops, skew_q, skew_w, skewed, grads, slopes, key_rows, value_panels,
-        dk, dv, dq, ones, skew_rows, skew_dq, apart, end,
+        dk, dv, dq, ones, skew_rows, skew_dq, moved, end,
     )  # fmt: skip
 
 
@@ -175,12 +173,12 @@ def collect(p: Any, e: Any, sinks: Any, base: Any, w: Any, head: Any, tile: Any,
 
 @helper
 def collect_skewed(p: Any, e: Any, base: Any, w: Any, head: Any, tile: Any, task: Any) -> None:
-    """Gradients of the term with one row of weights per distance, from a tile of ds whose rows are moved apart."""
+    """Gradients of the term with one row of weights per distance, from a tile of ds, each row shifted by its query."""
     block, depth, s_width = p.block_queries, p.skew_depth, round_up(p.skew_depth, lanes_of(base))
     i0, rows, j0, cols, _ = tile
     # Columns beyond the tile's distances stay 0, because a product of whole register tiles reads some of them.
     shifted = block + BLOCK_KEYS + ROW_QUANTUM
-    buffer = at(base, w.apart)
+    buffer = at(base, w.moved)
     fill_row(buffer, 0, rows * shifted, 0.0)
     for i in range(rows):
         scale_row(at(buffer, i * shifted + block - 1 - i), at(base, w.slopes + i * BLOCK_KEYS), cols, 1.0)

@@ -1,8 +1,7 @@
 """Few queries and many keys: keys and values are read once, as they lie, for all queries that share them.
 
-Keys and values may be of half precision; arithmetic is then in float32. One piece of work is a range of
-keys of one key head, with the rows of every query head of its group. Ranges of long keys are attended
-apart, and merged by their maxima and sums.
+Keys and values may be of half precision; arithmetic is then in float32. One piece of work is a range of keys of one key
+head, with the rows of every query head of its group. Many keys are attended in several ranges and merged.
 """
 
 from __future__ import annotations

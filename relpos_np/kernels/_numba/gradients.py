@@ -126,7 +126,7 @@ class Sums:
         sums = self.gathered[term]
         # What has no share in the sums may hold anything.
         seen = np.where(sums.any(axis=-1, keepdims=True), x, self.call.dtype.type(0))
-        # Piece by piece, so small that no BLAS takes threads for it: they would go on spinning beside our own.
+        # In products so small that no BLAS takes threads for them: those would go on spinning while ours work.
         length, rows, width = seen.shape[-2], sums.shape[-1], seen.shape[-1]
         step = max(BLAS_ALONE // (rows * width), 64)
         total = np.zeros((*sums.shape[:-2], rows, width))

@@ -93,8 +93,9 @@ def _products(site: Site, terms: Terms, lines: int, skew: int) -> int:
     item, lanes, span = site.dtype.itemsize, TARGET.lanes(site.dtype.itemsize), site.q_len + site.k_len
     rows = site.q_len * sum(t.weights.shape[-2] for t in terms.queries if not is_skewed(t))
     rows += site.k_len * sum(t.weights.shape[-2] for t in terms.keys)
-    padded: int = sum(2 * t.weights.nbytes + t.weights.shape[-2] * lanes * item * site.heads for t in terms.values)
-    return padded + item * (lines * (rows + site.q_len * skew) + 4 * site.heads * span * skew)
+    padded = sum(2 * t.weights.nbytes + t.weights.shape[-2] * lanes * item * site.heads for t in terms.values)
+    total: int = padded + item * (lines * (rows + site.q_len * skew) + 4 * site.heads * span * skew)
+    return total
 
 
 def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int, threads: int) -> dict[str, int]:

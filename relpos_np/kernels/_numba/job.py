@@ -88,7 +88,7 @@ def _prepare(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> t
 
 
 def _sizes(problem: Problem, terms: Terms, no_lse: bool, threads: int) -> Hashable | None:
-    """All that a plan depends on; None if it depends on what arrays hold, beside tables."""
+    """All that a plan depends on; None if it depends on the contents of arrays other than tables."""
     if terms.queries or terms.keys or terms.values or terms.biases:
         return None
     if problem.mask is not None or problem.key_lengths is not None or problem.keep is not None:

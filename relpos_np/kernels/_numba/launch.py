@@ -38,8 +38,6 @@ _threads = np.arange(4096, dtype=np.int64)
 _arrays = np.array([address_of(_threads)], dtype=np.int64)
 _steps = np.array([8], dtype=np.int64)
 _ARRAYS, _STEPS = address_of(_arrays), address_of(_steps)
-
-
 _local = threading.local()
 
 

@@ -11,7 +11,7 @@ from relpos_np.kernels._numba.rows import at, fill_row, get, lanes_of, put, scal
 
 @helper
 def load_rows(out: Any, width: int, x: Any, row: int, rows: int, depth: int, scale: float) -> None:
-    """Copy a block of rows, scaled, `width` apart, and add rows of 0 up to a whole register tile of scores."""
+    """Copy a block of rows, scaled and padded to `width`; add rows of 0 up to a whole register tile of scores."""
     for i in range(rows):
         scale_row(at(out, i * width), at(x, i * row), depth, scale)
         fill_row(out, i * width + depth, (i + 1) * width, 0.0)

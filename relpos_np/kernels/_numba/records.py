@@ -84,7 +84,7 @@ class ValueRecord(NamedTuple):
 
 
 class SinkRecord(NamedTuple):
-    """Where the gradient of a gathered term is summed: dst[row of map[i, j]], maybe apart for each query or key.
+    """Where the gradient of a gathered term is summed: dst[row of map[i, j]], maybe one sum for each query or key.
 
     `of_keys`: the owner of the keys sums it; `of_probabilities`: p is summed, and not the gradient of the scores.
     """

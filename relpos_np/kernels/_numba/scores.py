@@ -1,4 +1,4 @@
-"""A tile of scores beside its plain products: what positions and masks add, for every kernel that streams."""
+"""What positions and masks add to a tile of scores, for every kernel that streams."""
 
 from __future__ import annotations
 
