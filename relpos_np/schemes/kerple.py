@@ -101,8 +101,7 @@ class KERPLE(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be one pair of numbers per head."""
-        if len(self.a) != site.heads:
-            raise RelposValueError(f"a, b: shape {self.a.shape} is for {len(self.a)} heads, the call has {site.heads}")
+        check.heads("a, b", self.a, 0, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""

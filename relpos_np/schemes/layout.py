@@ -264,10 +264,7 @@ class LayoutBias(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a column per head, a box per key, and a key for each query."""
-        if self.x_table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"x_table: shape {self.x_table.shape} is for {self.x_table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("x_table", self.x_table, 1, site)
         if self._boxes.shape[-2] != site.k_len:
             raise RelposValueError(f"boxes: {self._boxes.shape[-2]} of them, the call has {site.k_len} keys")
         if site.offset < 0 or site.offset + site.q_len > site.k_len:
