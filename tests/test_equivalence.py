@@ -93,15 +93,6 @@ def test_float32_error_is_at_most_twice_numpys(name):
     assert_float32_promise(case)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_one_scheme_at_a_time(name):
-    """Each scheme on lengths beyond one block of keys, so that a failure names the scheme."""
-    case = Case(3, ((), (), ()), (), 1, 2, 217, 217, 20, 33, positions=(KINDS[name],))
-    expected = case.attention(np.float64, "numpy")
-    for backend in ("terms", "numba"):
-        assert_same(case.attention(np.float64, backend), expected, case)
-
-
 @given(cases(small=True), st.data())
 def test_memory_layout_changes_nothing(case, data):
     """Faults row 21 and 24: views of any kind give the bits of their contiguous copies, and are not written to."""

@@ -67,17 +67,6 @@ def test_alibi_forms_agree_behind_a_causal_mask(backend, rng):
     close(out["key"][1] - out["causal"][1], np.array([[2.0**-4], [2.0**-8]]) * (np.arange(5) + 4) + np.zeros((2, 1, 1)))
 
 
-def test_alibi_is_a_t5_table_of_its_distances(backend, rng):
-    """Within the distances that have a bucket of their own, T5 with that table is ALiBi."""
-    q, k, v = make(rng)
-    table = -np.outer(np.tile(np.arange(8), 2), rp.reference.alibi_slopes(2))
-    near = [
-        rp.attention(q, k, v, position=scheme, window=3, backend=backend)
-        for scheme in (rp.T5(table, max_distance=128), rp.ALiBi())
-    ]
-    close(*near)
-
-
 def test_falcon_divides_the_bias_too(backend, rng):
     """(q.k + m j) / sqrt(D) is the key form with slopes over sqrt(D)."""
     q, k, _ = make(rng)
