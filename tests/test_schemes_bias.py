@@ -37,12 +37,12 @@ def test_slopes_of_heads_that_are_no_power_of_two():
     np.testing.assert_array_equal(rp.reference.alibi_slopes(3), [2.0**-4, 2.0**-8, 2.0**-2])
 
 
-@pytest.mark.parametrize("heads", range(1, 140))
-def test_slopes_against_loops(heads):
-    slopes = rp.reference.alibi_slopes(heads)
-    np.testing.assert_allclose(slopes, [naive.alibi_slope(h, heads) for h in range(heads)], rtol=1e-15)
-    assert len(np.unique(slopes)) == heads
-    assert 2.0**-8 == slopes.min() <= slopes.max() < 1
+def test_slopes_against_loops():
+    for heads in range(1, 140):
+        slopes = rp.reference.alibi_slopes(heads)
+        np.testing.assert_allclose(slopes, [naive.alibi_slope(h, heads) for h in range(heads)], rtol=1e-15)
+        assert len(np.unique(slopes)) == heads
+        assert 2.0**-8 == slopes.min() <= slopes.max() < 1
 
 
 def test_alibi_forms_by_hand(backend):
