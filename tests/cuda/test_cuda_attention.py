@@ -8,7 +8,8 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
-from relpos_np.kernels import _cuda, _numpy
+from relpos_np._dense import from_terms
+from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda import decode, plan
 from relpos_np.kernels._cuda.tile import Tiling
 
@@ -100,7 +101,7 @@ def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, k
         for name in {"table", "query", "key", "weights"} & set(term.__slots__):
             setattr(term, name, getattr(term, name).astype(np.float64))
     terms.biases = tuple(x.astype(np.float64) for x in terms.biases)
-    expected, expected_lse = _numpy.attention(wide, terms)
+    expected, expected_lse = from_terms.attention(wide, terms)
     # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 8.
     np.testing.assert_allclose(out, expected, rtol=0, atol=8 * 40 * EPS[dtype])
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=8 * 40 * EPS[dtype])

@@ -7,7 +7,8 @@ import pytest
 import relpos_np as rp
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
-from relpos_np.kernels import _cuda, _numpy
+from relpos_np._dense import from_terms
+from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.device import upload
 
@@ -151,7 +152,7 @@ def test_terms_of_every_kind(kind, dtype, blocks, generally):
         for name in {"table", "query", "key", "weights"} & set(term.__slots__):
             setattr(term, name, getattr(term, name).astype(np.float64))
     terms.biases = tuple(x.astype(np.float64) for x in terms.biases)
-    expected = _numpy.attention(wide, terms)
+    expected = from_terms.attention(wide, terms)
     # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 4.
     for found in results:
         for a, b in zip(found, expected, strict=True):
