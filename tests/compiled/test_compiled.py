@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 from numba import types
-from offline import compiled, flat, integers
+from offline import arguments, compiled, flat, integers, record, scales
 
 from relpos_np.kernels._cuda import attend as forward
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.tile import Call
+from relpos_np.kernels._cuda.records import Call
 
 # What a block may have without asking the driver for more.
 SHARED = 48 * 1024
 # Four blocks of 64 threads, or two of 128, share a multiprocessor's 65,536 registers.
 REGISTERS = {64: 255, 128: 255}
-INDEX, FLAGS, META = flat(types.int32), flat(types.uint8), flat(types.int64)
 
 
 def vector_loads(code, kind):
@@ -35,8 +34,8 @@ def test_forward(depth, v_dim, stored, skewed):
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,
-        *(operand, operand, operand, real, INDEX, FLAGS, META, operand, real, real, integers(Call)),
-        *(tiling.kind, tiling.kind),
+        *arguments(operand, real),
+        *(record(forward.Results, operand, real, real), integers(Call), scales(tiling.kind)),
     )
     assert code.spilled == 0
     assert code.registers <= REGISTERS[tiling.threads]

@@ -125,9 +125,9 @@ def test_products_with_relative_positions_made_by_the_kernel(q_len, k_len, depth
     answers = []
     for fused in (True, False):
         out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
-        planner = plan.Planner(problem, terms, (problem.q, problem.k, problem.v), fused=fused)
+        planner = plan.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused)
         assert planner.call().n_skews == (2 if fused else 0)
-        plan.Planner(problem, terms, (problem.q, problem.k, problem.v), fused=fused).run(out, lse)
+        plan.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused).run(out, lse)
         answers.append((out, lse))
     # Scores are sums of at most 24 products and reach 20; outputs are means of numbers below 4.
     for found, expected in zip(*answers, strict=True):

@@ -9,16 +9,15 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, by_row, fit
-from relpos_np.kernels._cuda.attend import VALUE
-from relpos_np.kernels._cuda.backcall import Back, key_side, query_side
+from relpos_np.kernels._cuda.backcall import key_side, query_side
 from relpos_np.kernels._cuda.backkey import key_gradient
 from relpos_np.kernels._cuda.backquery import query_gradient
 from relpos_np.kernels._cuda.backsums import THREADS, Private, delta_kernel, group_kernel, reduce_kernel, seen_kernel
 from relpos_np.kernels._cuda.device import download, empty, launch, simulated, upload
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
-from relpos_np.kernels._cuda.plan import Planner
+from relpos_np.kernels._cuda.plan import Forward
 from relpos_np.kernels._cuda.product import gemm
-from relpos_np.kernels._cuda.tile import ADD, Call
+from relpos_np.kernels._cuda.records import Add, Back, Bins, Call, Upstream
 from relpos_np.types import Array
 
 # Bytes of the sums that blocks have of their own; more blocks are launched one after the other.
@@ -30,8 +29,8 @@ def _blocks(size: int) -> int:
     return min(-(-size // THREADS), 8 if simulated() else 1 << 16)
 
 
-class BackPlanner(Planner):
-    """Builds one backward pass."""
+class Backward(Forward):
+    """One backward pass."""
 
     def __init__(
         self,
@@ -49,37 +48,37 @@ class BackPlanner(Planner):
         # Vectors of the problem on the device: (batch, heads, length, channels).
         self.grad_out, self.grad_lse = grad_out, grad_lse
         self.depth = self.query.shape[-1]
-        self.maps: dict[int, tuple[int, ...]] = {}
+        self.maps: dict[int, tuple[int, int, int, int]] = {}
         self.skewed = [query for query in terms.queries if self._is_fused(query)]
 
-    def _map(self, index: IndexMap) -> tuple[int, ...]:
+    def _map(self, index: IndexMap) -> tuple[int, int, int, int]:
         # Terms of both directions share them.
         if id(index) not in self.maps:
             self.maps[id(index)] = super()._map(index)
         return self.maps[id(index)]
 
     def _bins(self, terms: Sequence[Any]) -> tuple[int, int, int]:
-        """Where the description of terms whose rows have sums is, how many there are, and all their rows."""
-        found, bins = [], 0
+        """Where the records of terms whose rows have sums are, how many there are, and all their rows."""
+        found, bins = list[Bins](), 0
         for term in terms:
-            found.append((0, 0, bins, term.index.rows, *self._map(term.index)))
+            found.append(Bins(0, 0, bins, term.index.rows, *self._map(term.index)))
             bins += term.index.rows
-        return *self._listed(found, len(VALUE)), bins
+        return *self._listed(found), bins
 
     def call(self) -> Call:
         """Every integer of the forward pass, and those of the backward pass beside them."""
         call = super().call()
         site, terms, heads = self.site, self.terms, self.site.heads
-        lifted = []
+        gathered = list[Add]()
         for value in terms.values:
-            start, (item, head, row) = self._product(self.grad_out, value.weights)
-            lifted.append((start, self._each(item), head, row, 0, 1, *self._map(value.index)))
+            start, batch, head, row = self._product(self.grad_out, value.weights)
+            gathered.append(Add(start, batch, head, row, 0, 1, *self._map(value.index)))
         tiling, _ = query_side(self.dtype, self.depth, bool(self.skewed))
         dense = [term for term in terms.tables if not isinstance(term.index, Toeplitz)]
         along = len(dense) < len(terms.tables)
         mapped = [query for query in terms.queries if not self._is_fused(query)]
         queries, keys, tables = (self._bins(found) for found in (mapped, terms.keys, dense))
-        at_lifted = self._listed([], len(ADD), lifted)
+        gathers, n_gathered = self._listed([], gathered)
         spans = tiling.rows + site.k_len - 1
         self.skew_width = sum(query.query.shape[-1] for query in self.skewed)
         self.private = spans * (along + self.skew_width) + tiling.rows * tables[2]
@@ -102,10 +101,15 @@ class BackPlanner(Planner):
             self.work_size += size
         self.spans, self.heads = spans, heads
         self.back = Back(
-            *(*queries[:2], starts["query_bins"], queries[2], *keys[:2], starts["key_bins"], keys[2]),
-            *(*tables[:2], starts["table_bins"], tables[2], starts["value_bins"], *at_lifted),
-            *(starts["diagonals"], starts["pairs"], starts["skew_vectors"], starts["skew_rows"], self.skew_width),
-            self.lines * site.q_len,
+            **starts,
+            **dict(zip(("queries", "n_queries", "n_query_bins"), queries, strict=True)),
+            **dict(zip(("keys", "n_keys", "n_key_bins"), keys, strict=True)),
+            **dict(zip(("tables", "n_tables", "n_table_bins"), tables, strict=True)),
+            gathered=gathers,
+            n_gathered=n_gathered,
+            skew_width=self.skew_width,
+            lines=self.lines * site.q_len,
+            base=0,
         )
         self.record = call
         return call
@@ -114,7 +118,7 @@ class BackPlanner(Planner):
         """Run the forward kernel and those of the backward pass; everything stays on the device."""
         site, dtype, lines = self.site, self.dtype, self.lines
         out, lse = self.start(wants_lse=True)
-        back, queries, real = self.back, lines * site.q_len, dtype.type
+        back, queries = self.back, lines * site.q_len
         self.upstream = self._whole(self.grad_out, self.problem.out_shape)
         delta, self.work = empty(queries, dtype), empty(self.work_size, dtype)
         given = self.grad_lse is not None
@@ -125,16 +129,12 @@ class BackPlanner(Planner):
             *(delta_kernel(dtype), _blocks(queries), THREADS, self.upstream, out, grad_lse, delta),
             *(queries, site.v_dim, int(given)),
         )
-        q, k, v, *rest = self.on_device
-        shared = (q, k, v, self.upstream, *rest, lse, delta, self.work)
-        scales = real(site.scale), real(self.problem.keep_scale)
+        shared = self.operands, self.tables, Upstream(self.upstream, lse, delta), self.work
         self.dq, self.dk, self.dv = (
             empty(lines * size, dtype)
             for size in (site.q_len * self.depth, site.k_len * self.depth, site.k_len * site.v_dim)
         )
-        stored = self.formats[0], self.formats[1], self.formats[2]
-
-        skewed = bool(self.skewed)
+        stored, skewed = self.formats, bool(self.skewed)
         tiling, width = query_side(dtype, self.depth, skewed)
         parts = -(-self.depth // width)
         kernel = query_gradient(tiling, stored, self.depth, width, skewed)
@@ -159,8 +159,8 @@ class BackPlanner(Planner):
         for begin in range(0, self.tiles, chunk):
             end = min(begin + chunk, self.tiles)
             launch(
-                *(kernel, (end - begin) * parts, tiling.threads, *shared, self.dq, self.record, back),
-                *(begin * parts, *scales),
+                *(kernel, (end - begin) * parts, tiling.threads, *shared, self.dq),
+                *(self.record, back._replace(base=begin * parts), self.scales),
             )
             for private, totals in ((along, self.along), (by_pair, self.by_pair), (by_position, self.by_position)):
                 if private.start >= 0:
@@ -173,7 +173,7 @@ class BackPlanner(Planner):
         parts = -(-max(self.depth, site.v_dim) // width)
         launch(
             *(key_gradient(tiling, stored, self.depth, width, skewed), lines * parts * -(-site.k_len // tiling.rows)),
-            *(tiling.threads, *shared, self.dk, self.dv, self.record, back, *scales),
+            *(tiling.threads, *shared, self.dk, self.dv, self.record, back, self.scales),
         )
 
     # from sums to gradients ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda
 
 from relpos_np.kernels._cuda.device import jit
-from relpos_np.kernels._cuda.intrinsics import place
+from relpos_np.kernels._cuda.intrinsics import u64
 
 # Threads of a block; each goes on to further elements if there are more than threads.
 THREADS = 64
@@ -26,10 +26,10 @@ def delta_kernel(dtype: np.dtype[Any]) -> Any:
         while n < size:
             total = zero
             for d in range(v_dim):
-                total += grad_out[place(n * v_dim + d)] * out[place(n * v_dim + d)]
+                total += grad_out[u64(n * v_dim + d)] * out[u64(n * v_dim + d)]
             if given != 0:
-                total -= grad_lse[place(n)]
-            delta[place(n)] = total
+                total -= grad_lse[u64(n)]
+            delta[u64(n)] = total
             n += cuda.gridDim.x * THREADS
 
     return kernel
@@ -60,7 +60,7 @@ def reduce_kernel() -> Any:
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         while n < heads * private.columns:
             head, column = n // private.columns, n % private.columns
-            total = totals[place(n)]
+            total = totals[u64(n)]
             if begin == 0:
                 total = zero
             # Blocks are numbered by batch item, head and tile. The order is that of their numbers, so that it makes
@@ -71,9 +71,9 @@ def reduce_kernel() -> Any:
                     block = line * tiles + tile
                     at = column + private.slope * (tiles - 1 - tile) * rows + private.shift
                     if begin <= block < end and 0 <= at < private.size:
-                        total += work[place(private.start + (block - begin) * private.step + at)]
+                        total += work[u64(private.start + (block - begin) * private.step + at)]
                 line += heads
-            totals[place(n)] = total
+            totals[u64(n)] = total
             n += cuda.gridDim.x * THREADS
 
     return kernel
@@ -94,7 +94,7 @@ def seen_kernel(dtype: np.dtype[Any]) -> Any:
         while n < size:
             row, found = 0, 0
             while row < rows and found == 0:
-                if work[place(at + n * step + row)] != zero:
+                if work[u64(at + n * step + row)] != zero:
                     found = 1
                 row += 1
             line = n // length
@@ -102,8 +102,8 @@ def seen_kernel(dtype: np.dtype[Any]) -> Any:
             for d in range(depth):
                 value = zero
                 if found != 0:
-                    value = x[place((own * length + n % length) * depth + d)]
-                out[place(n * depth + d)] = value
+                    value = x[u64((own * length + n % length) * depth + d)]
+                out[u64(n * depth + d)] = value
             n += cuda.gridDim.x * THREADS
 
     return kernel
@@ -121,8 +121,8 @@ def group_kernel(dtype: np.dtype[Any]) -> Any:
             at = n // step * group * step + n % step
             total = zero
             for head in range(group):
-                total += x[place(at + head * step)]
-            out[place(n)] = total
+                total += x[u64(at + head * step)]
+            out[u64(n)] = total
             n += cuda.gridDim.x * THREADS
 
     return kernel

@@ -16,8 +16,9 @@ import numpy as np
 from numba import cuda, types
 
 from relpos_np.kernels._cuda.device import empty, inline, jit, launch, simulated
-from relpos_np.kernels._cuda.intrinsics import FORMATS, converters, count, elements, neighbours, place
-from relpos_np.kernels._cuda.tile import ADD_SIZE, ALIGNED, PAD, Call
+from relpos_np.kernels._cuda.intrinsics import FORMATS, converters, elements, neighbours, u32, u64, wait, wait_or
+from relpos_np.kernels._cuda.records import ADD, ADD_SIZE, PAIRS, VECTORS, Call, Operands, Tables
+from relpos_np.kernels._cuda.tile import ALIGNED, PAD, key_end, origin, share
 from relpos_np.types import Array
 
 # Rows beyond this many are worth the general kernel.
@@ -35,6 +36,8 @@ STEP = 4
 TURN = 4 * STEP
 # Elements that a thread loads before it stores any.
 HELD = 32
+# No weight: an excluded key's, which is marked since its value may be one whose product with 0 is not 0.
+EXCLUDED = -1
 
 
 class Block(NamedTuple):
@@ -80,6 +83,52 @@ class Block(NamedTuple):
         return (sum(most) + 2 * lanes + 2 * self.rows) * self.dtype.itemsize <= MOST_SHARED
 
 
+class Results(NamedTuple):
+    """What the kernel writes: outputs, log-sum-exps, and what is to be merged if there are several ranges."""
+
+    out: Any
+    lse: Any
+    work: Any
+
+
+class Ranges(NamedTuple):
+    """How many ranges of keys there are, and how many queries of all heads and batch items."""
+
+    parts: int
+    queries: int
+
+
+class Own(NamedTuple):
+    """What a block looks after: a batch item, its first head, rows, and the number of its first query of all."""
+
+    batch: int
+    head: int
+    rows: int
+    line: int
+
+
+class Vector(NamedTuple):
+    """Keys or values of a head: the array, where they begin, and the step to the next."""
+
+    array: Any
+    start: int
+    step: int
+
+
+class Space(NamedTuple):
+    """What a block works in: see the kernel."""
+
+    qs: Any
+    tile: Any
+    highs: Any
+    sums: Any
+    bases: Any
+    factors: Any
+    s: Any
+    b: Any
+    held: Any
+
+
 @cache
 def _fetch(stored: str, word: int) -> Any:
     """Put as many elements as one load has, from a place on, into an array from n on."""
@@ -87,18 +136,18 @@ def _fetch(stored: str, word: int) -> Any:
     load: Any = neighbours(word) if word > 1 else None
 
     def one(held, n, x, at):  # type: ignore[no-untyped-def]
-        held[n] = widen(x[place(at)])
+        held[n] = widen(x[u64(at)])
 
     def two(held, n, x, at):  # type: ignore[no-untyped-def]
-        a, b = load(x, place(at))
+        a, b = load(x, u64(at))
         held[n], held[n + 1] = widen(a), widen(b)
 
     def four(held, n, x, at):  # type: ignore[no-untyped-def]
-        a, b, c, d = load(x, place(at))
+        a, b, c, d = load(x, u64(at))
         held[n], held[n + 1], held[n + 2], held[n + 3] = widen(a), widen(b), widen(c), widen(d)
 
     def eight(held, n, x, at):  # type: ignore[no-untyped-def]
-        a, b, c, d, e, f, g, h = load(x, place(at))
+        a, b, c, d, e, f, g, h = load(x, u64(at))
         held[n], held[n + 1], held[n + 2], held[n + 3] = widen(a), widen(b), widen(c), widen(d)
         held[n + 4], held[n + 5], held[n + 6], held[n + 7] = widen(e), widen(f), widen(g), widen(h)
 
@@ -128,7 +177,7 @@ def _stage(block: Block, stored: str, word: int, rows: int, width: int) -> Any:
                 if there and row + n * height < end:
                     fetch(held, n * word, x, where + n * height * step)
             for n in range(loads):
-                to = count((row + n * height) * stride + d)
+                to = u32((row + n * height) * stride + d)
                 for m in range(word):
                     shared[to + m] = held[n * word + m]
             where += loads * height * step
@@ -145,7 +194,7 @@ def _products(rows: int, stride: int) -> Any:
         for n in range(STEP):
             b[n] = right[j + n * stride]
         for r in range(rows):
-            own = count(i + r * by_row)
+            own = u32(i + r * by_row)
             for n in range(STEP):
                 sums[r] += left[own + n] * b[n]
 
@@ -153,96 +202,277 @@ def _products(rows: int, stride: int) -> Any:
 
     # Loops that the compiler unrolls lose sight of what is aligned.
     def add(sums, left, i, by_row, right, j, b):  # type: ignore[no-untyped-def]
-        step(sums, left, i, by_row, right, count(j), b)
-        step(sums, left, i + STEP, by_row, right, count(j + STEP * stride), b)
-        step(sums, left, i + 2 * STEP, by_row, right, count(j + 2 * STEP * stride), b)
-        step(sums, left, i + 3 * STEP, by_row, right, count(j + 3 * STEP * stride), b)
+        step(sums, left, i, by_row, right, u32(j), b)
+        step(sums, left, i + STEP, by_row, right, u32(j + STEP * stride), b)
+        step(sums, left, i + 2 * STEP, by_row, right, u32(j + 2 * STEP * stride), b)
+        step(sums, left, i + 3 * STEP, by_row, right, u32(j + 3 * STEP * stride), b)
 
     return inline(add)
 
 
 @cache
-def _complete(block: Block) -> Any:
-    """Add to the scores of a thread's key what terms say, and give those that are excluded -inf."""
+def _add_terms(block: Block) -> Any:
+    """Add to the scores of a thread's key what terms say."""
     least, stride = block.dtype.type(-np.inf), block.threads + PAD
 
-    def complete(scores, data, index, flags, meta, call, batch, first, rows, j, stop, whole, me):  # type: ignore[no-untyped-def]
-        if call.strip >= 0 and j < stop:
-            i, head = 0, first
-            for r in range(rows):
-                scores[count(r * stride + me)] += data[place(call.strip + head * call.strip_head + j - i)]
+    def add(scores, tables, call, own, j, me):  # type: ignore[no-untyped-def]
+        data, meta, batch = tables.data, tables.meta, own.batch
+        if call.strip >= 0:
+            i, head = 0, own.head
+            for r in range(own.rows):
+                scores[u32(r * stride + me)] += data[u64(call.strip + head * call.strip_head + j - i)]
                 i += 1
                 if i == call.q_len:
                     i, head = 0, head + 1
         for n in range(call.n_adds):
             at = call.adds + n * ADD_SIZE
-            start = meta[at] + meta[meta[at + 1] + batch] + j * meta[at + 4]
-            by_head, by_query, by_row, lookup, map_query = (
-                meta[at + 2], meta[at + 3], meta[at + 5], meta[at + 6], meta[at + 8]
-            )  # fmt: skip
+            start = origin(meta, at, batch, 0) + j * meta[at + ADD.key]
+            by_head, by_query, by_row = meta[at + ADD.head], meta[at + ADD.query], meta[at + ADD.row]
+            lookup, map_query = meta[at + ADD.map], meta[at + ADD.map_query]
             if lookup >= 0:
-                lookup += meta[meta[at + 7] + batch] + j * meta[at + 9]
-            if j < stop:
-                i, head = 0, first
-                for r in range(rows):
-                    own = count(r * stride + me)
-                    at_pair = start + head * by_head + i * by_query
-                    if lookup < 0:
-                        value = data[place(at_pair)]
-                        # -inf excludes, whatever the score is.
-                        if value == least:
-                            scores[own] = least
-                        else:
-                            scores[own] += value
+                lookup += meta[meta[at + ADD.map_batch] + batch] + j * meta[at + ADD.map_key]
+            i, head = 0, own.head
+            for r in range(own.rows):
+                to = u32(r * stride + me)
+                at_pair = start + head * by_head + i * by_query
+                if lookup < 0:
+                    value = data[u64(at_pair)]
+                    # -inf excludes, whatever the score is.
+                    if value == least:
+                        scores[to] = least
                     else:
-                        row = index[place(lookup + i * map_query)]
-                        if row >= 0:
-                            scores[own] += data[place(at_pair + row * by_row)]
-                    i += 1
-                    if i == call.q_len:
-                        i, head = 0, head + 1
-        if not whole:
-            i, head = 0, first
-            for r in range(rows):
-                distance = j - (i + call.offset)
-                if j >= stop or distance < -call.left or distance > call.right:
-                    scores[count(r * stride + me)] = least
-                elif call.mask >= 0:
-                    at_pair = meta[call.mask] + meta[meta[call.mask + 1] + batch] + head * meta[call.mask + 2]
-                    if flags[place(at_pair + i * meta[call.mask + 3] + j * meta[call.mask + 4])] == 0:
-                        scores[count(r * stride + me)] = least
+                        scores[to] += value
+                else:
+                    row = tables.maps[u64(lookup + i * map_query)]
+                    if row >= 0:
+                        scores[to] += data[u64(at_pair + row * by_row)]
                 i += 1
                 if i == call.q_len:
                     i, head = 0, head + 1
 
-    return inline(complete)
+    return inline(add)
+
+
+@cache
+def _exclude(block: Block) -> Any:
+    """Make the scores of a thread's key -inf for the rows that may not attend it."""
+    least, stride = block.dtype.type(-np.inf), block.threads + PAD
+
+    def exclude(scores, tables, call, own, j, stop, me):  # type: ignore[no-untyped-def]
+        meta = tables.meta
+        i, head = 0, own.head
+        for r in range(own.rows):
+            distance = j - (i + call.offset)
+            if j >= stop or distance < -call.left or distance > call.right:
+                scores[u32(r * stride + me)] = least
+            elif call.mask >= 0:
+                at_pair = origin(meta, call.mask, own.batch, head)
+                at_pair += i * meta[call.mask + PAIRS.query] + j * meta[call.mask + PAIRS.key]
+                if tables.flags[u64(at_pair)] == 0:
+                    scores[u32(r * stride + me)] = least
+            i += 1
+            if i == call.q_len:
+                i, head = 0, head + 1
+
+    return inline(exclude)
+
+
+@cache
+def _stage_queries(block: Block, of_query: str) -> Any:
+    """Fill shared memory with the queries of all rows, 0 beyond the last row and channel, or all if nothing is read."""
+    threads, depth, wide, zero = block.threads, block.depth, block.wide, block.dtype.type(0)
+    widen, _ = converters(of_query)
+    size = block.sizes[0]
+
+    def stage(qs, q, meta, call, own, is_read, me):  # type: ignore[no-untyped-def]
+        for n in range(me, size, threads):
+            r, d = n // wide, n % wide
+            value = zero
+            if r < own.rows and d < depth and is_read:
+                at = origin(meta, call.query, own.batch, own.head + r // call.q_len)
+                value = widen(q[u64(at + r % call.q_len * meta[call.query + VECTORS.row] + d)])
+            qs[n] = value
+
+    return inline(stage)
+
+
+@cache
+def _make_scores(block: Block, of_key: str) -> Any:
+    """Make the scores of all rows with one key per thread, and wait for them."""
+    rows, threads, depth, chunk, wide = block.rows, block.threads, block.depth, block.chunk, block.wide
+    stride, zero = threads + PAD, block.dtype.type(0)
+    stage, products = _stage(block, of_key, block.k_word, threads, chunk), _products(rows, 1)
+    add_terms, exclude = _add_terms(block), _exclude(block)
+
+    def scores(ps, space, x, key, stop, tables, call, own, scale, me):  # type: ignore[no-untyped-def]
+        s, left = space.s, stop - key
+        for r in range(rows):
+            s[r] = zero
+        for c in range(0, depth, chunk):
+            stage(space.tile, x.array, x.start + key * x.step, x.step, left, c, depth, space.held, me)
+            wait()
+            for d in range(0, min(chunk, wide - c), TURN):
+                products(s, space.qs, c + d, wide, space.tile, me * (chunk + PAD) + d, space.b)
+            wait()
+        for r in range(rows):
+            ps[u32(r * stride + me)] = s[r] * scale
+        if key + me < stop:
+            add_terms(ps, tables, call, own, key + me, me)
+        whole = key + threads <= stop and call.mask < 0
+        whole = whole and key - (call.q_len - 1 + call.offset) >= -call.left
+        if not (whole and key + threads - 1 - call.offset <= call.right):
+            exclude(ps, tables, call, own, key + me, stop, me)
+        wait()
+
+    return inline(scores)
+
+
+@cache
+def _softmax(block: Block) -> Any:
+    """Make weights of scores: maxima by lanes, then by rows. Each row's new maximum, and 1 if a key is excluded."""
+    rows, threads, real = block.rows, block.threads, block.dtype.type
+    stride, lanes = threads + PAD, block.sizes[-1]
+    zero, one, least, excluded = real(0), real(1), real(-np.inf), real(EXCLUDED)
+
+    def softmax(ps, space, top, own_rows, is_key, me):  # type: ignore[no-untyped-def]
+        highs, sums, bases, factors = space.highs, space.sums, space.bases, space.factors
+        for n in range(me, lanes, threads):
+            highest = least
+            for y in range(n % LANES, threads, LANES):
+                value = ps[u32(n // LANES * stride + y)]
+                # NaN is no maximum, whatever `max` would make of it.
+                if value > highest:  # noqa: PLR1730
+                    highest = value
+            highs[n] = highest
+        wait()
+        if me < rows:
+            highest = top
+            for n in range(LANES):
+                if highs[u32(me * LANES + n)] > highest:  # noqa: PLR1730
+                    highest = highs[u32(me * LANES + n)]
+            base = highest
+            if highest == least:
+                base = zero
+            factor = one
+            if top != least:
+                factor = real(math.exp(top - base))
+            bases[me], factors[me], top = base, factor, highest
+        wait()
+        careful = 0
+        for r in range(own_rows):
+            to = u32(r * stride + me)
+            value = ps[to]
+            if value != least:
+                ps[to] = real(math.exp(value - bases[r]))
+            elif is_key:
+                ps[to] = excluded
+                careful = 1
+            else:
+                ps[to] = zero
+        careful = wait_or(careful)
+        for n in range(me, lanes, threads):
+            total = sums[n] * factors[n // LANES]
+            for y in range(n % LANES, threads, LANES):
+                value = ps[u32(n // LANES * stride + y)]
+                if value != excluded:
+                    total += value
+            sums[n] = total
+        return top, careful
+
+    return inline(softmax)
+
+
+@cache
+def _add_values(block: Block, of_value: str) -> Any:
+    """Rescale one channel of all rows' results, and add the weighted values of the keys in a tile."""
+    rows, threads, few = block.rows, block.threads, block.few
+    stride, excluded = threads + PAD, block.dtype.type(EXCLUDED)
+    stage, products = _stage(block, of_value, block.v_word, few, threads), _products(rows, stride)
+
+    def add(o, ps, space, x, key, stop, channel, v_dim, careful, me):  # type: ignore[no-untyped-def]
+        tile, b = space.tile, space.b
+        for r in range(rows):
+            o[r] *= space.factors[r]
+        for y in range(0, min(threads, stop - key), few):
+            if y > 0:
+                wait()
+            left = stop - key - y
+            stage(tile, x.array, x.start + (key + y) * x.step, x.step, left, channel, v_dim, space.held, me)
+            wait()
+            # Values beyond the last are 0, and so are their weights.
+            if careful != 0:
+                for m in range(0, min(few, left), STEP):
+                    for n in range(STEP):
+                        b[n] = tile[u32((m + n) * stride + me)]
+                    for r in range(rows):
+                        there = u32(r * stride + y + m)
+                        for n in range(STEP):
+                            if ps[there + n] != excluded:
+                                o[r] += ps[there + n] * b[n]
+            else:
+                for m in range(0, min(few, left), TURN):
+                    products(o, ps, y + m, stride, tile, m * stride + me, b)
+        wait()
+
+    return inline(add)
+
+
+@cache
+def _finish(block: Block, of_out: str) -> Any:
+    """Write the results and log-sum-exps of all rows, or what of them belongs to one of several ranges."""
+    rows, real = block.rows, block.dtype.type
+    zero, one, least = real(0), real(1), real(-np.inf)
+    _, narrow = converters(of_out)
+
+    def finish(results, o, space, top, ranges, part, call, own, channel, me):  # type: ignore[no-untyped-def]
+        work, factors, parts = results.work, space.factors, ranges.parts
+        if me < own.rows:
+            total = zero
+            for n in range(LANES):
+                total += space.sums[u32(me * LANES + n)]
+            factors[me] = total
+            if channel == 0 and parts > 1:
+                work[u64((own.line + me) * parts + part)] = top
+                work[u64((ranges.queries + own.line + me) * parts + part)] = total
+            elif channel == 0 and call.wants_lse != 0:
+                if total == zero:
+                    results.lse[u64(own.line + me)] = least
+                else:
+                    base = top
+                    if top == least:
+                        base = zero
+                    results.lse[u64(own.line + me)] = base + real(math.log(total))
+        wait()
+        d = channel + me
+        for r in range(rows):
+            if r < own.rows and d < call.v_dim:
+                total = factors[r]
+                if parts > 1:
+                    # Without keys there is nothing to merge.
+                    if total != zero:
+                        at = 2 * ranges.queries * parts + ((own.line + r) * parts + part) * call.v_dim
+                        work[u64(at + d)] = o[r]
+                elif total == zero:
+                    results.out[u64((own.line + r) * call.v_dim + d)] = narrow(zero)
+                else:
+                    results.out[u64((own.line + r) * call.v_dim + d)] = narrow(o[r] * (one / total))
+
+    return inline(finish)
 
 
 @cache
 def decode(block: Block, stored: tuple[str, ...]) -> Any:
     """The kernel for sizes of a block and formats of queries, keys, values and results."""
-    threads, rows, depth, kind = block.threads, block.rows, block.depth, block.kind
-    chunk, few, wide = block.chunk, block.few, block.wide
+    threads, rows, kind = block.threads, block.rows, block.kind
     of_query, of_key, of_value, of_out = stored
-    widen, _ = converters(of_query)
-    _, narrow = converters(of_out)
-    k_stride, v_stride, p_stride = chunk + PAD, threads + PAD, threads + PAD
     q_size, tile_size, p_size, lanes = block.sizes
-    real = block.dtype.type
-    zero, one, least, excluded = real(0), real(1), real(-np.inf), real(-1)
-    stage_key = _stage(block, of_key, block.k_word, threads, chunk)
-    stage_value = _stage(block, of_value, block.v_word, few, threads)
-    complete = _complete(block)
-    add_products, add_values = _products(rows, 1), _products(rows, v_stride)
+    zero, least = block.dtype.type(0), block.dtype.type(-np.inf)
+    stage_queries, make_scores, softmax = _stage_queries(block, of_query), _make_scores(block, of_key), _softmax(block)
+    add_values, finish = _add_values(block, of_value), _finish(block, of_out)
 
     @jit()
-    def kernel(  # type: ignore[no-untyped-def]
-        q, k, v, data, index, flags, meta, out, lse, work, call, queries, parts, scale
-    ):
-        q, k, v, data, index, flags, meta = (
-            elements(q), elements(k), elements(v), elements(data), elements(index), elements(flags), elements(meta)
-        )  # fmt: skip
-        out, lse, work = elements(out), elements(lse), elements(work)
+    def kernel(operands, tables, results, call, ranges, scale):  # type: ignore[no-untyped-def]
+        operands, tables, results = elements(operands), elements(tables), elements(results)
         qs = cuda.shared.array(q_size, kind, ALIGNED)
         tile = cuda.shared.array(tile_size, kind, ALIGNED)
         # Scores, then weights: [row, key].
@@ -256,24 +486,17 @@ def decode(block: Block, stored: tuple[str, ...]) -> Any:
         o = cuda.local.array(rows, kind)
         b = cuda.local.array(STEP, kind)
         held = cuda.local.array(HELD, kind)
+        space = Space(qs, tile, highs, sums, bases, factors, s, b, held)
 
-        me, v_dim, group = count(cuda.threadIdx.x), call.v_dim, call.k_group
-        slices, key_heads, own_rows = (v_dim + threads - 1) // threads, call.heads // group, group * call.q_len
-        left = cuda.blockIdx.x
-        part, left = left % parts, left // parts
-        channel, left = left % slices * threads, left // slices
-        key_head, batch = left % key_heads, left // key_heads
-        head, strides = key_head * group, call.strides
-        k_at = meta[meta[strides + 3] + batch] + key_head * meta[strides + 4]
-        v_at = meta[meta[strides + 6] + batch] + key_head * meta[strides + 7]
-        k_row, v_row = meta[strides + 5], meta[strides + 8]
-        row_at = (batch * call.heads + head) * call.q_len
-
-        end = call.k_len
-        if call.lengths >= 0:
-            end = min(end, meta[call.lengths + batch])
+        me, v_dim, group, meta = u32(cuda.threadIdx.x), call.v_dim, call.k_group, tables.meta
+        parts, slices = ranges.parts, (v_dim + threads - 1) // threads
+        part, n, key_head, batch = share(cuda.blockIdx.x, parts, slices, call.heads // group)
+        channel, head = n * threads, key_head * group
+        own = Own(batch, head, group * call.q_len, (batch * call.heads + head) * call.q_len)
+        k = Vector(operands.k, origin(meta, call.key, batch, key_head), meta[call.key + VECTORS.row])
+        v = Vector(operands.v, origin(meta, call.value, batch, key_head), meta[call.value + VECTORS.row])
         key = max(0, call.offset - call.left)
-        end = min(end, call.q_len - 1 + call.offset + call.right + 1)
+        end = min(key_end(call, meta, batch), call.q_len - 1 + call.offset + call.right + 1)
         step = ((end - key + parts - 1) // parts + threads - 1) // threads * threads
         key += part * step
         stop = min(end, key + step)
@@ -283,133 +506,14 @@ def decode(block: Block, stored: tuple[str, ...]) -> Any:
             o[r] = zero
         for n in range(me, lanes, threads):
             sums[n] = zero
-        for n in range(me, q_size, threads):
-            r, d = n // wide, n % wide
-            value = zero
-            if r < own_rows and d < depth and key < stop:
-                at = meta[meta[strides] + batch] + (head + r // call.q_len) * meta[strides + 1]
-                value = widen(q[place(at + r % call.q_len * meta[strides + 2] + d)])
-            qs[n] = value
-        cuda.syncthreads()
-
+        stage_queries(qs, operands.q, meta, call, own, key < stop, me)
+        wait()
         while key < stop:
-            # Scores of one key.
-            for r in range(rows):
-                s[r] = zero
-            for c in range(0, depth, chunk):
-                stage_key(tile, k, k_at + key * k_row, k_row, stop - key, c, depth, held, me)
-                cuda.syncthreads()
-                for d in range(0, min(chunk, wide - c), TURN):
-                    add_products(s, qs, c + d, wide, tile, me * k_stride + d, b)
-                cuda.syncthreads()
-            for r in range(rows):
-                ps[count(r * p_stride + me)] = s[r] * scale
-            whole = key + threads <= stop and call.mask < 0
-            whole = whole and key - (call.q_len - 1 + call.offset) >= -call.left
-            whole = whole and key + threads - 1 - call.offset <= call.right
-            j = key + me
-            complete(ps, data, index, flags, meta, call, batch, head, own_rows, j, stop, whole, me)
-            cuda.syncthreads()
-
-            # Online softmax: maxima by lanes, then by rows.
-            for n in range(me, lanes, threads):
-                highest = least
-                for y in range(n % LANES, threads, LANES):
-                    value = ps[count(n // LANES * p_stride + y)]
-                    # NaN is no maximum, whatever `max` would make of it.
-                    if value > highest:  # noqa: PLR1730
-                        highest = value
-                highs[n] = highest
-            cuda.syncthreads()
-            if me < rows:
-                highest = top
-                for n in range(LANES):
-                    if highs[count(me * LANES + n)] > highest:  # noqa: PLR1730
-                        highest = highs[count(me * LANES + n)]
-                base = highest
-                if highest == least:
-                    base = zero
-                factor = one
-                if top != least:
-                    factor = real(math.exp(top - base))
-                bases[me], factors[me], top = base, factor, highest
-            cuda.syncthreads()
-            careful = 0
-            for r in range(own_rows):
-                own = count(r * p_stride + me)
-                value = ps[own]
-                if value != least:
-                    ps[own] = real(math.exp(value - bases[r]))
-                elif j < stop:
-                    # Marked, since the value may be one whose product with 0 is not 0.
-                    ps[own] = excluded
-                    careful = 1
-                else:
-                    ps[own] = zero
-            careful = cuda.syncthreads_or(careful)
-            for n in range(me, lanes, threads):
-                total = sums[n] * factors[n // LANES]
-                for y in range(n % LANES, threads, LANES):
-                    value = ps[count(n // LANES * p_stride + y)]
-                    if value != excluded:
-                        total += value
-                sums[n] = total
-
-            # Results of one channel.
-            for r in range(rows):
-                o[r] *= factors[r]
-            for y in range(0, min(threads, stop - key), few):
-                if y > 0:
-                    cuda.syncthreads()
-                stage_value(tile, v, v_at + (key + y) * v_row, v_row, stop - key - y, channel, v_dim, held, me)
-                cuda.syncthreads()
-                # Values beyond the last are 0, and so are their weights.
-                if careful != 0:
-                    for m in range(0, min(few, stop - key - y), STEP):
-                        for n in range(STEP):
-                            b[n] = tile[count((m + n) * v_stride + me)]
-                        for r in range(rows):
-                            there = count(r * p_stride + y + m)
-                            for n in range(STEP):
-                                if ps[there + n] != excluded:
-                                    o[r] += ps[there + n] * b[n]
-                else:
-                    for m in range(0, min(few, stop - key - y), TURN):
-                        add_values(o, ps, y + m, p_stride, tile, m * v_stride + me, b)
-            cuda.syncthreads()
+            make_scores(ps, space, k, key, stop, tables, call, own, scale, me)
+            top, careful = softmax(ps, space, top, own.rows, key + me < stop, me)
+            add_values(o, ps, space, v, key, stop, channel, v_dim, careful, me)
             key += threads
-
-        # The sum of each row, and what has become of it.
-        if me < own_rows:
-            total = zero
-            for n in range(LANES):
-                total += sums[count(me * LANES + n)]
-            factors[me] = total
-            if channel == 0 and parts > 1:
-                work[place((row_at + me) * parts + part)] = top
-                work[place((queries + row_at + me) * parts + part)] = total
-            elif channel == 0 and call.wants_lse != 0:
-                if total == zero:
-                    lse[place(row_at + me)] = least
-                else:
-                    base = top
-                    if top == least:
-                        base = zero
-                    lse[place(row_at + me)] = base + real(math.log(total))
-        cuda.syncthreads()
-        d = channel + me
-        for r in range(rows):
-            if r < own_rows and d < v_dim:
-                total = factors[r]
-                if parts > 1:
-                    # Without keys there is nothing to merge.
-                    if total != zero:
-                        at = 2 * queries * parts + ((row_at + r) * parts + part) * v_dim
-                        work[place(at + d)] = o[r]
-                elif total == zero:
-                    out[place((row_at + r) * v_dim + d)] = narrow(zero)
-                else:
-                    out[place((row_at + r) * v_dim + d)] = narrow(o[r] * (one / total))
+        finish(results, o, space, top, ranges, part, call, own, channel, me)
 
     return kernel
 
@@ -428,7 +532,7 @@ def merge(dtype: np.dtype[Any], stored: str, threads: int) -> Any:
         row, d = cuda.blockIdx.x // slices, cuda.blockIdx.x % slices * threads + cuda.threadIdx.x
         best = least
         for part in range(parts):
-            top = work[place(row * parts + part)]
+            top = work[u64(row * parts + part)]
             # NaN is no maximum, whatever `max` would make of it.
             if top > best:  # noqa: PLR1730
                 best = top
@@ -438,16 +542,16 @@ def merge(dtype: np.dtype[Any], stored: str, threads: int) -> Any:
         total, o = zero, zero
         for part in range(parts):
             at = row * parts + part
-            own = work[place(queries * parts + at)]
+            own = work[u64(queries * parts + at)]
             if own != zero:
-                share = real(math.exp(work[place(at)] - base))
+                share = real(math.exp(work[u64(at)] - base))
                 total += own * share
                 if d < v_dim:
-                    o += work[place(2 * queries * parts + at * v_dim + d)] * share
+                    o += work[u64(2 * queries * parts + at * v_dim + d)] * share
         if d < v_dim:
-            out[place(row * v_dim + d)] = narrow(zero if total == zero else o * (one / total))
+            out[u64(row * v_dim + d)] = narrow(zero if total == zero else o * (one / total))
         if d == 0 and wants_lse != 0:
-            lse[place(row)] = least if total == zero else base + real(math.log(total))
+            lse[u64(row)] = least if total == zero else base + real(math.log(total))
 
     return kernel
 
@@ -480,7 +584,9 @@ def block_for(call: Call, depth: int, dtype: np.dtype[Any]) -> Block | None:
 
 def run(
     block: Block,
-    arrays: list[Any],
+    operands: Operands,
+    tables: Tables,
+    results: tuple[Any, Any],
     call: Call,
     formats: tuple[str, ...],
     steps: list[Array],
@@ -493,9 +599,10 @@ def run(
     ----------
     block : Block
         Its sizes, without those of loads.
-    arrays : list of device arrays
-        Queries, keys, values, numbers of terms, index maps, flags, integers, outputs and log-sum-exps, as for the
-        general kernel.
+    operands, tables : Operands, Tables
+        As for the general kernel.
+    results : tuple of device array
+        Outputs and log-sum-exps.
     call : Call
         The integers of the call.
     formats : tuple of str
@@ -510,14 +617,15 @@ def run(
     dtype, threads = block.dtype, block.threads
     k_word, v_word = (
         _word(x, stored, size, own)
-        for x, stored, size, own in zip(arrays[1:3], formats[1:3], (block.depth, call.v_dim), steps, strict=True)
+        for x, stored, size, own in zip(operands[1:], formats[1:3], (block.depth, call.v_dim), steps, strict=True)
     )
     parts, slices = ranges(call.k_len), -(-call.v_dim // threads)
-    *_, out, lse = arrays
+    out, lse = results
     work = empty(queries * parts * (2 + call.v_dim) if parts > 1 else 1, dtype)
     block = block._replace(k_word=k_word, v_word=v_word)
     blocks = queries // (call.k_group * call.q_len) * slices * parts
-    launch(decode(block, formats), blocks, threads, *arrays, work, call, queries, parts, scale)
+    given = operands, tables, Results(out, lse, work), call, Ranges(parts, queries), scale
+    launch(decode(block, formats), blocks, threads, *given)
     if parts > 1:
         sizes = queries, parts, call.v_dim, call.wants_lse
         launch(merge(dtype, formats[-1], threads), queries * slices, threads, work, out, lse, *sizes)

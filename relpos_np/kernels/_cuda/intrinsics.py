@@ -1,16 +1,17 @@
-"""What the device can and Python cannot say: casts, bits of numbers, stored elements; each with its equal in Python.
+"""What a device can do and Python cannot: casts, bits of numbers, barriers, wide loads; each with its equal in Python.
 
 Kernels take these as constants, so that one source serves the device and the simulator.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import cuda, types
 
 from relpos_np.kernels._cuda.device import inline, simulated
 
@@ -27,16 +28,40 @@ FORMATS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _place(x: int) -> int:
+def _checked(x: int) -> int:
     if x < 0:
         raise IndexError(f"a kernel reads element {x}")
     return x
 
 
-# An index that Numba need not look at for a sign: negative ones, which count from the end, are never meant.
-place: Any = _place if simulated() else types.uint64
-# The same for what is part of a sum: with this type the sum is of signed integers that are seen not to be negative.
-count: Any = int if simulated() else types.uint32
+# Indices whose sign Numba need not look at: it takes negative ones to count from the end, which kernels never mean.
+u64: Any = _checked if simulated() else types.uint64
+# For a part of an index: the whole is a sum of signed integers that the compiler sees not to be negative.
+u32: Any = int if simulated() else types.uint32
+
+
+def _barrier() -> None:
+    cuda.syncthreads()
+
+
+def _barrier_or(x: Any) -> Any:
+    return cuda.syncthreads_or(x)
+
+
+def _simulated_barrier() -> None:
+    # The simulator puts `cuda.syncthreads` into the module of the kernel alone, but its threads know it.
+    thread: Any = threading.current_thread()
+    thread.syncthreads()
+
+
+def _simulated_barrier_or(x: Any) -> Any:
+    thread: Any = threading.current_thread()
+    return thread.syncthreads_or(x)
+
+
+# Wait for all threads of the block; and say whether any of them brings something that is not 0.
+wait: Any = _simulated_barrier if simulated() else inline(_barrier)
+wait_or: Any = _simulated_barrier_or if simulated() else inline(_barrier_or)
 
 
 def _widen(x: Any) -> Any:
@@ -74,7 +99,7 @@ def reader(stored: str, real: np.dtype[Any]) -> Any:
 
 
 def _neighbours(size: int) -> Any:
-    """Several elements from a place on that is a multiple of so many."""
+    """Load `size` elements from an index that is a multiple of `size`."""
 
     def load(x: Any, at: int) -> Any:
         if at % size:
@@ -108,17 +133,19 @@ def _device_neighbours(size: int) -> Any:
 
 
 def neighbours(size: int) -> Any:
-    """A function of an array and a place, a multiple of 16 bytes, that gives the elements in the 16 bytes there."""
+    """The function of an array and an index, a multiple of 16 bytes, that loads the elements in the 16 bytes there."""
     return (_neighbours if simulated() else _device_neighbours)(size)
 
 
 def _raw(x: Any) -> Any:
-    return x._item._ary
+    if isinstance(x, tuple):
+        return type(x)(*map(_raw, x))
+    return getattr(x, "_item", x)._ary
 
 
 def _itself(x: Any) -> Any:
     return x
 
 
-# An argument's elements: the simulator's wrapper makes each access slow.
+# The elements of an argument, an array or a record of arrays: the simulator's wrappers make each access slow.
 elements: Any = _raw if simulated() else inline(_itself)

@@ -11,7 +11,7 @@ from numba import cuda
 
 from relpos_np.kernels._cuda.attend import tiling
 from relpos_np.kernels._cuda.device import empty, inline, jit, launch, simulated
-from relpos_np.kernels._cuda.intrinsics import converters, count, elements, place
+from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64
 from relpos_np.kernels._cuda.tile import ACROSS, ALIGNED, DEPTH, PAD, STEPS, Tiling, outer
 
 # Independent loads of a thread before it stores any.
@@ -73,10 +73,10 @@ def _stage(tiling: Tiling, stored: str) -> Any:
             for n in range(LOADS):
                 held[n] = zero
                 if row + n * next_row < end and d + n * next_d < depth:
-                    held[n] = widen(x[place(where)])
+                    held[n] = widen(x[u64(where)])
                 where += step
             for n in range(LOADS):
-                shared[count(d + n * next_d), count(row + n * next_row)] = held[n]
+                shared[u32(d + n * next_d), u32(row + n * next_row)] = held[n]
             row += LOADS * next_row
             d += LOADS * next_d
 
@@ -116,8 +116,8 @@ def product(tiling: Tiling, stored: str) -> Any:
         a = cuda.local.array(high, kind)
         b = cuda.local.array(wide, kind)
 
-        me = count(cuda.threadIdx.x)
-        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * run)
+        me = u32(cuda.threadIdx.x)
+        across, down = u32((me % ACROSS) * 4), u32((me // ACROSS) * run)
         tall, broad = (call.rows + rows - 1) // rows, (call.columns + rows - 1) // rows
         block = cuda.blockIdx.x
         row, block = block % tall * rows, block // tall
@@ -164,7 +164,7 @@ def product(tiling: Tiling, stored: str) -> Any:
             for c in range(wide):
                 n = column + (c // 4) * 32 + across + c % 4
                 if m < call.rows and n < call.columns:
-                    z[place(z_at + m * call.c_row + n * call.c_column)] = total[r, c]
+                    z[u64(z_at + m * call.c_row + n * call.c_column)] = total[r, c]
 
     return kernel
 
@@ -181,12 +181,12 @@ def joined(dtype: np.dtype[Any]) -> Any:
         while at < size:
             total = zero
             for part in range(call.parts):
-                total += work[place(part * size + at)]
+                total += work[u64(part * size + at)]
             n, rest = at % call.columns, at // call.columns
             m, rest = rest % call.rows, rest // call.rows
             head, batch = rest % call.heads, rest // call.heads
             where = call.c_at + batch * call.c_batch + head * call.c_head + m * call.c_row + n * call.c_column
-            z[place(where)] = total
+            z[u64(where)] = total
             at += cuda.gridDim.x * THREADS
 
     return kernel

@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda, types
 
 from relpos_np.kernels._cuda.device import download, empty, jit, launch, simulated, upload
-from relpos_np.kernels._cuda.intrinsics import elements, place
+from relpos_np.kernels._cuda.intrinsics import elements, u64
 from relpos_np.kernels._cuda.operand import Operand, one_step
 from relpos_np.types import Array
 
@@ -57,11 +57,11 @@ def shift(size: int, threads: int, across: int) -> Any:
                     at = base + n * across
                     words[n] = 0
                     if at < length and (at < own or at >= own + unit):
-                        words[n] = x[place(start + at + (0 if at < own else gap))]
+                        words[n] = x[u64(start + at + (0 if at < own else gap))]
                 for n in range(loads):
                     at = base + n * across
                     if at < length:
-                        out[place(row * length + at)] = words[n]
+                        out[u64(row * length + at)] = words[n]
                 base += loads * across
             row += hop
 

@@ -1,0 +1,91 @@
+"""Gradients of products with one row per relative position: of the vectors and of the rows, tile by tile."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from relpos_np.kernels._cuda.device import inline
+from relpos_np.kernels._cuda.intrinsics import u32, u64
+from relpos_np.kernels._cuda.records import SKEW_SIZE
+from relpos_np.kernels._cuda.scores import Positions, skewed_term, stage_positions
+from relpos_np.kernels._cuda.tile import Tiling, clear, combine, stage_rows
+
+
+@cache
+def _by_position(tiling: Tiling, *, rows_first: bool) -> Any:
+    """Fill a tile [position, row], or [row, position], from one [key, row], 0 where there is no key.
+
+    The first of its `rows` relative positions key - row is half - rows + 1.
+    """
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    turns = rows * rows // threads
+
+    def fill(shared, ds, half, me):  # type: ignore[no-untyped-def]
+        for turn in range(turns):
+            u, w = (turn * threads + me) // rows, (turn * threads + me) % rows
+            n, x = (w, u) if rows_first else (u, w)
+            y = n + half - rows + 1 + x
+            value = zero
+            if 0 <= y < rows:
+                value = ds[u32(y), x]
+            shared[u, w] = value
+
+    return inline(fill)
+
+
+@cache
+def _add_fragment(tiling: Tiling) -> Any:
+    """Add a fragment to numbers in rows of `step`, of which there are `end` and in each `depth` from `channel` on."""
+    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
+
+    def add(work, s, at, step, end, channel, depth, thread):  # type: ignore[no-untyped-def]
+        for r in range(high):
+            x = (r // run) * low + thread.down + r % run
+            for c in range(wide):
+                d = channel + (c // 4) * 32 + thread.across + c % 4
+                if x < end and d < depth:
+                    work[u64(at + x * step + d)] += s[r, c]
+
+    return inline(add)
+
+
+@cache
+def skew_gradients(tiling: Tiling) -> Any:
+    """Add to sums in `work` what a tile of gradients of scores, [key, row], says of the terms of every `Skew`.
+
+    `own` is the block among those of the launch, `line` the number of its first query among all, and `spans` how many
+    relative positions a block has.
+    """
+    rows, real = tiling.rows, tiling.dtype.type
+    zero = real(0)
+    by_position, by_row = _by_position(tiling, rows_first=False), _by_position(tiling, rows_first=True)
+    of_positions = combine(tiling, stage_positions(tiling, turned=False), tiling.wide)
+    of_vectors = combine(tiling, stage_rows(tiling, tiling.dtype.name, rows), tiling.wide)
+    clear_sums, add = clear(tiling.high, tiling.wide, tiling.dtype), _add_fragment(tiling)
+
+    def gradients(skews, ds, space, start, work, tables, call, back, here, own, line, spans, careful, thread):  # type: ignore[no-untyped-def]
+        column = 0
+        for n in range(call.n_skews):
+            x, y = skewed_term(start, tables, call, here, call.skews + n * SKEW_SIZE)
+            vectors_to = back.skew_vectors + back.lines * column + line * x.depth
+            for half in range(0, 2 * rows, rows):
+                # Gradients of the vectors: products with rows.
+                by_position(skews, ds, half, thread.me)
+                first = y.first + half - (rows - 1)
+                positions = Positions(y.data, y.weights, y.maps, y.map, first, call, y.depth)
+                for channel in range(0, x.depth, rows):
+                    clear_sums(space.s)
+                    of_positions(space.s, skews, space, positions, rows, channel, 0, zero, thread)
+                    add(work, space.s, vectors_to, x.depth, here.last - here.first, channel, x.depth, thread)
+                # Gradients of the rows: products with vectors.
+                by_row(skews, ds, half, thread.me)
+                past = here.key + half
+                rows_to = back.skew_rows + (own * spans + past) * back.skew_width + column
+                for channel in range(0, x.depth, rows):
+                    clear_sums(space.s)
+                    of_vectors(space.s, skews, space, x, rows, channel, careful, zero, thread)
+                    add(work, space.s, rows_to, back.skew_width, spans - past, channel, x.depth, thread)
+            column += x.depth
+
+    return inline(gradients)

@@ -1,0 +1,196 @@
+"""What the host tells kernels: each record is declared once, for the host to fill and for kernels to read.
+
+Some records are arguments of kernels. Of the others a call has any number: the host writes them into the flat array
+`meta`, and a kernel reads the field `head` of an `Add` that begins at `at` as `meta[at + ADD.head]`.
+
+Starts and steps are counted in elements. A batch item's share of a start is looked up in a table in `meta`, one
+number per batch item. A start of -1 means that there is nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Vectors(NamedTuple):
+    """Queries, keys or values: a start, the table of starts per batch item, and steps per head and row."""
+
+    start: int
+    batch: int
+    head: int
+    row: int
+
+
+class Pairs(NamedTuple):
+    """A byte per pair, of the bool mask or of dropout: as `Vectors`, with steps per query and key."""
+
+    start: int
+    batch: int
+    head: int
+    query: int
+    key: int
+
+
+class Add(NamedTuple):
+    """A summand of the scores: a number per pair, or one per row of a table that an index map gives (-1: no map)."""
+
+    start: int
+    batch: int
+    head: int
+    query: int
+    key: int
+    row: int
+    map: int
+    map_batch: int
+    map_query: int
+    map_key: int
+
+
+class Skew(NamedTuple):
+    """Products of vectors with one row per relative position, made tile by tile: `Vectors`, then the rows."""
+
+    start: int
+    batch: int
+    head: int
+    row: int
+    weights: int
+    weights_head: int
+    depth: int
+    # Where the index map has the row of distance 0.
+    map: int
+
+
+class Bins(NamedTuple):
+    """Sums over the pairs for which an index map gives the same row: the first bin, and the rows of the table.
+
+    Of a value term also where its rows are, and their step per head.
+    """
+
+    weights: int
+    weights_head: int
+    bin: int
+    rows: int
+    map: int
+    map_batch: int
+    map_query: int
+    map_key: int
+
+
+def _fields(record: Any) -> Any:
+    """The place of each field in a record."""
+    return record(*range(len(record._fields)))
+
+
+VECTORS: Vectors = _fields(Vectors)
+PAIRS: Pairs = _fields(Pairs)
+ADD: Add = _fields(Add)
+SKEW: Skew = _fields(Skew)
+BINS: Bins = _fields(Bins)
+ADD_SIZE, SKEW_SIZE, BINS_SIZE = len(ADD), len(SKEW), len(BINS)
+
+
+class Call(NamedTuple):
+    """The integers of one call of attention."""
+
+    heads: int
+    q_len: int
+    k_len: int
+    # Query heads that share a head of keys, and of values.
+    k_group: int
+    v_group: int
+    # Key j is in the band of query i if -left <= j - (i + offset) <= right.
+    offset: int
+    left: int
+    right: int
+    # `Vectors` in `meta`.
+    query: int
+    key: int
+    value: int
+    # Keys per batch item, in `meta`.
+    lengths: int
+    # A bias per relative position, in `data`: where that of distance 0 is, and its step per head.
+    strip: int
+    strip_head: int
+    # `Skew` and `Add` in `meta`.
+    skews: int
+    n_skews: int
+    adds: int
+    n_adds: int
+    # `Pairs` in `meta`.
+    mask: int
+    keep: int
+    # Value terms, `Bins` in `meta`, and all their rows.
+    values: int
+    n_values: int
+    n_bins: int
+    v_dim: int
+    wants_lse: int
+
+
+class Back(NamedTuple):
+    """The integers that the backward pass has besides. Sums are in `work`, from the starts given here on.
+
+    Terms of queries, keys and tables have `Bins` in `meta`, each query or key has so many bins, and those of all
+    follow each other.
+    """
+
+    queries: int
+    n_queries: int
+    query_bins: int
+    n_query_bins: int
+    keys: int
+    n_keys: int
+    key_bins: int
+    n_key_bins: int
+    # Bins of tables whose maps are by pair; as all sums of tables, they are there for one chunk of blocks at a time.
+    tables: int
+    n_tables: int
+    table_bins: int
+    n_table_bins: int
+    value_bins: int
+    # What value terms add to the gradients of probabilities: `Add` in `meta`.
+    gathered: int
+    n_gathered: int
+    # Sums over diagonals, per block, and gradients of the scores themselves.
+    diagonals: int
+    pairs: int
+    # Gradients of what `Skew` multiplies: of the vectors, one term after the other, and of the rows by relative
+    # position, per block. All channels of these terms, and all queries of the call.
+    skew_vectors: int
+    skew_rows: int
+    skew_width: int
+    lines: int
+    # The number of the launch's first block.
+    base: int
+
+
+class Operands(NamedTuple):
+    """Queries, keys and values, flat, each in its own format."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Tables(NamedTuple):
+    """What terms hold: numbers, index maps, bytes per pair, and the records of this module."""
+
+    data: Any
+    maps: Any
+    flags: Any
+    meta: Any
+
+
+class Upstream(NamedTuple):
+    """What gradients are made from: the output's gradient, and per query the log-sum-exp and dO . O - dlse."""
+
+    grad_out: Any
+    lse: Any
+    delta: Any
+
+
+class Scales(NamedTuple):
+    """Factors of products of queries and keys, and of probabilities that dropout keeps."""
+
+    scores: Any
+    kept: Any
