@@ -22,7 +22,8 @@ from relpos_np.kernels._cuda.tile import (
     ACROSS,
     ALIGNED,
     DEPTH,
-    OWN,
+    HEAD,
+    OWN_SIZE,
     PAD,
     STARTS,
     STEPS,
@@ -200,7 +201,7 @@ def _add_value_terms(tiling: Tiling, width: int) -> Any:
         a, b, meta = space.a, space.b, tables.meta
         for n in range(call.n_values):
             at = call.values + n * BINS_SIZE
-            start = meta[at + BINS.weights] + here.head * meta[at + BINS.weights_head] + channel
+            start = meta[at + BINS.weights] + here.own[HEAD] * meta[at + BINS.weights_head] + channel
             for row in range(meta[at + BINS.rows]):
                 for r in range(high):
                     x = (r // run) * low + thread.down + r % run
@@ -275,7 +276,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         # What rows are multiplied with, finally their sums.
         factors = cuda.shared.array(rows, kind, ALIGNED)
         starts = cuda.shared.array((STARTS, 2), types.int64)
-        start = cuda.local.array(2, types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
@@ -291,10 +292,10 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         part, n, head, batch = share(cuda.blockIdx.x, parts, tiles, call.heads)
         # Later queries have more keys under a causal mask: they start first.
         first = (tiles - 1 - n) * rows
-        locate(starts, tables.meta, call, batch, head, me)
         line = batch * call.heads + head
         # Each part has bins of its own.
         row_at, bins_at = line * call.q_len + first, ((line * parts + part) * call.q_len + first) * n_bins
+        locate(starts, own, tables.meta, call, batch, head, row_at, 0, me)
         last, channel = min(first + rows, call.q_len), part * width
         key = max(0, first + call.offset - call.left)
         stop = min(key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
@@ -310,20 +311,20 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             for c in range(0, depth, DEPTH):
                 stage_query(qs, c, q, c, me)
         while key < stop:
-            here = Tile(starts[OWN, 0], starts[OWN, 1], first, last, key, stop)
+            here = Tile(own, first, last, key, stop)
             if call.strip >= 0:
                 strip_of(strip, tables.data, call, here, me)
             products(space, q, Rows(operands.k, starts[K], key, stop, depth), held, q_held, thread)
-            finish_scores(ps, strip, space, start, tables, call, here, scales.scores, thread)
+            finish_scores(ps, strip, space, starts, tables, call, here, scales.scores, thread)
             careful = 0
             if mine:
                 top, total, careful = softmax(ps, factors, top, total, tables, call, here, scales.kept, me)
                 if n_bins > 0:
-                    own = bins_at + me * n_bins
+                    row_bins = bins_at + me * n_bins
                     if factors[me] != one:
                         for n in range(n_bins):
-                            results.bins[u64(own + n)] *= factors[me]
-                    weigh(ps, results.bins, own, tables, call.values, call.n_values, here, one, me)
+                            results.bins[u64(row_bins + n)] *= factors[me]
+                    weigh(ps, results.bins, row_bins, tables, call.values, call.n_values, here, one, me)
             elif me < rows:
                 factors[me] = one
                 for y in range(rows):
@@ -345,7 +346,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                 results.lse[u64(row_at + me)] = base + real(math.log(total))
         # Also lets every thread see the bins, which are in global memory.
         wait()
-        here = Tile(starts[OWN, 0], starts[OWN, 1], first, last, key, stop)
+        here = Tile(own, first, last, key, stop)
         add_value_terms(o, space, results.bins, bins_at, tables, call, here, channel, thread)
         write(results.out, o, factors, a, row_at, last - first, channel, v_dim, thread)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from relpos_np.kernels._cuda.attend import width_of
 from relpos_np.kernels._cuda.device import simulated
-from relpos_np.kernels._cuda.tile import STARTS, Tiling
+from relpos_np.kernels._cuda.tile import OWN_SIZE, STARTS, Tiling
 
 # Static shared memory that every device has for a block.
 SHARED = 48 * 1024
@@ -39,5 +39,5 @@ def key_side(dtype: np.dtype[Any], depth: int, v_dim: int) -> tuple[Tiling, int]
 
 def fits(tiling: Tiling, *shapes: tuple[int, ...]) -> None:
     """Make sure that shared arrays fit."""
-    size = sum(math.prod(shape) for shape in shapes) * tiling.dtype.itemsize + 8 * 2 * STARTS
+    size = sum(math.prod(shape) for shape in shapes) * tiling.dtype.itemsize + 8 * (2 * STARTS + OWN_SIZE)
     assert size <= SHARED, f"a block needs {size} bytes of shared memory"

@@ -17,9 +17,12 @@ from relpos_np.kernels._cuda.scores import survives
 from relpos_np.kernels._cuda.tile import (
     ACROSS,
     ALIGNED,
+    BATCH,
     DEPTH,
     GRAD,
-    OWN,
+    HEAD,
+    LINE,
+    OWN_SIZE,
     PAD,
     STARTS,
     K,
@@ -144,7 +147,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         lses = cuda.shared.array(rows, kind, ALIGNED)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
         starts = cuda.shared.array((STARTS, 2), types.int64)
-        start = cuda.local.array(2, types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         dk = cuda.local.array(o_shape, kind)
         dv = cuda.local.array(o_shape, kind)
@@ -158,26 +161,26 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         # Earlier keys have more queries under a causal mask: they start first.
         part, n, head, batch = share(cuda.blockIdx.x, parts, tiles, call.heads)
         key, channel = n * rows, part * width
-        locate(starts, tables.meta, call, batch, head, me)
-        past, line = min(key + rows, k_len), (batch * call.heads + head) * k_len + key
-        stop = min(past, key_end(call, tables.meta, batch))
+        line = (batch * call.heads + head) * k_len + key
+        locate(starts, own, tables.meta, call, batch, head, line, 0, me)
+        stop = min(key + rows, key_end(call, tables.meta, batch))
         first = max(0, key - call.offset - call.right)
         final = min(q_len, stop - 1 - call.offset + call.left + 1)
         if stop <= key:
             final = 0
-        if part == 0:
-            wipe_all(work, back.key_bins + line * back.n_key_bins, (past - key) * back.n_key_bins, me)
+        if channel == 0:
+            wipe_all(work, back.key_bins + line * back.n_key_bins, min(rows, k_len - key) * back.n_key_bins, me)
         clear_gradients(dk)
         clear_gradients(dv)
 
         while first < final:
             last = min(first + rows, final)
-            here = Tile(starts[OWN, 0], starts[OWN, 1], first, last, key, stop)
-            first_line = (here.batch * call.heads + here.head) * q_len + first
+            here = Tile(own, first, last, key, stop)
+            first_line = (own[BATCH] * call.heads + own[HEAD]) * q_len + first
             fetch_queries(lses, deltas, upstream, first_line, last - first, me)
             q = Rows(operands.q, starts[Q], first, last, depth)
             k = Rows(operands.k, starts[K], key, stop, depth)
-            scores(ps, strip, space, start, k, q, tables, call, here, scales.scores, thread)
+            scores(ps, strip, space, starts, k, q, tables, call, here, scales.scores, thread)
             careful = wait_or(probabilities(ps, ds, lses, tables, call, here, scales.kept, me))
             grad = Rows(upstream.grad_out, starts[GRAD], first, last, v_dim)
             if channel < v_dim:
@@ -185,13 +188,13 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
             v = Rows(operands.v, starts[V], key, stop, v_dim)
             turn_to_ds(ds, deltas, space, v, grad, tables, back, here, scales.kept, thread)
             wait()
-            if part == 0 and me < rows and key + me < stop:
-                bins = back.key_bins + (line + me) * back.n_key_bins
+            if channel == 0 and me < rows and key + me < stop:
+                bins = back.key_bins + (own[LINE] + me) * back.n_key_bins
                 add_bins_of_keys(ds, work, bins, tables, back.keys, back.n_keys, here, 1, me)
             if channel < depth:
                 add_queries(dk, ds, space, q, last - first, channel, careful, zero, thread)
             first += rows
 
-        write(out_k, out_v, dk, dv, line, past - key, channel, depth, v_dim, scales.scores, thread)
+        write(out_k, out_v, dk, dv, own[LINE], min(rows, k_len - key), channel, depth, v_dim, scales.scores, thread)
 
     return kernel

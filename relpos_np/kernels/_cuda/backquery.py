@@ -21,7 +21,9 @@ from relpos_np.kernels._cuda.tile import (
     ALIGNED,
     DEPTH,
     GRAD,
-    OWN,
+    LINE,
+    NUMBER,
+    OWN_SIZE,
     PAD,
     STARTS,
     K,
@@ -47,15 +49,15 @@ def _wipe_sums(tiling: Tiling, skewed: bool) -> Any:
     """Make the sums of terms 0 that belong to a block: number `own` of the launch, its queries from `line` on."""
     rows, wipe_all = tiling.rows, wipe(tiling)
 
-    def wipe_sums(work, tables, call, back, own, line, size, me):  # type: ignore[no-untyped-def]
-        spans = rows + call.k_len - 1
+    def wipe_sums(work, tables, call, back, own, size, me):  # type: ignore[no-untyped-def]
+        spans, line, number = rows + call.k_len - 1, own[LINE], own[NUMBER]
         wipe_all(work, back.query_bins + line * back.n_query_bins, size * back.n_query_bins, me)
         wipe_all(work, back.value_bins + line * call.n_bins, size * call.n_bins, me)
-        wipe_all(work, back.table_bins + own * rows * back.n_table_bins, rows * back.n_table_bins, me)
+        wipe_all(work, back.table_bins + number * rows * back.n_table_bins, rows * back.n_table_bins, me)
         if back.diagonals >= 0:
-            wipe_all(work, back.diagonals + own * spans, spans, me)
+            wipe_all(work, back.diagonals + number * spans, spans, me)
         if skewed:
-            wipe_all(work, back.skew_rows + own * spans * back.skew_width, spans * back.skew_width, me)
+            wipe_all(work, back.skew_rows + number * spans * back.skew_width, spans * back.skew_width, me)
             column = 0
             for n in range(call.n_skews):
                 depth = tables.meta[call.skews + n * SKEW_SIZE + SKEW.depth]
@@ -98,10 +100,11 @@ def _add_to_sums(tiling: Tiling) -> Any:
     turns, diagonals = rows * rows // threads, add_diagonals(tiling)
     bins = add_bins(tiling, by_query=True, skipped=0)
 
-    def add(ds, work, tables, call, back, here, own, line, me):  # type: ignore[no-untyped-def]
+    def add(ds, work, tables, call, back, here, me):  # type: ignore[no-untyped-def]
+        line, number = here.own[LINE], here.own[NUMBER]
         if back.diagonals >= 0:
             spans = rows + call.k_len - 1
-            diagonals(ds, work, back.diagonals + own * spans + here.key, spans - here.key, me)
+            diagonals(ds, work, back.diagonals + number * spans + here.key, spans - here.key, me)
         if back.pairs >= 0:
             for turn in range(turns):
                 x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
@@ -110,7 +113,7 @@ def _add_to_sums(tiling: Tiling) -> Any:
         if me < rows and here.first + me < here.last:
             queries = back.query_bins + (line + me) * back.n_query_bins
             bins(ds, work, queries, tables, back.queries, back.n_queries, here, 1, me)
-            in_tables = back.table_bins + (own * rows + me) * back.n_table_bins
+            in_tables = back.table_bins + (number * rows + me) * back.n_table_bins
             bins(ds, work, in_tables, tables, back.tables, back.n_tables, here, 1, me)
 
     return inline(add)
@@ -184,7 +187,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         strip = cuda.shared.array(strip_size, kind)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
         starts = cuda.shared.array((STARTS, 2), types.int64)
-        start = cuda.local.array(2, types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
@@ -193,19 +196,19 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
 
         thread = number(u32(cuda.threadIdx.x))
         me, v_dim = thread.me, call.v_dim
-        tiles, spans = (call.q_len + rows - 1) // rows, rows + call.k_len - 1
+        tiles = (call.q_len + rows - 1) // rows
         part, n, head, batch = share(back.base + cuda.blockIdx.x, parts, tiles, call.heads)
         # Later queries have more keys under a causal mask: they start first.
-        first, own = (tiles - 1 - n) * rows, cuda.blockIdx.x // parts
-        locate(starts, tables.meta, call, batch, head, me)
+        first = (tiles - 1 - n) * rows
         line = (batch * call.heads + head) * call.q_len + first
+        locate(starts, own, tables.meta, call, batch, head, line, cuda.blockIdx.x // parts, me)
         last = min(first + rows, call.q_len)
         key = max(0, first + call.offset - call.left)
         stop = min(key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
 
         # Sums of terms are one part's business.
         if part == 0:
-            wipe_sums(work, tables, call, back, own, line, last - first, me)
+            wipe_sums(work, tables, call, back, own, last - first, me)
         clear_gradients(o)
         # The row of a tile that a thread meets everywhere in its columns.
         row, row_lse, row_delta = me % rows, zero, zero
@@ -216,32 +219,30 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         wait()
 
         while key < stop:
-            here = Tile(starts[OWN, 0], starts[OWN, 1], first, last, key, stop)
+            here = Tile(own, first, last, key, stop)
             q = Rows(operands.q, starts[Q], first, last, depth)
             k = Rows(operands.k, starts[K], key, stop, depth)
-            scores(ps, strip, space, start, q, k, tables, call, here, scales.scores, thread)
+            scores(ps, strip, space, starts, q, k, tables, call, here, scales.scores, thread)
             careful = probabilities(ps, row_lse, tables, call, here, me)
             if call.n_values > 0:
                 wait()
                 if part == 0 and me < rows and first + me < last:
-                    bins = back.value_bins + (line + me) * call.n_bins
+                    bins = back.value_bins + (own[LINE] + me) * call.n_bins
                     weigh(ps, work, bins, tables, call.values, call.n_values, here, scales.kept, me)
             grad = Rows(upstream.grad_out, starts[GRAD], first, last, v_dim)
             v = Rows(operands.v, starts[V], key, stop, v_dim)
             turn_to_ds(ps, deltas, space, grad, v, tables, back, here, scales.kept, thread)
             careful = wait_or(careful)
             if part == 0:
-                add_to_sums(ps, work, tables, call, back, here, own, line, me)
+                add_to_sums(ps, work, tables, call, back, here, me)
                 if skewed:
-                    add_skewed(
-                        skews, ps, space, start, work, tables, call, back, here, own, line, spans, careful, thread
-                    )
+                    add_skewed(skews, ps, space, starts, work, tables, call, back, here, careful, thread)
             add_keys(o, ps, space, k, min(rows, stop - key), part * width, careful, zero, thread)
             key += rows
 
-        write(out, o, line, last - first, part * width, depth, scales.scores, thread)
+        write(out, o, own[LINE], last - first, part * width, depth, scales.scores, thread)
         if part == 0:
             bins = back.n_table_bins
-            join_tables(work, back.table_bins + own * rows * bins, bins, last - first, me)
+            join_tables(work, back.table_bins + own[NUMBER] * rows * bins, bins, last - first, me)
 
     return kernel

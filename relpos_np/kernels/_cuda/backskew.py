@@ -8,8 +8,8 @@ from typing import Any
 from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import u32, u64
 from relpos_np.kernels._cuda.records import SKEW_SIZE
-from relpos_np.kernels._cuda.scores import Positions, skewed_term, stage_positions
-from relpos_np.kernels._cuda.tile import Tiling, clear, combine, stage_rows
+from relpos_np.kernels._cuda.scores import Positions, locate_skew, stage_positions
+from relpos_np.kernels._cuda.tile import LINE, NUMBER, TABLE, Tiling, clear, combine, stage_rows
 
 
 @cache
@@ -52,11 +52,7 @@ def _add_fragment(tiling: Tiling) -> Any:
 
 @cache
 def skew_gradients(tiling: Tiling) -> Any:
-    """Add to sums in `work` what a tile of gradients of scores, [key, row], says of the terms of every `Skew`.
-
-    `own` is the block among those of the launch, `line` the number of its first query among all, and `spans` how many
-    relative positions a block has.
-    """
+    """Add to sums in `work` what a tile of gradients of scores, [key, row], says of the terms of every `Skew`."""
     rows, real = tiling.rows, tiling.dtype.type
     zero = real(0)
     by_position, by_row = _by_position(tiling, rows_first=False), _by_position(tiling, rows_first=True)
@@ -64,16 +60,17 @@ def skew_gradients(tiling: Tiling) -> Any:
     of_vectors = combine(tiling, stage_rows(tiling, tiling.dtype.name, rows), tiling.wide)
     clear_sums, add = clear(tiling.high, tiling.wide, tiling.dtype), _add_fragment(tiling)
 
-    def gradients(skews, ds, space, start, work, tables, call, back, here, own, line, spans, careful, thread):  # type: ignore[no-untyped-def]
-        column = 0
+    def gradients(skews, ds, space, starts, work, tables, call, back, here, careful, thread):  # type: ignore[no-untyped-def]
+        # All relative positions of a block.
+        spans, column = rows + call.k_len - 1, 0
         for n in range(call.n_skews):
-            x, y = skewed_term(start, tables, call, here, call.skews + n * SKEW_SIZE)
-            vectors_to = back.skew_vectors + back.lines * column + line * x.depth
+            x = locate_skew(starts, tables, here, call.skews + n * SKEW_SIZE, thread.me)
+            vectors_to = back.skew_vectors + back.lines * column + here.own[LINE] * x.depth
             for half in range(0, 2 * rows, rows):
                 # Gradients of the vectors: products with rows.
                 by_position(skews, ds, half, thread.me)
-                first = y.first + half - (rows - 1)
-                positions = Positions(y.data, y.weights, y.maps, y.map, first, call, y.depth)
+                first = here.key - here.first + half - (rows - 1)
+                positions = Positions(tables, starts[TABLE], first, call, x.depth)
                 for channel in range(0, x.depth, rows):
                     clear_sums(space.s)
                     of_positions(space.s, skews, space, positions, rows, channel, 0, zero, thread)
@@ -81,7 +78,7 @@ def skew_gradients(tiling: Tiling) -> Any:
                 # Gradients of the rows: products with vectors.
                 by_row(skews, ds, half, thread.me)
                 past = here.key + half
-                rows_to = back.skew_rows + (own * spans + past) * back.skew_width + column
+                rows_to = back.skew_rows + (here.own[NUMBER] * spans + past) * back.skew_width + column
                 for channel in range(0, x.depth, rows):
                     clear_sums(space.s)
                     of_vectors(space.s, skews, space, x, rows, channel, careful, zero, thread)

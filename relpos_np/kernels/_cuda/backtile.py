@@ -12,7 +12,7 @@ from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import u64
 from relpos_np.kernels._cuda.records import ADD, ADD_SIZE
 from relpos_np.kernels._cuda.scores import complete, stage_strip
-from relpos_np.kernels._cuda.tile import DEPTH, Tiling, multiply, origin, stage_turned
+from relpos_np.kernels._cuda.tile import BATCH, DEPTH, HEAD, Tiling, multiply, origin, stage_turned
 
 # No probability, of either sign.
 EXCLUDED = -2
@@ -25,11 +25,11 @@ def make_scores(tiling: Tiling, formats: tuple[str, str], depth: int, *, keys_fi
     products, strip_of = multiply(tiling, left, right, depth % DEPTH == 0), stage_strip(tiling)
     finish = complete(tiling, keys_first=keys_first, skewed=skewed)
 
-    def make(scores, strip, space, start, x, y, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
+    def make(scores, strip, space, starts, x, y, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
         if call.strip >= 0:
             strip_of(strip, tables.data, call, here, thread.me)
         products(space, x, y, thread)
-        finish(scores, strip, space, start, tables, call, here, scale, thread)
+        finish(scores, strip, space, starts, tables, call, here, scale, thread)
 
     return inline(make)
 
@@ -59,9 +59,9 @@ def add_gathered(tiling: Tiling, *, keys_first: bool) -> Any:
         meta, down, across = tables.meta, thread.down, thread.across
         for n in range(back.n_gathered):
             at = back.gathered + n * ADD_SIZE
-            start = origin(meta, at, here.batch, here.head)
+            start = origin(meta, at, here.own[BATCH], here.own[HEAD])
             by_query, by_row = meta[at + ADD.query], meta[at + ADD.row]
-            lookup = meta[at + ADD.map] + meta[meta[at + ADD.map_batch] + here.batch]
+            lookup = meta[at + ADD.map] + meta[meta[at + ADD.map_batch] + here.own[BATCH]]
             map_query, map_key = meta[at + ADD.map_query], meta[at + ADD.map_key]
             for c in range(wide):
                 for r in range(high):

@@ -13,16 +13,14 @@ import numpy as np
 from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import u32, u64, wait
 from relpos_np.kernels._cuda.records import ADD, ADD_SIZE, PAIRS, SKEW, SKEW_SIZE
-from relpos_np.kernels._cuda.tile import DEPTH, Rows, Tiling, multiply, origin, stage_turned
+from relpos_np.kernels._cuda.tile import BATCH, DEPTH, HEAD, SKEWED, TABLE, Rows, Tiling, multiply, origin, stage_turned
 
 
 class Positions(NamedTuple):
-    """Rows of a table by relative position: those of a head, where the map has distance 0, the first position."""
+    """Rows of a table by relative position: where a head's begin and the map has distance 0, and the first position."""
 
-    data: Any
-    weights: int
-    maps: Any
-    map: int
+    tables: Any
+    start: Any
     first: int
     call: Any
     depth: int
@@ -41,7 +39,7 @@ def stage_strip(tiling: Tiling) -> Any:
                 step = here.key - here.first + m - (rows - 1)
                 value = zero
                 if -call.q_len < step < call.k_len:
-                    value = data[u64(call.strip + here.head * call.strip_head + step)]
+                    value = data[u64(call.strip + here.own[HEAD] * call.strip_head + step)]
                 strip[m] = value
 
     return inline(stage)
@@ -64,9 +62,9 @@ def stage_positions(tiling: Tiling, *, turned: bool) -> Any:
             step = x.first + skip + n + turn * height
             value = zero
             if channel + d < x.depth and -x.call.q_len < step < x.call.k_len:
-                row = x.maps[u64(x.map + step)]
+                row = x.tables.maps[u64(x.start[1] + step)]
                 if row >= 0:
-                    value = x.data[u64(x.weights + row * x.depth + channel + d)]
+                    value = x.tables.data[u64(x.start[0] + row * x.depth + channel + d)]
             if turned:
                 shared[d, n + turn * height] = value
             else:
@@ -75,17 +73,18 @@ def stage_positions(tiling: Tiling, *, turned: bool) -> Any:
     return inline(stage)
 
 
-def _skewed(start, tables, call, here, at):  # type: ignore[no-untyped-def]
+def _locate_skew(starts, tables, here, at, me):  # type: ignore[no-untyped-def]
     meta = tables.meta
-    start[0], start[1] = origin(meta, at, here.batch, here.head), meta[at + SKEW.row]
-    depth, weights = meta[at + SKEW.depth], meta[at + SKEW.weights] + here.head * meta[at + SKEW.weights_head]
-    first = here.key - here.first
-    vectors = Rows(tables.data, start, here.first, here.last, depth)
-    return vectors, Positions(tables.data, weights, tables.maps, meta[at + SKEW.map], first, call, depth)
+    if me == 0:
+        starts[SKEWED, 0], starts[SKEWED, 1] = origin(meta, at, here.own[BATCH], here.own[HEAD]), meta[at + SKEW.row]
+        starts[TABLE, 0] = meta[at + SKEW.weights] + here.own[HEAD] * meta[at + SKEW.weights_head]
+        starts[TABLE, 1] = meta[at + SKEW.map]
+    wait()
+    return Rows(tables.data, starts[SKEWED], here.first, here.last, meta[at + SKEW.depth])
 
 
-# The vectors and the rows that a `Skew` multiplies; positions are counted from that of the tile's first key and row.
-skewed_term = inline(_skewed)
+# The vectors that a `Skew` multiplies, once their start, and that of the rows, are in shared memory.
+locate_skew = inline(_locate_skew)
 
 
 @cache
@@ -95,12 +94,12 @@ def add_skews(tiling: Tiling, *, keys_first: bool) -> Any:
     of_vectors = stage_turned(tiling, tiling.dtype.name)
     products = multiply(tiling, of_vectors, stage_positions(tiling, turned=True), False)
 
-    def add(scores, space, start, tables, call, here, thread):  # type: ignore[no-untyped-def]
+    def add(scores, space, starts, tables, call, here, thread):  # type: ignore[no-untyped-def]
         for n in range(call.n_skews):
-            x, y = skewed_term(start, tables, call, here, call.skews + n * SKEW_SIZE)
+            x = locate_skew(starts, tables, here, call.skews + n * SKEW_SIZE, thread.me)
             for half in range(0, 2 * rows, rows):
-                first = y.first + half - (rows - 1)
-                products(space, x, Positions(y.data, y.weights, y.maps, y.map, first, call, y.depth), thread)
+                first = here.key - here.first + half - (rows - 1)
+                products(space, x, Positions(tables, starts[TABLE], first, call, x.depth), thread)
                 for c in range(wide):
                     for r in range(high):
                         i = (r // run) * low + thread.down + r % run
@@ -150,11 +149,11 @@ def add_terms(tiling: Tiling, *, keys_first: bool) -> Any:
         meta = tables.meta
         for n in range(call.n_adds):
             at = call.adds + n * ADD_SIZE
-            start = origin(meta, at, here.batch, here.head)
+            start = origin(meta, at, here.own[BATCH], here.own[HEAD])
             by_query, by_key, by_row = meta[at + ADD.query], meta[at + ADD.key], meta[at + ADD.row]
             lookup, map_query, map_key = meta[at + ADD.map], meta[at + ADD.map_query], meta[at + ADD.map_key]
             if lookup >= 0:
-                lookup += meta[meta[at + ADD.map_batch] + here.batch]
+                lookup += meta[meta[at + ADD.map_batch] + here.own[BATCH]]
             for turn in range(turns):
                 x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
                 i, j = here.first + x, here.key + y
@@ -192,7 +191,7 @@ def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
             if i >= here.last or j >= here.stop or distance < -call.left or distance > call.right:
                 scores[u, w] = least
             elif call.mask >= 0:
-                at_pair = origin(meta, call.mask, here.batch, here.head)
+                at_pair = origin(meta, call.mask, here.own[BATCH], here.own[HEAD])
                 at_pair += i * meta[call.mask + PAIRS.query] + j * meta[call.mask + PAIRS.key]
                 if tables.flags[u64(at_pair)] == 0:
                     scores[u, w] = least
@@ -207,11 +206,11 @@ def complete(tiling: Tiling, *, keys_first: bool, skewed: bool) -> Any:
     share_products, skews = put(tiling, keys_first=keys_first), add_skews(tiling, keys_first=keys_first)
     terms, leave_out = add_terms(tiling, keys_first=keys_first), exclude(tiling, keys_first=keys_first)
 
-    def complete(scores, strip, space, start, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
+    def complete(scores, strip, space, starts, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
         share_products(scores, space.s, scale, strip, call.strip >= 0, thread)
         wait()
         if skewed:
-            skews(scores, space, start, tables, call, here, thread)
+            skews(scores, space, starts, tables, call, here, thread)
         i, j = here.first + call.offset, here.key
         whole = here.last - here.first == rows and j + rows <= here.stop and call.mask < 0
         whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
@@ -224,7 +223,7 @@ def complete(tiling: Tiling, *, keys_first: bool, skewed: bool) -> Any:
 
 
 def _survives(tables, call, here, i, j):  # type: ignore[no-untyped-def]
-    at = origin(tables.meta, call.keep, here.batch, here.head)
+    at = origin(tables.meta, call.keep, here.own[BATCH], here.own[HEAD])
     at += i * tables.meta[call.keep + PAIRS.query] + j * tables.meta[call.keep + PAIRS.key]
     return tables.flags[u64(at)] != 0
 

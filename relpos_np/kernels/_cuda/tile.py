@@ -28,10 +28,13 @@ PAD = 4
 ALIGNED = 16
 # Threads of a block across the columns of a tile.
 ACROSS = 8
-# A block keeps in shared memory, since registers are scarce, where its operands begin and their steps per row, in
-# these rows of an array; then its batch item and head.
-STARTS = 5
-Q, K, V, GRAD, OWN = range(STARTS)
+# What a block keeps in shared memory, since registers are scarce: where its operands begin, and their steps per row;
+# of a `Skew` the same of the vectors, and where its rows begin and its index map has distance 0;
+STARTS = 6
+Q, K, V, GRAD, SKEWED, TABLE = range(STARTS)
+# its batch item, its head, the number of its first query (or key) among all, and its own among the launch's blocks.
+OWN_SIZE = 4
+BATCH, HEAD, LINE, NUMBER = range(OWN_SIZE)
 
 
 class Tiling(NamedTuple):
@@ -76,10 +79,9 @@ class Thread(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries from `first` to before `last` of a head, and keys from `key` to before `stop`."""
+    """Queries from `first` to before `last`, and keys from `key` to before `stop`, of what is the block's own."""
 
-    batch: int
-    head: int
+    own: Any
     first: int
     last: int
     key: int
@@ -134,18 +136,18 @@ def _origin(meta, at, batch, head):  # type: ignore[no-untyped-def]
 origin = inline(_origin)
 
 
-def _locate(starts, meta, call, batch, head, me):  # type: ignore[no-untyped-def]
+def _locate(starts, own, meta, call, batch, head, line, number, me):  # type: ignore[no-untyped-def]
     if me == 0:
         starts[Q, 0], starts[Q, 1] = origin(meta, call.query, batch, head), meta[call.query + VECTORS.row]
         starts[K, 0], starts[K, 1] = origin(meta, call.key, batch, head // call.k_group), meta[call.key + VECTORS.row]
         starts[V, 0] = origin(meta, call.value, batch, head // call.v_group)
         starts[V, 1] = meta[call.value + VECTORS.row]
         starts[GRAD, 0], starts[GRAD, 1] = (batch * call.heads + head) * call.q_len * call.v_dim, call.v_dim
-        starts[OWN, 0], starts[OWN, 1] = batch, head
+        own[BATCH], own[HEAD], own[LINE], own[NUMBER] = batch, head, line, number
     wait()
 
 
-# Fill the array of `STARTS` rows, and wait for it.
+# Fill the arrays of `STARTS` rows and of `OWN_SIZE` numbers, and wait for them.
 locate = inline(_locate)
 
 
@@ -394,7 +396,7 @@ def add_bins(tiling: Tiling, *, by_query: bool, skipped: float, survivors: bool 
         meta, maps = tables.meta, tables.maps
         for n in range(n_terms):
             at = terms + n * BINS_SIZE
-            lookup = meta[at + BINS.map] + meta[meta[at + BINS.map_batch] + here.batch]
+            lookup = meta[at + BINS.map] + meta[meta[at + BINS.map_batch] + here.own[BATCH]]
             lookup += here.first * meta[at + BINS.map_query] + here.key * meta[at + BINS.map_key]
             if by_query:
                 size, step, aside = here.stop - here.key, meta[at + BINS.map_key], meta[at + BINS.map_query]
