@@ -68,7 +68,7 @@ def test_sums(name):
     for code in (
         compiled(backsums.delta_kernel(dtype), real, real, real, real, *[word] * 3),
         compiled(backsums.reduce_kernel(), real, double, private, *[word] * 5),
-        compiled(backsums.seen_kernel(dtype), real, real, real, *[word] * 8),
+        compiled(backsums.seen_kernel(dtype), real, real, real, integers(backsums.Seen)),
         compiled(backsums.group_kernel(dtype), real, real, *[word] * 3),
     ):
         assert code.spilled == 0

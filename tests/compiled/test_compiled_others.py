@@ -75,7 +75,7 @@ def test_merging(stored):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_rel_shift(size, across):
     word = flat({1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[size])
-    code = compiled(shift.shift(size, 256, across), word, word, *[types.int64] * 9)
+    code = compiled(shift.shift(size, 256, across), word, word, integers(shift.Shift))
     assert code.spilled == 0
     assert code.registers <= 64
 
@@ -95,7 +95,7 @@ BRAIN = ml_dtypes.bfloat16
 def test_elementwise(operation, x, y, out, real):
     dtypes = [np.dtype(dtype) for dtype in (x, y, out)]
     kernel = elementwise._elementwise(operation, *dtypes, None if real is None else np.dtype(real))
-    code = compiled(kernel, *map(array, dtypes), *[types.int64] * 16)
+    code = compiled(kernel, *map(array, dtypes), types.int64, *[types.UniTuple(types.int64, 4)] * 4)
     assert code.spilled == 0
     assert code.registers <= 64
     # Half precision goes through float32 alone.
@@ -107,6 +107,8 @@ def test_elementwise(operation, x, y, out, real):
 def test_rotation(dtype, half):
     dtype = np.dtype(dtype)
     real = np.dtype("float64" if dtype.name == "float64" else "float32")
-    code = compiled(rotate._rotate(dtype, real, half), array(dtype), *[array(real)] * 3, flat(types.int64), *[types.int64] * 10)
+    code = compiled(
+        rotate._rotate(dtype, real, half), array(dtype), *[array(real)] * 3, flat(types.int64), integers(rotate.Turn)
+    )
     assert code.spilled == 0
     assert code.registers <= 64

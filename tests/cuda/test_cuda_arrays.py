@@ -6,7 +6,8 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
-from relpos_np._dense import backward as gradient, from_terms
+from relpos_np._dense import backward as gradient
+from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda.operand import Operand
 from relpos_np.kernels._cuda.result import DeviceArray

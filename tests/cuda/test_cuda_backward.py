@@ -10,7 +10,8 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
-from relpos_np._dense import backward as gradient, from_terms
+from relpos_np._dense import backward as gradient
+from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
 from relpos_np.testing.arguments import rebuilt
 

@@ -29,6 +29,7 @@ from relpos_np.kernels._cuda.tile import (
     STEPS,
     K,
     Q,
+    Room,
     Rows,
     Space,
     Tile,
@@ -118,7 +119,7 @@ def _products(tiling: Tiling, of_query: str, of_key: str, depth: int, skewed: bo
                     fetch_query(q_held, q, channel + DEPTH, me)
             own = channel if resident else side
             for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
-                add(space.s, space.left, own + d, space.right, side + d, space.a, space.b, thread.down, thread.across)
+                add(space, own + d, side + d, thread)
             side = DEPTH - side
 
     return inline(products)
@@ -170,21 +171,22 @@ def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
     excluded = tiling.dtype.type(EXCLUDED)
     fetch, store, add = fetch_rows(tiling, of_value, width), store_rows(tiling, width), accumulate(tiling, columns)
 
-    def add_values(o, ps, factors, space, v, channel, held, careful, thread):  # type: ignore[no-untyped-def]
-        a, b, me, down, across = space.a, space.b, thread.me, thread.down, thread.across
+    def add_values(space, factors, v, channel, held, careful, thread):  # type: ignore[no-untyped-def]
+        _, tile, o, a, _ = space
+        me = thread.me
         for r in range(high):
-            a[r] = factors[(r // run) * low + down + r % run]
+            a[r] = factors[(r // run) * low + thread.down + r % run]
         for r in range(high):
             for c in range(columns):
                 o[r, c] *= a[r]
         side = 0
         fetch(held, 0, v, channel, me)
         for y in range(0, min(rows, v.end - v.first), DEPTH):
-            store(space.right, side, held, me)
+            store(tile, side, held, me)
             wait()
             if v.first + y + DEPTH < v.end and y + DEPTH < rows:
                 fetch(held, y + DEPTH, v, channel, me)
-            add(o, ps, y, space.right, side, careful, excluded, a, b, down, across)
+            add(space, y, side, careful, excluded, thread)
             side = DEPTH - side
         wait()
 
@@ -197,8 +199,9 @@ def _add_value_terms(tiling: Tiling, width: int) -> Any:
     high, run, low, columns = tiling.high, tiling.run, tiling.low, width // ACROSS
     zero = tiling.dtype.type(0)
 
-    def add(o, space, bins, bins_at, tables, call, here, channel, thread):  # type: ignore[no-untyped-def]
-        a, b, meta = space.a, space.b, tables.meta
+    def add(space, bins, bins_at, tables, call, here, channel, thread):  # type: ignore[no-untyped-def]
+        _, _, o, a, b = space
+        meta = tables.meta
         for n in range(call.n_values):
             at = call.values + n * BINS_SIZE
             start = meta[at + BINS.weights] + here.own[HEAD] * meta[at + BINS.weights_head] + channel
@@ -284,7 +287,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         held = cuda.local.array(k_size, kind)
         q_held = cuda.local.array(k_size, kind)
         v_held = cuda.local.array(v_size, kind)
-        space = Space(qs, tile, s, a, b)
+        room, space = Room(Space(qs, tile, s, a, b), strip, starts), Space(ps, tile, o, a, b)
 
         thread = number(u32(cuda.threadIdx.x))
         me, n_bins, v_dim = thread.me, call.n_bins, call.v_dim
@@ -314,8 +317,8 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             here = Tile(own, first, last, key, stop)
             if call.strip >= 0:
                 strip_of(strip, tables.data, call, here, me)
-            products(space, q, Rows(operands.k, starts[K], key, stop, depth), held, q_held, thread)
-            finish_scores(ps, strip, space, starts, tables, call, here, scales.scores, thread)
+            products(room.space, q, Rows(operands.k, starts[K], key, stop, depth), held, q_held, thread)
+            finish_scores(ps, room, tables, call, here, scales.scores, thread)
             careful = 0
             if mine:
                 top, total, careful = softmax(ps, factors, top, total, tables, call, here, scales.kept, me)
@@ -331,7 +334,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                     ps[y, me] = zero
             careful = wait_or(careful)
             v = Rows(operands.v, starts[V], key, stop, v_dim)
-            add_values(o, ps, factors, space, v, channel, v_held, careful, thread)
+            add_values(space, factors, v, channel, v_held, careful, thread)
             key += rows
 
         if me < rows:
@@ -347,7 +350,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         # Also lets every thread see the bins, which are in global memory.
         wait()
         here = Tile(own, first, last, key, stop)
-        add_value_terms(o, space, results.bins, bins_at, tables, call, here, channel, thread)
+        add_value_terms(space, results.bins, bins_at, tables, call, here, channel, thread)
         write(results.out, o, factors, a, row_at, last - first, channel, v_dim, thread)
 
     return kernel

@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, types
 
 from relpos_np.kernels._cuda.backcall import fits
-from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wipe
+from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wipe, write
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.scores import survives
@@ -27,6 +27,7 @@ from relpos_np.kernels._cuda.tile import (
     STARTS,
     K,
     Q,
+    Room,
     Rows,
     Space,
     Tile,
@@ -93,25 +94,6 @@ def _probabilities(tiling: Tiling) -> Any:
 
 
 @cache
-def _write(tiling: Tiling, width: int) -> Any:
-    """Write fragments of gradients, those of keys times a factor."""
-    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // ACROSS
-
-    def write(out_k, out_v, dk, dv, line, size, channel, depth, v_dim, scale, thread):  # type: ignore[no-untyped-def]
-        for r in range(high):
-            x = (r // run) * low + thread.down + r % run
-            for c in range(columns):
-                d = channel + (c // 4) * 32 + thread.across + c % 4
-                if x < size:
-                    if d < depth:
-                        out_k[u64((line + x) * depth + d)] = dk[r, c] * scale
-                    if d < v_dim:
-                        out_v[u64((line + x) * v_dim + d)] = dv[r, c]
-
-    return inline(write)
-
-
-@cache
 def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int, skewed: bool = False) -> Any:
     """The kernel for a tiling, formats of queries, keys and values, head size, and channels that a block makes.
 
@@ -124,14 +106,16 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
     p_shape, strip_size = (rows, rows + PAD), 2 * rows
     fits(tiling, left_shape, tile_shape, p_shape, p_shape, (strip_size,), (rows,), (rows,))
     s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
-    b_size, zero, left_out = max(tiling.wide, columns), tiling.dtype.type(0), tiling.dtype.type(LEFT_OUT)
+    b_size, real = max(tiling.wide, columns), tiling.dtype.type
+    zero, one, left_out = real(0), real(1), real(LEFT_OUT)
     number, clear_gradients = thread_of(tiling), clear(high, columns, tiling.dtype)
     wipe_all, fetch_queries, probabilities = wipe(tiling), _fetch_queries(tiling), _probabilities(tiling)
     scores = make_scores(tiling, (of_key, of_query), depth, keys_first=False, skewed=skewed)
     turn_to_ds = make_ds(tiling, (of_value, tiling.dtype.name), keys_first=False)
     add_bins_of_keys = add_bins(tiling, by_query=False, skipped=0)
     add_gradients = combine(tiling, stage_rows(tiling, tiling.dtype.name, width), columns)
-    add_queries, write = combine(tiling, stage_rows(tiling, of_query, width), columns), _write(tiling, width)
+    add_queries = combine(tiling, stage_rows(tiling, of_query, width), columns)
+    write_gradients = write(tiling, width)
 
     @jit()
     def kernel(operands, tables, upstream, work, out_k, out_v, call, back, scales):  # type: ignore[no-untyped-def]
@@ -153,7 +137,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         dv = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
-        space = Space(left, tile, s, a, b)
+        room = Room(Space(left, tile, s, a, b), strip, starts)
 
         thread = number(u32(cuda.threadIdx.x))
         me, v_dim, q_len, k_len = thread.me, call.v_dim, call.q_len, call.k_len
@@ -180,21 +164,23 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
             fetch_queries(lses, deltas, upstream, first_line, last - first, me)
             q = Rows(operands.q, starts[Q], first, last, depth)
             k = Rows(operands.k, starts[K], key, stop, depth)
-            scores(ps, strip, space, starts, k, q, tables, call, here, scales.scores, thread)
+            scores(ps, room, k, q, tables, call, here, scales.scores, thread)
             careful = wait_or(probabilities(ps, ds, lses, tables, call, here, scales.kept, me))
             grad = Rows(upstream.grad_out, starts[GRAD], first, last, v_dim)
             if channel < v_dim:
-                add_gradients(dv, ps, space, grad, last - first, channel, careful, left_out, thread)
+                add_gradients(Space(ps, tile, dv, a, b), grad, last - first, channel, careful, left_out, thread)
             v = Rows(operands.v, starts[V], key, stop, v_dim)
-            turn_to_ds(ds, deltas, space, v, grad, tables, back, here, scales.kept, thread)
+            turn_to_ds(ds, deltas, room.space, v, grad, tables, back, here, scales.kept, thread)
             wait()
             if channel == 0 and me < rows and key + me < stop:
                 bins = back.key_bins + (own[LINE] + me) * back.n_key_bins
                 add_bins_of_keys(ds, work, bins, tables, back.keys, back.n_keys, here, 1, me)
             if channel < depth:
-                add_queries(dk, ds, space, q, last - first, channel, careful, zero, thread)
+                add_queries(Space(ds, tile, dk, a, b), q, last - first, channel, careful, zero, thread)
             first += rows
 
-        write(out_k, out_v, dk, dv, own[LINE], min(rows, k_len - key), channel, depth, v_dim, scales.scores, thread)
+        size = min(rows, k_len - key)
+        write_gradients(out_k, dk, own[LINE], size, channel, depth, scales.scores, thread)
+        write_gradients(out_v, dv, own[LINE], size, channel, v_dim, one, thread)
 
     return kernel

@@ -12,7 +12,15 @@ from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, T
 from relpos_np.kernels._cuda.backcall import key_side, query_side
 from relpos_np.kernels._cuda.backkey import key_gradient
 from relpos_np.kernels._cuda.backquery import query_gradient
-from relpos_np.kernels._cuda.backsums import THREADS, Private, delta_kernel, group_kernel, reduce_kernel, seen_kernel
+from relpos_np.kernels._cuda.backsums import (
+    THREADS,
+    Private,
+    Seen,
+    delta_kernel,
+    group_kernel,
+    reduce_kernel,
+    seen_kernel,
+)
 from relpos_np.kernels._cuda.device import download, empty, launch, simulated, upload
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.plan import Forward
@@ -159,8 +167,8 @@ class Backward(Forward):
         for begin in range(0, self.tiles, chunk):
             end = min(begin + chunk, self.tiles)
             launch(
-                *(kernel, (end - begin) * parts, tiling.threads, *shared, self.dq),
-                *(self.record, back._replace(base=begin * parts), self.scales),
+                *(kernel, (end - begin) * parts, tiling.threads),
+                *(*shared, self.dq, self.record, back._replace(base=begin * parts), self.scales),
             )
             for private, totals in ((along, self.along), (by_pair, self.by_pair), (by_position, self.by_position)):
                 if private.start >= 0:
@@ -172,8 +180,9 @@ class Backward(Forward):
         tiling, width = key_side(dtype, self.depth, site.v_dim)
         parts = -(-max(self.depth, site.v_dim) // width)
         launch(
-            *(key_gradient(tiling, stored, self.depth, width, skewed), lines * parts * -(-site.k_len // tiling.rows)),
-            *(tiling.threads, *shared, self.dk, self.dv, self.record, back, self.scales),
+            key_gradient(tiling, stored, self.depth, width, skewed),
+            *(lines * parts * -(-site.k_len // tiling.rows), tiling.threads),
+            *(*shared, self.dk, self.dv, self.record, back, self.scales),
         )
 
     # from sums to gradients ------------------------------------------------------------------------
@@ -234,7 +243,7 @@ class Backward(Forward):
         if seen.size and rows:
             launch(
                 *(seen_kernel(self.dtype), _blocks(self.lines * length), THREADS, vectors, self.work, seen),
-                *(bins, step, rows, self.lines * length, heads, group, length, depth),
+                Seen(bins, step, rows, self.lines * length, heads, group, length, depth),
             )
         by_sums = 0, length * step, heads * length * step, 1, step
         by_vector = 0, length * depth, heads * length * depth, depth, 1

@@ -11,7 +11,7 @@ from numba import cuda, types
 
 from relpos_np.kernels._cuda.backcall import fits
 from relpos_np.kernels._cuda.backskew import skew_gradients
-from relpos_np.kernels._cuda.backtile import EXCLUDED, add_diagonals, make_ds, make_scores, wipe
+from relpos_np.kernels._cuda.backtile import EXCLUDED, add_diagonals, make_ds, make_scores, wipe, write
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import SKEW, SKEW_SIZE
@@ -28,6 +28,7 @@ from relpos_np.kernels._cuda.tile import (
     STARTS,
     K,
     Q,
+    Room,
     Rows,
     Space,
     Tile,
@@ -120,22 +121,6 @@ def _add_to_sums(tiling: Tiling) -> Any:
 
 
 @cache
-def _write(tiling: Tiling, width: int) -> Any:
-    """Write a fragment of gradients of queries, times a factor."""
-    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // ACROSS
-
-    def write(out, o, line, size, channel, depth, scale, thread):  # type: ignore[no-untyped-def]
-        for r in range(high):
-            x = (r // run) * low + thread.down + r % run
-            for c in range(columns):
-                d = channel + (c // 4) * 32 + thread.across + c % 4
-                if x < size and d < depth:
-                    out[u64((line + x) * depth + d)] = o[r, c] * scale
-
-    return inline(write)
-
-
-@cache
 def _join_tables(tiling: Tiling) -> Any:
     """Add up the bins of tables of a block's rows, in the place of the first row's."""
     threads, zero = tiling.threads, tiling.dtype.type(0)
@@ -172,7 +157,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
     turn_to_ds = make_ds(tiling, (tiling.dtype.name, of_value), keys_first=True)
     weigh = add_bins(tiling, by_query=True, skipped=EXCLUDED, survivors=True)
     add_keys = combine(tiling, stage_rows(tiling, of_key, width), columns)
-    add_skewed, write, join_tables = skew_gradients(tiling), _write(tiling, width), _join_tables(tiling)
+    add_skewed, write_gradients, join_tables = skew_gradients(tiling), write(tiling, width), _join_tables(tiling)
 
     @jit()
     def kernel(operands, tables, upstream, work, out, call, back, scales):  # type: ignore[no-untyped-def]
@@ -192,7 +177,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
-        space = Space(left, tile, s, a, b)
+        space, room = Space(ps, tile, o, a, b), Room(Space(left, tile, s, a, b), strip, starts)
 
         thread = number(u32(cuda.threadIdx.x))
         me, v_dim = thread.me, call.v_dim
@@ -222,7 +207,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
             here = Tile(own, first, last, key, stop)
             q = Rows(operands.q, starts[Q], first, last, depth)
             k = Rows(operands.k, starts[K], key, stop, depth)
-            scores(ps, strip, space, starts, q, k, tables, call, here, scales.scores, thread)
+            scores(ps, room, q, k, tables, call, here, scales.scores, thread)
             careful = probabilities(ps, row_lse, tables, call, here, me)
             if call.n_values > 0:
                 wait()
@@ -231,16 +216,16 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
                     weigh(ps, work, bins, tables, call.values, call.n_values, here, scales.kept, me)
             grad = Rows(upstream.grad_out, starts[GRAD], first, last, v_dim)
             v = Rows(operands.v, starts[V], key, stop, v_dim)
-            turn_to_ds(ps, deltas, space, grad, v, tables, back, here, scales.kept, thread)
+            turn_to_ds(ps, deltas, room.space, grad, v, tables, back, here, scales.kept, thread)
             careful = wait_or(careful)
             if part == 0:
                 add_to_sums(ps, work, tables, call, back, here, me)
                 if skewed:
-                    add_skewed(skews, ps, space, starts, work, tables, call, back, here, careful, thread)
-            add_keys(o, ps, space, k, min(rows, stop - key), part * width, careful, zero, thread)
+                    add_skewed(skews, ps, room, work, tables, call, back, here, careful, thread)
+            add_keys(space, k, min(rows, stop - key), part * width, careful, zero, thread)
             key += rows
 
-        write(out, o, own[LINE], last - first, part * width, depth, scales.scores, thread)
+        write_gradients(out, o, own[LINE], last - first, part * width, depth, scales.scores, thread)
         if part == 0:
             bins = back.n_table_bins
             join_tables(work, back.table_bins + own[NUMBER] * rows * bins, bins, last - first, me)

@@ -9,7 +9,7 @@ from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import u32, u64
 from relpos_np.kernels._cuda.records import SKEW_SIZE
 from relpos_np.kernels._cuda.scores import Positions, locate_skew, stage_positions
-from relpos_np.kernels._cuda.tile import LINE, NUMBER, TABLE, Tiling, clear, combine, stage_rows
+from relpos_np.kernels._cuda.tile import LINE, NUMBER, TABLE, Space, Tiling, clear, combine, stage_rows
 
 
 @cache
@@ -60,9 +60,11 @@ def skew_gradients(tiling: Tiling) -> Any:
     of_vectors = combine(tiling, stage_rows(tiling, tiling.dtype.name, rows), tiling.wide)
     clear_sums, add = clear(tiling.high, tiling.wide, tiling.dtype), _add_fragment(tiling)
 
-    def gradients(skews, ds, space, starts, work, tables, call, back, here, careful, thread):  # type: ignore[no-untyped-def]
+    def gradients(skews, ds, room, work, tables, call, back, here, careful, thread):  # type: ignore[no-untyped-def]
         # All relative positions of a block.
         spans, column = rows + call.k_len - 1, 0
+        (_, right, s, a, b), _, starts = room
+        space = Space(skews, right, s, a, b)
         for n in range(call.n_skews):
             x = locate_skew(starts, tables, here, call.skews + n * SKEW_SIZE, thread.me)
             vectors_to = back.skew_vectors + back.lines * column + here.own[LINE] * x.depth
@@ -72,17 +74,17 @@ def skew_gradients(tiling: Tiling) -> Any:
                 first = here.key - here.first + half - (rows - 1)
                 positions = Positions(tables, starts[TABLE], first, call, x.depth)
                 for channel in range(0, x.depth, rows):
-                    clear_sums(space.s)
-                    of_positions(space.s, skews, space, positions, rows, channel, 0, zero, thread)
-                    add(work, space.s, vectors_to, x.depth, here.last - here.first, channel, x.depth, thread)
+                    clear_sums(s)
+                    of_positions(space, positions, rows, channel, 0, zero, thread)
+                    add(work, s, vectors_to, x.depth, here.last - here.first, channel, x.depth, thread)
                 # Gradients of the rows: products with vectors.
                 by_row(skews, ds, half, thread.me)
                 past = here.key + half
                 rows_to = back.skew_rows + (here.own[NUMBER] * spans + past) * back.skew_width + column
                 for channel in range(0, x.depth, rows):
-                    clear_sums(space.s)
-                    of_vectors(space.s, skews, space, x, rows, channel, careful, zero, thread)
-                    add(work, space.s, rows_to, back.skew_width, spans - past, channel, x.depth, thread)
+                    clear_sums(s)
+                    of_vectors(space, x, rows, channel, careful, zero, thread)
+                    add(work, s, rows_to, back.skew_width, spans - past, channel, x.depth, thread)
             column += x.depth
 
     return inline(gradients)

@@ -79,17 +79,30 @@ def reduce_kernel() -> Any:
     return kernel
 
 
+class Seen(NamedTuple):
+    """The integers of `seen_kernel`: where sums start, how far apart those of vectors are, their number, and sizes."""
+
+    at: int
+    step: int
+    rows: int
+    size: int
+    heads: int
+    group: int
+    length: int
+    depth: int
+
+
 @cache
 def seen_kernel(dtype: np.dtype[Any]) -> Any:
     """The kernel that copies vectors which have a share in sums, and makes zeros of others: they may hold anything.
 
-    Vectors are (batch, heads / group, length, depth), copies (batch, heads, length, depth). Sums of a vector start
-    at `at` plus `step` for each, and there are `rows`.
+    Vectors are (batch, heads / group, length, depth), copies (batch, heads, length, depth).
     """
     zero = dtype.type(0)
 
     @jit()
-    def kernel(x, work, out, at, step, rows, size, heads, group, length, depth):  # type: ignore[no-untyped-def]
+    def kernel(x, work, out, call):  # type: ignore[no-untyped-def]
+        at, step, rows, size, heads, group, length, depth = call
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         while n < size:
             row, found = 0, 0

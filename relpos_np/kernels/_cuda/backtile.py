@@ -12,7 +12,7 @@ from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import u64
 from relpos_np.kernels._cuda.records import ADD, ADD_SIZE
 from relpos_np.kernels._cuda.scores import complete, stage_strip
-from relpos_np.kernels._cuda.tile import BATCH, DEPTH, HEAD, Tiling, multiply, origin, stage_turned
+from relpos_np.kernels._cuda.tile import ACROSS, BATCH, DEPTH, HEAD, Tiling, multiply, origin, stage_turned
 
 # No probability, of either sign.
 EXCLUDED = -2
@@ -25,11 +25,11 @@ def make_scores(tiling: Tiling, formats: tuple[str, str], depth: int, *, keys_fi
     products, strip_of = multiply(tiling, left, right, depth % DEPTH == 0), stage_strip(tiling)
     finish = complete(tiling, keys_first=keys_first, skewed=skewed)
 
-    def make(scores, strip, space, starts, x, y, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
+    def make(scores, room, x, y, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
         if call.strip >= 0:
-            strip_of(strip, tables.data, call, here, thread.me)
-        products(space, x, y, thread)
-        finish(scores, strip, space, starts, tables, call, here, scale, thread)
+            strip_of(room.strip, tables.data, call, here, thread.me)
+        products(room.space, x, y, thread)
+        finish(scores, room, tables, call, here, scale, thread)
 
     return inline(make)
 
@@ -107,6 +107,22 @@ def wipe(tiling: Tiling) -> Any:
             n += threads
 
     return inline(wipe)
+
+
+@cache
+def write(tiling: Tiling, width: int) -> Any:
+    """Write a fragment of `width` channels to rows from `line` on, times a factor."""
+    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // ACROSS
+
+    def write(out, s, line, size, channel, depth, factor, thread):  # type: ignore[no-untyped-def]
+        for r in range(high):
+            x = (r // run) * low + thread.down + r % run
+            for c in range(columns):
+                d = channel + (c // 4) * 32 + thread.across + c % 4
+                if x < size and d < depth:
+                    out[u64((line + x) * depth + d)] = s[r, c] * factor
+
+    return inline(write)
 
 
 @cache

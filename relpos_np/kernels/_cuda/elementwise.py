@@ -51,7 +51,11 @@ def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, rea
     combine = inline(OPERATIONS[operation])
 
     @jit()
-    def kernel(x, y, out, count, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, o0, o1, o2, o3):  # type: ignore[no-untyped-def]
+    def kernel(x, y, out, count, sizes, x_steps, y_steps, out_steps):  # type: ignore[no-untyped-def]
+        _, n1, n2, n3 = sizes
+        x0, x1, x2, x3 = x_steps
+        y0, y1, y2, y3 = y_steps
+        o0, o1, o2, o3 = out_steps
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         while n < count:
             d = n % n3
@@ -120,10 +124,10 @@ def elementwise(
     inner = [1] * pad + sizes[extra:]
     inner_count = math.prod(inner)
     blocks = min(-(-inner_count // THREADS), 4 if simulated() else 1 << 16)
-    steps = [step for walk in walks for step in [0] * pad + walk[extra:]]
+    steps = [(*[0] * pad, *walk[extra:]) for walk in walks]
     for at in np.ndindex(*sizes[:extra]):
         flats = [
             flat[start:] if (start := sum(i * step for i, step in zip(at, walk, strict=False))) else flat
             for flat, walk in zip((x[0], second[0], out[0]), walks, strict=True)
         ]
-        launch(kernel, blocks, THREADS, *flats, inner_count, *inner[1:], *steps)
+        launch(kernel, blocks, THREADS, *flats, inner_count, tuple(inner), *steps)

@@ -12,7 +12,7 @@ from numba import cuda
 from relpos_np.kernels._cuda.attend import tiling
 from relpos_np.kernels._cuda.device import empty, inline, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64
-from relpos_np.kernels._cuda.tile import ACROSS, ALIGNED, DEPTH, PAD, STEPS, Tiling, outer
+from relpos_np.kernels._cuda.tile import ALIGNED, DEPTH, PAD, STEPS, Space, Tiling, outer, thread_of
 
 # Independent loads of a thread before it stores any.
 LOADS = 4
@@ -105,7 +105,7 @@ def product(tiling: Tiling, stored: str) -> Any:
     run, shape, fragment = tiling.run, (DEPTH, rows + PAD), (high, wide)
     zero = tiling.dtype.type(0)
     stage_a, stage_b = _stage(tiling, stored), _stage(tiling, tiling.dtype.name)
-    way, add = _way(tiling), outer(tiling, wide)
+    way, add, number = _way(tiling), outer(tiling, wide), thread_of(tiling)
 
     @jit()
     def kernel(x, y, z, call):  # type: ignore[no-untyped-def]
@@ -117,7 +117,7 @@ def product(tiling: Tiling, stored: str) -> Any:
         b = cuda.local.array(wide, kind)
 
         me = u32(cuda.threadIdx.x)
-        across, down = u32((me % ACROSS) * 4), u32((me // ACROSS) * run)
+        thread, space = number(me), Space(xs, ys, total, a, b)
         tall, broad = (call.rows + rows - 1) // rows, (call.columns + rows - 1) // rows
         block = cuda.blockIdx.x
         row, block = block % tall * rows, block // tall
@@ -147,7 +147,7 @@ def product(tiling: Tiling, stored: str) -> Any:
             stage_b(ys, y, y_at, call.b_column, call.b_inner, call.columns - column, depth, a, y_way)
             cuda.syncthreads()
             for d in range(0, depth, STEPS):
-                add(total, xs, d, ys, d, a, b, down, across)
+                add(space, d, d, thread)
             cuda.syncthreads()
             turn += 1
             k += DEPTH
@@ -160,9 +160,9 @@ def product(tiling: Tiling, stored: str) -> Any:
 
         z_at = call.c_at + part * call.c_part + batch * call.c_batch + head * call.c_head
         for r in range(high):
-            m = row + (r // run) * low + down + r % run
+            m = row + (r // run) * low + thread.down + r % run
             for c in range(wide):
-                n = column + (c // 4) * 32 + across + c % 4
+                n = column + (c // 4) * 32 + thread.across + c % 4
                 if m < call.rows and n < call.columns:
                     z[u64(z_at + m * call.c_row + n * call.c_column)] = total[r, c]
 

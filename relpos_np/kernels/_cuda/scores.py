@@ -94,7 +94,8 @@ def add_skews(tiling: Tiling, *, keys_first: bool) -> Any:
     of_vectors = stage_turned(tiling, tiling.dtype.name)
     products = multiply(tiling, of_vectors, stage_positions(tiling, turned=True), False)
 
-    def add(scores, space, starts, tables, call, here, thread):  # type: ignore[no-untyped-def]
+    def add(scores, room, tables, call, here, thread):  # type: ignore[no-untyped-def]
+        space, _, starts = room
         for n in range(call.n_skews):
             x = locate_skew(starts, tables, here, call.skews + n * SKEW_SIZE, thread.me)
             for half in range(0, 2 * rows, rows):
@@ -206,11 +207,11 @@ def complete(tiling: Tiling, *, keys_first: bool, skewed: bool) -> Any:
     share_products, skews = put(tiling, keys_first=keys_first), add_skews(tiling, keys_first=keys_first)
     terms, leave_out = add_terms(tiling, keys_first=keys_first), exclude(tiling, keys_first=keys_first)
 
-    def complete(scores, strip, space, starts, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
-        share_products(scores, space.s, scale, strip, call.strip >= 0, thread)
+    def complete(scores, room, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
+        share_products(scores, room.space.s, scale, room.strip, call.strip >= 0, thread)
         wait()
         if skewed:
-            skews(scores, space, starts, tables, call, here, thread)
+            skews(scores, room, tables, call, here, thread)
         i, j = here.first + call.offset, here.key
         whole = here.last - here.first == rows and j + rows <= here.stop and call.mask < 0
         whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right

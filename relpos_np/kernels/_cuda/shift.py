@@ -9,7 +9,7 @@ each thread on the way at once.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -30,21 +30,33 @@ def _loads(size: int) -> int:
     return 8 if size <= 2 else 4
 
 
+class Shift(NamedTuple):
+    """The integers of one call, in words: rows of all matrices and of one, their length, and where they come from.
+
+    Row i of a matrix begins at offset + i * step. After first + i * unit words there is a zero of `unit` words, and
+    what follows comes from further on by a gap.
+    """
+
+    count: int
+    rows: int
+    length: int
+    by_matrix: int
+    offset: int
+    step: int
+    first: int
+    unit: int
+    gap: int
+
+
 @cache
 def shift(size: int, threads: int, across: int) -> Any:
-    """The kernel for elements made of words of `size` bytes, and so many threads of a block and of a row.
-
-    Lengths and steps are in words. Row i of a matrix begins at offset + i * step. After first + i * unit words there
-    is a zero of `unit` words, and what follows comes from further on by a gap.
-    """
+    """The kernel for elements made of words of `size` bytes, with `threads` in a block and `across` on a row."""
     kind = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[size]
     loads, height = _loads(size), threads // across
 
     @jit()
-    def kernel(  # type: ignore[no-untyped-def]
-        x, out, count, rows, length, by_matrix, offset, step, first, unit, gap
-    ):
-        x, out = elements(x), elements(out)
+    def kernel(x, out, call):  # type: ignore[no-untyped-def]
+        x, out, (count, rows, length, by_matrix, offset, step, first, unit, gap) = elements(x), elements(out), call
         words = cuda.local.array(loads, kind)
         lane = cuda.threadIdx.x % across
         row, hop = cuda.blockIdx.x * height + cuda.threadIdx.x // across, cuda.gridDim.x * height
@@ -102,8 +114,8 @@ def shift_flat(
         offset, first, gap = (rows - 1) * unit, wide - (rows - 1) * unit, by_row - wide - unit
     launch(
         shift(size, threads, across),
-        *(min(-(-count * across // threads), MOST_BLOCKS), threads, x.view(word), out.view(word), count, rows, length),
-        *(by_matrix, offset, by_row - unit, first, unit, gap),
+        *(min(-(-count * across // threads), MOST_BLOCKS), threads, x.view(word), out.view(word)),
+        Shift(count, rows, length, by_matrix, offset, by_row - unit, first, unit, gap),
     )
 
 

@@ -99,13 +99,21 @@ class Rows(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What products of a tile are made in: two shared tiles of operands, a fragment, and a step's operands."""
+    """What products are made in: two shared tiles of operands, a fragment of sums, and a step's operands."""
 
     left: Any
     right: Any
     s: Any
     a: Any
     b: Any
+
+
+class Room(NamedTuple):
+    """What scores are made in: a space, the shared strip, and the arrays of `locate`."""
+
+    space: Any
+    strip: Any
+    starts: Any
 
 
 @cache
@@ -294,53 +302,55 @@ def clear(high: int, wide: int, dtype: np.dtype[Any]) -> Any:
 
 @cache
 def outer(tiling: Tiling, columns: int) -> Any:
-    """Add to a fragment the outer products of `STEPS` rows of one shared tile, from i on, and of another, from j on."""
+    """Add to a fragment the outer products of `STEPS` rows of the left tile, from i on, and the right, from j on."""
     high, run, low = tiling.high, tiling.run, tiling.low
 
-    def one(total, left, i, right, j, a, b, down, across):  # type: ignore[no-untyped-def]
+    def one(space, i, j, thread):  # type: ignore[no-untyped-def]
+        left, right, s, a, b = space
         for r in range(high):
-            a[r] = left[i, (r // run) * low + down + r % run]
+            a[r] = left[i, (r // run) * low + thread.down + r % run]
         for c in range(columns):
-            b[c] = right[j, (c // 4) * 32 + across + c % 4]
+            b[c] = right[j, (c // 4) * 32 + thread.across + c % 4]
         for r in range(high):
             for c in range(columns):
-                total[r, c] += a[r] * b[c]
+                s[r, c] += a[r] * b[c]
 
     step = inline(one)
 
     # The compiler unrolls no loop of this size by itself.
-    def add(total, left, i, right, j, a, b, down, across):  # type: ignore[no-untyped-def]
-        step(total, left, u32(i), right, u32(j), a, b, down, across)
-        step(total, left, u32(i + 1), right, u32(j + 1), a, b, down, across)
-        step(total, left, u32(i + 2), right, u32(j + 2), a, b, down, across)
-        step(total, left, u32(i + 3), right, u32(j + 3), a, b, down, across)
+    def add(space, i, j, thread):  # type: ignore[no-untyped-def]
+        step(space, u32(i), u32(j), thread)
+        step(space, u32(i + 1), u32(j + 1), thread)
+        step(space, u32(i + 2), u32(j + 2), thread)
+        step(space, u32(i + 3), u32(j + 3), thread)
 
     return inline(add)
 
 
 @cache
 def accumulate(tiling: Tiling, columns: int) -> Any:
-    """Add to a fragment the outer products of `DEPTH` rows of two shared tiles.
+    """The same for `DEPTH` rows.
 
-    If it must be careful, nothing is multiplied with the factor `skipped`: what is excluded may hold NaN.
+    If it must be careful, nothing is multiplied by the number `skipped` of the left tile: what is excluded may be NaN.
     """
     high, run, low = tiling.high, tiling.run, tiling.low
     add = outer(tiling, columns)
 
-    def accumulate(total, left, i, right, j, careful, skipped, a, b, down, across):  # type: ignore[no-untyped-def]
+    def accumulate(space, i, j, careful, skipped, thread):  # type: ignore[no-untyped-def]
+        left, right, s, a, b = space
         if careful != 0:
             for n in range(DEPTH):
                 for r in range(high):
-                    a[r] = left[u32(i + n), (r // run) * low + down + r % run]
+                    a[r] = left[u32(i + n), (r // run) * low + thread.down + r % run]
                 for c in range(columns):
-                    b[c] = right[u32(j + n), (c // 4) * 32 + across + c % 4]
+                    b[c] = right[u32(j + n), (c // 4) * 32 + thread.across + c % 4]
                 for r in range(high):
                     if a[r] != skipped:
                         for c in range(columns):
-                            total[r, c] += a[r] * b[c]
+                            s[r, c] += a[r] * b[c]
         else:
             for n in range(0, DEPTH, STEPS):
-                add(total, left, i + n, right, j + n, a, b, down, across)
+                add(space, i + n, j + n, thread)
 
     return inline(accumulate)
 
@@ -360,7 +370,7 @@ def multiply(tiling: Tiling, stage_left: Any, stage_right: Any, whole: bool) -> 
             stage_right(space.right, 0, y, channel, thread.me)
             wait()
             for d in range(0, DEPTH if whole else min(DEPTH, x.depth - channel), STEPS):
-                add(space.s, space.left, d, space.right, d, space.a, space.b, thread.down, thread.across)
+                add(space, d, d, thread)
             wait()
 
     return inline(multiply)
@@ -368,17 +378,14 @@ def multiply(tiling: Tiling, stage_left: Any, stage_right: Any, whole: bool) -> 
 
 @cache
 def combine(tiling: Tiling, stage: Any, columns: int) -> Any:
-    """Add to a fragment sums of vectors, whose rows are staged `DEPTH` at a time, with the weights[row, ...] of each.
-
-    `careful` and `skipped` as in `accumulate`.
-    """
+    """Add to a fragment `size` rows of x, staged `DEPTH` at a time, each times its row of weights, the left tile."""
     add = accumulate(tiling, columns)
 
-    def combine(total, weights, space, x, size, channel, careful, skipped, thread):  # type: ignore[no-untyped-def]
+    def combine(space, x, size, channel, careful, skipped, thread):  # type: ignore[no-untyped-def]
         for n in range(0, size, DEPTH):
             stage(space.right, n, x, channel, thread.me)
             wait()
-            add(total, weights, n, space.right, 0, careful, skipped, space.a, space.b, thread.down, thread.across)
+            add(space, n, 0, careful, skipped, thread)
             wait()
 
     return inline(combine)
