@@ -37,7 +37,7 @@ class Shift(NamedTuple):
     what follows comes from further on by a gap.
     """
 
-    count: int
+    total: int
     rows: int
     length: int
     by_matrix: int
@@ -56,11 +56,11 @@ def shift(size: int, threads: int, across: int) -> Any:
 
     @jit()
     def kernel(x, out, call):  # type: ignore[no-untyped-def]
-        x, out, (count, rows, length, by_matrix, offset, step, first, unit, gap) = elements(x), elements(out), call
+        x, out, (total, rows, length, by_matrix, offset, step, first, unit, gap) = elements(x), elements(out), call
         words = cuda.local.array(loads, kind)
         lane = cuda.threadIdx.x % across
         row, hop = cuda.blockIdx.x * height + cuda.threadIdx.x // across, cuda.gridDim.x * height
-        while row < count:
+        while row < total:
             i = row % rows
             start, own = row // rows * by_matrix + offset + i * step, first + i * unit
             base = lane
