@@ -7,7 +7,7 @@ from offline import arguments, compiled, flat, integers, record, scales
 
 from relpos_np.kernels._cuda import attend as forward
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.records import Call
+from relpos_np.kernels._cuda.records import Call, Results
 
 # What a block may have without asking the driver for more.
 SHARED = 48 * 1024
@@ -35,7 +35,7 @@ def test_forward(depth, v_dim, stored, skewed):
     code = compiled(
         kernel,
         *arguments(operand, real),
-        *(record(forward.Results, operand, real, real), integers(Call), scales(tiling.kind)),
+        *(record(Results, operand, real, real), integers(Call), scales(tiling.kind)),
     )
     assert code.spilled == 0
     assert code.registers <= REGISTERS[tiling.threads]

@@ -10,7 +10,7 @@ from offline import arguments, compiled, flat, integers, record
 
 from relpos_np.kernels._cuda import attend, decode, elementwise, product, rotate, shift
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.records import Call
+from relpos_np.kernels._cuda.records import Call, Results
 
 SHARED = 48 * 1024
 
@@ -49,7 +49,7 @@ def test_decoding(stored, threads, rows, depth, wide):
     operand, real = flat(FORMATS[stored][0]), flat(block.kind)
     code = compiled(
         decode.decode(block, (stored,) * 4),
-        *(*arguments(operand, real), record(decode.Results, operand, real, real), integers(Call)),
+        *(*arguments(operand, real), record(Results, operand, real, real), integers(Call)),
         *(integers(decode.Ranges), block.kind),
     )
     assert code.spilled == 0

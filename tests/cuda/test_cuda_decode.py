@@ -199,11 +199,10 @@ def test_keys_behind_the_last_are_not_read(how, dim, monkeypatch, rng):
     expected = rp.attention(q, k, v, backend="numpy", **chosen)
     run = decode.run
 
-    def shortened(block, arrays, *args):
-        for n in (1, 2):
-            assert arrays[n].size == 40 * dim
-            arrays[n] = upload(arrays[n].copy_to_host()[: 34 * dim])
-        run(block, arrays, *args)
+    def shortened(block, given, *args):
+        assert given.k.size == given.v.size == 40 * dim
+        k, v = (upload(x.copy_to_host()[: 34 * dim]) for x in (given.k, given.v))
+        run(block, given._replace(k=k, v=v), *args)
 
     monkeypatch.setattr(decode, "run", shortened)
     found = rp.attention(q, k, v, backend="cuda", **chosen)

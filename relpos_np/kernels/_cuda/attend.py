@@ -14,42 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, types
 
+from relpos_np.kernels._cuda import tile
 from relpos_np.kernels._cuda.device import inline, jit, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import BINS, BINS_SIZE
 from relpos_np.kernels._cuda.scores import complete, stage_strip, survives
-from relpos_np.kernels._cuda.tile import (
-    ACROSS,
-    ALIGNED,
-    DEPTH,
-    HEAD,
-    OWN_SIZE,
-    PAD,
-    STARTS,
-    STEPS,
-    K,
-    Q,
-    Room,
-    Rows,
-    Space,
-    Tile,
-    Tiling,
-    V,
-    accumulate,
-    add_bins,
-    clear,
-    fetch_rows,
-    fetch_turned,
-    held_of,
-    key_end,
-    locate,
-    outer,
-    share,
-    stage_turned,
-    store_rows,
-    store_turned,
-    thread_of,
-)
+from relpos_np.kernels._cuda.tile import Tiling
 
 # Value channels that a block makes: the sizes of fragments.
 WIDTHS = (32, 64, 128)
@@ -92,35 +62,35 @@ def _products(tiling: Tiling, of_query: str, of_key: str, depth: int, skewed: bo
 
     There are two tiles of keys, and of queries that are not resident: while one is used, the next one is on its way.
     """
-    resident, whole_depth = _is_resident(depth, skewed), depth % DEPTH == 0
+    resident, whole_depth = _is_resident(depth, skewed), depth % tile.DEPTH == 0
     # Fragments of 64 threads in float64 leave no registers for queries on their way.
     ahead = not resident and (tiling.threads > 64 or tiling.dtype.itemsize < 8)
-    stage_query, fetch_query = stage_turned(tiling, of_query), fetch_turned(tiling, of_query)
-    fetch_key, store = fetch_turned(tiling, of_key), store_turned(tiling)
-    zero, add = clear(tiling.high, tiling.wide, tiling.dtype), outer(tiling, tiling.wide)
+    stage_query, fetch_query = (tile.stage_turned(tiling, of_query, fetched=fetched) for fetched in (False, True))
+    fetch_key, store = tile.stage_turned(tiling, of_key, fetched=True), tile.store_turned(tiling)
+    zero, add = tile.clear(tiling.high, tiling.wide, tiling.dtype), tile.outer(tiling, tiling.wide)
 
     def products(space, q, k, held, q_held, thread):  # type: ignore[no-untyped-def]
         me = thread.me
         zero(space.s)
         side = 0
-        fetch_key(held, k, 0, me)
+        fetch_key(held, 0, k, 0, me)
         if ahead:
-            fetch_query(q_held, q, 0, me)
-        for channel in range(0, depth, DEPTH):
+            fetch_query(q_held, 0, q, 0, me)
+        for channel in range(0, depth, tile.DEPTH):
             store(space.right, side, held, me)
             if ahead:
                 store(space.left, side, q_held, me)
             elif not resident:
                 stage_query(space.left, side, q, channel, me)
             wait()
-            if channel + DEPTH < depth:
-                fetch_key(held, k, channel + DEPTH, me)
+            if channel + tile.DEPTH < depth:
+                fetch_key(held, 0, k, channel + tile.DEPTH, me)
                 if ahead:
-                    fetch_query(q_held, q, channel + DEPTH, me)
+                    fetch_query(q_held, 0, q, channel + tile.DEPTH, me)
             own = channel if resident else side
-            for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
+            for d in range(0, tile.DEPTH if whole_depth else min(tile.DEPTH, depth - channel), tile.STEPS):
                 add(space, own + d, side + d, thread)
-            side = DEPTH - side
+            side = tile.DEPTH - side
 
     return inline(products)
 
@@ -167,12 +137,13 @@ def _softmax(tiling: Tiling) -> Any:
 @cache
 def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
     """Rescale a fragment of results, and add products of a tile's weights with the values, a few keys at a time."""
-    rows, high, run, low, columns = tiling.rows, tiling.high, tiling.run, tiling.low, width // ACROSS
+    rows, high, run, low, columns = tiling.rows, tiling.high, tiling.run, tiling.low, width // tile.ACROSS
     excluded = tiling.dtype.type(EXCLUDED)
-    fetch, store, add = fetch_rows(tiling, of_value, width), store_rows(tiling, width), accumulate(tiling, columns)
+    fetch, store = tile.stage_rows(tiling, of_value, width, fetched=True), tile.store_rows(tiling, width)
+    add = tile.accumulate(tiling, columns)
 
     def add_values(space, factors, v, channel, held, careful, thread):  # type: ignore[no-untyped-def]
-        _, tile, o, a, _ = space
+        _, right, o, a, _ = space
         me = thread.me
         for r in range(high):
             a[r] = factors[(r // run) * low + thread.down + r % run]
@@ -181,13 +152,13 @@ def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
                 o[r, c] *= a[r]
         side = 0
         fetch(held, 0, v, channel, me)
-        for y in range(0, min(rows, v.end - v.first), DEPTH):
-            store(tile, side, held, me)
+        for y in range(0, min(rows, v.end - v.first), tile.DEPTH):
+            store(right, side, held, me)
             wait()
-            if v.first + y + DEPTH < v.end and y + DEPTH < rows:
-                fetch(held, y + DEPTH, v, channel, me)
+            if v.first + y + tile.DEPTH < v.end and y + tile.DEPTH < rows:
+                fetch(held, y + tile.DEPTH, v, channel, me)
             add(space, y, side, careful, excluded, thread)
-            side = DEPTH - side
+            side = tile.DEPTH - side
         wait()
 
     return inline(add_values)
@@ -196,7 +167,7 @@ def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
 @cache
 def _add_value_terms(tiling: Tiling, width: int) -> Any:
     """Add to a fragment of results the rows of value terms, each with its bin as the weight."""
-    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // ACROSS
+    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
     zero = tiling.dtype.type(0)
 
     def add(space, bins, bins_at, tables, call, here, channel, thread):  # type: ignore[no-untyped-def]
@@ -204,7 +175,7 @@ def _add_value_terms(tiling: Tiling, width: int) -> Any:
         meta = tables.meta
         for n in range(call.n_values):
             at = call.values + n * BINS_SIZE
-            start = meta[at + BINS.weights] + here.own[HEAD] * meta[at + BINS.weights_head] + channel
+            start = meta[at + BINS.weights] + here.own[tile.HEAD] * meta[at + BINS.weights_head] + channel
             for row in range(meta[at + BINS.rows]):
                 for r in range(high):
                     x = (r // run) * low + thread.down + r % run
@@ -226,7 +197,7 @@ def _add_value_terms(tiling: Tiling, width: int) -> Any:
 @cache
 def _write(tiling: Tiling, of_out: str, width: int) -> Any:
     """Divide a fragment of results by the sums of its rows, and write it to rows from `row_at` on; 0 without keys."""
-    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // ACROSS
+    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
     zero, one = tiling.dtype.type(0), tiling.dtype.type(1)
     _, narrow = converters(of_out)
 
@@ -251,35 +222,38 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
 
     `skewed` if there are products with a row for each relative position.
     """
-    rows, kind, columns = tiling.rows, tiling.kind, width // ACROSS
+    rows, kind, columns = tiling.rows, tiling.kind, width // tile.ACROSS
     of_query, of_key, of_value, of_out = stored
     resident = _is_resident(depth, skewed)
-    q_shape = (-(-depth // DEPTH) * DEPTH if resident else 2 * DEPTH, rows + PAD)
-    tile_shape, p_shape = (2 * DEPTH, max(rows, width) + PAD), (rows, rows + PAD)
+    left_shape = (-(-depth // tile.DEPTH) * tile.DEPTH if resident else 2 * tile.DEPTH, rows + tile.PAD)
+    right_shape, p_shape = (2 * tile.DEPTH, max(rows, width) + tile.PAD), (rows, rows + tile.PAD)
     s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
     b_size, strip_size = max(tiling.wide, columns), 2 * rows
-    k_size, v_size = held_of(tiling, rows), held_of(tiling, width)
+    k_size, v_size = tile.held_of(tiling, rows), tile.held_of(tiling, width)
     real = tiling.dtype.type
     zero, one, least = real(0), real(1), real(-np.inf)
-    number, stage_query = thread_of(tiling), stage_turned(tiling, of_query)
+    number, stage_query = tile.thread_of(tiling), tile.stage_turned(tiling, of_query)
     products, strip_of = _products(tiling, of_query, of_key, depth, skewed), stage_strip(tiling)
     finish_scores, softmax = complete(tiling, keys_first=True, skewed=skewed), _softmax(tiling)
-    weigh, clear_results = add_bins(tiling, by_query=True, skipped=EXCLUDED), clear(high, columns, tiling.dtype)
+    weigh, clear_results = (
+        tile.add_bins(tiling, by_query=True, skipped=EXCLUDED),
+        tile.clear(high, columns, tiling.dtype),
+    )
     add_values, add_value_terms = _add_values(tiling, of_value, width), _add_value_terms(tiling, width)
     write = _write(tiling, of_out, width)
 
     @jit()
     def kernel(operands, tables, results, call, scales):  # type: ignore[no-untyped-def]
         operands, tables, results = elements(operands), elements(tables), elements(results)
-        qs = cuda.shared.array(q_shape, kind, ALIGNED)
-        tile = cuda.shared.array(tile_shape, kind, ALIGNED)
+        left = cuda.shared.array(left_shape, kind, tile.ALIGNED)
+        right = cuda.shared.array(right_shape, kind, tile.ALIGNED)
         # Scores, then weights: [key, row].
-        ps = cuda.shared.array(p_shape, kind, ALIGNED)
+        ps = cuda.shared.array(p_shape, kind, tile.ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
         # What rows are multiplied with, finally their sums.
-        factors = cuda.shared.array(rows, kind, ALIGNED)
-        starts = cuda.shared.array((STARTS, 2), types.int64)
-        own = cuda.shared.array(OWN_SIZE, types.int64)
+        factors = cuda.shared.array(rows, kind, tile.ALIGNED)
+        starts = cuda.shared.array((tile.STARTS, 2), types.int64)
+        own = cuda.shared.array(tile.OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
@@ -287,22 +261,22 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         held = cuda.local.array(k_size, kind)
         q_held = cuda.local.array(k_size, kind)
         v_held = cuda.local.array(v_size, kind)
-        room, space = Room(Space(qs, tile, s, a, b), strip, starts), Space(ps, tile, o, a, b)
+        room, space = tile.Room(tile.Space(left, right, s, a, b), strip, starts), tile.Space(ps, right, o, a, b)
 
         thread = number(u32(cuda.threadIdx.x))
         me, n_bins, v_dim = thread.me, call.n_bins, call.v_dim
         tiles, parts = (call.q_len + rows - 1) // rows, (v_dim + width - 1) // width
-        part, n, head, batch = share(cuda.blockIdx.x, parts, tiles, call.heads)
+        part, n, head, batch = tile.share(cuda.blockIdx.x, parts, tiles, call.heads)
         # Later queries have more keys under a causal mask: they start first.
         first = (tiles - 1 - n) * rows
         line = batch * call.heads + head
         # Each part has bins of its own.
         row_at, bins_at = line * call.q_len + first, ((line * parts + part) * call.q_len + first) * n_bins
-        locate(starts, own, tables.meta, call, batch, head, row_at, 0, me)
+        tile.locate(starts, own, tables.meta, call, batch, head, row_at, 0, me)
         last, channel = min(first + rows, call.q_len), part * width
         key = max(0, first + call.offset - call.left)
-        stop = min(key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
-        q = Rows(operands.q, starts[Q], first, last, depth)
+        stop = min(tile.key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
+        q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
 
         top, total = least, zero
         clear_results(o)
@@ -311,13 +285,13 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             for n in range(n_bins):
                 results.bins[u64(bins_at + me * n_bins + n)] = zero
         if resident:
-            for c in range(0, depth, DEPTH):
-                stage_query(qs, c, q, c, me)
+            for c in range(0, depth, tile.DEPTH):
+                stage_query(left, c, q, c, me)
         while key < stop:
-            here = Tile(own, first, last, key, stop)
+            here = tile.Tile(own, first, last, key, stop)
             if call.strip >= 0:
                 strip_of(strip, tables.data, call, here, me)
-            products(room.space, q, Rows(operands.k, starts[K], key, stop, depth), held, q_held, thread)
+            products(room.space, q, tile.Rows(operands.k, starts[tile.K], key, stop, depth), held, q_held, thread)
             finish_scores(ps, room, tables, call, here, scales.scores, thread)
             careful = 0
             if mine:
@@ -333,7 +307,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                 for y in range(rows):
                     ps[y, me] = zero
             careful = wait_or(careful)
-            v = Rows(operands.v, starts[V], key, stop, v_dim)
+            v = tile.Rows(operands.v, starts[tile.V], key, stop, v_dim)
             add_values(space, factors, v, channel, v_held, careful, thread)
             key += rows
 
@@ -349,7 +323,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                 results.lse[u64(row_at + me)] = base + real(math.log(total))
         # Also lets every thread see the bins, which are in global memory.
         wait()
-        here = Tile(own, first, last, key, stop)
+        here = tile.Tile(own, first, last, key, stop)
         add_value_terms(space, results.bins, bins_at, tables, call, here, channel, thread)
         write(results.out, o, factors, a, row_at, last - first, channel, v_dim, thread)
 

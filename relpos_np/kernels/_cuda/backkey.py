@@ -9,42 +9,17 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from relpos_np.kernels._cuda import tile
 from relpos_np.kernels._cuda.backcall import fits
 from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wipe, write
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.scores import survives
-from relpos_np.kernels._cuda.tile import (
-    ACROSS,
-    ALIGNED,
-    BATCH,
-    DEPTH,
-    GRAD,
-    HEAD,
-    LINE,
-    OWN_SIZE,
-    PAD,
-    STARTS,
-    K,
-    Q,
-    Room,
-    Rows,
-    Space,
-    Tile,
-    Tiling,
-    V,
-    add_bins,
-    clear,
-    combine,
-    key_end,
-    locate,
-    share,
-    stage_rows,
-    thread_of,
-)
 
 # What stands for no probability after dropout.
 LEFT_OUT = -1
+
+from relpos_np.kernels._cuda.tile import Tiling
 
 
 @cache
@@ -100,54 +75,54 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
     `skewed` if there are products that are made tile by tile. Rows of fragments are keys; of scores the
     columns are queries.
     """
-    rows, kind, columns = tiling.rows, tiling.kind, width // ACROSS
+    rows, kind, columns = tiling.rows, tiling.kind, width // tile.ACROSS
     of_query, of_key, of_value = stored
-    left_shape, tile_shape = (DEPTH, rows + PAD), (DEPTH, max(rows, width) + PAD)
-    p_shape, strip_size = (rows, rows + PAD), 2 * rows
-    fits(tiling, left_shape, tile_shape, p_shape, p_shape, (strip_size,), (rows,), (rows,))
+    left_shape, right_shape = (tile.DEPTH, rows + tile.PAD), (tile.DEPTH, max(rows, width) + tile.PAD)
+    p_shape, strip_size = (rows, rows + tile.PAD), 2 * rows
+    fits(tiling, left_shape, right_shape, p_shape, p_shape, (strip_size,), (rows,), (rows,))
     s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
     b_size, real = max(tiling.wide, columns), tiling.dtype.type
     zero, one, left_out = real(0), real(1), real(LEFT_OUT)
-    number, clear_gradients = thread_of(tiling), clear(high, columns, tiling.dtype)
+    number, clear_gradients = tile.thread_of(tiling), tile.clear(high, columns, tiling.dtype)
     wipe_all, fetch_queries, probabilities = wipe(tiling), _fetch_queries(tiling), _probabilities(tiling)
     scores = make_scores(tiling, (of_key, of_query), depth, keys_first=False, skewed=skewed)
     turn_to_ds = make_ds(tiling, (of_value, tiling.dtype.name), keys_first=False)
-    add_bins_of_keys = add_bins(tiling, by_query=False, skipped=0)
-    add_gradients = combine(tiling, stage_rows(tiling, tiling.dtype.name, width), columns)
-    add_queries = combine(tiling, stage_rows(tiling, of_query, width), columns)
+    add_bins_of_keys = tile.add_bins(tiling, by_query=False, skipped=0)
+    add_gradients = tile.combine(tiling, tile.stage_rows(tiling, tiling.dtype.name, width), columns)
+    add_queries = tile.combine(tiling, tile.stage_rows(tiling, of_query, width), columns)
     write_gradients = write(tiling, width)
 
     @jit()
     def kernel(operands, tables, upstream, work, out_k, out_v, call, back, scales):  # type: ignore[no-untyped-def]
         operands, tables, upstream = elements(operands), elements(tables), elements(upstream)
         work, out_k, out_v = elements(work), elements(out_k), elements(out_v)
-        left = cuda.shared.array(left_shape, kind, ALIGNED)
-        tile = cuda.shared.array(tile_shape, kind, ALIGNED)
+        left = cuda.shared.array(left_shape, kind, tile.ALIGNED)
+        right = cuda.shared.array(right_shape, kind, tile.ALIGNED)
         # Scores, then probabilities after dropout: [query, key].
-        ps = cuda.shared.array(p_shape, kind, ALIGNED)
+        ps = cuda.shared.array(p_shape, kind, tile.ALIGNED)
         # Probabilities, then gradients of scores.
-        ds = cuda.shared.array(p_shape, kind, ALIGNED)
+        ds = cuda.shared.array(p_shape, kind, tile.ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        lses = cuda.shared.array(rows, kind, ALIGNED)
-        deltas = cuda.shared.array(rows, kind, ALIGNED)
-        starts = cuda.shared.array((STARTS, 2), types.int64)
-        own = cuda.shared.array(OWN_SIZE, types.int64)
+        lses = cuda.shared.array(rows, kind, tile.ALIGNED)
+        deltas = cuda.shared.array(rows, kind, tile.ALIGNED)
+        starts = cuda.shared.array((tile.STARTS, 2), types.int64)
+        own = cuda.shared.array(tile.OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         dk = cuda.local.array(o_shape, kind)
         dv = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
-        room = Room(Space(left, tile, s, a, b), strip, starts)
+        room = tile.Room(tile.Space(left, right, s, a, b), strip, starts)
 
         thread = number(u32(cuda.threadIdx.x))
         me, v_dim, q_len, k_len = thread.me, call.v_dim, call.q_len, call.k_len
         tiles, parts = (k_len + rows - 1) // rows, (max(depth, v_dim) + width - 1) // width
         # Earlier keys have more queries under a causal mask: they start first.
-        part, n, head, batch = share(cuda.blockIdx.x, parts, tiles, call.heads)
+        part, n, head, batch = tile.share(cuda.blockIdx.x, parts, tiles, call.heads)
         key, channel = n * rows, part * width
         line = (batch * call.heads + head) * k_len + key
-        locate(starts, own, tables.meta, call, batch, head, line, 0, me)
-        stop = min(key + rows, key_end(call, tables.meta, batch))
+        tile.locate(starts, own, tables.meta, call, batch, head, line, 0, me)
+        stop = min(key + rows, tile.key_end(call, tables.meta, batch))
         first = max(0, key - call.offset - call.right)
         final = min(q_len, stop - 1 - call.offset + call.left + 1)
         if stop <= key:
@@ -159,28 +134,28 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
 
         while first < final:
             last = min(first + rows, final)
-            here = Tile(own, first, last, key, stop)
-            first_line = (own[BATCH] * call.heads + own[HEAD]) * q_len + first
+            here = tile.Tile(own, first, last, key, stop)
+            first_line = (own[tile.BATCH] * call.heads + own[tile.HEAD]) * q_len + first
             fetch_queries(lses, deltas, upstream, first_line, last - first, me)
-            q = Rows(operands.q, starts[Q], first, last, depth)
-            k = Rows(operands.k, starts[K], key, stop, depth)
+            q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
+            k = tile.Rows(operands.k, starts[tile.K], key, stop, depth)
             scores(ps, room, k, q, tables, call, here, scales.scores, thread)
             careful = wait_or(probabilities(ps, ds, lses, tables, call, here, scales.kept, me))
-            grad = Rows(upstream.grad_out, starts[GRAD], first, last, v_dim)
+            grad = tile.Rows(upstream.grad_out, starts[tile.GRAD], first, last, v_dim)
             if channel < v_dim:
-                add_gradients(Space(ps, tile, dv, a, b), grad, last - first, channel, careful, left_out, thread)
-            v = Rows(operands.v, starts[V], key, stop, v_dim)
+                add_gradients(tile.Space(ps, right, dv, a, b), grad, last - first, channel, careful, left_out, thread)
+            v = tile.Rows(operands.v, starts[tile.V], key, stop, v_dim)
             turn_to_ds(ds, deltas, room.space, v, grad, tables, back, here, scales.kept, thread)
             wait()
             if channel == 0 and me < rows and key + me < stop:
-                bins = back.key_bins + (own[LINE] + me) * back.n_key_bins
+                bins = back.key_bins + (own[tile.LINE] + me) * back.n_key_bins
                 add_bins_of_keys(ds, work, bins, tables, back.keys, back.n_keys, here, 1, me)
             if channel < depth:
-                add_queries(Space(ds, tile, dk, a, b), q, last - first, channel, careful, zero, thread)
+                add_queries(tile.Space(ds, right, dk, a, b), q, last - first, channel, careful, zero, thread)
             first += rows
 
         size = min(rows, k_len - key)
-        write_gradients(out_k, dk, own[LINE], size, channel, depth, scales.scores, thread)
-        write_gradients(out_v, dv, own[LINE], size, channel, v_dim, one, thread)
+        write_gradients(out_k, dk, own[tile.LINE], size, channel, depth, scales.scores, thread)
+        write_gradients(out_v, dv, own[tile.LINE], size, channel, v_dim, one, thread)
 
     return kernel

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from relpos_np.kernels._cuda import tile
 from relpos_np.kernels._cuda.backcall import fits
 from relpos_np.kernels._cuda.backskew import skew_gradients
 from relpos_np.kernels._cuda.backtile import EXCLUDED, add_diagonals, make_ds, make_scores, wipe, write
@@ -16,33 +17,7 @@ from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import SKEW, SKEW_SIZE
 from relpos_np.kernels._cuda.scores import survives
-from relpos_np.kernels._cuda.tile import (
-    ACROSS,
-    ALIGNED,
-    DEPTH,
-    GRAD,
-    LINE,
-    NUMBER,
-    OWN_SIZE,
-    PAD,
-    STARTS,
-    K,
-    Q,
-    Room,
-    Rows,
-    Space,
-    Tile,
-    Tiling,
-    V,
-    add_bins,
-    clear,
-    combine,
-    key_end,
-    locate,
-    share,
-    stage_rows,
-    thread_of,
-)
+from relpos_np.kernels._cuda.tile import Tiling
 
 
 @cache
@@ -51,7 +26,7 @@ def _wipe_sums(tiling: Tiling, skewed: bool) -> Any:
     rows, wipe_all = tiling.rows, wipe(tiling)
 
     def wipe_sums(work, tables, call, back, own, size, me):  # type: ignore[no-untyped-def]
-        spans, line, number = rows + call.k_len - 1, own[LINE], own[NUMBER]
+        spans, line, number = rows + call.k_len - 1, own[tile.LINE], own[tile.NUMBER]
         wipe_all(work, back.query_bins + line * back.n_query_bins, size * back.n_query_bins, me)
         wipe_all(work, back.value_bins + line * call.n_bins, size * call.n_bins, me)
         wipe_all(work, back.table_bins + number * rows * back.n_table_bins, rows * back.n_table_bins, me)
@@ -99,10 +74,10 @@ def _add_to_sums(tiling: Tiling) -> Any:
     """Add a tile of gradients of scores to the sums of terms that have no products made tile by tile."""
     rows, threads = tiling.rows, tiling.threads
     turns, diagonals = rows * rows // threads, add_diagonals(tiling)
-    bins = add_bins(tiling, by_query=True, skipped=0)
+    bins = tile.add_bins(tiling, by_query=True, skipped=0)
 
     def add(ds, work, tables, call, back, here, me):  # type: ignore[no-untyped-def]
-        line, number = here.own[LINE], here.own[NUMBER]
+        line, number = here.own[tile.LINE], here.own[tile.NUMBER]
         if back.diagonals >= 0:
             spans = rows + call.k_len - 1
             diagonals(ds, work, back.diagonals + number * spans + here.key, spans - here.key, me)
@@ -143,53 +118,53 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
 
     `skewed` if there are products that are made tile by tile.
     """
-    rows, kind, parts, columns = tiling.rows, tiling.kind, -(-depth // width), width // ACROSS
+    rows, kind, parts, columns = tiling.rows, tiling.kind, -(-depth // width), width // tile.ACROSS
     of_query, of_key, of_value = stored
-    left_shape, tile_shape = (DEPTH, rows + PAD), (DEPTH, max(rows, width) + PAD)
-    p_shape, strip_size = (rows, rows + PAD), 2 * rows
+    left_shape, right_shape = (tile.DEPTH, rows + tile.PAD), (tile.DEPTH, max(rows, width) + tile.PAD)
+    p_shape, strip_size = (rows, rows + tile.PAD), 2 * rows
     skew_shape = p_shape if skewed else (1, 1)
-    fits(tiling, left_shape, tile_shape, p_shape, skew_shape, (strip_size,), (rows,))
+    fits(tiling, left_shape, right_shape, p_shape, skew_shape, (strip_size,), (rows,))
     s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
     b_size, zero = max(tiling.wide, columns), tiling.dtype.type(0)
-    number, clear_gradients = thread_of(tiling), clear(high, columns, tiling.dtype)
+    number, clear_gradients = tile.thread_of(tiling), tile.clear(high, columns, tiling.dtype)
     wipe_sums, probabilities, add_to_sums = _wipe_sums(tiling, skewed), _probabilities(tiling), _add_to_sums(tiling)
     scores = make_scores(tiling, (of_query, of_key), depth, keys_first=True, skewed=skewed)
     turn_to_ds = make_ds(tiling, (tiling.dtype.name, of_value), keys_first=True)
-    weigh = add_bins(tiling, by_query=True, skipped=EXCLUDED, survivors=True)
-    add_keys = combine(tiling, stage_rows(tiling, of_key, width), columns)
+    weigh = tile.add_bins(tiling, by_query=True, skipped=EXCLUDED, survivors=True)
+    add_keys = tile.combine(tiling, tile.stage_rows(tiling, of_key, width), columns)
     add_skewed, write_gradients, join_tables = skew_gradients(tiling), write(tiling, width), _join_tables(tiling)
 
     @jit()
     def kernel(operands, tables, upstream, work, out, call, back, scales):  # type: ignore[no-untyped-def]
         operands, tables, upstream = elements(operands), elements(tables), elements(upstream)
         work, out = elements(work), elements(out)
-        left = cuda.shared.array(left_shape, kind, ALIGNED)
-        tile = cuda.shared.array(tile_shape, kind, ALIGNED)
+        left = cuda.shared.array(left_shape, kind, tile.ALIGNED)
+        right = cuda.shared.array(right_shape, kind, tile.ALIGNED)
         # Scores, then probabilities, then gradients of scores: [key, row].
-        ps = cuda.shared.array(p_shape, kind, ALIGNED)
+        ps = cuda.shared.array(p_shape, kind, tile.ALIGNED)
         # The same by relative position.
-        skews = cuda.shared.array(skew_shape, kind, ALIGNED)
+        skews = cuda.shared.array(skew_shape, kind, tile.ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        deltas = cuda.shared.array(rows, kind, ALIGNED)
-        starts = cuda.shared.array((STARTS, 2), types.int64)
-        own = cuda.shared.array(OWN_SIZE, types.int64)
+        deltas = cuda.shared.array(rows, kind, tile.ALIGNED)
+        starts = cuda.shared.array((tile.STARTS, 2), types.int64)
+        own = cuda.shared.array(tile.OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
-        space, room = Space(ps, tile, o, a, b), Room(Space(left, tile, s, a, b), strip, starts)
+        space, room = tile.Space(ps, right, o, a, b), tile.Room(tile.Space(left, right, s, a, b), strip, starts)
 
         thread = number(u32(cuda.threadIdx.x))
         me, v_dim = thread.me, call.v_dim
         tiles = (call.q_len + rows - 1) // rows
-        part, n, head, batch = share(back.base + cuda.blockIdx.x, parts, tiles, call.heads)
+        part, n, head, batch = tile.share(back.base + cuda.blockIdx.x, parts, tiles, call.heads)
         # Later queries have more keys under a causal mask: they start first.
         first = (tiles - 1 - n) * rows
         line = (batch * call.heads + head) * call.q_len + first
-        locate(starts, own, tables.meta, call, batch, head, line, cuda.blockIdx.x // parts, me)
+        tile.locate(starts, own, tables.meta, call, batch, head, line, cuda.blockIdx.x // parts, me)
         last = min(first + rows, call.q_len)
         key = max(0, first + call.offset - call.left)
-        stop = min(key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
+        stop = min(tile.key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
 
         # Sums of terms are one part's business.
         if part == 0:
@@ -204,18 +179,18 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         wait()
 
         while key < stop:
-            here = Tile(own, first, last, key, stop)
-            q = Rows(operands.q, starts[Q], first, last, depth)
-            k = Rows(operands.k, starts[K], key, stop, depth)
+            here = tile.Tile(own, first, last, key, stop)
+            q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
+            k = tile.Rows(operands.k, starts[tile.K], key, stop, depth)
             scores(ps, room, q, k, tables, call, here, scales.scores, thread)
             careful = probabilities(ps, row_lse, tables, call, here, me)
             if call.n_values > 0:
                 wait()
                 if part == 0 and me < rows and first + me < last:
-                    bins = back.value_bins + (own[LINE] + me) * call.n_bins
+                    bins = back.value_bins + (own[tile.LINE] + me) * call.n_bins
                     weigh(ps, work, bins, tables, call.values, call.n_values, here, scales.kept, me)
-            grad = Rows(upstream.grad_out, starts[GRAD], first, last, v_dim)
-            v = Rows(operands.v, starts[V], key, stop, v_dim)
+            grad = tile.Rows(upstream.grad_out, starts[tile.GRAD], first, last, v_dim)
+            v = tile.Rows(operands.v, starts[tile.V], key, stop, v_dim)
             turn_to_ds(ps, deltas, room.space, grad, v, tables, back, here, scales.kept, thread)
             careful = wait_or(careful)
             if part == 0:
@@ -225,9 +200,9 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
             add_keys(space, k, min(rows, stop - key), part * width, careful, zero, thread)
             key += rows
 
-        write_gradients(out, o, own[LINE], last - first, part * width, depth, scales.scores, thread)
+        write_gradients(out, o, own[tile.LINE], last - first, part * width, depth, scales.scores, thread)
         if part == 0:
             bins = back.n_table_bins
-            join_tables(work, back.table_bins + own[NUMBER] * rows * bins, bins, last - first, me)
+            join_tables(work, back.table_bins + own[tile.NUMBER] * rows * bins, bins, last - first, me)
 
     return kernel

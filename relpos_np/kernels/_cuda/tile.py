@@ -170,51 +170,35 @@ def _key_end(call, meta, batch):  # type: ignore[no-untyped-def]
 key_end = inline(_key_end)
 
 
-@cache
-def stage_turned(tiling: Tiling, stored: str) -> Any:
-    """Fill shared[base + channel, row] with `DEPTH` channels of a tile's rows, 0 where there are none."""
-    zero = tiling.dtype.type(0)
-    height = tiling.threads // DEPTH
-    turns = tiling.rows // height
-    widen, _ = converters(stored)
-
-    def stage(shared, base, x, channel, me):  # type: ignore[no-untyped-def]
-        d, row, step = me % DEPTH, x.first + me // DEPTH, x.start[1]
-        where = x.start[0] + row * step + channel + d
-        there = channel + d < x.depth
-        for turn in range(turns):
-            value = zero
-            if there and row + turn * height < x.end:
-                value = widen(x.array[u64(where)])
-            shared[base + d, me // DEPTH + turn * height] = value
-            where += height * step
-
-    return inline(stage)
-
-
 def held_of(tiling: Tiling, width: int) -> int:
     """Numbers that a thread fetches of a tile of `DEPTH` by `width`."""
     return DEPTH * width // tiling.threads
 
 
 @cache
-def fetch_turned(tiling: Tiling, stored: str) -> Any:
-    """Load into registers what `stage_turned` writes, so that it arrives while something else is computed."""
-    zero = tiling.dtype.type(0)
-    height, turns = tiling.threads // DEPTH, held_of(tiling, tiling.rows)
+def stage_turned(tiling: Tiling, stored: str, *, fetched: bool = False) -> Any:
+    """Fill to[base + channel, row] with `DEPTH` channels of a tile's rows, 0 where there are none.
+
+    `fetched`: load them into registers, for `store_turned`, so that they arrive while something else is computed.
+    """
+    zero, height, turns = tiling.dtype.type(0), tiling.threads // DEPTH, held_of(tiling, tiling.rows)
     widen, _ = converters(stored)
 
-    def fetch(held, x, channel, me):  # type: ignore[no-untyped-def]
-        d, row, step = me % DEPTH, x.first + me // DEPTH, x.start[1]
-        where = x.start[0] + row * step + channel + d
+    def stage(to, base, x, channel, me):  # type: ignore[no-untyped-def]
+        d, n, step = me % DEPTH, me // DEPTH, x.start[1]
+        where = x.start[0] + (x.first + n) * step + channel + d
         there = channel + d < x.depth
         for turn in range(turns):
-            held[turn] = zero
-            if there and row + turn * height < x.end:
-                held[turn] = widen(x.array[u64(where)])
+            value = zero
+            if there and x.first + n + turn * height < x.end:
+                value = widen(x.array[u64(where)])
+            if fetched:
+                to[turn] = value
+            else:
+                to[base + d, n + turn * height] = value
             where += height * step
 
-    return inline(fetch)
+    return inline(stage)
 
 
 @cache
@@ -230,54 +214,43 @@ def store_turned(tiling: Tiling) -> Any:
     return inline(store)
 
 
-def _spans(tiling: Tiling, width: int) -> tuple[int, int, int, int]:
+def _parts(tiling: Tiling, width: int) -> tuple[int, int, int, int]:
     """How threads share `DEPTH` rows of `width` channels: threads across, rows and parts of a row, turns."""
     across = min(width, tiling.threads)
     return across, tiling.threads // across, width // across, held_of(tiling, width)
 
 
 @cache
-def stage_rows(tiling: Tiling, stored: str, width: int) -> Any:
-    """Fill shared[row, channel] with `DEPTH` rows, after the first `skip` of a tile, 0 where there are none."""
-    zero, (across, height, parts, turns) = tiling.dtype.type(0), _spans(tiling, width)
+def stage_rows(tiling: Tiling, stored: str, width: int, *, fetched: bool = False) -> Any:
+    """Fill to[row, channel] with `DEPTH` rows, after the first `skip` of a tile, 0 where there are none.
+
+    `fetched`: load them into registers, for `store_rows`.
+    """
+    zero, (across, height, parts, turns) = tiling.dtype.type(0), _parts(tiling, width)
     widen, _ = converters(stored)
 
-    def stage(shared, skip, x, channel, me):  # type: ignore[no-untyped-def]
-        d, row, step = channel + me % across, x.first + skip + me // across, x.start[1]
-        where = x.start[0] + row * step + d
+    def stage(to, skip, x, channel, me):  # type: ignore[no-untyped-def]
+        d, n, step = me % across, me // across, x.start[1]
+        row = x.first + skip + n
+        where = x.start[0] + row * step + channel + d
         for turn in range(turns):
             # Part of a row, or whole rows.
             more, further = turn % parts * across, turn // parts * height
             value = zero
-            if d + more < x.depth and row + further < x.end:
+            if channel + d + more < x.depth and row + further < x.end:
                 value = widen(x.array[u64(where + more + further * step)])
-            shared[me // across + further, me % across + more] = value
+            if fetched:
+                to[turn] = value
+            else:
+                to[n + further, d + more] = value
 
     return inline(stage)
 
 
 @cache
-def fetch_rows(tiling: Tiling, stored: str, width: int) -> Any:
-    """Load into registers what `stage_rows` writes."""
-    zero, (across, height, parts, turns) = tiling.dtype.type(0), _spans(tiling, width)
-    widen, _ = converters(stored)
-
-    def fetch(held, skip, x, channel, me):  # type: ignore[no-untyped-def]
-        d, row, step = channel + me % across, x.first + skip + me // across, x.start[1]
-        where = x.start[0] + row * step + d
-        for turn in range(turns):
-            more, further = turn % parts * across, turn // parts * height
-            held[turn] = zero
-            if d + more < x.depth and row + further < x.end:
-                held[turn] = widen(x.array[u64(where + more + further * step)])
-
-    return inline(fetch)
-
-
-@cache
 def store_rows(tiling: Tiling, width: int) -> Any:
     """Write what was fetched to shared[base + row, channel]."""
-    across, height, parts, turns = _spans(tiling, width)
+    across, height, parts, turns = _parts(tiling, width)
 
     def store(shared, base, held, me):  # type: ignore[no-untyped-def]
         d, row = me % across, me // across
