@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import cuda, types
@@ -23,25 +23,17 @@ from relpos_np.kernels._cuda.tile import Tiling
 
 # Value channels that a block makes: the sizes of fragments.
 WIDTHS = (32, 64, 128)
-# No weight: an excluded key's, which is marked since its value may be one whose product with 0 is not 0.
+# Marks the weight of an excluded key, whose value may be NaN: a weight of 0 would not leave it out.
 EXCLUDED = -1
 
 
-class Results(NamedTuple):
-    """What the kernel writes: outputs, log-sum-exps, and the weights of each query per row of the value terms."""
-
-    out: Any
-    lse: Any
-    bins: Any
-
-
 def width_of(channels: int, most: int = WIDTHS[-1]) -> int:
-    """How many of so many channels one block makes."""
+    """How many channels one block makes, if there are `channels` in all."""
     return next((width for width in WIDTHS if channels <= width < most), most)
 
 
 def value_width(dtype: np.dtype[Any], v_dim: int) -> int:
-    """How many value channels one block makes: in float64 half as many fit."""
+    """How many value channels one block makes; in float64 half as many fit."""
     return width_of(v_dim, WIDTHS[-1] * 4 // dtype.itemsize)
 
 
@@ -58,12 +50,12 @@ def _is_resident(depth: int, skewed: bool) -> bool:
 
 @cache
 def _products(tiling: Tiling, of_query: str, of_key: str, depth: int, skewed: bool) -> Any:
-    """Make a fragment of products of queries and keys.
+    """Fill a fragment with products of queries and keys.
 
-    There are two tiles of keys, and of queries that are not resident: while one is used, the next one is on its way.
+    Keys, and queries that are not resident, have two tiles each: while one is used, the next is being loaded.
     """
     resident, whole_depth = _is_resident(depth, skewed), depth % tile.DEPTH == 0
-    # Fragments of 64 threads in float64 leave no registers for queries on their way.
+    # With 64 threads in float64, fragments leave no registers for queries that are being loaded.
     ahead = not resident and (tiling.threads > 64 or tiling.dtype.itemsize < 8)
     stage_query, fetch_query = (tile.stage_turned(tiling, of_query, fetched=fetched) for fetched in (False, True))
     fetch_key, store = tile.stage_turned(tiling, of_key, fetched=True), tile.store_turned(tiling)
@@ -97,9 +89,9 @@ def _products(tiling: Tiling, of_query: str, of_key: str, depth: int, skewed: bo
 
 @cache
 def _softmax(tiling: Tiling) -> Any:
-    """Make weights of a row's scores, by one thread and in the order of the keys: its new maximum and sum.
+    """Turn the scores of a row into weights, in the order of the keys; returns the row's new maximum and sum.
 
-    The third number is 1 if a key is excluded; what the weights until now must be multiplied with is in `factors`.
+    The third number returned is 1 if a key is excluded. `factors` gets what earlier weights must be multiplied by.
     """
     rows, real = tiling.rows, tiling.dtype.type
     zero, one, least, excluded = real(0), real(1), real(-np.inf), real(EXCLUDED)
@@ -136,7 +128,7 @@ def _softmax(tiling: Tiling) -> Any:
 
 @cache
 def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
-    """Rescale a fragment of results, and add products of a tile's weights with the values, a few keys at a time."""
+    """Rescale a fragment of results, and add the weighted values of a tile, a few keys at a time."""
     rows, high, run, low, columns = tiling.rows, tiling.high, tiling.run, tiling.low, width // tile.ACROSS
     excluded = tiling.dtype.type(EXCLUDED)
     fetch, store = tile.stage_rows(tiling, of_value, width, fetched=True), tile.store_rows(tiling, width)
@@ -166,7 +158,7 @@ def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
 
 @cache
 def _add_value_terms(tiling: Tiling, width: int) -> Any:
-    """Add to a fragment of results the rows of value terms, each with its bin as the weight."""
+    """Add to a fragment of results the rows of value terms, each times its bin."""
     high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
     zero = tiling.dtype.type(0)
 
@@ -196,7 +188,7 @@ def _add_value_terms(tiling: Tiling, width: int) -> Any:
 
 @cache
 def _write(tiling: Tiling, of_out: str, width: int) -> Any:
-    """Divide a fragment of results by the sums of its rows, and write it to rows from `row_at` on; 0 without keys."""
+    """Divide a fragment of results by its rows' totals, and write it from row `row_at` on; rows without keys are 0."""
     high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
     zero, one = tiling.dtype.type(0), tiling.dtype.type(1)
     _, narrow = converters(of_out)
@@ -250,7 +242,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         # Scores, then weights: [key, row].
         ps = cuda.shared.array(p_shape, kind, tile.ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        # What rows are multiplied with, finally their sums.
+        # What rows are multiplied by; in the end their totals.
         factors = cuda.shared.array(rows, kind, tile.ALIGNED)
         starts = cuda.shared.array((tile.STARTS, 2), types.int64)
         own = cuda.shared.array(tile.OWN_SIZE, types.int64)
@@ -283,7 +275,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         mine = me < rows and first + me < call.q_len
         if mine:
             for n in range(n_bins):
-                results.bins[u64(bins_at + me * n_bins + n)] = zero
+                results.work[u64(bins_at + me * n_bins + n)] = zero
         if resident:
             for c in range(0, depth, tile.DEPTH):
                 stage_query(left, c, q, c, me)
@@ -300,8 +292,8 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
                     row_bins = bins_at + me * n_bins
                     if factors[me] != one:
                         for n in range(n_bins):
-                            results.bins[u64(row_bins + n)] *= factors[me]
-                    weigh(ps, results.bins, row_bins, tables, call.values, call.n_values, here, one, me)
+                            results.work[u64(row_bins + n)] *= factors[me]
+                    weigh(ps, results.work, row_bins, tables, call.values, call.n_values, here, one, me)
             elif me < rows:
                 factors[me] = one
                 for y in range(rows):
@@ -324,7 +316,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         # Also lets every thread see the bins, which are in global memory.
         wait()
         here = tile.Tile(own, first, last, key, stop)
-        add_value_terms(space, results.bins, bins_at, tables, call, here, channel, thread)
+        add_value_terms(space, results.work, bins_at, tables, call, here, channel, thread)
         write(results.out, o, factors, a, row_at, last - first, channel, v_dim, thread)
 
     return kernel

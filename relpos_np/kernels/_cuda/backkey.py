@@ -15,11 +15,10 @@ from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wip
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.scores import survives
-
-# What stands for no probability after dropout.
-LEFT_OUT = -1
-
 from relpos_np.kernels._cuda.tile import Tiling
+
+# Marks an excluded pair where probabilities after dropout stand, which are at least 0.
+LEFT_OUT = -1
 
 
 @cache
@@ -40,7 +39,7 @@ def _fetch_queries(tiling: Tiling) -> Any:
 
 @cache
 def _probabilities(tiling: Tiling) -> Any:
-    """Make probabilities of a tile's scores, before dropout and after; 1 if any of a thread's pairs is excluded."""
+    """Turn scores into probabilities, before dropout and after; returns 1 if any of the thread's pairs is excluded."""
     rows, threads, real = tiling.rows, tiling.threads, tiling.dtype.type
     turns, zero, least = rows * rows // threads, real(0), real(-np.inf)
     excluded, left_out = real(EXCLUDED), real(LEFT_OUT)

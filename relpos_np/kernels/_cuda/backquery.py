@@ -22,7 +22,7 @@ from relpos_np.kernels._cuda.tile import Tiling
 
 @cache
 def _wipe_sums(tiling: Tiling, skewed: bool) -> Any:
-    """Make the sums of terms 0 that belong to a block: number `own` of the launch, its queries from `line` on."""
+    """Set a block's sums of terms to 0."""
     rows, wipe_all = tiling.rows, wipe(tiling)
 
     def wipe_sums(work, tables, call, back, own, size, me):  # type: ignore[no-untyped-def]
@@ -47,7 +47,7 @@ def _wipe_sums(tiling: Tiling, skewed: bool) -> Any:
 
 @cache
 def _probabilities(tiling: Tiling) -> Any:
-    """Make probabilities of a tile's scores; 1 if any of a thread's pairs is excluded."""
+    """Turn scores into probabilities; returns 1 if any of the thread's pairs is excluded."""
     rows, threads, real = tiling.rows, tiling.threads, tiling.dtype.type
     turns, least, excluded = rows * rows // threads, real(-np.inf), real(EXCLUDED)
 
@@ -71,7 +71,7 @@ def _probabilities(tiling: Tiling) -> Any:
 
 @cache
 def _add_to_sums(tiling: Tiling) -> Any:
-    """Add a tile of gradients of scores to the sums of terms that have no products made tile by tile."""
+    """Add a tile of gradients of scores to the sums of all terms but those of a `Skew`."""
     rows, threads = tiling.rows, tiling.threads
     turns, diagonals = rows * rows // threads, add_diagonals(tiling)
     bins = tile.add_bins(tiling, by_query=True, skipped=0)
@@ -97,7 +97,7 @@ def _add_to_sums(tiling: Tiling) -> Any:
 
 @cache
 def _join_tables(tiling: Tiling) -> Any:
-    """Add up the bins of tables of a block's rows, in the place of the first row's."""
+    """Add up the bins of tables over a block's rows; the total replaces the first row's."""
     threads, zero = tiling.threads, tiling.dtype.type(0)
 
     def join(work, at, bins, size, me):  # type: ignore[no-untyped-def]
@@ -170,7 +170,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         if part == 0:
             wipe_sums(work, tables, call, back, own, last - first, me)
         clear_gradients(o)
-        # The row of a tile that a thread meets everywhere in its columns.
+        # The one row of a tile that the thread turns into probabilities.
         row, row_lse, row_delta = me % rows, zero, zero
         if first + row < last:
             row_lse, row_delta = upstream.lse[u64(line + row)], upstream.delta[u64(line + row)]

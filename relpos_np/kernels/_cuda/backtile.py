@@ -1,4 +1,4 @@
-"""What backward kernels do with a tile of scores besides, as functions that are inlined.
+"""What backward kernels do with a tile of scores beyond `tile` and `scores`, as functions that are inlined.
 
 A tile of probabilities holds p where a pair survives dropout, -p where it does not, and `EXCLUDED`.
 """
@@ -14,13 +14,13 @@ from relpos_np.kernels._cuda.records import ADD, ADD_SIZE
 from relpos_np.kernels._cuda.scores import complete, stage_strip
 from relpos_np.kernels._cuda.tile import ACROSS, BATCH, DEPTH, HEAD, Tiling, multiply, origin, stage_turned
 
-# No probability, of either sign.
+# Marks an excluded pair; no probability, of either sign, is -2.
 EXCLUDED = -2
 
 
 @cache
 def make_scores(tiling: Tiling, formats: tuple[str, str], depth: int, *, keys_first: bool, skewed: bool) -> Any:
-    """Make the shared scores of a tile from vectors x and y, the rows and the columns of fragments, and wait."""
+    """Fill shared memory with the scores of a tile, and wait for them. x: the rows of fragments, y: the columns."""
     left, right = (stage_turned(tiling, stored) for stored in formats)
     products, strip_of = multiply(tiling, left, right, depth % DEPTH == 0), stage_strip(tiling)
     finish = complete(tiling, keys_first=keys_first, skewed=skewed)
@@ -36,7 +36,7 @@ def make_scores(tiling: Tiling, formats: tuple[str, str], depth: int, *, keys_fi
 
 @cache
 def make_ds(tiling: Tiling, formats: tuple[str, str], *, keys_first: bool) -> Any:
-    """Replace shared probabilities by the gradients of the scores, from vectors x and y: of the output, and values."""
+    """Replace shared probabilities by gradients of the scores. x, y: the output's gradient and the values, or reverse."""
     left, right = (stage_turned(tiling, stored) for stored in formats)
     products = multiply(tiling, left, right, False)
     gather, turn = add_gathered(tiling, keys_first=keys_first), differentiate(tiling, keys_first=keys_first)

@@ -1,9 +1,8 @@
-"""Few queries for many keys: ranges of keys are attended apart and then merged, and each is read once.
+"""Few queries for many keys: blocks attend ranges of the keys, and a second kernel merges what they found.
 
-A block looks after all queries that share a key head, as rows, and after a range of keys, of which it takes as many
-at a time as it has threads. A thread has one key for the scores, and one channel of the values for the results.
-What it cannot have in registers is in shared memory. Ranges depend on the keys alone: results depend neither on the
-device nor on how many batch items there are.
+A block takes all queries that share a key head, as rows, and one range of keys, as many at a time as it has threads.
+A thread makes the scores of one key, and one channel of the results. Every key is read once. The ranges depend on
+the number of keys alone, so that results depend neither on the device nor on the size of the batch.
 """
 
 from __future__ import annotations
@@ -30,23 +29,15 @@ from relpos_np.kernels._cuda.decodetile import (
 )
 from relpos_np.kernels._cuda.device import empty, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import FORMATS, converters, elements, u32, u64, wait
-from relpos_np.kernels._cuda.records import VECTORS, Call, Operands, Tables
+from relpos_np.kernels._cuda.records import VECTORS, Call, Operands, Results, Tables
 from relpos_np.kernels._cuda.tile import ALIGNED, key_end, origin, share
 from relpos_np.types import Array
 
 # Rows beyond this many are worth the general kernel.
 MOST_ROWS = 16
-# Keys of a range, and how many ranges there are at most.
+# Keys of a range, and the largest number of ranges.
 RANGE = 256
 MOST_RANGES = 128
-
-
-class Results(NamedTuple):
-    """What the kernel writes: outputs, log-sum-exps, and what is to be merged if there are several ranges."""
-
-    out: Any
-    lse: Any
-    work: Any
 
 
 class Ranges(NamedTuple):
@@ -116,7 +107,7 @@ def decode(block: Block, stored: tuple[str, ...]) -> Any:
 
 @cache
 def merge(dtype: np.dtype[Any], stored: str, threads: int) -> Any:
-    """The kernel that merges the ranges of each query, the first one first: a thread has one channel."""
+    """The kernel that merges the ranges of each query, in their order: one channel per thread."""
     _, narrow = converters(stored)
     real = dtype.type
     zero, one, least = real(0), real(1), real(-np.inf)
@@ -153,20 +144,20 @@ def merge(dtype: np.dtype[Any], stored: str, threads: int) -> Any:
 
 
 def ranges(k_len: int) -> int:
-    """How many ranges so many keys are attended in."""
+    """Number of ranges for `k_len` keys."""
     return min(-(-k_len // RANGE), MOST_RANGES)
 
 
 def _word(x: Any, stored: str, depth: int, steps: Array) -> int:
-    """Elements of a load of 16 bytes, or 1 where vectors do not all begin at such a multiple."""
+    """Elements of a load of 16 bytes, or 1 where some vector does not begin at a multiple of 16 bytes."""
     word = 16 // FORMATS[stored][1].itemsize
-    # What was allocated begins at a multiple of 256, but other arrays may be a part of something.
+    # Allocations begin at multiples of 256 bytes, but an array of the caller may be a part of one.
     start = 0 if simulated() else int(x.__cuda_array_interface__["data"][0])
     return 1 if start % 16 or depth % word or (steps % word).any() else word
 
 
 def block_for(call: Call, depth: int, dtype: np.dtype[Any]) -> Block | None:
-    """A block, if there are so few queries for each key, and nothing that only the general kernel knows."""
+    """The block for a call with few queries per key head; None: only the general kernel can do the call."""
     rows = call.k_group * call.q_len
     if call.n_values or call.n_skews or call.keep >= 0 or call.k_group != call.v_group or rows > MOST_ROWS:
         return None

@@ -16,7 +16,7 @@ from relpos_np.kernels._cuda.tile import PAD, origin
 
 # Bytes of shared memory that every device has for a block.
 MOST_SHARED = 48 << 10
-# Threads that share a row's keys when its maximum and its sum are sought.
+# Threads that share a row's keys when they find its maximum and its sum.
 LANES = 8
 # Elements of a row of a tile that a thread loads from shared memory at a time.
 STEP = 4
@@ -24,12 +24,12 @@ STEP = 4
 TURN = 4 * STEP
 # Elements that a thread loads before it stores any.
 HELD = 32
-# No weight: an excluded key's, which is marked since its value may be one whose product with 0 is not 0.
+# Marks the weight of an excluded key, whose value may be NaN: a weight of 0 would not leave it out.
 EXCLUDED = -1
 
 
 class Block(NamedTuple):
-    """Sizes of a block: its dtype, threads, rows and head size, and how many elements a load of keys or values has."""
+    """Sizes of a block: its dtype, threads, rows and head size, and the elements of one load of keys or of values."""
 
     dtype: np.dtype[Any]
     threads: int
@@ -55,12 +55,12 @@ class Block(NamedTuple):
 
     @property
     def wide(self) -> int:
-        """The head size, filled up."""
+        """The head size, rounded up to whole turns."""
         return -(-self.depth // TURN) * TURN
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Elements of shared memory for queries, a tile of keys or values, scores, and what rows share among lanes."""
+        """Elements of shared memory: queries, a tile of keys or values, scores, a number for each row and lane."""
         tile = max(self.threads * (self.chunk + PAD), self.few * (self.threads + PAD))
         return self.rows * self.wide, tile, self.rows * (self.threads + PAD), self.rows * LANES
 
@@ -72,7 +72,7 @@ class Block(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a block looks after: a batch item, its first head, rows, and the number of its first query of all."""
+    """What a block computes: a batch item, its first head, its rows, and the number of its first query among all."""
 
     batch: int
     head: int
@@ -89,7 +89,7 @@ class Vector(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What a block works in: see the kernel."""
+    """The arrays that a block works in; the kernel says what they hold."""
 
     qs: Any
     tile: Any
@@ -104,7 +104,7 @@ class Space(NamedTuple):
 
 @cache
 def _fetch(stored: str, word: int) -> Any:
-    """Put as many elements as one load has, from a place on, into an array from n on."""
+    """Widen the `word` elements of one load, from index `at` on, into `held` from n on."""
     widen, _ = converters(stored)
     load: Any = neighbours(word) if word > 1 else None
 
@@ -129,9 +129,9 @@ def _fetch(stored: str, word: int) -> Any:
 
 @cache
 def _stage(block: Block, stored: str, word: int, rows: int, width: int) -> Any:
-    """Fill shared[row, channel] with so many rows and channels of vectors, 0 where there are none.
+    """Fill shared[row, channel] with `rows` vectors of `width` channels, 0 where there are none.
 
-    Neighbouring threads have neighbouring words. A thread's loads are independent of each other.
+    Neighbouring threads read neighbouring words. A thread issues several loads before it stores any.
     """
     across = width // word
     height, stride = block.threads // across, width + PAD
@@ -252,7 +252,7 @@ def _exclude(block: Block) -> Any:
 
 @cache
 def stage_queries(block: Block, of_query: str) -> Any:
-    """Fill shared memory with the queries of all rows, 0 beyond the last row and channel, or all if nothing is read."""
+    """Fill shared memory with the queries of all rows; 0 beyond the last row and channel, or everywhere if not `is_read`."""
     threads, depth, wide, zero = block.threads, block.depth, block.wide, block.dtype.type(0)
     widen, _ = converters(of_query)
     size = block.sizes[0]
@@ -302,7 +302,7 @@ def make_scores(block: Block, of_key: str) -> Any:
 
 @cache
 def softmax(block: Block) -> Any:
-    """Make weights of scores: maxima by lanes, then by rows. Each row's new maximum, and 1 if a key is excluded."""
+    """Turn scores into weights: maxima by lane, then by row. Returns a row's maximum, and 1 if a key is excluded."""
     rows, threads, real = block.rows, block.threads, block.dtype.type
     stride, lanes = threads + PAD, block.sizes[-1]
     zero, one, least, excluded = real(0), real(1), real(-np.inf), real(EXCLUDED)

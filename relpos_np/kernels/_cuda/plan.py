@@ -12,12 +12,12 @@ import numpy as np
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.kernels._cuda import decode
-from relpos_np.kernels._cuda.attend import Results, attend, tiling, value_width
+from relpos_np.kernels._cuda.attend import attend, tiling, value_width
 from relpos_np.kernels._cuda.device import download, empty, launch, upload, upload_all, write
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
 from relpos_np.kernels._cuda.product import gemm
-from relpos_np.kernels._cuda.records import Add, Bins, Call, Operands, Pairs, Scales, Skew, Tables, Vectors
+from relpos_np.kernels._cuda.records import Add, Bins, Call, Operands, Pairs, Results, Scales, Skew, Tables, Vectors
 from relpos_np.types import Array, Int64
 
 

@@ -189,6 +189,17 @@ class Upstream(NamedTuple):
     delta: Any
 
 
+class Results(NamedTuple):
+    """What forward kernels write: outputs, log-sum-exps, and numbers of their own.
+
+    These are the weights of each query per row of value terms, or in decoding what several ranges of keys came to.
+    """
+
+    out: Any
+    lse: Any
+    work: Any
+
+
 class Scales(NamedTuple):
     """Factors of products of queries and keys, and of probabilities that dropout keeps."""
 

@@ -17,7 +17,7 @@ from relpos_np.kernels._cuda.tile import BATCH, DEPTH, HEAD, SKEWED, TABLE, Rows
 
 
 class Positions(NamedTuple):
-    """Rows of a table by relative position: where a head's begin and the map has distance 0, and the first position."""
+    """Rows of a table, from relative position `first` on; `start`: where the rows begin and the map has distance 0."""
 
     tables: Any
     start: Any
@@ -83,7 +83,7 @@ def _locate_skew(starts, tables, here, at, me):  # type: ignore[no-untyped-def]
     return Rows(tables.data, starts[SKEWED], here.first, here.last, meta[at + SKEW.depth])
 
 
-# The vectors that a `Skew` multiplies, once their start, and that of the rows, are in shared memory.
+# Put into shared memory where the vectors and rows of a `Skew` begin; returns the vectors.
 locate_skew = inline(_locate_skew)
 
 
@@ -139,9 +139,9 @@ def put(tiling: Tiling, *, keys_first: bool) -> Any:
 
 @cache
 def add_terms(tiling: Tiling, *, keys_first: bool) -> Any:
-    """Add to shared scores what is given per pair, or per row of a table that an index map gives.
+    """Add to shared scores what is given per pair, or by an index map. Neighbouring threads have neighbouring keys.
 
-    Neighbouring threads have neighbouring keys. Nothing is read that belongs to no pair of the tile.
+    Only pairs of the tile are read.
     """
     rows, threads = tiling.rows, tiling.threads
     least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
@@ -178,7 +178,7 @@ def add_terms(tiling: Tiling, *, keys_first: bool) -> Any:
 
 @cache
 def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
-    """Make the shared scores of excluded pairs -inf, whatever they are: excluded vectors may hold NaN."""
+    """Set the shared scores of excluded pairs to -inf, whatever they are: excluded vectors may hold NaN."""
     rows, threads = tiling.rows, tiling.threads
     least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
 
@@ -202,7 +202,7 @@ def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
 
 @cache
 def complete(tiling: Tiling, *, keys_first: bool, skewed: bool) -> Any:
-    """Make shared scores of a fragment of products, and wait for them."""
+    """Turn a fragment of products into complete scores in shared memory, and wait for them."""
     rows = tiling.rows
     share_products, skews = put(tiling, keys_first=keys_first), add_skews(tiling, keys_first=keys_first)
     terms, leave_out = add_terms(tiling, keys_first=keys_first), exclude(tiling, keys_first=keys_first)

@@ -21,15 +21,15 @@ from relpos_np.kernels._cuda.records import BINS, BINS_SIZE, VECTORS
 
 # Channels of operands, or rows of values, that are in shared memory at a time.
 DEPTH = 16
-# How many of those a loop takes in a turn.
+# How many of those a loop handles per turn.
 STEPS = 4
-# What is added to a row of a shared tile against bank conflicts; fragments' loads of 16 bytes stay aligned.
+# Padding of a row of a shared tile, against bank conflicts; loads of 16 bytes stay aligned.
 PAD = 4
 ALIGNED = 16
 # Threads of a block across the columns of a tile.
 ACROSS = 8
-# What a block keeps in shared memory, since registers are scarce: where its operands begin, and their steps per row;
-# of a `Skew` the same of the vectors, and where its rows begin and its index map has distance 0;
+# Registers are scarce, so a block keeps in shared memory: for each operand where it begins and its step per row, for
+# the current `Skew` the same of its vectors, and where its rows begin and where its index map has distance 0;
 STARTS = 6
 Q, K, V, GRAD, SKEWED, TABLE = range(STARTS)
 # its batch item, its head, the number of its first query (or key) among all, and its own among the launch's blocks.
@@ -46,7 +46,7 @@ class Tiling(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        """Numba's type of the numbers that are computed with."""
+        """Numba's type of the numbers that kernels compute with."""
         return types.float32 if self.dtype.itemsize == 4 else types.float64
 
     @property
@@ -79,7 +79,7 @@ class Thread(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries from `first` to before `last`, and keys from `key` to before `stop`, of what is the block's own."""
+    """Queries first, ..., last - 1 and keys key, ..., stop - 1; `own` names the block's batch item and head."""
 
     own: Any
     first: int
@@ -89,7 +89,7 @@ class Tile(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Vectors of one head: the array, where the first one begins and the step to the next, and those of a tile."""
+    """Vectors first, ..., end - 1 of a head; `start`: where vector 0 begins in the array, and the step to the next."""
 
     array: Any
     start: Any
@@ -99,7 +99,7 @@ class Rows(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What products are made in: two shared tiles of operands, a fragment of sums, and a step's operands."""
+    """Two shared tiles of operands, a fragment of sums of their products, and registers for the operands of a step."""
 
     left: Any
     right: Any
@@ -109,7 +109,7 @@ class Space(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What scores are made in: a space, the shared strip, and the arrays of `locate`."""
+    """A space for products, the shared strip of biases, and the starts that `locate` fills."""
 
     space: Any
     strip: Any
@@ -118,7 +118,7 @@ class Room(NamedTuple):
 
 @cache
 def thread_of(tiling: Tiling) -> Any:
-    """The thread of a number."""
+    """Where in the grid the thread of a number stands."""
     run = tiling.run
 
     def thread(me):  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ def _share(block, parts, tiles, heads):  # type: ignore[no-untyped-def]
     return part, tile, line % heads, line // heads
 
 
-# What a block looks after: a part of the channels of a tile, of a head, of a batch item.
+# Which part of the channels, tile, head and batch item belong to a block.
 share = inline(_share)
 
 
@@ -140,7 +140,7 @@ def _origin(meta, at, batch, head):  # type: ignore[no-untyped-def]
     return meta[at + VECTORS.start] + meta[meta[at + VECTORS.batch] + batch] + head * meta[at + VECTORS.head]
 
 
-# Where the vectors, or the numbers per pair, of a batch item and a head begin: their records all begin alike.
+# Where the numbers of a batch item and head begin, for `Vectors` and all records that begin with the same fields.
 origin = inline(_origin)
 
 
@@ -155,7 +155,7 @@ def _locate(starts, own, meta, call, batch, head, line, number, me):  # type: ig
     wait()
 
 
-# Fill the arrays of `STARTS` rows and of `OWN_SIZE` numbers, and wait for them.
+# Fill `starts` and `own`, and wait for them.
 locate = inline(_locate)
 
 
@@ -171,7 +171,7 @@ key_end = inline(_key_end)
 
 
 def held_of(tiling: Tiling, width: int) -> int:
-    """Numbers that a thread fetches of a tile of `DEPTH` by `width`."""
+    """Numbers per thread of a tile of `DEPTH` by `width`."""
     return DEPTH * width // tiling.threads
 
 
@@ -262,7 +262,7 @@ def store_rows(tiling: Tiling, width: int) -> Any:
 
 @cache
 def clear(high: int, wide: int, dtype: np.dtype[Any]) -> Any:
-    """Make a fragment 0."""
+    """Set a fragment to 0."""
     zero = dtype.type(0)
 
     def clear(s):  # type: ignore[no-untyped-def]
@@ -304,7 +304,7 @@ def outer(tiling: Tiling, columns: int) -> Any:
 def accumulate(tiling: Tiling, columns: int) -> Any:
     """The same for `DEPTH` rows.
 
-    If it must be careful, nothing is multiplied by the number `skipped` of the left tile: what is excluded may be NaN.
+    If `careful`, numbers of the left tile that equal `skipped` are left out: what they stand for may be NaN.
     """
     high, run, low = tiling.high, tiling.run, tiling.low
     add = outer(tiling, columns)
@@ -330,7 +330,7 @@ def accumulate(tiling: Tiling, columns: int) -> Any:
 
 @cache
 def multiply(tiling: Tiling, stage_left: Any, stage_right: Any, whole: bool) -> Any:
-    """Make a fragment of the products of the vectors x and y, which are staged `DEPTH` channels at a time.
+    """Fill a fragment with the products of the vectors x and y, staged `DEPTH` channels at a time.
 
     `whole`: the number of channels is a multiple of `DEPTH`.
     """
@@ -351,7 +351,7 @@ def multiply(tiling: Tiling, stage_left: Any, stage_right: Any, whole: bool) -> 
 
 @cache
 def combine(tiling: Tiling, stage: Any, columns: int) -> Any:
-    """Add to a fragment `size` rows of x, staged `DEPTH` at a time, each times its row of weights, the left tile."""
+    """Add to a fragment `size` rows of x, staged `DEPTH` at a time, times the weights in the rows of the left tile."""
     add = accumulate(tiling, columns)
 
     def combine(space, x, size, channel, careful, skipped, thread):  # type: ignore[no-untyped-def]
@@ -366,9 +366,9 @@ def combine(tiling: Tiling, stage: Any, columns: int) -> Any:
 
 @cache
 def add_bins(tiling: Tiling, *, by_query: bool, skipped: float, survivors: bool = False) -> Any:
-    """Have a thread add one column of a tile to its bins: that of a query (or key), keys (or queries) in their order.
+    """Have a thread add one column of a tile, a query's or a key's, to the bins of its terms, in order.
 
-    Nothing is read for what is `skipped`. Of `survivors` of dropout, those above 0, `kept` times as much is added.
+    Numbers that equal `skipped` are left out. `survivors`: add only those above 0, times `kept`.
     """
     rows, zero, skip = tiling.rows, tiling.dtype.type(0), tiling.dtype.type(skipped)
 
