@@ -19,7 +19,7 @@ from relpos_np.kernels._cuda.device import inline, jit, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import BINS, BINS_SIZE
 from relpos_np.kernels._cuda.scores import complete, stage_strip, survives
-from relpos_np.kernels._cuda.tile import Tiling
+from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 # Value channels that a block makes: the sizes of fragments.
 WIDTHS = (32, 64, 128)
@@ -237,15 +237,15 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     @jit()
     def kernel(operands, tables, results, call, scales):  # type: ignore[no-untyped-def]
         operands, tables, results = elements(operands), elements(tables), elements(results)
-        left = cuda.shared.array(left_shape, kind, tile.ALIGNED)
-        right = cuda.shared.array(right_shape, kind, tile.ALIGNED)
+        left = cuda.shared.array(left_shape, kind, ALIGNED)
+        right = cuda.shared.array(right_shape, kind, ALIGNED)
         # Scores, then weights: [key, row].
-        ps = cuda.shared.array(p_shape, kind, tile.ALIGNED)
+        ps = cuda.shared.array(p_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
         # What rows are multiplied by; in the end their totals.
-        factors = cuda.shared.array(rows, kind, tile.ALIGNED)
-        starts = cuda.shared.array((tile.STARTS, 2), types.int64)
-        own = cuda.shared.array(tile.OWN_SIZE, types.int64)
+        factors = cuda.shared.array(rows, kind, ALIGNED)
+        starts = cuda.shared.array((STARTS, 2), types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)

@@ -1,9 +1,9 @@
-"""The sizes of the backward kernels' blocks, and how these kernels go about it.
+"""How the two backward kernels work, and the sizes of their blocks.
 
-Both make a tile's scores anew, from them the probabilities p and, with the gradients of the probabilities, those of
-the scores, ds = p * (dp - delta). A block looks after a tile of queries, or of keys, and goes over all keys, or
-queries, in their order; every sum belongs to one thread and is taken in a fixed order, so that results do not depend
-on scheduling. No atomics. If there are more channels than a block's threads can hold, several blocks make some each.
+Both recompute the scores of a tile, the probabilities p and the gradients of the scores, ds = p * (dp - delta). A
+block has a tile of queries, or of keys, and goes over all keys, or queries, in order. Every sum belongs to one thread
+and is taken in a fixed order, without atomics, so that results do not depend on scheduling. If there are more
+channels than the threads of a block can hold, several blocks share them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def query_side(dtype: np.dtype[Any], depth: int, skewed: bool = False) -> tuple[
 
 
 def key_side(dtype: np.dtype[Any], depth: int, v_dim: int) -> tuple[Tiling, int]:
-    """The same for the gradients of keys and values, whose fragments are in registers at the same time."""
+    """The same for gradients of keys and values, both of which are in registers at once."""
     width = width_of(max(depth, v_dim))
     if simulated():
         return Tiling(dtype, 32, 32), width
@@ -38,6 +38,6 @@ def key_side(dtype: np.dtype[Any], depth: int, v_dim: int) -> tuple[Tiling, int]
 
 
 def fits(tiling: Tiling, *shapes: tuple[int, ...]) -> None:
-    """Make sure that shared arrays fit."""
+    """Check that shared arrays fit."""
     size = sum(math.prod(shape) for shape in shapes) * tiling.dtype.itemsize + 8 * (2 * STARTS + OWN_SIZE)
     assert size <= SHARED, f"a block needs {size} bytes of shared memory"

@@ -15,7 +15,7 @@ from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wip
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.scores import survives
-from relpos_np.kernels._cuda.tile import Tiling
+from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 # Marks an excluded pair where probabilities after dropout stand, which are at least 0.
 LEFT_OUT = -1
@@ -95,17 +95,17 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
     def kernel(operands, tables, upstream, work, out_k, out_v, call, back, scales):  # type: ignore[no-untyped-def]
         operands, tables, upstream = elements(operands), elements(tables), elements(upstream)
         work, out_k, out_v = elements(work), elements(out_k), elements(out_v)
-        left = cuda.shared.array(left_shape, kind, tile.ALIGNED)
-        right = cuda.shared.array(right_shape, kind, tile.ALIGNED)
+        left = cuda.shared.array(left_shape, kind, ALIGNED)
+        right = cuda.shared.array(right_shape, kind, ALIGNED)
         # Scores, then probabilities after dropout: [query, key].
-        ps = cuda.shared.array(p_shape, kind, tile.ALIGNED)
+        ps = cuda.shared.array(p_shape, kind, ALIGNED)
         # Probabilities, then gradients of scores.
-        ds = cuda.shared.array(p_shape, kind, tile.ALIGNED)
+        ds = cuda.shared.array(p_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        lses = cuda.shared.array(rows, kind, tile.ALIGNED)
-        deltas = cuda.shared.array(rows, kind, tile.ALIGNED)
-        starts = cuda.shared.array((tile.STARTS, 2), types.int64)
-        own = cuda.shared.array(tile.OWN_SIZE, types.int64)
+        lses = cuda.shared.array(rows, kind, ALIGNED)
+        deltas = cuda.shared.array(rows, kind, ALIGNED)
+        starts = cuda.shared.array((STARTS, 2), types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         dk = cuda.local.array(o_shape, kind)
         dv = cuda.local.array(o_shape, kind)

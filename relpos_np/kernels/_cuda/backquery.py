@@ -17,7 +17,7 @@ from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import SKEW, SKEW_SIZE
 from relpos_np.kernels._cuda.scores import survives
-from relpos_np.kernels._cuda.tile import Tiling
+from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 
 @cache
@@ -138,16 +138,16 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
     def kernel(operands, tables, upstream, work, out, call, back, scales):  # type: ignore[no-untyped-def]
         operands, tables, upstream = elements(operands), elements(tables), elements(upstream)
         work, out = elements(work), elements(out)
-        left = cuda.shared.array(left_shape, kind, tile.ALIGNED)
-        right = cuda.shared.array(right_shape, kind, tile.ALIGNED)
+        left = cuda.shared.array(left_shape, kind, ALIGNED)
+        right = cuda.shared.array(right_shape, kind, ALIGNED)
         # Scores, then probabilities, then gradients of scores: [key, row].
-        ps = cuda.shared.array(p_shape, kind, tile.ALIGNED)
+        ps = cuda.shared.array(p_shape, kind, ALIGNED)
         # The same by relative position.
-        skews = cuda.shared.array(skew_shape, kind, tile.ALIGNED)
+        skews = cuda.shared.array(skew_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        deltas = cuda.shared.array(rows, kind, tile.ALIGNED)
-        starts = cuda.shared.array((tile.STARTS, 2), types.int64)
-        own = cuda.shared.array(tile.OWN_SIZE, types.int64)
+        deltas = cuda.shared.array(rows, kind, ALIGNED)
+        starts = cuda.shared.array((STARTS, 2), types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)

@@ -1,4 +1,4 @@
-"""Gradients of products with one row per relative position: of the vectors and of the rows, tile by tile."""
+"""Gradients of what a `Skew` multiplies, vectors and rows by relative position, tile by tile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _by_position(tiling: Tiling, *, rows_first: bool) -> Any:
 
 @cache
 def _add_fragment(tiling: Tiling) -> Any:
-    """Add a fragment to numbers in rows of `step`, of which there are `end` and in each `depth` from `channel` on."""
+    """Add a fragment to the channels from `channel` on of the first `end` rows at `at`, which are `step` apart."""
     high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
 
     def add(work, s, at, step, end, channel, depth, thread):  # type: ignore[no-untyped-def]
@@ -52,7 +52,7 @@ def _add_fragment(tiling: Tiling) -> Any:
 
 @cache
 def skew_gradients(tiling: Tiling) -> Any:
-    """Add to sums in `work` what a tile of gradients of scores, [key, row], says of the terms of every `Skew`."""
+    """Add what a tile of gradients of scores, [key, row], contributes to the sums in `work` of every `Skew`."""
     rows, real = tiling.rows, tiling.dtype.type
     zero = real(0)
     by_position, by_row = _by_position(tiling, rows_first=False), _by_position(tiling, rows_first=True)
@@ -61,7 +61,7 @@ def skew_gradients(tiling: Tiling) -> Any:
     clear_sums, add = clear(tiling.high, tiling.wide, tiling.dtype), _add_fragment(tiling)
 
     def gradients(skews, ds, room, work, tables, call, back, here, careful, thread):  # type: ignore[no-untyped-def]
-        # All relative positions of a block.
+        # Relative positions of a block.
         spans, column = rows + call.k_len - 1, 0
         (_, right, s, a, b), _, starts = room
         space = Space(skews, right, s, a, b)

@@ -1,4 +1,4 @@
-"""What comes before and after the backward kernels: a number per query, and sums of what blocks have summed."""
+"""What runs before and after the backward kernels: a number per query, and totals of what blocks have summed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numba import cuda
 from relpos_np.kernels._cuda.device import jit
 from relpos_np.kernels._cuda.intrinsics import u64
 
-# Threads of a block; each goes on to further elements if there are more than threads.
+# Threads of a block; a grid that is too small for all elements goes over them in several turns.
 THREADS = 64
 
 
 @cache
 def delta_kernel(dtype: np.dtype[Any]) -> Any:
-    """The kernel for what every score of a query's row has in common: dO . O - dlse. One thread for each row."""
+    """The kernel for delta = dO . O - dlse, one number per query. One thread per query."""
     zero = dtype.type(0)
 
     @jit()
@@ -36,10 +36,10 @@ def delta_kernel(dtype: np.dtype[Any]) -> Any:
 
 
 class Private(NamedTuple):
-    """Sums that each block has of its own: what of them belongs to column n of the result.
+    """Sums that every block has of its own, `size` numbers each, a `step` apart from `start` on.
 
-    Those of the block for the queries from `first` on start at `start` plus a `step` for each block, and column n is
-    number n + slope * first + shift of them, if that is at least 0 and below `size`.
+    For column n of the result, the block of the queries from `first` on adds its number n + slope * first + shift,
+    if it has one.
     """
 
     start: int
@@ -63,8 +63,7 @@ def reduce_kernel() -> Any:
             total = totals[u64(n)]
             if begin == 0:
                 total = zero
-            # Blocks are numbered by batch item, head and tile. The order is that of their numbers, so that it makes
-            # no difference how many are there at a time.
+            # In the order of the blocks' numbers (batch item, head, tile), however many one launch has.
             line = begin // (heads * tiles) * heads + head
             while line * tiles < end:
                 for tile in range(tiles):
@@ -80,7 +79,7 @@ def reduce_kernel() -> Any:
 
 
 class Seen(NamedTuple):
-    """The integers of `seen_kernel`: where sums start, how far apart those of vectors are, their number, and sizes."""
+    """The integers of `seen_kernel`: where the sums of a vector begin, the step to the next, how many, and sizes."""
 
     at: int
     step: int
@@ -94,7 +93,7 @@ class Seen(NamedTuple):
 
 @cache
 def seen_kernel(dtype: np.dtype[Any]) -> Any:
-    """The kernel that copies vectors which have a share in sums, and makes zeros of others: they may hold anything.
+    """The kernel that copies vectors with a share in sums, and sets others to 0, since they may hold anything.
 
     Vectors are (batch, heads / group, length, depth), copies (batch, heads, length, depth).
     """
@@ -124,7 +123,7 @@ def seen_kernel(dtype: np.dtype[Any]) -> Any:
 
 @cache
 def group_kernel(dtype: np.dtype[Any]) -> Any:
-    """The kernel that adds up the arrays of `step` elements of each group of heads, the first head first."""
+    """The kernel that adds up the arrays, of `step` elements, of each group of heads, in their order."""
     zero = dtype.type(0)
 
     @jit()

@@ -36,7 +36,7 @@ def make_scores(tiling: Tiling, formats: tuple[str, str], depth: int, *, keys_fi
 
 @cache
 def make_ds(tiling: Tiling, formats: tuple[str, str], *, keys_first: bool) -> Any:
-    """Replace shared probabilities by gradients of the scores. x, y: the output's gradient and the values, or reverse."""
+    """Replace shared probabilities by gradients of the scores. x, y: the output's gradient and values, or reverse."""
     left, right = (stage_turned(tiling, stored) for stored in formats)
     products = multiply(tiling, left, right, False)
     gather, turn = add_gathered(tiling, keys_first=keys_first), differentiate(tiling, keys_first=keys_first)

@@ -252,7 +252,7 @@ def _exclude(block: Block) -> Any:
 
 @cache
 def stage_queries(block: Block, of_query: str) -> Any:
-    """Fill shared memory with the queries of all rows; 0 beyond the last row and channel, or everywhere if not `is_read`."""
+    """Fill shared memory with the queries of all rows; 0 beyond the last row and channel, all 0 if not `is_read`."""
     threads, depth, wide, zero = block.threads, block.depth, block.wide, block.dtype.type(0)
     widen, _ = converters(of_query)
     size = block.sizes[0]

@@ -1,10 +1,10 @@
-"""What the host tells kernels: each record is declared once, for the host to fill and for kernels to read.
+"""The records through which the host tells kernels what to do, declared once for both.
 
-Some records are arguments of kernels. Of the others a call has any number: the host writes them into the flat array
-`meta`, and a kernel reads the field `head` of an `Add` that begins at `at` as `meta[at + ADD.head]`.
+Some are arguments of kernels. Of the others a call has any number: the host writes them into the flat array `meta`,
+and a kernel reads the field `head` of an `Add` that begins at `at` as `meta[at + ADD.head]`.
 
-Starts and steps are counted in elements. A batch item's share of a start is looked up in a table in `meta`, one
-number per batch item. A start of -1 means that there is nothing.
+Starts and steps count elements; -1 as a start means that there is nothing. Something begins at its `start`, plus what
+the table at `batch` in `meta` holds for the batch item, plus `head` for each head.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Vectors(NamedTuple):
-    """Queries, keys or values: a start, the table of starts per batch item, and steps per head and row."""
+    """Queries, keys or values: where they begin, and the step from row to row."""
 
     start: int
     batch: int
@@ -22,7 +22,7 @@ class Vectors(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A byte per pair, of the bool mask or of dropout: as `Vectors`, with steps per query and key."""
+    """A byte per pair, of the bool mask or of dropout: where they begin, and steps per query and key."""
 
     start: int
     batch: int
@@ -32,7 +32,7 @@ class Pairs(NamedTuple):
 
 
 class Add(NamedTuple):
-    """A summand of the scores: a number per pair, or one per row of a table that an index map gives (-1: no map)."""
+    """A summand of the scores: a number per pair, or for the row that an index map gives; `map` is -1 without a map."""
 
     start: int
     batch: int
@@ -47,7 +47,7 @@ class Add(NamedTuple):
 
 
 class Skew(NamedTuple):
-    """Products of vectors with one row per relative position, made tile by tile: `Vectors`, then the rows."""
+    """Products of vectors with one row per relative position, made tile by tile: the vectors, then the rows."""
 
     start: int
     batch: int
@@ -61,9 +61,9 @@ class Skew(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """Sums over the pairs for which an index map gives the same row: the first bin, and the rows of the table.
+    """A sum for each row of a table, over the pairs for which the index map gives that row: first bin, rows, map.
 
-    Of a value term also where its rows are, and their step per head.
+    For a value term also where the rows' vectors are.
     """
 
     weights: int
@@ -77,7 +77,7 @@ class Bins(NamedTuple):
 
 
 def _fields(record: Any) -> Any:
-    """The place of each field in a record."""
+    """A record that holds the position of each of its fields."""
     return record(*range(len(record._fields)))
 
 
@@ -128,10 +128,9 @@ class Call(NamedTuple):
 
 
 class Back(NamedTuple):
-    """The integers that the backward pass has besides. Sums are in `work`, from the starts given here on.
+    """The further integers of the backward pass: mostly where in `work` sums begin.
 
-    Terms of queries, keys and tables have `Bins` in `meta`, each query or key has so many bins, and those of all
-    follow each other.
+    `queries`, `keys` and `tables` are `Bins` in `meta`; `n_query_bins` and the like are the bins of one query or key.
     """
 
     queries: int
@@ -142,7 +141,7 @@ class Back(NamedTuple):
     n_keys: int
     key_bins: int
     n_key_bins: int
-    # Bins of tables whose maps are by pair; as all sums of tables, they are there for one chunk of blocks at a time.
+    # Tables whose maps are by pair; their bins belong to the blocks of one launch, as do `diagonals` and `skew_rows`.
     tables: int
     n_tables: int
     table_bins: int
@@ -151,11 +150,11 @@ class Back(NamedTuple):
     # What value terms add to the gradients of probabilities: `Add` in `meta`.
     gathered: int
     n_gathered: int
-    # Sums over diagonals, per block, and gradients of the scores themselves.
+    # Sums over diagonals, and gradients of the scores themselves.
     diagonals: int
     pairs: int
-    # Gradients of what `Skew` multiplies: of the vectors, one term after the other, and of the rows by relative
-    # position, per block. All channels of these terms, and all queries of the call.
+    # Gradients of what a `Skew` multiplies: of the vectors, one term after the other, and of the rows by relative
+    # position; the channels of all these terms, and the queries of all heads and batch items.
     skew_vectors: int
     skew_rows: int
     skew_width: int
@@ -182,7 +181,7 @@ class Tables(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What gradients are made from: the output's gradient, and per query the log-sum-exp and dO . O - dlse."""
+    """What gradients start from: the gradient of the output, and per query log-sum-exp and delta = dO . O - dlse."""
 
     grad_out: Any
     lse: Any
@@ -201,7 +200,7 @@ class Results(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Factors of products of queries and keys, and of probabilities that dropout keeps."""
+    """Factors: of products of queries and keys, and of probabilities that dropout keeps."""
 
     scores: Any
     kept: Any
