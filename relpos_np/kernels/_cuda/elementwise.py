@@ -13,7 +13,7 @@ from relpos_np.kernels._cuda.device import inline, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, reader
 
 THREADS = 64
-# Axes that a kernel counts through; others are gone through on the host.
+# Axes that a kernel counts through; the host goes through others.
 AXES = 4
 
 
@@ -43,7 +43,7 @@ def is_brain(dtype: np.dtype[Any]) -> bool:
 
 @cache
 def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, real: Any) -> Any:
-    """The kernel for one operation and three element types; arithmetic in `real`, None: elements are only moved."""
+    """The kernel for an operation and three dtypes, computing in `real`; if that is None, elements are only moved."""
     if real is None:
         read_x = read_y = narrow = inline(_itself)
     else:
@@ -73,7 +73,7 @@ def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, rea
 
 
 def _merged(shape: tuple[int, ...], steps: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
-    """Axes without those of one entry, and neighbours that all arrays walk through evenly as one."""
+    """Sizes and steps with axes of one entry left out and neighbouring axes joined where all arrays allow it."""
     sizes: list[int] = []
     walks: list[list[int]] = [[] for _ in steps]
     for axis, size in enumerate(shape):

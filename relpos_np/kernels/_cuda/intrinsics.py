@@ -80,7 +80,7 @@ def _narrow(x: Any) -> Any:
 
 @cache
 def converters(stored: str) -> tuple[Any, Any]:
-    """From a stored element to the number that is computed with, and back."""
+    """Functions from a stored element to the number that kernels compute with, and back."""
     if stored == "bfloat16":
         return inline(_widen), inline(_narrow)
     wide = np.float64 if stored == "float64" else np.float32
@@ -89,7 +89,7 @@ def converters(stored: str) -> tuple[Any, Any]:
 
 @cache
 def reader(stored: str, real: np.dtype[Any]) -> Any:
-    """From a stored element to a number of another dtype, float32 or float64."""
+    """The function from a stored element to a number in `real`, float32 or float64."""
     widen, cast = converters(stored)[0], real.type
 
     def read(x: Any) -> Any:
@@ -110,15 +110,15 @@ def _neighbours(size: int) -> Any:
 
 
 def _device_neighbours(size: int) -> Any:
-    """The same as one load of 16 bytes."""
+    """The same, as one load of 16 bytes."""
     ir, extending, array = (import_module(name) for name in ("llvmlite.ir", "numba.cuda.extending", _ARRAYS))
 
-    # Numba's own names for what it passes.
+    # The names of the arguments are Numba's.
     @extending.intrinsic
     def load(typingctx: Any, x: Any, at: Any) -> Any:  # noqa: ARG001
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
             start = builder.gep(array.make_array(x)(context, builder, args[0]).data, [args[1]])
-            # Words of 32 or 64 bits, which such loads have in the device's language.
+            # PTX has loads of 16 bytes as words of 32 or 64 bits.
             bits = max(32, 128 // size)
             words = ir.VectorType(ir.IntType(bits), 128 // bits)
             found = builder.load(builder.bitcast(start, words.as_pointer()))

@@ -44,22 +44,22 @@ class Pool:
 
 
 def compact(x: Array, axes: int) -> tuple[Array, list[int]]:
-    """Without the repetitions of a broadcast array of so many axes: contiguous, and its steps, 0 where it repeats."""
+    """A broadcast array with `axes` axes, stored once: contiguous, and its steps, 0 along axes that repeat."""
     x = x[(None,) * (axes - x.ndim)]
     x = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)]
     x = np.ascontiguousarray(x)
     return x, [0 if n == 1 else step // x.itemsize for n, step in zip(x.shape, x.strides, strict=True)]
 
 
-def by_position(term: TableTerm) -> Array:
-    """A table's value for each relative position: (H or 1, L_q + L_k - 1)."""
+def values_along(term: TableTerm) -> Array:
+    """The values of a table by relative position: (H or 1, L_q + L_k - 1)."""
     assert isinstance(term.index, Toeplitz)
     lookup = term.index.lookup
     picked: Array = term.table[:, np.maximum(lookup, 0)]
     return np.where(lookup < 0, term.table.dtype.type(0), picked) if term.index.gaps else picked
 
 
-# Products with more rows of a Toeplitz map than this are made tile by tile: a tile has as many relative positions.
+# Toeplitz maps with more rows than this have their products made tile by tile: a tile has this many positions.
 FEW_ROWS = 128
 
 
@@ -75,7 +75,7 @@ class Forward:
         self.meta = Pool(np.int64)
         self.products: list[tuple[Any, ...]] = []
         self.product_size = 0
-        # One table of starts serves all that do not differ between batch items.
+        # The table of starts for everything that batch items share.
         self.same = self.meta.add(np.zeros(self.count, np.int64))
         self.copies: list[tuple[Operand, int]] = []
         query, key, value = operands
@@ -96,15 +96,15 @@ class Forward:
         return self.meta.add(starts)
 
     def _vectors(self, x: Array) -> tuple[Array, tuple[int, int, int]]:
-        """Vectors (..., heads, length, channels) without repetitions; starts per batch item, steps per head and row."""
+        """Vectors (..., heads, length, channels), stored once, and their steps per batch item, head and row."""
         flat, steps = compact(x, len(self.problem.batch) + 3)
-        # The last axis keeps all its numbers: kernels step through it by one.
+        # Kernels step through the last axis by one, so that it may not repeat.
         if flat.shape[-1] != x.shape[-1]:
             flat, steps = compact(np.ascontiguousarray(x), len(self.problem.batch) + 3)
         return flat.reshape(-1), self._steps(flat.shape, steps)
 
     def _operand(self, x: Array | Operand) -> tuple[Any, tuple[int, int, int], str]:
-        """Queries, keys or values on the device, where they are, and their format."""
+        """Queries, keys or values on the device, their steps, and their format."""
         if isinstance(x, Operand):
             if x.shape[-1] > 1 and x.strides[-1] != 1:
                 x = x.contiguous()
@@ -114,21 +114,21 @@ class Forward:
         return upload(stored), steps, x.dtype.name
 
     def _steps(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
-        """Starts per batch item and steps per head and row."""
+        """The table of starts per batch item, and steps per head and row."""
         steps = [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
         steps = [0] * (len(self.problem.batch) + 3 - len(steps)) + steps
         return self._batches(steps[:-3]), steps[-3], steps[-2]
 
     def _strip(self) -> tuple[int, int]:
-        """The sum of all tables on Toeplitz maps by relative position: where distance 0 is, and the step per head."""
+        """All tables on Toeplitz maps, summed by relative position: where distance 0 is, and the step per head."""
         found = [term for term in self.terms.tables if isinstance(term.index, Toeplitz)]
         if not found:
             return -1, 0
-        total = reduce(np.add, (by_position(term) for term in found))
+        total = reduce(np.add, (values_along(term) for term in found))
         return self.data.add(total) + self.site.q_len - 1, total.shape[1] if total.shape[0] > 1 else 0
 
     def _map(self, index: IndexMap) -> tuple[int, int, int, int]:
-        """Start, table of starts per batch item, and steps per query and key of an index map."""
+        """An index map: its start, the table of starts per batch item, and steps per query and key."""
         if isinstance(index, Toeplitz):
             return self.index.add(index.lookup) + self.site.q_len - 1, self.same, -1, 1
         flat, steps = compact(index.index, len(self.problem.batch) + 2)
@@ -140,7 +140,7 @@ class Forward:
         return Pairs(pool.add(flat), self._batches(steps[:-3]), *steps[-3:])
 
     def _product(self, x: Array | Operand, weights: Array) -> Vectors:
-        """Have vectors (..., heads, L, E) multiplied with rows; where the products will be."""
+        """Have vectors (..., heads, L, E) multiplied by rows; returns where the products will be."""
         heads, (length, depth), rows = self.site.heads, x.shape[-2:], weights.shape[-2]
         sizes = self.count, heads, length, rows, 1, depth
         start = self.product_size
@@ -173,7 +173,7 @@ class Forward:
         return self.fused and isinstance(term.index, Toeplitz) and term.index.rows > FEW_ROWS
 
     def skews(self) -> tuple[int, int]:
-        """Every product that the kernel makes: where its record is, and how many there are."""
+        """Write a record of every product that the kernel makes; returns where they begin and how many there are."""
         found, copied = list[Skew](), list[Skew]()
         for term in self.terms.queries:
             if not self._is_fused(term):
@@ -191,14 +191,14 @@ class Forward:
         return self._listed(found, copied)
 
     def _copied(self, x: Operand) -> tuple[int, int, int, int]:
-        """Have vectors copied behind all other data; where they will be."""
+        """Have vectors copied behind all other data; returns where they will be."""
         start = self.product_size
         self.copies.append((x, start))
         self.product_size += x.size
         return start, *self._steps(x.shape, contiguous_strides(x.shape))
 
     def adds(self) -> tuple[int, int]:
-        """Every summand of the scores: where its record is, and how many there are."""
+        """Write a record of every summand of the scores; returns where they begin and how many there are."""
         found, mapped = list[Add](), list[Add]()
         for table in self.terms.tables:
             if isinstance(table.index, Toeplitz):
@@ -220,12 +220,12 @@ class Forward:
         return self._listed(found, mapped)
 
     def _listed(self, found: Sequence[Any], mapped: Sequence[Any] = ()) -> tuple[int, int]:
-        """Write records to `meta`; what is `mapped` lies behind all other data, which is complete by now."""
+        """Write records to `meta`. Those `mapped` lie behind all other data, which is complete by now."""
         records = [*(record._replace(start=record.start + self.data.size) for record in mapped), *found]
         return self.meta.record(*(field for record in records for field in record)), len(records)
 
     def multiplied(self) -> Any:
-        """All data on the device, products with the rows of tables last."""
+        """All data on the device: tables, copies of vectors, products."""
         data = empty(self.data.size + self.product_size, self.site.dtype)
         write(data, self.data.joined())
         for operand, start in self.copies:
@@ -241,7 +241,7 @@ class Forward:
         return data
 
     def values(self) -> tuple[int, int, int]:
-        """Every value term: where its record is, how many there are, and the bins that a query needs."""
+        """Write a record of every value term; returns where they begin, how many there are, and the bins of a query."""
         found, bins = list[Bins](), 0
         for term in self.terms.values:
             heads, rows, width = term.weights.shape
@@ -251,13 +251,13 @@ class Forward:
         return *self._listed(found), bins
 
     def _flags(self, x: Array | None) -> int:
-        """Where the record of a byte per pair is; -1: there is none."""
+        """Where the record of a byte per pair is, or -1."""
         if x is None or x.dtype != np.bool_:
             return -1
         return self.meta.record(*self._pairs(x, self.flags))
 
     def call(self) -> Call:
-        """Every integer; fills the pools."""
+        """The integers of the call. Fills the pools."""
         problem, site = self.problem, self.site
         lengths = -1
         if problem.key_lengths is not None:
@@ -296,9 +296,9 @@ class Forward:
         )
 
     def start(self, out: Any = None, lse: Any = None, *, wants_lse: bool) -> tuple[Any, Any]:
-        """Copy to the device what is not there, and launch; outputs and log-sum-exps there, flat.
+        """Copy to the device what is not there, and launch; returns outputs and log-sum-exps there, flat.
 
-        Those of `out` and `lse` that are `Operand` are written to.
+        They are written into `out` and `lse` where these are `Operand`.
         """
         site, call = self.site, self.call()
         integers = [pool.joined() for pool in (self.index, self.flags, self.meta)]

@@ -1,4 +1,4 @@
-"""Rotary positions on the device: pairs of channels times complex numbers, in one pass over the operand."""
+"""Rotary positions on the device: pairs of channels times complex numbers, in one pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THREADS = 64
 
 
 class Turn(NamedTuple):
-    """The integers of one call: sizes, steps of the operand per head, row and channel, and of the angles."""
+    """The integers of one call: sizes, and steps of the operand and of the angles."""
 
     rows: int
     heads: int
@@ -32,13 +32,13 @@ class Turn(NamedTuple):
 
 @cache
 def _rotate(dtype: np.dtype[Any], real: np.dtype[Any], half: bool) -> Any:
-    """The kernel for operands of one dtype and one layout of pairs; neighbouring threads have neighbouring pairs."""
+    """The kernel for a dtype and a layout of pairs; neighbouring threads have neighbouring pairs."""
     read = reader(dtype.name, real)
 
     @jit()
     def kernel(x, cos, sin, out, starts, call):  # type: ignore[no-untyped-def]
         pairs, by_channel = call.pairs, call.by_channel
-        # A row has its pairs first, and then the channels that do not turn.
+        # First the pairs of a row, then the channels that do not turn.
         width = call.depth - pairs
         count = call.rows * width
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x

@@ -1,9 +1,8 @@
 """rel_shift on the device: each row of the result is one run of the input, or two around a zero.
 
-Elements are moved one by one, neighbours by neighbouring threads. From one row to the next the input moves by one
-element less than the result does, so that of 16 / size rows only one could be copied in words of 16 bytes; the
-others would need words that are put together from two. What fills the memory's pipeline instead is several loads of
-each thread on the way at once.
+Elements are moved one by one, neighbours by neighbouring threads. Wide words would not help: from row to row the
+input advances by one element less than the result, so that both are rarely aligned together. To keep the memory busy,
+each thread has several loads under way.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from relpos_np.kernels._cuda.intrinsics import elements, u64
 from relpos_np.kernels._cuda.operand import Operand, one_step
 from relpos_np.types import Array
 
-# As many blocks as a grid may have; they go on with further rows.
+# The most blocks of a grid; with more rows, blocks take several turns.
 MOST_BLOCKS = (1 << 31) - 1
-# Threads of a row that do not make a whole block.
+# Threads per row where rows are too short for a whole block.
 FEW = (8, 32)
 
 
@@ -31,7 +30,7 @@ def _loads(size: int) -> int:
 
 
 class Shift(NamedTuple):
-    """The integers of one call, in words: rows of all matrices and of one, their length, and where they come from.
+    """The integers of one call, in words: rows in all and per matrix, their length, and where they come from.
 
     Row i of a matrix begins at offset + i * step. After first + i * unit words there is a zero of `unit` words, and
     what follows comes from further on by a gap.
