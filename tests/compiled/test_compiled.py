@@ -1,8 +1,11 @@
 """The CUDA forward kernel compiles for a Hopper device: no spills, and shared loads of 16 bytes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numba import types
+from numba.cuda import dispatcher
 from offline import arguments, compiled, flat, integers, record, scales
 
 from relpos_np.kernels._cuda import attend as forward
@@ -44,3 +47,30 @@ def test_forward(depth, v_dim, stored, skewed):
     steps = 4 * (tiling.high + tiling.wide + tiling.high + width // 8) * dtype.itemsize // 16
     assert vector_loads(code, tiling.kind) >= steps
     assert code.count(".local") == 0
+
+
+def test_records_of_arrays_are_passed_as_kernels_read_them():
+    """What Numba passes for records of arrays and numbers has as many words as the kernel has parameters."""
+    tiling = forward.tiling(np.dtype(np.float32), 32)
+    kernel = forward.attend(tiling, ("float32",) * 4, 32, 32, False)
+    real = flat(types.float32)
+    kinds = *arguments(real, real), record(Results, real, real, real), integers(Call), scales(types.float32)
+    code = compiled(kernel, *kinds)
+    place = SimpleNamespace(strides_in_bytes=(4,), is_contiguous_c=True, is_contiguous_f=True)
+    array = SimpleNamespace(size=1, dtype=np.dtype(np.float32), ptr=0, shape=(1,), _layout=place)
+    array.to_device = lambda *_: array
+
+    def values(kind):
+        if isinstance(kind, types.BaseTuple):
+            return tuple(map(values, kind))
+        return array if isinstance(kind, types.Array) else 1
+
+    passed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "wrap_arg", lambda x: x)
+        launcher = object.__new__(dispatcher._Kernel)
+        launcher.extensions = []
+        for kind in kinds:
+            launcher._prepare_args(kind, values(kind), 0, [], passed)
+    header = code.ptx[code.ptx.index(".visible .entry") :]
+    assert len(passed) == header[: header.index(")")].count(".param")

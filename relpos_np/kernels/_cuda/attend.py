@@ -266,8 +266,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         row_at, bins_at = line * call.q_len + first, ((line * parts + part) * call.q_len + first) * n_bins
         tile.locate(starts, own, tables.meta, call, batch, head, row_at, 0, me)
         last, channel = min(first + rows, call.q_len), part * width
-        key = max(0, first + call.offset - call.left)
-        stop = min(tile.key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
+        key, stop = tile.keys_of(call, tables.meta, batch, first, last)
         q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
 
         top, total = least, zero

@@ -163,8 +163,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         line = (batch * call.heads + head) * call.q_len + first
         tile.locate(starts, own, tables.meta, call, batch, head, line, cuda.blockIdx.x // parts, me)
         last = min(first + rows, call.q_len)
-        key = max(0, first + call.offset - call.left)
-        stop = min(tile.key_end(call, tables.meta, batch), last - 1 + call.offset + call.right + 1)
+        key, stop = tile.keys_of(call, tables.meta, batch, first, last)
 
         # Sums of terms are one part's business.
         if part == 0:

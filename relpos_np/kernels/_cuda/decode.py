@@ -30,7 +30,7 @@ from relpos_np.kernels._cuda.decodetile import (
 from relpos_np.kernels._cuda.device import empty, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import FORMATS, converters, elements, u32, u64, wait
 from relpos_np.kernels._cuda.records import VECTORS, Call, Operands, Results, Tables
-from relpos_np.kernels._cuda.tile import ALIGNED, key_end, origin, share
+from relpos_np.kernels._cuda.tile import ALIGNED, keys_of, origin, share
 from relpos_np.types import Array
 
 # Rows beyond this many are worth the general kernel.
@@ -82,8 +82,7 @@ def decode(block: Block, stored: tuple[str, ...]) -> Any:
         own = Own(batch, head, group * call.q_len, (batch * call.heads + head) * call.q_len)
         k = Vector(operands.k, origin(meta, call.key, batch, key_head), meta[call.key + VECTORS.row])
         v = Vector(operands.v, origin(meta, call.value, batch, key_head), meta[call.value + VECTORS.row])
-        key = max(0, call.offset - call.left)
-        end = min(key_end(call, meta, batch), call.q_len - 1 + call.offset + call.right + 1)
+        key, end = keys_of(call, meta, batch, 0, call.q_len)
         step = ((end - key + parts - 1) // parts + threads - 1) // threads * threads
         key += part * step
         stop = min(end, key + step)

@@ -170,6 +170,15 @@ def _key_end(call, meta, batch):  # type: ignore[no-untyped-def]
 key_end = inline(_key_end)
 
 
+def _keys_of(call, meta, batch, first, last):  # type: ignore[no-untyped-def]
+    key = max(0, first + call.offset - call.left)
+    return key, min(key_end(call, meta, batch), last - 1 + call.offset + call.right + 1)
+
+
+# The keys of queries first, ..., last - 1: the first in their band, and the end of the band or of the batch item.
+keys_of = inline(_keys_of)
+
+
 def held_of(tiling: Tiling, width: int) -> int:
     """Numbers per thread of a tile of `DEPTH` by `width`."""
     return DEPTH * width // tiling.threads
