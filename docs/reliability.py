@@ -158,7 +158,7 @@ def promises() -> str:
             note = f"{soak['cases']['all']:,} cases in {soak['seconds'] / 60:.0f} min"
         if one["name"] == "planted":
             measured = len(planted["survived"]) if planted else None
-            note = f"`tests/planted_bugs.py`: {planted['bugs']} bugs" if planted else "`tests/planted_bugs.py`"
+            note = f"`tests/mutation`: {planted['bugs']} bugs" if planted else "`tests/mutation`"
         rows.append([one["text"], f"{number(one['limit'])} {one['unit']}".strip(), number(measured), note])
     kernels = found["kernels"]
     where = (
@@ -175,6 +175,24 @@ def rows_of_faults() -> str:
         ["", "Input or fault", "What happens", "Tested in"],
         [[str(n), *texts, ", ".join(f"`{p}`" for p in where.get(n, [])) or "–"] for n, texts in ROWS.items()],
     )
+
+
+def mutation() -> str:
+    """What the tests noticed of bugs that were planted and generated."""
+    planted, found = recorded("planted"), recorded("mutation")
+    if planted is None or found is None:
+        return "Not recorded yet.\n"
+    beyond = planted.get("beyond_examples", 0)
+    words = (
+        f"`tests/mutation` holds {planted['bugs']} bugs that somebody could have made, of which {beyond} show only at "
+        f"sizes beyond those of examples: on {planted['date']} the tests missed {len(planted['survived'])}. "
+        f"Of {found['mutants']:,} mutants that {found['tool']} generates for schemes, formulas and the lowering of a "
+        f"call, {found['run']} drawn at random were run on {found['date']} against the quickest tests of their files: "
+        f"{found['killed']} were noticed, {found['equivalent']} change no answer, and "
+        f"{found['run'] - found['killed'] - found['equivalent']} were missed, a score of {found['score']:.1%}. "
+        "`asv_bench/recorded/mutation-survivors.toml` gives the reason for each that changes nothing."
+    )
+    return textwrap.fill(words, 120) + "\n"
 
 
 def soak() -> str:
@@ -248,6 +266,9 @@ All of this is for one version of the library and of Numba on one model of proce
 other compilers round differently. What has "no" agrees within the tolerance. `tests/test_determinism.py` and
 `tests/cuda/test_cuda_determinism.py` test each cell.
 
+## Bugs that the tests notice
+
+{mutation()}
 ## Soak
 
 `python tests/soak.py --minutes 30` draws calls at random: every scheme and variant, shapes, masks, dtypes, memory

@@ -14,68 +14,24 @@ from relpos_np.errors import (
     RelposTypeError,
     RelposValueError,
 )
-from relpos_np.schemes.alibi import ALiBi
-from relpos_np.schemes.beit import BEiT
-from relpos_np.schemes.cope import CoPE
-from relpos_np.schemes.deberta import DeBERTa
-from relpos_np.schemes.decomposed import DecomposedBias
-from relpos_np.schemes.fire import FIRE
-from relpos_np.schemes.graph import GraphLabels
-from relpos_np.schemes.irpe import IRPE
-from relpos_np.schemes.kerple import KERPLE
-from relpos_np.schemes.layout import LayoutBias
-from relpos_np.schemes.learned import LearnedAbsolute
-from relpos_np.schemes.neighborhood import NeighborhoodBias
-from relpos_np.schemes.plain import Plain
 from relpos_np.schemes.registry import SCHEMES, SchemeInfo
-from relpos_np.schemes.rotary import Rotary, XPos
-from relpos_np.schemes.sandwich import Sandwich
-from relpos_np.schemes.shaw import Shaw
-from relpos_np.schemes.sinusoidal import Sinusoidal
-from relpos_np.schemes.swin_v2 import SwinV2
-from relpos_np.schemes.t5 import T5
-from relpos_np.schemes.tisa import TISA
-from relpos_np.schemes.transformer_xl import TransformerXL
-from relpos_np.schemes.wavlm import WavLM
-from relpos_np.schemes.window import WindowBias
 from relpos_np.versions import show_versions
 
 __version__ = "0.1.0"
 
+# Classes of schemes are public by being registered; `__init__.pyi` names them for type checkers.
+_CLASSES = {info.cls.__name__: info.cls for info in SCHEMES.values()}
+globals().update(_CLASSES)
 __all__ = [
-    "FIRE",
-    "IRPE",
-    "KERPLE",
     "SCHEMES",
-    "T5",
-    "TISA",
-    "ALiBi",
     "AttentionGradient",
-    "BEiT",
-    "CoPE",
-    "DeBERTa",
-    "DecomposedBias",
-    "GraphLabels",
-    "LayoutBias",
-    "LearnedAbsolute",
-    "NeighborhoodBias",
-    "Plain",
     "RelposError",
     "RelposImportError",
     "RelposIndexError",
     "RelposMemoryError",
     "RelposTypeError",
     "RelposValueError",
-    "Rotary",
-    "Sandwich",
     "SchemeInfo",
-    "Shaw",
-    "Sinusoidal",
-    "SwinV2",
-    "TransformerXL",
-    "WavLM",
-    "WindowBias",
-    "XPos",
     "attention",
     "attention_vjp",
     "backend",
@@ -91,5 +47,6 @@ __all__ = [
     "threads",
     "use_backend",
 ]
+__all__ += list(_CLASSES)
 
 _moved.install(__name__)

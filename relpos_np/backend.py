@@ -42,7 +42,24 @@ def _checked(name: Any) -> str:
 
 
 def current(name: str | None = None) -> str:
-    """The backend of a call: its argument, the innermost `use_backend`, `set_backend`, RELPOS_BACKEND, "numba"."""
+    """The backend that a call would use now.
+
+    Parameters
+    ----------
+    name : {"numpy", "terms", "numba", "cuda"}, optional
+        What the call asks for. Without it the first of these decides: the innermost `use_backend`, `set_backend`, the
+        environment variable RELPOS_BACKEND, "numba".
+
+    Returns
+    -------
+    str
+        Its name.
+
+    Raises
+    ------
+    RelposValueError
+        If there is no backend of that name.
+    """
     if name is not None:
         return _checked(name)
     chosen = _scoped.get() or _default
@@ -151,7 +168,26 @@ def available() -> tuple[tuple[str, ...], dict[str, str]]:
 def evaluate(
     name: str, problem: Problem, terms: Terms, out: Array | None, want_lse: bool
 ) -> tuple[Array, Array | None]:
-    """Run the terms on a kernel backend; write to `out` if its layout allows, else to a new array."""
+    """Run attention on a backend that takes terms.
+
+    Parameters
+    ----------
+    name : {"terms", "numba", "cuda"}
+        Which.
+    problem : Problem
+        The call, checked.
+    terms : Terms
+        Its positions, lowered.
+    out : ndarray or None
+        Where the result goes if dtype and layout allow; else it goes to a new array.
+    want_lse : bool
+        Whether to compute the log-sum-exp.
+
+    Returns
+    -------
+    tuple of ndarray
+        Result and log-sum-exp, which is None if it was not wanted.
+    """
     if name == "terms":
         from relpos_np._dense import from_terms
 

@@ -11,11 +11,19 @@ from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 
+__all__ = ["Complexity", "attention_operations", "complexity"]
+
 LAYERS = ("convolution", "recurrent", "self_attention")
 
 
 class Complexity(NamedTuple):
-    """Leading terms without their constant factors; see `complexity`."""
+    """Leading terms without their constant factors; see `complexity`.
+
+    Attributes
+    ----------
+    operations, sequential, path : int
+        The term inside each O(...), with n / k rounded up.
+    """
 
     operations: int
     sequential: int
@@ -51,8 +59,7 @@ def complexity(layer: str, *, n: int, d: int, k: int | None = None) -> Complexit
     Returns
     -------
     Complexity
-        The integers ``operations``, ``sequential`` and ``path``: the term inside each O(...), with n / k
-        rounded up.
+        The three terms.
 
     Raises
     ------

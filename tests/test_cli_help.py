@@ -1,10 +1,8 @@
-"""What the command line tells its users: examples that run, completion, progress, and remedies in messages."""
+"""What the command line tells its users: examples that run, progress, and remedies in messages."""
 
-import argparse
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +11,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np._commands import completion, promises, terminal
 from relpos_np._commands import main as cli
+from relpos_np._commands import promises, terminal
 from relpos_np.testing import records, sweep
 
 COMMANDS = cli._parser()._subparsers._group_actions[0].choices
@@ -82,103 +80,6 @@ def test_examples_of_the_help_run(name, brief, monkeypatch, capsys, tmp_path):
             assert re.fullmatch(r"[\w.]+", target)
     if name == "attend":
         assert np.load("out.npz")["out"].shape == (1, 4, 100, 64)
-
-
-# --------------------------------------------------------------------------------- completion
-
-
-@pytest.fixture(scope="module")
-def complete(tmp_path_factory):
-    """``complete("relpos", "at")``: what bash offers for the last word."""
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("no bash")
-    script = tmp_path_factory.mktemp("completion") / "relpos.bash"
-    script.write_text(completion.script("bash", cli._parser(), {"--scheme": cli.attention_schemes()}))
-
-    def call(*words):
-        # Looked up as a press of TAB does: by what `complete` holds for the program.
-        code = (
-            'set -eu; source "$1"; shift; registered=$(complete -p relpos); set -- "$@"\n'
-            '[[ $registered == *"-F "* ]]; function=${registered##*-F }; function=${function%% *}\n'
-            'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); "$function" relpos "${@: -1}" "${@: -2:1}"\n'
-            '((${#COMPREPLY[@]})) && printf "%s\\n" "${COMPREPLY[@]}" || true'
-        )
-        done = subprocess.run(
-            [bash, "--norc", "-c", code, "bash", str(script), *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=30,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        return done.stdout.splitlines()
-
-    return call
-
-
-def test_bash_completes_commands_and_options(complete):
-    assert complete("relpos", "") == [*COMMANDS, "--help", "--version"]
-    assert complete("relpos", "ch") == ["check"]
-    for name, parser in COMMANDS.items():
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        assert complete("relpos", name, "-") == flags
-    assert complete("relpos", "attend", "--th") == ["--threads"]
-
-
-def test_bash_completes_values(complete):
-    assert complete("relpos", "attend", "--scheme", "") == cli.attention_schemes()
-    assert complete("relpos", "attend", "--scheme", "t") == ["t5", "transformer_xl", "tisa"]
-    assert complete("relpos", "attend", "--backend", "n") == ["numpy", "numba"]
-    assert complete("relpos", "completion", "z") == ["zsh"]
-    assert complete("relpos", "check", "--seed", "") == []
-    assert complete("relpos", "check", "") == []
-    assert complete("relpos", "fly", "") == []
-
-
-def test_bash_completes_files(complete, tmp_path):
-    for name in ("in.npz", "in two words.npz", "other.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / "indeed").mkdir()
-    assert set(complete("relpos", "attend", "in")) == {"in.npz", "in two words.npz", "indeed"}
-    assert complete("relpos", "attend", "--out", "oth") == ["other.txt"]
-    assert complete("relpos", "vectors", "--check", "indeed") == ["indeed"]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts_can_be_read_by_their_shell(shell):
-    program = shutil.which(shell)
-    if program is None:
-        pytest.skip(f"no {shell}")
-    text = completion.script(shell, cli._parser(), {})
-    done = subprocess.run([program, "-n"], input=text, capture_output=True, text=True, check=False, timeout=30)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_every_option_with_quotes_closed(shell):
-    parser = argparse.ArgumentParser(prog="tool")
-    sub = parser.add_subparsers().add_parser("run", help="what isn't [much]: a run")
-    sub.add_argument("--depth", choices=["1", "2"], help="it's 100%% [sure]: yes")
-    sub.add_argument("--quick", action="store_true", help="hurry")
-    text = completion.script(shell, parser, {})
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    words = list(lexer)  # raises where a quote is open
-    assert any("1 2" in word for word in words)
-    assert any("100% " in word for word in words)
-    assert any("quick" in word for word in words)
-
-
-def test_completion_command(capsys):
-    for shell in completion.SHELLS:
-        assert cli.main(["completion", shell]) == 0
-        out = capsys.readouterr().out
-        assert "transformer_xl" in out
-        assert all(name in out for name in COMMANDS)
-    with pytest.raises(SystemExit):
-        cli.main(["completion", "tcsh"])
 
 
 # --------------------------------------------------------------------------------- progress

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relpos_np as rp
-from tests import strategies as make
-from tests.strategies import LAYOUTS, Case, Position, cases, float64_tolerance
+from relpos_np.testing.arguments import arguments
+from tests.strategies import KINDS, LAYOUTS, Case, cases, float64_tolerance
 
 EPS32 = np.finfo(np.float32).eps
 
@@ -84,21 +84,6 @@ def test_float32_kernel_keeps_its_promise_on_small_shapes(case):
     assert_float32_promise(case)
 
 
-KINDS = {
-    "plain": Position("plain"),
-    "shaw": Position("shaw", {"key": 16, "value": 16, "per_head": False, "outside": "clip"}),
-    "shaw_zero_per_head": Position("shaw", {"key": 5, "value": 9, "per_head": True, "outside": "zero"}),
-    "t5": Position("t5", {"buckets": 32, "max_distance": 128, "bidirectional": True}),
-    "t5_causal": Position("t5", {"buckets": 32, "max_distance": 128, "bidirectional": False}),
-    "t5_float32": Position("t5", {"buckets": 32, "max_distance": 128, "bidirectional": True, "rounding": "float32"}),
-    "window": Position("window", {"query_grid": (7, 31), "key_grid": (7, 31), "key_coords": None, "extent": (7, 31)}),
-    **{f"alibi_{form}": Position("alibi", {"form": form, "slopes": None}) for form in ("symmetric", "causal", "key")},
-    **{f"kerple_{form}": Position("kerple", {"form": form}) for form in ("log", "power")},
-    "rotary": Position("rotary", {"dim": 20, "layout": "half", "base": 10000.0, "magnitude": 1.0}),
-    **{variant: Position("transformer_xl", {"variant": variant}) for variant in make.VARIANTS},
-}
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_float32_error_is_at_most_twice_numpys(name):
     case = Case(7, ((2,), (2,), (2,)), (2,), 2, 2, 217, 217, 64, 64, positions=(KINDS[name],))
@@ -111,7 +96,7 @@ def test_float32_error_is_at_most_twice_numpys(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_one_scheme_at_a_time(name):
     """Each scheme on lengths beyond one block of keys, so that a failure names the scheme."""
-    case = Case(3, ((), (), ()), (), 1, 2, 217, 217, 20, 33, positions=(KINDS[name],), causal=name == "t5_causal")
+    case = Case(3, ((), (), ()), (), 1, 2, 217, 217, 20, 33, positions=(KINDS[name],))
     expected = case.attention(np.float64, "numpy")
     for backend in ("terms", "numba"):
         assert_same(case.attention(np.float64, backend), expected, case)
@@ -166,26 +151,26 @@ def test_memory_layout_of_masks(shape, kind, layout, rng):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [n for n in KINDS if n != "t5_float32"])
+@pytest.mark.parametrize("name", KINDS)
 def test_memory_layout_of_tables(name, layout):
-    case = Case(3, ((), (), ()), (), 1, 2, 217, 217, 20, 33, positions=(KINDS[name],))
-    expected = case.attention(np.float64, "numba")
-    q, k, v = case.operands(np.float64)
-    tables = KINDS[name].tables(case, 0)
-    scheme = case.options(np.float64)["position"]
-    viewed = {n: LAYOUTS[layout](x) for n, x in tables.items()}
-    for x in viewed.values():
+    case = Case(3, ((), (), ()), (), 1, 2, 37, 45, 20, 33, positions=(KINDS[name],))
+    operands, scheme = case.operands(np.float64), case.schemes(np.float64)[0]
+    expected = rp.attention(*operands, position=scheme, backend="numba", return_lse=True)
+
+    def viewed(x):
+        x = LAYOUTS[layout](x)
         x.flags.writeable = False
-    copies = {n: x.copy() for n, x in viewed.items()}
-    if name != "plain":
-        p = KINDS[name].params
-        kept = {n: p[n] for n in ("outside", "max_distance", "bidirectional", "variant", "form") if n in p}
-        scheme = rp.WindowBias(viewed["table"], (7, 31)) if name == "window" else type(scheme)(**viewed, **kept)
-    found = rp.attention(q, k, v, position=scheme, backend="numba", return_lse=True)
+        return x
+
+    given = arguments(scheme)
+    views = {n: viewed(x) for n, x in given.items() if isinstance(x, np.ndarray) and x.ndim and x.dtype.kind == "f"}
+    copies = {n: x.copy() for n, x in views.items()}
+    scheme = type(scheme)(**{**given, **views})
+    found = rp.attention(*operands, position=scheme, backend="numba", return_lse=True)
     for a, b in zip(found, expected, strict=True):
         # Products with a table that lies otherwise may be summed in another order.
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
-    for n, x in viewed.items():
+    for n, x in views.items():
         np.testing.assert_array_equal(x, copies[n])
 
 

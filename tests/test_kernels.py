@@ -11,8 +11,8 @@ import pytest
 
 import relpos_np as rp
 from tests.processes import child
-from tests.strategies import Case, Position, float64_tolerance
-from tests.test_equivalence import KINDS, assert_close, assert_float32_promise
+from tests.strategies import KINDS, Case, float64_tolerance, grid
+from tests.test_equivalence import assert_close, assert_float32_promise
 
 numba = pytest.importorskip("numba")
 ROOT = Path(rp.__file__).parent.parent
@@ -23,15 +23,9 @@ FITTING = {
     "plain": KINDS["plain"],
     "shaw": KINDS["shaw"],
     "t5": KINDS["t5"],
-    "conformer": KINDS["conformer"],
-    "xlnet": KINDS["xlnet"],
+    "conformer": KINDS["transformer_xl conformer"],
+    "xlnet": KINDS["transformer_xl xlnet"],
 }
-
-
-def grid(length, reach):
-    return Position(
-        "window", {"query_grid": (length,), "key_grid": (reach,), "key_coords": None, "extent": (max(length, reach),)}
-    )
 
 
 def case_of(position, q_len, k_len, **options):
@@ -199,7 +193,7 @@ BITS = {
     "plain": (KINDS["plain"], {}),
     "causal": (KINDS["t5"], {"causal": True}),
     "window": (KINDS["shaw"], {"window": 40}),
-    "conformer": (KINDS["conformer"], {}),
+    "conformer": (KINDS["transformer_xl conformer"], {}),
     "mask": (KINDS["t5"], {"key_lengths": 200}),
 }
 

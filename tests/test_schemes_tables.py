@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._contract import index_maps
 from tests import naive
 from tests.test_schemes import close, make
 
@@ -222,12 +223,12 @@ def test_layout_without_positions(backend, rng):
 def test_buckets_given_pair_by_pair(buckets, furthest, rounding):
     """The map for distances in any order is that of the formula."""
     d = np.concatenate([np.arange(-1000, 1001), 10 ** np.arange(4, 13), -(10 ** np.arange(4, 13))]).reshape(1, -1)
-    found = rp.index.bucket_rows(d, buckets, furthest, rounding)
+    found = index_maps.bucket_rows(d, buckets, furthest, rounding)
     expected = rp.reference.t5_bucket(d, num_buckets=buckets, max_distance=furthest, rounding=rounding)
     np.testing.assert_array_equal(found.index, expected)
     assert found.rows == buckets
     # With few pairs each is decided on its own, with many by a table of all distances.
-    few = rp.index.bucket_rows(d[:, 990:1010], buckets, furthest, rounding)
+    few = index_maps.bucket_rows(d[:, 990:1010], buckets, furthest, rounding)
     np.testing.assert_array_equal(few.index, expected[:, 990:1010])
 
 
@@ -305,7 +306,7 @@ def test_wavlm_against_loops(q_len, k_len, offset, backend, rng):
         return
     q, k, v = operands(rng, q_len, k_len)
     scheme = wavlm(rng, q_len, max_distance=20)
-    loops = naive.wavlm(scheme.table, scheme.gate, q_len, k_len, max_distance=20, offset=offset, bucket=EXACT)
+    loops = naive.wavlm(scheme.table, scheme.gate, q_len, k_len, max_distance=20, offset=offset)
     agree(scheme, loops, q, k, v, backend, offset=offset)
     at = k_len - q_len if offset is None else offset
     written = rp.reference.wavlm_bias(scheme.table, scheme.gate, q_len, k_len, offset=at, max_distance=20)
@@ -318,7 +319,7 @@ def test_wavlm_far_away_and_in_single_precision(backend, rng):
     q, k = np.zeros((1, 2, 2, 1)), np.zeros((1, 2, 1000, 1))
     scheme = wavlm(rng, 2, 2, 320, ())
     single = rp.WavLM(scheme.table, scheme.gate, rounding="float32")
-    loops = naive.wavlm(scheme.table, scheme.gate[None], 2, 1000, offset=400, bucket=SINGLE)
+    loops = naive.wavlm(scheme.table, scheme.gate[None], 2, 1000, offset=400, rounding="float32")
     expected = naive.logits(q, k, logit=loops)
     for one in (scheme, single):
         close(rp.logits(q, k, position=one, offset=400, backend=backend), expected)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.formulas.resize_tables import resize_matrix
 from tests import naive
 from tests.test_schemes import close
 
@@ -320,7 +321,7 @@ def test_resizing_keeps_what_it_must(mode, rng):
     line = resize(table[:5], (3,), (4,), mode=mode)
     cube = resize(np.repeat(table[:5], 3, axis=0), (3, 1, 2), (4, 1, 2), mode=mode)
     close(cube.reshape(7, 3, 2)[:, 1], line)
-    close(rp.resize.resize_matrix(5, 9, mode).sum(axis=1), np.ones(9))
+    close(resize_matrix(5, 9, mode).sum(axis=1), np.ones(9))
     small = resize(table.astype(np.float32), (3, 4), (5, 6), mode=mode)
     assert small.dtype == np.float32
     close(small, resize(table, (3, 4), (5, 6), mode=mode), 1e-6)
@@ -328,7 +329,7 @@ def test_resizing_keeps_what_it_must(mode, rng):
 
 def test_geometric_places():
     """Of 7 differences on a grid of 9 the outer ones move to 4 = 1 + r + r^2; the inner ones stay."""
-    matrix, ratio = rp.resize.resize_matrix(7, 9, "geometric"), (np.sqrt(13) - 1) / 2
+    matrix, ratio = resize_matrix(7, 9, "geometric"), (np.sqrt(13) - 1) / 2
     close(matrix[[0, -1]][:, [0, -1]], np.eye(2), 1e-5)
     close(matrix[3:6, 2:5], np.eye(3))
     close(matrix[6, 4:6], [1 - 1 / ratio, 1 / ratio], 1e-5)

@@ -9,14 +9,14 @@ import relpos_np as rp
 from relpos_np._commands import attend, check, info, plot, vectors, warmup
 from relpos_np._commands.common import FAILED
 from relpos_np._commands.completion import SHELLS, script
-from relpos_np._commands.saved_call import attention_schemes
 from relpos_np._commands.terminal import note
 from relpos_np.errors import RelposError
 
 _COMMANDS = {"attend": attend, "plot": plot, "check": check, "vectors": vectors, "warmup": warmup, "info": info}
 
 _COMPLETION_HELP = """\
-Print a script that makes the shell complete commands, options, their values and files. Load it where the shell starts:
+Print a script that makes the shell complete commands, options, their values and files. It is written by shtab, which
+pip install "relpos-np[cli]" installs. Load it where the shell starts:
   bash  eval "$(relpos completion bash)" in ~/.bashrc
   zsh   eval "$(relpos completion zsh)" in ~/.zshrc, after compinit
   fish  relpos completion fish | source in ~/.config/fish/config.fish
@@ -80,11 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_COMPLETION_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    completion.add_argument("shell", choices=tuple(SHELLS), help="for which shell")
+    completion.add_argument("shell", choices=SHELLS, help="for which shell")
     completion.set_defaults(run=_completion)
     return parser
 
 
 def _completion(args: argparse.Namespace) -> int:
-    print(script(args.shell, _parser(), {"--scheme": attention_schemes()}), end="")
+    print(script(args.shell, _parser()))
     return 0

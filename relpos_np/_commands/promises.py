@@ -330,9 +330,9 @@ def _soak_drift() -> Found:
 
 
 def _planted() -> Found:
-    tree = ast.parse(_recorded("tests/planted_bugs.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    count = sum(node.func.id == "Bug" for node in calls if isinstance(node.func, ast.Name))
+    lists = [_recorded(f"tests/mutation/{name}.py").read_text(encoding="utf-8") for name in ("bugs", "beyond")]
+    calls = [node for text in lists for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    count = sum(isinstance(node.func, ast.Name) and node.func.id == "Bug" for node in calls)
     record = json.loads(_recorded("asv_bench/recorded/planted.json").read_text(encoding="utf-8"))
     return float(len(record["survived"])), f"{record['bugs']} of {count} planted, recorded on {record['date']}"
 

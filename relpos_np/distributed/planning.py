@@ -9,7 +9,21 @@ from relpos_np.errors import RelposValueError
 
 
 class Plan(NamedTuple):
-    """What `plan` expects."""
+    """What `plan` expects.
+
+    Attributes
+    ----------
+    blocks, merges, tasks, depth : int
+        P, M, P + M + Q and R.
+    task_bytes : int
+        What the task of a block holds.
+    moved_bytes : int
+        N.
+    compute_seconds, scheduler_seconds, transfer_seconds, tree_seconds : float
+        The parts of T: what workers compute, what the scheduler needs, what is sent, and the rounds of the tree.
+    seconds : float
+        T.
+    """
 
     blocks: int
     merges: int
@@ -102,8 +116,7 @@ def plan(
     Returns
     -------
     Plan
-        ``blocks`` P, ``merges`` M, ``tasks`` P + M + Q, ``depth`` R, ``task_bytes`` that a block's task holds,
-        ``moved_bytes`` N, the seconds of each part, and ``seconds`` T.
+        The sizes and seconds above.
 
     Raises
     ------

@@ -82,6 +82,8 @@ def _bucket(n: int, buckets: int, exact: int, max_distance: int, rounding: str) 
     if rounding == "float32":
         ratio = np.log(np.float32(n) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
         return min(buckets - 1, exact + int(ratio * np.float32(wide)))
+    if n >= max_distance:
+        return buckets - 1
     # floor(x) is the largest m with m <= x, and m <= wide * log_{D/E}(n/E) iff D^m E^(wide-m) <= n^wide.
     steps = 0
     while steps < wide and max_distance ** (steps + 1) * exact**wide <= n**wide * exact ** (steps + 1):

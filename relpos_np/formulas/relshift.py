@@ -28,7 +28,20 @@ def shifted_length(shape: tuple[int, ...], variant: str) -> int:
 
 
 def rel_shift(x: Array, variant: str = "transformer_xl") -> Array:
-    """`relpos_np.rel_shift` in NumPy; a read-only view where no element is made up."""
+    """`relpos_np.rel_shift` in NumPy.
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., L_q, columns)
+        Products with one row per distance.
+    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"}
+        See `relpos_np.rel_shift`.
+
+    Returns
+    -------
+    ndarray, shape (..., L_q, L_k)
+        A read-only view where no element is made up.
+    """
     k_len = shifted_length(x.shape, variant)
     *lead, rows, columns = x.shape
     if variant == "wenet":

@@ -12,6 +12,8 @@ from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
+__all__ = ["resize_matrix", "resize_table"]
+
 MODES = ("cubic", "linear", "geometric")
 # The cubic kernel's free parameter in PyTorch; Keys proposed -0.5.
 _A = -0.75

@@ -23,7 +23,18 @@ def repeat_heads(x: Array, heads: int) -> Array:
 
 
 def softmax(s: Array) -> tuple[Array, Array]:
-    """Probabilities and log-sum-exp over the last axis; a row of -inf has probabilities 0 and lse -inf."""
+    """Probabilities and log-sum-exp over the last axis.
+
+    Parameters
+    ----------
+    s : ndarray, shape (..., L_k)
+        Scores; excluded ones are -inf.
+
+    Returns
+    -------
+    tuple of ndarray
+        Probabilities (..., L_k) and log-sum-exp (...); a row of -inf has 0 and -inf.
+    """
     with np.errstate(all="ignore"):
         top = s.max(axis=-1, keepdims=True, initial=-np.inf)
         safe = np.where(top == -np.inf, s.dtype.type(0), top)
@@ -39,7 +50,22 @@ def drop(x: Array, rate: float, keep: Bools | None) -> Array:
 
 
 def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
-    """Sum of p_ij v_j over attended keys: a value that is not finite reaches only the queries that attend it."""
+    """Sum of p_ij v_j over attended keys.
+
+    Parameters
+    ----------
+    p : ndarray, shape (..., L_q, L_k)
+        Probabilities.
+    v : ndarray, shape (..., L_k, D_v)
+        Values. One that is not finite reaches only the queries that attend it.
+    attended : ndarray of bool, shape (..., L_q, L_k)
+        Which queries attend which keys.
+
+    Returns
+    -------
+    ndarray, shape (..., L_q, D_v)
+        The sums.
+    """
     finite = np.isfinite(v)
     with np.errstate(all="ignore"):
         out: Array = np.matmul(p, np.where(finite, v, v.dtype.type(0)))

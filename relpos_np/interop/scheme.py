@@ -29,7 +29,27 @@ class Trained:
 
     @classmethod
     def of(cls, scheme: Any, args: Any, kwargs: Any, is_tensor: Callable[[str, Any], bool]) -> Trained:
-        """Sort the arguments of a scheme's class into tensors and settings."""
+        """Sort the arguments of a scheme's class into tensors and settings.
+
+        Parameters
+        ----------
+        scheme : type
+            The class.
+        args, kwargs
+            What it would be called with.
+        is_tensor : callable
+            From name and value of an argument to whether it is a tensor.
+
+        Returns
+        -------
+        Trained
+            The scheme, with its tensors apart.
+
+        Raises
+        ------
+        RelposTypeError
+            If it is no scheme, or cannot be called like that.
+        """
         if not (isinstance(scheme, type) and issubclass(scheme, Scheme)):
             raise RelposTypeError(f"scheme: expected the class of a scheme, such as relpos_np.T5, found {scheme!r}")
         try:

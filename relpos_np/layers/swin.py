@@ -524,14 +524,18 @@ class VideoSwinAttention(_ShiftedWindows):
 
     Parameters
     ----------
-    dim, num_heads, shift_size, qkv_bias, qk_scale, attn_drop, proj_drop, head_dim, mask_value
-        See `SwinAttention`; the shift has three entries.
+    dim : int
+        Channels of the input and of the output.
     window_size : tuple of int
         Frames, height and width of a window.
+    num_heads, shift_size, qkv_bias, qk_scale, attn_drop, proj_drop, head_dim
+        See `SwinAttention`; the shift has three entries.
     pad_order : {"pad_then_shift", "shift_then_pad"}
         What is done first with a map that is no multiple of the window; Video Swin, torchvision and RSTT pad first.
     small_maps : {"axis", "all", "pad", "keep"}
         What is done with a map no larger than the window; "axis" as in Video Swin and torchvision.
+    mask_value
+        See `SwinAttention`.
     weights, rng, dtype
         See `WindowAttention`, with the window's frames for queries and keys.
 

@@ -12,6 +12,8 @@ from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import KeyTerm, TableTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 FORMS = ("symmetric", "causal", "key")
@@ -192,3 +194,26 @@ class ALiBi(Scheme):
     def __repr__(self) -> str:
         given = f"heads={self.heads}" if self.slopes is None else f"slopes={self.slopes.shape}"
         return f"ALiBi({given}, form={self.form!r})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    if at.variant == "causal":
+        return {**at.operands(4, 2), "position": ALiBi(form="causal"), "kwargs": {"causal": True}}
+    if at.variant == "key":
+        # As many heads as are no power of two, whose slopes follow another rule.
+        parts = at.operands(6, 2)
+        position = ALiBi(heads=parts["q"].shape[-3], form="key")
+        return {**parts, "position": position, "kwargs": {"causal": True}}
+    parts = at.operands(4, 2)
+    return {**parts, "position": ALiBi(np.abs(at.normal(parts["q"].shape[-3])))}
+
+
+register(
+    "alibi",
+    ALiBi,
+    _build,
+    adds="a penalty in proportion to the distance, one slope per head",
+    paper="Press et al., ICLR 2022",
+    variants=FORMS,
+    models="BLOOM, MPT, Falcon-RW",
+)

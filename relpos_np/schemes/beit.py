@@ -15,6 +15,8 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
 
 
@@ -141,3 +143,22 @@ class BEiT(Scheme):
 
     def __repr__(self) -> str:
         return f"BEiT(table={self.table.shape}, grid={self.grid})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    height, width = at.grid
+    length = 1 + height * width
+    parts = at.operands(3, 3, length, length)
+    position = BEiT(at.normal((2 * height - 1) * (2 * width - 1) + 3, parts["q"].shape[-3]), at.grid)
+    return {**parts, "position": position}
+
+
+register(
+    "beit",
+    BEiT,
+    _build,
+    adds="a window's bias with a class token",
+    paper="Bao et al., ICLR 2022",
+    models="BEiT, data2vec vision",
+    far=True,
+)

@@ -13,6 +13,8 @@ from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "ram")
@@ -255,3 +257,49 @@ class CoPE(Scheme):
             if x is not None
         )
         return f"CoPE(table={self.table.shape}, variant={self.variant!r}{given})"
+
+
+# Positions stay this far from whole numbers, where their slope changes, so that difference quotients of an example say
+# something; and how many positions there are.
+_MARGIN, _POSITIONS = 4e-3, 12
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    if at.q_len * at.k_len <= 1 << 12:
+        parts["q"] = _between(parts["q"], parts["k"])
+    lead = at.pick((), (parts["q"].shape[-3],))
+    # Small, because the paper does not scale these products, and a steep table makes much of a rounded position.
+    table = at.normal(*lead, at.pick(_POSITIONS, 1, 40), at.dim) * 0.125
+    position = CoPE(table.astype(parts["q"].dtype), variant=at.variant or "paper")
+    return {**parts, "position": position, "kwargs": {"causal": True}}
+
+
+def _between(q: Array, k: Array) -> Array:
+    """Queries whose lengths are changed a little wherever a position would come close to a whole number."""
+    # Decided on numbers of half precision, so that examples of every dtype are the same but for rounding.
+    queries, keys = (x.astype(np.float16).astype(np.float64) for x in (q, k))
+    keys = np.repeat(keys, q.shape[-3] // k.shape[-3], axis=-3).swapaxes(-1, -2)
+    later = np.arange(k.shape[-2]) > np.arange(q.shape[-2])[:, None] + k.shape[-2] - q.shape[-2]
+    factor = np.ones((*q.shape[:-1], 1))
+    for _ in range(64):
+        s = (queries * factor) @ keys / np.sqrt(q.shape[-1])
+        gates = np.where(later, 0.0, 0.5 * (1 + np.tanh(0.5 * s)))
+        positions = np.cumsum(gates[..., ::-1], axis=-1)[..., ::-1]
+        close = (np.abs(positions - np.rint(positions)) < _MARGIN) & (positions < _POSITIONS) & ~later
+        again = close.any(axis=-1, keepdims=True)
+        if not again.any():
+            break
+        factor += again / 64
+    return (q * factor).astype(q.dtype)
+
+
+register(
+    "cope",
+    CoPE,
+    _build,
+    adds="positions counted by gates, interpolated",
+    paper="Golovneva et al., 2024",
+    variants=VARIANTS,
+    models="CoPE",
+)

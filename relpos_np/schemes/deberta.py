@@ -13,6 +13,8 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import KeyTerm, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
 
 P2C = ("code", "paper")
@@ -265,3 +267,29 @@ class DeBERTa(Scheme):
             if x is not None
         ]
         return f"DeBERTa({', '.join(shapes)}, max_position={self.max_position}, p2c={self.p2c!r})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    rows = at.pick(32, 8, 100)
+    tables = [at.normal(parts["q"].shape[-3], rows, at.dim) for _ in range(2)]
+    given = at.pick((True, True), (True, False), (False, True))
+    position = DeBERTa(
+        *(table if there else None for table, there in zip(tables, given, strict=True)),
+        max_position=at.pick(40, None) if rows < 64 else None,
+        p2c=at.variant or "code",
+    )
+    return {**parts, "position": position, "kwargs": {"scale": position.scale}}
+
+
+register(
+    "deberta",
+    DeBERTa,
+    _build,
+    adds="content to position and position to content",
+    paper="He et al., ICLR 2021",
+    variants=P2C,
+    options="logarithmic buckets of v2 and v3",
+    models="DeBERTa, DeBERTa v2, DeBERTa v3",
+    far=True,
+)

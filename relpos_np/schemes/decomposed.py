@@ -15,6 +15,8 @@ from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.resize_tables import resize_matrix
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("sam", "mvit")
@@ -278,3 +280,29 @@ def _grid(name: str, value: Any) -> Grid:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise RelposTypeError(f"{name}: expected height and width such as (14, 14), found {value!r}")
     return check.integer(name, value[0], 1), check.integer(name, value[1], 1)
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    height, width = at.grid
+    if at.variant == "mvit":
+        # Keys are pooled and there is a class token.
+        keys, token = ((height + 1) // 2, (width + 1) // 2), at.pick(True, False)
+        down, right = (at.normal(2 * n - 1, at.dim) / 4 for n in at.grid)
+        position = DecomposedBias(down, right, at.grid, keys, variant="mvit", class_token=token)
+        return {**at.operands(3, 3, token + height * width, token + keys[0] * keys[1]), "position": position}
+    # One table is that of a larger grid, the other that of a smaller one.
+    down, right = (at.normal(rows, at.dim) / 4 for rows in (2 * height + 2, width))
+    position = DecomposedBias(down, right, at.grid)
+    return {**at.operands(3, 3, height * width, height * width), "position": position}
+
+
+register(
+    "decomposed",
+    DecomposedBias,
+    _build,
+    adds="a vector per row and per column difference",
+    paper="Li et al., CVPR 2022; Kirillov et al., ICCV 2023",
+    variants=VARIANTS,
+    models="SAM, ViTDet, MViTv2",
+    far=True,
+)

@@ -13,6 +13,8 @@ from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 # Hidden activations that are held at a time while the bias of every pair is computed.
@@ -235,3 +237,24 @@ class FIRE(Scheme):
     def __repr__(self) -> str:
         heads, hidden = self.w2.shape
         return f"FIRE(hidden={hidden}, heads={heads}, eps={self.eps})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    heads = parts["q"].shape[-3]
+    # Every hidden unit is active nearby, and some are not farther away.
+    w1, b1, w2, b2 = at.normal(8) * 2, np.abs(at.normal(8)), at.normal(heads, 8), at.normal(heads)
+    # Some queries stand before the threshold and some beyond it.
+    far = max(at.k_len - at.q_len / 2 - 0.25, 1)
+    position = FIRE(w1, b1, w2, b2, *(np.asarray(x, w1.dtype) for x in (0.25, far)), eps=at.pick(0.0, 1e-6))
+    return {**parts, "position": position, "kwargs": {"causal": True}}
+
+
+register(
+    "fire",
+    FIRE,
+    _build,
+    adds="a small network of the normalised distance",
+    paper="Li et al., ICLR 2024",
+    models="FIRE",
+)

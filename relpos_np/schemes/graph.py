@@ -12,6 +12,8 @@ from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int32
 
 
@@ -273,3 +275,34 @@ def _labels(value: Any, rows: int, name: str = "labels") -> Int32:
     kept: Int32 = np.array(labels, dtype=np.int32, order="C")
     kept.flags.writeable = False
     return kept
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    count = at.pick(9, 40)
+    # Most pairs have the first labels, and those beyond the last have none.
+    drawn = np.floor(np.abs(at.normal(*at.batch, at.q_len, at.k_len).astype(np.float64)) * 4).astype(np.int64)
+    if at.variant == "shaw":
+        parts = at.operands(4, 2)
+        found, heads = np.where(drawn < count, drawn, -1), parts["q"].shape[-3]
+        tables = at.normal(count, at.dim), at.normal(heads, count, at.v_dim)
+        return {**parts, "position": GraphLabels(found, key_table=tables[0], value_table=tables[1])}
+    length = at.q_len
+    parts = at.operands(4, 4, length, length)
+    # Distances are the same both ways, and 0 from a node to itself; the virtual node stands before all others.
+    nodes = np.minimum(drawn[..., : length - 1, : length - 1], count - 2) + 1
+    nodes = np.resize(nodes, (*at.batch, length - 1, length - 1))
+    nodes = np.triu(nodes, 1) + np.swapaxes(np.triu(nodes, 1), -1, -2)
+    heads = parts["q"].shape[-3]
+    return {**parts, "position": GraphLabels.graphormer(nodes, at.normal(count, heads), at.normal(heads))}
+
+
+register(
+    "graph",
+    GraphLabels,
+    _build,
+    adds="a scalar or vectors per label of an edge",
+    paper="Shaw et al., NAACL 2018; Ying et al., NeurIPS 2021",
+    variants=("graphormer", "shaw"),
+    models="Graphormer, relation-aware self-attention, Funnel",
+    far=True,
+)

@@ -15,6 +15,8 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
 
 METHODS = ("product", "euclidean", "quantization", "cross")
@@ -385,3 +387,39 @@ class IRPE(Scheme):
             if t is not None
         ]
         return f"IRPE({self.grid}, {', '.join(tables)}, mode={self.mode!r}, method={self.method!r})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    tokens = at.pick(1, 0, 2)
+    length = tokens + at.grid[0] * at.grid[1]
+    parts = at.operands(4, 2, length, length)
+    mode, method = ("bias", "product") if at.variant == "bias" else ("contextual", at.variant or "product")
+    buckets = (49 if method == "product" else 7) + (tokens > 0)
+    maps = (2,) if method == "cross" else ()
+    vectors = () if mode == "bias" else (at.dim,)
+    position = IRPE(
+        at.grid,
+        at.normal(*maps, 1, buckets, *vectors),
+        at.normal(*maps, parts["q"].shape[-3], buckets, *vectors),
+        None if mode == "bias" else at.normal(*maps, 1, buckets, at.v_dim),
+        mode=mode,
+        method=method,
+        # Lower limits than the published ones, so that small grids have offsets beyond them.
+        alpha=1.5,
+        beta=3.0,
+        gamma=6.0,
+        class_tokens=tokens,
+    )
+    return {**parts, "position": position}
+
+
+register(
+    "irpe",
+    IRPE,
+    _build,
+    adds="piecewise indices in two dimensions, on scores, queries, keys, values",
+    paper="Wu et al., ICCV 2021",
+    variants=(*METHODS, "bias"),
+    models="DeiT with iRPE",
+    far=True,
+)

@@ -12,6 +12,8 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 FORMS = ("log", "power")
@@ -134,3 +136,21 @@ class KERPLE(Scheme):
 
     def __repr__(self) -> str:
         return f"KERPLE(a={self.a.shape}, b={self.b.shape}, form={self.form!r})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    # Powers up to 1 keep the scores of a few hundred keys small.
+    a, b = (np.exp(-np.abs(at.normal(parts["q"].shape[-3]))).astype(parts["q"].dtype) for _ in "ab")
+    return {**parts, "position": KERPLE(a, b, form=at.variant or "log"), "kwargs": {"causal": True}}
+
+
+register(
+    "kerple",
+    KERPLE,
+    _build,
+    adds="a penalty by a logarithm or a power of the distance",
+    paper="Chi et al., NeurIPS 2022",
+    variants=FORMS,
+    models="GPT-NeoX with KERPLE",
+)

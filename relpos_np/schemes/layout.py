@@ -16,6 +16,8 @@ from relpos_np._contract.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("layoutlmv2", "layoutlmv3", "udop")
@@ -392,3 +394,43 @@ def _integers(name: str, value: Any) -> Int64:
 
 def _first_beyond(x: Array) -> float:
     return float(x[~(np.abs(x) <= _LARGEST)].flat[0])
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    heads, dtype = parts["q"].shape[-3], parts["q"].dtype
+    # Words about the middle of a page of 1000 units, some outside: left and top, right and bottom.
+    corner, extent = at.normal(*at.batch, at.k_len, 2) * 250 + 500, np.abs(at.normal(*at.batch, at.k_len, 2)) * 40
+    boxes = np.rint(np.concatenate([corner, corner + extent], axis=-1).astype(np.float64))
+    mask = np.ones((*at.batch, 1, 1, at.k_len), dtype=np.bool_)
+    mask[1:, ..., at.k_len - at.k_len // 3 :] = False
+    kwargs = {"mask": mask, "scale": 0.25}
+    if at.variant == "udop":
+        tables = at.normal(32, heads), at.normal(32, heads), at.normal(32, heads)
+        position = LayoutBias(*tables, (boxes / 1024).astype(dtype), variant="udop")
+        return {**parts, "position": position, "kwargs": kwargs}
+    # The last third are patches of an image, whose positions start again.
+    words = at.k_len - at.k_len // 3
+    position = LayoutBias(
+        at.normal(32, heads),
+        at.normal(64, heads),
+        at.normal(64, heads),
+        boxes.astype(np.int64),
+        positions=np.arange(at.k_len) % max(words, 1),
+        variant=at.variant or "layoutlmv2",
+        max_distance=at.pick(128, 40),
+        max_box_distance=at.pick(None, 999),
+    )
+    return {**parts, "position": position, "kwargs": kwargs}
+
+
+register(
+    "layout",
+    LayoutBias,
+    _build,
+    adds="buckets of distances in the text and on the page",
+    paper="Xu et al., ACL 2021; Tang et al., CVPR 2023",
+    variants=VARIANTS,
+    models="LayoutLMv2, LayoutLMv3, UDOP",
+    far=True,
+)

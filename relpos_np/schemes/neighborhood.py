@@ -14,6 +14,8 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Bools, Int64
 
 VARIANTS = ("nat", "dinat")
@@ -234,3 +236,26 @@ class NeighborhoodBias(Scheme):
     def __repr__(self) -> str:
         shape = None if self.table is None else self.table.shape
         return f"NeighborhoodBias(table={shape}, grid={self.grid}, kernel={self.kernel}, dilation={self.dilation})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    # As many neighbours as a small grid has, an odd number.
+    gaps = tuple(min(2, n) if at.variant == "dinat" else 1 for n in at.grid)
+    kernel = tuple(min(k, (n // gap - 1) // 2 * 2 + 1) for k, n, gap in zip((3, 5), at.grid, gaps, strict=True))
+    length = at.grid[0] * at.grid[1]
+    parts = at.operands(4, 2, length, length)
+    given = at.pick(True, False)
+    table = at.normal(parts["q"].shape[-3], *(2 * k - 1 for k in kernel)) if given else None
+    return {**parts, "position": NeighborhoodBias(table, at.grid, kernel, gaps)}
+
+
+register(
+    "neighborhood",
+    NeighborhoodBias,
+    _build,
+    adds="a window that slides with the query",
+    paper="Hassani et al., CVPR 2023; Hassani & Shi, 2022",
+    variants=VARIANTS,
+    models="NAT, DiNAT",
+    far=True,
+)

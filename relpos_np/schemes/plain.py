@@ -14,6 +14,8 @@ from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import softmax
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 
@@ -157,3 +159,10 @@ class Plain(Scheme):
 
     def __repr__(self) -> str:
         return "Plain()"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    return {**at.operands(4, 2), "position": Plain(), "kwargs": {"causal": True}}
+
+
+register("plain", Plain, _build, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)

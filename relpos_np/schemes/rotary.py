@@ -16,6 +16,8 @@ from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
@@ -450,3 +452,65 @@ class XPos(Rotary):
 
     def _words(self) -> str:
         return super()._words().replace(", layout", f", scale_base={self.scale_base}, gamma={self.gamma}, layout", 1)
+
+
+def _places_of(at: Sample) -> dict[str, Any]:
+    """Positions of one's own: of keys, or of queries and keys, as numbers."""
+    of = at.pick("none", "keys", "both")
+    if of == "none":
+        return {}
+    keys = np.floor(np.abs(at.normal(*at.batch, at.k_len)).astype(np.float64) * 20).astype(np.int64)
+    if of == "keys":
+        return {"positions": keys}
+    return {"positions": at.normal(at.q_len).astype(np.float64) * 9, "key_positions": keys}
+
+
+def _turned_of(at: Sample) -> int:
+    """The last four channels stay, as in models that turn only some."""
+    every = at.dim // 2 * 2
+    return at.pick(every - 4 if every > 4 else every, every, 2)
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    dim = _turned_of(at)
+    options: dict[str, Any] = {"layout": at.variant or "half", "magnitude": at.pick(1.125, 1.0)}
+    axes = at.pick(0, 2)
+    if axes:
+        kv_heads = at.pick((), (parts["k"].shape[-3],))
+        options["frequencies"] = at.normal(axes, *kv_heads, dim // 2) * parts["q"].dtype.type(0.25)
+        options["positions"] = at.normal(axes, at.q_len).astype(np.float64) * 3
+        options["key_positions"] = at.normal(*at.batch, axes, at.k_len).astype(np.float64) * 3
+    else:
+        options |= {"dim": dim, "base": at.pick(500.0, 10000.0, 2.0), **_places_of(at)}
+    return {**parts, "position": Rotary(**options), "kwargs": {"causal": True}}
+
+
+def _build_xpos(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    # A base this small that the scaling is seen within some ten positions.
+    dim, scale_base = _turned_of(at), at.pick(64.0, 512.0)
+    layout = at.variant or "interleaved"
+    position = XPos(dim, base=500.0, scale_base=scale_base, gamma=at.pick(0.4, 1.0), layout=layout)
+    return {**parts, "position": position, "kwargs": {"causal": True}}
+
+
+register(
+    "rotary",
+    Rotary,
+    _build,
+    adds="queries and keys turned by angles that grow with position",
+    paper="Su et al., 2021 (Neurocomputing 2024)",
+    variants=LAYOUTS,
+    options="positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
+    models="RoFormer, GPT-J, GPT-NeoX, Llama, Mistral, Qwen, Qwen2-VL, Phi-3, Gemma, EVA-02, DINOv3, Pixtral",
+)
+register(
+    "xpos",
+    XPos,
+    _build_xpos,
+    adds="rotary positions with a decay",
+    paper="Sun et al., ACL 2023",
+    variants=XPOS_LAYOUTS,
+    models="LeX Transformer, RetNet",
+)

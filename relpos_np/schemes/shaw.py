@@ -14,6 +14,8 @@ from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import softmax
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 OUTSIDE = ("clip", "zero")
@@ -343,3 +345,28 @@ class Shaw(Scheme):
         ]
         left = "" if self.left is None else f", left={self.left}"
         return f"Shaw({', '.join(shapes)}, outside={self.outside!r}{left})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(3, 3)
+    lead = at.pick((), (parts["q"].shape[-3],))
+    reach = at.pick((5, 4), (0, 2), (20, 1), (2, 40), (3, None), (None, 3))
+    key, value = (
+        None if k is None else at.normal(*lead, 2 * k + 1, dim)
+        for k, dim in zip(reach, (at.dim, at.v_dim), strict=True)
+    )
+    left = at.pick(None, tuple(None if k is None else k // 2 for k in reach))
+    return {**parts, "position": Shaw(key, value, outside=at.variant or "clip", left=left)}
+
+
+register(
+    "shaw",
+    Shaw,
+    _build,
+    adds="a vector per relative position, on keys and values",
+    paper="Shaw et al., NAACL 2018",
+    variants=OUTSIDE,
+    options="outside the table; one-sided tables (wav2vec2-BERT, SpeechT5, Music Transformer, VITS)",
+    models="Shaw's Transformer, Music Transformer, VITS, SpeechT5, Wav2Vec2-BERT, SeamlessM4T v2",
+    far=True,
+)

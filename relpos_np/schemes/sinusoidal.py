@@ -9,6 +9,8 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample, encoded
 from relpos_np.types import Array
 
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
@@ -173,3 +175,19 @@ class Sinusoidal(AbsoluteEncoding):
 
     def __repr__(self) -> str:
         return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    x = at.normal(*at.batch, at.q_len, at.dim)
+    return encoded(x, Sinusoidal(at.dim, base=at.pick(10000.0, 50.0), layout=at.variant or "interleaved"))
+
+
+register(
+    "sinusoidal",
+    Sinusoidal,
+    _build,
+    adds="sines added to the inputs",
+    paper="Vaswani et al., NeurIPS 2017",
+    variants=LAYOUTS,
+    models="Transformer, Whisper, MarianMT, ESPnet encoders",
+)

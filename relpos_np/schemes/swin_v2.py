@@ -16,6 +16,8 @@ from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 VARIANTS = ("microsoft", "transformers", "paper")
@@ -360,3 +362,35 @@ def _window(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise RelposTypeError(f"{name}: expected height and width such as (8, 8), found {value!r}")
     return check.integer(name, value[0], 1), check.integer(name, value[1], 1)
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    # In a window of height 1, where the variants differ most.
+    length = at.grid[0] * at.grid[1]
+    window = at.pick((1, length), at.grid)
+    parts = at.operands(4, 2, length, length)
+    dtype, heads = parts["q"].dtype, parts["q"].shape[-3]
+    hidden = at.normal(24, 2), at.normal(24)
+    last, scale = at.normal(heads, 24) / 4, np.log(1 + np.abs(at.normal(heads)))
+    bias = at.pick(False, True)
+    position = SwinV2(
+        *hidden,
+        last.astype(dtype),
+        scale.astype(dtype),
+        window,
+        output_bias=at.normal(heads) if bias else None,
+        pretrained_window=at.pick(None, None if at.variant == "paper" else (7, 9)),
+        variant=at.variant or "microsoft",
+    )
+    return {**parts, "position": position}
+
+
+register(
+    "swin_v2",
+    SwinV2,
+    _build,
+    adds="cosine scores, and a bias that a small network computes",
+    paper="Liu et al., CVPR 2022",
+    variants=VARIANTS,
+    models="Swin V2, Swin2SR",
+)

@@ -13,6 +13,8 @@ from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, t5_bucket
 from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 
@@ -151,3 +153,32 @@ class T5(Scheme):
 
     def __repr__(self) -> str:
         return f"T5(table={self.table.shape}, max_distance={self.max_distance}, bidirectional={self.bidirectional})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    buckets, both = at.pick((32, True), (8, True), (28, True), (64, True), (2, False), (33, False))
+    # Of the distances of one side, half have a bucket of their own.
+    alone = (buckets // 2 if both else buckets) // 2
+    position = T5(
+        at.normal(buckets, parts["q"].shape[-3]),
+        max_distance=at.pick(128, alone + 1, alone + 7),
+        bidirectional=both,
+        rounding=at.variant or "exact",
+    )
+    mask = np.ones((*at.batch, 1, 1, at.k_len), dtype=np.bool_)
+    mask[1:, ..., -at.k_len // 3 :] = False
+    return {**parts, "position": position, "kwargs": {"scale": 0.5, "mask": mask}}
+
+
+register(
+    "t5",
+    T5,
+    _build,
+    adds="a scalar per bucket and head",
+    paper="Raffel et al., JMLR 2020",
+    variants=ROUNDING,
+    options="one direction or both",
+    models="T5, mT5, umT5, MPNet, LongT5's local part",
+    far=True,
+)

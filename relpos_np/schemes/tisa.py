@@ -12,6 +12,8 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "published")
@@ -165,3 +167,22 @@ class TISA(Scheme):
     def __repr__(self) -> str:
         curves, heads = self.amplitudes.shape
         return f"TISA(curves={curves}, heads={heads}, variant={self.variant!r})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    shape = at.pick(5, 1), parts["q"].shape[-3]
+    # Curves some positions wide, with tops some positions away.
+    curves = at.normal(*shape), at.normal(*shape) * parts["q"].dtype.type(0.25), at.normal(*shape) * 5
+    return {**parts, "position": TISA(*curves, variant=at.variant or "paper")}
+
+
+register(
+    "tisa",
+    TISA,
+    _build,
+    adds="radial basis functions of the distance",
+    paper="Wennberg and Henter, ACL 2021",
+    variants=VARIANTS,
+    models="ALBERT with TISA",
+)

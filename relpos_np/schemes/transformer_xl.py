@@ -16,6 +16,8 @@ from relpos_np.errors import RelposValueError
 from relpos_np.formulas.relshift import VARIANTS as SHIFTS
 from relpos_np.formulas.relshift import rel_shift
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
 
 VARIANTS = (*SHIFTS, "xlnet_uni")
@@ -431,3 +433,25 @@ class TransformerXL(Scheme):
     def __repr__(self) -> str:
         future = ", zero_triu=True" if self.zero_triu else ""
         return f"TransformerXL(rows={self.rows.shape}, variant={self.variant!r}{future})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts, variant = at.operands(3, 3), at.variant or "transformer_xl"
+    heads = parts["q"].shape[-3]
+    rows = len(row_distances(at.q_len, at.k_len, variant))
+    u, v, r = at.normal(heads, at.dim), at.normal(heads, at.dim), at.normal(rows, heads, at.dim)
+    position = TransformerXL(u, v, r, variant=variant, zero_triu=at.pick(False, variant != "wenet"))
+    # Only these two hide what their shift leaves above the diagonal.
+    return {**parts, "position": position, "kwargs": {"causal": variant in ("transformer_xl", "xlnet_uni")}}
+
+
+register(
+    "transformer_xl",
+    TransformerXL,
+    _build,
+    adds="u, v and a projected row per distance",
+    paper="Dai et al., ACL 2019",
+    variants=VARIANTS,
+    models="Transformer-XL, XLNet, ESPnet and NeMo Conformers, Wav2Vec2-Conformer, SeamlessM4T",
+    far=True,
+)

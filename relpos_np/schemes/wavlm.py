@@ -14,6 +14,8 @@ from relpos_np._contract.terms import QueryTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
 from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 
@@ -232,3 +234,24 @@ class WavLM(Scheme):
 
     def __repr__(self) -> str:
         return f"WavLM(table={self.table.shape}, gate={self.gate.shape}, max_distance={self.max_distance})"
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 4)
+    heads, dtype = parts["q"].shape[-3], parts["q"].dtype
+    hidden = at.normal(*at.batch, at.q_len, heads * at.dim) * dtype.type(0.25)
+    gate = wavlm_gate(hidden, at.normal(8, at.dim), at.normal(8), np.abs(at.normal(heads)))
+    buckets, most = at.pick((320, 800), (8, 20))
+    position = WavLM(at.normal(buckets, heads), gate.astype(dtype), max_distance=most, rounding=at.pick(*ROUNDING))
+    return {**parts, "position": position, "kwargs": {"scale": 0.25}}
+
+
+register(
+    "wavlm",
+    WavLM,
+    _build,
+    adds="T5's bias behind a gate that the query opens",
+    paper="Chen et al., 2022",
+    models="WavLM",
+    far=True,
+)

@@ -15,6 +15,8 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.registry import register
+from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
 
 Coordinates = Sequence[Int64]
@@ -250,3 +252,35 @@ def _coords(value: Any, axes: int) -> list[Int64 | None]:
             raise RelposTypeError(f"key_coords: expected integers along an axis, found {c!r}")
         out.append(points.astype(np.int64))
     return out
+
+
+def _build(at: Sample) -> dict[str, Any]:
+    height, width = at.grid
+    if at.variant in (None, "swin"):
+        # More keys than queries across, of which the first stand where the queries do.
+        more = at.pick(0, 2)
+        parts = at.operands(3, 3, height * width, height * (width + more))
+        extent = height, width + more
+        table = at.normal((2 * extent[0] - 1) * (2 * extent[1] - 1), parts["q"].shape[-3])
+        return {**parts, "position": WindowBias(table, at.grid, extent if more else None, extent=extent)}
+    frames = at.frames if at.variant == "rstt" else (at.frames[0], at.frames[0])
+    height, width = (height + 1) // 2, (width + 1) // 2
+    parts = at.operands(3, 3, *(n * height * width for n in frames))
+    rows = (2 * frames[0] - 1) * (2 * height - 1) * (2 * width - 1)
+    table = at.normal(rows, parts["q"].shape[-3])
+    if at.variant == "video":
+        return {**parts, "position": WindowBias(table, (frames[0], height, width))}
+    return {**parts, "position": WindowBias.rstt(table, *frames, (height, width))}
+
+
+register(
+    "window",
+    WindowBias,
+    _build,
+    adds="a scalar per coordinate difference and head",
+    paper="Liu et al., ICCV 2021; Geng et al., CVPR 2022",
+    variants=("swin", "video", "rstt"),
+    options="one to three axes, keys anywhere",
+    models="Swin, Video Swin, Donut, RSTT",
+    far=True,
+)

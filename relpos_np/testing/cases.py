@@ -11,7 +11,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposError
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.testing.draws import SIZES, Size, lengths
+from relpos_np.testing._sizes import SIZES, Size, lengths
 from relpos_np.testing.example import Example, build
 
 # By the name of the edge: lengths of queries and of keys, head_dim and D_v.

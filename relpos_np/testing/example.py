@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import resources
 from typing import Any
@@ -18,19 +18,11 @@ from relpos_np.formulas.softmax import repeat_heads
 from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.plain import Plain
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.testing import pairs, rotary, seeds, tables, windows
+from relpos_np.schemes.sample import Sample
+from relpos_np.testing._sizes import SIZES, Size
 from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import EPS, SMALLEST, ratio, tolerance
-from relpos_np.testing.draws import SIZES, Builder, Size
 from relpos_np.types import Array
-
-_BUILDERS: Mapping[str, Builder] = {
-    **seeds.BUILDERS,
-    **tables.BUILDERS,
-    **rotary.BUILDERS,
-    **windows.BUILDERS,
-    **pairs.BUILDERS,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,4 +363,5 @@ def build(name: str, size: Size, *, dtype: Any, seed: int, variant: str | None) 
     def draw(*shape: int) -> Array:
         return rng.standard_normal(shape).astype(dtype)
 
-    return Example(name=name, variant=variant or next(iter(variants), None), **_BUILDERS[name](draw, size, variant))
+    sample = Sample(draw, **asdict(size), variant=variant)
+    return Example(name=name, variant=variant or next(iter(variants), None), **SCHEMES[name].build(sample))

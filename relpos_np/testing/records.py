@@ -11,10 +11,10 @@ import numpy as np
 from relpos_np._files import safetensors as tensorfile
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.registry import SCHEMES
+from relpos_np.testing._sizes import Size, lengths
 from relpos_np.testing.arguments import encode, rebuilt
 from relpos_np.testing.cases import edges, sized
 from relpos_np.testing.compare import EPS, tolerance
-from relpos_np.testing.draws import Size, lengths
 from relpos_np.testing.example import Example, example
 from relpos_np.testing.functions import Call, Divergence, divergences
 from relpos_np.types import Array

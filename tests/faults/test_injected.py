@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._runtime import memory
 from tests.faults.operands import make
 
 HOST = rp.backend.HOST_BACKENDS
@@ -114,7 +115,7 @@ def test_row_41_a_thousand_faults_half_way(backend):
     for call, numbers in zip(calls, expected, strict=True):
         for a, b in zip(call(), numbers, strict=True):
             np.testing.assert_array_equal(a, b)
-    assert rp.memory.limit() is None
+    assert memory.limit() is None
 
 
 @pytest.mark.parametrize("backend", HOST)

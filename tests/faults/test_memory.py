@@ -11,7 +11,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._runtime import memory
-from relpos_np.testing.draws import lengths
+from relpos_np.testing._sizes import lengths
 from relpos_np.testing.example import build
 from tests.every import ATTENTION
 from tests.processes import child

@@ -12,8 +12,8 @@ from relpos_np.kernels._numba.target import BLOCK_KEYS
 from relpos_np.testing.cases import edges
 from tests.interpreted.agreement import assert_agrees
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
-from tests.strategies import Case, Mask, Position, cases
-from tests.test_equivalence import KINDS, assert_close
+from tests.strategies import KINDS, SHAW_PER_HEAD, T5_CAUSAL, Case, Mask, Position, cases, grid
+from tests.test_equivalence import assert_close
 
 DTYPES = (np.float64, np.float32)
 BATCH = ((2,), (1,), (2,))
@@ -28,24 +28,18 @@ def case_of(*positions, q_len=49, k_len=BLOCK_KEYS + 9, batch=False, **options):
     return Case(5, *lead, q_len=q_len, k_len=k_len, positions=positions, **options)
 
 
-def grid(q_len, k_len):
-    extent = (max(q_len, k_len),)
-    return Position("window", {"query_grid": (q_len,), "key_grid": (k_len,), "key_coords": None, "extent": extent})
-
-
-SHAW = Position("shaw", {"key": 9, "value": 3, "per_head": True, "outside": "zero"})
 CASES = {
     "plain": case_of(depth=33),
     "two panels, one query more": case_of(q_len=25, k_len=97, v_dim=33),
     "no key for the first queries": case_of(causal=True, offset=-5, q_len=30, k_len=31),
-    "t5, causal": case_of(KINDS["t5_causal"], causal=True),
+    "t5, causal": case_of(T5_CAUSAL, causal=True),
     "t5 and lengths": case_of(KINDS["t5"], batch=True, key_lengths=(3, 150), q_len=17),
     "band": case_of(KINDS["t5"], window=(30, 5), q_len=97),
-    "shaw, both sides": case_of(SHAW, causal=True, q_len=26),
+    "shaw, both sides": case_of(SHAW_PER_HEAD, causal=True, q_len=26),
     "shaw, far": case_of(KINDS["shaw"], window=(None, 60)),
     "transformer_xl": case_of(KINDS["transformer_xl"], causal=True, q_len=97),
-    "conformer, no causality": case_of(KINDS["conformer"], depth=16),
-    "conformer and a bias": case_of(KINDS["conformer"], KINDS["alibi_key"], q_len=31, k_len=65),
+    "conformer, no causality": case_of(KINDS["transformer_xl conformer"], depth=16),
+    "conformer and a bias": case_of(KINDS["transformer_xl conformer"], KINDS["alibi key"], q_len=31, k_len=65),
     "grid": case_of(grid(20, 70), q_len=20, k_len=70, causal=True, kv_heads=2),
     "bool mask": case_of(batch=True, mask=Mask("bool", (2, 2, 27, 201), 0.5), q_len=27),
     "float mask": case_of(mask=Mask("float", (27, 201), 0.5), q_len=27),
@@ -54,7 +48,7 @@ CASES = {
     "mask of keys with holes": case_of(mask=Mask("bool", (201,), 0.5), q_len=27),
     "mask of keys, float": case_of(mask=Mask("float", (1, 201), 0.5), q_len=27),
     "nothing allowed": case_of(mask=Mask("bool", (27, 201), 0.0), q_len=27),
-    "turned": case_of(Position("rotary", KINDS["rotary"].params | {"dim": 6}), causal=True, q_len=33),
+    "turned": case_of(Position("rotary", choices=(1,)), causal=True, q_len=33),
 }
 
 

@@ -10,21 +10,20 @@ from relpos_np import testing
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 from tests.interpreted.agreement import assert_gradients_agree, assert_same_arrays, gradients, shut_keys
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
-from tests.interpreted.test_interpreted_attention import DTYPES, SHAW, STRESS, case_of, grid
-from tests.strategies import Position, cases
-from tests.test_equivalence import KINDS
+from tests.interpreted.test_interpreted_attention import DTYPES, STRESS, case_of
+from tests.strategies import KINDS, SHAW_PER_HEAD, T5_CAUSAL, Position, cases, grid
 
 CASES = {
     "plain": ((), {"q_len": 25}),
     "open tiles": ((), {"q_len": 24, "k_len": BLOCK_KEYS, "depth": 20, "v_dim": 16}),
-    "t5, causal": ((KINDS["t5_causal"],), {"causal": True, "q_len": 97}),
+    "t5, causal": ((T5_CAUSAL,), {"causal": True, "q_len": 97}),
     "band and lengths": ((KINDS["t5"],), {"window": (20, 3), "batch": True, "key_lengths": (150, 190), "q_len": 99}),
-    "shaw, both sides": ((SHAW, KINDS["alibi_key"]), {"causal": True, "q_len": 13, "k_len": 31}),
+    "shaw, both sides": ((SHAW_PER_HEAD, KINDS["alibi key"]), {"causal": True, "q_len": 13, "k_len": 31}),
     "transformer_xl": ((KINDS["transformer_xl"],), {"causal": True, "q_len": 99, "k_len": 210}),
-    "conformer and a bias": ((KINDS["conformer"], KINDS["t5"]), {"q_len": 25, "k_len": 40}),
+    "conformer and a bias": ((KINDS["transformer_xl conformer"], KINDS["t5"]), {"q_len": 25, "k_len": 40}),
     "grid": ((grid(20, 37),), {"q_len": 20, "k_len": 37}),
     "no key for some": ((KINDS["t5"],), {"q_len": 30, "k_len": 20, "causal": True}),
-    "turned": ((Position("rotary", KINDS["rotary"].params | {"dim": 6}),), {"q_len": 9, "k_len": 9}),
+    "turned": ((Position("rotary", choices=(1,)),), {"q_len": 9, "k_len": 9}),
 }
 
 

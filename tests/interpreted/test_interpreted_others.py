@@ -9,9 +9,9 @@ from relpos_np.kernels._numba import job, launch
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from tests.interpreted.agreement import assert_agrees, assert_gradients_agree
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
-from tests.interpreted.test_interpreted_attention import ALONE, BATCH, DTYPES, STRESS, compare, grid
+from tests.interpreted.test_interpreted_attention import ALONE, BATCH, DTYPES, STRESS, compare
 from tests.processes import child
-from tests.strategies import Case, Mask
+from tests.strategies import Case, Mask, grid
 
 # ---------------------------------------------------------------------------------------------- windows
 

@@ -1,104 +1,16 @@
-"""Independent witnesses: every formula as plain loops over b, h, i, j, written from the papers."""
+"""Independent witnesses: every formula as plain loops over b, h, i, j, written from the papers.
 
-from tests.naive.seeds import (
-    absolute_terms,
-    add,
-    alibi,
-    alibi_slope,
-    allowed,
-    attention,
-    dot,
-    floats,
-    kerple,
-    learned,
-    logits,
-    rel_shift,
-    relative_terms,
-    rotary,
-    rotation,
-    rstt_frames,
-    rstt_index,
-    self_attention,
-    shaw,
-    shift_rows,
-    sinusoidal,
-    t5,
-    t5_bucket,
-    t5_bucket_float32,
-    transformer_xl,
-    window_bias,
-    window_index,
-)
-from tests.naive.tables import fire, layout, sandwich, tisa, wavlm, wavlm_gate
-from tests.naive.turns import rotated_inputs, turns, xpos
-from tests.naive.vectors import cope, deberta, deberta_bucket, graph_labels, graphormer
-from tests.naive.windows import (
-    beit,
-    decomposed,
-    decomposed_row,
-    irpe,
-    irpe_buckets,
-    irpe_piecewise,
-    irpe_value,
-    neighborhood,
-    neighbours,
-    resize_table,
-    swin_v2,
-    swin_v2_operands,
-)
+All functions of all files in this folder can be had from here; `of` finds the loops of a scheme.
+"""
 
-__all__ = [
-    "absolute_terms",
-    "add",
-    "alibi",
-    "alibi_slope",
-    "allowed",
-    "attention",
-    "beit",
-    "cope",
-    "deberta",
-    "deberta_bucket",
-    "decomposed",
-    "decomposed_row",
-    "dot",
-    "fire",
-    "floats",
-    "graph_labels",
-    "graphormer",
-    "irpe",
-    "irpe_buckets",
-    "irpe_piecewise",
-    "irpe_value",
-    "kerple",
-    "layout",
-    "learned",
-    "logits",
-    "neighborhood",
-    "neighbours",
-    "rel_shift",
-    "relative_terms",
-    "resize_table",
-    "rotary",
-    "rotated_inputs",
-    "rotation",
-    "rstt_frames",
-    "rstt_index",
-    "sandwich",
-    "self_attention",
-    "shaw",
-    "shift_rows",
-    "sinusoidal",
-    "swin_v2",
-    "swin_v2_operands",
-    "t5",
-    "t5_bucket",
-    "t5_bucket_float32",
-    "tisa",
-    "transformer_xl",
-    "turns",
-    "wavlm",
-    "wavlm_gate",
-    "window_bias",
-    "window_index",
-    "xpos",
-]
+import importlib
+import inspect
+import pkgutil
+
+for _file in pkgutil.iter_modules(__path__):
+    _module = importlib.import_module(f"{__name__}.{_file.name}")
+    for _name, _found in vars(_module).items():
+        if inspect.isfunction(_found) and _found.__module__ == _module.__name__ and not _name.startswith("_"):
+            # The file of a function may have its name.
+            assert not inspect.isfunction(globals().get(_name)), f"two functions are called {_name}"
+            globals()[_name] = _found

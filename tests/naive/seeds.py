@@ -11,8 +11,11 @@ A scheme is a closure ``logit(b, h, i, j)``: what it adds to ``scale * q_i . k_j
 import cmath
 import math
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
+
+from tests.naive.by_name import Loops, witness
 
 NEG_INF = -math.inf
 
@@ -35,56 +38,57 @@ def add(*logits):
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def logits(q, k, *, logit=None, allowed=None, scale=None):
-    """Dense scores s_ij = scale q_i . k_j + logit(b,h,i,j) + mask, -inf where excluded (Vaswani 2017, eq. 1)."""
-    (n_b, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
+def score_of(q, k, *, logit=None, allowed=None, scale=None):
+    """Closure: s_ij = scale q_i . k_j + logit(b,h,i,j) + mask, -inf where excluded (Vaswani 2017, eq. 1)."""
+    (_, n_h, _, dim), h_kv = np.shape(q), np.shape(k)[1]
     scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
     q, k = floats(q), floats(k)
-    out = np.empty((n_b, n_h, l_q, l_k))
-    for b in range(n_b):
-        for h in range(n_h):
-            keys = k[b][h // (n_h // h_kv)]
-            for i in range(l_q):
-                for j in range(l_k):
-                    extra = 0.0 if allowed is None else allowed(b, h, i, j)
-                    if extra == NEG_INF:  # neither the key nor its position is looked at
-                        out[b, h, i, j] = NEG_INF
-                        continue
-                    score = scale * dot(q[b][h][i], keys[j])
-                    if logit is not None:
-                        score += logit(b, h, i, j)
-                    out[b, h, i, j] = score + extra
+
+    def score(b, h, i, j):
+        extra = 0.0 if allowed is None else allowed(b, h, i, j)
+        if extra == NEG_INF:  # neither the key nor its position is looked at
+            return NEG_INF
+        content = scale * dot(q[b][h][i], k[b][h // (n_h // h_kv)][j])
+        return (content if logit is None else content + logit(b, h, i, j)) + extra
+
+    return score
+
+
+def logits(q, k, **terms):
+    """All scores of `score_of`."""
+    (n_b, n_h, l_q, _), l_k = np.shape(q), np.shape(k)[2]
+    score, out = score_of(q, k, **terms), np.empty((n_b, n_h, l_q, l_k))
+    for b, h, i, j in np.ndindex(out.shape):
+        out[b, h, i, j] = score(b, h, i, j)
     return out
 
 
-def attention(q, k, v, *, logit=None, allowed=None, value=None, scale=None):
+def attention(q, k, v, *, value=None, rows=None, **terms):
     """out_i = sum_j softmax_j(s_ij) (v_j + value(b,h,i,j)) and lse_i = log sum_j exp s_ij (Vaswani 2017, eq. 1).
 
     Keys at -inf are never touched, so NaN in them stays there. A row without keys gives zeros and lse = -inf.
+    `rows`: some (b, h, i), in place of which the results have one axis.
     """
-    s = floats(logits(q, k, logit=logit, allowed=allowed, scale=scale))
     (n_b, n_h, l_q, _), (_, h_kv, l_k, d_v) = np.shape(q), np.shape(v)
-    v = floats(v)
-    out, lse = np.zeros((n_b, n_h, l_q, d_v)), np.full((n_b, n_h, l_q), NEG_INF)
-    for b in range(n_b):
-        for h in range(n_h):
-            values = v[b][h // (n_h // h_kv)]
-            for i in range(l_q):
-                row = s[b][h][i]
-                seen = [j for j in range(l_k) if row[j] != NEG_INF]
-                if not seen:
-                    continue
-                top = max(row[j] for j in seen)
-                weight = {j: math.exp(row[j] - top) for j in seen}
-                total = sum(weight.values())
-                lse[b, h, i] = top + math.log(total)
-                for c in range(d_v):
-                    acc = 0.0
-                    for j in seen:
-                        moved = 0.0 if value is None else value(b, h, i, j)[c]
-                        acc += weight[j] / total * (values[j][c] + moved)
-                    out[b, h, i, c] = acc
-    return out, lse
+    score, v = score_of(q, k, **terms), floats(v)
+    outs, lses = [], []
+    for b, h, i in np.ndindex(n_b, n_h, l_q) if rows is None else rows:
+        row = [score(b, h, i, j) for j in range(l_k)]
+        seen = [j for j in range(l_k) if row[j] != NEG_INF]
+        out, lse = [0.0] * d_v, NEG_INF
+        if seen:
+            top = max(row[j] for j in seen)
+            weight = {j: math.exp(row[j] - top) for j in seen}
+            total = math.fsum(weight.values())
+            lse = top + math.log(total)
+            for j in seen:
+                moved = None if value is None else value(b, h, i, j)
+                for c, x in enumerate(v[b][h // (n_h // h_kv)][j]):
+                    out[c] += weight[j] / total * (x if moved is None else x + moved[c])
+        outs.append(out)
+        lses.append(lse)
+    shape = (n_b, n_h, l_q) if rows is None else (len(lses),)
+    return np.reshape(np.array(outs), (*shape, d_v)), np.reshape(lses, shape)
 
 
 def self_attention(x, w_query, w_key, w_value):
@@ -130,9 +134,16 @@ def allowed(l_q, l_k, *, mask=None, causal=False, window=None, key_lengths=None,
     return term
 
 
+@witness("plain")
+def plain():
+    """Nothing is added (Vaswani 2017)."""
+    return Loops()
+
+
 # ---------------------------------------------------------------------------------------------- Shaw
 
 
+@witness("shaw")
 def shaw(q, l_k, key_table=None, value_table=None, *, outside="clip", left=None, offset=None, scale=None):
     """(logit, value): q_i . wK[c] scale and wV[c], c = clip(j-i-M, -k, k) + k (Shaw 2018, eq. 3 to 5).
 
@@ -204,10 +215,15 @@ def t5_bucket_float32(d, *, num_buckets=32, max_distance=128, bidirectional=True
     return first + min(side - 1, exact + int(scaled))
 
 
-def t5(table, l_q, l_k, *, max_distance=128, bidirectional=True, offset=None, bucket=t5_bucket):
+BUCKETS = {"exact": t5_bucket, "float32": t5_bucket_float32}
+
+
+@witness("t5")
+def t5(table, l_q, l_k, *, max_distance=128, bidirectional=True, rounding="exact", offset=None, bucket=None):
     """One scalar T[bucket(j-i-M), h] per pair and head, not scaled (Raffel 2020, section 2.1)."""
     offset = l_k - l_q if offset is None else offset
     rows = floats(table)
+    bucket = bucket or BUCKETS[rounding]
 
     def logit(b, h, i, j):
         d = j - (i + offset)
@@ -256,25 +272,26 @@ def rel_shift(x, variant="transformer_xl"):
     return np.array([rel_shift(part, variant) for part in x])
 
 
+@witness("transformer_xl")
 def transformer_xl(q, k, u, v, rows, *, variant="transformer_xl", zero_triu=False, scale=None):
     """scale [u . k_j + shift((q + v) rows^T)_ij], to be added to scale q_i . k_j (Dai 2019, section 3.3).
 
     zero_triu (ESPnet): nothing but u . k_j for keys j > i + M.
     """
-    (n_b, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
+    (_, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
     scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
     q, k, u, v, rows = floats(q), floats(k), floats(u), floats(v), floats(rows)
-    shifted = {}
-    for b in range(n_b):
-        for h in range(n_h):
-            products = []
-            for i in range(l_q):
-                biased = [q[b][h][i][p] + v[h][p] for p in range(dim)]
-                products.append([dot(biased, row[h]) for row in rows])
-            shifted[b, h] = shift_rows(products, variant)
+
+    @cache
+    def shifted(b, h):
+        products = []
+        for i in range(l_q):
+            biased = [q[b][h][i][p] + v[h][p] for p in range(dim)]
+            products.append([dot(biased, row[h]) for row in rows])
+        return shift_rows(products, variant)
 
     def logit(b, h, i, j):
-        position = 0.0 if zero_triu and j > i + l_k - l_q else shifted[b, h][i][j]
+        position = 0.0 if zero_triu and j > i + l_k - l_q else shifted(b, h)[i][j]
         return scale * (dot(u[h], k[b][h // (n_h // h_kv)][j]) + position)
 
     return logit
@@ -389,6 +406,12 @@ def rstt_index(num_frames_q, num_frames_kv, window_size, frames=None):
     return window_index(grid, (num_frames_kv, *window_size), key_coords=(frames, None, None))
 
 
+@witness("window")
+def window(table, query_grid, key_grid, key_coords, extent):
+    """`window_bias` of a `window_index` (Liu 2021, eq. 4; Geng 2022)."""
+    return window_bias(table, window_index(query_grid, key_grid, key_coords=key_coords, extent=extent))
+
+
 def window_bias(table, index):
     """T[index(i,j), h] added to the logits (Liu 2021, eq. 4)."""
     rows, index = floats(table), np.asarray(index).tolist()
@@ -409,6 +432,7 @@ def alibi_slope(h, heads):
     return 2.0 ** (-8.0 * counted_from_one / (2 * below))
 
 
+@witness("alibi")
 def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", offset=None):
     """-m_h |i+M-j|; causal: m_h (j-i-M); key: m_h j (Press 2022, section 3)."""
     offset = l_k - l_q if offset is None else offset
@@ -423,6 +447,7 @@ def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", offset=None):
     return logit
 
 
+@witness("kerple")
 def kerple(a, b, l_q, l_k, *, form="log", offset=None):
     """-r1 log(1 + r2 |m-n|); power: -r1 |m-n|^r2; r1 = a, r2 = b (Chi 2022, section 4.2)."""
     offset = l_k - l_q if offset is None else offset
@@ -438,6 +463,7 @@ def kerple(a, b, l_q, l_k, *, form="log", offset=None):
 # ---------------------------------------------------------------------------------------------- absolute
 
 
+@witness("sinusoidal")
 def sinusoidal(positions, dim, *, base=10000.0, layout="interleaved"):
     """Sine and cosine of t w, one row per position t (an int means 0 ... positions-1).
 
@@ -475,6 +501,7 @@ def rotation(delta, dim, *, base=10000.0):
     return out
 
 
+@witness("learned")
 def learned(table, positions):
     """W[t] for every position t, an error beyond the table (Gehring 2017)."""
     rows = floats(table)

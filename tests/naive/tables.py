@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from tests.naive.seeds import dot, floats, t5_bucket
+from tests.naive.by_name import flat, witness
+from tests.naive.seeds import BUCKETS, dot, floats, t5_bucket
 
 # ---------------------------------------------------------------------------------------------- layout of documents
 
@@ -67,6 +68,32 @@ def layout(
     return logit
 
 
+@witness("layout")
+def layout_of(
+    table, x_table, y_table, boxes, l_q, l_k, *, positions, variant, max_distance, max_box_distance, factor, rounding,
+    scale, offset, batch
+):  # fmt: skip
+    """`layout` with the defaults of its variant (Xu 2021; Tang 2023)."""
+    udop = variant == "udop"
+    return layout(
+        table,
+        x_table,
+        y_table,
+        flat(boxes, batch, 2).tolist(),
+        l_q,
+        l_k,
+        positions=None if positions is None else flat(positions, batch, 1).tolist(),
+        variant=variant,
+        max_distance=max_distance,
+        max_box_distance=max_box_distance or (100 if udop else 256),
+        factor=100.0 if factor is None else factor,
+        scale=scale,
+        offset=offset,
+        single=udop and rounding == "float32",
+        bucket=BUCKETS[rounding],
+    )
+
+
 # ---------------------------------------------------------------------------------------------- WavLM
 
 
@@ -88,10 +115,12 @@ def wavlm_gate(hidden, weight, bias, const):
     return out
 
 
-def wavlm(table, gate, l_q, l_k, *, max_distance=800, offset=None, bucket=t5_bucket):
+@witness("wavlm")
+def wavlm(table, gate, l_q, l_k, *, max_distance=800, rounding="exact", offset=None, batch=None):
     """g_bhi T[b(j-i-M), h], a gate times T5's bias (Chen 2022)."""
     offset = l_k - l_q if offset is None else offset
-    rows, gate = floats(table), floats(gate)
+    rows, gate = floats(table), floats(gate if batch is None else flat(gate, batch, 2))
+    bucket = BUCKETS[rounding]
 
     def logit(b, h, i, j):
         return gate[b][h][i] * rows[bucket(j - (i + offset), num_buckets=len(rows), max_distance=max_distance)][h]
@@ -102,6 +131,7 @@ def wavlm(table, gate, l_q, l_k, *, max_distance=800, offset=None, bucket=t5_buc
 # ---------------------------------------------------------------------------------------------- FIRE
 
 
+@witness("fire")
 def fire(w1, b1, w2, b2, c, threshold, l_q, l_k, *, eps=0.0, offset=None):
     """f(ln(c|i-j|+1) / (ln(c max(L,i)+1) + eps)), f a perceptron with one hidden layer of ReLU (Li 2024).
 
@@ -122,6 +152,7 @@ def fire(w1, b1, w2, b2, c, threshold, l_q, l_k, *, eps=0.0, offset=None):
 # ---------------------------------------------------------------------------------------------- Sandwich
 
 
+@witness("sandwich")
 def sandwich(l_q, l_k, heads, *, dim=128, base=10000.0, variant="paper", offset=None):
     """Inner product of sinusoids of i and j over 8 (h + 1) / H (Chi 2023, appendix E).
 
@@ -145,6 +176,7 @@ def sandwich(l_q, l_k, heads, *, dim=128, base=10000.0, variant="paper", offset=
 # ---------------------------------------------------------------------------------------------- TISA
 
 
+@witness("tisa")
 def tisa(amplitudes, sharpness, offsets, l_q, l_k, *, variant="paper", offset=None):
     """Sum over s of a exp(-|b| (d - c)^2), d = j - i (Wennberg 2021); its code takes d = i - j - 1.
 

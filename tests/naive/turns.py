@@ -4,7 +4,8 @@ import cmath
 
 import numpy as np
 
-from tests.naive.seeds import floats
+from tests.naive.by_name import Loops, flat, witness
+from tests.naive.seeds import floats, rotary
 
 
 def _turned(vector, waves, layout, magnitude=1.0, sizes=None):
@@ -39,6 +40,35 @@ def turns(q, k, at_query, at_key, waves, *, layout="half", magnitude=1.0):
         return out
 
     return each(q, at_query), each(k, at_key)
+
+
+@witness("rotary")
+def rotary_of(q, k, dim, base, layout, frequencies, magnitude, positions, key_positions, offset, batch):
+    """Positions i + M and j (Su 2021), or those that are given, as numbers or as coordinates (Heo 2024)."""
+    if positions is None:
+        waves = None if frequencies is None else {"frequencies": frequencies}
+        q, k = rotary(q, k, layout=layout, magnitude=magnitude, offset=offset, **(waves or {"dim": dim, "base": base}))
+        return Loops(q=q, k=k)
+    l_q, heads, depth = np.shape(q)[2], np.shape(k)[1], np.shape(q)[3]
+    dim = depth if dim is None else dim
+    waves = [base ** (-2.0 * p / dim) for p in range(dim // 2)] if frequencies is None else frequencies
+    single = np.ndim(waves) == 1
+    waves = np.asarray(waves)
+    waves = waves[None, None] if single else waves[:, None] if waves.ndim == 2 else waves
+    waves = np.broadcast_to(waves, (waves.shape[0], heads, waves.shape[2]))
+    here, there = (None if x is None else np.asarray(x, np.float64) for x in (positions, key_positions))
+    if there is None:
+        here, there = here[..., offset : offset + l_q], here
+    here, there = (flat(x[..., None, :] if single else x, batch, 2) for x in (here, there))
+    return Loops(**dict(zip("qk", turns(q, k, here, there, waves, layout=layout, magnitude=magnitude), strict=True)))
+
+
+@witness("xpos")
+def xpos_of(q, k, dim, base, scale_base, gamma, layout, positions, key_positions, offset):
+    """`xpos`, at the positions of the call (Sun 2023)."""
+    assert positions is key_positions is None
+    turned = xpos(q, k, dim=dim, base=base, scale_base=scale_base, gamma=gamma, layout=layout, offset=offset)
+    return Loops(**dict(zip("qk", turned, strict=True)))
 
 
 def xpos(q, k, *, dim=None, base=10000.0, scale_base=512.0, gamma=0.4, layout="interleaved", offset=None):

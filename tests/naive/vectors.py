@@ -2,9 +2,12 @@
 
 import math
 from fractions import Fraction
+from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
+from tests.naive.by_name import flat, witness
 from tests.naive.seeds import dot, floats
 
 
@@ -33,6 +36,7 @@ def deberta_bucket(distance, span, max_position=None):
     return (middle + m) * (1 if distance > 0 else -1)
 
 
+@witness("deberta")
 def deberta(q, k, pos_key=None, pos_query=None, *, max_position=None, p2c="code", offset=None, scale=None):
     """scale (q_i . Kr[delta(i,j)] + k_j . Qr[delta(i,j)]), delta = clip(i+M-j, -s, s-1) + s (He 2021, eq. 3 and 4).
 
@@ -93,6 +97,12 @@ def graph_labels(q, labels, table=None, key_table=None, value_table=None, *, sca
     return logit, None if value_rows is None else value
 
 
+@witness("graph")
+def graph(q, labels, table, key_table, value_table, scale, batch):
+    """`graph_labels` of every batch item (Shaw 2018; Ying 2021)."""
+    return graph_labels(q, flat(labels, batch, 2), table, key_table, value_table, scale=scale)
+
+
 def graphormer(distances, table, virtual):
     """Dense bias (H, N+1, N+1): T[phi(i,j), h], and t_h with the virtual node, which is first (Ying 2021, 3.1.2)."""
     rows, t, phi = floats(table), floats(virtual), np.asarray(distances).tolist()
@@ -108,6 +118,7 @@ def graphormer(distances, table, virtual):
 # ---------------------------------------------------------------------------------------------- CoPE
 
 
+@witness("cope")
 def cope(q, k, table, *, variant="paper", gate_key=None, counted=None, last=None, offset=None, scale=None):
     """z_i[p] with p_ij the sum of sigmoid(scale q_i . k_t) from t = j to the last key (Golovneva 2024, eq. 3 to 8).
 
@@ -129,9 +140,14 @@ def cope(q, k, table, *, variant="paper", gate_key=None, counted=None, last=None
             return 0.0
         return 1.0 / (1.0 + math.exp(-scale * dot(queries[b][h][i], keys[b][h // group][t])))
 
+    @cache
+    def counts(b, h, i):
+        gates = [gate(b, h, i, t) for t in range(l_k)]
+        return list(accumulate(reversed(gates)))[::-1]
+
     def logit(b, h, i, j):
         own = rows[h] if np.ndim(rows) == 3 else rows
-        p = min(sum((gate(b, h, i, t) for t in range(j, l_k)), 0.0), float(len(own) - 1))
+        p = min(counts(b, h, i)[j], float(len(own) - 1))
         below, above = math.floor(p), math.ceil(p)
         z = [dot(queries[b][h][i], own[at]) for at in (below, above)]
         return (z[1] * (p - below) + z[0] * (1.0 - (p - below))) * (1.0 if variant == "paper" else scale)

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from tests.naive.by_name import Loops, witness
 from tests.naive.seeds import NEG_INF, dot, floats
 
 # ---------------------------------------------------------------------------------------------- Swin V2
@@ -52,9 +53,28 @@ def swin_v2(w1, b1, w2, window, *, b2=None, pretrained=None, variant="microsoft"
     return logit
 
 
+@witness("swin_v2")
+def swin_v2_of(
+    q, k, hidden_weight, hidden_bias, output_weight, logit_scale, window, output_bias, pretrained_window, variant, scale
+):
+    """Cosines of queries and keys, and the bias of `swin_v2` (Liu 2022, section 3.2 and 3.3).
+
+    The usual scale of a call stands for none, and any other multiplies the product in proportion.
+    """
+    sharp, units = swin_v2_operands(q, k, logit_scale)
+    options = {"b2": output_bias, "pretrained": pretrained_window, "variant": variant}
+    return Loops(
+        swin_v2(hidden_weight, hidden_bias, output_weight, window, **options),
+        q=sharp,
+        k=units,
+        scale=scale * math.sqrt(np.shape(q)[3]),
+    )
+
+
 # ---------------------------------------------------------------------------------------------- BEiT and resizing
 
 
+@witness("beit")
 def beit(table, grid):
     """T[r, h]: the window's rows, then class to token, token to class, class to class (Bao 2022, section 2.1)."""
     rows, (height, width) = floats(table), grid
@@ -167,6 +187,14 @@ def decomposed(q, height_table, width_table, grid_q, grid_k=None, *, class_token
     return logit
 
 
+@witness("decomposed")
+def decomposed_of(q, height_table, width_table, query_grid, key_grid, variant, class_token, rounding):
+    """`decomposed`; its variants differ only in the tables that they accept (Li 2022; Kirillov 2023)."""
+    assert variant in ("sam", "mvit")
+    assert rounding == "exact"
+    return decomposed(q, height_table, width_table, query_grid, key_grid, class_token=class_token)
+
+
 # ---------------------------------------------------------------------------------------------- neighbourhoods
 
 
@@ -192,6 +220,7 @@ def neighbours(i, length, kernel, dilation=1):
     return group[first : first + kernel]
 
 
+@witness("neighborhood")
 def neighborhood(table, grid, kernel, dilation=None):
     """B[h, key - query + k - 1 along each axis], -inf for keys that are no neighbours (Hassani 2023, section 3)."""
     dilation = [1] * len(grid) if dilation is None else dilation
@@ -282,3 +311,11 @@ def irpe_value(grid, value_table, **options):
         return [sum(parts) for parts in zip(*vectors, strict=True)]
 
     return value
+
+
+@witness("irpe")
+def irpe_of(q, k, grid, key_table, query_table, value_table, mode, method, alpha, beta, gamma, class_tokens, scale):
+    """`irpe` and `irpe_value` (Wu 2021, section 3)."""
+    options = {"method": method, "alpha": alpha, "beta": beta, "gamma": gamma, "class_tokens": class_tokens}
+    logit = irpe(q, k, grid, key_table=key_table, query_table=query_table, mode=mode, scale=scale, **options)
+    return logit, None if value_table is None else irpe_value(grid, value_table, **options)

@@ -12,9 +12,9 @@ import relpos_np as rp
 from relpos_np._contract import check
 from relpos_np.errors import RelposError
 from relpos_np.testing import Example, example
+from relpos_np.testing._sizes import Size
 from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import ratio
-from relpos_np.testing.draws import Size
 from relpos_np.testing.example import build
 from tests.every import ATTENTION
 from tests.strategies import LAYOUTS

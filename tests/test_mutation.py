@@ -1,0 +1,89 @@
+"""How planted bugs find their place: by function and syntax, whatever the formatting."""
+
+import ast
+
+import pytest
+
+from tests.mutation import trees
+from tests.mutation.anchors import AnchorError, Bug, planted
+
+SOURCE = '''
+"""A module."""
+LIMIT = 3
+
+
+class Scheme:
+    """One."""
+
+    @staticmethod
+    def lower(q, u):
+        """Several
+
+          lines."""
+        if u is not None:  # a remark
+            q = q + (
+                u[:, None]
+            )
+        for i in range(3):
+            q[i] += u
+        return q, q * LIMIT
+
+
+# here
+def other(u):
+    return u[:, None] + 1  # kept
+'''
+
+
+@pytest.fixture
+def tree(tmp_path):
+    (tmp_path / "relpos_np" / "schemes").mkdir(parents=True)
+    (tmp_path / "relpos_np" / "schemes" / "one.py").write_text(SOURCE)
+    return tmp_path
+
+
+def edited(old, new):
+    return ast.dump(ast.parse(SOURCE.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize(
+    ("at", "right", "wrong", "old", "new"),
+    [
+        ("Scheme.lower", "q+u[ :,None ]", "q", "q + (\n                u[:, None]\n            )", "q"),
+        ("Scheme.lower", "q[i]", "q[0]", "q[i]", "q[0]"),
+        ("Scheme.lower", "q[i] += u", "pass", "q[i] += u", "pass"),
+        ("Scheme.lower", "for i in range(3): ...", "for i in range(1, 3): ...", "range(3)", "range(1, 3)"),
+        ("Scheme.lower", "q, q * LIMIT", "(q, q)", "q, q * LIMIT", "q, q"),
+        ("LIMIT", "3", "4", "LIMIT = 3", "LIMIT = 4"),
+        ("other", "u[:, None]", "u", "return u[:, None]", "return u"),
+    ],
+)
+def test_what_is_named_is_replaced_and_nothing_else(at, right, wrong, old, new, tree):
+    changed = planted(Bug("a bug", f"schemes.one:{at}", right, wrong), tree)
+    assert ast.dump(ast.parse(changed)) == edited(old, new)
+    untouched = SOURCE.split("# here\n")[0 if at == "other" else 1]
+    assert untouched in changed
+
+
+@pytest.mark.parametrize(
+    ("at", "right", "wrong", "words"),
+    [
+        ("schemes.two:Scheme.lower", "q[i]", "q", "no file .*two.py; it stands in schemes.one:Scheme.lower"),
+        ("schemes.one:Scheme.lift", "q[i]", "q", "no Scheme.lift in .*; it stands in schemes.one:Scheme.lower"),
+        ("schemes.one:other", "q[i]", "q", "stands 0 times, not once, .*; it stands in schemes.one:Scheme.lower"),
+        ("schemes.one:other", "v[0]", "v", "stands nowhere else either"),
+        ("schemes.one:Scheme.lower", "u", "v", "stands 3 times, not once, in schemes.one:Scheme.lower$"),
+        ("schemes.one:other", "u[:, None]", "u[ :, None]", "nothing is replaced"),
+    ],
+)
+def test_what_is_gone_is_said_with_where_it_went(at, right, wrong, words, tree):
+    with pytest.raises(AnchorError, match=words):
+        planted(Bug("a bug", at, right, wrong), tree)
+
+
+def test_files_that_name_a_module_come_first():
+    found = trees.likely("relpos_np/formulas/rotary_axes.py", ["tests/test_index.py"])
+    assert found[0] == "tests/test_index.py"
+    assert any("rotary" in name for name in found[1:4])
+    assert all("/cuda/" not in name for name in found)
+    assert all("/cuda/" in name for name in trees.likely("relpos_np/kernels/_cuda/tile.py"))

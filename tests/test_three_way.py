@@ -1,0 +1,285 @@
+"""Loops == formula == terms on every backend, for every scheme of the register, forward and back.
+
+Nothing is listed here: schemes, variants, loops and what may be chosen come from the registration, sizes from
+hypothesis. Small calls are compared with the loops; large ones, beyond what any example uses, with the formula, and in
+some rows with the loops.
+"""
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import relpos_np as rp
+from relpos_np import testing
+from relpos_np.errors import RelposError
+from relpos_np.testing.arguments import arguments
+from tests import naive
+from tests.every import ABSOLUTE, ATTENTION
+from tests.strategies import KINDS, Case, Position, cases, fits, float64_tolerance
+from tests.test_equivalence import assert_close, assert_float32_promise, assert_same
+from tests.test_gradients import slope
+
+BACKENDS = rp.backend.HOST_BACKENDS
+SCHEMES = [name for name, info in rp.SCHEMES.items() if info.kind == "attention"]
+TINY = ((2,), (2,), (2,))
+
+
+def gradients(case, backend, **given):
+    """Gradients of q, k, v, and of the arrays of each scheme in turn."""
+    options = case.options(np.float64)
+    options["position"] = case.schemes(np.float64)
+    found = rp.attention_vjp(*case.operands(np.float64), **options, **given, backend=backend)
+    return [found.q, found.k, found.v, *found.position]
+
+
+def weights(case):
+    """Seeded gradients of the output and of the log-sum-exp, and a direction for each array that has a gradient."""
+    rng = np.random.default_rng([case.seed, 7])
+    shape = (*case.batch, case.heads, case.q_len)
+    given = {"grad_out": rng.standard_normal((*shape, case.v_dim)), "grad_lse": rng.standard_normal(shape)}
+
+    def direction(x):
+        if isinstance(x, dict):
+            return {name: direction(array) for name, array in x.items()}
+        return rng.standard_normal(x.shape)
+
+    return given, [direction(x) for x in gradients(case, "numpy", **given)]
+
+
+def along(grads, directions):
+    """The gradient's product with the direction, and how large its parts are."""
+    flat = [(x[key], d[key]) for x, d in zip(grads, directions, strict=True) if isinstance(x, dict) for key in x]
+    flat += [(x, d) for x, d in zip(grads, directions, strict=True) if not isinstance(x, dict)]
+    parts = [x * d for x, d in flat]
+    return sum(float(p.sum()) for p in parts), sum(float(np.square(p).sum()) for p in parts) ** 0.5
+
+
+class Moved(Case):
+    """A case some way along a direction in the space of all its arrays."""
+
+    def operands(self, dtype, rounded=None):
+        found = super().operands(dtype, rounded)
+        return [x + self.far * d for x, d in zip(found, self.directions[:3], strict=True)]
+
+    def schemes(self, dtype, rounded=None):
+        found = super().schemes(dtype, rounded)
+        return tuple(
+            type(scheme)(**{name: x + self.far * d[name] if name in d else x for name, x in arguments(scheme).items()})
+            for scheme, d in zip(found, self.directions[3:], strict=True)
+        )
+
+
+def moved(case, directions, far):
+    other = Moved(**vars_of(case))
+    object.__setattr__(other, "directions", directions)
+    object.__setattr__(other, "far", far)
+    return other
+
+
+def vars_of(case):
+    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
+
+
+def assert_slopes(case, evaluate):
+    """The gradients of every backend, along a direction, are the slope of a loss; False where that has a kink."""
+    given, directions = weights(case)
+
+    def loss(far):
+        out, lse = evaluate(moved(case, directions, far))
+        lse = np.where(np.isneginf(lse), 0.0, lse)
+        return float((out * given["grad_out"]).sum() + (lse * given["grad_lse"]).sum())
+
+    wide, narrow, here = slope(loss, 1e-4), slope(loss, 5e-5), abs(loss(0.0))
+    for backend in BACKENDS:
+        found, size = along(gradients(case, backend, **given), directions)
+        scale = here + size + 1.0
+        known = 1e-9 * scale + 4 * abs(wide - narrow)
+        if known > 1e-5 * scale:
+            return False
+        assert abs(found - narrow) <= known, f"{backend}: gradient {found}, slope {narrow}"
+    return True
+
+
+# ---------------------------------------------------------------------------------------------- what is registered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_registered_examples(kind):
+    """Every scheme and variant as it is registered, with grouped heads and D_v other than D."""
+    case = Case(1, TINY, (2,), 2, 2, 9, 13, 6, 5, positions=(KINDS[kind],))
+    for one in (case, replace(case, causal=True, amplitude=3.0)):
+        expected = one.naive()
+        for backend in BACKENDS:
+            assert_same(one.attention(np.float64, backend), expected, one)
+        # A kink may lie in the way, but not in all of these.
+    assert sum(assert_slopes(replace(case, seed=seed), Case.naive) for seed in range(1, 4))
+
+
+@pytest.mark.parametrize(("name", "variant"), ABSOLUTE)
+@pytest.mark.parametrize("start", [0, 3])
+def test_absolute_encodings(name, variant, start):
+    """Inputs and a vector per position."""
+    one = testing.example(name, variant=variant, dtype="float64", size="tiny")
+    length = one.x.shape[-2]
+    positions = np.arange(start, start + length)
+    rows = naive.of(name, arguments(one.encoding), positions=positions)
+    np.testing.assert_allclose(one.encoding.encode(positions), rows, rtol=0, atol=1e-15 * (2 + positions.max()))
+    np.testing.assert_allclose(one.encoding(one.x), one.x + naive.of(name, arguments(one.encoding), positions=length))
+
+
+# ---------------------------------------------------------------------------------------------- small calls
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_generated_calls(name):
+    """Any call of one scheme, whatever its variant and choices."""
+
+    @given(cases(small=True, name=name))
+    def run(case):
+        assume(case.positions)
+        expected = case.naive()
+        for backend in BACKENDS:
+            assert_same(case.attention(np.float64, backend), expected, case)
+
+    run()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_generated_gradients(name):
+    """Any call of one scheme: the loops, moved along all arrays at once, change as the gradients say."""
+
+    @given(cases(small=True, name=name))
+    @settings(max_examples=settings().max_examples // 4)
+    def run(case):
+        assume(case.positions)
+        assume(assert_slopes(replace(case, amplitude=1.0), Case.naive))
+
+    run()
+
+
+# ---------------------------------------------------------------------------------------------- beyond examples
+
+
+BATCHES = ((), (5,), (70,), (2, 1, 3), (3, 2, 1, 2))
+HEADS = ((1, 1), (2, 2), (1, 5), (33, 1), (3, 7))
+EDGES = (1, 2, 25, 47, 49, 96, 97, 191, 192, 193, 300, 385, 1500)
+PAIRS = 600_000
+
+
+@st.composite
+def large_cases(draw, name):
+    """Several batch axes, many items and heads, lengths beside blocks' edges, far more queries than keys or fewer."""
+    batch, (kv_heads, group) = draw(st.sampled_from(BATCHES)), draw(st.sampled_from(HEADS))
+    q_len, k_len = draw(st.sampled_from(EDGES)), draw(st.sampled_from(EDGES))
+    assume(prod(batch) * kv_heads * group * q_len * k_len <= PAIRS)
+    variant = draw(st.sampled_from(rp.SCHEMES[name].variants or (None,)))
+    position = Position(name, variant, tuple(draw(st.lists(st.integers(0, 5), max_size=6))))
+    depth, v_dim = draw(st.sampled_from([2, 8, 17, 33])), draw(st.sampled_from([1, 8, 33]))
+    try:
+        case = Case(
+            draw(st.integers(0, 999)), (batch,) * 3, batch, kv_heads, group, q_len, k_len, depth, v_dim,
+            positions=(position,), amplitude=draw(st.sampled_from([1.0, 30.0])),
+        )  # fmt: skip
+    except RelposError:
+        assume(False)
+    assume(prod(batch) * case.heads * case.q_len * case.k_len <= PAIRS)
+    rng = np.random.default_rng(case.seed)
+    lengths = rng.integers(0, case.k_len + 1, batch).tolist() if draw(st.booleans()) else None
+    case = replace(
+        case,
+        causal=draw(st.booleans()),
+        key_lengths=lengths,
+        window=draw(st.sampled_from([None, (30, None), (100, 7)])),
+        offset=draw(st.sampled_from([None, 0, 5])),
+    )
+    if not case.legal():
+        case = replace(case, offset=None)
+    assume(case.legal())
+    return case
+
+
+def some_rows(case):
+    """Rows (b, h, i) with batch items flattened: the corners, and others."""
+    shape = (prod(case.batch), case.heads, case.q_len)
+    rng = np.random.default_rng(case.seed)
+    rows = {tuple(n - 1 for n in shape), (0, 0, 0), (shape[0] - 1, 0, 0)}
+    rows |= {tuple(int(x) for x in rng.integers(0, shape)) for _ in range(3)}
+    return sorted(rows)
+
+
+def at_rows(case, out, lse, rows):
+    """What stands in some rows of a result."""
+    shape = (prod(case.batch), case.heads, case.q_len)
+    picked = tuple(np.array(rows).T)
+    out = np.broadcast_to(out, (*case.batch, *shape[1:], case.v_dim)).reshape(*shape, -1)
+    return out[picked], np.broadcast_to(lse, (*case.batch, *shape[1:])).reshape(shape)[picked]
+
+
+def assert_agreement(case):
+    """Formula == terms == kernels everywhere, and == the loops in some rows."""
+    expected = case.attention(np.float64, "numpy")
+    for backend in BACKENDS[1:]:
+        assert_same(case.attention(np.float64, backend), expected, case)
+    rows = some_rows(case)
+    tolerance = at_rows(case, *float64_tolerance(case), rows)
+    for found, wanted, allowed in zip(at_rows(case, *expected, rows), case.naive(rows), tolerance, strict=True):
+        assert_close(found, wanted, allowed)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_beyond_examples(name):
+    """Large calls: values, float32, and each gradient of each backend, number by number and as a slope."""
+
+    @given(large_cases(name))
+    @settings(max_examples=settings().max_examples // 5)
+    def run(case):
+        assert_agreement(case)
+        assert_float32_promise(case)
+        calm = replace(case, amplitude=1.0)
+        given, _ = weights(calm)
+        expected = gradients(calm, "numpy", **given)
+        for backend in BACKENDS[1:]:
+            for found, wanted in zip(gradients(calm, backend, **given), expected, strict=True):
+                pairs = [(found[n], wanted[n]) for n in wanted] if isinstance(wanted, dict) else [(found, wanted)]
+                for x, y in pairs:
+                    assert np.abs(x - y).max(initial=0.0) <= 1e-11 * max(np.abs(y).max(initial=0.0), 1.0)
+        assert_slopes(calm, lambda one: one.attention(np.float64, "numpy"))
+
+    run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_keys(kind):
+    """More keys than 32 ranges of them hold, and scores that float32 must not exponentiate as they are."""
+    try:
+        case = Case(2, ((), (), ()), (), 1, 1, 1, 60_000, 2, 1, positions=(KINDS[kind],), amplitude=90.0)
+        if case.k_len < 60_000 or not (case.legal(np.float64) and case.legal(np.float32)):
+            return
+        expected = case.attention(np.float64, "numpy")
+    except RelposError:  # rows or grids for so many keys are not to be had
+        return
+    assert_same(case.attention(np.float64, "numba"), expected, case)
+    assert_float32_promise(case)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_far_away(name):
+    """Schemes that say so lose no digits however far away the queries are."""
+    position = Position(name)
+    if not fits(position, 1 << 40):
+        return
+    case = Case(4, TINY, (2,), 1, 2, 9, 12, 6, 5, positions=(position,), offset=1 << 40)
+    if case.legal():
+        expected = case.naive()
+        for backend in BACKENDS:
+            assert_same(case.attention(np.float64, backend), expected, case)
+
+
+def test_every_pair_is_there():
+    """The lists above are those of the register."""
+    assert {name for name, _ in ATTENTION} == set(SCHEMES)
+    assert len(KINDS) == len(ATTENTION)
