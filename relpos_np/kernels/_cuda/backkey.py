@@ -120,19 +120,21 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         part, n, head, batch = tile.share(cuda.blockIdx.x, parts, tiles, call.heads)
         key, channel = n * rows, part * width
         line = (batch * call.heads + head) * k_len + key
-        tile.locate(starts, own, tables.meta, call, batch, head, line, 0, me)
         stop = min(key + rows, tile.key_end(call, tables.meta, batch))
         first = max(0, key - call.offset - call.right)
         final = min(q_len, stop - 1 - call.offset + call.left + 1)
         if stop <= key:
             final = 0
+        if me == 0:
+            own[tile.FINAL] = final
+        tile.locate(starts, own, tables.meta, call, batch, head, line, 0, me)
         if channel == 0:
             wipe_all(work, back.key_bins + line * back.n_key_bins, min(rows, k_len - key) * back.n_key_bins, me)
         clear_gradients(dk)
         clear_gradients(dv)
 
-        while first < final:
-            last = min(first + rows, final)
+        while first < own[tile.FINAL]:
+            last = min(first + rows, own[tile.FINAL])
             here = tile.Tile(own, first, last, key, stop)
             first_line = (own[tile.BATCH] * call.heads + own[tile.HEAD]) * q_len + first
             fetch_queries(lses, deltas, upstream, first_line, last - first, me)

@@ -32,9 +32,10 @@ ACROSS = 8
 # the current `Skew` the same of its vectors, and where its rows begin and where its index map has distance 0;
 STARTS = 6
 Q, K, V, GRAD, SKEWED, TABLE = range(STARTS)
-# its batch item, its head, the number of its first query (or key) among all, and its own among the launch's blocks.
-OWN_SIZE = 4
-BATCH, HEAD, LINE, NUMBER = range(OWN_SIZE)
+# its batch item, its head, the number of its first query (or key) among all, its own among the launch's blocks, and
+# where the queries of a block of keys end.
+OWN_SIZE = 5
+BATCH, HEAD, LINE, NUMBER, FINAL = range(OWN_SIZE)
 
 
 class Tiling(NamedTuple):
