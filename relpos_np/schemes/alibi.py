@@ -127,6 +127,7 @@ class ALiBi(Scheme):
     """
 
     reads_keys = False
+    computes = False
 
     def __init__(self, slopes: Any = None, *, heads: int | None = None, form: str = "symmetric") -> None:
         if slopes is not None and heads is not None:
@@ -141,10 +142,7 @@ class ALiBi(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be one slope per head."""
-        if self.slopes is not None and len(self.slopes) != site.heads:
-            raise RelposValueError(
-                f"slopes: shape {self.slopes.shape} is for {len(self.slopes)} heads, the call has {site.heads}"
-            )
+        check.heads("slopes", self.slopes, 0, site)
         if self.heads is not None and self.heads != site.heads:
             raise RelposValueError(f"heads: slopes are for {self.heads} heads, the call has {site.heads}")
 

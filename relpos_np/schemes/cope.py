@@ -143,10 +143,8 @@ class CoPE(Scheme):
             raise RelposValueError(
                 f"table: shape {self.table.shape} has vectors of {self.table.shape[-1]}, the call needs {site.head_dim}"
             )
-        if self.table.ndim == 3 and self.table.shape[0] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[0]} heads, the call has {site.heads}"
-            )
+        if self.table.ndim == 3:
+            check.heads("table", self.table, 0, site)
         wanted = (site.kv_heads, site.k_len, site.head_dim)
         if self.gate_key is not None:
             if self.gate_key.shape[-3:] != wanted:

@@ -131,6 +131,7 @@ class FIRE(Scheme):
     """
 
     reads_keys = False
+    computes = False
 
     def __init__(self, w1: Any, b1: Any, w2: Any, b2: Any, c: Any, threshold: Any, *, eps: float = 0.0) -> None:
         self.w1 = check.table("w1", w1, "hidden | hidden one")
@@ -152,8 +153,7 @@ class FIRE(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be one output per head."""
-        if len(self.w2) != site.heads:
-            raise RelposValueError(f"w2: shape {self.w2.shape} is for {len(self.w2)} heads, the call has {site.heads}")
+        check.heads("w2", self.w2, 0, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""

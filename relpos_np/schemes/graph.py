@@ -114,6 +114,9 @@ class GraphLabels(Scheme):
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:
             raise RelposValueError("GraphLabels: expected table, key_table or value_table, found none of them")
@@ -176,10 +179,7 @@ class GraphLabels(Scheme):
                 f"labels: shape {self.labels.shape} does not end in (L_q, L_k) = {(site.q_len, site.k_len)} of the call"
             )
         check.fits_batch("labels", self.labels.shape[:-2], site.batch)
-        if self.table is not None and self.table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("table", self.table, 1, site)
         for name, x, dim in (
             ("key_table", self.key_table, site.head_dim),
             ("value_table", self.value_table, site.v_dim),
@@ -188,8 +188,8 @@ class GraphLabels(Scheme):
                 continue
             if x.shape[-1] != dim:
                 raise RelposValueError(f"{name}: shape {x.shape} has vectors of {x.shape[-1]}, the call needs {dim}")
-            if x.ndim == 3 and x.shape[0] != site.heads:
-                raise RelposValueError(f"{name}: shape {x.shape} is for {x.shape[0]} heads, the call has {site.heads}")
+            if x.ndim == 3:
+                check.heads(name, x, 0, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """The bias of every pair, and scaled products of queries with the vectors of their keys."""

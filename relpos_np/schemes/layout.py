@@ -172,6 +172,9 @@ class LayoutBias(Scheme):
     CVPR 2023.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(
         self,
         table: Any,
@@ -261,10 +264,7 @@ class LayoutBias(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a column per head, a box per key, and a key for each query."""
-        if self.x_table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"x_table: shape {self.x_table.shape} is for {self.x_table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("x_table", self.x_table, 1, site)
         if self._boxes.shape[-2] != site.k_len:
             raise RelposValueError(f"boxes: {self._boxes.shape[-2]} of them, the call has {site.k_len} keys")
         if site.offset < 0 or site.offset + site.q_len > site.k_len:
@@ -364,7 +364,7 @@ class LayoutBias(Scheme):
     def held(self, site: Site) -> Held:
         """Maps per page and axis; distances are integers of 64 bit, in the formula those of all tokens."""
         pages = math.prod(self._boxes.shape[:-2])
-        formula = super().held(site).formula + 64 * pages * site.k_len * site.k_len
+        formula = super().held(site).formula + 112 * pages * site.k_len * site.k_len
         return Held(formula, 40 * pages * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:

@@ -244,6 +244,7 @@ class Shaw(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(
         self, key_table: Any = None, value_table: Any = None, *, outside: str = "clip", left: Any = None
@@ -271,10 +272,8 @@ class Shaw(Scheme):
                 raise RelposValueError(
                     f"{name}: shape {table.shape} has vectors of {table.shape[-1]}, the call needs {dim}"
                 )
-            if table.ndim == 3 and table.shape[0] != site.heads:
-                raise RelposValueError(
-                    f"{name}: shape {table.shape} is for {table.shape[0]} heads, the call has {site.heads}"
-                )
+            if table.ndim == 3:
+                check.heads(name, table, 0, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """Scaled products of queries with the relative vectors of their keys."""

@@ -197,6 +197,7 @@ class SwinV2(Scheme):
     """
 
     content = True
+    dense = True
 
     def __init__(
         self,
@@ -240,11 +241,7 @@ class SwinV2(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a row of weights per head, and the tokens of one window."""
-        if len(self.output_weight) != site.heads:
-            raise RelposValueError(
-                f"output_weight: shape {self.output_weight.shape} is for {len(self.output_weight)} heads, "
-                f"the call has {site.heads}"
-            )
+        check.heads("output_weight", self.output_weight, 0, site)
         if not prod(self.window) == site.q_len == site.k_len:
             raise RelposValueError(
                 f"window: {self.window} has {prod(self.window)} tokens, the call has {site.q_len} queries and "

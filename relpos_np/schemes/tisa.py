@@ -99,6 +99,7 @@ class TISA(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: str = "paper") -> None:
         self.amplitudes = check.table("amplitudes", amplitudes, "curves heads")
@@ -116,11 +117,7 @@ class TISA(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a column per head."""
-        if self.amplitudes.shape[1] != site.heads:
-            raise RelposValueError(
-                f"amplitudes: shape {self.amplitudes.shape} is for {self.amplitudes.shape[1]} heads, "
-                f"the call has {site.heads}"
-            )
+        check.heads("amplitudes", self.amplitudes, 1, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
