@@ -288,7 +288,7 @@ def judge_all(items: Iterable[Any], clean: Path, jobs: int, limit: float) -> Ite
 
 def judged() -> dict[tuple[str, str, str], str]:
     """Why survivors are equivalent, by place, line before and line after."""
-    entries = tomllib.loads(JUDGED.read_text(encoding="utf-8"))["survivor"] if JUDGED.exists() else []
+    entries = tomllib.loads(JUDGED.read_text(encoding="utf-8")).get("survivor", [])
     return {(one["at"], one["before"], one["after"]): one["equivalent"] for one in entries if "equivalent" in one}
 
 
