@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import checkpoints
 import draw
+import pages
 import report
 import scaling_plan
 from gpu import page
@@ -21,7 +22,7 @@ author = "The relpos_np developers"
 version = release = relpos_np.__version__
 
 extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "notes"]
 html_theme = "furo"
 html_title = f"relpos_np {release}"
 nitpicky = True
@@ -34,18 +35,10 @@ myst_enable_extensions = ["colon_fence", "dollarmath", "substitution"]
 myst_heading_anchors = 3
 
 
-def scheme_table() -> str:
-    """Lay out the register of schemes as a Markdown table."""
-    rows = ["| scheme | paper | variants | found in |", "| --- | --- | --- | --- |"]
-    for info in relpos_np.SCHEMES.values():
-        cells = (f"[{info.name}]({info.docs})", info.paper, ", ".join(info.variants), ", ".join(info.models))
-        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return "\n".join(rows)
-
-
 draw.draw_all()
+pages.write_all()
 myst_substitutions = {
-    "schemes": scheme_table(),
+    "schemes": pages.table(),
     "gallery": draw.gallery(),
     "checkpoints": checkpoints.tables(),
     **report.sections(),

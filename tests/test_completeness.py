@@ -1,7 +1,9 @@
 """Names, documentation, oracle and tests cannot drift apart."""
 
+import ast
 import inspect
 import re
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -11,41 +13,14 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.base import Scheme
-from tests import naive, test_schemes, test_schemes_bias
+from tests.every import ABSOLUTE, ATTENTION
+from tests.naive.by_name import LOOPS
 
 ROOT = Path(rp.__file__).parent.parent
 DOCS = ROOT / "docs"
-ORACLE = {
-    "plain": naive.attention,
-    "shaw": naive.shaw,
-    "t5": naive.t5,
-    "transformer_xl": naive.transformer_xl,
-    "rotary": naive.rotary,
-    "xpos": naive.xpos,
-    "window": naive.window_bias,
-    "swin_v2": naive.swin_v2,
-    "beit": naive.beit,
-    "decomposed": naive.decomposed,
-    "neighborhood": naive.neighborhood,
-    "irpe": naive.irpe,
-    "alibi": naive.alibi,
-    "kerple": naive.kerple,
-    "layout": naive.layout,
-    "deberta": naive.deberta,
-    "graph": naive.graph_labels,
-    "cope": naive.cope,
-    "wavlm": naive.wavlm,
-    "fire": naive.fire,
-    "sandwich": naive.sandwich,
-    "tisa": naive.tisa,
-    "sinusoidal": naive.sinusoidal,
-    "learned": naive.learned,
-}
 FUNCTIONS = [name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))]
 CLASSES = [info.cls for info in rp.SCHEMES.values()]
 REFERENCE = sorted(rp.reference.__all__)
-
-IDENTITIES = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_schemes*.py"))
 
 # What a checkout holds and an installed package does not.
 checkout = pytest.mark.skipif(not DOCS.is_dir(), reason="not a checkout")
@@ -107,42 +82,45 @@ def test_scheme_has_an_example(name):
 
 
 @pytest.mark.parametrize("name", rp.SCHEMES)
-def test_scheme_is_in_the_readme(name):
-    if (ROOT / "README.md").is_file():
-        assert f"| `{rp.SCHEMES[name].cls.__name__}` |" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", rp.SCHEMES)
-def test_scheme_has_loops_and_identities(name):
-    """A witness in tests/naive that cites a paper, and a place in the tests of identities."""
-    assert name in ORACLE, "write the loops in tests/naive first"
-    assert re.search(r"\b(19|20)\d\d\b", ORACLE[name].__doc__)
-    assert inspect.getmodule(ORACLE[name]).__name__.startswith("tests.naive.")
-    assert rp.SCHEMES[name].cls.__name__ in IDENTITIES
-
-
-def test_every_variant_is_tested():
-    for info in rp.SCHEMES.values():
-        for variant in info.variants:
-            if variant not in {"swin", "video", "rstt", "clip", "exact"}:
-                assert variant in IDENTITIES, f"{info.name}: {variant}"
+def test_scheme_has_loops(name):
+    """A witness in tests/naive that cites a paper; tests/test_three_way.py compares it with everything."""
+    scheme = testing.example(name)
+    scheme = scheme.position or scheme.encoding
+    assert name in LOOPS, f"write loops from the paper into tests/naive/{name}.py, under @witness({name!r})"
+    assert re.search(r"\b(19|20)\d\d\b", LOOPS[name].__doc__), "which paper are the loops from?"
+    missing = set(testing.arguments(scheme)) - set(inspect.signature(LOOPS[name]).parameters)
+    assert not missing, f"the loops of {name} must take all arguments of the constructor, and lack {missing}"
 
 
 @checkout
-@pytest.mark.parametrize("name", rp.SCHEMES)
-def test_scheme_has_a_page(name):
-    info = rp.SCHEMES[name]
-    page = DOCS / info.docs
-    assert page.is_file()
-    text = page.read_text(encoding="utf-8")
-    assert f"relpos_np.{info.cls.__name__}" in text
-    index = (DOCS / "index.md").read_text(encoding="utf-8")
-    assert info.docs.removesuffix(".md") in index
+def test_what_is_written_from_the_register_is_up_to_date():
+    spec = spec_from_file_location("relpos_docs_register", DOCS / "register.py")
+    register = module_from_spec(spec)
+    spec.loader.exec_module(register)
+    for path, text in register.files().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run `python docs/register.py`"
+
+
+# Published models and their schemes, and formulas that somebody else wrote for them.
+ELSEWHERE = ("docs/checkpoints.py", "tests/parity/test_gradients.py", "tests/parity/test_gradients_more.py")
 
 
 @checkout
-def test_no_page_without_a_scheme():
-    assert {f"schemes/{p.name}" for p in (DOCS / "schemes").glob("*.md")} == {s.docs for s in rp.SCHEMES.values()}
+def test_no_list_of_schemes_is_kept_by_hand():
+    """No list, tuple, set or dict of the source names most of the schemes: they all come from the register."""
+    named = {word: name for name, info in rp.SCHEMES.items() for word in (name, info.cls.__name__)}
+    for path in sorted(
+        p for folder in ("relpos_np", "tests", "docs", "asv_bench", "examples") for p in (ROOT / folder).rglob("*.py")
+    ):
+        if str(path.relative_to(ROOT)) in ELSEWHERE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
+                words = {getattr(x, "value", None) for x in ast.walk(node) if isinstance(x, ast.Constant)}
+                words |= {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
+                words |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+                found = {named[word] for word in words if isinstance(word, str) and word in named}
+                assert len(found) <= len(rp.SCHEMES) // 2, f"{path.name}, line {node.lineno}: {sorted(found)}"
 
 
 @checkout
@@ -151,15 +129,11 @@ def test_public_name_is_documented(name):
     assert re.search(rf"\brelpos_np\.{name}\b", (DOCS / "api.md").read_text(encoding="utf-8")) or name == "backend"
 
 
-def test_all_is_sorted_and_importable():
-    # Sorted as ruff sorts __all__: constants, classes, then functions.
-    order = sorted(rp.__all__, key=lambda n: (0 if n.isupper() and len(n) > 2 else 1 if n[0].isupper() else 2, n))
-    order.sort(key=lambda n: (not n.isupper(), not n[0].isupper(), n))
-    assert list(rp.__all__) == order
+def test_all_is_importable_and_nothing_else_is_public():
     assert len(set(rp.__all__)) == len(rp.__all__)
-    for name in rp.__all__:
-        assert hasattr(rp, name)
-    assert list(rp.reference.__all__) == REFERENCE
+    for module in (rp, rp.reference):
+        for name in module.__all__:
+            assert hasattr(module, name)
     public = {n for n in vars(rp) if not n.startswith("_") and not inspect.ismodule(getattr(rp, n))}
     assert public <= set(rp.__all__), public - set(rp.__all__)
 
@@ -211,13 +185,13 @@ def test_versions_name_the_installation(capsys, monkeypatch):
     assert "hidden" not in printed
 
 
-def test_schemes_print_what_they_are():
+@pytest.mark.parametrize(("name", "variant"), ATTENTION + ABSOLUTE)
+def test_schemes_print_what_they_are(name, variant):
     """A repr names the class and shapes, never the numbers."""
-    schemes = test_schemes.every_scheme(__import__("numpy").random.default_rng(0)).values()
-    biases = test_schemes_bias.every_bias(__import__("numpy").random.default_rng(0)).values()
-    for scheme in (*schemes, *biases, rp.Sinusoidal(8), rp.LearnedAbsolute(__import__("numpy").ones((3, 2)))):
-        assert repr(scheme).startswith(f"{type(scheme).__name__}(")
-        assert len(repr(scheme)) < 160
+    one = testing.example(name, variant=variant)
+    scheme = one.position or one.encoding
+    assert repr(scheme).startswith(f"{type(scheme).__name__}(")
+    assert len(repr(scheme)) < 160
 
 
 def test_register_cannot_be_changed():

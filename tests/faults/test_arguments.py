@@ -9,8 +9,11 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._contract.terms import Dense, Toeplitz
+from relpos_np.testing.arguments import arguments
 from tests.faults.arrays import PLACES
 from tests.faults.operands import make
+from tests.strategies import KINDS, Case, Position
+from tests.test_equivalence import assert_same
 
 
 def refused(call, kind=ValueError, match="."):
@@ -40,57 +43,41 @@ def test_row_33_masks_that_do_not_broadcast(shape, backend, rng):
     assert (out == 7).all()
 
 
-# A scheme of two heads with vectors of 4 and values of 3, and of each table the number of axes that must fit.
-TABLES = {
-    "Shaw heads": lambda: rp.Shaw(np.ones((3, 5, 4))),
-    "Shaw head_dim": lambda: rp.Shaw(np.ones((5, 5))),
-    "Shaw v_dim": lambda: rp.Shaw(value_table=np.ones((5, 4))),
-    "T5": lambda: rp.T5(np.ones((32, 3))),
-    "TransformerXL heads": lambda: rp.TransformerXL(np.ones((3, 4)), np.ones((3, 4)), np.ones((6, 3, 4))),
-    "TransformerXL rows": lambda: rp.TransformerXL(np.ones((2, 4)), np.ones((2, 4)), np.ones((9, 2, 4))),
-    "WindowBias heads": lambda: rp.WindowBias(np.ones((11, 3)), (5,), (6,), extent=(6,)),
-    "WindowBias tokens": lambda: rp.WindowBias(np.ones((9, 2)), (5,)),
-    "SwinV2": lambda: rp.SwinV2(np.ones((6, 2)), np.ones(6), np.ones((3, 6)), np.ones(3), (2, 3)),
-    "BEiT": lambda: rp.BEiT(np.ones((3 * 3 + 3, 2)), (2, 2)),
-    "DecomposedBias": lambda: rp.DecomposedBias(np.ones((3, 4)), np.ones((3, 4)), (2, 2)),
-    "NeighborhoodBias": lambda: rp.NeighborhoodBias(np.ones((2, 5, 5)), (5, 5), 3),
-    "IRPE": lambda: rp.IRPE((2, 2), np.ones((1, 49, 4))),
-    "ALiBi": lambda: rp.ALiBi(np.ones(3)),
-    "KERPLE": lambda: rp.KERPLE(np.ones(3), np.ones(3)),
-    "LayoutBias": lambda: rp.LayoutBias(*np.ones((3, 32, 2)), np.zeros((5, 4), int)),
-    "DeBERTa": lambda: rp.DeBERTa(np.ones((3, 32, 4))),
-    "GraphLabels": lambda: rp.GraphLabels(np.zeros((6, 6), int), np.ones((3, 2))),
-    "CoPE": lambda: rp.CoPE(np.ones((7, 5))),
-    "WavLM": lambda: rp.WavLM(np.ones((320, 3)), np.ones((2, 2, 5))),
-    "FIRE": lambda: rp.FIRE(np.ones(8), np.ones(8), np.ones((3, 8)), np.ones(3), 1.0, 9.0),
-    "Sandwich": lambda: rp.Sandwich(16, heads=3),
-    "TISA": lambda: rp.TISA(*np.ones((3, 5, 3))),
-    "Rotary": lambda: rp.Rotary(6),
-    "XPos": lambda: rp.XPos(6),
-}
+BASE = {"kv_heads": 2, "group": 1, "q_len": 9, "k_len": 12, "depth": 6, "v_dim": 4}
+OTHER = {"kv_heads": 3, "q_len": 6, "k_len": 15, "depth": 8, "v_dim": 5}
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_row_33_tables_that_do_not_fit_the_call(name, backend, rng):
-    """By rows, heads or channels: said before anything is computed."""
-    q, k, v = make(rng)
-    out = np.full((2, 2, 5, 3), 7.0)
+def sizes(value):
+    """What an argument tells of a call: the shapes of arrays, and numbers."""
+    if isinstance(value, dict):
+        return {name: sizes(entry) for name, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(sizes, value))
+    return value.shape if isinstance(value, np.ndarray) else value
 
-    def call(function, *operands, **options):
-        return lambda: function(*operands, position=TABLES[name](), backend=backend, **options)
 
-    message = refused(call(rp.attention, q, k, v, out=out))
+@pytest.mark.parametrize("what", OTHER)
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_33_schemes_that_do_not_fit_the_call(kind, what, backend):
+    """A scheme that was made for other heads, lengths or channels is refused, or is right for these as well."""
+    alone = {"seed": 1, "leads": ((2,),) * 3, "batch": (2,)}
+    own, other = (Case(**alone, **(BASE | more), positions=(KINDS[kind],)) for more in ({}, {what: OTHER[what]}))
+    scheme = other.schemes(np.float64)[0]
+    if sizes(arguments(scheme)) == sizes(arguments(own.schemes(np.float64)[0])):
+        return  # it knows nothing of them
+    case = Case(
+        **{**alone, **BASE, "q_len": own.q_len, "k_len": own.k_len},
+        positions=(Position(KINDS[kind].name, make=lambda _: scheme),),
+    )
+    if case.legal():
+        assert_same(case.attention(np.float64, backend), case.naive(), case)
+        return
+    q, k, v = case.operands(np.float64)
+    out = np.full((*q.shape[:-1], v.shape[-1]), 7.0)
+    message = refused(lambda: rp.attention(q, k, v, position=scheme, backend=backend, out=out))
     assert any(character.isdigit() for character in message)
-    if name != "Shaw v_dim":
-        refused(call(rp.logits, q, k))
-    refused(call(rp.attention_vjp, q, k, v, grad_out=out))
+    refused(lambda: rp.attention_vjp(q, k, v, grad_out=out, position=scheme, backend=backend))
     assert (out == 7).all()
-
-
-def test_row_33_every_scheme_with_a_shape_is_here():
-    assert {name.split()[0] for name in TABLES} == {
-        info.cls.__name__ for info in rp.SCHEMES.values() if info.kind == "attention"
-    } - {"Plain"}
 
 
 # Row 34 ----------------------------------------------------------------------------------------------
