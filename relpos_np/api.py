@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls import memory_bounds as footprint
-from relpos_np._calls import on_device as ondevice
-from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, lifted
+from relpos_np._calls import memory_bounds, on_device
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
+from relpos_np._contract.options import Options, ScoreOptions, completed, takes
 from relpos_np._contract.terms import fit
 from relpos_np._dense import forward
 from relpos_np._dense.backward import backward
 from relpos_np._runtime import memory
-from relpos_np.errors import RelposTypeError
 from relpos_np.formulas import relshift
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Position
 from relpos_np.types import Array
 
 _ATTENTION, _LOGITS, _ATTENTION_VJP, _REL_SHIFT = map(
@@ -32,18 +31,10 @@ def attention(
     k: Array,
     v: Array,
     *,
-    position: Scheme | tuple[Scheme, ...] | None = ...,
-    mask: Array | None = ...,
-    causal: bool = ...,
-    window: int | tuple[int | None, int | None] | None = ...,
-    key_lengths: Any = ...,
-    scale: float | None = ...,
-    offset: int | None = ...,
-    dropout: float = ...,
-    rng: np.random.Generator | None = ...,
-    backend: str | None = ...,
+    position: Position = ...,
     return_lse: Literal[False] = ...,
     out: Array | None = ...,
+    **options: Unpack[Options],
 ) -> Array: ...
 
 
@@ -53,38 +44,23 @@ def attention(
     k: Array,
     v: Array,
     *,
-    position: Scheme | tuple[Scheme, ...] | None = ...,
-    mask: Array | None = ...,
-    causal: bool = ...,
-    window: int | tuple[int | None, int | None] | None = ...,
-    key_lengths: Any = ...,
-    scale: float | None = ...,
-    offset: int | None = ...,
-    dropout: float = ...,
-    rng: np.random.Generator | None = ...,
-    backend: str | None = ...,
+    position: Position = ...,
     return_lse: Literal[True],
     out: Array | None = ...,
+    **options: Unpack[Options],
 ) -> tuple[Array, Array]: ...
 
 
+@takes(Options)
 def attention(
     q: Array,
     k: Array,
     v: Array,
     *,
-    position: Scheme | tuple[Scheme, ...] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    dropout: float = 0.0,
-    rng: np.random.Generator | None = None,
-    backend: str | None = None,
+    position: Position = None,
     return_lse: bool = False,
     out: Array | None = None,
+    **options: Unpack[Options],
 ) -> Array | tuple[Array, Array]:
     r"""Attention with positions.
 
@@ -109,12 +85,12 @@ def attention(
     mask : ndarray of bool or float, optional
         Broadcast to (..., H, L_q, L_k). True means "may attend"; a float mask is added to the scores,
         and only its -inf excludes (a whole row of a large negative number averages all values).
+    key_lengths : int or ndarray of int, optional
+        Per batch item, how many keys exist; what later ones hold has no influence.
     causal : bool
         Attend d <= 0 only.
     window : int or tuple, optional
         Attend -left <= d <= right, from w = left = right or (left, right); None is unbounded.
-    key_lengths : int or ndarray of int, optional
-        Per batch item, how many keys exist; what later ones hold has no influence.
     scale : float, optional
         The factor on q . k; default 1/sqrt(D), whatever the scheme.
     offset : int, optional
@@ -147,41 +123,28 @@ def attention(
     -----
     Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
     only the queries that may attend it, and a key that none may attend changes no bit of any result. The
-    CPU kernels do not even read the keys and values that lie before or behind all that `key_lengths`,
-    `causal` and `window` leave, unless they are copied first, because rows are not contiguous or of another
-    precision, or a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
+    CPU kernels do not even read keys and values outside the range that `key_lengths`, `causal` and `window`
+    leave, unless they must be copied first: because rows are not contiguous or of another precision, or because
+    a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
 
     With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
-    CUDA array interface without a copy; results are on the device then, and can be read the same way. What
-    positions are made of stays on the host, a mask and `key_lengths` may be on either side.
+    CUDA array interface without a copy; results are then on the device, and can be read the same way. The arrays of
+    position schemes stay on the host; a mask and `key_lengths` may be on either side.
     """
+    given = completed(attention, options)
+    chosen = given["backend"]
     if type(q) is not np.ndarray and check.on_device(q):
-        options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
-        options |= {"offset": offset, "dropout": dropout, "rng": rng}
-        there: Array = ondevice.attention({"q": q, "k": k, "v": v}, position, backend, return_lse, out, options)
+        there: Array = on_device.attention({"q": q, "k": k, "v": v}, chosen, position, return_lse, out, given)
         return there
-    admit = footprint.admission("attention", position, backend, out=out is not None, return_lse=return_lse)
+    admit = memory_bounds.admission("attention", position, chosen, out=out is not None, return_lse=return_lse)
     with _ATTENTION, np.errstate(all="ignore"):
-        problem, dtype, flat = check.problem(
-            q,
-            k,
-            v,
-            mask=mask,
-            causal=causal,
-            window=window,
-            key_lengths=key_lengths,
-            scale=scale,
-            offset=offset,
-            dropout=dropout,
-            rng=rng,
-            admit=admit,
-        )
+        problem, dtype, flat = check.call(q, k, v, given, admit)
         schemes = checked_schemes(position, problem)
-        name = _backend.current(backend)
+        name = _backend.current(chosen)
         shape = problem.out_shape
         target = None
         if out is not None:
-            out = check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, mask))
+            check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, given["mask"]))
             target = out[None] if flat else out
         if name not in _backend.WITH_KERNELS:
             memory.countable("attention", (*shape[:-1], problem.site.k_len))
@@ -203,24 +166,13 @@ def attention(
     return (result, lse) if return_lse else result
 
 
-def logits(
-    q: Array,
-    k: Array,
-    *,
-    position: Scheme | tuple[Scheme, ...] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    backend: str | None = None,
-) -> Array:
+@takes(ScoreOptions)
+def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[ScoreOptions]) -> Array:
     """Scores before the softmax as a dense array, to look at.
 
     Parameters
     ----------
-    q, k, position, mask, causal, window, key_lengths, scale, offset
+    q, k, position, mask, key_lengths, causal, window, scale, offset
         See `attention`.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         "numpy" (also for "numba" and "cuda", whose kernels never hold the scores) evaluates the schemes'
@@ -236,13 +188,14 @@ def logits(
     RelposError
         See `attention`.
     """
-    admit = footprint.admission("logits", position, backend)
-    masks = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
+    given = completed(logits, options)
+    chosen = given["backend"]
+    admit = memory_bounds.admission("logits", position, chosen)
     with _LOGITS, np.errstate(all="ignore"):
-        problem, _, flat = check.problem(q, k, None, **masks, scale=scale, offset=offset, admit=admit)
+        problem, _, flat = check.call(q, k, None, given, admit)
         schemes = checked_schemes(position, problem)
         problem.pack()
-        if _backend.current(backend) == "terms":
+        if _backend.current(chosen) == "terms":
             from relpos_np._dense import from_terms
 
             lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
@@ -252,6 +205,7 @@ def logits(
     return s[0] if flat else s
 
 
+@takes(Options)
 def attention_vjp(
     q: Array,
     k: Array,
@@ -259,18 +213,10 @@ def attention_vjp(
     *,
     grad_out: Array,
     grad_lse: Array | None = None,
-    position: Scheme | tuple[Scheme, ...] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    dropout: float = 0.0,
-    rng: np.random.Generator | None = None,
-    backend: str | None = None,
+    position: Position = None,
+    **options: Unpack[Options],
 ) -> AttentionGradient:
-    r"""Gradients of attention: the vector-Jacobian product for operands and for what positions are made of.
+    r"""Gradients of attention: the vector-Jacobian product for the operands and for the arrays of schemes.
 
     For a loss :math:`\mathcal{L}` whose gradient :math:`\partial \mathcal{L} / \partial o` is `grad_out`, the
     gradients of :math:`\mathcal{L}` with respect to q, k, v and to every trained array of the schemes: tables, bias
@@ -284,7 +230,7 @@ def attention_vjp(
         Gradient of the output.
     grad_lse : ndarray, shape (..., H, L_q), optional
         Gradient of the log-sum-exp, for a loss that depends on it.
-    position, mask, causal, window, key_lengths, scale, offset
+    position, mask, key_lengths, causal, window, scale, offset
         See `attention`.
     dropout : float
         See `attention`.
@@ -314,34 +260,21 @@ def attention_vjp(
     Where q, k, v, grad_out and grad_lse are arrays on a CUDA device, the gradients of q, k and v are so too; those
     in `position` are arrays of NumPy.
     """
+    given = completed(attention_vjp, options)
+    chosen = given["backend"]
     if type(q) is not np.ndarray and check.on_device(q):
-        options = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale}
-        options |= {"offset": offset, "dropout": dropout, "rng": rng}
-        return ondevice.attention_vjp({"q": q, "k": k, "v": v}, grad_out, grad_lse, position, backend, options)
-    admit = footprint.admission("attention_vjp", position, backend)
+        named = {"q": q, "k": k, "v": v, "grad_out": grad_out} | ({} if grad_lse is None else {"grad_lse": grad_lse})
+        far: AttentionGradient = on_device.attention_vjp(named, chosen, position, given)
+        return far
+    admit = memory_bounds.admission("attention_vjp", position, chosen)
     with _ATTENTION_VJP, np.errstate(all="ignore"):
-        problem, _, flat = check.problem(
-            q,
-            k,
-            v,
-            mask=mask,
-            causal=causal,
-            window=window,
-            key_lengths=key_lengths,
-            scale=scale,
-            offset=offset,
-            dropout=dropout,
-            rng=rng,
-            admit=admit,
-        )
+        problem, _, flat = check.call(q, k, v, given, admit)
         schemes = checked_schemes(position, problem)
-        name = _backend.current(backend)
+        name = _backend.current(chosen)
         if name not in _backend.WITH_KERNELS:
             memory.countable("attention_vjp", (*problem.out_shape[:-1], problem.site.k_len))
-        expected = problem.out_shape[1:] if flat else problem.out_shape
-        grad_out = check.like("grad_out", grad_out, expected, problem.site.dtype)
-        if grad_lse is not None:
-            grad_lse = check.like("grad_lse", grad_lse, expected[:-1], problem.site.dtype)
+        gradients = check.output_gradients({"grad_out": grad_out, "grad_lse": grad_lse}, problem, flat)
+        grad_out, grad_lse = gradients["grad_out"], gradients.get("grad_lse")
         if flat:
             grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
         if name not in _backend.WITH_KERNELS:
@@ -359,14 +292,14 @@ def attention_vjp(
 
                 s = from_terms.scores(problem, terms)
             grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
-        grad_q, grad_k, arrays = lifted((problem.q, problem.k), problem, schemes, lowered, grads)
+        operands = problem.q, problem.k
+        grad_q, grad_k, arrays = each_lifted(operands, problem, position, schemes, lowered, grads)
         # Operands may have been broadcast over batch axes, or had no axis of heads.
         grad_q, grad_k, grad_v = (
             fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
             for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
         )
-    by_scheme = arrays if isinstance(position, tuple) else arrays[0] if arrays else {}
-    return AttentionGradient(grad_q, grad_k, grad_v, by_scheme)
+    return AttentionGradient(grad_q, grad_k, grad_v, arrays)
 
 
 def rel_shift(
@@ -396,8 +329,8 @@ def rel_shift(
         In NumPy the general form is a read-only view without a copy; Numba copies in parallel; CUDA copies to
         the device and back, unless x is an array on the device: then the result is one too.
     out : ndarray, optional
-        Where to write the result: its exact shape and dtype, overlapping not x. A large new array takes longer to be
-        made than to be filled.
+        Where to write the result: its exact shape and dtype, not overlapping x. Allocating a large array takes
+        longer than filling it.
 
     Returns
     -------
@@ -415,20 +348,16 @@ def rel_shift(
     appendix B.
     """
     if type(x) is not np.ndarray and check.on_device(x):
-        there: Array = ondevice.rel_shift(x, variant, backend, out)
+        there: Array = on_device.rel_shift({"x": x}, backend, variant, out)
         return there
     x = check.array("x", x)
-    if x.dtype.kind not in "fiuc" and x.dtype.name != "bfloat16":
-        raise RelposTypeError(f"x: expected numbers, found dtype {x.dtype}")
-    variant = check.choice("variant", variant, relshift.VARIANTS)
-    k_len = relshift.shifted_length(x.shape, variant)
-    shape, dtype = (*x.shape[:-1], k_len), x.dtype.newbyteorder("=")
+    shape, dtype = relshift.checked(x, variant), x.dtype.newbyteorder("=")
     if out is not None:
-        out = check.output(out, shape, dtype, (x,))
+        check.output(out, shape, dtype, (x,))
     name = _backend.current(backend)
     kernels = name in _backend.WITH_KERNELS and variant != "wenet"
     if memory.limit() is not None:
-        footprint.shifted(x, shape, variant, kernels, out)
+        memory_bounds.shifted(x, shape, variant, kernels, out)
     with _REL_SHIFT:
         return _shifted(x, shape, dtype, variant, name if kernels else None, out)
 

@@ -74,6 +74,11 @@ BAD = {
     "k: more heads": (call(k=a(2, 8, 7, 8), v=a(2, 8, 7, 6)), ValueError, ["8", "(2, 8, 7, 8)"]),
     "k: no heads": (call(k=a(2, 0, 7, 8), v=a(2, 0, 7, 6)), ValueError, ["0", "(2, 0, 7, 8)"]),
     "k: batch": (call(k=a(3, 2, 7, 8)), ValueError, ["(2,)", "(3,)"]),
+    # unknown names
+    "casual: unknown": (call(casual=True), TypeError, ["attention has no such argument", "did you mean 'causal'?"]),
+    "lse: unknown": (call(lse=True), TypeError, ["expected position, mask, key_lengths", "return_lse, out"]),
+    "postion: unknown": (lambda: rp.logits(Q, K, postion=None), TypeError, ["logits has", "did you mean 'position'?"]),
+    "dropout: logits": (lambda: rp.logits(Q, K, dropout=0.5), TypeError, ["logits has no such argument"]),
     # masks
     "mask: int": (call(mask=np.ones((5, 7), int)), TypeError, ["int64", "bool"]),
     "mask: uint8": (call(mask=np.ones((5, 7), np.uint8)), TypeError, ["uint8"]),

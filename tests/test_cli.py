@@ -270,7 +270,7 @@ WINDOW = {"position.query_grid": np.array([7, 1]), "position.table": np.ones((13
         ("no parameter position.table; expected none", qkv(scheme="plain", **TABLE)),
         ("t5 needs position.table", qkv(scheme="t5")),
         ("without a scheme", qkv(**TABLE)),
-        ("expected one of plain, shaw", qkv(scheme="rope")),
+        ("expected one of plain, ", qkv(scheme="rope")),
         ("added to the inputs", qkv(scheme="sinusoidal", **{"position.dim": 4})),
         ("max_distance", qkv(scheme="t5", **TABLE, **{"position.max_distance": 1.5})),
         ("max_distance: expected an integer", qkv(scheme="t5", **TABLE, **{"position.max_distance": np.ones((1, 2))})),

@@ -10,7 +10,7 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._contract import check
-from relpos_np.kernels._numba import job
+from relpos_np.kernels._numba import division, job
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 
 # (batch, heads, key heads, queries, keys, head_dim, value_dim); the long ones are attended in several parts.
@@ -23,7 +23,7 @@ SHAPES = [
     (1, 1, 1, 1, 2000, 128, 130),
     (1, 2, 1, 4, 1537, 1, 1),
     # One key more than two parts of whole blocks hold.
-    (1, 2, 1, 2, 2 * job.PART_BLOCKS * BLOCK_KEYS + 1, 8, 4),
+    (1, 2, 1, 2, 2 * division.PART_BLOCKS * BLOCK_KEYS + 1, 8, 4),
 ]
 
 
@@ -170,7 +170,7 @@ def test_a_long_call_in_several(rng, monkeypatch):
     q, k, v = (rng.standard_normal((30, 2, n, 8)) for n in (1, 40, 40))
     expected = rp.attention(q, k, v, backend="numba")
     monkeypatch.setattr(job, "_known", {})
-    monkeypatch.setattr(job, "CALL_DECODE_SHARE", 1e-12)
+    monkeypatch.setattr(division, "CALL_DECODE_SHARE", 1e-12)
     np.testing.assert_array_equal(rp.attention(q, k, v, backend="numba"), expected)
 
 

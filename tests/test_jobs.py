@@ -7,7 +7,6 @@ import pytest
 
 import relpos_np as rp
 from relpos_np.kernels._numba import arrays, job
-from relpos_np.kernels._numba.plan import Planner
 
 # Queries, keys, head size and value channels of a call for each of the three kernels.
 SIZES = {"streaming": (40, 300, 8, 5), "windows": (16, 16, 8, 16), "decoding": (2, 300, 8, 5)}
@@ -93,10 +92,10 @@ def same(found, expected):
 
 @pytest.fixture
 def known(monkeypatch):
-    """The jobs that are kept, none at first."""
-    jobs = {}
-    monkeypatch.setattr(job, "_known", jobs)
-    return jobs
+    """The plans that are kept, none at first."""
+    plans = {}
+    monkeypatch.setattr(job, "_known", plans)
+    return plans
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -116,8 +115,10 @@ def test_calls_after_others_have_the_bits_of_first_calls(sizes, known, rng):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_nothing_is_planned_twice(sizes, known, monkeypatch):
     planned = []
-    build = Planner.build
-    monkeypatch.setattr(Planner, "build", lambda self: planned.append(self) or build(self))
+    fill = job.fill
+    monkeypatch.setattr(
+        job, "fill", lambda call, *args, **options: planned.append(call) or fill(call, *args, **options)
+    )
     for name in CALLS:
         known.clear()
         for seed in (1, 2):
@@ -136,11 +137,11 @@ def test_each_number_of_threads_has_its_own(known):
             same(results("t5", sizes, 1), expected)
     finally:
         numba.set_num_threads(before)
-    assert {kept.threads for kept in known.values()} == {1, before}
+    assert {kept.division.threads for kept in known.values()} == {1, before}
 
 
 def test_few_are_kept_and_none_of_large_calls(known, monkeypatch):
-    monkeypatch.setattr(job, "MOST_JOBS", 3)
+    monkeypatch.setattr(job, "MOST_PLANS", 3)
     for length in range(1, 12):
         x = np.ones((1, length, 8))
         rp.attention(x, x, x)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np._dense import backward as gradient
+from relpos_np._dense import from_terms
 from relpos_np.errors import RelposIndexError, RelposValueError
-from relpos_np.kernels import _numba, _numpy
-from relpos_np.kernels._numba import backplan, launch, plan
+from relpos_np.kernels import _numba
+from relpos_np.kernels._numba import backjob, biases, launch, skew
 
 LENGTHS = st.sampled_from([1, 2, 7, 16, 49, 65, 193, 200])
 
@@ -88,17 +89,17 @@ def kernel_result(problem, terms):
     return out, lse
 
 
-@pytest.mark.parametrize("gather_bytes", [0, plan.GATHER_BYTES])
-@pytest.mark.parametrize("skew_share", [0.0, plan.SKEW_SHARE, 2.0])
+@pytest.mark.parametrize("gather_bytes", [0, biases.GATHER_BYTES])
+@pytest.mark.parametrize("skew_share", [0.0, skew.SKEW_SHARE, 2.0])
 @given(call=calls())
 @settings(deadline=None, max_examples=30)
 def test_kernel_equals_specification(gather_bytes, skew_share, call):
     problem, terms = call
-    expected, expected_lse = _numpy.attention(problem, terms)
+    expected, expected_lse = from_terms.attention(problem, terms)
     with pytest.MonkeyPatch.context() as patch:
         # Each way of evaluating a term, whatever the sizes would choose.
-        patch.setattr(plan, "GATHER_BYTES", gather_bytes)
-        patch.setattr(plan, "SKEW_SHARE", skew_share)
+        patch.setattr(biases, "GATHER_BYTES", gather_bytes)
+        patch.setattr(skew, "SKEW_SHARE", skew_share)
         out, lse = kernel_result(problem, terms)
     # Sums of at most 65 + 200 products of standard normal numbers, scores below about 60.
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-12)
@@ -122,7 +123,7 @@ def assert_gradients_agree(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("skew_share", [0.0, plan.SKEW_SHARE, 2.0])
+@pytest.mark.parametrize("skew_share", [0.0, skew.SKEW_SHARE, 2.0])
 @given(call=calls(), keep=st.sampled_from([None, 0.7]), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=30)
 def test_backward_kernel_equals_specification(parts, skew_share, call, keep, seed):
@@ -131,11 +132,11 @@ def test_backward_kernel_equals_specification(parts, skew_share, call, keep, see
     if keep is not None:
         problem.keep, problem.keep_scale = rng.random((*problem.out_shape[:-1], problem.site.k_len)) < keep, 1 / keep
     grad_out, grad_lse = rng.standard_normal(problem.out_shape), rng.standard_normal(problem.out_shape[:-1])
-    expected = gradient.backward(problem, terms, _numpy.scores(problem, terms), grad_out, grad_lse)
+    expected = gradient.backward(problem, terms, from_terms.scores(problem, terms), grad_out, grad_lse)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SKEW_SHARE", skew_share)
+        patch.setattr(skew, "SKEW_SHARE", skew_share)
         # As many pieces of work as many threads would get, or one per head.
-        patch.setattr(backplan, "part_count", lambda heads, threads: parts)
+        patch.setattr(backjob, "part_count", lambda heads, threads: parts)
         found = _numba.backward(problem, terms, grad_out, grad_lse)
     # Sums of up to 3 x 200 x 200 products of numbers of size 1 to 60.
     assert_gradients_agree(found, expected, 2e-11)
@@ -150,7 +151,7 @@ def test_a_long_backward_pass_in_several_calls(parts, call, seed):
     rng = np.random.default_rng(seed)
     grad_out, grad_lse = rng.standard_normal(problem.out_shape), rng.standard_normal(problem.out_shape[:-1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backplan, "part_count", lambda heads, threads: parts)
+        patch.setattr(backjob, "part_count", lambda heads, threads: parts)
         whole = _numba.backward(problem, terms, grad_out, grad_lse)
         patch.setattr(launch, "CALL_FLOPS", 10.0 ** (4 + seed % 4))
         assert_gradients_agree(_numba.backward(problem, terms, grad_out, grad_lse), whole, 0.0)

@@ -47,13 +47,21 @@ def all_terms(lowered: list[Terms]) -> Terms:
     return reduce(add, lowered) if lowered else Terms()
 
 
-def lifted(
-    operands: tuple[Any, Any], problem: Problem, schemes: tuple[Scheme, ...], lowered: list[Terms], grads: Terms
-) -> tuple[Array, Array, tuple[dict[str, Array], ...]]:
-    """Gradients of q, of k and of each scheme's arrays, from those of all terms."""
+def each_lifted(
+    operands: tuple[Any, Any],
+    problem: Problem,
+    position: Any,
+    schemes: tuple[Scheme, ...],
+    lowered: list[Terms],
+    grads: Terms,
+) -> tuple[Array, Array, Any]:
+    """Gradients of q, of k and of each scheme's arrays, from those of all terms.
+
+    The last are one dictionary, or a tuple of them if `position`, the argument of the call, is one.
+    """
     grad_q: Array | None = None
     grad_k: Array | None = None
-    # A scheme that changes the content product passes its gradients on.
+    # A scheme that changes the content product returns the gradients of q and k itself.
     if not any(scheme.content for scheme in schemes):
         grad_q, grad_k = grads.query, grads.key
     rest = {slot: iter(getattr(grads, slot)) for slot in ("tables", "queries", "keys", "values", "biases")}
@@ -74,4 +82,4 @@ def lifted(
         grad_q = np.zeros_like(problem.q, order="C")
     if grad_k is None:
         grad_k = np.zeros_like(problem.k, order="C")
-    return grad_q, grad_k, tuple(arrays)
+    return grad_q, grad_k, tuple(arrays) if isinstance(position, tuple) else arrays[0] if arrays else {}

@@ -1,8 +1,8 @@
 """How many bytes a call will allocate on the host, before it does: upper bounds, compared with the limit.
 
-Arrays of the caller are not counted. A bound counts for each stage of a call what is alive at once, and never less
-than is; where the exact number would need the call itself (which pages a buffer shares, what a reduction holds) it is
-rounded up, by less than four times for all of a call whose arrays are large.
+Arrays of the caller are not counted. For each stage of a call a bound counts what is alive at once, and never too
+little. Where only the call itself would show the exact number (which pages a buffer shares, what a reduction holds),
+the bound is rounded up; for a call with large arrays the sum is less than four times what is allocated.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from relpos_np.types import Array
 # What a call holds in small things: records, offsets, strings of checks.
 SMALL = 1 << 15
 # Matrices of scores that are alive at once: while they are made, beside what schemes hold; in the softmax and the
-# products after it; on the way back.
+# products after it; in the backward pass.
 FORMED, SOFTENED, RETURNED = 2, 3, 8
 
 
 class Admission:
-    """The question whether a call may have its memory, and what had to be lowered to answer it."""
+    """Decides whether a call may take its memory, and keeps the terms that it lowered to find out."""
 
     def __init__(self, function: str, position: Any, chosen: str | None, out: bool, return_lse: bool) -> None:
         self.function, self.position, self.name = function, position, _backend.current(chosen)
@@ -68,9 +68,9 @@ class Admission:
             )
             parts["dense matrices of scores"] = forward
         if schemes and (lowering or backward):
-            parts["what schemes hold"] = sum(h.lowered for h in holds) + 3 * _vectors(site, schemes)
+            parts["what schemes hold"] = sum(h.lower for h in holds) + 3 * _vectors(site, schemes)
         if backward and schemes:
-            parts["gradients of schemes"] = max(h.lifted for h in holds) + 3 * _vectors(site, schemes)
+            parts["gradients of schemes"] = max(h.lift for h in holds) + 3 * _vectors(site, schemes)
         memory.require(self.function, parts)
         if not schemes and dense and not backward:
             return
@@ -89,7 +89,7 @@ class Admission:
                     )
                     parts["gradients"] = _gradients(site, lines)
             elif self.name == "numba":
-                parts |= _backend.kernels("numba").held(problem, terms, _spread(mask, site), backward)
+                parts |= _backend.kernels("numba").held(problem, terms, _strided(mask, site), backward)
             memory.require(self.function, parts)
 
     def _results(self, problem: Problem, result: np.dtype[Any]) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Admission:
         if self.return_lse or self.function != "attention" or self.name not in _backend.WITH_KERNELS:
             found["log-sum-exp"] = 4 * lines * site.q_len * item
         if self.name not in _backend.WITH_KERNELS:
-            # Two more while schemes or values that are not finite add to it.
+            # Two more copies while schemes, or values that are not finite, add to it.
             found["the result"] += 2 * output * item
         return found
 
@@ -111,19 +111,19 @@ class Admission:
 def admission(
     function: str, position: Any, backend: str | None, *, out: bool = False, return_lse: bool = False
 ) -> Admission | None:
-    """The question for a call, or None where there is no limit."""
+    """What decides for a call; None where there is no limit."""
     return None if memory.limit() is None else Admission(function, position, backend, out, return_lse)
 
 
 def _repeated(site: Site) -> int:
-    """Keys and values for every head of queries, and what is made of them on the way to a product."""
+    """Keys and values repeated for every head of queries, and the copies that matrix products need."""
     lines = math.prod(site.batch) * site.heads
     wide = site.head_dim + site.v_dim
     return (2 * site.k_len * wide + site.q_len * site.head_dim) * lines * site.dtype.itemsize
 
 
-def _spread(mask: Any, site: Site) -> Array | None:
-    """The mask with the strides that kernels will find; None if it is none, which `check` will say."""
+def _strided(mask: Any, site: Site) -> Array | None:
+    """The mask with the strides that kernels will see; None if it is not one, which `check` reports later."""
     if not isinstance(mask, np.ndarray):
         return None
     try:
@@ -133,7 +133,7 @@ def _spread(mask: Any, site: Site) -> Array | None:
 
 
 def _mask(mask: Any, site: Site, dense: bool) -> int:
-    """A converted copy of it and, where it is evaluated densely, the matrices it is combined in."""
+    """A converted copy of the mask and, in a dense evaluation, the matrices that it is combined into."""
     pairs, lines = site.q_len * site.k_len, math.prod(site.batch) * site.heads
     size = 24 * pairs if dense else 0
     if isinstance(mask, np.ndarray):
@@ -145,7 +145,7 @@ def _mask(mask: Any, site: Site, dense: bool) -> int:
 
 
 def _vectors(site: Site, schemes: Sequence[Scheme]) -> int:
-    """Bytes of queries and keys, which some schemes make anew."""
+    """Bytes of the queries and keys that some schemes make."""
     if not any(scheme.content or scheme.reads_keys for scheme in schemes):
         return 0
     count, item = math.prod(site.batch), 2 * site.dtype.itemsize
@@ -158,7 +158,7 @@ def _gradients(site: Site, lines: int) -> int:
 
 
 def _dense_terms(terms: Terms, site: Site, lines: int, backward: bool) -> int:
-    """What the evaluation of terms pair by pair, or its way back, holds for the term that needs most."""
+    """What the dense evaluation of terms, or its backward pass, holds for the term that needs most."""
     pairs, item = site.q_len * site.k_len, site.dtype.itemsize
     worst, kept = 0, 0
     for term in terms.tables:
@@ -188,7 +188,7 @@ def _dense_terms(terms: Terms, site: Site, lines: int, backward: bool) -> int:
 
 
 def _summed(lines: int, pairs: int, length: int, rows: int, item: int) -> int:
-    """Sums over the pairs of each row: places and numbers as `bincount` wants them, and a float64 per row."""
+    """Sums over the pairs of each row: indices and weights as `bincount` wants them, and a float64 per row."""
     return lines * (pairs * (2 * 8 + 8 + item) + length * (rows + 1) * (8 + 2 * item))
 
 

@@ -23,7 +23,7 @@ from relpos_np.testing.compare import EPS
 
 __all__ = ["MEASURES", "Promise", "measure"]
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _THREADS, _CALLS = 8, 25
 LAYERS = ("omp", "tbb", "workqueue")
 # Seconds for what only a process of its own can show.

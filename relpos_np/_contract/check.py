@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any, Never
+from typing import Any, Never, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 
+from relpos_np._contract.options import DEFAULTS, Options
 from relpos_np._contract.problem import UNBOUNDED, Problem, Site
 from relpos_np._runtime import memory
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
@@ -23,6 +24,25 @@ _ONE_ROW = ((), (1,), (1, 1))
 _ON_DEVICE = (2, 13)
 
 
+@runtime_checkable
+class DeviceOperand(Protocol):
+    """What the checks below ask of an array on a device, once the CUDA backend has opened it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    readonly: bool
+
+    @property
+    def repeats(self) -> bool:
+        """Whether elements share memory."""
+
+    def overlaps(self, other: Any) -> bool:
+        """Whether it shares memory with another one."""
+
+    def stand_in(self) -> Array:
+        """An array of its shape in the dtype of the computation, without the memory."""
+
+
 def on_device(x: Any) -> bool:
     """Whether an argument says that it is in the memory of a CUDA device; nothing is imported to find out."""
     if isinstance(x, np.ndarray):
@@ -30,8 +50,8 @@ def on_device(x: Any) -> bool:
     # Numba's own arrays; those of its simulator would pass the next question on to an array of NumPy.
     if getattr(x, "__cuda_ndarray__", False) is True:
         return True
-    place = getattr(x, "__dlpack_device__", None)
-    return (place is not None and place()[0] in _ON_DEVICE) or hasattr(x, "__cuda_array_interface__")
+    device_of = getattr(x, "__dlpack_device__", None)
+    return (device_of is not None and device_of()[0] in _ON_DEVICE) or hasattr(x, "__cuda_array_interface__")
 
 
 def array(name: str, value: Any) -> Array:
@@ -112,7 +132,7 @@ def _all_whole(value: Any) -> bool:
 
 
 def integers(name: str, value: Any) -> Array:
-    """Integers of at most 64 bits: an array of them, one, or lists of them; no other object is asked for an array."""
+    """Integers of at most 64 bits: one, an array of them, or nested lists; no other object is converted."""
     if isinstance(value, np.ndarray):
         x = array(name, value)
     elif _all_whole(value):
@@ -130,7 +150,7 @@ def integers(name: str, value: Any) -> Array:
 
 
 def rows(name: str, index: Array, count: int, least: int = 0) -> None:
-    """Check that an index lies within a table of so many rows; -1, if it is the least, stands for none."""
+    """Check that an index lies within a table of `count` rows; with a least of -1, that stands for no row."""
     low, high = (index.min(), index.max()) if index.size else (0, -1)
     if not (low >= least and high < count):
         raise RelposIndexError(f"{name}: expected {least} ... {count - 1}, found {low} ... {high} (rows of the table)")
@@ -151,7 +171,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 def survivors(dropout: Any, rng: Any, shape: tuple[int, ...]) -> tuple[float, Bools | None]:
-    """The rate of dropout and which elements it keeps; None for all, without drawing numbers."""
+    """The rate of dropout and which elements it keeps; None for all of them, and no numbers are drawn."""
     rate = 0.0 if dropout == 0.0 else real("dropout", dropout)
     if not rate:
         return 0.0, None
@@ -172,7 +192,7 @@ def _band(causal: bool, window: Any) -> tuple[int, int]:
     return left, min(right, 0) if causal else right
 
 
-def _spread(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
+def _broadcast(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
     """Broadcast without copying, naming both shapes where that is impossible."""
     try:
         return np.broadcast_to(x, shape)
@@ -185,7 +205,7 @@ def lengths_of_keys(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
     lengths = integers("key_lengths", value)
     if lengths.size and (lengths.min() < 0 or lengths.max() > k_len):
         raise RelposValueError(f"key_lengths: expected 0 ... L_k = {k_len}, found {lengths.min()} ... {lengths.max()}")
-    return _spread("key_lengths", lengths.astype(np.int64), batch, "the batch axes")
+    return _broadcast("key_lengths", lengths.astype(np.int64), batch, "the batch axes")
 
 
 def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -194,7 +214,7 @@ def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         mask = floating("mask", mask).astype(dtype, copy=False)
     elif mask.dtype != _BOOL:
         raise RelposTypeError(f"mask: expected bool (True = may attend) or float (added), found dtype {mask.dtype}")
-    return _spread("mask", mask, shape, "(..., H, L_q, L_k)")
+    return _broadcast("mask", mask, shape, "(..., H, L_q, L_k)")
 
 
 def one_side(named: dict[str, Any]) -> None:
@@ -218,16 +238,21 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     """The operands in one dtype, and the dtype of the result."""
     values = list(named.values())
     first = values[0]
-    if all(type(x) is np.ndarray and x.dtype is first.dtype and x.flags.aligned and x.ndim > 1 for x in values) and (
-        first.dtype is _FLOAT32 or first.dtype is _FLOAT64
-    ):
-        return values, first.dtype  # nearly every call
+    for x in values:
+        if type(x) is not np.ndarray or x.dtype is not first.dtype or x.ndim < 2 or not x.flags.aligned:
+            break
+    else:
+        if first.dtype is _FLOAT32 or first.dtype is _FLOAT64:
+            return values, first.dtype  # nearly every call
     if any(on_device(x) for x in values):
         one_side(named)
-    given = [array(name, x) for name, x in named.items()]
+    far = isinstance(first, DeviceOperand)
+    given = values if far else [array(name, x) for name, x in named.items()]
     kinds = {x.dtype.newbyteorder("=") for x in given}
     if len(kinds) > 1:
         one_dtype(dict(zip(named, (x.dtype for x in given), strict=True)))
+    if far:
+        given = [x.stand_in() for x in values]
     size = sum(x.size for x in given if x.dtype.name in _HALVES) * _FLOAT32.itemsize
     size += sum(x.nbytes for x in given if not (x.flags.aligned and x.dtype.isnative))
     memory.require("attention", {"operands in another dtype or layout": size})
@@ -242,31 +267,32 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     return operands, kinds.pop()
 
 
-def problem(
+def problem(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> tuple[Problem, np.dtype[Any], bool]:
+    """`call` with some of the options."""
+    return call(q, k, v, DEFAULTS | options)
+
+
+def call(
     q: Any,
     k: Any,
     v: Any,
-    *,
-    mask: Any = None,
-    causal: bool = False,
-    window: Any = None,
-    key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    dropout: float = 0.0,
-    rng: np.random.Generator | None = None,
+    given: Options,
     admit: Callable[[Problem, np.dtype[Any], int, Any, bool], None] | None = None,
 ) -> tuple[Problem, np.dtype[Any], bool]:
-    """Check a call of attention; also return the dtype of the result and whether to drop the head axis.
+    """Check a call of attention; also return the dtype of the result and whether operands had no axis of heads.
 
-    `v` may be None where only scores are wanted. `admit` is asked before the mask and dropout take memory.
+    `v` is None where only scores are wanted. `given` holds every option; the backend is ignored. `admit` is asked
+    before the mask and dropout take memory.
     """
+    mask, key_lengths, offset, scale = given["mask"], given["key_lengths"], given["offset"], given["scale"]
+    dropout = given["dropout"]
     named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     operands, result = _operands(named)
     q, k = operands[:2]
     v = operands[2] if len(operands) == 3 else k[..., :0]
     flat = q.ndim == 2 and k.ndim == 2 and v.ndim == 2
-    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
+    if q.ndim == 2 or k.ndim == 2 or v.ndim == 2:
+        q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     (heads, q_len, depth), (kv_heads, k_len, k_depth) = q.shape[-3:], k.shape[-3:]
     if depth != k_depth:
         raise RelposValueError(f"k: head_dim {k_depth} differs from q's {depth}; shapes {k.shape} and {q.shape}")
@@ -276,7 +302,7 @@ def problem(
         raise RelposValueError(f"v: expected (..., {kv_heads}, {k_len}, D_v) like k, found {v.shape}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise RelposValueError(f"k: {kv_heads} heads do not divide q's {heads}; shapes {k.shape} and {q.shape}")
-    leads = [x.shape[:-3] for x in (q, k, v)]
+    leads = q.shape[:-3], k.shape[:-3], v.shape[:-3]
     batch = leads[0]
     if leads[1] != batch or leads[2] != batch:
         try:
@@ -285,9 +311,9 @@ def problem(
             raise RelposValueError(
                 f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast"
             ) from None
-        # Widened before they are broadcast, and not once per batch item.
+        # Converted before they are broadcast, so once and not for each batch item.
         q, k, v = (np.broadcast_to(x.astype(q.dtype, copy=False), (*batch, *x.shape[-3:])) for x in (q, k, v))
-    left, right = _band(flag("causal", causal), window)
+    left, right = _band(flag("causal", given["causal"]), given["window"])
     dtype = q.dtype
     site = Site(
         heads=heads,
@@ -321,45 +347,56 @@ def problem(
         keep_scale=1.0,
     )
     if admit is not None:
-        given = zip(operands, named.values(), strict=True)
-        converted = sum(x.size * dtype.itemsize for x, own in given if x is not own or x.dtype != dtype)
+        pairs = zip(operands, named.values(), strict=True)
+        converted = sum(x.size * dtype.itemsize for x, own in pairs if x is not own or x.dtype != dtype)
         admit(found, result, converted, mask, dropout != 0.0)
     if mask is not None:
         found.mask = _mask(mask, scores, dtype)
         # By its shape and never by its strides: layouts change no bits.
         found.mask_of_keys = mask.shape[-3:-1] in _ONE_ROW
     if dropout != 0.0:
-        rate, found.keep = survivors(dropout, rng, scores)
+        rate, found.keep = survivors(dropout, given["rng"], scores)
         found.keep_scale = 1.0 / (1.0 - rate)
     return found, result, flat
 
 
 def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Check an array that belongs to a result: its shape, in floating point; in the dtype of the computation."""
-    x = floating(name, value)
+    """Check the shape of an array that belongs to a result, and return it in the dtype of the computation."""
+    x = floating(name, value.stand_in() if isinstance(value, DeviceOperand) else value)
     if x.shape != shape:
         raise RelposValueError(f"{name}: expected shape {shape}, found {x.shape}")
     return x.astype(dtype, copy=False)
 
 
-def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Sequence[Any]) -> Array:
+def output_gradients(named: dict[str, Any], problem: Problem, flat: bool) -> dict[str, Array]:
+    """Check the gradients of the output and, if it is there, of the log-sum-exp."""
+    out = problem.out_shape[1:] if flat else problem.out_shape
+    shapes = {"grad_out": out, "grad_lse": out[:-1]}
+    given = [(name, x) for name, x in named.items() if x is not None or name == "grad_out"]
+    return {name: like(name, x, shapes[name], problem.site.dtype) for name, x in given}
+
+
+def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Sequence[Any]) -> None:
     """Check `out=`: right shape and dtype, writeable, and no memory shared with an input."""
-    if type(out) is not np.ndarray:
+    host = type(out) is np.ndarray
+    if not host and not isinstance(out, DeviceOperand):
         raise RelposTypeError(f"out: expected a NumPy array, found {type(out).__name__}")
     if out.shape != shape:
         raise RelposValueError(f"out: expected shape {shape}, found {out.shape}")
     if out.dtype != dtype:
         raise RelposTypeError(f"out: expected dtype {dtype}, found {out.dtype}")
-    if not out.flags.writeable:
+    if not out.flags.writeable if host else out.readonly:
         raise RelposValueError("out: the array is read-only")
-    # NumPy gives arrays without elements strides of 0.
-    spread = out.size and not out.flags.c_contiguous
-    if spread and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True)):
+    if not out.flags.c_contiguous and _repeats(out) if host else out.repeats:
         raise RelposValueError("out: elements of the array share memory")
     for x in inputs:
-        if isinstance(x, np.ndarray) and np.may_share_memory(out, x):
+        if (isinstance(x, np.ndarray) and np.may_share_memory(out, x)) if host else out.overlaps(x):
             raise RelposValueError("out: the array overlaps an input")
-    return out
+
+
+def _repeats(x: Array) -> bool:
+    """Whether elements share memory; NumPy gives arrays without elements strides of 0."""
+    return x.size > 0 and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.strides, strict=True))
 
 
 def fits_batch(name: str, axes: tuple[int, ...], batch: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ from relpos_np._files import untrusted as reading
 from relpos_np.errors import RelposValueError
 from relpos_np.types import Array
 
-# The directory at the archive's end is read at once: room for some ten thousand arrays.
+# The directory at the archive's end is read at once; this is room for some ten thousand arrays.
 _PIECE = 1 << 20
 # Of a .npy file; that of an array with 64 axes has a third of this.
 _HEADER = 4096
@@ -27,7 +27,7 @@ _DTYPE = re.compile(r"[<>|=]?(?:[?]|b1|[iufcUSV][0-9]{1,9})")
 
 
 class _Pieces:
-    """A file that gives no more than a piece at a time: `zipfile` reads as much as an archive says."""
+    """A file that returns at most a piece at a time, because `zipfile` reads as much as an archive says."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
@@ -41,7 +41,7 @@ class _Pieces:
         return found
 
     def close(self) -> None:
-        """Leave the file to whom it belongs."""
+        """Leave the file open: it belongs to the caller."""
 
 
 def read(file: BinaryIO, size: int, limit: int) -> dict[str, Array]:
@@ -76,7 +76,7 @@ def read(file: BinaryIO, size: int, limit: int) -> dict[str, Array]:
     except MemoryError as error:
         raise RelposValueError("there is not enough memory for its arrays") from error
     except Exception as error:
-        # Of a damaged archive zipfile, zlib, struct and NumPy complain in many ways.
+        # zipfile, zlib, struct and NumPy report a damaged archive in many ways.
         raise RelposValueError(str(error) or type(error).__name__) from error
 
 

@@ -16,7 +16,7 @@ from relpos_np._files import untrusted as reading
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
-# As the format calls the types that NumPy can hold, once ml_dtypes is there for BF16. 8-bit floats and packed types
+# The format's names for the types that NumPy can hold, with ml_dtypes for BF16. 8-bit floats and packed types
 # have no exact counterpart.
 DTYPES = {
     "F64": "<f8",
@@ -167,7 +167,7 @@ def tensor(file: BinaryIO, name: str, entry: Entry, source: str) -> Array:
     except RelposValueError as error:
         raise RelposValueError(f"{name}: {source}: {error}") from error
     except ValueError as error:
-        # Axes of which one is empty may be longer than NumPy allows.
+        # If one axis is empty, others may be longer than NumPy allows.
         raise RelposValueError(f"{name}: {source}: {error}") from error
     return x
 

@@ -1,4 +1,4 @@
-"""Reading files that somebody else wrote: regular files only, as many bytes as are allowed, and strict JSON."""
+"""Reading files that somebody else wrote: regular files only, at most the allowed number of bytes, strict JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from relpos_np.errors import RelposValueError
 from relpos_np.types import Array
 
-# Opening a pipe must not wait for somebody who writes to it, nor may a terminal become that of this process.
+# Opening a pipe must not wait for a writer, and opening a terminal must not make it this process's own.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 # Characters of a number. Turning digits into an integer takes time that grows with their square.
 _DIGITS = 1000

@@ -1,4 +1,4 @@
-"""How many bytes a call may ask for: the limit, in whose name it is set, and the refusal."""
+"""How many bytes a call may ask for: the limit, for whom it holds, and the refusal."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from relpos_np.errors import RelposMemoryError, RelposTypeError, RelposValueError
 
 VARIABLE = "RELPOS_MEMORY_LIMIT"
-# What no address space holds, and no number that NumPy counts bytes with.
+# More than any address space holds, and than the integers that NumPy counts bytes with.
 _MOST = (1 << 63) - 1
 
 
 class _Unset:
-    """Stands where nothing was said, which differs from None: no limit."""
+    """No limit was chosen, which differs from None: the choice of no limit."""
 
 
 _UNSET = _Unset()
 _default: int | _Unset | None = _UNSET
-# Whether there may be a limit: so much is known without asking for it.
+# Whether there may be a limit at all, which is quicker to ask.
 _used = VARIABLE in os.environ
 _scoped: ContextVar[int | _Unset | None] = ContextVar("relpos_np_memory", default=_UNSET)
 
@@ -144,7 +144,7 @@ def memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def require(function: str, parts: Mapping[str, int]) -> None:
-    """Refuse what is more than the limit; `parts` are bytes by what they are for."""
+    """Refuse more bytes than the limit; `parts` says what they are for."""
     most, total = limit(), sum(parts.values())
     if most is not None and total > most:
         largest = max(parts, key=lambda name: parts[name])

@@ -51,7 +51,7 @@ def _checked(n: Any, most: int) -> int:
 
 
 class _Open:
-    """Numbers of the blocks that are open, in the order in which they were opened; they may close in any other."""
+    """Numbers of the open blocks, in the order in which they were opened; they may close in any order."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, int]] = []
@@ -91,7 +91,7 @@ class _Blas:
         self._before: dict[str, int] = {}
 
     def libraries(self) -> list[Any]:
-        """Looked for again when a module was imported since: that is how libraries come."""
+        """Found again if a module was imported since the last time, because it may have loaded one."""
         try:
             import threadpoolctl
         except ImportError as error:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 from uuid import uuid4
 
 import numpy as np
 
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
+from relpos_np._contract.options import NumberOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem
 from relpos_np.distributed.merging import merge
 from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array
 
 _HALVES = ("float16", "bfloat16")
@@ -42,7 +43,7 @@ class _Schemes:
 class _Block:
     """What a task does, without its operands."""
 
-    def __init__(self, name: str, narrowed: Narrowed, schemes: tuple[Scheme, ...], options: dict[str, Any]) -> None:
+    def __init__(self, name: str, narrowed: Narrowed, schemes: tuple[Scheme, ...], options: Options) -> None:
         self.name, self.options = name, options
         # None: the scheme itself, which all tasks share.
         self.narrowed = [
@@ -52,7 +53,7 @@ class _Block:
 
     def __call__(self, q: Array, k: Array, v: Array, mask: Array | None, shared: _Schemes) -> tuple[Array, Array]:
         """Output and log-sum-exp of one block."""
-        problem, _, _ = check.problem(q, k, v, mask=mask, **self.options)
+        problem, _, _ = check.call(q, k, v, self.options | {"mask": mask})
         narrowed = tuple(
             (scheme if mine is None else mine, site, part)
             for (mine, site, part), scheme in zip(self.narrowed, shared.schemes, strict=True)
@@ -84,7 +85,7 @@ def _stand_in(x: Any) -> Array:
 
 
 def _operands(da: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """Check what only Dask arrays can be wrong in."""
+    """The checks that only Dask arrays need."""
     for name, x in named.items():
         if not isinstance(x, da.Array):
             raise RelposTypeError(
@@ -98,7 +99,7 @@ def _operands(da: Any, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
-    """Operands in blocks that fit each other, and the chunks of the batch axes, heads of keys, queries and keys."""
+    """Operands in matching blocks, and the chunks of the batch axes, heads of keys, queries and keys."""
     batch, site = problem.batch, problem.site
     q, k = operands["q"], operands["k"]
     chunks: list[tuple[int, ...]] = []
@@ -119,7 +120,7 @@ def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[
 
 
 def _mask_blocks(da: Any, mask: Any, chunks: Sequence[tuple[int, ...]]) -> Any:
-    """Blocks of a mask (..., H, L_q, L_k), one along an axis of size 1 or that it does not have."""
+    """Blocks of a mask (..., H, L_q, L_k); there is one along axes of size 1 and along missing axes."""
     fitting = tuple(
         (1,) if n == 1 else own for n, own in zip(mask.shape, chunks[len(chunks) - mask.ndim :], strict=True)
     )
@@ -137,13 +138,13 @@ def _reached(problem: Problem, part: Part) -> bool:
 
 
 def _parts(problem: Problem, chunks: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], list[Part]]]:
-    """For each block of the output its place, (..., heads, queries), and the blocks of keys that it needs."""
+    """For each block of the output its index, (..., heads, queries), and a part for each block of keys."""
     group = problem.site.heads // problem.site.kv_heads if problem.site.kv_heads else 1
     ranges = [_slices(axis) for axis in chunks]
-    for place in itertools.product(*(range(len(axis)) for axis in ranges[:-1])):
-        *batch, kv_heads, queries = (axis[n] for axis, n in zip(ranges[:-1], place, strict=True))
+    for index in itertools.product(*(range(len(axis)) for axis in ranges[:-1])):
+        *batch, kv_heads, queries = (axis[n] for axis, n in zip(ranges[:-1], index, strict=True))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        yield place, [Part(tuple(batch), heads, kv_heads, queries, keys) for keys in ranges[-1]]
+        yield index, [Part(tuple(batch), heads, kv_heads, queries, keys) for keys in ranges[-1]]
 
 
 def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
@@ -157,21 +158,18 @@ def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
     return pairs[0]
 
 
+@takes(NumberOptions)
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    position: Scheme | tuple[Scheme, ...] | None = None,
+    position: Position = None,
     mask: Any = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    backend: str | None = None,
     return_lse: bool = False,
     split_every: int = 8,
+    **options: Unpack[NumberOptions],
 ) -> Any:
     """Attention of Dask arrays, as a Dask array: `relpos_np.attention` in blocks.
 
@@ -187,7 +185,7 @@ def attention(
         See `relpos_np.attention`; see `partial` for what cannot be divided.
     mask : dask.array.Array or ndarray of bool or float, optional
         Broadcast to (..., H, L_q, L_k).
-    causal, window, key_lengths, scale, offset
+    key_lengths, causal, window, scale, offset
         See `relpos_np.attention`.
     backend : {"terms", "numba", "cuda"}, optional
         What computes each block; see `relpos_np.set_backend`.
@@ -217,24 +215,19 @@ def attention(
     schemes say of these; blocks without a pair that may attend are left out. The same chunks give the same bits,
     whatever the scheduler and the number of workers.
     """
+    given = completed(attention, options) | {"key_lengths": key_lengths}
     da, delayed = _dask()
-    name = evaluating(backend)
+    name = evaluating(given["backend"])
     split_every = check.integer("split_every", split_every, 2)
     check.flag("return_lse", return_lse)
     named = {"q": q, "k": k, "v": v}
     flat = all(getattr(x, "ndim", 0) == 2 for x in named.values())
     operands = _operands(da, named)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     if mask is not None and not isinstance(mask, da.Array):
         mask = check.array("mask", mask)
     # Shapes are checked on stand-ins, numbers when they are there.
-    problem, _, _ = check.problem(
-        *(_stand_in(x) for x in operands.values()),
-        mask=None if mask is None else _stand_in(mask),
-        key_lengths=key_lengths,
-        offset=offset,
-        **options,
-    )
+    like_q, like_k, like_v = map(_stand_in, operands.values())
+    problem, _, _ = check.call(like_q, like_k, like_v, given | {"mask": None if mask is None else _stand_in(mask)})
     site = problem.site
     schemes = checked_schemes(position, problem)
     operands, chunks = _aligned(da, operands, problem)
@@ -247,30 +240,30 @@ def attention(
     # Vectors have an axis of their own.
     outs, sums = np.empty((*grid, 1), object), np.empty(grid, object)
     lead, token = len(site.batch) + 1, uuid4().hex
-    for place, parts in _parts(problem, chunks):
+    for index, parts in _parts(problem, chunks):
         pairs = []
         needed = [n for n, part in enumerate(parts) if _reached(problem, part)] or [0]
         for n in needed:
             part = parts[n]
-            here = options | {"offset": part.alone(site)[0].offset}
+            here = given | {"offset": part.alone(site)[0].offset}
             if problem.key_lengths is not None:
                 here["key_lengths"] = lengths_here(problem.key_lengths[part.batch], part.keys)
             narrowed = tuple(scheme.narrow(site, part) for scheme in schemes)
             allowed = None
             if masks is not None:
-                allowed = masks[tuple(min(i, m - 1) for i, m in zip((*place, n), masks.shape, strict=True))]
-            at_key = (*place[:lead], n, 0)
+                allowed = masks[tuple(min(i, m - 1) for i, m in zip((*index, n), masks.shape, strict=True))]
+            at_key = (*index[:lead], n, 0)
             task = delayed(_Block(name, narrowed, schemes, here), pure=False, traverse=False)
             # By the part before the token, progress bars and dashboards name it.
-            key = "-".join(map(str, ("attention-part", token, *place, n)))
-            operand = blocks["q"][(*place, 0)], blocks["k"][at_key], blocks["v"][at_key]
+            key = "-".join(map(str, ("attention-part", token, *index, n)))
+            operand = blocks["q"][(*index, 0)], blocks["k"][at_key], blocks["v"][at_key]
             pairs.append(task(*operand, allowed, shared, dask_key_name=key))
         pair = _reduced(delayed, pairs, split_every)
         shape = (*part.alone(site)[0].batch, part.heads.stop - part.heads.start, part.queries.stop - part.queries.start)
         out = delayed(_output, pure=False)(pair, q.dtype)
-        outs[(*place, 0)] = da.from_delayed(out, (*shape, site.v_dim), q.dtype)
+        outs[(*index, 0)] = da.from_delayed(out, (*shape, site.v_dim), q.dtype)
         if return_lse:
-            sums[place] = da.from_delayed(delayed(_log_sum, pure=False)(pair), shape, site.dtype)
+            sums[index] = da.from_delayed(delayed(_log_sum, pure=False)(pair), shape, site.dtype)
     result = da.block(outs.tolist())
     if not return_lse:
         return result[0] if flat else result

@@ -68,7 +68,7 @@ def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
             )
     with np.errstate(all="ignore"):
         top = np.maximum.reduce([lse for _, lse in pairs])
-        # Of no keys at all, or of infinite scores, no difference may be taken.
+        # Without keys the maximum is -inf, from which nothing may be subtracted.
         safe = np.where(np.isneginf(top), first[1].dtype.type(0), top)
         weights = [np.exp(lse - safe) for _, lse in pairs]
         total = sum(weights[1:], weights[0])
@@ -76,6 +76,6 @@ def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
         merged = np.zeros_like(first[0])
         for (out, own), weight in zip(pairs, weights, strict=True):
             share = (weight / np.where(total == 0, total.dtype.type(1), total))[..., None]
-            # A part without keys has nothing to say, whatever stands in its output.
+            # A part without keys is ignored, whatever its output holds.
             merged = np.where(np.isneginf(own)[..., None], merged, merged + share * out)
     return merged, lse

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
+from relpos_np._contract.options import ScoreOptions, completed, takes
 from relpos_np._contract.problem import Part, Site
 from relpos_np.distributed.slicing import compute, evaluating, lengths_here
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Position
 from relpos_np.types import Array
 
 
 def _range(name: str, given: Any, length: int) -> tuple[slice, int]:
-    """Where a chunk of some length lies, and in how many."""
+    """The range of a part of some length, and how many there are in the call."""
     if given is None:
         return slice(0, length), length
     if not isinstance(given, tuple | list) or len(given) != 2:
@@ -26,8 +27,8 @@ def _range(name: str, given: Any, length: int) -> tuple[slice, int]:
     return slice(first, first + length), total
 
 
-def _places(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tuple[Part, dict[str, Any]]:
-    """The part that the operands are, and the sizes of the call."""
+def _part(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tuple[Part, dict[str, Any]]:
+    """Which part of the call the operands are, and the sizes of the call."""
     q, q_len = _range("queries", queries, site.q_len)
     k, k_len = _range("keys", keys, site.k_len)
     h, in_all = _range("heads", heads, site.heads)
@@ -44,6 +45,7 @@ def _places(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tupl
     return part, sizes | {"batch": tuple(n for _, n in axes)}
 
 
+@takes(ScoreOptions)
 def partial(
     q: Array,
     k: Array,
@@ -53,14 +55,8 @@ def partial(
     keys: tuple[int, int] | None = None,
     heads: tuple[int, int] | None = None,
     batch: tuple[tuple[int, int] | None, ...] | None = None,
-    position: Scheme | tuple[Scheme, ...] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    backend: str | None = None,
+    position: Position = None,
+    **options: Unpack[ScoreOptions],
 ) -> tuple[Array, Array]:
     r"""Attention over some of the keys, for some of the queries, heads and batch items of a larger call.
 
@@ -90,17 +86,17 @@ def partial(
     batch : tuple, optional
         The same for each batch axis, None for an axis of which the part has all.
     position : scheme or tuple of schemes, optional
-        As in the larger call, with all that it holds for it.
+        As in the larger call, with everything that it holds for that call.
     mask : ndarray of bool or float, optional
         Of the part: broadcast to (..., H, L_q, L_k) of q and k.
-    causal, window
-        See `relpos_np.attention`.
     key_lengths : int or ndarray of int, optional
         Keys that exist in the whole call, for each batch item of the part.
+    causal, window
+        See `relpos_np.attention`.
     scale : float, optional
         See `relpos_np.attention`.
     offset : int, optional
-        Position of the call's first query among all keys; default their numbers' difference.
+        Position of the call's first query among all keys; default: the number of keys less that of queries.
     backend : {"terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`; "numpy" knows whole calls only.
 
@@ -117,11 +113,12 @@ def partial(
         As `relpos_np.attention`; also if a part does not lie in the call, or a scheme cannot be computed for parts:
         `relpos_np.CoPE` never, and `relpos_np.TransformerXL` not for some of the queries where its shift wraps around.
     """
-    name = evaluating(backend)
-    found, _, flat = check.problem(
-        q, k, v, mask=mask, causal=causal, window=window, scale=scale, offset=0 if offset is None else offset
-    )
-    part, sizes = _places(found.site, queries, keys, heads, batch)
+    given = completed(partial, options)
+    name = evaluating(given["backend"])
+    # Offset and lengths are those of the whole call.
+    offset, key_lengths = given["offset"], given["key_lengths"]
+    found, _, flat = check.call(q, k, v, given | {"offset": 0 if offset is None else offset, "key_lengths": None})
+    part, sizes = _part(found.site, queries, keys, heads, batch)
     whole = replace(found.site, **sizes)
     whole.offset = whole.k_len - whole.q_len if offset is None else whole.offset
     if key_lengths is not None:

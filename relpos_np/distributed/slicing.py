@@ -19,12 +19,12 @@ Narrowed = tuple[tuple[Scheme, Site, Part], ...]
 
 
 def _of_heads(x: Array, heads: slice) -> Array:
-    """A table of all heads, or of one for all of them."""
+    """The part of a table that belongs to some heads; a table of one head serves all of them."""
     return x if len(x) == 1 else x[heads]
 
 
 def _along(x: Array, axis: int, some: slice) -> Array:
-    """Some entries along an axis that may be missing, or 1 for all."""
+    """Some entries along an axis, which may be missing or have one entry for all."""
     if x.ndim < -axis or x.shape[axis] == 1:
         return x
     index: tuple[Any, ...] = (..., some, *(slice(None),) * (-axis - 1))
@@ -33,7 +33,7 @@ def _along(x: Array, axis: int, some: slice) -> Array:
 
 @dataclass(slots=True)
 class _Cut:
-    """Cuts a record of terms; `q` and `k` stand in for operands, and those of `problem` take their places."""
+    """Cuts a record of terms, and puts the operands of `problem` where it finds their stand-ins `q` and `k`."""
 
     site: Site
     part: Part
@@ -75,18 +75,11 @@ class _Cut:
         )
 
 
-def _own(terms: Terms, q: Array, k: Array) -> list[Array]:
-    """What a scheme made for queries, keys and pairs."""
-    made = [t.query for t in terms.queries] + [t.key for t in terms.keys] + list(terms.biases)
-    return [x for x in made if x is not q and x is not k]
-
-
-def _stand_ins(site: Site, number: float) -> tuple[Array, Array]:
-    """Queries and keys of the whole call without the memory: one number seen at every place."""
-    lengths = ((site.heads, site.q_len), (site.kv_heads, site.k_len))
-    x = np.full((), number, site.dtype)
-    q, k = (np.broadcast_to(x, (*site.batch, *shape, site.head_dim)) for shape in lengths)
-    return q, k
+def _stand_ins(site: Site) -> tuple[Array, Array]:
+    """Queries and keys of the whole call without the memory, which nothing computes with: NaN everywhere."""
+    nan = np.full((), np.nan, site.dtype)
+    q = np.broadcast_to(nan, (*site.batch, site.heads, site.q_len, site.head_dim))
+    return q, np.broadcast_to(nan, (*site.batch, site.kv_heads, site.k_len, site.head_dim))
 
 
 def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
@@ -94,19 +87,13 @@ def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
     scheme, site, part = narrowed
     if part == Part.of(site):
         return scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, site)
-    # A scheme that computes with queries or keys is noticed by what cannot be computed with.
-    q, k = _stand_ins(site, np.nan)
-    terms = scheme.lower(q, k, site)
-    depends = scheme.content or terms.query is not None or terms.key is not None
-    if not depends and any(np.isnan(x).any() for x in _own(terms, q, k)):
-        zeros = _stand_ins(site, 0.0)
-        depends = not any(np.isnan(x).any() for x in _own(scheme.lower(*zeros, site), *zeros))
-    if depends:
+    if scheme.computes:
         raise RelposValueError(
             f"position: {scheme!r} cannot be computed for a part of a call, since it computes with queries or keys "
             "and does not say how it is narrowed"
         )
-    return _Cut(site, part, q, k, problem).terms(terms)
+    q, k = _stand_ins(site)
+    return _Cut(site, part, q, k, problem).terms(scheme.lower(q, k, site))
 
 
 def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Array]:
@@ -129,5 +116,5 @@ def evaluating(name: str | None) -> str:
 
 
 def lengths_here(lengths: Array, keys: slice) -> Array:
-    """How many of some keys exist, from how many of all do."""
+    """How many of these keys exist, from how many exist in all."""
     return np.asarray(np.clip(lengths - keys.start, 0, keys.stop - keys.start))

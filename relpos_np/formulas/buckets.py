@@ -91,8 +91,10 @@ def _bucket(n: int, buckets: int, exact: int, max_distance: int, rounding: str) 
     return min(buckets - 1, exact + steps)
 
 
-def bucket_table(name: str, value: Any, max_distance: int, distance_name: str = "max_distance") -> Array:
-    """Check a table of buckets in both directions.
+def bucket_table(
+    name: str, value: Any, max_distance: int, distance_name: str = "max_distance", *, bidirectional: bool = True
+) -> Array:
+    """Check a table of buckets.
 
     Parameters
     ----------
@@ -104,6 +106,8 @@ def bucket_table(name: str, value: Any, max_distance: int, distance_name: str = 
         Distances from here on share the last bucket.
     distance_name : str
         What an error calls that.
+    bidirectional : bool
+        Whether half of the buckets are for positions after the query.
 
     Returns
     -------
@@ -116,10 +120,13 @@ def bucket_table(name: str, value: Any, max_distance: int, distance_name: str = 
         If it is no table of floats, or the number of buckets and the distance leave no valid border.
     """
     table = check.table(name, value, "num_buckets heads")
-    if len(table) % 2 or len(table) < 4:
+    if bidirectional and (len(table) % 2 or len(table) < 4):
         raise RelposValueError(f"{name}: expected an even number of buckets from 4 on, found shape {table.shape}")
-    if max_distance <= len(table) // 4:
+    if len(table) < 2:
+        raise RelposValueError(f"{name}: expected at least 2 buckets, found shape {table.shape}")
+    exact = len(table) // (4 if bidirectional else 2)
+    if max_distance <= exact:
         raise RelposValueError(
-            f"{distance_name}: {max_distance} must exceed the {len(table) // 4} distances with a bucket of their own"
+            f"{distance_name}: {max_distance} must exceed the {exact} distances with a bucket of their own"
         )
     return table

@@ -2,10 +2,13 @@ r"""rel_shift: from products with one row per distance to one score per key, in 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from relpos_np.errors import RelposValueError
+from relpos_np._contract import check
+from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
 VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet")
@@ -25,6 +28,13 @@ def shifted_length(shape: tuple[int, ...], variant: str) -> int:
     if variant != "wenet" and columns < rows:
         raise RelposValueError(f"x: variant {variant!r} needs at least as many columns as rows, found shape {shape}")
     return columns
+
+
+def checked(x: Any, variant: Any) -> tuple[int, ...]:
+    """The shape of the result, for an array of the host or an opened one of a device."""
+    if x.dtype.kind not in "fiuc" and x.dtype.name != "bfloat16":
+        raise RelposTypeError(f"x: expected numbers, found dtype {x.dtype}")
+    return (*x.shape[:-1], shifted_length(x.shape, check.choice("variant", variant, VARIANTS)))
 
 
 def rel_shift(x: Array, variant: str = "transformer_xl") -> Array:

@@ -1,4 +1,4 @@
-"""A bias that another package has written out, one number per pair, with the way back to it."""
+"""A bias that another package has written out, one number per pair, as a scheme with a gradient."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class DenseBias(Scheme):
 
     reads_keys = False
     excludes = True
+    computes = False
 
     def __init__(self, bias: Any) -> None:
         self.bias = check.floating("bias", bias)
@@ -50,14 +51,14 @@ class DenseBias(Scheme):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One dense bias."""
-        return Terms(biases=(self._spread(site),))
+        return Terms(biases=(self._all_axes(site),))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The gradient of the bias, in its shape."""
         return SchemeGradient(arrays={"bias": grad.biases[0].reshape(self.bias.shape)})
 
-    def _spread(self, site: Site) -> Array:
-        """With all axes of the scores, of which some may have length 1."""
+    def _all_axes(self, site: Site) -> Array:
+        """The bias with all axes of the scores, some of which may have length 1."""
         missing = len(site.batch) + 3 - self.bias.ndim
         return self.bias.astype(site.dtype, copy=False).reshape((1,) * missing + self.bias.shape)
 

@@ -1,14 +1,15 @@
-"""Attention on arrays of JAX: a call of the host inside of its programs, with gradients."""
+"""Attention on arrays of JAX: its programs call the host, and gradients flow through."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 import relpos_np as rp
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
+from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import DenseBias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
@@ -61,7 +62,7 @@ def _stand_in(x: Any) -> Array:
 
 
 class _Call:
-    """One call without its arrays, some of which are named: `mask` and `key_lengths` follow the operands."""
+    """One call without its arrays; after the operands come those that are named, `mask` and `key_lengths`."""
 
     def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], named: tuple[str, ...]) -> None:
         self.positions, self.options, self.named = positions, options, named
@@ -76,7 +77,6 @@ class _Call:
         q, k, v, *others = (_stand_in(x) for x in arrays)
         options = self.arguments(others)
         position = options.pop("position")
-        del options["backend"]
         if "key_lengths" in self.named:
             options["key_lengths"] = np.zeros_like(options["key_lengths"])  # their values are not known yet
         problem, dtype, flat = check.problem(q, k, v, **options)
@@ -102,6 +102,7 @@ class _Call:
         return (found.q, found.k, found.v, *own)
 
 
+@takes(NumberOptions)
 def attention(
     q: Any,
     k: Any,
@@ -109,13 +110,9 @@ def attention(
     *,
     position: Any = None,
     mask: Any = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
-    backend: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[NumberOptions],
 ) -> Any:
     """`relpos_np.attention` of JAX arrays, under `jax.jit`, `jax.grad` and `jax.vmap`.
 
@@ -127,11 +124,9 @@ def attention(
         A scheme of this library is fixed; `trained` makes one whose arrays have gradients.
     mask : jax.Array of bool or float, optional
         See `relpos_np.attention`. A float mask receives a gradient.
-    causal, window
-        See `relpos_np.attention`; not traced.
     key_lengths : int or jax.Array of int, optional
         See `relpos_np.attention`.
-    scale, offset
+    causal, window, scale, offset
         See `relpos_np.attention`; not traced.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`.
@@ -152,10 +147,11 @@ def attention(
 
     Notes
     -----
-    The call is a `jax.pure_callback`: JAX hands its arrays to the host and takes the results back, on a GPU with
-    copies. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster. There is
-    neither dropout nor a second derivative.
+    The call is a `jax.pure_callback`: JAX hands its arrays to the host and takes the results back, with copies if
+    they are on a GPU. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster.
+    There is neither dropout nor a second derivative.
     """
+    given: dict[str, Any] = {**completed(attention, options)}
     positions = as_tuple(position)
     named: dict[str, Any] = {}
     if mask is not None:
@@ -163,13 +159,11 @@ def attention(
             named["mask"] = mask
         else:
             positions += (Trained(DenseBias, {"bias": mask}, {}),)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"offset": offset, "backend": backend}
     if isinstance(key_lengths, jax.Array):
         named["key_lengths"] = key_lengths
-    elif key_lengths is not None:
-        options["key_lengths"] = key_lengths
-    call = _Call(positions, options, tuple(named))
+    else:
+        given["key_lengths"] = key_lengths
+    call = _Call(positions, given, tuple(named))
     arrays = [*map(_array, "qkv", (q, k, v)), *named.values(), *tensors(positions)]
     results = call.results(arrays)
 

@@ -38,7 +38,7 @@ class Trained:
         args, kwargs
             What it would be called with.
         is_tensor : callable
-            From name and value of an argument to whether it is a tensor.
+            Says for the name and value of an argument whether it is a tensor.
 
         Returns
         -------
@@ -66,7 +66,7 @@ class Trained:
 
 
 def made(positions: tuple[Any, ...], arrays: Iterable[Array]) -> tuple[Any, ...]:
-    """Schemes as the library takes them, with these arrays in place of all tensors, in their order."""
+    """Schemes as the library takes them, with these arrays in the order of the tensors that they replace."""
     left = iter(arrays)
     return tuple(
         x.cls(**{name: next(left) for name in x.tensors}, **x.settings) if isinstance(x, Trained) else x

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 import relpos_np as rp
+from relpos_np._contract.options import NumberOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import DenseBias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
@@ -53,7 +54,7 @@ def _operand(name: str, x: Any) -> Any:
 
 
 def _array(x: Any) -> Array:
-    """The memory of a tensor as an array: its own on the host, a copy of one on a device."""
+    """A tensor as an array: its own memory on the host, a copy of what is on a device."""
     x = x.detach().resolve_neg()
     if x.device.type != "cpu":
         x = x.cpu()
@@ -98,7 +99,7 @@ def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
 
 
 class _Call:
-    """One call without its tensors: what autograd keeps for the way back, beside them."""
+    """One call without its tensors: what autograd keeps beside them for the backward pass."""
 
     def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], seed: int | None) -> None:
         self.positions, self.options, self.seed = positions, options, seed
@@ -159,6 +160,7 @@ class _Attention(torch.autograd.Function):
 
 
 @torch.compiler.disable
+@takes(NumberOptions)
 def attention(
     q: Any,
     k: Any,
@@ -166,15 +168,11 @@ def attention(
     *,
     position: Any = None,
     mask: Any = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
-    scale: float | None = None,
-    offset: int | None = None,
     dropout: float = 0.0,
     generator: Any = None,
-    backend: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[NumberOptions],
 ) -> Any:
     """`relpos_np.attention` of tensors, as an operation that autograd differentiates.
 
@@ -186,16 +184,14 @@ def attention(
         A scheme of this library is fixed; `trained` makes one whose arrays are tensors with gradients.
     mask : torch.Tensor of bool or float, optional
         See `relpos_np.attention`. A float mask that requires a gradient receives one.
-    causal, window
-        See `relpos_np.attention`.
     key_lengths : int or torch.Tensor of int, optional
-        See `relpos_np.attention`.
-    scale, offset
         See `relpos_np.attention`.
     dropout : float
         Rate at which probabilities are dropped.
     generator : torch.Generator, optional
         Source of the dropout mask's seed; default that of PyTorch, so that `torch.manual_seed` repeats it.
+    causal, window, scale, offset
+        See `relpos_np.attention`.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         Default "cuda" for tensors on a device, else as `relpos_np.set_backend` says.
     return_lse : bool
@@ -219,28 +215,27 @@ def attention(
     of memory, tensors with a lazy negation and half precision that a kernel does not read are converted. The
     backward pass computes probabilities again, tile by tile. There are no second derivatives and no `torch.func`.
     """
+    given: dict[str, Any] = {**completed(attention, options)}
     for name, x in (("q", q), ("k", k), ("v", v)):
         _operand(name, x)
         if x.device != q.device:
             raise RelposTypeError(f"{name}: expected a tensor on {str(q.device)!r} like q, found one on {x.device}")
     if q.device.type == "cuda":
-        backend = backend or "cuda"
+        given["backend"] = given["backend"] or "cuda"
     grad = torch.is_grad_enabled()
     positions = as_tuple(position)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"offset": offset, "backend": backend}
     if mask is not None:
         if _checked("mask", mask).requires_grad and grad:
             positions += (trained(DenseBias, mask),)
         else:
-            options["mask"] = _array(mask)
+            given["mask"] = _array(mask)
     if key_lengths is not None:
-        options["key_lengths"] = _array(key_lengths) if isinstance(key_lengths, torch.Tensor) else key_lengths
+        given["key_lengths"] = _array(key_lengths) if isinstance(key_lengths, torch.Tensor) else key_lengths
     seed = None
     if dropout:
-        options["dropout"] = dropout
+        given["dropout"] = dropout
         seed = int(torch.randint(2**62, (), generator=generator))
-    call, inputs = _Call(positions, options, seed), (q, k, v, *tensors(positions))
+    call, inputs = _Call(positions, given, seed), (q, k, v, *tensors(positions))
     if grad and any(x.requires_grad for x in inputs):
         out, lse = _Attention.apply(call, *inputs)
         return (out, lse) if return_lse else out

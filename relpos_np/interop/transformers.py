@@ -29,7 +29,7 @@ __all__ = ["NAME", "patched", "register"]
 
 NAME = "relpos_np"
 
-# What a model may ask of its attention and this one does not do.
+# What a model may ask of its attention, and this one cannot do.
 _UNKNOWN = ("softcap", "s_aux", "cache")
 
 
@@ -188,12 +188,12 @@ class _Patch:
     replacement: Callable[..., Any]
 
     def found(self) -> Any:
-        """The class, if its module is loaded: no model is made of it otherwise."""
+        """The class, if its module is loaded; otherwise there is no model of it."""
         module = sys.modules.get(f"transformers.models.{self.model}.modeling_{self.model}")
         return None if module is None else getattr(module, self.cls, None)
 
     def check(self, cls: Any) -> None:
-        """Refuse a method with other arguments than those that were replaced when this was written."""
+        """Refuse a method whose arguments are not those of the method that was replaced when this was written."""
         found = tuple(inspect.signature(getattr(cls, self.method)).parameters)
         expected = tuple(inspect.signature(self.replacement).parameters)
         if found != expected:
@@ -265,7 +265,7 @@ def patched(model: Any) -> Iterator[Any]:
             setattr(module, patch.method, partial(patch.replacement, module))
             undo.callback(delattr, module, patch.method)
         for config in configs.values():
-            # Models that do not go through the interface have masks made by its name all the same.
+            # Masks are made by this name even for models that do not go through the interface.
             undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
         yield model

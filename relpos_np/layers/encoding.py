@@ -168,7 +168,7 @@ class RelativePositionalEncoding:
     base : float
         See `relpos_np.Sinusoidal`.
     clamp_len : int, optional
-        Distances beyond are counted as this many (``clamp_len`` of Transformer-XL and XLNet, where 0 or -1 means
+        Larger distances count as this many (``clamp_len`` of Transformer-XL and XLNet, where 0 or -1 means
         none; here None does).
     max_len : int
         "espnet_legacy" only: its rows count down from ``max(max_len, L_k) - 1``, whatever the input's length. This

@@ -9,14 +9,14 @@ import numpy as np
 
 from relpos_np import api
 from relpos_np._contract import check
+from relpos_np._contract.options import Options, ScoreOptions
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import softmax
 from relpos_np.layers.state import State
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Position
 from relpos_np.types import Array
 
-Position: TypeAlias = Scheme | tuple[Scheme, ...] | None
-# Operations of one product: a few tenths of a second on one processor.
+# The most operations in one product: a few tenths of a second on one processor.
 CALL_FLOPS = 1e10
 Weights: TypeAlias = "Linear | Array | tuple[Array, Array | None]"
 
@@ -56,7 +56,7 @@ class Linear:
 
     @classmethod
     def of(cls, value: Weights, name: str) -> Linear:
-        """A projection from itself, its weight, or a pair of weight and bias.
+        """A projection from a projection, a weight, or a pair of weight and bias.
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class Linear:
 
 
 def _product(rows: Array, weight: Array) -> Array:
-    """A product of matrices, a large one in parts: Ctrl-C is not seen inside of one."""
+    """A product of matrices; a large one is computed in parts, because Ctrl-C waits for the end of a product."""
     step = max(int(CALL_FLOPS / (2 * max(weight.size, 1))), 1)
     if len(rows) <= step:
         return np.asarray(rows @ weight)
@@ -404,7 +404,7 @@ class Projected:
         cache: Cache | None,
         position: Callable[[Array, Array], Position],
         return_probabilities: bool,
-        options: dict[str, Any],
+        options: Options,
     ) -> Any:
         """Project, attend with the schemes that `position` makes of q and k, and project back."""
         check.flag("return_probabilities", return_probabilities)
@@ -422,6 +422,6 @@ class Projected:
         y = (z if self.out is None else self.out(z)).astype(dtype, copy=False)
         if not return_probabilities:
             return y
-        options = {name: option for name, option in options.items() if name not in ("dropout", "rng")}
-        p, _ = softmax(api.logits(q, k, position=schemes, **options))
+        scores: Any = {name: x for name, x in options.items() if name in ScoreOptions.__annotations__}
+        p, _ = softmax(api.logits(q, k, position=schemes, **scores))
         return y, p.astype(dtype, copy=False)

@@ -2,15 +2,16 @@ r"""Multi-head attention as a whole module: projections around `relpos_np.attent
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, Unpack, overload
 
 import numpy as np
 
 from relpos_np._contract import check
+from relpos_np._contract.options import LayerOptions, completed, takes
 from relpos_np.errors import RelposValueError
-from relpos_np.layers.linear import Cache, Linear, Position, Projected, Weights, thirds
+from relpos_np.layers.linear import Cache, Linear, Projected, Weights, thirds
 from relpos_np.layers.state import ATTENTION, Names, Source, State
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Position, Scheme
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.t5 import T5
 from relpos_np.types import Array
@@ -183,15 +184,9 @@ class MultiHeadAttention(Projected):
         values: Array | None = ...,
         memory: Array | None = ...,
         cache: Cache | None = ...,
-        mask: Array | None = ...,
-        causal: bool = ...,
-        window: int | tuple[int | None, int | None] | None = ...,
-        key_lengths: Any = ...,
         offset: int | None = ...,
-        dropout: float = ...,
-        rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
         return_probabilities: Literal[False] = ...,
+        **options: Unpack[LayerOptions],
     ) -> Array: ...
 
     @overload
@@ -203,17 +198,12 @@ class MultiHeadAttention(Projected):
         values: Array | None = ...,
         memory: Array | None = ...,
         cache: Cache | None = ...,
-        mask: Array | None = ...,
-        causal: bool = ...,
-        window: int | tuple[int | None, int | None] | None = ...,
-        key_lengths: Any = ...,
         offset: int | None = ...,
-        dropout: float = ...,
-        rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
         return_probabilities: Literal[True],
+        **options: Unpack[LayerOptions],
     ) -> tuple[Array, Array]: ...
 
+    @takes(LayerOptions)
     @np.errstate(all="ignore")
     def __call__(
         self,
@@ -223,15 +213,9 @@ class MultiHeadAttention(Projected):
         values: Array | None = None,
         memory: Array | None = None,
         cache: Cache | None = None,
-        mask: Array | None = None,
-        causal: bool = False,
-        window: int | tuple[int | None, int | None] | None = None,
-        key_lengths: Any = None,
         offset: int | None = None,
-        dropout: float = 0.0,
-        rng: np.random.Generator | None = None,
-        backend: str | None = None,
         return_probabilities: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> Array | tuple[Array, Array]:
         """Attend.
 
@@ -250,12 +234,12 @@ class MultiHeadAttention(Projected):
             Keys and values of earlier calls, attended before this call's, which are added.
         mask : ndarray of bool or float, optional
             Broadcast to (..., H, L_q, L_k), where L_k counts memory and cache; see `relpos_np.attention`.
+        key_lengths : int or ndarray of int, optional
+            Per batch item, how many keys exist, memory and cache among them.
         causal : bool
             Attend d <= 0 only.
         window : int or tuple, optional
             See `relpos_np.attention`.
-        key_lengths : int or ndarray of int, optional
-            Per batch item, how many keys exist, memory and cache among them.
         offset : int, optional
             Position of the first query among the keys; default L_k - L_q, which is the number of earlier states in
             self-attention.
@@ -281,19 +265,16 @@ class MultiHeadAttention(Projected):
         RelposError
             Naming the argument, what was found and what was expected. A cache is then left as it was.
         """
-        options = {
-            "mask": mask,
-            "causal": causal,
-            "window": window,
-            "key_lengths": key_lengths,
-            "scale": self.scale,
-            "offset": offset,
-            "dropout": dropout,
-            "rng": rng,
-            "backend": backend,
-        }
+        given = completed(type(self).__call__, options) | {"scale": self.scale, "offset": offset}
         found: Array | tuple[Array, Array] = self._attend(
-            x, context, values, memory, cache, lambda *_: self.position, return_probabilities, options
+            x,
+            context,
+            values,
+            memory,
+            cache,
+            lambda *_: self.position,
+            return_probabilities,
+            given,
         )
         return found
 

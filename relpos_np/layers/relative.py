@@ -2,11 +2,12 @@ r"""Attention with relative sinusoids as a whole module: Transformer-XL, XLNet a
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
 from relpos_np._contract import check
+from relpos_np._contract.options import LayerOptions, completed, takes
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.encoding import RelativePositionalEncoding
 from relpos_np.layers.linear import Cache, Linear, Projected, Weights, thirds
@@ -233,14 +234,8 @@ class RelativeMultiHeadAttention(Projected):
         memory: Array | None = ...,
         cache: Cache | None = ...,
         pos_emb: Array | None = ...,
-        mask: Array | None = ...,
-        causal: bool = ...,
-        window: int | tuple[int | None, int | None] | None = ...,
-        key_lengths: Any = ...,
-        dropout: float = ...,
-        rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
         return_probabilities: Literal[False] = ...,
+        **options: Unpack[LayerOptions],
     ) -> Array: ...
 
     @overload
@@ -253,16 +248,11 @@ class RelativeMultiHeadAttention(Projected):
         memory: Array | None = ...,
         cache: Cache | None = ...,
         pos_emb: Array | None = ...,
-        mask: Array | None = ...,
-        causal: bool = ...,
-        window: int | tuple[int | None, int | None] | None = ...,
-        key_lengths: Any = ...,
-        dropout: float = ...,
-        rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
         return_probabilities: Literal[True],
+        **options: Unpack[LayerOptions],
     ) -> tuple[Array, Array]: ...
 
+    @takes(LayerOptions)
     @np.errstate(all="ignore")
     def __call__(
         self,
@@ -273,14 +263,8 @@ class RelativeMultiHeadAttention(Projected):
         memory: Array | None = None,
         cache: Cache | None = None,
         pos_emb: Array | None = None,
-        mask: Array | None = None,
-        causal: bool = False,
-        window: int | tuple[int | None, int | None] | None = None,
-        key_lengths: Any = None,
-        dropout: float = 0.0,
-        rng: np.random.Generator | None = None,
-        backend: str | None = None,
         return_probabilities: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> Array | tuple[Array, Array]:
         """Attend.
 
@@ -296,7 +280,7 @@ class RelativeMultiHeadAttention(Projected):
         pos_emb : ndarray, shape (R, d_pos) or (1, R, d_pos), optional
             Encodings of the distances, if not those of the module's `encoding`: what ESPnet's and
             Wav2Vec2-Conformer's modules are given.
-        mask, causal, window, key_lengths, dropout, rng, backend, return_probabilities
+        mask, key_lengths, causal, window, dropout, rng, backend, return_probabilities
             See `MultiHeadAttention`. Transformer-XL is meant to be used with ``causal=True``.
 
         Returns
@@ -311,16 +295,7 @@ class RelativeMultiHeadAttention(Projected):
         RelposError
             Naming the argument, what was found and what was expected.
         """
-        options = {
-            "mask": mask,
-            "causal": causal,
-            "window": window,
-            "key_lengths": key_lengths,
-            "scale": self.scale,
-            "dropout": dropout,
-            "rng": rng,
-            "backend": backend,
-        }
+        given = completed(type(self).__call__, options) | {"scale": self.scale}
         found: Array | tuple[Array, Array] = self._attend(
             x,
             context,
@@ -329,7 +304,7 @@ class RelativeMultiHeadAttention(Projected):
             cache,
             lambda q, k: self._scheme(q, k, pos_emb),
             return_probabilities,
-            options,
+            given,
         )
         return found
 

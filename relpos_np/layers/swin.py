@@ -111,7 +111,7 @@ def cyclic_shift(x: Array, shift: Sequence[int], *, reverse: bool = False) -> Ar
     x : ndarray, shape (..., grid axes, C)
         Any dtype.
     shift : sequence of int
-        By how many places, along each axis of the grid.
+        By how many tokens, along each axis of the grid.
     reverse : bool
         Undo it.
 
@@ -152,7 +152,7 @@ def shift_mask(
     Parameters
     ----------
     grid, window, shift : sequence of int
-        Lengths of the map, of a window, and places of the shift, along each axis.
+        Lengths of the map and of a window, and the shift in tokens, along each axis.
     value : float, optional
         What is added to the scores of other pairs: -100, as all published code has it, lets them through with a
         weight of about :math:`e^{-100}`; -inf excludes them. None gives a mask of bool, True for pairs to keep.
@@ -274,7 +274,7 @@ class _ShiftedWindows:
             transformers' checkpoints (attention.self.query), "transformers5" those of its modules since version 5
             (attention.q_proj).
         shift_size : tuple of int, optional
-            Places of the shift; default none.
+            The shift in tokens; default none.
         **options
             qk_scale, attn_drop, proj_drop, pad_order, small_maps and mask_value, as the class takes them. Names do not
             tell which software they belong to, so nothing of this is guessed.
@@ -450,7 +450,7 @@ class SwinAttention(_ShiftedWindows):
     num_heads : int
         Number of heads H.
     shift_size : tuple of int, optional
-        Places of the shift, below the window's lengths; default none. Every second block shifts by half a window.
+        The shift in tokens, below the window's lengths; default none. Every second block shifts by half a window.
     qkv_bias : bool
         Whether the projections of queries, keys and values have biases.
     qk_scale : float, optional
@@ -568,7 +568,7 @@ class VideoSwinAttention(_ShiftedWindows):
 
 
 def _count(name: str, value: Any) -> int:
-    """The number of axes that a sequence names; whether it is a sequence is checked where its entries are."""
+    """The number of axes that a sequence names; `lengths` checks later whether it is a sequence."""
     if not isinstance(value, Sequence | np.ndarray) or not len(value):
         lengths(name, value, 2)
     return len(value)

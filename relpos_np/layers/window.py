@@ -19,7 +19,7 @@ from relpos_np.schemes.window import WindowBias, rstt_frames, window_index
 from relpos_np.types import Array
 
 TABLE, INDEX = "relative_position_bias_table", "relative_position_index"
-# How each kind of checkpoint calls the projections of queries, of keys and values, and of the output, and the table.
+# The names in each kind of checkpoint: projections of queries, of keys and values, and of the output, and the table.
 # Several names for one projection are stacked in that order.
 _NAMES = {
     "rstt": (("q",), ("kv",), "proj", TABLE),

@@ -127,6 +127,7 @@ class ALiBi(Scheme):
     """
 
     reads_keys = False
+    computes = False
 
     def __init__(self, slopes: Any = None, *, heads: int | None = None, form: str = "symmetric") -> None:
         if slopes is not None and heads is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms
@@ -12,7 +13,7 @@ from relpos_np.types import Array
 
 @dataclass(slots=True, eq=False)
 class SchemeGradient:
-    """What a scheme's terms pass on: to q and k, in their shapes, and to its own arrays, by attribute."""
+    """What `lift` returns: gradients of q and k, in their shapes, and of the scheme's arrays, by attribute."""
 
     q: Array | None = None
     k: Array | None = None
@@ -23,13 +24,13 @@ class SchemeGradient:
 class Held:
     """Bytes that a scheme holds at once beside its own arrays, at most, for all batch items and heads of a call.
 
-    `formula`: in `transform`, `scores` and `outputs`, results included. `lowered`: in `lower`, and of what it returns.
-    `lifted`: in `lift`. What grows with a length alone, and not with pairs of query and key, need not be counted.
+    `formula`: in `transform`, `scores` and `outputs`, results included. `lower`: in `lower`, and of what it returns.
+    `lift`: in `lift`. Only what grows with the number of pairs of query and key need be counted.
     """
 
     formula: int
-    lowered: int = 0
-    lifted: int = 0
+    lower: int = 0
+    lift: int = 0
 
 
 class Scheme:
@@ -45,8 +46,13 @@ class Scheme:
     reads_keys = True
     # Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
     excludes = False
-    # Whether nothing but j - i - offset and the head decides what is added, so that lengths and places have no effect.
+    # Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no effect.
     relative = False
+    # Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
+    # leaves them out, says False: its terms can then be made without operands, and cut to a part of a call.
+    computes = True
+    # Whether `lower` makes an index map that holds a number for every pair.
+    dense = False
 
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call."""
@@ -66,33 +72,38 @@ class Scheme:
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same as terms; k still has its grouped heads (..., H_kv, L_k, D).
 
-        Both may be on a device. They can be handed on as they are, added to and multiplied; all else that NumPy does
-        with them is done with a copy on the host.
+        Both may be on a device. They can be handed on, added to and multiplied there; everything else that NumPy does
+        with them works on a copy on the host.
         """
         raise NotImplementedError
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """What lowers a part of a call: a scheme, the call it is to be lowered for, and the part as that call sees it.
 
-        The call that is returned may be as small as the part, or that of `site`; terms are cut to what is then left of
-        `part`. Unless nothing is, `lower` may only hand q and k on as they are, since it then gets stand-ins. The
-        scheme that is returned travels to where the part is computed, so it should hold little else than the part
-        needs; it is used for nothing but `lower`.
+        The call that is returned may be anything between the part and all of `site`. If it is more than the part,
+        `lower` gets stand-ins for q and k, and its terms are cut to the part: this is refused for a scheme that
+        `computes`. The scheme that is returned travels to where the part is computed, so it should hold little
+        more than the part needs. It is used for nothing but `lower`.
         """
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
     def held(self, site: Site) -> Held:
-        """What a call would need memory for; so much for a scheme that looks numbers up in tables by maps of lengths.
+        """A bound on the memory that a call needs for the scheme; this one suits a scheme that looks numbers up.
 
-        That is, for every pair: two integers, a number of float64 and half of one per head, and two of the call's
-        dtype per head and batch item.
+        The formula then holds for every pair two integers, a number of float64 and half of one per head, and two of
+        the call's dtype per head and batch item; a `dense` map is five integers while it is made.
         """
+        pairs = site.q_len * site.k_len
         per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
-        return Held(site.q_len * site.k_len * (16 + 12 * site.heads + per_item))
+        return Held(pairs * (16 + 12 * site.heads + per_item), 40 * pairs if self.dense else 0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The way back of `lower`: from gradients of the terms, in a record like theirs, to those of its arguments.
+        """The backward pass of `lower`: from gradients of the terms, in a record like them, to those of its arguments.
 
         `grad.query` and `grad.key` are set only where the scheme changes the content product.
         """
         raise NotImplementedError
+
+
+# What the argument `position` of a call may be.
+Position: TypeAlias = Scheme | tuple[Scheme, ...] | None

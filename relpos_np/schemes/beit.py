@@ -14,7 +14,7 @@ from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
@@ -104,6 +104,10 @@ class BEiT(Scheme):
     ICML 2022.
     """
 
+    reads_keys = False
+    computes = False
+    dense = True
+
     def __init__(self, table: Any, grid: Sequence[int]) -> None:
         self.table = check.table("table", table, "rows heads")
         if not isinstance(grid, tuple | list) or len(grid) != 2:
@@ -132,10 +136,6 @@ class BEiT(Scheme):
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term on a dense map."""
         return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), _map(self.grid)),))
-
-    def held(self, site: Site) -> Held:
-        """An index map of int32, made with integers of 64 bit."""
-        return Held(super().held(site).formula, 24 * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again."""

@@ -185,6 +185,7 @@ class DeBERTa(Scheme):
     """
 
     relative = True
+    computes = False
 
     def __init__(
         self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: str = "code"

@@ -14,7 +14,7 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.resize_tables import resize_matrix
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64
@@ -181,6 +181,10 @@ class DecomposedBias(Scheme):
     Kirillov et al., "Segment Anything", ICCV 2023.
     """
 
+    reads_keys = False
+    computes = False
+    dense = True
+
     def __init__(
         self,
         height_table: Any,
@@ -256,10 +260,6 @@ class DecomposedBias(Scheme):
             weights = table if len(table) == rows else resize_matrix(len(table), rows, "linear") @ table
             terms.append(QueryTerm(q, weights.astype(site.dtype, copy=False)[None], index))
         return Terms(queries=tuple(terms))
-
-    def held(self, site: Site) -> Held:
-        """An index map of int32, made with integers of 64 bit."""
-        return Held(super().held(site).formula, 24 * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation of the tables."""

@@ -114,6 +114,9 @@ class GraphLabels(Scheme):
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:
             raise RelposValueError("GraphLabels: expected table, key_table or value_table, found none of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -218,6 +219,9 @@ class IRPE(Scheme):
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
     """
 
+    computes = False
+    dense = True
+
     def __init__(
         self,
         grid: Sequence[int],
@@ -349,12 +353,13 @@ class IRPE(Scheme):
         return Terms(tables=tuple(tables), queries=tuple(queries), keys=tuple(keys), values=tuple(values))
 
     def held(self, site: Site) -> Held:
-        """The formula gathers a vector for every pair, in both directions; maps are of int32, made with int64."""
+        """The formula gathers a vector for every pair, in both directions."""
         pairs, sizes = site.q_len * site.k_len, 0
         for table in (self.key_table, self.query_table, self.value_table):
             if table is not None:
                 sizes += 2 * table[..., 0, :].size if self.mode == "contextual" else 2 * table[..., 0].size
-        return Held(super().held(site).formula + pairs * sizes * site.dtype.itemsize, 40 * pairs)
+        held = super().held(site)
+        return replace(held, formula=held.formula + pairs * sizes * site.dtype.itemsize)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The terms' weights, in the order of `lower`, as tables."""

@@ -11,7 +11,7 @@ from relpos_np._contract.index_maps import difference_map, relative_positions
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
@@ -85,6 +85,7 @@ class KERPLE(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(self, a: Any, b: Any, *, form: str = "log") -> None:
         self.a = check.table("a", a, "heads")
@@ -115,10 +116,6 @@ class KERPLE(Scheme):
         n = np.maximum(d, -d).astype(np.float64)
         table = np.negative(a) * (np.log1p(n * b) if self.form == "log" else np.power(n, b))
         return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
-
-    def held(self, site: Site) -> Held:
-        """The formula is computed in float64."""
-        return Held(super().held(site).formula + 12 * site.q_len * site.k_len * site.heads)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Both numbers of a head collect each row times the bias's slope in them."""

@@ -172,6 +172,9 @@ class LayoutBias(Scheme):
     CVPR 2023.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(
         self,
         table: Any,
@@ -364,7 +367,7 @@ class LayoutBias(Scheme):
     def held(self, site: Site) -> Held:
         """Maps per page and axis; distances are integers of 64 bit, in the formula those of all tokens."""
         pages = math.prod(self._boxes.shape[:-2])
-        formula = super().held(site).formula + 64 * pages * site.k_len * site.k_len
+        formula = super().held(site).formula + 112 * pages * site.k_len * site.k_len
         return Held(formula, 40 * pages * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:

@@ -13,7 +13,7 @@ from relpos_np._contract import check
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Bools, Int64
@@ -166,6 +166,9 @@ class NeighborhoodBias(Scheme):
     """
 
     excludes = True
+    reads_keys = False
+    computes = False
+    dense = True
 
     def __init__(
         self, table: Any, grid: Sequence[int], kernel: int | Sequence[int], dilation: int | Sequence[int] = 1
@@ -222,10 +225,6 @@ class NeighborhoodBias(Scheme):
             flat = self.table.reshape(len(self.table), -1).astype(site.dtype, copy=False)
             tables = (TableTerm(flat, index),)
         return Terms(tables=tables, biases=(outside,))
-
-    def held(self, site: Site) -> Held:
-        """An index map of int32, made with integers of 64 bit."""
-        return Held(super().held(site).formula, 24 * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The table in its own shape."""

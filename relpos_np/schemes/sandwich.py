@@ -112,6 +112,7 @@ class Sandwich(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(
         self, dim: int = 128, *, heads: int | None = None, base: float = 10000.0, variant: str = "paper"

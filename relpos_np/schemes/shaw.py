@@ -244,6 +244,7 @@ class Shaw(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(
         self, key_table: Any = None, value_table: Any = None, *, outside: str = "clip", left: Any = None

@@ -197,6 +197,7 @@ class SwinV2(Scheme):
     """
 
     content = True
+    dense = True
 
     def __init__(
         self,

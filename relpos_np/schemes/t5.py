@@ -11,7 +11,7 @@ from relpos_np._contract.index_maps import t5_map
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.formulas.buckets import ROUNDING, t5_bucket
+from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -94,26 +94,15 @@ class T5(Scheme):
 
     relative = True
     reads_keys = False
+    computes = False
 
     def __init__(
         self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: str = "exact"
     ) -> None:
-        self.table = check.table("table", table, "num_buckets heads")
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.bidirectional = check.flag("bidirectional", bidirectional)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
-        buckets = self.table.shape[0]
-        if bidirectional and (buckets % 2 or buckets < 4):
-            raise RelposValueError(
-                f"table: bidirectional needs an even number of buckets from 4 on, found {self.table.shape}"
-            )
-        if buckets < 2:
-            raise RelposValueError(f"table: expected at least 2 buckets, found shape {self.table.shape}")
-        exact = (buckets // 2 if bidirectional else buckets) // 2
-        if self.max_distance <= exact:
-            raise RelposValueError(
-                f"max_distance: {max_distance} must exceed the {exact} distances with a bucket of their own"
-            )
+        self.table = bucket_table("table", table, self.max_distance, bidirectional=self.bidirectional)
 
     def check(self, site: Site) -> None:
         """The table must have one column per head."""

@@ -180,6 +180,9 @@ class WavLM(Scheme):
     Language Model Pre-training via ELECTRA", ACL 2022.
     """
 
+    reads_keys = False
+    computes = False
+
     def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: str = "exact") -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.rounding = check.choice("rounding", rounding, ROUNDING)

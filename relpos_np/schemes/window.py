@@ -122,6 +122,10 @@ class WindowBias(Scheme):
     Super-Resolution", CVPR 2022.
     """
 
+    reads_keys = False
+    computes = False
+    dense = True
+
     def __init__(
         self,
         table: Any,

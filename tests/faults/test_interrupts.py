@@ -35,7 +35,7 @@ def timed(kernel, record, threads):
     finally:
         longest[0] = max(longest[0], time.thread_time() - started)
 
-launch.run = _numba.run = timed
+launch.run = timed
 
 def numbers(*shape, dtype=np.float32):
     return rng.standard_normal(shape, dtype=dtype)

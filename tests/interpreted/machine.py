@@ -19,14 +19,14 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
 from relpos_np.kernels import _numba as host
-from relpos_np.kernels._numba import job, launch, plan, records
+from relpos_np.kernels._numba import biases, division, job, launch, records
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
 from tests.interpreted.vectors import Vectors
 
 # The package has kernels by the names of their modules.
 MODULES = {
     name: sys.modules[f"{host.__name__}.{name}"]
-    for name in ("attend", "backward", "decode", "product", "shift", "window")
+    for name in ("attend", "backward", "decode", "pack", "pieces", "product", "scores", "shift", "window")
 }
 # What lies behind the address that a kernel is called with, by the first word of its name.
 RECORDS = {
@@ -40,12 +40,12 @@ RECORDS = {
 KINDS_OF_ORDER = ("in turn", "backwards", "one takes all")
 INPUTS = {
     *("q", "k", "v", "bias", "allowed", "soft", "skew_q", "skew_w", "skew_index", "batches", "adds", "values", "keep"),
-    *("grad_out", "delta", "sinks", "lifted", "src", "index", "runs", "weights", "x", "table"),
+    *("grad_out", "delta", "sinks", "dp_adds", "src", "map", "runs", "weights", "x", "table"),
 }
 # Results that one piece of work fills, of memory that holds anything before; then sums that begin at 0.
 RESULTS = {"out", "lse", "partial"}
 SUMS = {"dq", "dk", "dv", "dense", "diag", "skew_dq", "skew_dw", "dst"}
-TABLES = {"adds": records.ADD, "lifted": records.ADD, "values": records.VALUE, "sinks": records.SINK}
+TABLES = {"adds": records.ADD, "dp_adds": records.ADD, "values": records.VALUE, "sinks": records.SINK}
 
 
 def unpacked(content, kinds):
@@ -256,21 +256,20 @@ def interpreted(**options):
                 elif name in ("run", "lend"):
                     patch.setattr(module, name, getattr(machine, name))
         for name in ("run", "lend"):
-            for module in (host, launch):
-                patch.setattr(module, name, getattr(machine, name))
+            patch.setattr(launch, name, getattr(machine, name))
 
-        def no_bias(dtype, k_len, made=plan._no_bias):
+        def no_bias(dtype, k_len, made=biases._no_bias):
             address, row = made(dtype, k_len)
             machine.constants.append(row)
             return address, row
 
-        patch.setattr(plan, "_no_bias", no_bias)
+        patch.setattr(biases, "_no_bias", no_bias)
         # Elsewhere the same sizes may have been planned for other threads.
         patch.setattr(job, "_known", {})
         if machine.threads is not None:
-            for module in (host, job, MODULES["product"], MODULES["shift"]):
+            for module in (division, launch, MODULES["product"], MODULES["shift"]):
                 for name in ("SERIAL_FLOPS", "SERIAL_DECODE_FLOPS", "SERIAL_BYTES"):
                     patch.setattr(module, name, 0, raising=False)
-            for module in (host, job, MODULES["shift"]):
+            for module in (launch, MODULES["shift"]):
                 patch.setattr(module, "available_threads", lambda: machine.threads)
         yield machine

@@ -60,7 +60,8 @@ class Place(int):
     def all_of(cls, layout):
         """The offsets that a layout returns, of which the last is the end."""
         ends = sorted(set(layout))
-        return tuple(cls(n, n, ends[min(bisect.bisect_right(ends, n), len(ends) - 1)]) for n in layout)
+        made = (cls(n, n, ends[min(bisect.bisect_right(ends, n), len(ends) - 1)]) for n in layout)
+        return layout._make(made) if hasattr(layout, "_make") else tuple(made)
 
 
 class Pointer:

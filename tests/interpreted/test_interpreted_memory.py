@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba.plan import Planner
+from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
 from tests.interpreted.memory import FLOAT32, Fault, Memory, Place, Region, bounds, marks
@@ -131,23 +131,24 @@ def wrong(patch, module, name, change):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "match"),
+    ("module", "name", "change", "match"),
     [
         # One key too many: behind the last one, and among those that no query may attend.
-        ("pack_panels", lambda f: lambda o, x, r, a, b, n, *z: f(o, x, r, a, b + 1, n + 1, *z), "access"),
-        ("load_rows", lambda f: lambda o, w, x, r, n, d, s: f(o, w, x, r, n + 1, d, s), "out of bounds"),
-        ("load_rows", lambda f: lambda o, w, x, r, n, d, s: f(x, w, o, r, n, d, s), "a write to an input"),
-        ("round_up", lambda f: lambda n, unit: f(n, unit) + 8 * TARGET.vector_bytes, "beyond a buffer"),
+        ("attend", "pack_panels", lambda f: lambda o, x, r, a, b, n, *z: f(o, x, r, a, b + 1, n + 1, *z), "access"),
+        ("attend", "load_rows", lambda f: lambda o, w, x, r, n, d, s: f(o, w, x, r, n + 1, d, s), "out of bounds"),
+        ("attend", "load_rows", lambda f: lambda o, w, x, r, n, d, s: f(x, w, o, r, n, d, s), "a write to an input"),
+        ("pack", "round_up", lambda f: lambda n, unit: f(n, unit) + 8 * TARGET.vector_bytes, "beyond a buffer"),
         (
+            "attend",
             "layout",
-            lambda f: lambda *a: tuple(x - 64 * (x == f(*a)[-1]) for x in f(*a)),
+            lambda f: lambda *a: f(*a)._make(x - 64 * (x == f(*a).end) for x in f(*a)),
             "out of bounds|beyond a buffer",
         ),
     ],
 )
-def test_a_wrong_kernel_is_caught(name, change, match, monkeypatch):
+def test_a_wrong_kernel_is_caught(module, name, change, match, monkeypatch):
     assert np.isfinite(call()).all()
-    wrong(monkeypatch, "attend", name, change)
+    wrong(monkeypatch, module, name, change)
     with pytest.raises(Fault, match=match):
         call()
 
@@ -157,15 +158,15 @@ def test_a_forgotten_row_is_seen(monkeypatch):
     wrong(monkeypatch, "attend", "load_rows", lambda f: lambda *a: None)
     assert np.isnan(call()).all()
     monkeypatch.undo()
-    wrong(monkeypatch, "attend", "finish_rows", lambda f: lambda *a: f(*a[:7], a[7] - 1, *a[8:]))
+    wrong(monkeypatch, "attend", "finish_rows", lambda f: lambda *a: f(*a[:-1], a[-1] - 1))
     assert np.isnan(call()[:, -1]).all()
 
 
 def test_results_of_two_pieces_do_not_overlap(monkeypatch):
     def change(function):
-        def finish(p, values, base, w, b, h, i0, rows, *rest):
+        def finish(p, *rest):
             p.out_head = 0
-            function(p, values, base, w, b, h, i0, rows, *rest)
+            function(p, *rest)
 
         return finish
 
@@ -175,7 +176,7 @@ def test_results_of_two_pieces_do_not_overlap(monkeypatch):
 
 
 def test_arrays_that_nobody_keeps(monkeypatch):
-    monkeypatch.setattr(Planner, "_keep", lambda self, x: x.ctypes.data)
+    monkeypatch.setattr(Call, "keep", lambda self, x: x.ctypes.data)
     with pytest.raises(Fault, match="an address that nobody keeps alive"):
         call()
 

@@ -79,6 +79,9 @@ class Vectors:
     def at(self, base, offset):
         return base.moved(offset)
 
+    def lanes_of(self, base):
+        return TARGET.lanes(base.size)
+
     def get(self, base, offset):
         found = self.m.get(base, offset)
         return self.longs(found) if base.kind == ADDRESS else found

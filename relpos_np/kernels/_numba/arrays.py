@@ -30,15 +30,10 @@ def rowwise(x: Array) -> Array:
     return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 
-def batch_offsets(x: Array, batch_axes: int, count: int) -> Array:
+def batch_offsets(x: Array, batch_axes: int) -> Array:
     """Element offset of every batch item, in C order."""
-    steps = strides(x)
-    if batch_axes == 0:
-        return np.zeros(1, np.int64)
-    if batch_axes == 1:
-        return np.arange(count, dtype=np.int64) * steps[0]
     total = np.zeros(1, np.int64)
-    for size, stride in zip(x.shape[:batch_axes], steps[:batch_axes], strict=True):
+    for size, stride in zip(x.shape[:batch_axes], strides(x)[:batch_axes], strict=True):
         total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
     return total
 

@@ -102,7 +102,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _parsed(content: bytes, stem: str) -> tuple[str, list[str], bytes]:
-    """Entry point, needed symbols and object code of the entry of a name; ValueError or TypeError if it is another."""
+    """Entry point, needed symbols and object code of a name's entry; ValueError or TypeError if it is not one."""
     header, _, code = content[32:].partition(b"\n")
     if hashlib.sha256(content[32:]).digest() != content[:32]:
         raise ValueError("its digest is not that of its content")

@@ -1,8 +1,7 @@
 """Few queries and many keys: keys and values are read once, as they lie, for all queries that share them.
 
-Keys and values may be of half precision; arithmetic is then in float32. One piece of work is a range of
-keys of one key head, with the rows of every query head of its group. Ranges of long keys are attended
-apart, and merged by their maxima and sums.
+Keys and values may be of half precision; arithmetic is then in float32. One piece of work is a range of keys of one key
+head, with the rows of every query head of its group. Many keys are attended in several ranges and merged.
 """
 
 from __future__ import annotations
@@ -14,34 +13,10 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from relpos_np.kernels._numba.attend import (
-    BEST,
-    FADE,
-    MINUS_INFINITY,
-    OUT,
-    QUERIES,
-    SCORES,
-    TOP,
-    TOPS,
-    TOTAL,
-    VALUES,
-    VECTOR_BYTES,
-    open_rows,
-    round_up,
-    spread_poison,
-)
+from relpos_np.kernels._numba.attend import Layout, bypass_values, write_lse
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.records import (
-    ADD,
-    BATCH_K,
-    BATCH_MASK,
-    BATCH_Q,
-    BATCH_V,
-    CALL,
-    DECODE,
-    KEY_BEGIN,
-    KEY_END,
-)
+from relpos_np.kernels._numba.pieces import MINUS_INFINITY, Head, Tile, head_of, round_up
+from relpos_np.kernels._numba.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
 from relpos_np.kernels._numba.rows import (
     advance,
     at,
@@ -57,6 +32,7 @@ from relpos_np.kernels._numba.rows import (
     halves,
     lane_max,
     lane_sum,
+    lanes_of,
     longs,
     mixes_of_four,
     mixes_of_one,
@@ -66,18 +42,19 @@ from relpos_np.kernels._numba.rows import (
     scale_row,
     take,
 )
+from relpos_np.kernels._numba.scores import complete_scores, in_band
 from relpos_np.kernels._numba.target import BLOCK_KEYS, SUM_VECTORS, host_features
 from relpos_np.types import Array
 
-CALL_BYTES = CALL.itemsize
 PACK_DECODE = struct.Struct(f"<{len(DECODE.names or ())}q").pack
+CALL_BYTES = CALL.itemsize
 # Rows beyond this many are worth packing the keys for.
 MOST_ROWS = 8
 
 
 @helper
-def decode_layout(depth: int, v_depth: int, lanes: int) -> tuple[int, ...]:
-    """Where each buffer of a thread begins, in the order of `layout`; the last entry is the size."""
+def decode_layout(depth: int, v_depth: int, lanes: int) -> Layout:
+    """A thread's workspace; buffers that are not needed are empty."""
     width = (v_depth + lanes - 1) // lanes * lanes
     scores = (MOST_ROWS * depth + 63) // 64 * 64
     values = scores + MOST_ROWS * BLOCK_KEYS
@@ -88,150 +65,148 @@ def decode_layout(depth: int, v_depth: int, lanes: int) -> tuple[int, ...]:
     best = tops + MOST_ROWS * lanes
     top = best + 64
     fade = top + 64
-    end = fade + 64
-    return 0, 0, scores, values, out, total, tops, best, top, fade, 0, 0, 0, 0, end
+    return Layout(0, 0, scores, values, out, total, tops, best, top, fade, 0, 0, 0, 0, fade + 64)
 
 
 @helper
-def mix_rows(s: Any, x: Any, row: int, cols: int, depth: int, out: Any, width: int, fade: Any, rows: int) -> None:
+def score_rows(base: Any, w: Any, keys: Any, row: int, cols: int, depth: int, rows: int) -> None:
+    """Plain products of every query with every key."""
+    for r in range(rows):
+        q, s = at(base, w.queries + r * depth), at(base, w.scores + r * BLOCK_KEYS)
+        if r >= rows // 4 * 4:
+            dots_of_one(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
+        elif r % 4 == 0:
+            dots_of_four(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
+
+
+@helper
+def mix_rows(base: Any, w: Any, values: Any, row: int, cols: int, depth: int, rows: int) -> None:
     """Add values, weighted by probabilities, to every row of the output."""
-    fours = rows // 4 * 4
-    for r in range(0, fours, 4):
-        mixes_of_four(at(s, r * BLOCK_KEYS), BLOCK_KEYS, x, row, cols, depth, at(out, r * width), width, at(fade, r))
-    for r in range(fours, rows):
-        mixes_of_one(at(s, r * BLOCK_KEYS), BLOCK_KEYS, x, row, cols, depth, at(out, r * width), width, at(fade, r))
+    width = round_up(depth, lanes_of(base))
+    for r in range(rows):
+        s, out, fade = at(base, w.scores + r * BLOCK_KEYS), at(base, w.out + r * width), at(base, w.fade + r)
+        if r >= rows // 4 * 4:
+            mixes_of_one(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
+        elif r % 4 == 0:
+            mixes_of_four(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
 
 
 @helper
-def decode_tile(
-    p: Any, adds: Any, base: Any, w: Any, k: Any, v: Any, bias: Any, b: int, h: int, mask: int,
-    rows: int, j0: int, cols: int, lanes: int,
-) -> None:  # fmt: skip
-    """Attend one block of keys with all rows."""
-    depth, v_depth = p.depth, p.v_depth
-    width, wide = round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
-    scores, out, fade = at(base, w[SCORES]), at(base, w[OUT]), at(base, w[FADE])
-    queries, keys = at(base, w[QUERIES]), at(k, j0 * p.k_row)
-    fours = rows // 4 * 4
-    for r in range(0, fours, 4):
-        dots_of_four(at(queries, r * depth), depth, keys, p.k_row, cols, depth, at(scores, r * BLOCK_KEYS), BLOCK_KEYS)
-    for r in range(fours, rows):
-        dots_of_one(at(queries, r * depth), depth, keys, p.k_row, cols, depth, at(scores, r * BLOCK_KEYS), BLOCK_KEYS)
-    fill_row(base, w[TOPS], w[TOPS] + rows * lanes, MINUS_INFINITY)
+def decode_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) -> None:
+    """Attend one block of keys with the rows of every query head of a group, of which `head` is the first."""
+    cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
+    rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
+    out, fade, values = at(base, w.out), at(base, w.fade), at(head.v, tile.j0 * p.v_row)
+    score_rows(base, w, at(head.k, tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
+    fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
-        own = at(bias, g * p.bias_head)
-        open_rows(p, adds, base, w, own, b, h + g, mask, 0, p.q_len, j0, cols, lanes, g * p.q_len)
+        one = Head(head.b, head.h + g, head.q, head.k, head.v, at(head.bias, g * p.bias_head), head.mask)
+        complete_scores(p, adds, base, w, one, Tile(0, p.q_len, tile.j0, cols, g * p.q_len))
     for i in range(rows):
-        put(base, w[BEST] + i, lane_max(at(base, w[TOPS] + i * lanes)))
-    advance(at(base, w[BEST]), at(base, w[TOP]), fade, round_up(rows, lanes))
+        put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
+    advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
     # Where every row may attend every key, values are read where they lie.
-    plain = p.soft == 0 and p.allowed == 0
-    open_ = j0 >= p.q_len - 1 + p.offset - p.left and j0 + cols <= p.offset + p.right + 1
-    held = at(v, j0 * p.v_row)
-    poisoned = False
-    if not (plain and open_):
-        poisoned = math.isnan(copy_block(at(base, w[VALUES]), width, held, p.v_row, cols, v_depth))
-        if poisoned:
+    in_place = p.soft == 0 and p.allowed == 0 and in_band(p, tile)
+    bypassed = False
+    if not in_place:
+        bypassed = math.isnan(copy_block(at(base, w.values), width, values, p.v_row, cols, v_depth))
+        if bypassed:
             for i in range(rows):
                 if get(fade, i) == 0.0:
                     fill_row(out, i * width, (i + 1) * width, 0.0)
-            spread_poison(base, w, rows, cols, v_depth, width)
+            bypass_values(base, w, rows, cols, v_depth, width)
     for i in range(rows):
-        s = at(scores, i * BLOCK_KEYS)
+        s = at(base, w.scores + i * BLOCK_KEYS)
         fill_row(s, cols, wide, MINUS_INFINITY)
-        exp2_row(s, wide, get(base, w[BEST] + i), at(base, w[TOTAL] + i * lanes), get(fade, i))
-    if poisoned:
+        exp2_row(s, wide, get(base, w.best + i), at(base, w.total + i * lanes), get(fade, i))
+    if bypassed:
         # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
         for i in range(rows):
             if get(fade, i) == 0.0:
                 put(fade, i, 1.0)
-    if plain and open_:
-        mix_rows(scores, held, p.v_row, cols, v_depth, out, width, fade, rows)
+    if in_place:
+        mix_rows(base, w, values, p.v_row, cols, v_depth, rows)
     else:
-        mix_rows(scores, at(base, w[VALUES]), width, cols, v_depth, out, width, fade, rows)
+        mix_rows(base, w, at(base, w.values), width, cols, v_depth, rows)
 
 
 @inlined
-def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs: Any, t: int, lanes: int) -> None:
+def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
+    """Write the output and the log-sum-exp of a group's rows, or what a part of the keys leaves to be merged."""
+    v_depth, lanes = p.v_depth, lanes_of(base)
+    width = round_up(v_depth, lanes)
+    for i in range(p.k_group * p.q_len):
+        row = (head.b * p.heads + head.h) * p.q_len + i
+        top, total, sums = get(base, w.top + i), lane_sum(at(base, w.total + i * lanes)), at(base, w.out + i * width)
+        if e.parts > 1:
+            partial = at(pointer_like(base, e.partial), (row * e.parts + part) * (v_depth + 2))
+            put(partial, 0, top)
+            put(partial, 1, total)
+            scale_row(at(partial, 2), sums, v_depth, 1.0)
+        else:
+            factor = 0.0 if total == 0.0 else 1.0 / total
+            scale_row(at(pointer_like(base, p.out), row * v_depth), sums, v_depth, factor)
+            write_lse(p, base, row, top, total)
+
+
+@inlined
+def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs: Any, t: int) -> None:
     """Attend one range of keys of one key head."""
-    depth, v_depth, group, q_len = p.depth, p.v_depth, p.k_group, p.q_len
-    kv_heads = p.heads // group
+    group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
+    kv_heads, rows = p.heads // group, group * q_len
     b, h, part = t // (kv_heads * e.parts), t // e.parts % kv_heads * group, t % e.parts
-    rows, width = group * q_len, round_up(v_depth, lanes)
-    w = decode_layout(depth, v_depth, lanes)
-    q = at(pointer_like(base, p.q), get(batches, BATCH_Q * p.count + b) + h * p.q_head)
-    k = at(ks, get(batches, BATCH_K * p.count + b) + h // group * p.k_head)
-    v = at(vs, get(batches, BATCH_V * p.count + b) + h // group * p.v_head)
-    bias = at(pointer_like(base, p.bias), h * p.bias_head)
-    mask = get(batches, BATCH_MASK * p.count + b)
+    w, head = decode_layout(p.depth, p.v_depth, lanes), head_of(p, batches, base, ks, vs, b, h)
     for g in range(group):
         for i in range(q_len):
-            row = at(base, w[QUERIES] + (g * q_len + i) * depth)
-            scale_row(row, at(q, g * p.q_head + i * p.q_row), depth, p.scale)
-    fill_row(base, w[OUT], w[OUT] + rows * width, 0.0)
-    fill_row(base, w[TOTAL], w[TOTAL] + rows * lanes, 0.0)
-    fill_row(base, w[BEST], w[BEST] + 64, MINUS_INFINITY)
-    fill_row(base, w[TOP], w[TOP] + 64, MINUS_INFINITY)
+            row = at(base, w.queries + (g * q_len + i) * p.depth)
+            scale_row(row, at(head.q, g * p.q_head + i * p.q_row), p.depth, p.scale)
+    fill_row(base, w.out, w.out + rows * round_up(p.v_depth, lanes), 0.0)
+    fill_row(base, w.total, w.total + rows * lanes, 0.0)
+    fill_row(base, w.best, w.best + 64, MINUS_INFINITY)
+    fill_row(base, w.top, w.top + 64, MINUS_INFINITY)
     begin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
     end = min(get(batches, KEY_END * p.count + b), q_len + p.offset + p.right)
     step = round_up((end - begin + e.parts - 1) // e.parts, BLOCK_KEYS)
     first = begin + part * step
     for j0 in range(first, min(first + step, end), BLOCK_KEYS):
-        decode_tile(p, adds, base, w, k, v, bias, b, h, mask, rows, j0, min(BLOCK_KEYS, end - j0), lanes)
-    for i in range(rows):
-        row = (b * p.heads + h) * q_len + i
-        total, out = lane_sum(at(base, w[TOTAL] + i * lanes)), at(base, w[OUT] + i * width)
-        if e.parts > 1:
-            place = at(pointer_like(base, e.partial), (row * e.parts + part) * (v_depth + 2))
-            put(place, 0, get(base, w[TOP] + i))
-            put(place, 1, total)
-            scale_row(at(place, 2), out, v_depth, 1.0)
-        else:
-            empty = total == 0.0
-            scale_row(at(pointer_like(base, p.out), row * v_depth), out, v_depth, 0.0 if empty else 1.0 / total)
-            if p.lse:
-                lse = MINUS_INFINITY if empty else (get(base, w[TOP] + i) + math.log2(total)) * p.lse_unit
-                put(pointer_like(base, p.lse), row, lse)
+        decode_tile(p, adds, base, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0))
+    write_rows(p, e, base, w, head, part)
 
 
 @inlined
-def decode_all(call: int, base: Any, ks: Any, vs: Any, lanes: int) -> None:
+def decode_all(call: int, base: Any, ks: Any, vs: Any) -> None:
     """Take pieces of work from the shared counter while there are any."""
     p = carray(opaque(call), 1, CALL)[0]
     e = carray(opaque(call + CALL_BYTES), 1, DECODE)[0]
     adds = carray(opaque(p.adds), p.add_count, ADD)
     t = take(call)
     while t < p.stop:
-        decode_part(p, e, adds, longs(p.batches), base, ks, vs, t, lanes)
+        decode_part(p, e, adds, longs(p.batches), base, ks, vs, t)
         t = take(call)
 
 
 def _decode_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = floats(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, floats(p.k), floats(p.v), VECTOR_BYTES // 4)
+        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), floats(p.k), floats(p.v))
 
 
 def _decode_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = doubles(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, doubles(p.k), doubles(p.v), VECTOR_BYTES // 8)
+        decode_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), doubles(p.k), doubles(p.v))
 
 
 def _decode_float16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = floats(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, halves(p.k), halves(p.v), VECTOR_BYTES // 4)
+        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), halves(p.k), halves(p.v))
 
 
 def _decode_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        base = floats(p.work + get(get(arrays, 0), n) * p.work_stride)
-        decode_all(call, base, brains(p.k), brains(p.v), VECTOR_BYTES // 4)
+        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), brains(p.k), brains(p.v))
 
 
 # By the dtype in which keys and values are stored.

@@ -1,85 +1,94 @@
 """A call of attention as work for a kernel: which kernel, its record, how many pieces on how many threads.
 
-Nearly all of it depends on sizes alone, and is kept: of small calls planning would be most of the time.
+Nearly all of that depends on sizes alone and is kept: planning would take most of the time of a small call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Dense, Terms
+from relpos_np.kernels._numba import biases, launch
+from relpos_np.kernels._numba.arrays import address_of
 from relpos_np.kernels._numba.attend import attend
 from relpos_np.kernels._numba.build import Kernel
-from relpos_np.kernels._numba.decode import MOST_ROWS, decode, decode_layout
-from relpos_np.kernels._numba.launch import SERIAL_FLOPS, available_threads, call_flops
-from relpos_np.kernels._numba.plan import Planner, is_skewed, is_windowed
+from relpos_np.kernels._numba.call import Call
+from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, merge
+from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
+from relpos_np.kernels._numba.plan import fill
+from relpos_np.kernels._numba.skew import is_skewed
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
-# When decoding memory is waited for: fewer operations of one thread between two looks at signals (`CALL_FLOPS`).
-CALL_DECODE_SHARE = 1 / 32
-# When decoding, keys are divided into ranges of at least so many blocks, and into so many ranges at most.
-PART_BLOCKS, MOST_PARTS = 8, 64
-# Below this a single thread decodes: memory is what it waits for, so that it takes longer per operation.
-SERIAL_DECODE_FLOPS = 1e6
-# Runs of windows per thread, of one call of the kernel.
-RUNS = 16
-# Jobs that are kept, and batch items of those: larger calls take longer than their planning.
-MOST_JOBS, MOST_ITEMS = 256, 64
+# Plans that are kept at most, and batch items of their calls: for more, the call takes longer than its planning.
+MOST_PLANS, MOST_ITEMS = 256, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class Plan:
     """What calls of the same sizes have in common.
 
-    `workspace` bytes for each of `threads` threads. A call of the kernel does about `chunk` of the `pieces`; the
-    record counts in units of `unit` pieces. `parts`: ranges of keys of each piece that is decoded; 0 for the
-    other kernels. `narrow` and `windowed` are the planner's, and so is `batches`, a table that the record names.
+    `fields` are a record's but for addresses, and `batches` is a table that it names; `narrow` and `windowed` are
+    those of `fill`.
     """
 
     kernel: Kernel
+    division: Division
     fields: dict[str, Any]
     batches: Array
-    pieces: int
-    chunk: int
-    threads: int
-    workspace: int
-    unit: int = 1
-    parts: int = 0
     narrow: bool = False
     windowed: bool = False
 
 
-_known: dict[Hashable, Job] = {}
+_known: dict[Hashable, Plan] = {}
 
 
-def prepare(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tuple[Job, Planner]:
-    """The work of a call, and its record with the arrays that it names."""
-    threads = available_threads()
+def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float) -> None:
+    """Fill `out` and `lse`, of a call that has queries, keys and values; lse in units of log 2, times `unit`."""
+    plan, call = _prepare(problem, terms, out, lse)
+    fields, division, partial = call.fields, plan.division, None
+    fields["lse_unit"] = unit
+    call.kept.append(launch.lend(fields, division.workspace, division.threads))
+    if division.parts:
+        if division.parts > 1:
+            partial = np.empty((math.prod(out.shape[:-1]), division.parts, 2 + problem.site.v_dim), out.dtype)
+        call.tail = PACK_DECODE(division.parts, 0 if partial is None else address_of(partial))
+    launch.run_pieces(plan.kernel, fields, call.pack, division.pieces, division.chunk, division.threads, division.unit)
+    if partial is not None:
+        merge(partial, out, lse, unit)
+
+
+def _prepare(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tuple[Plan, Call]:
+    """The plan of a call, and its record with the arrays that it names."""
+    threads = launch.available_threads()
     key = _sizes(problem, terms, lse is None, threads)
-    job = None if key is None else _known.get(key)
-    if job is not None:
-        planner = Planner(problem, terms, out, lse, threads, narrow=job.narrow, windowed=job.windowed)
-        planner.repeat(job.fields, job.batches)
-        return job, planner
-    if _is_decoding(problem, terms):
-        job, planner = _decoding(problem, terms, out, lse, threads)
-    else:
-        job, planner = _streaming(problem, terms, out, lse, threads)
+    plan = None if key is None else _known.get(key)
+    if plan is not None:
+        call = Call(problem, terms, threads, plan.fields)
+        call.kept.append(plan.batches)
+        call.operands(out, lse, narrow=plan.narrow)
+        if terms.tables:
+            biases.fuse_tables(call, windowed=plan.windowed)
+        return plan, call
+    call = Call(problem, terms, threads)
+    plan = (_decoding if _is_decoding(problem, terms) else _streaming)(call, out, lse)
     # What is gathered in the kernel has records of its own.
-    if key is not None and not planner.fields["add_count"] and planner.count <= MOST_ITEMS:
-        if len(_known) >= MOST_JOBS:
+    if key is not None and not call.fields["add_count"] and call.count <= MOST_ITEMS:
+        if len(_known) >= MOST_PLANS:
             _known.clear()
-        _known[key] = job
-    return job, planner
+        _known[key] = plan
+    return plan, call
 
 
 def _sizes(problem: Problem, terms: Terms, no_lse: bool, threads: int) -> Hashable | None:
-    """All that a job depends on; None if it depends on what arrays hold, beside tables."""
+    """All that a plan depends on; None if it depends on the contents of arrays other than tables."""
     if terms.queries or terms.keys or terms.values or terms.biases:
         return None
     if problem.mask is not None or problem.key_lengths is not None or problem.keep is not None:
@@ -96,23 +105,6 @@ def _sizes(problem: Problem, terms: Terms, no_lse: bool, threads: int) -> Hashab
     )
 
 
-def _streaming(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> tuple[Job, Planner]:
-    """Blocks of queries, each over all of its keys; for few keys in runs, of which each is fetched during the last."""
-    windowed, item = is_windowed(problem, terms), problem.site.dtype.itemsize
-    planner = Planner(problem, terms, out, lse, threads, windowed=windowed)
-    planner.build()
-    pieces, flops = planner.blocks, planner.flops_per_block
-    threads = 1 if flops * pieces < SERIAL_FLOPS else min(threads, pieces)
-    kernel, unit, chunk = attend[item], 1, int(threads * call_flops(item) / flops)
-    if windowed:
-        most = max(int(call_flops(item) / (RUNS * flops)), 1)
-        kernel, unit = windows[item], min(-(-pieces // (RUNS * threads)), most)
-        planner.fields["run"], chunk = unit, RUNS * threads * unit
-    room = planner.workspace * item
-    fields = planner.fields.copy()
-    return Job(kernel, fields, planner.batches, pieces, chunk, threads, room, unit, windowed=windowed), planner
-
-
 def _is_decoding(problem: Problem, terms: Terms) -> bool:
     """Whether there are so few queries for each key that packing the keys would not pay."""
     site = problem.site
@@ -122,24 +114,47 @@ def _is_decoding(problem: Problem, terms: Terms) -> bool:
     return not (terms.values or problem.keep is not None or any(is_skewed(term) for term in terms.queries))
 
 
-def _decoding(problem: Problem, terms: Terms, out: Array, lse: Array | None, threads: int) -> tuple[Job, Planner]:
-    """Heads of keys, each in several ranges of keys if there are too few heads for the threads."""
-    site, dtype = problem.site, problem.site.dtype
+def _is_windowed(problem: Problem, terms: Terms) -> bool:
+    """Whether the kernel for windows does it: few keys, all of them for every query, and at most one fused bias."""
+    site, mask = problem.site, problem.mask
+    lanes, panel = TARGET.lanes(site.dtype.itemsize), TARGET.panel(site.dtype.itemsize)
+    if site.k_len > BLOCK_KEYS or site.q_len < TARGET.accumulators or site.v_dim % lanes:
+        return False
+    if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
+        return False
+    # The last query must reach the first key, and the first query the last key.
+    first, last = site.q_len - 1 + site.offset, site.k_len - 1 - site.offset
+    if problem.key_lengths is not None or first > problem.left or last > problem.right:
+        return False
+    # A mask of keys alone becomes a range of keys. The shape decides, never the strides: layouts change no bits.
+    if mask is not None and 1 in mask.shape[-2:]:
+        return False
+    # One bias serves all batch items: maps that differ between them are gathered, which its kernel does not do.
+    if any(isinstance(term.index, Dense) and term.index.index.ndim > 2 for term in terms.tables):
+        return False
+    # The end of the last panel is cut off by the bias, which therefore has a row per query or is the same for all.
+    grids = all(isinstance(term.index, Dense) for term in terms.tables)
+    gathered = site.heads * site.q_len * site.k_len * site.dtype.itemsize
+    return (grids or site.k_len % panel == 0) and gathered <= biases.GATHER_BYTES // 2
+
+
+def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
+    """Blocks of queries, or whole windows."""
+    windowed = _is_windowed(call.problem, call.terms)
+    batches = fill(call, out, lse, windowed=windowed)
+    division = into_blocks(call, windowed=windowed)
+    kernel = (windows if windowed else attend)[call.dtype.itemsize]
+    return Plan(kernel, division, call.fields.copy(), batches, windowed=windowed)
+
+
+def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
+    """Keys and values read once, in half precision if they are stored so and the processor can."""
+    problem, dtype = call.problem, call.dtype
     kernel, narrow = decode["float32" if dtype.itemsize == 4 else "float64"], False
     stored = problem.stored_k.dtype
     # Terms that were made of the keys hold them in the dtype of the computation.
-    if stored is not dtype and stored == problem.stored_v.dtype != dtype and terms.key is None:
+    if stored is not dtype and stored == problem.stored_v.dtype != dtype and call.terms.key is None:
         narrow = stored.name in decode
         kernel = decode.get(stored.name, kernel)
-    planner = Planner(problem, terms, out, lse, threads, narrow=narrow)
-    planner.build()
-    f = planner.fields
-    count = f["count"] * site.heads
-    # The number of parts decides about rounding: it depends on the keys alone, not on threads or the batch.
-    parts = min(max(-(-site.k_len // BLOCK_KEYS) // PART_BLOCKS, 1), MOST_PARTS)
-    pieces = count // f["k_group"] * parts
-    flops = 2.0 * count * site.q_len * site.k_len * (f["depth"] + site.v_dim)
-    threads = 1 if flops < SERIAL_DECODE_FLOPS else min(threads, pieces)
-    chunk = int(threads * CALL_DECODE_SHARE * call_flops(dtype.itemsize) * pieces / flops)
-    room = decode_layout.py_func(f["depth"], site.v_dim, TARGET.lanes(dtype.itemsize))[-1] * dtype.itemsize
-    return Job(kernel, f.copy(), planner.batches, pieces, chunk, threads, room, parts=parts, narrow=narrow), planner
+    batches = fill(call, out, lse, narrow=narrow)
+    return Plan(kernel, into_parts(call), call.fields.copy(), batches, narrow=narrow)

@@ -38,8 +38,6 @@ _threads = np.arange(4096, dtype=np.int64)
 _arrays = np.array([address_of(_threads)], dtype=np.int64)
 _steps = np.array([8], dtype=np.int64)
 _ARRAYS, _STEPS = address_of(_arrays), address_of(_steps)
-
-
 _local = threading.local()
 
 
@@ -55,7 +53,7 @@ def _workspace(size: int) -> tuple[Any, int]:
 
 
 def lend(fields: dict[str, Any], size: int, threads: int) -> Any:
-    """Give each thread of a call `size` bytes, in whole cache lines; return what must be held until it has run."""
+    """Give each thread of a call `size` bytes, in whole cache lines; return what must be kept until it has run."""
     stride = -(-size // 64) * 64
     memory, fields["work"] = _workspace(threads * stride)
     fields["work_stride"] = stride
@@ -162,7 +160,7 @@ def run_pieces(
 
 
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
-    """The calling thread is one of them; fewer do if the system, or an interpreter that is closing, has no more."""
+    """The calling thread is one of them; fewer do the work if the system, or a closing interpreter, starts no more."""
     arrays = [np.array([address_of(_threads) + 8 * n], dtype=np.int64) for n in range(threads)]
     length = _length(1)[0]
     crew = _Crew(lambda n: function(address_of(arrays[n]), length, _STEPS, call))
@@ -184,7 +182,7 @@ class _Crew:
 
     def __init__(self, work: Callable[[int], object]) -> None:
         self._work = work
-        # Who took a piece of work first, its thread or, so that nobody does it any more, the one that waits (0).
+        # Who claimed each piece of work first: its thread, or the caller that waits (0), so that nobody will do it.
         self._taken: dict[int, int] = {}
         self._bells: dict[int, Any] = {}
         self._done: set[int] = set()

@@ -1,4 +1,4 @@
-"""Threads of PyTorch's GNU OpenMP library, in place of a second pool of threads beside them.
+"""Threads of PyTorch's GNU OpenMP library, where kernels would otherwise run on a second pool of threads.
 
 PyTorch's wheel has such a library of its own, and Numba is linked with the system's: each has a pool. After a parallel
 loop its threads go on waiting for more in a loop for some milliseconds, on the processors that the other pool needs
@@ -42,7 +42,7 @@ _CALL = struct.Struct("6q")
 
 
 def torch_library() -> str | None:
-    """The GNU OpenMP library that PyTorch brought, if it is a second one beside Numba's; Linux alone tells."""
+    """The GNU OpenMP library that PyTorch brought, if Numba has another; only Linux tells."""
     maps = Path("/proc/self/maps")
     if not sys.platform.startswith("linux") or not maps.exists():
         return None

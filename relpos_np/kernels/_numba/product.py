@@ -1,6 +1,6 @@
 """Products of vectors with the rows of a table, for maps that pick few rows or different ones for each pair.
 
-A BLAS would do, but its threads go on spinning after the call and take the processor from the kernel that follows.
+A BLAS could do it, but its threads go on spinning after the call and slow down the kernel that follows.
 """
 
 from __future__ import annotations
@@ -13,11 +13,24 @@ import numpy as np
 from numba import carray
 
 from relpos_np.kernels._numba.arrays import address_of, batch_offsets, rowwise, strides
-from relpos_np.kernels._numba.attend import PANEL_VECTORS, VECTOR_BYTES, load_rows, pack_panels, score_plain
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.launch import SERIAL_FLOPS, call_flops, lend, run_pieces
+from relpos_np.kernels._numba.pack import load_rows, pack_panels
+from relpos_np.kernels._numba.pieces import PANEL_VECTORS
 from relpos_np.kernels._numba.records import PRODUCT
-from relpos_np.kernels._numba.rows import at, doubles, floats, get, longs, opaque, pointer_like, scale_row, take
+from relpos_np.kernels._numba.rows import (
+    at,
+    doubles,
+    floats,
+    get,
+    lanes_of,
+    longs,
+    opaque,
+    pointer_like,
+    scale_row,
+    take,
+)
+from relpos_np.kernels._numba.scores import score_plain
 from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET
 from relpos_np.types import Array
 
@@ -34,43 +47,43 @@ def product_layout(depth: int, width: int) -> tuple[int, ...]:
 
 
 @inlined
-def multiply_block(m: Any, batches: Any, base: Any, t: int, lanes: int) -> None:
+def multiply_block(m: Any, batches: Any, base: Any, t: int) -> None:
     """Multiply a block of vectors of one head with all rows of the table."""
     b, h, i0 = t // (m.heads * m.blocks), t // m.blocks % m.heads, t % m.blocks * BLOCK_ROWS
-    rows, width = min(BLOCK_ROWS, m.length - i0), PANEL_VECTORS * lanes
-    w = product_layout(m.depth, width)
+    rows, width = min(BLOCK_ROWS, m.length - i0), PANEL_VECTORS * lanes_of(base)
+    _, packed_at, tile_at, _ = product_layout(m.depth, width)
     x = at(pointer_like(base, m.x), get(batches, b) + h // m.x_group * m.x_head + i0 * m.x_row)
     table = at(pointer_like(base, m.table), h * m.table_head)
     out = at(pointer_like(base, m.out), ((b * m.heads + h) * m.length + i0) * m.rows)
-    packed, tile = at(base, w[1]), at(base, w[2])
+    packed, tile = at(base, packed_at), at(base, tile_at)
     load_rows(base, m.depth, x, m.x_row, rows, m.depth, m.scale)
     for r0 in range(0, m.rows, width):
-        pack_panels(packed, table, m.table_row, r0, min(r0 + width, m.rows), m.rows, m.depth, width, lanes)
+        pack_panels(packed, table, m.table_row, r0, min(r0 + width, m.rows), m.rows, m.depth)
         score_plain(base, m.depth, packed, m.depth, tile, width, rows)
         for i in range(rows):
             scale_row(at(out, i * m.rows + r0), at(tile, i * width), min(width, m.rows - r0), 1.0)
 
 
 @inlined
-def multiply_all(call: int, base: Any, lanes: int) -> None:
+def multiply_all(call: int, base: Any) -> None:
     """Take blocks from the shared counter while there are any."""
     m = carray(opaque(call), 1, PRODUCT)[0]
     t = take(call)
     while t < m.stop:
-        multiply_block(m, longs(m.batches), base, t, lanes)
+        multiply_block(m, longs(m.batches), base, t)
         t = take(call)
 
 
 def _product_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     m = carray(opaque(call), 1, PRODUCT)[0]
     for n in range(get(lengths, 0)):
-        multiply_all(call, floats(m.work + get(get(arrays, 0), n) * m.work_stride), VECTOR_BYTES // 4)
+        multiply_all(call, floats(m.work + get(get(arrays, 0), n) * m.work_stride))
 
 
 def _product_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     m = carray(opaque(call), 1, PRODUCT)[0]
     for n in range(get(lengths, 0)):
-        multiply_all(call, doubles(m.work + get(get(arrays, 0), n) * m.work_stride), VECTOR_BYTES // 8)
+        multiply_all(call, doubles(m.work + get(get(arrays, 0), n) * m.work_stride))
 
 
 product = {4: Kernel(_product_float32), 8: Kernel(_product_float64)}
@@ -88,7 +101,7 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     x, weights = rowwise(x), rowwise(weights)
     f: dict[str, Any] = _EMPTY.copy()
     count = math.prod(batch)
-    batches = batch_offsets(x, len(batch), count)
+    batches = batch_offsets(x, len(batch))
     f["x_head"], f["x_row"], _ = strides(x)[-3:]
     f["table_head"], f["table_row"], _ = strides(weights)
     if weights.shape[0] == 1:
@@ -102,8 +115,8 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     flops = 2.0 * out.size * depth
     threads = 1 if flops < SERIAL_FLOPS else min(threads, pieces)
     memory = lend(f, size * x.itemsize, threads)
-    # A small product is bound by the memory that it fills, of which each number stands for 512 operations at least; a
-    # deep one reads its table anew for each block, at half the speed of attention.
+    # A small product waits for the memory that it fills: 512 operations per number at least. A deep one reads its table
+    # again for each block, at half the speed of attention.
     chunk = int(threads * call_flops(x.itemsize) * pieces / max(2.0 * flops, 512.0 * out.size, 1.0))
     run_pieces(product[x.itemsize], f, lambda: bytearray(_PACK(*f.values())), pieces, chunk, threads)
     del memory

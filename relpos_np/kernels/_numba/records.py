@@ -1,12 +1,17 @@
 """The records through which the host tells a kernel what to do: addresses, strides and sizes.
 
 A kernel has few arguments this way and is compiled once per element type. Addresses are bytes;
-strides and origins are elements. `plan.py` fills the records and keeps the arrays alive.
+strides and origins are elements. `call.py` packs the records and keeps the arrays alive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
+
+from relpos_np.types import Array
 
 
 def _integers(*names: str) -> list[tuple[str, str]]:
@@ -19,7 +24,7 @@ CALL = np.dtype(
         # work: a counter of blocks shared by all threads, its limit, and one workspace per thread;
         # the counter is the first field, so that its address is the record's
         *_integers("counter", "stop", "work", "work_stride"),
-        # pieces of work that a thread takes at a time, which the counter then counts in (windows only)
+        # pieces of work that a thread takes at a time, as one count (windows only)
         *_integers("run"),
         *_integers("q", "k", "v", "out", "lse"),
         # what the log-sum-exp, in units of log 2, is multiplied by
@@ -44,36 +49,81 @@ CALL = np.dtype(
     ]
 )
 
-# Something gathered and added to the scores: src[i, j, index[i, j]]. `runs[t]` is where the run of
-# equal indices that contains t ends.
-ADD = np.dtype(
-    _integers("src", "src_batch", "src_head", "src_row", "src_col", "index", "index_batch", "index_row", "runs")
+
+class MapRecord(NamedTuple):
+    """An index map: query i and key j of batch item b have row map[t], t = b * map_batch + i * map_row + j.
+
+    `runs[t]` is where the run of equal indices that contains t ends; 0 if runs are not known.
+    """
+
+    map: int
+    map_batch: int
+    map_row: int
+    runs: int
+
+
+class AddRecord(NamedTuple):
+    """Something gathered and added to the scores: src[i, j, map[i, j]]."""
+
+    map: MapRecord
+    src: int
+    src_batch: int = 0
+    src_head: int = 0
+    src_row: int = 0
+    src_col: int = 0
+
+
+class ValueRecord(NamedTuple):
+    """Rows added to the output: weights[map[i, j]], times the probabilities that are summed from `bins` on."""
+
+    map: MapRecord
+    weights: int
+    weights_head: int
+    rows: int
+    bins: int
+
+
+class SinkRecord(NamedTuple):
+    """Where the gradient of a gathered term is summed: dst[row of map[i, j]], maybe one sum for each query or key.
+
+    `of_keys`: the owner of the keys sums it; `of_probabilities`: p is summed, and not the gradient of the scores.
+    """
+
+    map: MapRecord
+    dst: int
+    dst_task: int = 0
+    dst_batch: int = 0
+    dst_head: int = 0
+    dst_row: int = 0
+    dst_col: int = 0
+    of_keys: int = 0
+    of_probabilities: int = 0
+
+
+ADD, VALUE, SINK = (
+    np.dtype(_integers(*MapRecord._fields, *kind._fields[1:])) for kind in (AddRecord, ValueRecord, SinkRecord)
 )
 
-# Rows added to the output: weights[index[i, j]], weighted by the probabilities.
-VALUE = np.dtype(_integers("weights", "weights_head", "rows", "bins", "index", "index_batch", "index_row", "runs"))
 
-# What the backward pass needs besides, right behind its CALL: the gradient of the output, rows of the sums that every
-# dp is reduced by (and `lse` there is read, in units of log 2); where gradients go; and
-# how work is divided: `parts` ranges of queries and then as many of keys, or with one part both at once. `diag`,
-# `skew_dw` and sinks with a `dst_task` hold one partial sum per task. A call may do one of several `cuts` of each
-# piece's keys only: pieces from `origin` on then have a workspace each, and not threads.
+def table(kind: np.dtype[Any], records: Sequence[AddRecord | ValueRecord | SinkRecord]) -> Array:
+    """Records of one kind as the array that a kernel reads."""
+    return np.array([(*record.map, *record[1:]) for record in records], kind)
+
+
+# What the backward pass needs too, right behind its CALL, in which `lse` is an input in units of log 2: the gradient of
+# the output; what is subtracted from each row of dp; where gradients go; records of what is gathered and added to dp.
+# The work is divided into `parts` ranges of keys and then as many of queries, or with one part into whole heads.
+# `diag`, `skew_dw` and sinks with a `dst_task` hold one partial sum per task. A call may do one of several `cuts` of
+# each piece's keys only: each piece from `origin` on then has a workspace of its own.
 BACKWARD = np.dtype(
     _integers("grad_out", "delta", "dq", "dk", "dv", "dense")
     + _integers("parts", "query_step", "key_step", "diag", "diag_task", "skew_dq", "skew_dw", "skew_dw_task")
-    + _integers("sinks", "sink_count", "lifted", "lifted_count", "cut", "cuts", "origin")
+    + _integers("sinks", "sink_count", "dp_adds", "dp_add_count", "cut", "cuts", "origin")
 )
 
-# What decoding needs besides, right behind its CALL: parts of the keys that are attended apart, and where each leaves
-# its maximum, its sum and its weighted sum of values per row; 0 if there is one part, which is then the result.
+# What decoding needs too, right behind its CALL: the number of parts of the keys that are attended separately, and
+# where each leaves its maximum, its sum and its weighted sum of values per row; 0 if the only part is the result.
 DECODE = np.dtype(_integers("parts", "partial"))
-
-# Where the gradient of a gathered term is collected: dst[row of index[i, j]], which may lie apart for each query or
-# key. `of_keys`: the key range owns it; `of_probabilities`: p is collected, and not the gradient of the scores.
-SINK = np.dtype(
-    _integers("index", "index_batch", "index_row", "runs")
-    + _integers("dst", "dst_task", "dst_batch", "dst_head", "dst_row", "dst_col", "of_keys", "of_probabilities")
-)
 
 # Rows of the int64 table with one column per batch item: offsets of its arrays, and its range of keys.
 BATCH_Q, BATCH_K, BATCH_V, BATCH_MASK, KEY_BEGIN, KEY_END = range(6)

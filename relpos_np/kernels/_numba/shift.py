@@ -25,7 +25,7 @@ SERIAL_BYTES = 1 << 18
 PIECE_BYTES = 1 << 18
 # Bytes that one thread moves between two looks at signals: less than a tenth of a second, also in new memory.
 CALL_BYTES = 1 << 26
-# Results of at least so many bytes are written past the caches, which they would only empty.
+# Results of at least so many bytes are written past the caches, from which they would only drive out other things.
 STREAM_BYTES = 1 << 25
 
 
@@ -54,15 +54,16 @@ def _stream(typingctx: Any, out: Any, x: Any, size: Any) -> Any:
         v, step = Vectors(builder, 32), TARGET.vector_bytes
         past = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
 
+        def move(kind: ir.Type, aligned: int, k: ir.Value) -> Any:
+            from_, to = (builder.inttoptr(builder.add(start, k), kind.as_pointer()) for start in (x, out))
+            return builder.store(builder.load(from_, align=1), to, align=aligned)
+
         def byte(k: ir.Value, _: list[Any]) -> list[Any]:
-            from_, to = (builder.inttoptr(builder.add(start, k), I8.as_pointer()) for start in (x, out))
-            builder.store(builder.load(from_), to)
+            move(I8, 1, k)
             return []
 
         def vector(k: ir.Value, _: list[Any]) -> list[Any]:
-            from_, to = (builder.inttoptr(builder.add(start, k), v.vector.as_pointer()) for start in (x, out))
-            store = builder.store(builder.load(from_, align=1), to, align=step)
-            store.set_metadata("nontemporal", past)
+            move(v.vector, step, k).set_metadata("nontemporal", past)
             return []
 
         # Up to the first whole vector of the target, then vectors, then the rest.
@@ -142,8 +143,8 @@ _PACK = struct.Struct(f"<{len(SHIFT.names or ())}q").pack
 def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None:
     """Fill `out` (..., L_q, L_k), C-contiguous, for a variant that moves rows; any dtype.
 
-    `used` memory is written past the caches if there is much of it. What is new has just been cleared by the system
-    and lies in the caches already.
+    If `used`, much memory is written past the caches. New memory has just been cleared by the system and lies in the
+    caches already.
     """
     if not out.size:
         return

@@ -38,7 +38,7 @@ class Target:
         return self.accumulators // vectors
 
     def window_rows(self, vectors: int) -> int:
-        """The same for windows, most of which have 7 x 7 rows: the height that covers them with the fewest to spare."""
+        """The same for windows, mostly of 7 x 7 rows: the height that covers them with the fewest rows to spare."""
         most = self.value_rows(vectors)
         return min(range(most, most * 2 // 3, -1), key=lambda rows: -(-49 // rows) * rows)
 
@@ -52,7 +52,7 @@ SIMD128 = Target("simd128", 16, 4, 3, 2, 12)
 ROW_QUANTUM = 24
 # Keys per block: a multiple of every panel width above (64, 32, 24, 12, 6) and of `SUM_VECTORS` vectors.
 BLOCK_KEYS = 192
-# Vectors that are summed side by side: rows of scores are padded to a multiple of so many.
+# Rows of scores are padded to a multiple of this many vectors, which are summed side by side.
 SUM_VECTORS = 4
 # Bytes that one thread's working set may take; half of the smallest second-level cache in use.
 CACHE_BUDGET = 512 * 1024
@@ -83,8 +83,8 @@ def detect() -> Target:
 TARGET = detect()
 
 
-# Queries per block at most: so many where keys are packed for each block, half of them where the ends of a narrow band
-# would leave much of a larger block empty, or buffers per distance would leave the cache.
+# Queries per block at most. Half as many for a narrow band, where a larger block would mostly be empty, and where
+# buffers per distance would not fit the cache.
 MOST_QUERIES = 384
 
 

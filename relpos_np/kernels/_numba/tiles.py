@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from relpos_np.kernels._numba.rows import code
 from relpos_np.kernels._numba.target import TARGET
 from relpos_np.kernels._numba.vectors import Vectors, index
 
@@ -20,14 +21,7 @@ _UNROLL = 4
 
 
 def _product(
-    v: Vectors,
-    shape: tuple[int, int],
-    left: Any,
-    b: ir.Value,
-    ldb: ir.Value,
-    depth: ir.Value,
-    start: list[Any],
-    unrolled: bool = True,
+    v: Vectors, shape: tuple[int, int], left: Any, b: Any, ldb: Any, depth: Any, start: list[Any], unrolled: bool = True
 ) -> list[Any]:
     """Accumulate A[rows, depth] @ B[depth, vectors * lanes] in registers; ``left(i, k)`` is the address of A[i, k]."""
     rows, vectors = shape
@@ -58,13 +52,12 @@ def _tile_start(v: Vectors, i: ir.Value, count: ir.Value, rows: int) -> ir.Value
     return v.b.select(v.b.icmp_signed("<", i, last), i, last)
 
 
-def _score_panel(fused: bool, inside: bool = False) -> Any:
+def _score_panel(with_bias: bool, inside: bool = False) -> Any:
     """Build the intrinsic that scores a block of queries against one packed panel of keys."""
     rows, vectors = TARGET.score_rows, TARGET.score_vectors
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        a, lda, b, depth, c, ldc, count, *rest = args
-        v = Vectors(builder, signature.args[0].dtype.bitwidth)
+    def generate(v: Vectors, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, *fused: Any) -> None:
+        builder, rest = v.b, list(fused)
         width = index(vectors * v.lanes)
         scale = v.splat(rest.pop()) if inside else None
 
@@ -80,30 +73,29 @@ def _score_panel(fused: bool, inside: bool = False) -> Any:
             for r in range(rows):
                 row = builder.add(i, index(r))
                 at = builder.mul(row, ldc)
-                if fused:
+                if with_bias:
                     bias, bias_row, top = rest
                     slot = builder.mul(row, index(v.lanes))
                     best = v.load(top, slot)
                     shift = builder.mul(row, bias_row)
                 for j in range(vectors):
                     x = acc[r * vectors + j]
-                    if fused:
+                    if with_bias:
                         y = v.load(bias, builder.add(shift, index(j * v.lanes)))
                         x = v.fma(x, scale, y) if inside else builder.fadd(x, y)
                         best = v.maximum(x, best)
                     v.store(x, c, builder.add(at, index(j * v.lanes)))
-                if fused:
+                if with_bias:
                     v.store(best, top, slot)
             return []
 
         v.loop(index(0), count, rows, [], block)
-        return context.get_dummy_value()
 
-    return generate
+    return code(generate)
 
 
-_score_plain, _score_fused = _score_panel(fused=False), _score_panel(fused=True)
-_score_inside = _score_panel(fused=True, inside=True)
+_score_plain, _score_fused = _score_panel(with_bias=False), _score_panel(with_bias=True)
+_score_inside = _score_panel(with_bias=True, inside=True)
 
 
 @intrinsic
@@ -115,18 +107,9 @@ def score_panel(typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ld
 
 @intrinsic
 def score_panel_max(
-    typingctx: Any,
-    a: Any,
-    lda: Any,
-    b: Any,
-    depth: Any,
-    c: Any,
-    ldc: Any,
-    count: Any,
-    bias: Any,
-    bias_row: Any,
-    top: Any,
-) -> Any:
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    bias: Any, bias_row: Any, top: Any,
+) -> Any:  # fmt: skip
     """As `score_panel`, plus a bias row per query (rows `bias_row` apart) and a running maximum per row and lane."""
     i8 = types.int64
     return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top), _score_fused
@@ -134,19 +117,9 @@ def score_panel_max(
 
 @intrinsic
 def score_panel_inside(
-    typingctx: Any,
-    a: Any,
-    lda: Any,
-    b: Any,
-    depth: Any,
-    c: Any,
-    ldc: Any,
-    count: Any,
-    bias: Any,
-    bias_row: Any,
-    top: Any,
-    scale: Any,
-) -> Any:
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    bias: Any, bias_row: Any, top: Any, scale: Any,
+) -> Any:  # fmt: skip
     """As `score_panel_max`, of A * scale, touching `count` rows only, which must be a tile's rows at least."""
     i8 = types.int64
     return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _score_inside
@@ -155,9 +128,8 @@ def score_panel_inside(
 def _accumulation(transposed: bool, inside: bool = False) -> Any:
     """Build the intrinsic that adds the product of a tile, or of its transpose, with rows of values."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        a, lda, b, ldb, c, ldc, *fades, count, width, depth = args
-        v = Vectors(builder, signature.args[0].dtype.bitwidth)
+    def generate(v: Vectors, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, *args: Any) -> None:
+        builder, (*fades, count, width, depth) = v.b, args
 
         def columns(vectors: int) -> Any:
             rows = TARGET.window_rows(vectors) if inside else TARGET.value_rows(vectors)
@@ -204,9 +176,8 @@ def _accumulation(transposed: bool, inside: bool = False) -> Any:
         for vectors in range(1, TARGET.value_vectors):
             with builder.if_then(builder.icmp_signed("==", left, index(vectors * v.lanes))):
                 columns(vectors)(whole, [])
-        return context.get_dummy_value()
 
-    return generate
+    return code(generate)
 
 
 _accumulate, _accumulate_transposed = _accumulation(transposed=False), _accumulation(transposed=True)

@@ -14,28 +14,14 @@ I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 # exp2 on [-1/2, 1/2]: minimax polynomials for the relative error (Remez), highest power first.
 # Largest relative error before rounding: 1.9e-9 and 3.1e-18.
 EXP2_F32 = (
-    0.0001534581242594868,
-    0.0013399930903688073,
-    0.009618489071726799,
-    0.05550328642129898,
-    0.24022646248340607,
-    0.6931471824645996,
-    1.0,
-)
+    0.0001534581242594868, 0.0013399930903688073, 0.009618489071726799, 0.05550328642129898,
+    0.24022646248340607, 0.6931471824645996, 1.0,
+)  # fmt: skip
 EXP2_F64 = (
-    4.435282706957277e-10,
-    7.074105613508143e-09,
-    1.0178198021671931e-07,
-    1.32154330896764e-06,
-    1.5252733489988525e-05,
-    0.00015403530462514432,
-    0.0013333558146789923,
-    0.009618129107588335,
-    0.055504108664819925,
-    0.24022650695910155,
-    0.6931471805599453,
-    1.0,
-)
+    4.435282706957277e-10, 7.074105613508143e-09, 1.0178198021671931e-07, 1.32154330896764e-06,
+    1.5252733489988525e-05, 0.00015403530462514432, 0.0013333558146789923, 0.009618129107588335,
+    0.055504108664819925, 0.24022650695910155, 0.6931471805599453, 1.0,
+)  # fmt: skip
 
 
 def index(value: int) -> ir.Constant:
@@ -44,32 +30,40 @@ def index(value: int) -> ir.Constant:
 
 
 class Vectors:
-    """Vector operations of one element type, emitted through `builder`.
+    """Vector operations of one element type, emitted through `builder`; on vectors of one lane they are scalar.
 
     Nothing here carries fast-math flags: rounding tricks, NaN and infinities keep their meaning.
     """
 
-    def __init__(self, builder: ir.IRBuilder, bits: int) -> None:
+    def __init__(self, builder: ir.IRBuilder, bits: int, lanes: int = 0) -> None:
         self.b = builder
         self.bits = bits
-        self.lanes = TARGET.lanes(bits // 8)
+        self.lanes = lanes or TARGET.lanes(bits // 8)
         self.scalar: ir.Type = ir.FloatType() if bits == 32 else ir.DoubleType()
-        self.integer = ir.IntType(bits)
-        self.vector = ir.VectorType(self.scalar, self.lanes)
-        self.integers = ir.VectorType(self.integer, self.lanes)
+        self.vector, self.integers = self.of(self.scalar), self.of(ir.IntType(bits))
+
+    def of(self, kind: ir.Type) -> ir.Type:
+        """The vector type with elements of a kind."""
+        return kind if self.lanes == 1 else ir.VectorType(kind, self.lanes)
+
+    def alike(self, kind: ir.Type, value: float) -> ir.Constant:
+        """A constant with the same value of a kind in every lane."""
+        return ir.Constant(self.of(kind), value if self.lanes == 1 else [value] * self.lanes)
+
+    def single(self) -> Vectors:
+        """The same operations on single elements."""
+        return Vectors(self.b, self.bits, 1)
 
     # constants, loads and stores -------------------------------------------------------------
 
     def const(self, value: float) -> ir.Constant:
         """A vector with the same constant in every lane."""
-        return ir.Constant(self.vector, [float(value)] * self.lanes)
-
-    def zero(self) -> ir.Constant:
-        """The scalar zero."""
-        return ir.Constant(self.scalar, 0.0)
+        return self.alike(self.scalar, float(value))
 
     def splat(self, scalar: ir.Value) -> ir.Value:
         """A vector with a scalar in every lane."""
+        if self.lanes == 1:
+            return scalar
         undefined = ir.Constant(self.vector, ir.Undefined)
         one = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
         return self.b.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes))
@@ -87,26 +81,12 @@ class Vectors:
         """An unaligned vector load of float16 (`kind` int16) or bfloat16 (uint16) bits, or of the own type."""
         if kind.name not in ("int16", "uint16"):
             return self.load(base, offset)
-        raw = self.at(base, offset)
-        return self._widen(raw, ir.VectorType(ir.IntType(16), self.lanes), kind.signed)
-
-    def wide(self, base: ir.Value, offset: ir.Value, kind: Any) -> ir.Value:
-        """The same for a single element."""
-        if kind.name not in ("int16", "uint16"):
-            return self.get(base, offset)
-        return self._widen(self.at(base, offset), ir.IntType(16), kind.signed)
-
-    def _widen(self, raw: ir.Value, kind: ir.Type, is_half: bool) -> ir.Value:
-        b, vector = self.b, isinstance(kind, ir.VectorType)
-        whole = self.vector if vector else self.scalar
-        if is_half:
-            half = ir.VectorType(ir.HalfType(), self.lanes) if vector else ir.HalfType()
-            return b.fpext(b.load(b.bitcast(raw, half.as_pointer()), align=2), whole)
+        b, raw = self.b, self.at(base, offset)
+        if kind.signed:
+            return b.fpext(b.load(b.bitcast(raw, self.of(ir.HalfType()).as_pointer()), align=2), self.vector)
         # bfloat16 is the upper half of a float32.
-        integers = self.integers if vector else self.integer
-        shift = ir.Constant(integers, [16] * self.lanes if vector else 16)
-        bits = b.load(b.bitcast(raw, kind.as_pointer()), align=2)
-        return b.bitcast(b.shl(b.zext(bits, integers), shift), whole)
+        bits = b.load(b.bitcast(raw, self.of(ir.IntType(16)).as_pointer()), align=2)
+        return b.bitcast(b.shl(b.zext(bits, self.integers), self.alike(I32, 16)), self.vector)
 
     def store(self, value: ir.Value, base: ir.Value, offset: ir.Value) -> None:
         """An unaligned vector store."""
@@ -116,10 +96,6 @@ class Vectors:
     def get(self, base: ir.Value, offset: ir.Value) -> ir.Value:
         """A scalar load."""
         return self.b.load(self.at(base, offset))
-
-    def put(self, value: ir.Value, base: ir.Value, offset: ir.Value) -> None:
-        """A scalar store."""
-        self.b.store(value, self.at(base, offset))
 
     def prefetch(self, base: ir.Value, offset: ir.Value, level: int = 2) -> None:
         """Ask for the cache line of an element, which need not exist; level 3 is the first cache, 2 the second."""
@@ -132,10 +108,9 @@ class Vectors:
     # arithmetic ------------------------------------------------------------------------------
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        """x*y + z with one rounding, on vectors or scalars."""
-        kind = x.type
-        name = f"llvm.fma.v{self.lanes}f{self.bits}" if kind == self.vector else f"llvm.fma.f{self.bits}"
-        module = self.b.module
+        """x*y + z with one rounding."""
+        name = f"llvm.fma.f{self.bits}" if self.lanes == 1 else f"llvm.fma.v{self.lanes}f{self.bits}"
+        module, kind = self.b.module, self.vector
         function = module.globals.get(name) or ir.Function(module, ir.FunctionType(kind, [kind] * 3), name=name)
         return self.b.call(function, [x, y, z])
 
@@ -158,7 +133,7 @@ class Vectors:
         p: ir.Value = self.const(coefficients[0])
         for c in coefficients[1:]:
             p = self.fma(p, r, self.const(c))
-        shift = ir.Constant(self.integers, [mantissa] * self.lanes)
+        shift = self.alike(ir.IntType(self.bits), mantissa)
         power = b.bitcast(b.shl(b.bitcast(shifted, self.integers), shift), self.vector)
         normal = b.fcmp_unordered(">=", x, self.const(1.0 - bias))
         return b.select(normal, b.fmul(p, power), self.const(0.0))
@@ -222,6 +197,23 @@ class Vectors:
         b.branch(head)
         b.position_at_end(done)
         return phis
+
+    def each(self, n: ir.Value, body: Callable[[Vectors, ir.Value], None]) -> None:
+        """Run ``body(v, k)`` on every whole vector of n elements and then on each one that remains; both begin at k."""
+
+        def step(v: Vectors, k: ir.Value, _: list[Any]) -> list[Any]:
+            body(v, k)
+            return []
+
+        self.sums(n, ([], []), step)
+
+    def sums(
+        self, n: ir.Value, starts: Sequence[Sequence[ir.Value]], body: Callable[..., list[Any]]
+    ) -> tuple[list[Any], list[Any]]:
+        """As `each`, with what ``body(v, k, values)`` carries on: values for whole vectors, and for single elements."""
+        whole, one = self.whole(n, self.lanes), self.single()
+        wide = self.loop(index(0), whole, self.lanes, starts[0], lambda k, c: body(self, k, c))
+        return wide, self.loop(whole, n, 1, starts[1], lambda k, c: body(one, k, c))
 
     def whole(self, count: ir.Value, unit: int) -> ir.Value:
         """The largest multiple of `unit`, a power of two, that is not above `count`."""

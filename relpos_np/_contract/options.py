@@ -1,0 +1,108 @@
+"""The options of a call of attention: the only place that spells each of them, its type and its default.
+
+A function takes some of them as ``**options: Unpack[...]`` of one of the records below and passes them on as they are.
+To add an option, add a line to a record and use it where it acts.
+"""
+
+# There is no `from __future__ import annotations` here: defaults are read from the annotations.
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Never, TypedDict, TypeVar
+
+import numpy as np
+
+from relpos_np.errors import RelposTypeError
+from relpos_np.types import Array
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Arrays(TypedDict, total=False):
+    """Arrays, which other packages pass as arrays of their own."""
+
+    mask: Annotated[Array | None, None]
+    key_lengths: Annotated[Any, None]
+
+
+class _Band(TypedDict, total=False):
+    """Which relative positions are attended."""
+
+    causal: Annotated[bool, False]
+    window: Annotated[int | tuple[int | None, int | None] | None, None]
+
+
+class _Fixed(TypedDict, total=False):
+    """Numbers that a module of `relpos_np.layers` sets itself."""
+
+    scale: Annotated[float | None, None]
+    offset: Annotated[int | None, None]
+
+
+class _Dropout(TypedDict, total=False):
+    """What changes the output and not the scores."""
+
+    dropout: Annotated[float, 0.0]
+    # Quoted, because NumPy imports `numpy.random` on first use.
+    rng: Annotated["np.random.Generator | None", None]
+
+
+class _Backend(TypedDict, total=False):
+    """What computes the call."""
+
+    backend: Annotated[str | None, None]
+
+
+class Options(_Arrays, _Band, _Fixed, _Dropout, _Backend, total=False):
+    """Every option."""
+
+
+class ScoreOptions(_Arrays, _Band, _Fixed, _Backend, total=False):
+    """The options that change the scores."""
+
+
+class NumberOptions(_Band, _Fixed, _Backend, total=False):
+    """The options that are not arrays, for functions whose arrays are another package's."""
+
+
+class LayerOptions(_Arrays, _Band, _Dropout, _Backend, total=False):
+    """The options of a module."""
+
+
+DEFAULTS: Any = {name: hint.__metadata__[0] for name, hint in Options.__annotations__.items()}
+
+
+def takes(record: type) -> Callable[[_Function], _Function]:
+    """Decorate a function that takes ``**options`` of a record: its signature lists them by name."""
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint.__origin__)
+            for name, hint in record.__annotations__.items()
+        ]
+        # What is returned, and where, comes last, as in the docstrings.
+        at = next((n for n, p in enumerate(own) if p.name.startswith("return_")), len(own))
+        listed = [*own[:at], *options, *own[at:]]
+        function.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
+        function.options = frozenset(record.__annotations__)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def completed(function: Any, options: Mapping[str, Any]) -> Options:
+    """All options, with defaults for those that are not given; refuses what the function does not take."""
+    if options and not function.options.issuperset(options):
+        _refuse(function, next(name for name in options if name not in function.options))
+    return DEFAULTS | options  # type: ignore[no-any-return]
+
+
+def _refuse(function: Any, name: str) -> Never:
+    from difflib import get_close_matches
+
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    near = get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise RelposTypeError(f"{name}: {function.__qualname__} has no such argument; {hint}expected {', '.join(known)}")

@@ -1,0 +1,124 @@
+"""A backward pass as work for its kernel: the record, how the work is divided, and the calls of the kernel."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Terms
+from relpos_np.kernels._numba import launch
+from relpos_np.kernels._numba.arrays import address_of, aligned
+from relpos_np.kernels._numba.backward import back_layout, backward
+from relpos_np.kernels._numba.call import Call
+from relpos_np.kernels._numba.gather import query_add
+from relpos_np.kernels._numba.gradients import Sums
+from relpos_np.kernels._numba.plan import fill
+from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK, table
+from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
+from relpos_np.types import Array
+
+# Queries of one tile: two tiles of scores, their operands and their gradients together fill the cache.
+BLOCK_QUERIES = 96
+# Pieces of work per thread where one per head would leave threads without any.
+PIECES = 4
+
+_EMPTY = dict.fromkeys(BACKWARD.names or (), 0)
+_PACK = struct.Struct(f"<{len(_EMPTY)}q").pack
+
+
+def part_count(heads: int, threads: int) -> int:
+    """Ranges of queries, and of keys, that each head is divided into; 1 if there are heads enough for all threads."""
+    return 1 if heads >= 2 * threads else -(-PIECES * threads // heads)
+
+
+class BackwardJob:
+    """One backward pass; `out` and `lse` are those of the forward pass, the latter in units of log 2."""
+
+    def __init__(
+        self, problem: Problem, terms: Terms, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None
+    ) -> None:
+        self.call = call = Call(problem, terms, launch.available_threads())
+        fill(call, out, lse)
+        self.grad_out = np.ascontiguousarray(np.broadcast_to(grad_out, problem.out_shape))
+        delta = np.einsum("...d,...d->...", self.grad_out, out)
+        self.delta = np.ascontiguousarray(delta if grad_lse is None else delta - grad_lse)
+        self.extra = _EMPTY.copy()
+        self.sums = Sums(call, self._divide())
+        self.pieces = self.sums.tasks * (1 if self.extra["parts"] == 1 else 2)
+        self._fill()
+
+    def _divide(self) -> int:
+        """Set the fields that divide the work; the number of parts."""
+        site, e, call = self.call.site, self.extra, self.call
+        block = min(BLOCK_QUERIES, -(-site.q_len // ROW_QUANTUM) * ROW_QUANTUM)
+        parts = part_count(call.count * site.heads, call.threads)
+        e["query_step"] = -(-site.q_len // (parts * block)) * block
+        e["key_step"] = -(-site.k_len // (parts * BLOCK_KEYS)) * BLOCK_KEYS
+        if parts > 1:
+            parts = max(-(-site.q_len // e["query_step"]), -(-site.k_len // e["key_step"]))
+        call.fields["block_queries"], call.fields["blocks"] = block, 1
+        e["parts"], e["cuts"] = parts, 1
+        return parts
+
+    def _fill(self) -> None:
+        """Set the fields that name arrays."""
+        call, sums, e = self.call, self.sums, self.extra
+        e["grad_out"], e["delta"] = call.keep(self.grad_out), call.keep(self.delta)
+        for name in ("dq", "dk", "dv", "diag", "dense", "skew_dq", "skew_dw"):
+            x = getattr(sums, name)
+            e[name] = call.keep(x) if x.size else 0
+        if sums.diag.size:
+            e["diag_task"] = sums.diag.shape[1]
+        if sums.skew_dw.size:
+            e["skew_dw_task"] = sums.skew_dw[0].size
+        dp_adds = [query_add(call, self.grad_out, t.weights, t.index, 1.0) for t in call.terms.values]
+        e["sink_count"], e["dp_add_count"] = len(sums.sinks), len(dp_adds)
+        if sums.sinks:
+            e["sinks"] = call.keep(table(SINK, sums.sinks))
+        if dp_adds:
+            e["dp_adds"] = call.keep(table(ADD, dp_adds))
+
+    def pack(self) -> bytearray:
+        """The record's bytes."""
+        self.call.tail = _PACK(*self.extra.values())
+        return self.call.pack()
+
+    def run(self) -> None:
+        """Fill the sums."""
+        call, site, f, e, item = self.call, self.call.site, self.call.fields, self.extra, self.call.dtype.itemsize
+        span = e["query_step"] if e["parts"] > 1 else site.q_len
+        lanes, skew = TARGET.lanes(item), f["skew_depth"]
+        size = back_layout.py_func(f["block_queries"], span, f["depth"], site.v_dim, skew, lanes).end * item
+        pairs = call.count * site.heads * site.q_len * site.k_len
+        flops = 2.0 * pairs * (3 * f["depth"] + 2 * site.v_dim + 3 * skew)
+        threads = 1 if flops < launch.SERIAL_FLOPS else min(call.threads, self.pieces)
+        most = launch.call_flops(item)
+        if flops > most * self.pieces:
+            self._run_cuts(size, flops / most, threads)
+            return
+        call.kept.append(launch.lend(f, size, threads))
+        chunk = int(threads * most * self.pieces / flops)
+        launch.run_pieces(backward[item], f, self.pack, self.pieces, chunk, threads)
+
+    def _run_cuts(self, size: int, calls: float, threads: int) -> None:
+        """Cut pieces of work that take long by their keys; each has a workspace, where its sums wait between calls."""
+        call, f, e, pieces = self.call, self.call.fields, self.extra, self.pieces
+        # Pieces of one head take as long as one another; its ranges do not, so that several per thread are under way.
+        chunk = min(threads if e["parts"] == 1 else 4 * threads, pieces)
+        stride = -(-size // 64) * 64
+        # Memory of their own: whoever calls from a signal's handler in between would use the thread's.
+        memory = aligned((chunk * stride // call.dtype.itemsize,), call.dtype, None)
+        f["work"], f["work_stride"] = address_of(memory), stride
+        cuts = -(-int(calls * chunk) // (pieces * threads))
+        e["cuts"] = max(2, min(cuts, -(-call.site.k_len // BLOCK_KEYS)))
+        for start in range(0, pieces, chunk):
+            e["origin"] = start
+            for cut in range(e["cuts"]):
+                e["cut"], f["counter"], f["stop"] = cut, start, min(start + chunk, pieces)
+                launch.run(backward[call.dtype.itemsize], self.pack(), threads)
+
+    def gradients(self) -> tuple[Terms, Array]:
+        """Gradients of the terms and of v."""
+        return self.sums.gradients(self.grad_out)

@@ -1,0 +1,62 @@
+"""A call on its way to a kernel: what was asked for, the kernel's record, and the arrays that the record names."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from relpos_np._contract.problem import UNBOUNDED, Problem
+from relpos_np._contract.terms import Terms
+from relpos_np.kernels._numba.arrays import address_of, rowwise
+from relpos_np.kernels._numba.records import CALL
+from relpos_np.types import Array
+
+# A record is packed from a dict in the order of its fields: much cheaper than assigning them one by one.
+_EMPTY = dict.fromkeys(CALL.names or (), 0)
+_PACK = struct.Struct("<" + "".join("d" if CALL[name].kind == "f" else "q" for name in _EMPTY)).pack
+
+assert UNBOUNDED < 1 << 62  # positions are added to it in int64
+
+
+class Call:
+    """The fields of a call's record, and what they are made of; `tail` are bytes that follow them."""
+
+    def __init__(self, problem: Problem, terms: Terms, threads: int, fields: dict[str, Any] = _EMPTY) -> None:
+        self.problem, self.terms, self.threads = problem, terms, threads
+        self.site, self.dtype = problem.site, problem.site.dtype
+        self.fields = fields.copy()
+        self.kept: list[Array] = []
+        self.tail: bytes = b""
+
+    @property
+    def count(self) -> int:
+        """Batch items."""
+        return math.prod(self.site.batch)
+
+    def keep(self, x: Array) -> int:
+        """Keep an array alive and return its address."""
+        self.kept.append(x)
+        return address_of(x)
+
+    def pack(self) -> bytearray:
+        """The record's bytes."""
+        return bytearray(_PACK(*self.fields.values()) + self.tail)
+
+    def shape(self, length: int, width: int) -> tuple[int, ...]:
+        """Of an array with a row of so many elements for each of so many queries or keys of every head."""
+        return (*self.site.batch, self.site.heads, length, width)
+
+    def operands(self, out: Array, lse: Array | None, *, narrow: bool) -> tuple[Array, Array, Array]:
+        """Set the addresses of operands and results; queries, keys and values as the kernel reads them.
+
+        `narrow`: keys and values as they are stored, in half precision.
+        """
+        problem, terms, f = self.problem, self.terms, self.fields
+        k, v = (problem.stored_k, problem.stored_v) if narrow else (terms.key, problem.v)
+        q = rowwise(problem.q if terms.query is None else terms.query)
+        k, v = rowwise(problem.k if k is None else k), rowwise(v)
+        f["q"], f["k"], f["v"], f["out"] = self.keep(q), self.keep(k), self.keep(v), self.keep(out)
+        if lse is not None:
+            f["lse"] = self.keep(lse)
+        return q, k, v

@@ -1,0 +1,133 @@
+"""How many bytes the kernels' side of a call allocates, before it does: upper bounds, from shapes alone."""
+
+from __future__ import annotations
+
+import math
+
+from relpos_np._contract.problem import Problem, Site
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+from relpos_np.kernels._numba.attend import layout
+from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, part_count
+from relpos_np.kernels._numba.backward import back_layout
+from relpos_np.kernels._numba.biases import GATHER_BYTES
+from relpos_np.kernels._numba.launch import available_threads
+from relpos_np.kernels._numba.product import BLOCK_ROWS
+from relpos_np.kernels._numba.skew import is_skewed
+from relpos_np.kernels._numba.target import BLOCK_KEYS, MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
+from relpos_np.types import Array
+
+# At most so many ranges of keys that decoding attends separately, and what `merge` holds of their numbers at once.
+DECODED = 3 * 64
+
+
+def _copied(x: Array, count: int) -> int:
+    """Bytes of an array as it is read: none if the elements of its rows are adjacent."""
+    if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize:
+        return 0
+    size: int = count * math.prod(x.shape[-3:]) * x.itemsize
+    return size
+
+
+def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> dict[str, int]:
+    """Bytes by what they are for, in addition to operands, result and the terms themselves."""
+    site, item = problem.site, problem.site.dtype.itemsize
+    count, threads, lanes = math.prod(problem.batch), available_threads(), TARGET.lanes(item)
+    lines = count * site.heads
+    if not lines * site.q_len * site.k_len:
+        return {}  # no kernel runs
+    query = problem.q if terms.query is None else terms.query
+    key = problem.stored_k if terms.key is None else terms.key
+    depth, width = query.shape[-1], -(-site.v_dim // lanes) * lanes
+    skew = sum(term.weights.shape[-1] for term in terms.queries if is_skewed(term))
+    bins = sum(term.weights.shape[-2] for term in terms.values)
+    block = block_queries(site.q_len, depth, width, item, lines, threads, narrow=False)
+    work = layout.py_func(min(block, MOST_QUERIES), depth, width, skew, bins, lanes).end
+    multiplied = BLOCK_ROWS * (depth + BLOCK_KEYS) + BLOCK_KEYS * depth
+    found = {
+        "copies of operands in another layout": sum(_copied(x, count) for x in (query, key, problem.stored_v)),
+        "biases of every pair": _biases(terms, mask, lines * site.q_len * site.k_len, item),
+        "tables and index maps": _tables(site, terms) + _maps(terms, count, site.q_len, site.k_len),
+        "products with the rows of tables": _products(site, terms, lines, skew),
+        "parts that are merged": lines * site.q_len * DECODED * (site.v_dim + 2) * item if site.q_len <= 8 else 0,
+        "workspaces of threads": threads * (max(work, multiplied) * item + 64) + 64 * count,
+    }
+    return found | (_backward(problem, terms, lines, depth, skew, threads) if backward else {})
+
+
+def _biases(terms: Terms, mask: Array | None, pairs: int, item: int) -> int:
+    """Biases of every pair, and masks that are copied."""
+    if terms.biases:
+        # Their sum, and that with the mask; broadcast where they can be.
+        return sum(b.nbytes for b in terms.biases[1:]) + (0 if mask is None else 2 * pairs * item)
+    return pairs * mask.itemsize if mask is not None and _copied(mask, 1) else 0
+
+
+def _tables(site: Site, terms: Terms) -> int:
+    """The fused bias, and scaled tables."""
+    if not terms.tables:
+        return 0
+    item, pairs = site.dtype.itemsize, site.q_len * site.k_len
+    tables = site.heads * (site.q_len + site.k_len + 64) * item * 3 + sum(2 * t.table.nbytes for t in terms.tables)
+    grids = any(isinstance(t.index, Dense) and t.index.index.ndim == 2 for t in terms.tables)
+    if grids and site.heads * pairs * item <= GATHER_BYTES:
+        # Some tiles are padded, and a gathered table is there twice, or three times if it has gaps.
+        padded = (site.q_len + ROW_QUANTUM) * (site.k_len + TARGET.panel(item))
+        tables += 4 * site.heads * padded * item + 16 * pairs
+    return tables
+
+
+def _maps(terms: Terms, count: int, q_len: int, k_len: int) -> int:
+    """Index maps that are repeated for batch items, and the ends of runs while they are found."""
+    maps, pairs = 0, count * q_len * k_len
+    every: list[TableTerm | QueryTerm | KeyTerm | ValueTerm] = [*terms.tables, *terms.queries, *terms.keys]
+    for index in {term.index for term in (*every, *terms.values)}:
+        if isinstance(index, Dense):
+            maps += 4 * pairs if index.index.ndim > 2 and index.index.size < pairs else 0
+        else:
+            maps += 32 * (q_len + k_len)
+    return maps
+
+
+def _products(site: Site, terms: Terms, lines: int, skew: int) -> int:
+    """Products that are gathered, skewed queries and weights, and padded weights of value terms."""
+    item, lanes, span = site.dtype.itemsize, TARGET.lanes(site.dtype.itemsize), site.q_len + site.k_len
+    rows = site.q_len * sum(t.weights.shape[-2] for t in terms.queries if not is_skewed(t))
+    rows += site.k_len * sum(t.weights.shape[-2] for t in terms.keys)
+    padded = sum(2 * t.weights.nbytes + t.weights.shape[-2] * lanes * item * site.heads for t in terms.values)
+    total: int = padded + item * (lines * (rows + site.q_len * skew) + 4 * site.heads * span * skew)
+    return total
+
+
+def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int, threads: int) -> dict[str, int]:
+    """What the backward pass needs in addition."""
+    site, item = problem.site, problem.site.dtype.itemsize
+    lanes = TARGET.lanes(item)
+    tasks, span = lines * part_count(max(lines, 1), threads), site.q_len + site.k_len
+    s_width = -(-skew // lanes) * lanes
+    sums = 0
+    if any(isinstance(t.index, Toeplitz) for t in terms.tables):
+        # Partial sums, and those of all tasks in float64 for each term.
+        sums += tasks * span * item + 4 * len(terms.tables) * site.heads * span * 8
+    for table in terms.tables:
+        if isinstance(table.index, Dense):
+            sums += tasks * table.index.rows * item + 3 * site.heads * table.index.rows * 8
+    if skew:
+        rows = tasks * (span + ROW_QUANTUM) * s_width * item
+        sums += rows + lines * site.q_len * skew * item + 4 * site.heads * span * s_width * 8
+    others: list[tuple[QueryTerm | KeyTerm | ValueTerm, int]] = [
+        *((t, site.q_len) for t in terms.queries if not is_skewed(t)),
+        *((t, site.k_len) for t in terms.keys),
+        *((t, site.q_len) for t in terms.values),
+    ]
+    for term, length in others:
+        rows, wide = term.weights.shape[-2:]
+        # Sums, products of them, rows that have a share, a total per head and batch item in float64.
+        sums += lines * length * (2 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
+    dense = 2 * lines * site.q_len * site.k_len * item if terms.biases else 0
+    size = back_layout.py_func(BLOCK_QUERIES, site.q_len + BLOCK_QUERIES, depth, site.v_dim, skew, lanes).end
+    return {
+        "gradients": 2 * lines * (site.q_len * (depth + 2 * site.v_dim + 4) + site.k_len * (depth + site.v_dim)) * item,
+        "sums of gradients": sums,
+        "gradients of every pair": dense,
+        "workspaces of threads on the way back": threads * (size * item + 64),
+    }

@@ -1,0 +1,114 @@
+"""What a scheme declares of itself is what it does, for every scheme and variant of the registry."""
+
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np._contract import check
+from relpos_np._dense import from_terms
+from relpos_np.testing import example
+from tests.every import ATTENTION
+
+VARIANTS = {name: [variant for other, variant in ATTENTION if other == name] for name, _ in ATTENTION}
+
+
+def problem_of(name, variant, dtype=np.float64):
+    one = example(name, dtype=dtype, variant=variant, size="tiny")
+    return check.problem(one.q, one.k, one.v, **one.kwargs)[0], one.position
+
+
+def arrays(record, given):
+    """Every array in a record of terms, but those that were given: with where it stands."""
+    if isinstance(record, np.ndarray):
+        return {} if any(record is x for x in given) else {"": record}
+    if isinstance(record, tuple):
+        parts = {str(n): x for n, x in enumerate(record)}
+    elif is_dataclass(record):
+        parts = {field.name: getattr(record, field.name) for field in fields(record)}
+    else:
+        return {}
+    return {f"{name}.{inner}": x for name, part in parts.items() for inner, x in arrays(part, given).items()}
+
+
+def computes(scheme, q, k, site):
+    """Whether numbers in q or k turn up in the terms: NaN makes NaN where zeros make none."""
+    found = []
+    for number in (0.0, np.nan):
+        given = tuple(np.full(x.shape, number, x.dtype) for x in (q, k))
+        made = arrays(scheme.lower(*given, site), given)
+        found.append({at: np.isnan(x) for at, x in made.items() if x.dtype.kind == "f"})
+    zeros, nans = found
+    return zeros.keys() != nans.keys() or any((zeros[at] != nans[at]).any() for at in zeros)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_computes_is_declared(name):
+    for variant in VARIANTS[name]:
+        problem, scheme = problem_of(name, variant)
+        found = computes(scheme, problem.q, problem.k, problem.site)
+        assert found == scheme.computes, f"{name} {variant}: declare computes = {found}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_content_is_declared(name):
+    for variant in VARIANTS[name]:
+        problem, scheme = problem_of(name, variant)
+        terms = scheme.lower(problem.q, problem.k, problem.site)
+        found = terms.query is not None or terms.key is not None
+        assert found == scheme.content, f"{name} {variant}: declare content = {found}"
+
+
+class Untouchable:
+    """Keys that must not be looked at."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"lower reads the keys: {name}")
+
+
+def reads(scheme, q, k, site):
+    untouched = Untouchable()
+    try:
+        terms = scheme.lower(q, untouched, site)
+    except (AssertionError, TypeError):
+        return True
+    return any(term.key is untouched for term in terms.keys)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_reads_keys_is_declared(name):
+    """For a class as a whole: one of its variants may read keys where others do not."""
+    found = False
+    for variant in VARIANTS[name]:
+        problem, scheme = problem_of(name, variant)
+        found |= reads(scheme, problem.q, problem.k, problem.site)
+    assert found == scheme.reads_keys, f"{name}: declare reads_keys = {found}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_excludes_is_declared(name):
+    for variant in VARIANTS[name]:
+        problem, scheme = problem_of(name, variant)
+        added = scheme.scores(
+            problem.q, np.repeat(problem.k, problem.site.heads // problem.site.kv_heads, -3), problem.site
+        )
+        found = added is not None and bool(np.isneginf(added).any())
+        assert found == scheme.excludes, f"{name} {variant}: declare excludes = {found}"
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if rp.SCHEMES[name].cls.relative])
+def test_relative_is_true(name):
+    """Pairs at one distance get the same score in calls of other lengths and offsets, if all vectors are alike."""
+    for variant in VARIANTS[name]:
+        _, scheme = problem_of(name, variant)
+        problem, _ = problem_of(name, variant)
+        vector = problem.q[:1, :, :1]
+        seen = {}
+        for q_len, k_len, offset in ((9, 14, 5), (13, 6, -2), (4, 11, 0)):
+            q = np.repeat(vector, q_len, axis=-2)
+            call = check.problem(q, np.repeat(vector, k_len, axis=-2), None, offset=offset)[0]
+            s = from_terms.scores(call, scheme.lower(call.q, call.k, call.site))[0]
+            for i, j in np.ndindex(q_len, k_len):
+                np.testing.assert_allclose(s[:, i, j], seen.setdefault(j - i - offset, s[:, i, j]), rtol=1e-12)
+        assert len(seen) > 10
