@@ -271,8 +271,8 @@ def _build(at: Sample) -> dict[str, Any]:
     table = at.normal(*lead, at.pick(_POSITIONS, 1, 40), at.dim) * 0.125
     gate_key = at.normal(*parts["k"].shape) if at.pick(False, True) else None
     counted = at.normal(*at.batch, 1, at.q_len, at.k_len) < 0.5 if at.pick(False, True) else None
-    options = {"variant": at.variant or "paper", "gate_key": gate_key, "counted": counted}
-    position = CoPE(table.astype(parts["q"].dtype), **options)
+    table = table.astype(parts["q"].dtype)
+    position = CoPE(table, variant=at.variant or "paper", gate_key=gate_key, counted=counted)
     return {**parts, "position": position, "kwargs": {"causal": True}}
 
 
