@@ -284,8 +284,13 @@ def _build(at: Sample) -> dict[str, Any]:
     if at.variant == "shaw":
         parts = at.operands(4, 2)
         found, heads = np.where(drawn < count, drawn, -1), parts["q"].shape[-3]
-        tables = at.normal(count, at.dim), at.normal(heads, count, at.v_dim)
-        return {**parts, "position": GraphLabels(found, key_table=tables[0], value_table=tables[1])}
+        tables = {"key_table": at.normal(count, at.dim), "value_table": at.normal(heads, count, at.v_dim)}
+        kept = at.pick(("key_table", "value_table"), ("table", "key_table"), ("value_table",), ("key_table",))
+        if "table" in kept:
+            tables["table"] = at.normal(count, heads)
+        # One graph for all items, or one for each.
+        found = found[(0,) * len(at.batch)] if at.pick(False, True) and 0 not in at.batch else found
+        return {**parts, "position": GraphLabels(found, **{name: tables[name] for name in kept})}
     length = at.q_len
     parts = at.operands(4, 4, length, length)
     # Distances are the same both ways, and 0 from a node to itself; the virtual node stands before all others.

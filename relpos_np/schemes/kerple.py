@@ -138,6 +138,7 @@ def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # Powers up to 1 keep the scores of a few hundred keys small.
     a, b = (np.exp(-np.abs(at.normal(parts["q"].shape[-3]))).astype(parts["q"].dtype) for _ in "ab")
+    b = b * b.dtype.type(at.pick(1, 2))
     return {**parts, "position": KERPLE(a, b, form=at.variant or "log"), "kwargs": {"causal": True}}
 
 

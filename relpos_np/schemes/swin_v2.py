@@ -368,7 +368,7 @@ def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2, length, length)
     dtype, heads = parts["q"].dtype, parts["q"].shape[-3]
     hidden = at.normal(24, 2), at.normal(24)
-    last, scale = at.normal(heads, 24) / 4, np.log(1 + np.abs(at.normal(heads)))
+    last, scale = at.normal(heads, 24) / 4, np.log(1 + np.abs(at.normal(heads))) * at.pick(1, 9)
     bias = at.pick(False, True)
     position = SwinV2(
         *hidden,
