@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import relpos_np as rp
-from relpos_np._calls.lowering import all_terms, each_lowered
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract import check
 from relpos_np._dense import from_terms
 from relpos_np.errors import RelposError
@@ -154,8 +154,7 @@ class Case:
         """Whether the library accepts the call."""
         try:
             problem = check.problem(*self.operands(dtype), **self._masks(dtype))[0]
-            for scheme in self.schemes(dtype):
-                scheme.check(problem.site)
+            checked_schemes(tuple(self.schemes(dtype)), problem)
         except RelposError:
             return False
         return True
@@ -296,6 +295,8 @@ KINDS = {
     name if variant in (None, *rp.SCHEMES[name].variants[:1]) else f"{name} {variant}": Position(name, variant)
     for name, variant in ATTENTION
 }
+# Each as examples have it, and with all second choices, such as tables per head or positions of one's own.
+EVERY = KINDS | {f"{name}, chosen": replace(position, choices=(1,) * 8) for name, position in KINDS.items()}
 T5_CAUSAL = Position("t5", choices=(5,))
 SHAW_PER_HEAD = Position("shaw", "zero", choices=(1,))
 

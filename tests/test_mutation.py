@@ -1,11 +1,12 @@
 """How planted bugs find their place: by function and syntax, whatever the formatting."""
 
 import ast
+import tomllib
 
 import pytest
 
-from tests.mutation import trees
-from tests.mutation.anchors import AnchorError, Bug, planted
+from tests.mutation import generated, trees
+from tests.mutation.anchors import ROOT, AnchorError, Bug, planted
 
 SOURCE = '''
 """A module."""
@@ -87,3 +88,28 @@ def test_files_that_name_a_module_come_first():
     assert any("rotary" in name for name in found[1:4])
     assert all("/cuda/" not in name for name in found)
     assert all("/cuda/" in name for name in trees.likely("relpos_np/kernels/_cuda/tile.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "counts"),
+    [
+        ("index = t5_map(", True),
+        ("Array, site: Site) -> Terms:", False),
+        ("raise RelposValueError(", False),
+        ("buckets, both = at.pick(", False),
+        ("register(", False),
+        ('return f"T5(table=', False),
+    ],
+)
+def test_what_computes_nothing_is_not_mutated(code, counts):
+    file = "relpos_np/schemes/t5.py"
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if code in text)
+    assert generated.computes(file, line, lines[line - 1].index(code)) == counts
+
+
+def test_each_survivor_has_one_verdict():
+    for one in tomllib.loads(generated.JUDGED.read_text(encoding="utf-8")).get("survivor", []):
+        assert {"at", "before", "after"} < set(one)
+        assert ("equivalent" in one) != ("test" in one)
+        assert "equivalent" in one or (ROOT / one["test"].partition("::")[0]).exists()

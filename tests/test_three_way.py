@@ -20,7 +20,7 @@ from relpos_np.errors import RelposError
 from relpos_np.testing.arguments import arguments
 from tests import naive
 from tests.every import ABSOLUTE, ATTENTION
-from tests.strategies import KINDS, Case, Position, cases, fits, float64_tolerance
+from tests.strategies import EVERY, KINDS, Case, Position, cases, fits, float64_tolerance
 from tests.test_equivalence import assert_close, assert_float32_promise, assert_same
 from tests.test_gradients import slope
 
@@ -109,10 +109,10 @@ def assert_slopes(case, evaluate, backends=BACKENDS):
 # ---------------------------------------------------------------------------------------------- what is registered
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_registered_examples(kind):
     """Every scheme and variant as it is registered, with grouped heads and D_v other than D."""
-    case = Case(1, TINY, (2,), 2, 2, 9, 13, 6, 5, positions=(KINDS[kind],))
+    case = Case(1, TINY, (2,), 2, 2, 9, 13, 6, 5, positions=(EVERY[kind],))
     for one in (case, replace(case, causal=True, amplitude=3.0)):
         expected = one.naive()
         for backend in BACKENDS:

@@ -244,7 +244,7 @@ def _build(at: Sample) -> dict[str, Any]:
     heads = parts["q"].shape[-3]
     # Every hidden unit is active nearby, and some are not farther away.
     w1, b1, w2, b2 = at.normal(8) * 2, np.abs(at.normal(8)), at.normal(heads, 8), at.normal(heads)
-    # Some queries stand before the threshold and some beyond it, and none on it, where the formula has a kink.
+    # Some queries stand before the threshold and some beyond it; none on it, where there is no slope.
     far = at.pick(max(at.k_len - at.q_len / 2 - 0.25, 0.75), 0.5, at.k_len + 200.5)
     position = FIRE(w1, b1, w2, b2, *(np.asarray(x, w1.dtype) for x in (0.25, far)), eps=at.pick(0.0, 1e-6, 0.5))
     return {**parts, "position": position, "kwargs": {"causal": True}}

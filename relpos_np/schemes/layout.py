@@ -409,7 +409,7 @@ def _build(at: Sample) -> dict[str, Any]:
         tables = at.normal(32, heads), at.normal(32, heads), at.normal(32, heads)
         # Hundredths are borders, where single precision decides otherwise.
         places = boxes / 1024 if at.pick(True, False) else np.rint(boxes / 10) / 100
-        options = {"rounding": at.pick("exact", "float32"), "factor": at.pick(None, 50.0)}
+        options: dict[str, Any] = {"rounding": at.pick("exact", "float32"), "factor": at.pick(None, 50.0)}
         position = LayoutBias(*tables, places.astype(dtype), variant="udop", **options)
         return {**parts, "position": position, "kwargs": kwargs}
     # The last third are patches of an image, whose positions start again.

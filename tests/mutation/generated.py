@@ -185,8 +185,8 @@ def runs(file: str) -> list[list[str]]:
     stem = Path(file).stem
     if file.startswith("relpos_np/schemes/"):
         named = [path for path in files if any(word in Path(path).stem for word in _BY_SCHEME)]
-        words = f"({stem} or {stem.replace('_', '')}) and not numba"
-        return [[*named, "-k", words], [*files[:2], "-k", "not numba"]]
+        words = f"({stem} or {stem.replace('_', '')})"
+        return [[*named, "-k", f"{words} and not numba"], [*files[:2], "-k", f"not {words} and not numba"]]
     return [[*files[:3], "-k", "not numba"], [*files[3:6], "tests/test_three_way.py", "-k", "not numba"]]
 
 
@@ -288,7 +288,7 @@ def judge_all(items: Iterable[Any], clean: Path, jobs: int, limit: float) -> Ite
 
 def judged() -> dict[tuple[str, str, str], str]:
     """Why survivors are equivalent, by place, line before and line after."""
-    entries = tomllib.loads(JUDGED.read_text(encoding="utf-8"))["survivor"] if JUDGED.exists() else []
+    entries = tomllib.loads(JUDGED.read_text(encoding="utf-8")).get("survivor", [])
     return {(one["at"], one["before"], one["after"]): one["equivalent"] for one in entries if "equivalent" in one}
 
 

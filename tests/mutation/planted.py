@@ -39,16 +39,15 @@ def sample(bugs: Sequence[Bug], count: int, seed: int) -> list[Bug]:
 
 
 def caught(bug: Bug, clean: Path, kernels: Path, quick: bool = False) -> str | None:
-    """What notices the bug; `quick` runs only the test that did so when it was recorded."""
+    """What notices the bug; `quick` runs the test that did so when it was recorded, and the likeliest files."""
     by = recorded()
     with tempfile.TemporaryDirectory(dir=clean.parent) as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(clean, copy)
         (copy / file_of(bug)).write_text(planted(bug), encoding="utf-8")
         runs = [[by[bug.name]]] if bug.name in by else []
-        if not quick:
-            files = likely(file_of(bug), _of_file(file_of(bug), by))
-            runs += [files[:1], files[1:4], files[4:]]
+        files = likely(file_of(bug), _of_file(file_of(bug), by))
+        runs += [files[:1], files[1:4]] if quick else [files[:1], files[1:4], files[4:]]
         return next((found for tests in runs if tests and (found := failure(copy, kernels, tests))), None)
 
 
@@ -68,7 +67,7 @@ def run(bugs: Iterable[Bug], jobs: int, quick: bool = False) -> tuple[dict[str, 
     jobs : int
         How many at once.
     quick : bool
-        Run only the test that caught a bug when it was recorded.
+        Run only the test that caught a bug when it was recorded, and the likeliest files.
 
     Returns
     -------

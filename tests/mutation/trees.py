@@ -15,7 +15,10 @@ from pathlib import Path
 from tests.mutation.anchors import ROOT
 
 # What says nothing of numbers, or measures times: no bug is looked for there.
-_SILENT = "asv cli_help docs gpu_script imports interop mutation pictures plot promises readme soak supply_chain"
+_SILENT = (
+    "asv cli_help completeness completion docs gpu_script imports interop mutation pictures plot project promises "
+    "readme soak supply_chain"
+)
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
 QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
 PYTEST = ("-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
