@@ -11,7 +11,9 @@ from typing import Any
 _MOVED = {
     "axes": "formulas.rotary_axes",
     "bucket": "formulas.buckets",
+    "diagrams": "plot.diagrams",
     "frequencies": "formulas.frequencies",
+    "pictures": "plot.gallery",
     "problem": "_contract.problem",
     "registry": "schemes.registry",
     "resize": "formulas.resize_tables",

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import relpos_np as rp
-from relpos_np._calls.lowering import all_terms, each_lowered
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract import check
 from relpos_np._dense import from_terms
 from relpos_np.errors import RelposError
@@ -154,8 +154,7 @@ class Case:
         """Whether the library accepts the call."""
         try:
             problem = check.problem(*self.operands(dtype), **self._masks(dtype))[0]
-            for scheme in self.schemes(dtype):
-                scheme.check(problem.site)
+            checked_schemes(tuple(self.schemes(dtype)), problem)
         except RelposError:
             return False
         return True

@@ -15,10 +15,11 @@ HERE = Path(__file__).parent
 
 # Processes that share the tests: the simulator keeps one processor busy.
 SHARDS = 2
-# What every change is tested with; the marker `simulator` stands for all of it.
+# What every run of the tests includes, some seconds; the marker `simulator` stands for all of it.
 QUICK = (
-    "test_masks or test_bands_and_lengths or (test_every_scheme and float32) or test_rel_shift or test_ragged_sizes or "
-    "test_gradients_of_empty_axes or (test_gradients_of_every_scheme and float32)"
+    "(test_masks and bool) or (test_every_scheme and float32 and (t5 or shaw-clip or conformer)) or "
+    "(test_rel_shift and float32) or test_ragged_sizes or test_gradients_of_empty_axes or "
+    "(test_gradients_of_every_scheme and float32 and (t5-exact or shaw-clip))"
 )
 
 

@@ -148,7 +148,10 @@ def test_nan_in_what_a_scheme_holds_is_not_taken_for_that(rng):
         assert np.isnan(out[:, 1]).all()
 
 
-@given(cases(small=True), st.data())
+DIVISIBLE_CASES = cases(small=True).filter(lambda case: all(p.name != "cope" for p in case.positions))
+
+
+@given(DIVISIBLE_CASES, st.data())
 def test_parts_of_any_call_make_the_whole(case, data):
     q, k, v = case.operands(np.float64)
     options = case.options(np.float64)
@@ -277,12 +280,12 @@ def test_dask_gives_what_one_process_gives(name, variant, da):
     np.testing.assert_allclose(lse, expected[1], rtol=1e-12, atol=1e-12)
 
 
-@given(cases(small=True), st.integers(1, 5), st.integers(1, 5), st.integers(2, 4))
+@given(DIVISIBLE_CASES, st.integers(1, 5), st.integers(1, 5), st.integers(2, 4))
 def test_dask_takes_any_call(case, query_chunk, key_chunk, split_every):
     da = pytest.importorskip("dask.array")
     q, k, v = case.operands(np.float64)
     options = case.options(np.float64)
-    if any(p.kind == "transformer_xl" for p in case.positions):
+    if any(p.name == "transformer_xl" for p in case.positions):
         query_chunk = -1
     expected = rp.attention(q, k, v, **options, backend="numpy", return_lse=True)
     blocks = [

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import testing
 from relpos_np._contract.terms import Terms
 from relpos_np.schemes.base import SchemeGradient
-from tests.every import ATTENTION
 
 BACKENDS = ("numpy", "terms", "numba")
 
@@ -81,47 +79,6 @@ def check_gradient(q, k, v, position, kwargs, backend, seed=0):
     return grads
 
 
-def trained(position):
-    """Names of the floating-point arrays that a scheme was made of."""
-    return {
-        name
-        for name, x in vars(position).items()
-        if not name.startswith("_") and isinstance(x, np.ndarray) and x.dtype.kind == "f"
-    }
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("name", "variant"), ATTENTION)
-def test_gradients_are_slopes(name, variant, backend):
-    e = testing.example(name, variant=variant, dtype="float64")
-    grads = check_gradient(e.q, e.k, e.v, e.position, dict(e.kwargs), backend)
-    assert set(grads.position) == trained(e.position), "every trained array has a gradient"
-
-
-def swin_v2(rng, **options):
-    w1, b1, w2 = (rng.standard_normal(shape) for shape in ((5, 2), (5,), (2, 5)))
-    return rp.SwinV2(w1, b1, w2, rng.standard_normal((2, 1, 1)), (2, 3), **options)
-
-
-# What examples leave out: arrays that a scheme may have or not.
-OPTIONAL = {
-    "swin_v2, its last bias": lambda rng: swin_v2(rng, output_bias=rng.standard_normal(2)),
-    "shaw, of values": lambda rng: rp.Shaw(value_table=rng.standard_normal((5, 4))),
-    "deberta, of queries": lambda rng: rp.DeBERTa(rng.standard_normal((2, 8, 4)), None),
-    "deberta, of keys": lambda rng: rp.DeBERTa(None, rng.standard_normal((2, 8, 4))),
-    "neighborhood, none": lambda rng: rp.NeighborhoodBias(None, (2, 3), (1, 3)),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_gradients_of_optional_arrays(name, backend, rng):
-    q, k, v = rng.standard_normal((3, 2, 2, 6, 4))
-    position = OPTIONAL[name](rng)
-    grads = check_gradient(q, k, v, position, {}, backend)
-    assert set(grads.position) == trained(position)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_scheme_that_passes_no_gradient_on(backend, rng):
     """Of content without a slope the operands' gradients are 0, and the values' are not."""
@@ -177,19 +134,6 @@ def test_gradients_of_every_option(kwargs, backend, rng):
     k, v = rng.standard_normal((2, 2, 9, 5)), rng.standard_normal((3, 2, 2, 9, 3))
     position = (shaw(rng, 5, 3), rp.T5(rng.standard_normal((8, 4)), max_distance=16), rp.Rotary(4))
     check_gradient(q, k, v, position, dict(kwargs), backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (1, 7), (7, 1), (5, 12)])
-@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "wenet"])
-def test_gradients_of_position_rows(variant, q_len, k_len, backend, rng):
-    if variant == "transformer_xl" and k_len < q_len:
-        return
-    rows = len(rp.reference.row_distances(q_len, k_len, variant))
-    position = rp.TransformerXL(*rng.standard_normal((2, 4, 3)), rng.standard_normal((rows, 4, 3)), variant=variant)
-    q, (k, v) = rng.standard_normal((2, 4, q_len, 3)), rng.standard_normal((2, 2, 2, k_len, 3))
-    check_gradient(q, k, v, position, {}, backend)
-    check_gradient(q, k, v, (position, rp.ALiBi(rng.standard_normal(4), form="key")), {"causal": True}, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

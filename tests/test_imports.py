@@ -5,6 +5,7 @@ import json
 import statistics
 import subprocess
 import sys
+import textwrap
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -167,3 +168,19 @@ def test_every_module_says_what_it_is_for():
         first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
         assert first, path
         assert first[0].endswith("."), path
+
+
+@pytest.mark.parametrize("old", relpos_np._moved._MOVED)
+def test_modules_that_moved_are_still_found(old):
+    """By either way of importing them, with a warning that says where they are."""
+    code = f"""
+        import warnings, relpos_np.{old}
+        successor = __import__("importlib").import_module("relpos_np.{relpos_np._moved._MOVED[old]}")
+        name = next(name for name in vars(successor) if not name.startswith("_") and name != "annotations")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert getattr(relpos_np.{old}, name) is getattr(successor, name)
+            exec(f"from relpos_np.{old} import {{name}}")
+        assert len(found) == 2 and all("has moved to" in str(one.message) for one in found), found
+    """
+    python(textwrap.dedent(code))

@@ -4,38 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests import naive
 from tests.test_schemes import close, make
-from tests.test_schemes_vectors import SHAPES, agrees_with_loops, operands
-
-
-@pytest.mark.parametrize("variant", ["paper", "ram"])
-@pytest.mark.parametrize("shape", [*SHAPES[:4], (13, 17, 2, 1)])
-def test_cope_against_loops(shape, variant, backend, rng):
-    q, k, v = operands(rng, shape)
-    gate_key, counted = rng.standard_normal(k.shape), rng.random((2, 1, *shape[:2])) < 0.7
-    for table, extra in (
-        (rng.standard_normal((shape[1] + 1, 5)), {}),
-        (rng.standard_normal((shape[2], 3, 5)), {"counted": counted}),
-        (rng.standard_normal((1, 5)), {}),
-        (rng.standard_normal((4, 5)), {"gate_key": gate_key}),
-    ):
-        scheme = rp.CoPE(table, variant=variant, **extra)
-        for options, last in (({"causal": True}, 0), ({}, None), ({"window": (5, 2)}, 2)):
-            found = rp.attention(q, k, v, position=scheme, backend=backend, return_lse=True, **options)
-            logit = naive.cope(q, k, table, variant=variant, last=last, **extra)
-            agrees_with_loops(found, q, k, v, logit, **options)
-
-
-def test_cope_functions_are_the_scheme(backend, rng):
-    q, k, _ = make(rng)
-    table = rng.standard_normal((4, 6))
-    s = q @ k.swapaxes(-1, -2) / np.sqrt(6)
-    gates = np.tril(1 / (1 + np.exp(-s)))
-    positions = rp.reference.contextual_positions(gates, 4)
-    expected = s + rp.reference.cope_scores(q, table, positions)
-    found = rp.logits(q, k, position=rp.CoPE(table), causal=True, backend=backend)
-    close(found, np.where(np.tri(9, dtype=bool), expected, -np.inf))
 
 
 def test_cope_with_open_gates_is_shaw_with_one_more(backend, rng):
@@ -67,16 +36,6 @@ def test_cope_of_a_constant_table_adds_a_number_per_query(backend, rng):
     close(lse, plain_lse + q @ table[0])
 
 
-def test_cope_token_by_token_is_the_full_pass(backend, rng):
-    q, k, v = make(rng)
-    scheme = rp.CoPE(rng.standard_normal((2, 4, 6)))
-    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    for t in range(9):
-        new, past = slice(t, t + 1), slice(t + 1)
-        step = rp.attention(q[..., new, :], k[..., past, :], v[..., past, :], position=scheme, backend=backend)
-        close(step, out[..., new, :])
-
-
 def test_cope_padding_behind_a_causal_call_is_not_counted(backend, rng):
     """Nor is NaN anywhere: an excluded key of NaN changes nothing for others."""
     q, k, v = make(rng)
@@ -97,33 +56,6 @@ def test_cope_padding_behind_a_causal_call_is_not_counted(backend, rng):
         q[:, :, :6], k[:, :, keep], v[:, :, keep], position=rp.CoPE(scheme.table, counted=mask), mask=mask
     )
     close(found, shorter)
-
-
-def test_cope_gradient_of_gate_keys(rng):
-    """Central differences; the numbers are far from whole positions."""
-    q, k, v = rng.standard_normal((3, 2, 2, 5, 4))
-    gate_key, to_out = rng.standard_normal((2, 2, 5, 4)), rng.standard_normal((2, 2, 5, 4))
-    table = rng.standard_normal((3, 4))
-
-    def loss(x):
-        scheme = rp.CoPE(table, gate_key=x)
-        return (rp.attention(q, k, v, position=scheme, causal=True, backend="numpy") * to_out).sum()
-
-    found = rp.attention_vjp(q, k, v, grad_out=to_out, position=rp.CoPE(table, gate_key=gate_key), causal=True)
-    step = rng.standard_normal(gate_key.shape)
-    slope = (loss(gate_key + 1e-6 * step) - loss(gate_key - 1e-6 * step)) / 2e-6
-    np.testing.assert_allclose((found.position["gate_key"] * step).sum(), slope, rtol=1e-7)
-
-
-@pytest.mark.parametrize(("q_len", "k_len"), [(0, 3), (3, 0), (0, 0)])
-def test_cope_gradient_of_empty_calls(q_len, k_len, rng):
-    q, k, v = operands(rng, (q_len, k_len, 2, 1))
-    scheme, to_out = rp.CoPE(rng.standard_normal((4, 5))), np.zeros((2, 2, q_len, 3))
-    for backend in ("numpy", "terms"):
-        found = rp.attention_vjp(q, k, v, position=scheme, grad_out=to_out, backend=backend)
-        assert found.q.shape == q.shape
-        assert not found.k.any()
-        assert not found.position["table"].any()
 
 
 def test_cope_refuses():

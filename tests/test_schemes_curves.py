@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests import naive
 from tests.test_schemes import close
-from tests.test_schemes_tables import LENGTHS, agree, operands
+from tests.test_schemes_tables import operands
 
 # ---------------------------------------------------------------------------------------------- FIRE
 
@@ -19,27 +18,6 @@ def network(rng, heads=4, hidden=6):
         rng.standard_normal((heads, hidden)),
         rng.standard_normal(heads),
     )
-
-
-# Beyond every position, in the middle of them, and before the first.
-THRESHOLDS = [200.0, 4.5, 0.5]
-
-
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("offset", [None, 0, -3, 17])
-@pytest.mark.parametrize(("q_len", "k_len"), [*LENGTHS, (9, 4)])
-def test_fire_against_loops(q_len, k_len, offset, threshold, backend, rng):
-    if q_len > 9 and offset is not None:
-        return
-    q, k, v = operands(rng, q_len, k_len)
-    parts = network(rng)
-    for eps in (0.0, 0.5):
-        loops = naive.fire(*parts, 0.7, threshold, q_len, k_len, eps=eps, offset=offset)
-        agree(rp.FIRE(*parts, 0.7, threshold, eps=eps), loops, q, k, v, backend, offset=offset)
-    at = k_len - q_len if offset is None else offset
-    written = rp.reference.fire_bias(*parts, 0.7, threshold, q_len, k_len, offset=at, eps=0.5)
-    zeros = np.zeros((1, 4, q_len, 1)), np.zeros((1, 4, k_len, 1))
-    close(written, naive.logits(*zeros, logit=loops)[0], 1e-12)
 
 
 def test_fire_by_hand(backend):
@@ -65,33 +43,6 @@ def test_fire_before_the_threshold_is_kerple(backend, rng):
     close(*(rp.attention(q, k, v, position=one, backend=backend) for one in (scheme, kerple)))
 
 
-def test_fire_without_an_output_layer_is_plain(backend, rng):
-    q, k, v = operands(rng, 7, 9)
-    w1, b1, w2, b2 = network(rng)
-    for threshold in THRESHOLDS:
-        scheme = rp.FIRE(w1, b1, 0 * w2, b2, 0.1, threshold)
-        close(rp.attention(q, k, v, position=scheme, backend=backend), rp.attention(q, k, v, backend=backend))
-
-
-def test_fire_heads_are_a_set(backend, rng):
-    q, k, v = operands(rng, 7, 9, 4, 4)
-    order = rng.permutation(4)
-    w1, b1, w2, b2 = network(rng)
-    out = rp.attention(q, k, v, position=rp.FIRE(w1, b1, w2, b2, 0.1, 4.0), backend=backend)
-    scheme = rp.FIRE(w1[:, None], b1, w2[order], b2[order], np.array([0.1]), np.float64(4.0))
-    found = rp.attention(*(x[:, order] for x in (q, k, v)), position=scheme, backend=backend)
-    close(found, out[:, order])
-
-
-def test_fire_token_by_token(backend, rng):
-    q, k, v = operands(rng, 9, 9)
-    scheme = rp.FIRE(*network(rng), 0.1, 4.0)
-    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    for t in range(9):
-        past_k, past_v = k[:, :, : t + 1], v[:, :, : t + 1]
-        close(rp.attention(q[:, :, [t]], past_k, past_v, position=scheme, backend=backend), out[:, :, [t]])
-
-
 def test_fire_in_blocks(monkeypatch, rng):
     """Few rows at a time give what all at once give, gradients too."""
     q, k, v = operands(rng, 7, 9)
@@ -109,25 +60,6 @@ def test_fire_in_blocks(monkeypatch, rng):
     np.testing.assert_array_equal(few, scores)
     for name, grad in grads.items():
         close(few_grads[name], grad)
-
-
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-def test_fire_gradients(threshold, rng):
-    """Against central differences: from a table, from pairs, and from both sides of the threshold."""
-    q, k, v = operands(rng, 7, 9)
-    parts = dict(zip(("w1", "b1", "w2", "b2"), network(rng), strict=True))
-    x = {**parts, "c": np.array(0.3), "threshold": np.array(threshold)}
-    grad = rng.standard_normal((2, 4, 7, 5))
-    found = rp.attention_vjp(q, k, v, position=rp.FIRE(**x, eps=0.2), grad_out=grad).position
-    assert set(found) == set(x)
-    for name, array in x.items():
-        direction = rng.standard_normal(array.shape) * array
-        moved = (rp.FIRE(**{**x, name: np.asarray(array + t * direction)}, eps=0.2) for t in (1e-5, -1e-5))
-        there, back = (rp.attention(q, k, v, position=one, backend="numpy") for one in moved)
-        slope = ((there - back) * grad).sum() / 2e-5
-        assert abs((found[name] * direction).sum() - slope) < 1e-7 * (1 + abs(slope)), name
-    assert found["threshold"].shape == ()
-    assert (found["threshold"] != 0) == (threshold > 2)
 
 
 def test_fire_needs_no_square_of_memory_before_the_threshold(rng):
@@ -164,21 +96,6 @@ def test_fire_refuses(rng):
 # ---------------------------------------------------------------------------------------------- Sandwich
 
 
-@pytest.mark.parametrize("variant", ["paper", "nemo"])
-@pytest.mark.parametrize("offset", [None, 0, -3, 17])
-@pytest.mark.parametrize(("q_len", "k_len"), [*LENGTHS, (9, 4)])
-def test_sandwich_against_loops(q_len, k_len, offset, variant, backend, rng):
-    if q_len > 9 and offset is not None:
-        return
-    q, k, v = operands(rng, q_len, k_len)
-    loops = naive.sandwich(q_len, k_len, 4, dim=12, base=500.0, variant=variant, offset=offset)
-    agree(rp.Sandwich(12, base=500, variant=variant), loops, q, k, v, backend, offset=offset)
-    at = k_len - q_len if offset is None else offset
-    written = rp.reference.sandwich_bias(4, q_len, k_len, dim=12, base=500.0, offset=at, variant=variant)
-    zeros = np.zeros((1, 4, q_len, 1)), np.zeros((1, 4, k_len, 1))
-    close(written, naive.logits(*zeros, logit=loops)[0], 1e-12)
-
-
 def test_sandwich_by_hand(backend):
     """Eight heads of the paper's 128 channels: 64 over 1, 2 ... 8 at distance 0, where NeMo has 0."""
     q = np.zeros((8, 3, 1))
@@ -207,15 +124,6 @@ def test_sandwich_falls_like_a_logarithm():
     assert np.abs(np.diff(means) + 64 / np.log2(1e4)).max() < 0.25
 
 
-def test_sandwich_token_by_token(backend, rng):
-    q, k, v = operands(rng, 9, 9)
-    scheme = rp.Sandwich(8, heads=4)
-    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    for t in range(9):
-        past_k, past_v = k[:, :, : t + 1], v[:, :, : t + 1]
-        close(rp.attention(q[:, :, [t]], past_k, past_v, position=scheme, backend=backend), out[:, :, [t]])
-
-
 def test_sandwich_refuses():
     q = np.zeros((2, 3, 4))
     for call, words in (
@@ -240,22 +148,6 @@ def curves(rng, heads=4, count=3):
         rng.standard_normal((count, heads)),
         3 * rng.standard_normal((count, heads)),
     )
-
-
-@pytest.mark.parametrize("variant", ["paper", "published"])
-@pytest.mark.parametrize("offset", [None, 0, -3, 17])
-@pytest.mark.parametrize(("q_len", "k_len"), [*LENGTHS, (9, 4)])
-def test_tisa_against_loops(q_len, k_len, offset, variant, backend, rng):
-    if q_len > 9 and offset is not None:
-        return
-    q, k, v = operands(rng, q_len, k_len)
-    parts = curves(rng)
-    loops = naive.tisa(*parts, q_len, k_len, variant=variant, offset=offset)
-    agree(rp.TISA(*parts, variant=variant), loops, q, k, v, backend, offset=offset)
-    at = k_len - q_len if offset is None else offset
-    written = rp.reference.tisa_bias(*parts, q_len, k_len, offset=at, variant=variant)
-    zeros = np.zeros((1, 4, q_len, 1)), np.zeros((1, 4, k_len, 1))
-    close(written, naive.logits(*zeros, logit=loops)[0], 1e-12)
 
 
 def test_tisa_by_hand(backend):
@@ -283,22 +175,6 @@ def test_tisa_as_published_reads_one_too_early(rng):
     values = (a[..., None] * np.exp(-np.abs(b[..., None]) * (c[..., None] - at) ** 2)).sum(axis=0)
     read = length - 1 + np.arange(length)[:, None] - np.arange(length)
     close(rp.reference.tisa_bias(a, b, c, length, length, variant="published"), values[:, read])
-
-
-def test_tisa_flat_or_low_curves_are_plain(backend, rng):
-    q, k, v = operands(rng, 7, 9)
-    a, b, c = curves(rng)
-    for scheme in (rp.TISA(0 * a, b, c), rp.TISA(a, 0 * b, c)):
-        close(rp.attention(q, k, v, position=scheme, backend=backend), rp.attention(q, k, v, backend=backend))
-
-
-def test_tisa_token_by_token(backend, rng):
-    q, k, v = operands(rng, 9, 9)
-    scheme = rp.TISA(*curves(rng), variant="published")
-    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    for t in range(9):
-        past_k, past_v = k[:, :, : t + 1], v[:, :, : t + 1]
-        close(rp.attention(q[:, :, [t]], past_k, past_v, position=scheme, backend=backend), out[:, :, [t]])
 
 
 def test_tisa_refuses(rng):

@@ -5,7 +5,6 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._contract import check
-from tests import naive
 
 LAYOUTS = ("half", "interleaved")
 
@@ -19,42 +18,7 @@ def close(a, b, atol=1e-13):
     np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-def spread(x, axes, batch=2):
-    """Positions as the loops want them: (B, A, L)."""
-    x = np.asarray(x, float)
-    return np.broadcast_to(x if axes else x[..., None, :], (batch, axes or 1, x.shape[-1]))
-
-
 # ---------------------------------------------------------------------------------------------- positions
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 7), (7, 1), (63, 65), (65, 63)])
-@pytest.mark.parametrize("axes", [None, 1, 3])
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("per_item", [False, True])
-def test_scores_are_those_of_the_loops(layout, lengths, axes, per_head, per_item, backend, rng):
-    if per_head and axes is None:
-        return
-    q, k, _ = make(rng, *lengths)
-    omega = rng.standard_normal((*((axes,) if axes else ()), *((2,) if per_head else ()), 3))
-    lead = (*((2,) if per_item else ()), *((axes,) if axes else ()))
-    rows, columns = (rng.integers(-20, 20, (*lead, n)) / 4 for n in lengths)
-    scheme = rp.Rotary(frequencies=omega, layout=layout, positions=rows, key_positions=columns, magnitude=1.25)
-    waves = omega.reshape(axes or 1, 2 if per_head else 1, 3)
-    expected = naive.logits(
-        *naive.turns(q, k, spread(rows, axes), spread(columns, axes), waves, layout=layout, magnitude=1.25)
-    )
-    close(rp.logits(q, k, position=scheme, backend=backend), expected)
-
-
-def test_outputs_are_those_of_the_loops(backend, rng):
-    q, k, v = make(rng, 9, 9)
-    omega, at = rng.standard_normal((2, 2, 4)), rng.integers(0, 9, (2, 2, 9))
-    turned = naive.turns(q, k, at, at, omega)
-    expected = naive.attention(*turned, v, allowed=naive.allowed(9, 9, causal=True))[0]
-    out = rp.attention(q, k, v, position=rp.Rotary(frequencies=omega, positions=at), causal=True, backend=backend)
-    close(out, expected)
 
 
 def test_default_positions_given(backend, rng):
@@ -105,17 +69,6 @@ def test_packed_texts(backend, rng):
     for part in (slice(0, 4), slice(4, 9)):
         alone = rp.attention(*(x[..., part, :] for x in (q, k, v)), position=rp.Rotary(), causal=True, backend=backend)
         close(out[..., part, :], alone)
-
-
-def test_decoding_with_positions(backend, rng):
-    q, k, v = make(rng, 9, 9)
-    positions = rng.integers(0, 50, (2, 9))
-    out = rp.attention(q, k, v, position=rp.Rotary(positions=positions), causal=True, backend=backend)
-    for t in range(9):
-        scheme = rp.Rotary(positions=positions[:, : t + 1])
-        seen = (x[..., : t + 1, :] for x in (k, v))
-        step = rp.attention(q[..., t : t + 1, :], *seen, position=scheme, causal=True, backend=backend)
-        close(step[..., 0, :], out[..., t, :])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -222,28 +175,6 @@ def test_grids_by_hand():
 # ---------------------------------------------------------------------------------------------- xPos
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 7), (7, 1), (63, 65), (65, 63)])
-@pytest.mark.parametrize(
-    "options", [{}, {"dim": 4, "base": 50.0}, {"scale_base": 20.0, "gamma": 0.7, "offset": 5}, {"offset": -4}]
-)
-def test_xpos_scores_are_those_of_the_loops(layout, lengths, options, backend, rng):
-    q, k, _ = make(rng, *lengths)
-    expected = naive.logits(*naive.xpos(q, k, layout=layout, **options))
-    offset = options.get("offset")
-    scheme = rp.XPos(layout=layout, **{name: x for name, x in options.items() if name != "offset"})
-    found = rp.logits(q, k, position=scheme, offset=offset, backend=backend)
-    # Keys of the future have large scores; the error is relative to the sizes of the operands.
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
-
-
-def test_xpos_outputs(backend, rng):
-    q, k, v = make(rng, 9, 9)
-    turned = naive.xpos(q, k, scale_base=30.0)
-    expected = naive.attention(*turned, v, allowed=naive.allowed(9, 9, causal=True))[0]
-    close(rp.attention(q, k, v, position=rp.XPos(scale_base=30.0), causal=True, backend=backend), expected)
-
-
 def test_xpos_sees_distances_alone(backend, rng):
     """Moving all positions changes nothing, far beyond where factors around 0 would overflow."""
     q, k, v = (x.astype(np.float32) for x in make(rng, 9, 9))
@@ -274,17 +205,6 @@ def test_xpos_of_large_gamma_is_rotary(backend, rng):
     close(out, rp.attention(q, k, v, position=rp.Rotary(layout="interleaved"), backend=backend))
 
 
-def test_xpos_decodes(backend, rng):
-    """The centre of each step is another one, and has no effect."""
-    q, k, v = make(rng, 9, 9)
-    scheme = rp.XPos(6, scale_base=10.0)
-    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    for t in range(9):
-        seen = (x[..., : t + 1, :] for x in (k, v))
-        step = rp.attention(q[..., t : t + 1, :], *seen, position=scheme, causal=True, backend=backend)
-        close(step[..., 0, :], out[..., t, :])
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_xpos_at_the_end_of_its_range(dtype, backend, rng):
     """Far keys have weight 0, and nothing overflows where a causal mask is on."""
@@ -300,62 +220,6 @@ def test_xpos_at_the_end_of_its_range(dtype, backend, rng):
 
 
 # ---------------------------------------------------------------------------------------------- gradients
-
-
-def grid_of(rng, kind):
-    return {
-        "frequencies": lambda: rp.Rotary(frequencies=rng.standard_normal(3), magnitude=1.3),
-        "positions": lambda: rp.Rotary(
-            frequencies=rng.standard_normal(3), layout="interleaved", positions=rng.integers(0, 9, (2, 9))
-        ),
-        "axes": lambda: rp.Rotary(frequencies=rng.standard_normal((2, 4)), positions=rng.standard_normal((2, 2, 9))),
-        "mixed": lambda: rp.Rotary(
-            frequencies=rng.standard_normal((2, 2, 4)), layout="interleaved", positions=rng.standard_normal((2, 9))
-        ),
-        "cross": lambda: rp.Rotary(
-            frequencies=rng.standard_normal((1, 2, 2)),
-            positions=rng.standard_normal((2, 1, 7)),
-            key_positions=rng.standard_normal((1, 9)),
-        ),
-        "rotary": lambda: rp.Rotary(6, positions=rng.integers(0, 9, (2, 9))),
-        "xpos": lambda: rp.XPos(6, scale_base=10.0),
-        "xpos positions": lambda: rp.XPos(scale_base=10.0, layout="half", positions=rng.standard_normal((2, 9))),
-    }[kind]()
-
-
-@pytest.mark.parametrize(
-    "kind", ["frequencies", "positions", "axes", "mixed", "cross", "rotary", "xpos", "xpos positions"]
-)
-@pytest.mark.parametrize("source", ["numpy", "terms"])
-def test_gradients(kind, source, rng):
-    """Central differences along a random direction of each operand, and of the frequencies."""
-    q, k, v = make(rng)
-    scheme = grid_of(rng, kind)
-    w, w_lse = rng.standard_normal((2, 4, 7, 5)), rng.standard_normal((2, 4, 7))
-
-    def loss(q, k, v):
-        out, lse = rp.attention(q, k, v, position=scheme, causal=True, backend="numpy", return_lse=True)
-        return (out * w).sum() + (lse * w_lse).sum()
-
-    found = rp.attention_vjp(q, k, v, position=scheme, grad_out=w, grad_lse=w_lse, causal=True, backend=source)
-    step = 1e-5
-    operands = {"q": q, "k": k, "v": v}
-    for name, x in operands.items():
-        direction = rng.standard_normal(x.shape)
-        ends = [loss(**operands | {name: x + sign * step * direction}) for sign in (1, -1)]
-        expected = (ends[0] - ends[1]) / (2 * step)
-        assert (getattr(found, name) * direction).sum() == pytest.approx(expected, rel=1e-7, abs=1e-7)
-    learned = scheme.frequencies
-    assert set(found.position) == (set() if learned is None else {"frequencies"})
-    if learned is not None:
-        assert found.position["frequencies"].shape == learned.shape
-        direction = rng.standard_normal(learned.shape)
-        ends = []
-        for sign in (1, -1):
-            scheme.frequencies = learned + sign * step * direction
-            ends.append(loss(q, k, v))
-        expected = (ends[0] - ends[1]) / (2 * step)
-        assert (found.position["frequencies"] * direction).sum() == pytest.approx(expected, rel=1e-7, abs=1e-7)
 
 
 def test_gradients_of_excluded_keys(rng):

@@ -1,18 +1,12 @@
 """What layout bias and WavLM's gated bias promise: plain loops, published numbers, identities."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np._contract import index_maps
 from tests import naive
-from tests.test_schemes import close, make
-
-LENGTHS = [(1, 1), (1, 7), (7, 7), (5, 9), (63, 65)]
-# A distance occurs many times, and fractions are slow.
-EXACT, SINGLE = cache(naive.t5_bucket), cache(naive.t5_bucket_float32)
+from tests.test_schemes import close
 
 
 def operands(rng, q_len, k_len, heads=4, kv_heads=2, batch=2):
@@ -21,17 +15,6 @@ def operands(rng, q_len, k_len, heads=4, kv_heads=2, batch=2):
         rng.standard_normal((batch, kv_heads, k_len, 6)),
         rng.standard_normal((batch, kv_heads, k_len, 5)),
     )
-
-
-def agree(scheme, logit, q, k, v, backend, tol=1e-12, **options):
-    """Scores, output and log-sum-exp of a backend equal the loops'."""
-    offset, logit = options.pop("offset", None), cache(logit)
-    wanted, wanted_lse = naive.attention(q, k, v, logit=logit, scale=options.get("scale"))
-    found = rp.attention(q, k, v, position=scheme, backend=backend, return_lse=True, offset=offset, **options)
-    close(found[0], wanted, tol)
-    close(found[1], wanted_lse, tol)
-    scores = naive.logits(q, k, logit=logit, scale=options.get("scale"))
-    close(rp.logits(q, k, position=scheme, backend=backend, offset=offset, **options), scores, tol)
 
 
 # ---------------------------------------------------------------------------------------------- layout
@@ -49,62 +32,6 @@ def layout(rng, length, variant, heads=4, batch=(2,), **options):
     if variant == "udop":
         boxes = boxes / 1000
     return rp.LayoutBias(*tables, boxes, variant=variant, **options)
-
-
-def layout_loops(scheme, q_len, k_len, bucket=EXACT, **options):
-    boxes = scheme.boxes if scheme.boxes.ndim == 3 else [scheme.boxes] * 2
-    positions = scheme.positions if scheme.positions is None or scheme.positions.ndim == 2 else [scheme.positions] * 2
-    return naive.layout(
-        scheme.table,
-        scheme.x_table,
-        scheme.y_table,
-        boxes,
-        q_len,
-        k_len,
-        positions=positions,
-        variant=scheme.variant,
-        max_distance=scheme.max_distance,
-        max_box_distance=scheme.max_box_distance,
-        bucket=bucket,
-        **options,
-    )
-
-
-@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize("variant", ["layoutlmv2", "layoutlmv3", "udop"])
-def test_layout_against_loops(variant, q_len, k_len, backend, rng):
-    q, k, v = operands(rng, q_len, k_len)
-    positions = rng.integers(0, 300, (2, k_len))
-    # Both scales for short lengths; the loops over long ones take their time.
-    for options in ({}, {"positions": positions}, {"positions": positions[0]}):
-        scheme = layout(rng, k_len, variant, **options)
-        for scale in (None, 1.0)[: 1 if q_len > 9 else 2]:
-            factor = 6**-0.5 if scale is None else scale
-            agree(scheme, layout_loops(scheme, q_len, k_len, scale=factor), q, k, v, backend, scale=scale)
-
-
-@pytest.mark.parametrize("variant", ["layoutlmv2", "udop"])
-def test_layout_in_the_middle_of_the_keys(variant, backend, rng):
-    """An offset says which keys the queries are, and boxes without a batch serve every item."""
-    q, k, v = operands(rng, 4, 9)
-    for offset in (0, 3, 5):
-        scheme = layout(rng, 9, variant, batch=())
-        agree(scheme, layout_loops(scheme, 4, 9, offset=offset), q, k, v, backend, offset=offset)
-
-
-@pytest.mark.parametrize("variant", ["layoutlmv2", "layoutlmv3", "udop"])
-def test_layout_in_single_precision(variant, backend, rng):
-    """Places of hundredths of a page are borders, where float32 decides otherwise than float64."""
-    q, k, v = operands(rng, 40, 40)
-    scheme = layout(rng, 40, variant, rounding="float32")
-    if variant == "udop":
-        scheme = rp.LayoutBias(
-            scheme.table, scheme.x_table, scheme.y_table, np.round(scheme.boxes, 2), variant="udop", rounding="float32"
-        )
-        exact = rp.LayoutBias(scheme.table, scheme.x_table, scheme.y_table, scheme.boxes, variant="udop")
-        assert not np.allclose(rp.logits(q, k, position=scheme), rp.logits(q, k, position=exact))
-    loops = layout_loops(scheme, 40, 40, single=True, bucket=SINGLE, scale=6**-0.5)
-    agree(scheme, loops, q, k, v, backend)
 
 
 def test_layout_by_hand(backend):
@@ -182,18 +109,6 @@ def test_layout_tokens_are_a_set(backend, rng):
     close(found, out[:, :, order])
 
 
-def test_layout_token_by_token(backend, rng):
-    q, k, v = operands(rng, 9, 9)
-    scheme = layout(rng, 9, "layoutlmv3")
-    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    for t in range(9):
-        past = rp.LayoutBias(
-            scheme.table, scheme.x_table, scheme.y_table, scheme.boxes[:, : t + 1], variant="layoutlmv3"
-        )
-        past_k, past_v = k[:, :, : t + 1], v[:, :, : t + 1]
-        close(rp.attention(q[:, :, [t]], past_k, past_v, position=past, backend=backend), out[:, :, [t]])
-
-
 def test_layout_maps_follow_the_call(rng):
     """One scheme, calls of different queries: the map that is kept is not taken for another."""
     q, k, _ = operands(rng, 6, 9)
@@ -201,21 +116,6 @@ def test_layout_maps_follow_the_call(rng):
     for part, offset in ((slice(0, 6), 3), (slice(0, 2), 3), (slice(0, 6), 0), (slice(0, 6), 3)):
         found = rp.logits(q[:, :, part], k, position=scheme, backend="terms", offset=offset)
         close(found, rp.logits(q[:, :, part], k, position=scheme, backend="numpy", offset=offset))
-
-
-def test_layout_without_positions(backend, rng):
-    """Boxes alone: the page's part of the bias, and no gradient for what is not there."""
-    q, k, v = operands(rng, 5, 9)
-    whole = layout(rng, 9, "layoutlmv2")
-    alone = rp.LayoutBias(None, whole.x_table, whole.y_table, whole.boxes)
-    text = rp.T5(whole.table)
-    found = [rp.logits(q, k, position=one, backend=backend) for one in (whole, (alone, text))]
-    close(*found)
-    grads = [rp.attention_vjp(q, k, v, position=one, grad_out=q[..., :5]).position for one in (whole, (alone, text))]
-    assert set(grads[1][0]) == {"x_table", "y_table"}
-    for name, grad in grads[1][0].items():
-        close(grad, grads[0][name])
-    close(grads[1][1]["table"], grads[0]["table"])
 
 
 @pytest.mark.parametrize("rounding", ["exact", "float32"])
@@ -282,47 +182,11 @@ def test_layout_refuses():
             call(*arguments, **options)
 
 
-@pytest.mark.parametrize("variant", ["layoutlmv2", "layoutlmv3", "udop"])
-def test_layout_of_zero_tables_is_plain(variant, backend, rng):
-    q, k, v = make(rng)
-    boxes = page(rng, 9) / 1000 if variant == "udop" else page(rng, 9)
-    scheme = rp.LayoutBias(*np.zeros((3, 8, 2)), boxes, variant=variant)
-    close(rp.attention(q, k, v, position=scheme, backend=backend), rp.attention(q, k, v, backend=backend))
-    assert repr(scheme).startswith("LayoutBias(")
-    assert len(repr(scheme)) < 160
-
-
 # ---------------------------------------------------------------------------------------------- WavLM
 
 
 def wavlm(rng, q_len, heads=4, buckets=32, batch=(2,), **options):
     return rp.WavLM(rng.standard_normal((buckets, heads)), rng.standard_normal((*batch, heads, q_len)), **options)
-
-
-@pytest.mark.parametrize("offset", [None, 0, -3, 17])
-@pytest.mark.parametrize(("q_len", "k_len"), [*LENGTHS, (9, 4)])
-def test_wavlm_against_loops(q_len, k_len, offset, backend, rng):
-    if q_len > 9 and offset is not None:
-        return
-    q, k, v = operands(rng, q_len, k_len)
-    scheme = wavlm(rng, q_len, max_distance=20)
-    loops = naive.wavlm(scheme.table, scheme.gate, q_len, k_len, max_distance=20, offset=offset)
-    agree(scheme, loops, q, k, v, backend, offset=offset)
-    at = k_len - q_len if offset is None else offset
-    written = rp.reference.wavlm_bias(scheme.table, scheme.gate, q_len, k_len, offset=at, max_distance=20)
-    zeros = np.zeros((2, 4, q_len, 1)), np.zeros((2, 4, k_len, 1))
-    close(written, naive.logits(*zeros, logit=loops), 1e-13)
-
-
-def test_wavlm_far_away_and_in_single_precision(backend, rng):
-    """320 buckets up to 800: the borders are the same in float32."""
-    q, k = np.zeros((1, 2, 2, 1)), np.zeros((1, 2, 1000, 1))
-    scheme = wavlm(rng, 2, 2, 320, ())
-    single = rp.WavLM(scheme.table, scheme.gate, rounding="float32")
-    loops = naive.wavlm(scheme.table, scheme.gate[None], 2, 1000, offset=400, rounding="float32")
-    expected = naive.logits(q, k, logit=loops)
-    for one in (scheme, single):
-        close(rp.logits(q, k, position=one, offset=400, backend=backend), expected)
 
 
 @pytest.mark.parametrize("length", [1, 7, 63])
@@ -387,33 +251,6 @@ def test_wavlm_with_open_gates_is_t5(backend, rng):
         scheme = rp.WavLM(table, np.full((4, 5), gate), max_distance=20)
         t5 = rp.T5(table * gate, max_distance=20)
         close(*(rp.attention(q, k, v, position=one, backend=backend) for one in (scheme, t5)))
-
-
-def test_wavlm_with_closed_gates_is_plain(backend, rng):
-    q, k, v = operands(rng, 5, 9)
-    for scheme in (
-        rp.WavLM(rng.standard_normal((32, 4)), np.zeros((2, 4, 5))),
-        rp.WavLM(np.zeros((32, 4)), rng.standard_normal((1, 4, 5))),
-    ):
-        close(rp.attention(q, k, v, position=scheme, backend=backend), rp.attention(q, k, v, backend=backend))
-
-
-def test_wavlm_token_by_token(backend, rng):
-    q, k, v = operands(rng, 9, 9)
-    scheme = wavlm(rng, 9)
-    out = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    for t in range(9):
-        step = rp.WavLM(scheme.table, scheme.gate[..., [t]])
-        past_k, past_v = k[:, :, : t + 1], v[:, :, : t + 1]
-        close(rp.attention(q[:, :, [t]], past_k, past_v, position=step, backend=backend), out[:, :, [t]])
-
-
-def test_wavlm_does_not_read_excluded_keys(backend, rng):
-    q, k, v = operands(rng, 5, 9)
-    scheme = wavlm(rng, 5)
-    clean = rp.attention(q, k, v, position=scheme, key_lengths=6, backend=backend)
-    k[..., 6:, :], v[..., 6:, :] = np.nan, np.nan
-    close(rp.attention(q, k, v, position=scheme, key_lengths=6, backend=backend), clean)
 
 
 def test_wavlm_refuses():

@@ -399,6 +399,14 @@ def _repeats(x: Array) -> bool:
     return x.size > 0 and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.strides, strict=True))
 
 
+def heads(name: str, table: Array | None, axis: int, site: Site) -> None:
+    """A table, where there is one, must have an entry for each head along an axis."""
+    if table is not None and table.shape[axis] != site.heads:
+        raise RelposValueError(
+            f"{name}: shape {table.shape} is for {table.shape[axis]} heads, the call has {site.heads}"
+        )
+
+
 def fits_batch(name: str, axes: tuple[int, ...], batch: tuple[int, ...]) -> None:
     """Check that what a scheme holds per batch item broadcasts to the batch axes of a call."""
     padded = (1,) * (len(batch) - len(axes)) + axes

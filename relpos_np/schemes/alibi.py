@@ -142,10 +142,7 @@ class ALiBi(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be one slope per head."""
-        if self.slopes is not None and len(self.slopes) != site.heads:
-            raise RelposValueError(
-                f"slopes: shape {self.slopes.shape} is for {len(self.slopes)} heads, the call has {site.heads}"
-            )
+        check.heads("slopes", self.slopes, 0, site)
         if self.heads is not None and self.heads != site.heads:
             raise RelposValueError(f"heads: slopes are for {self.heads} heads, the call has {site.heads}")
 
@@ -198,15 +195,15 @@ class ALiBi(Scheme):
 
 
 def _build(at: Sample) -> dict[str, Any]:
-    if at.variant == "causal":
-        return {**at.operands(4, 2), "position": ALiBi(form="causal"), "kwargs": {"causal": True}}
-    if at.variant == "key":
-        # As many heads as are no power of two, whose slopes follow another rule.
-        parts = at.operands(6, 2)
-        position = ALiBi(heads=parts["q"].shape[-3], form="key")
-        return {**parts, "position": position, "kwargs": {"causal": True}}
-    parts = at.operands(4, 2)
-    return {**parts, "position": ALiBi(np.abs(at.normal(parts["q"].shape[-3])))}
+    # As many heads as are no power of two, whose slopes follow another rule.
+    parts = at.operands(6 if at.variant == "key" else 4, 2)
+    heads, form = parts["q"].shape[-3], at.variant or "symmetric"
+    if form == "symmetric":
+        return {**parts, "position": ALiBi(np.abs(at.normal(heads))) if at.pick(True, False) else ALiBi()}
+    # Slopes of one's own may be negative.
+    given = at.pick("not", "slopes")
+    options = {"slopes": at.normal(heads)} if given == "slopes" else {"heads": heads} if form == "key" else {}
+    return {**parts, "position": ALiBi(**options, form=form), "kwargs": {"causal": True}}
 
 
 register(

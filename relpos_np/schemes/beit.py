@@ -119,10 +119,7 @@ class BEiT(Scheme):
 
     def check(self, site: Site) -> None:
         """The table must have a column per head, and the call the tokens of the grid."""
-        if self.table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("table", self.table, 1, site)
         if not 1 + prod(self.grid) == site.q_len == site.k_len:
             raise RelposValueError(
                 f"grid: {self.grid} and a class token are {1 + prod(self.grid)} tokens, the call has {site.q_len} "

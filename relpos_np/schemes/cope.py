@@ -143,10 +143,8 @@ class CoPE(Scheme):
             raise RelposValueError(
                 f"table: shape {self.table.shape} has vectors of {self.table.shape[-1]}, the call needs {site.head_dim}"
             )
-        if self.table.ndim == 3 and self.table.shape[0] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[0]} heads, the call has {site.heads}"
-            )
+        if self.table.ndim == 3:
+            check.heads("table", self.table, 0, site)
         wanted = (site.kv_heads, site.k_len, site.head_dim)
         if self.gate_key is not None:
             if self.gate_key.shape[-3:] != wanted:
@@ -271,7 +269,10 @@ def _build(at: Sample) -> dict[str, Any]:
     lead = at.pick((), (parts["q"].shape[-3],))
     # Small, because the paper does not scale these products, and a steep table makes much of a rounded position.
     table = at.normal(*lead, at.pick(_POSITIONS, 1, 40), at.dim) * 0.125
-    position = CoPE(table.astype(parts["q"].dtype), variant=at.variant or "paper")
+    gate_key = at.normal(*parts["k"].shape) if at.pick(False, True) else None
+    counted = at.normal(*at.batch, 1, at.q_len, at.k_len) < 0.5 if at.pick(False, True) else None
+    table = table.astype(parts["q"].dtype)
+    position = CoPE(table, variant=at.variant or "paper", gate_key=gate_key, counted=counted)
     return {**parts, "position": position, "kwargs": {"causal": True}}
 
 

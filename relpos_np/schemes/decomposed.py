@@ -292,8 +292,9 @@ def _build(at: Sample) -> dict[str, Any]:
         return {**at.operands(3, 3, token + height * width, token + keys[0] * keys[1]), "position": position}
     # One table is that of a larger grid, the other that of a smaller one.
     down, right = (at.normal(rows, at.dim) / 4 for rows in (2 * height + 2, width))
-    position = DecomposedBias(down, right, at.grid)
-    return {**at.operands(3, 3, height * width, height * width), "position": position}
+    keys, token = at.pick(at.grid, (height, 2 * width), ((height + 1) // 2, width)), at.pick(False, True)
+    position = DecomposedBias(down, right, at.grid, keys if keys != at.grid else None, class_token=token)
+    return {**at.operands(3, 3, token + height * width, token + keys[0] * keys[1]), "position": position}
 
 
 register(

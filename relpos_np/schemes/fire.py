@@ -153,8 +153,7 @@ class FIRE(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be one output per head."""
-        if len(self.w2) != site.heads:
-            raise RelposValueError(f"w2: shape {self.w2.shape} is for {len(self.w2)} heads, the call has {site.heads}")
+        check.heads("w2", self.w2, 0, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
@@ -246,8 +245,8 @@ def _build(at: Sample) -> dict[str, Any]:
     # Every hidden unit is active nearby, and some are not farther away.
     w1, b1, w2, b2 = at.normal(8) * 2, np.abs(at.normal(8)), at.normal(heads, 8), at.normal(heads)
     # Some queries stand before the threshold and some beyond it; none on it, where there is no slope.
-    far = max(at.k_len - at.q_len / 2 - 0.25, 0.75)
-    position = FIRE(w1, b1, w2, b2, *(np.asarray(x, w1.dtype) for x in (0.25, far)), eps=at.pick(0.0, 1e-6))
+    far = at.pick(max(at.k_len - at.q_len / 2 - 0.25, 0.75), 0.5, at.k_len + 200.5)
+    position = FIRE(w1, b1, w2, b2, *(np.asarray(x, w1.dtype) for x in (0.25, far)), eps=at.pick(0.0, 1e-6, 0.5))
     return {**parts, "position": position, "kwargs": {"causal": True}}
 
 

@@ -179,10 +179,7 @@ class GraphLabels(Scheme):
                 f"labels: shape {self.labels.shape} does not end in (L_q, L_k) = {(site.q_len, site.k_len)} of the call"
             )
         check.fits_batch("labels", self.labels.shape[:-2], site.batch)
-        if self.table is not None and self.table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("table", self.table, 1, site)
         for name, x, dim in (
             ("key_table", self.key_table, site.head_dim),
             ("value_table", self.value_table, site.v_dim),
@@ -191,8 +188,8 @@ class GraphLabels(Scheme):
                 continue
             if x.shape[-1] != dim:
                 raise RelposValueError(f"{name}: shape {x.shape} has vectors of {x.shape[-1]}, the call needs {dim}")
-            if x.ndim == 3 and x.shape[0] != site.heads:
-                raise RelposValueError(f"{name}: shape {x.shape} is for {x.shape[0]} heads, the call has {site.heads}")
+            if x.ndim == 3:
+                check.heads(name, x, 0, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """The bias of every pair, and scaled products of queries with the vectors of their keys."""
@@ -287,8 +284,13 @@ def _build(at: Sample) -> dict[str, Any]:
     if at.variant == "shaw":
         parts = at.operands(4, 2)
         found, heads = np.where(drawn < count, drawn, -1), parts["q"].shape[-3]
-        tables = at.normal(count, at.dim), at.normal(heads, count, at.v_dim)
-        return {**parts, "position": GraphLabels(found, key_table=tables[0], value_table=tables[1])}
+        tables = {"key_table": at.normal(count, at.dim), "value_table": at.normal(heads, count, at.v_dim)}
+        kept = at.pick(("key_table", "value_table"), ("table", "key_table"), ("value_table",), ("key_table",))
+        if "table" in kept:
+            tables["table"] = at.normal(count, heads)
+        # One graph for all items, or one for each.
+        found = found[(0,) * len(at.batch)] if at.pick(False, True) and 0 not in at.batch else found
+        return {**parts, "position": GraphLabels(found, **{name: tables[name] for name in kept})}
     length = at.q_len
     parts = at.operands(4, 4, length, length)
     # Distances are the same both ways, and 0 from a node to itself; the virtual node stands before all others.

@@ -402,11 +402,18 @@ def _build(at: Sample) -> dict[str, Any]:
     buckets = (49 if method == "product" else 7) + (tokens > 0)
     maps = (2,) if method == "cross" else ()
     vectors = () if mode == "bias" else (at.dim,)
+    tables = {
+        "key_table": at.normal(*maps, 1, buckets, *vectors),
+        "query_table": at.normal(*maps, parts["q"].shape[-3], buckets, *vectors),
+        "value_table": None if mode == "bias" else at.normal(*maps, 1, buckets, at.v_dim),
+    }
+    # All of them, or one alone.
+    kept = at.pick(
+        tuple(tables), ("key_table",), ("query_table",), ("query_table" if mode == "bias" else "value_table",)
+    )
     position = IRPE(
         at.grid,
-        at.normal(*maps, 1, buckets, *vectors),
-        at.normal(*maps, parts["q"].shape[-3], buckets, *vectors),
-        None if mode == "bias" else at.normal(*maps, 1, buckets, at.v_dim),
+        **{name: tables[name] for name in kept},
         mode=mode,
         method=method,
         # Lower limits than the published ones, so that small grids have offsets beyond them.

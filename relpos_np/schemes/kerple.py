@@ -101,8 +101,7 @@ class KERPLE(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be one pair of numbers per head."""
-        if len(self.a) != site.heads:
-            raise RelposValueError(f"a, b: shape {self.a.shape} is for {len(self.a)} heads, the call has {site.heads}")
+        check.heads("a, b", self.a, 0, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
@@ -139,6 +138,7 @@ def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # Powers up to 1 keep the scores of a few hundred keys small.
     a, b = (np.exp(-np.abs(at.normal(parts["q"].shape[-3]))).astype(parts["q"].dtype) for _ in "ab")
+    b = b * b.dtype.type(at.pick(1, 2))
     return {**parts, "position": KERPLE(a, b, form=at.variant or "log"), "kwargs": {"causal": True}}
 
 

@@ -264,10 +264,7 @@ class LayoutBias(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a column per head, a box per key, and a key for each query."""
-        if self.x_table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"x_table: shape {self.x_table.shape} is for {self.x_table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("x_table", self.x_table, 1, site)
         if self._boxes.shape[-2] != site.k_len:
             raise RelposValueError(f"boxes: {self._boxes.shape[-2]} of them, the call has {site.k_len} keys")
         if site.offset < 0 or site.offset + site.q_len > site.k_len:
@@ -410,16 +407,25 @@ def _build(at: Sample) -> dict[str, Any]:
     kwargs = {"mask": mask, "scale": 0.25}
     if at.variant == "udop":
         tables = at.normal(32, heads), at.normal(32, heads), at.normal(32, heads)
-        position = LayoutBias(*tables, (boxes / 1024).astype(dtype), variant="udop")
+        # Hundredths are borders, where single precision decides otherwise.
+        places = boxes / 1024 if at.pick(True, False) else np.rint(boxes / 10) / 100
+        options: dict[str, Any] = {"rounding": at.pick("exact", "float32"), "factor": at.pick(None, 50.0)}
+        position = LayoutBias(*tables, places.astype(dtype), variant="udop", **options)
         return {**parts, "position": position, "kwargs": kwargs}
     # The last third are patches of an image, whose positions start again.
     words = at.k_len - at.k_len // 3
+    tables = at.normal(32, heads), at.normal(64, heads), at.normal(64, heads)
+    of = at.pick("all", "none", "each", "boxes")
+    positions = np.arange(at.k_len) % max(words, 1) if of == "all" else None
+    if of == "each":
+        positions = np.floor(np.abs(at.normal(*at.batch, at.k_len)).astype(np.float64) * 90).astype(np.int64)
     position = LayoutBias(
-        at.normal(32, heads),
-        at.normal(64, heads),
-        at.normal(64, heads),
-        boxes.astype(np.int64),
-        positions=np.arange(at.k_len) % max(words, 1),
+        None if of == "boxes" else tables[0],
+        *tables[1:],
+        # One page for all items, or one for each.
+        (boxes[(0,) * len(at.batch)] if at.pick(False, True) else boxes).astype(np.int64),
+        positions=positions,
+        rounding=at.pick("exact", "float32"),
         variant=at.variant or "layoutlmv2",
         max_distance=at.pick(128, 40),
         max_box_distance=at.pick(None, 999),

@@ -202,10 +202,7 @@ class NeighborhoodBias(Scheme):
 
     def check(self, site: Site) -> None:
         """The table must be for the call's heads, and the grid hold its tokens."""
-        if self.table is not None and len(self.table) != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {len(self.table)} heads, the call has {site.heads}"
-            )
+        check.heads("table", self.table, 0, site)
         if not prod(self.grid) == site.q_len == site.k_len:
             raise RelposValueError(
                 f"grid: {self.grid} has {prod(self.grid)} tokens, the call has {site.q_len} queries and "

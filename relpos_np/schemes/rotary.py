@@ -475,8 +475,10 @@ def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     dim = _turned_of(at)
     options: dict[str, Any] = {"layout": at.variant or "half", "magnitude": at.pick(1.125, 1.0)}
-    axes = at.pick(0, 2)
-    if axes:
+    axes = at.pick(0, 2, 3, 1, None)
+    if axes is None:
+        options |= {"frequencies": at.normal(dim // 2), **_places_of(at)}
+    elif axes:
         kv_heads = at.pick((), (parts["k"].shape[-3],))
         options["frequencies"] = at.normal(axes, *kv_heads, dim // 2) * parts["q"].dtype.type(0.25)
         options["positions"] = at.normal(axes, at.q_len).astype(np.float64) * 3
@@ -490,8 +492,8 @@ def _build_xpos(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # A base this small that the scaling is seen within some ten positions.
     dim, scale_base = _turned_of(at), at.pick(64.0, 512.0)
-    layout = at.variant or "interleaved"
-    position = XPos(dim, base=500.0, scale_base=scale_base, gamma=at.pick(0.4, 1.0), layout=layout)
+    options = {"gamma": at.pick(0.4, 1.0), "layout": at.variant or "interleaved", **_places_of(at)}
+    position = XPos(dim, base=500.0, scale_base=scale_base, **options)
     return {**parts, "position": position, "kwargs": {"causal": True}}
 
 

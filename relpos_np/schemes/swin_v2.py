@@ -241,11 +241,7 @@ class SwinV2(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a row of weights per head, and the tokens of one window."""
-        if len(self.output_weight) != site.heads:
-            raise RelposValueError(
-                f"output_weight: shape {self.output_weight.shape} is for {len(self.output_weight)} heads, "
-                f"the call has {site.heads}"
-            )
+        check.heads("output_weight", self.output_weight, 0, site)
         if not prod(self.window) == site.q_len == site.k_len:
             raise RelposValueError(
                 f"window: {self.window} has {prod(self.window)} tokens, the call has {site.q_len} queries and "
@@ -372,7 +368,7 @@ def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2, length, length)
     dtype, heads = parts["q"].dtype, parts["q"].shape[-3]
     hidden = at.normal(24, 2), at.normal(24)
-    last, scale = at.normal(heads, 24) / 4, np.log(1 + np.abs(at.normal(heads)))
+    last, scale = at.normal(heads, 24) / 4, np.log(1 + np.abs(at.normal(heads))) * at.pick(1, 9)
     bias = at.pick(False, True)
     position = SwinV2(
         *hidden,

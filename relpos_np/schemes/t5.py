@@ -10,7 +10,6 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
-from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
@@ -106,10 +105,7 @@ class T5(Scheme):
 
     def check(self, site: Site) -> None:
         """The table must have one column per head."""
-        if self.table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("table", self.table, 1, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""

@@ -117,11 +117,7 @@ class TISA(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a column per head."""
-        if self.amplitudes.shape[1] != site.heads:
-            raise RelposValueError(
-                f"amplitudes: shape {self.amplitudes.shape} is for {self.amplitudes.shape[1]} heads, "
-                f"the call has {site.heads}"
-            )
+        check.heads("amplitudes", self.amplitudes, 1, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""

@@ -197,10 +197,7 @@ class WavLM(Scheme):
 
     def check(self, site: Site) -> None:
         """There must be a column per head, and a gate per query."""
-        if self.table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("table", self.table, 1, site)
         if self.gate.shape[-1] != site.q_len:
             raise RelposValueError(f"gate: shape {self.gate.shape} does not end in L_q = {site.q_len}")
         check.fits_batch("gate", self.gate.shape[:-2], site.batch)

@@ -205,10 +205,7 @@ class WindowBias(Scheme):
 
     def check(self, site: Site) -> None:
         """The grids must hold the call's tokens, and the table a column per head."""
-        if self.table.shape[1] != site.heads:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} is for {self.table.shape[1]} heads, the call has {site.heads}"
-            )
+        check.heads("table", self.table, 1, site)
         for name, grid, length in (
             ("query_grid", self.query_grid, site.q_len),
             ("key_grid", self.key_grid, site.k_len),

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda, types
 
+from relpos_np.kernels._cuda.records import Operands, Scales, Tables
+
 CAPABILITY = (9, 0)
 
 
@@ -30,6 +32,24 @@ def flat(kind):
 def integers(names):
     """Numba's type of a named tuple of integers."""
     return types.NamedUniTuple(types.int64, len(names._fields), names)
+
+
+def record(kind, *kinds):
+    """Numba's type of a named tuple of numbers or arrays."""
+    return types.NamedTuple(kinds, kind) if len(set(kinds)) > 1 else types.NamedUniTuple(kinds[0], len(kinds), kind)
+
+
+TABLES = flat(types.int32), flat(types.uint8), flat(types.int64)
+
+
+def arguments(operand, real):
+    """Numba's types of the operands and tables of a call."""
+    return record(Operands, operand, operand, operand), record(Tables, real, *TABLES)
+
+
+def scales(kind):
+    """Numba's type of the factors of a call."""
+    return record(Scales, kind, kind)
 
 
 def compiled(kernel, *kinds):

@@ -1,19 +1,21 @@
 """The CUDA forward kernel compiles for a Hopper device: no spills, and shared loads of 16 bytes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numba import types
-from offline import compiled, flat, integers
+from numba.cuda import dispatcher
+from offline import arguments, compiled, flat, integers, record, scales
 
 from relpos_np.kernels._cuda import attend as forward
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.tile import Call
+from relpos_np.kernels._cuda.records import Call, Results
 
 # What a block may have without asking the driver for more.
 SHARED = 48 * 1024
 # Four blocks of 64 threads, or two of 128, share a multiprocessor's 65,536 registers.
 REGISTERS = {64: 255, 128: 255}
-INDEX, FLAGS, META = flat(types.int32), flat(types.uint8), flat(types.int64)
 
 
 def vector_loads(code, kind):
@@ -35,8 +37,8 @@ def test_forward(depth, v_dim, stored, skewed):
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,
-        *(operand, operand, operand, real, INDEX, FLAGS, META, operand, real, real, integers(Call)),
-        *(tiling.kind, tiling.kind),
+        *arguments(operand, real),
+        *(record(Results, operand, real, real), integers(Call), scales(tiling.kind)),
     )
     assert code.spilled == 0
     assert code.registers <= REGISTERS[tiling.threads]
@@ -45,3 +47,30 @@ def test_forward(depth, v_dim, stored, skewed):
     steps = 4 * (tiling.high + tiling.wide + tiling.high + width // 8) * dtype.itemsize // 16
     assert vector_loads(code, tiling.kind) >= steps
     assert code.count(".local") == 0
+
+
+def test_records_of_arrays_are_passed_as_kernels_read_them():
+    """What Numba passes for records of arrays and numbers has as many words as the kernel has parameters."""
+    tiling = forward.tiling(np.dtype(np.float32), 32)
+    kernel = forward.attend(tiling, ("float32",) * 4, 32, 32, False)
+    real = flat(types.float32)
+    kinds = *arguments(real, real), record(Results, real, real, real), integers(Call), scales(types.float32)
+    code = compiled(kernel, *kinds)
+    place = SimpleNamespace(strides_in_bytes=(4,), is_contiguous_c=True, is_contiguous_f=True)
+    array = SimpleNamespace(size=1, dtype=np.dtype(np.float32), ptr=0, shape=(1,), _layout=place)
+    array.to_device = lambda *_: array
+
+    def values(kind):
+        if isinstance(kind, types.BaseTuple):
+            return tuple(map(values, kind))
+        return array if isinstance(kind, types.Array) else 1
+
+    passed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "wrap_arg", lambda x: x)
+        launcher = object.__new__(dispatcher._Kernel)
+        launcher.extensions = []
+        for kind in kinds:
+            launcher._prepare_args(kind, values(kind), 0, [], passed)
+    header = code.ptx[code.ptx.index(".visible .entry") :]
+    assert len(passed) == header[: header.index(")")].count(".param")

@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 from numba import types
-from offline import compiled, flat, integers
+from offline import arguments, compiled, flat, integers, record, scales
 
 from relpos_np.kernels._cuda import backsums
-from relpos_np.kernels._cuda.backcall import Back, key_side, query_side
+from relpos_np.kernels._cuda.backcall import key_side, query_side
 from relpos_np.kernels._cuda.backkey import key_gradient
 from relpos_np.kernels._cuda.backquery import query_gradient
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.tile import Call
+from relpos_np.kernels._cuda.records import Back, Call, Upstream
 
 # What a block may have without asking the driver for more, and the kilobyte that the assembler counts for the system.
 SHARED = 49 * 1024
-INDEX, FLAGS, META = flat(types.int32), flat(types.uint8), flat(types.int64)
 SIZES = [
     *[(size, size, stored, False) for size in (64, 128) for stored in FORMATS],
     *[(size, size, stored, True) for size in (64, 128) for stored in ("float32", "float64")],
@@ -42,8 +41,8 @@ def test_gradients_of_queries(depth, v_dim, stored, skewed):
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,
-        *(operand, operand, operand, real, real, INDEX, FLAGS, META, real, real, real, real),
-        *(integers(Call), integers(Back), types.int64, tiling.kind, tiling.kind),
+        *(*arguments(operand, real), record(Upstream, real, real, real), real, real),
+        *(integers(Call), integers(Back), scales(tiling.kind)),
     )
     check(code, tiling, width)
 
@@ -56,8 +55,8 @@ def test_gradients_of_keys_and_values(depth, v_dim, stored, skewed):
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,
-        *(operand, operand, operand, real, real, INDEX, FLAGS, META, real, real, real, real, real),
-        *(integers(Call), integers(Back), tiling.kind, tiling.kind),
+        *(*arguments(operand, real), record(Upstream, real, real, real), real, real, real),
+        *(integers(Call), integers(Back), scales(tiling.kind)),
     )
     check(code, tiling, width)
 
@@ -69,7 +68,7 @@ def test_sums(name):
     for code in (
         compiled(backsums.delta_kernel(dtype), real, real, real, real, *[word] * 3),
         compiled(backsums.reduce_kernel(), real, double, private, *[word] * 5),
-        compiled(backsums.seen_kernel(dtype), real, real, real, *[word] * 8),
+        compiled(backsums.seen_kernel(dtype), real, real, real, integers(backsums.Seen)),
         compiled(backsums.group_kernel(dtype), real, real, *[word] * 3),
     ):
         assert code.spilled == 0

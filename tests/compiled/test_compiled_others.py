@@ -6,14 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numba import types
-from offline import compiled, flat, integers
+from offline import arguments, compiled, flat, integers, record
 
 from relpos_np.kernels._cuda import attend, decode, elementwise, product, rotate, shift
 from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.tile import Call
+from relpos_np.kernels._cuda.records import Call, Results
 
 SHARED = 48 * 1024
-INDEX, FLAGS, META = flat(types.int32), flat(types.uint8), flat(types.int64)
 
 
 def array(dtype):
@@ -50,8 +49,8 @@ def test_decoding(stored, threads, rows, depth, wide):
     operand, real = flat(FORMATS[stored][0]), flat(block.kind)
     code = compiled(
         decode.decode(block, (stored,) * 4),
-        *(operand, operand, operand, real, INDEX, FLAGS, META, operand, real, real, integers(Call)),
-        *(types.int64, types.int64, block.kind),
+        *(*arguments(operand, real), record(Results, operand, real, real), integers(Call)),
+        *(integers(decode.Ranges), block.kind),
     )
     assert code.spilled == 0
     assert code.count(".local") == 0
@@ -76,7 +75,7 @@ def test_merging(stored):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_rel_shift(size, across):
     word = flat({1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[size])
-    code = compiled(shift.shift(size, 256, across), word, word, *[types.int64] * 9)
+    code = compiled(shift.shift(size, 256, across), word, word, integers(shift.Shift))
     assert code.spilled == 0
     assert code.registers <= 64
 
@@ -96,7 +95,7 @@ BRAIN = ml_dtypes.bfloat16
 def test_elementwise(operation, x, y, out, real):
     dtypes = [np.dtype(dtype) for dtype in (x, y, out)]
     kernel = elementwise._elementwise(operation, *dtypes, None if real is None else np.dtype(real))
-    code = compiled(kernel, *map(array, dtypes), *[types.int64] * 16)
+    code = compiled(kernel, *map(array, dtypes), types.int64, *[types.UniTuple(types.int64, 4)] * 4)
     assert code.spilled == 0
     assert code.registers <= 64
     # Half precision goes through float32 alone.
@@ -108,6 +107,8 @@ def test_elementwise(operation, x, y, out, real):
 def test_rotation(dtype, half):
     dtype = np.dtype(dtype)
     real = np.dtype("float64" if dtype.name == "float64" else "float32")
-    code = compiled(rotate._rotate(dtype, real, half), array(dtype), *[array(real)] * 3, META, *[types.int64] * 10)
+    code = compiled(
+        rotate._rotate(dtype, real, half), array(dtype), *[array(real)] * 3, flat(types.int64), integers(rotate.Turn)
+    )
     assert code.spilled == 0
     assert code.registers <= 64

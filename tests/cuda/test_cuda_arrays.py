@@ -7,7 +7,8 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._dense import backward as gradient
-from relpos_np.kernels import _cuda, _numpy
+from relpos_np._dense import from_terms
+from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda.operand import Operand
 from relpos_np.kernels._cuda.result import DeviceArray
 from tests.cuda.doubles import (
@@ -140,7 +141,7 @@ def backward_on_the_host(problem, terms, grad_out, grad_lse, operands):
         *(None if x is None else host(x) for x in (terms.query, terms.key)),
         *(terms.tables, pair("queries", "query"), pair("keys", "key"), terms.values, terms.biases),
     )
-    s = _numpy.scores(near, on_host)
+    s = from_terms.scores(near, on_host)
     grads, grad_v = gradient.backward(near, on_host, s, host(grad_out), None if grad_lse is None else host(grad_lse))
     grads.query, grads.key = (Operand.uploaded(np.ascontiguousarray(x)) for x in (grads.query, grads.key))
     for term in grads.queries:

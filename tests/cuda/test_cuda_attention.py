@@ -8,7 +8,8 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
-from relpos_np.kernels import _cuda, _numpy
+from relpos_np._dense import from_terms
+from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda import decode, plan
 from relpos_np.kernels._cuda.tile import Tiling
 
@@ -100,7 +101,7 @@ def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, k
         for name in {"table", "query", "key", "weights"} & set(term.__slots__):
             setattr(term, name, getattr(term, name).astype(np.float64))
     terms.biases = tuple(x.astype(np.float64) for x in terms.biases)
-    expected, expected_lse = _numpy.attention(wide, terms)
+    expected, expected_lse = from_terms.attention(wide, terms)
     # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 8.
     np.testing.assert_allclose(out, expected, rtol=0, atol=8 * 40 * EPS[dtype])
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=8 * 40 * EPS[dtype])
@@ -124,9 +125,9 @@ def test_products_with_relative_positions_made_by_the_kernel(q_len, k_len, depth
     answers = []
     for fused in (True, False):
         out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
-        planner = plan.Planner(problem, terms, (problem.q, problem.k, problem.v), fused=fused)
+        planner = plan.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused)
         assert planner.call().n_skews == (2 if fused else 0)
-        plan.Planner(problem, terms, (problem.q, problem.k, problem.v), fused=fused).run(out, lse)
+        plan.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused).run(out, lse)
         answers.append((out, lse))
     # Scores are sums of at most 24 products and reach 20; outputs are means of numbers below 4.
     for found, expected in zip(*answers, strict=True):

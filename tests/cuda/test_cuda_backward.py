@@ -11,7 +11,8 @@ from relpos_np import testing
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np._dense import backward as gradient
-from relpos_np.kernels import _cuda, _numpy
+from relpos_np._dense import from_terms
+from relpos_np.kernels import _cuda
 from relpos_np.testing.arguments import rebuilt
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
@@ -137,7 +138,7 @@ def check_terms(operands, terms, given, options, length):
     assert {x.dtype.name for x in found.values()} == {dtype}
     wide, _, _ = check.problem(*(x.astype(np.float64) for x in operands), **options())
     terms, given = in_float64(terms), [x.astype(np.float64) for x in given]
-    expected = of_terms(*gradient.backward(wide, terms, _numpy.scores(wide, terms), *given))
+    expected = of_terms(*gradient.backward(wide, terms, from_terms.scores(wide, terms), *given))
     assert_close(found, expected, EPS[dtype], length)
     return found
 

@@ -7,7 +7,8 @@ import pytest
 import relpos_np as rp
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
-from relpos_np.kernels import _cuda, _numpy
+from relpos_np._dense import from_terms
+from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.device import upload
 
@@ -151,7 +152,7 @@ def test_terms_of_every_kind(kind, dtype, blocks, generally):
         for name in {"table", "query", "key", "weights"} & set(term.__slots__):
             setattr(term, name, getattr(term, name).astype(np.float64))
     terms.biases = tuple(x.astype(np.float64) for x in terms.biases)
-    expected = _numpy.attention(wide, terms)
+    expected = from_terms.attention(wide, terms)
     # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 4.
     for found in results:
         for a, b in zip(found, expected, strict=True):
@@ -198,11 +199,10 @@ def test_keys_behind_the_last_are_not_read(how, dim, monkeypatch, rng):
     expected = rp.attention(q, k, v, backend="numpy", **chosen)
     run = decode.run
 
-    def shortened(block, arrays, *args):
-        for n in (1, 2):
-            assert arrays[n].size == 40 * dim
-            arrays[n] = upload(arrays[n].copy_to_host()[: 34 * dim])
-        run(block, arrays, *args)
+    def shortened(block, given, *args):
+        assert given.k.size == given.v.size == 40 * dim
+        k, v = (upload(x.copy_to_host()[: 34 * dim]) for x in (given.k, given.v))
+        run(block, given._replace(k=k, v=v), *args)
 
     monkeypatch.setattr(decode, "run", shortened)
     found = rp.attention(q, k, v, backend="cuda", **chosen)

@@ -234,11 +234,11 @@ def test_nothing_is_launched_for_nothing(shape):
     assert turned.shape == (1, *shape)
 
 
-def test_the_simulator_sees_places_outside():
+def test_the_simulator_sees_negative_indices():
     """Indices that the device would read without a word."""
-    assert intrinsics.place(3) == 3
+    assert intrinsics.u64(3) == 3
     with pytest.raises(IndexError, match="a kernel reads element -1"):
-        intrinsics.place(-1)
+        intrinsics.u64(-1)
     four = intrinsics.neighbours(4)
     assert four(np.arange(8), 4) == (4, 5, 6, 7)
     with pytest.raises(IndexError, match="a kernel reads 4 elements from 2 on"):

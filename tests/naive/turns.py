@@ -64,32 +64,29 @@ def rotary_of(q, k, dim, base, layout, frequencies, magnitude, positions, key_po
 
 
 @witness("xpos")
-def xpos_of(q, k, dim, base, scale_base, gamma, layout, positions, key_positions, offset):
-    """`xpos`, at the positions of the call (Sun 2023)."""
-    assert positions is key_positions is None
-    turned = xpos(q, k, dim=dim, base=base, scale_base=scale_base, gamma=gamma, layout=layout, offset=offset)
-    return Loops(**dict(zip("qk", turned, strict=True)))
-
-
-def xpos(q, k, *, dim=None, base=10000.0, scale_base=512.0, gamma=0.4, layout="interleaved", offset=None):
+def xpos(q, k, dim, base, scale_base, gamma, layout, positions, key_positions, offset, batch):
     """q_n z^(n/B) e^(i n w), k_m z^(-m/B) e^(i m w), z_p = (2p/d + gamma) / (1 + gamma) (Sun 2023, algorithm 1)."""
     (_, _, l_q, depth), l_k = np.shape(q), np.shape(k)[2]
-    offset = l_k - l_q if offset is None else offset
     dim = depth if dim is None else dim
     pairs = range(dim // 2)
+    if positions is None:
+        positions, key_positions = np.arange(offset, offset + l_q), np.arange(l_k)
+    elif key_positions is None:
+        positions, key_positions = positions[..., offset : offset + l_q], positions
 
-    def each(x, start, sign):
+    def each(x, places, sign):
+        places = floats(flat(np.asarray(places, np.float64), batch, 1))
         out = np.empty(np.shape(x))
         for b, item in enumerate(floats(x)):
             for h, head in enumerate(item):
                 for t, row in enumerate(head):
-                    n = start + t
+                    n = places[b][t]
                     sizes = [((2.0 * p / dim + gamma) / (1.0 + gamma)) ** (sign * n / scale_base) for p in pairs]
                     angles = [n * base ** (-2.0 * p / dim) for p in pairs]
                     out[b, h, t] = _turned(row, angles, layout, sizes=sizes)
         return out
 
-    return each(q, offset, 1), each(k, 0, -1)
+    return Loops(q=each(q, positions, 1), k=each(k, key_positions, -1))
 
 
 def rotated_inputs(x, heads, *, base=10000.0):

@@ -119,6 +119,13 @@ def graphormer(distances, table, virtual):
 
 
 @witness("cope")
+def cope_of(q, k, table, variant, gate_key, counted, last, offset, scale, batch):
+    """`cope` of every batch item (Golovneva 2024)."""
+    gate_key, counted = (None if x is None else flat(x, batch, 3) for x in (gate_key, counted))
+    options = {"last": last, "offset": offset, "scale": scale}
+    return cope(q, k, table, variant=variant, gate_key=gate_key, counted=counted, **options)
+
+
 def cope(q, k, table, *, variant="paper", gate_key=None, counted=None, last=None, offset=None, scale=None):
     """z_i[p] with p_ij the sum of sigmoid(scale q_i . k_t) from t = j to the last key (Golovneva 2024, eq. 3 to 8).
 

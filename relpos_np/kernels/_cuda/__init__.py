@@ -34,7 +34,7 @@ def attention(
     precision.
     """
     from relpos_np.kernels._cuda.operand import Operand
-    from relpos_np.kernels._cuda.plan import Planner
+    from relpos_np.kernels._cuda.plan import Forward
 
     site = problem.site
     if operands is None:
@@ -56,7 +56,7 @@ def attention(
         else:
             out = np.empty((*lse.shape, 1), site.dtype)
         operands = *operands[:2], v
-    Planner(problem, terms, operands, fused=True).run(out, lse)
+    Forward(problem, terms, operands, fused=True).run(out, lse)
 
 
 @device.tidied()
@@ -77,7 +77,7 @@ def backward(
 
     `operands` as in `attention`; where they are `Operand`, so are `grad_out`, `grad_lse` and gradients of vectors.
     """
-    from relpos_np.kernels._cuda.backplan import BackPlanner
+    from relpos_np.kernels._cuda.backplan import Backward
 
     site = problem.site
     if not math.prod((*problem.out_shape[:-1], site.k_len)):
@@ -97,6 +97,6 @@ def backward(
         return grads, empty
     if operands is None:
         operands = problem.q, problem.stored_k, problem.stored_v
-    planner = BackPlanner(problem, terms, operands, grad_out, grad_lse)
-    planner.launch()
-    return planner.collect()
+    call = Backward(problem, terms, operands, grad_out, grad_lse)
+    call.launch()
+    return call.collect()

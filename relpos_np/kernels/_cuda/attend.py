@@ -12,47 +12,28 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda, types
 
-from relpos_np.kernels._cuda.device import jit, simulated
-from relpos_np.kernels._cuda.intrinsics import converters, count, elements, place
-from relpos_np.kernels._cuda.tile import (
-    ACROSS,
-    ALIGNED,
-    DEPTH,
-    PAD,
-    SKEW,
-    STEPS,
-    Tiling,
-    Where,
-    accumulate,
-    add_skewed,
-    drop_rows,
-    drop_turned,
-    fetch_rows,
-    fetch_turned,
-    finish,
-    held_of,
-    outer,
-    put,
-    stage_mapped,
-    stage_strip,
-    stage_turned,
-)
+from relpos_np.kernels._cuda import tile
+from relpos_np.kernels._cuda.device import inline, jit, simulated
+from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
+from relpos_np.kernels._cuda.records import BINS, BINS_SIZE
+from relpos_np.kernels._cuda.scores import complete, stage_strip, survives
+from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
-# One value term: its weights, its step per head, its first bin, its rows, and its index map.
-VALUE = ("data", "head", "bin", "rows", "index", "index_batch", "index_query", "index_key")
 # Value channels that a block makes: the sizes of fragments.
 WIDTHS = (32, 64, 128)
+# Marks the weight of an excluded key, whose value may be NaN: a weight of 0 would not leave it out.
+EXCLUDED = -1
 
 
 def width_of(channels: int, most: int = WIDTHS[-1]) -> int:
-    """Of so many channels those that a block makes."""
+    """How many channels one block makes, if there are `channels` in all."""
     return next((width for width in WIDTHS if channels <= width < most), most)
 
 
 def value_width(dtype: np.dtype[Any], v_dim: int) -> int:
-    """Value channels that a block makes: of those in float64 half as many fit."""
+    """How many value channels one block makes; in float64 half as many fit."""
     return width_of(v_dim, WIDTHS[-1] * 4 // dtype.itemsize)
 
 
@@ -62,54 +43,209 @@ def tiling(dtype: np.dtype[Any], width: int, skewed: bool = False) -> Tiling:
     return Tiling(dtype, 64 if width <= 64 and not skewed else 128, rows)
 
 
+def _is_resident(depth: int, skewed: bool) -> bool:
+    """Whether queries stay in shared memory: where they fit, and where nothing else needs their room."""
+    return depth <= 64 and not skewed
+
+
+@cache
+def _products(tiling: Tiling, of_query: str, of_key: str, depth: int, skewed: bool) -> Any:
+    """Fill a fragment with products of queries and keys.
+
+    Keys, and queries that are not resident, have two tiles each: while one is used, the next is being loaded.
+    """
+    resident, whole_depth = _is_resident(depth, skewed), depth % tile.DEPTH == 0
+    # With 64 threads in float64, fragments leave no registers for queries that are being loaded.
+    ahead = not resident and (tiling.threads > 64 or tiling.dtype.itemsize < 8)
+    stage_query, fetch_query = (tile.stage_turned(tiling, of_query, fetched=fetched) for fetched in (False, True))
+    fetch_key, store = tile.stage_turned(tiling, of_key, fetched=True), tile.store_turned(tiling)
+    zero, add = tile.clear(tiling.high, tiling.wide, tiling.dtype), tile.outer(tiling, tiling.wide)
+
+    def products(space, q, k, held, q_held, thread):  # type: ignore[no-untyped-def]
+        me = thread.me
+        zero(space.s)
+        side = 0
+        fetch_key(held, 0, k, 0, me)
+        if ahead:
+            fetch_query(q_held, 0, q, 0, me)
+        for channel in range(0, depth, tile.DEPTH):
+            store(space.right, side, held, me)
+            if ahead:
+                store(space.left, side, q_held, me)
+            elif not resident:
+                stage_query(space.left, side, q, channel, me)
+            wait()
+            if channel + tile.DEPTH < depth:
+                fetch_key(held, 0, k, channel + tile.DEPTH, me)
+                if ahead:
+                    fetch_query(q_held, 0, q, channel + tile.DEPTH, me)
+            own = channel if resident else side
+            for d in range(0, tile.DEPTH if whole_depth else min(tile.DEPTH, depth - channel), tile.STEPS):
+                add(space, own + d, side + d, thread)
+            side = tile.DEPTH - side
+
+    return inline(products)
+
+
+@cache
+def _softmax(tiling: Tiling) -> Any:
+    """Turn the scores of a row into weights, in the order of the keys; returns the row's new maximum and sum.
+
+    The third number returned is 1 if a key is excluded. `factors` gets what earlier weights must be multiplied by.
+    """
+    rows, real = tiling.rows, tiling.dtype.type
+    zero, one, least, excluded = real(0), real(1), real(-np.inf), real(EXCLUDED)
+
+    def softmax(ps, factors, top, total, tables, call, here, kept, me):  # type: ignore[no-untyped-def]
+        careful, highest = 0, top
+        for y in range(rows):
+            # NaN is no maximum, whatever `max` would make of it.
+            if ps[y, me] > highest:  # noqa: PLR1730
+                highest = ps[y, me]
+        base = highest
+        if highest == least:
+            base = zero
+        factor = one
+        if top != least:
+            factor = real(math.exp(top - base))
+        total *= factor
+        for y in range(rows):
+            value = ps[y, me]
+            if value == least:
+                ps[y, me] = excluded
+                careful = 1
+            else:
+                weight = real(math.exp(value - base))
+                total += weight
+                if call.keep >= 0:
+                    weight = weight * kept if survives(tables, call, here, here.first + me, here.key + y) else zero
+                ps[y, me] = weight
+        factors[me] = factor
+        return highest, total, careful
+
+    return inline(softmax)
+
+
+@cache
+def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
+    """Rescale a fragment of results, and add the weighted values of a tile, a few keys at a time."""
+    rows, high, run, low, columns = tiling.rows, tiling.high, tiling.run, tiling.low, width // tile.ACROSS
+    excluded = tiling.dtype.type(EXCLUDED)
+    fetch, store = tile.stage_rows(tiling, of_value, width, fetched=True), tile.store_rows(tiling, width)
+    add = tile.accumulate(tiling, columns)
+
+    def add_values(space, factors, v, channel, held, careful, thread):  # type: ignore[no-untyped-def]
+        _, right, o, a, _ = space
+        me = thread.me
+        for r in range(high):
+            a[r] = factors[(r // run) * low + thread.down + r % run]
+        for r in range(high):
+            for c in range(columns):
+                o[r, c] *= a[r]
+        side = 0
+        fetch(held, 0, v, channel, me)
+        for y in range(0, min(rows, v.end - v.first), tile.DEPTH):
+            store(right, side, held, me)
+            wait()
+            if v.first + y + tile.DEPTH < v.end and y + tile.DEPTH < rows:
+                fetch(held, y + tile.DEPTH, v, channel, me)
+            add(space, y, side, careful, excluded, thread)
+            side = tile.DEPTH - side
+        wait()
+
+    return inline(add_values)
+
+
+@cache
+def _add_value_terms(tiling: Tiling, width: int) -> Any:
+    """Add to a fragment of results the rows of value terms, each times its bin."""
+    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
+    zero = tiling.dtype.type(0)
+
+    def add(space, bins, bins_at, tables, call, here, channel, thread):  # type: ignore[no-untyped-def]
+        _, _, o, a, b = space
+        meta = tables.meta
+        for n in range(call.n_values):
+            at = call.values + n * BINS_SIZE
+            start = meta[at + BINS.weights] + here.own[tile.HEAD] * meta[at + BINS.weights_head] + channel
+            for row in range(meta[at + BINS.rows]):
+                for r in range(high):
+                    x = (r // run) * low + thread.down + r % run
+                    a[r] = zero
+                    if here.first + x < here.last:
+                        a[r] = bins[u64(bins_at + x * call.n_bins + meta[at + BINS.bin] + row)]
+                for c in range(columns):
+                    d = (c // 4) * 32 + thread.across + c % 4
+                    b[c] = zero
+                    if channel + d < call.v_dim:
+                        b[c] = tables.data[u64(start + row * call.v_dim + d)]
+                for r in range(high):
+                    for c in range(columns):
+                        o[r, c] += a[r] * b[c]
+
+    return inline(add)
+
+
+@cache
+def _write(tiling: Tiling, of_out: str, width: int) -> Any:
+    """Divide a fragment of results by its rows' totals, and write it from row `row_at` on; rows without keys are 0."""
+    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
+    zero, one = tiling.dtype.type(0), tiling.dtype.type(1)
+    _, narrow = converters(of_out)
+
+    def write(out, o, totals, a, row_at, size, channel, v_dim, thread):  # type: ignore[no-untyped-def]
+        for r in range(high):
+            a[r] = totals[(r // run) * low + thread.down + r % run]
+            if a[r] != zero:
+                a[r] = one / a[r]
+        for r in range(high):
+            x = (r // run) * low + thread.down + r % run
+            for c in range(columns):
+                d = channel + (c // 4) * 32 + thread.across + c % 4
+                if x < size and d < v_dim:
+                    out[u64((row_at + x) * v_dim + d)] = narrow(zero if a[r] == zero else o[r, c] * a[r])
+
+    return inline(write)
+
+
 @cache
 def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width: int, skewed: bool) -> Any:
     """The kernel for a tiling, formats of queries, keys, values and results, head size and value channels.
 
     `skewed` if there are products with a row for each relative position.
     """
-    rows, kind = tiling.rows, tiling.kind
+    rows, kind, columns = tiling.rows, tiling.kind, width // tile.ACROSS
     of_query, of_key, of_value, of_out = stored
-    _, narrow = converters(of_out)
-    # Queries stay in shared memory where they fit, and where nothing else needs their place.
-    resident, whole_depth = depth <= 64 and not skewed, depth % DEPTH == 0
-    # Else they are fetched ahead, unless the fragments of 64 threads in float64 leave no registers to hold them.
-    ahead = not resident and (tiling.threads > 64 or tiling.dtype.itemsize < 8)
-    columns = width // ACROSS
-    q_shape = (-(-depth // DEPTH) * DEPTH if resident else 2 * DEPTH, rows + PAD)
-    tile_shape = (2 * DEPTH, max(rows, width) + PAD)
-    p_shape = (rows, rows + PAD)
-    s_shape, o_shape = (tiling.high, tiling.wide), (tiling.high, columns)
-    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
-    b_size, strip_size = max(wide, columns), 2 * rows
+    resident = _is_resident(depth, skewed)
+    left_shape = (-(-depth // tile.DEPTH) * tile.DEPTH if resident else 2 * tile.DEPTH, rows + tile.PAD)
+    right_shape, p_shape = (2 * tile.DEPTH, max(rows, width) + tile.PAD), (rows, rows + tile.PAD)
+    s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
+    b_size, strip_size = max(tiling.wide, columns), 2 * rows
+    k_size, v_size = tile.held_of(tiling, rows), tile.held_of(tiling, width)
     real = tiling.dtype.type
-    zero, one, least, excluded = real(0), real(1), real(-np.inf), real(-1)
-    value_size, skew_size = len(VALUE), len(SKEW)
-
-    stage_query, strip_of = stage_turned(tiling, of_query), stage_strip(tiling)
-    fetch_query, fetch_key = fetch_turned(tiling, of_query), fetch_turned(tiling, of_key)
-    fetch_value, drop_value = fetch_rows(tiling, of_value, width), drop_rows(tiling, width)
-    drop_turned_tile = drop_turned(tiling)
-    k_size, v_size = held_of(tiling, rows), held_of(tiling, width)
-    add_scores, accumulate_values = outer(tiling, wide), accumulate(tiling, columns)
-    stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
-    add_diagonals = add_skewed(tiling, keys_first=True)
-    complete, store = finish(tiling, keys_first=True), put(tiling, keys_first=True)
+    zero, one, least = real(0), real(1), real(-np.inf)
+    number, stage_query = tile.thread_of(tiling), tile.stage_turned(tiling, of_query)
+    products, strip_of = _products(tiling, of_query, of_key, depth, skewed), stage_strip(tiling)
+    finish_scores, softmax = complete(tiling, keys_first=True, skewed=skewed), _softmax(tiling)
+    weigh, clear_results = (
+        tile.add_bins(tiling, by_query=True, skipped=EXCLUDED),
+        tile.clear(high, columns, tiling.dtype),
+    )
+    add_values, add_value_terms = _add_values(tiling, of_value, width), _add_value_terms(tiling, width)
+    write = _write(tiling, of_out, width)
 
     @jit()
-    def kernel(  # type: ignore[no-untyped-def]
-        q, k, v, data, index, flags, meta, out, lse, bins, call, scale, keep_scale
-    ):
-        q, k, v, data, index, flags, meta = (
-            elements(q), elements(k), elements(v), elements(data), elements(index), elements(flags), elements(meta)
-        )  # fmt: skip
-        out, lse, bins = elements(out), elements(lse), elements(bins)
-        qs = cuda.shared.array(q_shape, kind, ALIGNED)
-        tile = cuda.shared.array(tile_shape, kind, ALIGNED)
+    def kernel(operands, tables, results, call, scales):  # type: ignore[no-untyped-def]
+        operands, tables, results = elements(operands), elements(tables), elements(results)
+        left = cuda.shared.array(left_shape, kind, ALIGNED)
+        right = cuda.shared.array(right_shape, kind, ALIGNED)
         # Scores, then weights: [key, row].
         ps = cuda.shared.array(p_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
+        # What rows are multiplied by; in the end their totals.
         factors = cuda.shared.array(rows, kind, ALIGNED)
+        starts = cuda.shared.array((STARTS, 2), types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
@@ -117,215 +253,69 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         held = cuda.local.array(k_size, kind)
         q_held = cuda.local.array(k_size, kind)
         v_held = cuda.local.array(v_size, kind)
+        room, space = tile.Room(tile.Space(left, right, s, a, b), strip, starts), tile.Space(ps, right, o, a, b)
 
-        n_bins, v_dim = call.n_bins, call.v_dim
-        me = count(cuda.threadIdx.x)
-        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * run)
-        tiles = (call.q_len + rows - 1) // rows
-        parts = (v_dim + width - 1) // width
-        block = cuda.blockIdx.x
+        thread = number(u32(cuda.threadIdx.x))
+        me, n_bins, v_dim = thread.me, call.n_bins, call.v_dim
+        tiles, parts = (call.q_len + rows - 1) // rows, (v_dim + width - 1) // width
+        part, n, head, batch = tile.share(cuda.blockIdx.x, parts, tiles, call.heads)
         # Later queries have more keys under a causal mask: they start first.
-        first = (tiles - 1 - block % tiles) * rows
-        part = (block // tiles) % parts
-        head = (block // (tiles * parts)) % call.heads
-        batch = block // (tiles * parts * call.heads)
-        strides = call.strides
-        q_at = meta[meta[strides] + batch] + head * meta[strides + 1]
-        k_at = meta[meta[strides + 3] + batch] + (head // call.k_group) * meta[strides + 4]
-        v_at = meta[meta[strides + 6] + batch] + (head // call.v_group) * meta[strides + 7]
-        q_row, k_row, v_row = meta[strides + 2], meta[strides + 5], meta[strides + 8]
-        row_at = (batch * call.heads + head) * call.q_len + first
+        first = (tiles - 1 - n) * rows
+        line = batch * call.heads + head
         # Each part has bins of its own.
-        bins_at = (((batch * call.heads + head) * parts + part) * call.q_len + first) * n_bins
-
-        end = call.k_len
-        if call.lengths >= 0:
-            end = min(end, meta[call.lengths + batch])
-        last = min(first + rows, call.q_len)
-        key = max(0, first + call.offset - call.left)
-        stop = min(end, last - 1 + call.offset + call.right + 1)
+        row_at, bins_at = line * call.q_len + first, ((line * parts + part) * call.q_len + first) * n_bins
+        tile.locate(starts, own, tables.meta, call, batch, head, row_at, 0, me)
+        last, channel = min(first + rows, call.q_len), part * width
+        key, stop = tile.keys_of(call, tables.meta, batch, first, last)
+        q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
 
         top, total = least, zero
-        for r in range(high):
-            for c in range(columns):
-                o[r, c] = zero
+        clear_results(o)
         mine = me < rows and first + me < call.q_len
         if mine:
             for n in range(n_bins):
-                bins[place(bins_at + me * n_bins + n)] = zero
+                results.work[u64(bins_at + me * n_bins + n)] = zero
         if resident:
-            for channel in range(0, depth, DEPTH):
-                stage_query(qs, channel, q, q_at, q_row, first, last, channel, depth, me)
-
+            for c in range(0, depth, tile.DEPTH):
+                stage_query(left, c, q, c, me)
         while key < stop:
-            # Scores: products, a few channels at a time.
-            for r in range(high):
-                for c in range(wide):
-                    s[r, c] = zero
-            here = Where(batch, head, first, last, key, stop)
+            here = tile.Tile(own, first, last, key, stop)
             if call.strip >= 0:
-                strip_of(strip, data, call, here, me)
-            # There are two tiles of keys, and of queries: while one is used, the next one is on its way.
-            side = 0
-            fetch_key(held, k, k_at, k_row, key, stop, 0, depth, me)
-            if ahead:
-                fetch_query(q_held, q, q_at, q_row, first, last, 0, depth, me)
-            for channel in range(0, depth, DEPTH):
-                drop_turned_tile(tile, side, held, me)
-                if ahead:
-                    drop_turned_tile(qs, side, q_held, me)
-                elif not resident:
-                    stage_query(qs, side, q, q_at, q_row, first, last, channel, depth, me)
-                cuda.syncthreads()
-                if channel + DEPTH < depth:
-                    fetch_key(held, k, k_at, k_row, key, stop, channel + DEPTH, depth, me)
-                    if ahead:
-                        fetch_query(q_held, q, q_at, q_row, first, last, channel + DEPTH, depth, me)
-                for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
-                    add_scores(s, qs, (channel if resident else side) + d, tile, side + d, a, b, down, across)
-                side = DEPTH - side
-            store(ps, s, scale, strip, call.strip >= 0, down, across)
-            cuda.syncthreads()
-            if skewed:
-                for n in range(call.n_skews):
-                    at = call.skews + n * skew_size
-                    x_at = meta[at] + meta[meta[at + 1] + batch] + head * meta[at + 2]
-                    rows_at, size = meta[at + 4] + head * meta[at + 5], meta[at + 6]
-                    for half in range(0, 2 * rows, rows):
-                        for r in range(high):
-                            for c in range(wide):
-                                s[r, c] = zero
-                        for channel in range(0, size, DEPTH):
-                            stage_vectors(qs, 0, data, x_at, meta[at + 3], first, last, channel, size, me)
-                            start = key - first + half - (rows - 1)
-                            stage_positions(tile, data, rows_at, index, meta[at + 7], start, call, channel, size, me)
-                            cuda.syncthreads()
-                            for d in range(0, min(DEPTH, size - channel), STEPS):
-                                add_scores(s, qs, d, tile, d, a, b, down, across)
-                            cuda.syncthreads()
-                        add_diagonals(ps, s, half, down, across)
-                cuda.syncthreads()
-            i, j = first + call.offset, key
-            whole = last - first == rows and key + rows <= stop and call.mask < 0
-            whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
-            if call.n_adds > 0 or not whole:
-                complete(ps, data, index, flags, meta, call, here, me)
-                cuda.syncthreads()
-
-            # Online softmax: each row by one thread, in the order of the keys.
+                strip_of(strip, tables.data, call, here, me)
+            products(room.space, q, tile.Rows(operands.k, starts[tile.K], key, stop, depth), held, q_held, thread)
+            finish_scores(ps, room, tables, call, here, scales.scores, thread)
             careful = 0
             if mine:
-                highest = top
-                for y in range(rows):
-                    # NaN is no maximum, whatever `max` would make of it.
-                    if ps[y, me] > highest:  # noqa: PLR1730
-                        highest = ps[y, me]
-                base = highest
-                if highest == least:
-                    base = zero
-                factor = one
-                if top != least:
-                    factor = real(math.exp(top - base))
-                total *= factor
-                for y in range(rows):
-                    value = ps[y, me]
-                    if value == least:
-                        # Marked, since the value may be one whose product with 0 is not 0.
-                        ps[y, me] = excluded
-                        careful = 1
-                    else:
-                        weight = real(math.exp(value - base))
-                        total += weight
-                        if call.keep >= 0:
-                            where = meta[call.keep] + meta[meta[call.keep + 1] + batch] + head * meta[call.keep + 2]
-                            where += (first + me) * meta[call.keep + 3] + (key + y) * meta[call.keep + 4]
-                            weight = weight * keep_scale if flags[place(where)] != 0 else zero
-                        ps[y, me] = weight
-                top = highest
-                factors[me] = factor
+                top, total, careful = softmax(ps, factors, top, total, tables, call, here, scales.kept, me)
                 if n_bins > 0:
-                    own = bins_at + me * n_bins
-                    if factor != one:
+                    row_bins = bins_at + me * n_bins
+                    if factors[me] != one:
                         for n in range(n_bins):
-                            bins[place(own + n)] *= factor
-                    for n in range(call.n_values):
-                        at = call.values + n * value_size
-                        lookup = meta[at + 4] + meta[meta[at + 5] + batch] + (first + me) * meta[at + 6]
-                        # Neighbouring keys often share a row: it is written when it ends.
-                        row, gathered = -1, zero
-                        for y in range(min(rows, stop - key)):
-                            weight = ps[y, me]
-                            if weight != excluded:
-                                here = index[place(lookup + (key + y) * meta[at + 7])]
-                                if here != row:
-                                    if row >= 0:
-                                        bins[place(own + meta[at + 2] + row)] += gathered
-                                    row, gathered = here, zero
-                                gathered += weight
-                        if row >= 0:
-                            bins[place(own + meta[at + 2] + row)] += gathered
+                            results.work[u64(row_bins + n)] *= factors[me]
+                    weigh(ps, results.work, row_bins, tables, call.values, call.n_values, here, one, me)
             elif me < rows:
                 factors[me] = one
                 for y in range(rows):
                     ps[y, me] = zero
-            careful = cuda.syncthreads_or(careful)
-
-            # Output: products of the weights with the values, a few keys at a time.
-            for r in range(high):
-                a[r] = factors[(r // run) * low + down + r % run]
-            for r in range(high):
-                for c in range(columns):
-                    o[r, c] *= a[r]
-            side = 0
-            fetch_value(v_held, v, v_at, v_row, key, stop, part * width, v_dim, me)
-            for y in range(0, min(rows, stop - key), DEPTH):
-                drop_value(tile, side, v_held, me)
-                cuda.syncthreads()
-                if key + y + DEPTH < stop and y + DEPTH < rows:
-                    fetch_value(v_held, v, v_at, v_row, key + y + DEPTH, stop, part * width, v_dim, me)
-                accumulate_values(o, ps, y, tile, side, careful, excluded, a, b, down, across)
-                side = DEPTH - side
-            cuda.syncthreads()
+            careful = wait_or(careful)
+            v = tile.Rows(operands.v, starts[tile.V], key, stop, v_dim)
+            add_values(space, factors, v, channel, v_held, careful, thread)
             key += rows
 
         if me < rows:
             factors[me] = total
         if mine and part == 0 and call.wants_lse != 0:
             if total == zero:
-                lse[place(row_at + me)] = least
+                results.lse[u64(row_at + me)] = least
             else:
                 base = top
                 if top == least:
                     base = zero
-                lse[place(row_at + me)] = base + real(math.log(total))
+                results.lse[u64(row_at + me)] = base + real(math.log(total))
         # Also lets every thread see the bins, which are in global memory.
-        cuda.syncthreads()
-        for n in range(call.n_values):
-            at = call.values + n * value_size
-            start = meta[at] + head * meta[at + 1] + part * width
-            for row in range(meta[at + 3]):
-                for r in range(high):
-                    x = (r // run) * low + down + r % run
-                    a[r] = zero
-                    if first + x < last:
-                        a[r] = bins[place(bins_at + x * n_bins + meta[at + 2] + row)]
-                for c in range(columns):
-                    d = (c // 4) * 32 + across + c % 4
-                    b[c] = zero
-                    if part * width + d < v_dim:
-                        b[c] = data[place(start + row * v_dim + d)]
-                for r in range(high):
-                    for c in range(columns):
-                        o[r, c] += a[r] * b[c]
-        for r in range(high):
-            a[r] = factors[(r // run) * low + down + r % run]
-            if a[r] != zero:
-                a[r] = one / a[r]
-        for r in range(high):
-            x = (r // run) * low + down + r % run
-            for c in range(columns):
-                d = part * width + (c // 4) * 32 + across + c % 4
-                if first + x < last and d < v_dim:
-                    out[place((row_at + x) * v_dim + d)] = narrow(zero if a[r] == zero else o[r, c] * a[r])
+        wait()
+        here = tile.Tile(own, first, last, key, stop)
+        add_value_terms(space, results.work, bins_at, tables, call, here, channel, thread)
+        write(results.out, o, factors, a, row_at, last - first, channel, v_dim, thread)
 
     return kernel

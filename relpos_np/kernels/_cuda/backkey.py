@@ -9,48 +9,62 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from relpos_np.kernels._cuda.backcall import (
-    BATCH,
-    HEAD,
-    K_AT,
-    K_ROW,
-    LINE_AT,
-    OWN_AT,
-    Q_AT,
-    Q_ROW,
-    STARTS,
-    V_AT,
-    V_ROW,
-    fits,
-)
-from relpos_np.kernels._cuda.backtile import (
-    EXCLUDED,
-    clear,
-    differentiate,
-    gather,
-    sums,
-)
-from relpos_np.kernels._cuda.device import jit
-from relpos_np.kernels._cuda.intrinsics import count, elements, place
-from relpos_np.kernels._cuda.tile import (
-    ACROSS,
-    ALIGNED,
-    DEPTH,
-    PAD,
-    SKEW,
-    STEPS,
-    Tiling,
-    Where,
-    accumulate,
-    add_skewed,
-    finish,
-    outer,
-    put,
-    stage_mapped,
-    stage_rows,
-    stage_strip,
-    stage_turned,
-)
+from relpos_np.kernels._cuda import tile
+from relpos_np.kernels._cuda.backcall import fits
+from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wipe, write
+from relpos_np.kernels._cuda.device import inline, jit
+from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
+from relpos_np.kernels._cuda.scores import survives
+from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
+
+# Marks an excluded pair where probabilities after dropout stand, which are at least 0.
+LEFT_OUT = -1
+
+
+@cache
+def _fetch_queries(tiling: Tiling) -> Any:
+    """Fill shared memory with the log-sum-exps and deltas of a tile's queries, from number `line` on."""
+    rows, zero = tiling.rows, tiling.dtype.type(0)
+
+    def fetch(lses, deltas, upstream, line, size, me):  # type: ignore[no-untyped-def]
+        if me < rows:
+            row_lse, row_delta = zero, zero
+            if me < size:
+                row_lse, row_delta = upstream.lse[u64(line + me)], upstream.delta[u64(line + me)]
+            lses[me] = row_lse
+            deltas[me] = row_delta
+
+    return inline(fetch)
+
+
+@cache
+def _probabilities(tiling: Tiling) -> Any:
+    """Turn scores into probabilities, before dropout and after; returns 1 if any of the thread's pairs is excluded."""
+    rows, threads, real = tiling.rows, tiling.threads, tiling.dtype.type
+    turns, zero, least = rows * rows // threads, real(0), real(-np.inf)
+    excluded, left_out = real(EXCLUDED), real(LEFT_OUT)
+
+    def probabilities(ps, ds, lses, tables, call, here, kept, me):  # type: ignore[no-untyped-def]
+        careful, column = 0, me % rows
+        for turn in range(turns):
+            x = (turn * threads + me) // rows
+            value = ps[x, column]
+            if value == least:
+                ds[x, column] = excluded
+                ps[x, column] = left_out
+                careful = 1
+            else:
+                weight = real(math.exp(value - lses[x]))
+                after = weight
+                if call.keep >= 0:
+                    after = weight * kept
+                    if not survives(tables, call, here, here.first + x, here.key + column):
+                        weight, after = -weight, zero
+                ds[x, column] = weight
+                ps[x, column] = after
+        return careful
+
+    return inline(probabilities)
 
 
 @cache
@@ -60,218 +74,89 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
     `skewed` if there are products that are made tile by tile. Rows of fragments are keys; of scores the
     columns are queries.
     """
-    rows, threads, kind = tiling.rows, tiling.threads, tiling.kind
+    rows, kind, columns = tiling.rows, tiling.kind, width // tile.ACROSS
     of_query, of_key, of_value = stored
-    columns, whole_depth = width // ACROSS, depth % DEPTH == 0
-    left_shape, tile_shape = (DEPTH, rows + PAD), (DEPTH, max(rows, width) + PAD)
-    p_shape, strip_size = (rows, rows + PAD), 2 * rows
-    fits(tiling, left_shape, tile_shape, p_shape, p_shape, (strip_size,), (rows,), (rows,))
-    s_shape, o_shape = (tiling.high, tiling.wide), (tiling.high, columns)
-    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
-    b_size, turns = max(wide, columns), rows * rows // threads
-    real = tiling.dtype.type
-    zero, least, excluded, left_out = real(0), real(-np.inf), real(EXCLUDED), real(-1)
-
-    stage_query, stage_key = stage_turned(tiling, of_query), stage_turned(tiling, of_key)
-    stage_value, stage_grad = stage_turned(tiling, of_value), stage_turned(tiling, tiling.dtype.name)
-    query_rows, grad_rows = stage_rows(tiling, of_query, width), stage_rows(tiling, tiling.dtype.name, width)
-    add_scores, accumulate_rows, strip_of = outer(tiling, wide), accumulate(tiling, columns), stage_strip(tiling)
-    complete, store = finish(tiling, keys_first=False), put(tiling, keys_first=False)
-    wipe, lift, turn_to_ds = clear(tiling), gather(tiling, keys_first=False), differentiate(tiling, keys_first=False)
-    stage_vectors, stage_positions = stage_turned(tiling, tiling.dtype.name), stage_mapped(tiling)
-    add_positions, skew_size = add_skewed(tiling, keys_first=False), len(SKEW)
-    add_ds = sums(tiling, by_query=False, probabilities=False)
+    left_shape, right_shape = (tile.DEPTH, rows + tile.PAD), (tile.DEPTH, max(rows, width) + tile.PAD)
+    p_shape, strip_size = (rows, rows + tile.PAD), 2 * rows
+    fits(tiling, left_shape, right_shape, p_shape, p_shape, (strip_size,), (rows,), (rows,))
+    s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
+    b_size, real = max(tiling.wide, columns), tiling.dtype.type
+    zero, one, left_out = real(0), real(1), real(LEFT_OUT)
+    number, clear_gradients = tile.thread_of(tiling), tile.clear(high, columns, tiling.dtype)
+    wipe_all, fetch_queries, probabilities = wipe(tiling), _fetch_queries(tiling), _probabilities(tiling)
+    scores = make_scores(tiling, (of_key, of_query), depth, keys_first=False, skewed=skewed)
+    turn_to_ds = make_ds(tiling, (of_value, tiling.dtype.name), keys_first=False)
+    add_bins_of_keys = tile.add_bins(tiling, by_query=False, skipped=0)
+    add_gradients = tile.combine(tiling, tile.stage_rows(tiling, tiling.dtype.name, width), columns)
+    add_queries = tile.combine(tiling, tile.stage_rows(tiling, of_query, width), columns)
+    write_gradients = write(tiling, width)
 
     @jit()
-    def kernel(  # type: ignore[no-untyped-def]
-        q, k, v, grad_out, data, index, flags, meta, lse, delta, work, out_k, out_v, call, back, scale, keep_scale
-    ):
-        q, k, v, data, index, flags, meta = (
-            elements(q), elements(k), elements(v), elements(data), elements(index), elements(flags), elements(meta)
-        )  # fmt: skip
-        grad_out, lse, delta, work, out_k, out_v = (
-            elements(grad_out), elements(lse), elements(delta), elements(work), elements(out_k), elements(out_v)
-        )  # fmt: skip
+    def kernel(operands, tables, upstream, work, out_k, out_v, call, back, scales):  # type: ignore[no-untyped-def]
+        operands, tables, upstream = elements(operands), elements(tables), elements(upstream)
+        work, out_k, out_v = elements(work), elements(out_k), elements(out_v)
         left = cuda.shared.array(left_shape, kind, ALIGNED)
-        tile = cuda.shared.array(tile_shape, kind, ALIGNED)
+        right = cuda.shared.array(right_shape, kind, ALIGNED)
         # Scores, then probabilities after dropout: [query, key].
         ps = cuda.shared.array(p_shape, kind, ALIGNED)
         # Probabilities, then gradients of scores.
         ds = cuda.shared.array(p_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        sums_of = cuda.shared.array(rows, kind, ALIGNED)
+        lses = cuda.shared.array(rows, kind, ALIGNED)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
-        at = cuda.shared.array(STARTS, types.int64)
+        starts = cuda.shared.array((STARTS, 2), types.int64)
+        own = cuda.shared.array(OWN_SIZE, types.int64)
         s = cuda.local.array(s_shape, kind)
         dk = cuda.local.array(o_shape, kind)
         dv = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
+        room = tile.Room(tile.Space(left, right, s, a, b), strip, starts)
 
-        v_dim, q_len, k_len = call.v_dim, call.q_len, call.k_len
-        me = count(cuda.threadIdx.x)
-        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * run)
-        tiles = (k_len + rows - 1) // rows
-        parts = (max(depth, v_dim) + width - 1) // width
-        block = cuda.blockIdx.x
-        part = block % parts
+        thread = number(u32(cuda.threadIdx.x))
+        me, v_dim, q_len, k_len = thread.me, call.v_dim, call.q_len, call.k_len
+        tiles, parts = (k_len + rows - 1) // rows, (max(depth, v_dim) + width - 1) // width
         # Earlier keys have more queries under a causal mask: they start first.
-        key = (block // parts) % tiles * rows
-        head = (block // (tiles * parts)) % call.heads
-        batch = block // (tiles * parts * call.heads)
-        strides = call.strides
-        line = batch * call.heads + head
-        if me == 0:
-            at[Q_AT] = meta[meta[strides] + batch] + head * meta[strides + 1]
-            at[K_AT] = meta[meta[strides + 3] + batch] + (head // call.k_group) * meta[strides + 4]
-            at[V_AT] = meta[meta[strides + 6] + batch] + (head // call.v_group) * meta[strides + 7]
-            at[Q_ROW], at[K_ROW], at[V_ROW] = meta[strides + 2], meta[strides + 5], meta[strides + 8]
-            at[LINE_AT], at[OWN_AT] = line * q_len, line * k_len + key
-            at[BATCH], at[HEAD] = batch, head
-        cuda.syncthreads()
-
-        end = k_len
-        if call.lengths >= 0:
-            end = min(end, meta[call.lengths + at[BATCH]])
-        past = min(key + rows, k_len)
-        stop = min(past, end)
+        part, n, head, batch = tile.share(cuda.blockIdx.x, parts, tiles, call.heads)
+        key, channel = n * rows, part * width
+        line = (batch * call.heads + head) * k_len + key
+        stop = min(key + rows, tile.key_end(call, tables.meta, batch))
         first = max(0, key - call.offset - call.right)
         final = min(q_len, stop - 1 - call.offset + call.left + 1)
         if stop <= key:
             final = 0
+        if me == 0:
+            own[tile.FINAL] = final
+        tile.locate(starts, own, tables.meta, call, batch, head, line, 0, me)
+        if channel == 0:
+            wipe_all(work, back.key_bins + line * back.n_key_bins, min(rows, k_len - key) * back.n_key_bins, me)
+        clear_gradients(dk)
+        clear_gradients(dv)
 
-        if part == 0:
-            wipe(work, back.key_bins + at[OWN_AT] * back.n_key_bins, (past - key) * back.n_key_bins, me)
-        for r in range(high):
-            for c in range(columns):
-                dk[r, c] = zero
-                dv[r, c] = zero
-        column = me % rows
-
-        while first < final:
-            last = min(first + rows, final)
-            size = last - first
-            for r in range(high):
-                for c in range(wide):
-                    s[r, c] = zero
-            here = Where(at[BATCH], at[HEAD], first, last, key, stop)
-            if call.strip >= 0:
-                strip_of(strip, data, call, here, me)
-            if me < rows:
-                row_lse, row_delta = zero, zero
-                if first + me < last:
-                    row_lse, row_delta = lse[place(at[LINE_AT] + first + me)], delta[place(at[LINE_AT] + first + me)]
-                sums_of[me] = row_lse
-                deltas[me] = row_delta
-            for channel in range(0, depth, DEPTH):
-                stage_key(left, 0, k, at[K_AT], at[K_ROW], key, stop, channel, depth, me)
-                stage_query(tile, 0, q, at[Q_AT], at[Q_ROW], first, last, channel, depth, me)
-                cuda.syncthreads()
-                for d in range(0, DEPTH if whole_depth else min(DEPTH, depth - channel), STEPS):
-                    add_scores(s, left, d, tile, d, a, b, down, across)
-                cuda.syncthreads()
-            store(ps, s, scale, strip, call.strip >= 0, down, across)
-            cuda.syncthreads()
-            if skewed:
-                for n in range(call.n_skews):
-                    term = call.skews + n * skew_size
-                    for half in range(0, 2 * rows, rows):
-                        for r in range(high):
-                            for c in range(wide):
-                                s[r, c] = zero
-                        for channel in range(0, meta[term + 6], DEPTH):
-                            channels = meta[term + 6]
-                            x_at = meta[term] + meta[meta[term + 1] + at[BATCH]] + at[HEAD] * meta[term + 2]
-                            stage_vectors(left, 0, data, x_at, meta[term + 3], first, last, channel, channels, me)
-                            rows_at, start = meta[term + 4] + at[HEAD] * meta[term + 5], key - first + half - (rows - 1)
-                            stage_positions(
-                                tile, data, rows_at, index, meta[term + 7], start, call, channel, channels, me
-                            )
-                            cuda.syncthreads()
-                            for d in range(0, min(DEPTH, channels - channel), STEPS):
-                                add_scores(s, left, d, tile, d, a, b, down, across)
-                            cuda.syncthreads()
-                        add_positions(ps, s, half, down, across)
-                cuda.syncthreads()
-            i, j = first + call.offset, key
-            whole = size == rows and key + rows <= stop and call.mask < 0
-            whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
-            if call.n_adds > 0 or not whole:
-                complete(ps, data, index, flags, meta, call, here, me)
-                cuda.syncthreads()
-
-            # Probabilities, before and after dropout.
-            careful = 0
-            for turn in range(turns):
-                x = (turn * threads + me) // rows
-                value = ps[x, column]
-                if value == least:
-                    ds[x, column] = excluded
-                    ps[x, column] = left_out
-                    careful = 1
-                else:
-                    weight = real(math.exp(value - sums_of[x]))
-                    kept = weight
-                    if call.keep >= 0:
-                        where = meta[call.keep] + meta[meta[call.keep + 1] + at[BATCH]] + at[HEAD] * meta[call.keep + 2]
-                        where += (first + x) * meta[call.keep + 3] + (key + column) * meta[call.keep + 4]
-                        kept = weight * keep_scale
-                        if flags[place(where)] == 0:
-                            weight, kept = -weight, zero
-                    ds[x, column] = weight
-                    ps[x, column] = kept
-            careful = cuda.syncthreads_or(careful)
-
-            # Gradients of the values: products of probabilities with those of the output, a few queries at a time.
-            if part * width < v_dim:
-                for y in range(0, size, DEPTH):
-                    if y > 0:
-                        cuda.syncthreads()
-                    grad_rows(tile, grad_out, at[LINE_AT] * v_dim, v_dim, first + y, last, part * width, v_dim, me)
-                    cuda.syncthreads()
-                    accumulate_rows(dv, ps, y, tile, 0, careful, left_out, a, b, down, across)
-                cuda.syncthreads()
-
-            # Gradients of the probabilities, and from them those of the scores.
-            for r in range(high):
-                for c in range(wide):
-                    s[r, c] = zero
-            for channel in range(0, v_dim, DEPTH):
-                stage_value(left, 0, v, at[V_AT], at[V_ROW], key, stop, channel, v_dim, me)
-                stage_grad(tile, 0, grad_out, at[LINE_AT] * v_dim, v_dim, first, last, channel, v_dim, me)
-                cuda.syncthreads()
-                for d in range(0, min(DEPTH, v_dim - channel), STEPS):
-                    add_scores(s, left, d, tile, d, a, b, down, across)
-                cuda.syncthreads()
-            if back.n_lifted > 0:
-                lift(s, data, index, meta, back.lifted, back.n_lifted, here, down, across)
-            turn_to_ds(ds, s, deltas, keep_scale, down, across)
-            cuda.syncthreads()
-            if part == 0 and me < rows and key + me < stop:
-                add_ds(
-                    ds, work, back.key_bins + (at[OWN_AT] + me) * back.n_key_bins, index, meta, back.keys, back.n_keys,
-                    at[BATCH], key + me, first, size, keep_scale, me,
-                )  # fmt: skip
-
-            # Gradients of the keys: products with the queries.
-            if part * width < depth:
-                for y in range(0, size, DEPTH):
-                    if y > 0:
-                        cuda.syncthreads()
-                    query_rows(tile, q, at[Q_AT], at[Q_ROW], first + y, last, part * width, depth, me)
-                    cuda.syncthreads()
-                    accumulate_rows(dk, ds, y, tile, 0, careful, zero, a, b, down, across)
-            cuda.syncthreads()
+        while first < own[tile.FINAL]:
+            last = min(first + rows, own[tile.FINAL])
+            here = tile.Tile(own, first, last, key, stop)
+            first_line = (own[tile.BATCH] * call.heads + own[tile.HEAD]) * q_len + first
+            fetch_queries(lses, deltas, upstream, first_line, last - first, me)
+            q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
+            k = tile.Rows(operands.k, starts[tile.K], key, stop, depth)
+            scores(ps, room, k, q, tables, call, here, scales.scores, thread)
+            careful = wait_or(probabilities(ps, ds, lses, tables, call, here, scales.kept, me))
+            grad = tile.Rows(upstream.grad_out, starts[tile.GRAD], first, last, v_dim)
+            if channel < v_dim:
+                add_gradients(tile.Space(ps, right, dv, a, b), grad, last - first, channel, careful, left_out, thread)
+            v = tile.Rows(operands.v, starts[tile.V], key, stop, v_dim)
+            turn_to_ds(ds, deltas, room.space, v, grad, tables, back, here, scales.kept, thread)
+            wait()
+            if channel == 0 and me < rows and key + me < stop:
+                bins = back.key_bins + (own[tile.LINE] + me) * back.n_key_bins
+                add_bins_of_keys(ds, work, bins, tables, back.keys, back.n_keys, here, 1, me)
+            if channel < depth:
+                add_queries(tile.Space(ds, right, dk, a, b), q, last - first, channel, careful, zero, thread)
             first += rows
 
-        for r in range(high):
-            x = (r // run) * low + down + r % run
-            for c in range(columns):
-                d = part * width + (c // 4) * 32 + across + c % 4
-                if key + x < past:
-                    if d < depth:
-                        out_k[place((at[OWN_AT] + x) * depth + d)] = dk[r, c] * scale
-                    if d < v_dim:
-                        out_v[place((at[OWN_AT] + x) * v_dim + d)] = dv[r, c]
+        size = min(rows, k_len - key)
+        write_gradients(out_k, dk, own[tile.LINE], size, channel, depth, scales.scores, thread)
+        write_gradients(out_v, dv, own[tile.LINE], size, channel, v_dim, one, thread)
 
     return kernel

@@ -1,4 +1,4 @@
-"""The host's side of the backward pass: its arrays on the device, the launches, and gradients of terms from sums."""
+"""The backward pass: arrays on the device, launches, and gradients of terms from the sums that kernels leave."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, by_row, fit
-from relpos_np.kernels._cuda.attend import VALUE
-from relpos_np.kernels._cuda.backcall import Back, key_side, query_side
+from relpos_np.kernels._cuda.backcall import key_side, query_side
 from relpos_np.kernels._cuda.backkey import key_gradient
 from relpos_np.kernels._cuda.backquery import query_gradient
-from relpos_np.kernels._cuda.backsums import THREADS, Private, delta_kernel, group_kernel, reduce_kernel, seen_kernel
+from relpos_np.kernels._cuda.backsums import (
+    THREADS,
+    Private,
+    Seen,
+    delta_kernel,
+    group_kernel,
+    reduce_kernel,
+    seen_kernel,
+)
 from relpos_np.kernels._cuda.device import download, empty, launch, simulated, upload
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
-from relpos_np.kernels._cuda.plan import Planner
+from relpos_np.kernels._cuda.plan import Forward
 from relpos_np.kernels._cuda.product import gemm
-from relpos_np.kernels._cuda.tile import ADD, Call
+from relpos_np.kernels._cuda.records import Add, Back, Bins, Call, Upstream
 from relpos_np.types import Array
 
-# Bytes of the sums that blocks have of their own; more blocks are launched one after the other.
+# Most bytes of sums that the blocks of one launch have of their own; further blocks wait for the next launch.
 PRIVATE_BYTES = 256 << 20
 
 
 def _blocks(size: int) -> int:
-    """Blocks for so many elements with a thread for each, or that go on to further ones."""
+    """Blocks for a kernel with a thread per element, or that takes several turns."""
     return min(-(-size // THREADS), 8 if simulated() else 1 << 16)
 
 
-class BackPlanner(Planner):
-    """Builds one backward pass."""
+class Backward(Forward):
+    """One backward pass."""
 
     def __init__(
         self,
@@ -42,48 +49,47 @@ class BackPlanner(Planner):
         grad_lse: Array | Operand | None,
     ) -> None:
         super().__init__(problem, terms, operands, fused=True)
-        # Gradients of vectors stay where the vectors are.
+        # Gradients of vectors stay on the device if the vectors are there.
         self.far = isinstance(operands[0], Operand)
         self.dtype = self.site.dtype
         self.lines = self.count * self.site.heads
-        # Vectors of the problem on the device: (batch, heads, length, channels).
         self.grad_out, self.grad_lse = grad_out, grad_lse
         self.depth = self.query.shape[-1]
-        self.maps: dict[int, tuple[int, ...]] = {}
+        self.maps: dict[int, tuple[int, int, int, int]] = {}
         self.skewed = [query for query in terms.queries if self._is_fused(query)]
 
-    def _map(self, index: IndexMap) -> tuple[int, ...]:
-        # Terms of both directions share them.
+    def _map(self, index: IndexMap) -> tuple[int, int, int, int]:
+        # Terms of the forward and of the backward pass share maps.
         if id(index) not in self.maps:
             self.maps[id(index)] = super()._map(index)
         return self.maps[id(index)]
 
     def _bins(self, terms: Sequence[Any]) -> tuple[int, int, int]:
-        """Where the description of terms whose rows have sums is, how many there are, and all their rows."""
-        found, bins = [], 0
+        """Write a record of every term whose rows have sums; returns where they begin, their number, and all rows."""
+        found, bins = list[Bins](), 0
         for term in terms:
-            found.append((0, 0, bins, term.index.rows, *self._map(term.index)))
+            found.append(Bins(0, 0, bins, term.index.rows, *self._map(term.index)))
             bins += term.index.rows
-        return *self._listed(found, len(VALUE)), bins
+        return *self._listed(found), bins
 
     def call(self) -> Call:
-        """Every integer of the forward pass, and those of the backward pass beside them."""
+        """The integers of the forward pass. Makes those of the backward pass too."""
         call = super().call()
         site, terms, heads = self.site, self.terms, self.site.heads
-        lifted = []
+        gathered = list[Add]()
         for value in terms.values:
-            start, (item, head, row) = self._product(self.grad_out, value.weights)
-            lifted.append((start, self._each(item), head, row, 0, 1, *self._map(value.index)))
+            start, batch, head, row = self._product(self.grad_out, value.weights)
+            gathered.append(Add(start, batch, head, row, 0, 1, *self._map(value.index)))
         tiling, _ = query_side(self.dtype, self.depth, bool(self.skewed))
         dense = [term for term in terms.tables if not isinstance(term.index, Toeplitz)]
         along = len(dense) < len(terms.tables)
         mapped = [query for query in terms.queries if not self._is_fused(query)]
         queries, keys, tables = (self._bins(found) for found in (mapped, terms.keys, dense))
-        at_lifted = self._listed([], len(ADD), lifted)
+        gathers, n_gathered = self._listed([], gathered)
         spans = tiling.rows + site.k_len - 1
         self.skew_width = sum(query.query.shape[-1] for query in self.skewed)
         self.private = spans * (along + self.skew_width) + tiling.rows * tables[2]
-        # Blocks of a chunk: of those that have sums of their own no more than fit.
+        # Blocks of one launch, if they have sums of their own.
         self.tiles = self.lines * -(-site.q_len // tiling.rows)
         self.chunk = min(self.tiles, max(1, PRIVATE_BYTES // (max(self.private, 1) * self.dtype.itemsize)))
         sizes = {
@@ -102,19 +108,24 @@ class BackPlanner(Planner):
             self.work_size += size
         self.spans, self.heads = spans, heads
         self.back = Back(
-            *(*queries[:2], starts["query_bins"], queries[2], *keys[:2], starts["key_bins"], keys[2]),
-            *(*tables[:2], starts["table_bins"], tables[2], starts["value_bins"], *at_lifted),
-            *(starts["diagonals"], starts["pairs"], starts["skew_vectors"], starts["skew_rows"], self.skew_width),
-            self.lines * site.q_len,
+            **starts,
+            **dict(zip(("queries", "n_queries", "n_query_bins"), queries, strict=True)),
+            **dict(zip(("keys", "n_keys", "n_key_bins"), keys, strict=True)),
+            **dict(zip(("tables", "n_tables", "n_table_bins"), tables, strict=True)),
+            gathered=gathers,
+            n_gathered=n_gathered,
+            skew_width=self.skew_width,
+            lines=self.lines * site.q_len,
+            base=0,
         )
         self.record = call
         return call
 
     def launch(self) -> None:
-        """Run the forward kernel and those of the backward pass; everything stays on the device."""
+        """Run the kernels of both passes; everything stays on the device."""
         site, dtype, lines = self.site, self.dtype, self.lines
         out, lse = self.start(wants_lse=True)
-        back, queries, real = self.back, lines * site.q_len, dtype.type
+        back, queries = self.back, lines * site.q_len
         self.upstream = self._whole(self.grad_out, self.problem.out_shape)
         delta, self.work = empty(queries, dtype), empty(self.work_size, dtype)
         given = self.grad_lse is not None
@@ -125,29 +136,25 @@ class BackPlanner(Planner):
             *(delta_kernel(dtype), _blocks(queries), THREADS, self.upstream, out, grad_lse, delta),
             *(queries, site.v_dim, int(given)),
         )
-        q, k, v, *rest = self.on_device
-        shared = (q, k, v, self.upstream, *rest, lse, delta, self.work)
-        scales = real(site.scale), real(self.problem.keep_scale)
+        shared = self.operands, self.tables, Upstream(self.upstream, lse, delta), self.work
         self.dq, self.dk, self.dv = (
             empty(lines * size, dtype)
             for size in (site.q_len * self.depth, site.k_len * self.depth, site.k_len * site.v_dim)
         )
-        stored = self.formats[0], self.formats[1], self.formats[2]
-
-        skewed = bool(self.skewed)
+        stored, skewed = self.formats, bool(self.skewed)
         tiling, width = query_side(dtype, self.depth, skewed)
         parts = -(-self.depth // width)
         kernel = query_gradient(tiling, stored, self.depth, width, skewed)
         per_head = -(-site.q_len // tiling.rows)
         columns = site.q_len + site.k_len - 1
-        self.along = empty(site.heads * columns, np.dtype(np.float64))
-        self.by_pair = empty(site.heads * back.n_table_bins, np.dtype(np.float64))
-        along = Private(back.diagonals, self.spans, self.spans, columns, 1, tiling.rows - site.q_len)
+        self.of_diagonals = empty(site.heads * columns, np.dtype(np.float64))
+        self.of_tables = empty(site.heads * back.n_table_bins, np.dtype(np.float64))
+        diagonals = Private(back.diagonals, self.spans, self.spans, columns, 1, tiling.rows - site.q_len)
         rows = back.n_table_bins
-        by_pair = Private(back.table_bins, tiling.rows * rows, rows, rows, 0, 0)
+        of_tables = Private(back.table_bins, tiling.rows * rows, rows, rows, 0, 0)
         wide = self.skew_width
-        self.by_position = empty(site.heads * columns * wide, np.dtype(np.float64))
-        by_position = Private(
+        self.of_skews = empty(site.heads * columns * wide, np.dtype(np.float64))
+        skews = Private(
             back.skew_rows,
             self.spans * wide,
             self.spans * wide,
@@ -159,10 +166,14 @@ class BackPlanner(Planner):
         for begin in range(0, self.tiles, chunk):
             end = min(begin + chunk, self.tiles)
             launch(
-                *(kernel, (end - begin) * parts, tiling.threads, *shared, self.dq, self.record, back),
-                *(begin * parts, *scales),
+                *(kernel, (end - begin) * parts, tiling.threads),
+                *(*shared, self.dq, self.record, back._replace(base=begin * parts), self.scales),
             )
-            for private, totals in ((along, self.along), (by_pair, self.by_pair), (by_position, self.by_position)):
+            for private, totals in (
+                (diagonals, self.of_diagonals),
+                (of_tables, self.of_tables),
+                (skews, self.of_skews),
+            ):
                 if private.start >= 0:
                     launch(
                         *(reduce_kernel(), _blocks(site.heads * private.columns), THREADS, self.work, totals),
@@ -172,31 +183,32 @@ class BackPlanner(Planner):
         tiling, width = key_side(dtype, self.depth, site.v_dim)
         parts = -(-max(self.depth, site.v_dim) // width)
         launch(
-            *(key_gradient(tiling, stored, self.depth, width, skewed), lines * parts * -(-site.k_len // tiling.rows)),
-            *(tiling.threads, *shared, self.dk, self.dv, self.record, back, *scales),
+            key_gradient(tiling, stored, self.depth, width, skewed),
+            *(lines * parts * -(-site.k_len // tiling.rows), tiling.threads),
+            *(*shared, self.dk, self.dv, self.record, back, self.scales),
         )
 
     # from sums to gradients ------------------------------------------------------------------------
 
     def _fetch(self, x: Any, *shape: int) -> Array:
-        """What an array of the device holds, for each head or for each batch item too."""
+        """Copy an array of the device to the host, in a shape."""
         out = np.empty(shape, x.dtype)
         if out.size:
             download(x, out)
         return out
 
     def _whole(self, x: Array | Operand, shape: tuple[int, ...]) -> Any:
-        """An array of the device, flat and without repetitions, in the dtype of the computation."""
+        """An array on the device in full, flat and in the dtype of the computation."""
         if isinstance(x, Operand):
             return x.broadcast_to(shape).contiguous(self.dtype).flat
         return upload(np.ascontiguousarray(np.broadcast_to(x, shape), self.dtype).reshape(-1))
 
     def _by_vector(self, x: Any, *shape: int) -> Array:
-        """Numbers per batch item, head and query (or key)."""
+        """Copy to the host numbers per batch item, head and query or key."""
         return self._fetch(x, *self.problem.batch, self.site.heads, *shape)
 
     def _fitted(self, x: Any, length: int, depth: int, wanted: tuple[int, ...]) -> Any:
-        """Vectors of every head, added up in the shape of the array that they are the gradient of."""
+        """Gradients per head, added up to the shape of the array whose gradient they are."""
         heads = self.site.heads
         if not self.far:
             return fit(self._by_vector(x, length, depth), wanted)
@@ -210,11 +222,11 @@ class BackPlanner(Planner):
         return Operand(x, shape, contiguous_strides(shape), self.dtype)
 
     def _on_device(self, x: Array | Operand) -> tuple[Any, int]:
-        """Vectors (..., heads, length, channels) of every batch item, flat, and how many heads share one."""
+        """Vectors (..., heads, length, channels) in full, flat, and how many heads share one."""
         return self._whole(x, (*self.problem.batch, *x.shape[-3:])), self.site.heads // x.shape[-3]
 
     def _of_vectors(self, bins: int, step: int, length: int, weights: Array, wanted: tuple[int, ...]) -> Any:
-        """Gradient of the vectors whose products with rows were summed: sums times rows."""
+        """Gradient of the vectors that rows were multiplied by: sums times rows."""
         heads, (rows, depth) = self.site.heads, weights.shape[-2:]
         out = empty(self.lines * length * depth, self.dtype)
         table = upload(np.ascontiguousarray(weights).reshape(-1))
@@ -226,7 +238,7 @@ class BackPlanner(Planner):
         return self._fitted(out, length, depth, wanted)
 
     def _of_rows(self, bins: int, step: int, length: int, x: tuple[Any, int], weights: Array) -> Array:
-        """Gradient of the rows: sums times vectors, added up over batch items."""
+        """Gradient of the rows: sums times vectors, over all batch items."""
         heads, (rows, depth) = self.site.heads, weights.shape[-2:]
         vectors, group = x
         seen = empty(self.lines * length * depth, self.dtype)
@@ -234,7 +246,7 @@ class BackPlanner(Planner):
         if seen.size and rows:
             launch(
                 *(seen_kernel(self.dtype), _blocks(self.lines * length), THREADS, vectors, self.work, seen),
-                *(bins, step, rows, self.lines * length, heads, group, length, depth),
+                Seen(bins, step, rows, self.lines * length, heads, group, length, depth),
             )
         by_sums = 0, length * step, heads * length * step, 1, step
         by_vector = 0, length * depth, heads * length * depth, depth, 1
@@ -243,11 +255,11 @@ class BackPlanner(Planner):
         return fit(self._fetch(out, heads, rows, depth), weights.shape)
 
     def collect(self) -> tuple[Terms, Any]:
-        """Gradients of the terms and of v: of tables on the host, of vectors where those are."""
+        """Gradients of the terms and of v: tables on the host, vectors where they came from."""
         site, back, terms, dtype = self.site, self.back, self.terms, self.dtype
         tables, queries, keys, values = [], [], [], []
-        along = self._fetch(self.along, site.heads, site.q_len + site.k_len - 1) if back.diagonals >= 0 else None
-        by_pair, at = self._fetch(self.by_pair, site.heads, back.n_table_bins), 0
+        along = self._fetch(self.of_diagonals, site.heads, site.q_len + site.k_len - 1) if back.diagonals >= 0 else None
+        by_pair, at = self._fetch(self.of_tables, site.heads, back.n_table_bins), 0
         for table in terms.tables:
             if isinstance(table.index, Toeplitz):
                 assert along is not None
@@ -258,7 +270,7 @@ class BackPlanner(Planner):
             tables.append(TableTerm(fit(sums, table.table.shape).astype(dtype), table.index))
         at, channel = back.query_bins, 0
         columns = site.q_len + site.k_len - 1
-        positions = self._fetch(self.by_position, site.heads, columns, back.skew_width)
+        positions = self._fetch(self.of_skews, site.heads, columns, back.skew_width)
         for query in terms.queries:
             if self._is_fused(query):
                 size, start = query.query.shape[-1], back.skew_vectors + back.lines * channel

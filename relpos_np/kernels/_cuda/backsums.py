@@ -1,4 +1,4 @@
-"""What comes before and after the backward kernels: a number per query, and sums of what blocks have summed."""
+"""What runs before and after the backward kernels: a number per query, and totals of what blocks have summed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numba import cuda
 
 from relpos_np.kernels._cuda.device import jit
-from relpos_np.kernels._cuda.intrinsics import place
+from relpos_np.kernels._cuda.intrinsics import u64
 
-# Threads of a block; each goes on to further elements if there are more than threads.
+# Threads of a block; a grid that is too small for all elements goes over them in several turns.
 THREADS = 64
 
 
 @cache
 def delta_kernel(dtype: np.dtype[Any]) -> Any:
-    """The kernel for what every score of a query's row has in common: dO . O - dlse. One thread for each row."""
+    """The kernel for delta = dO . O - dlse, one number per query. One thread per query."""
     zero = dtype.type(0)
 
     @jit()
@@ -26,20 +26,20 @@ def delta_kernel(dtype: np.dtype[Any]) -> Any:
         while n < size:
             total = zero
             for d in range(v_dim):
-                total += grad_out[place(n * v_dim + d)] * out[place(n * v_dim + d)]
+                total += grad_out[u64(n * v_dim + d)] * out[u64(n * v_dim + d)]
             if given != 0:
-                total -= grad_lse[place(n)]
-            delta[place(n)] = total
+                total -= grad_lse[u64(n)]
+            delta[u64(n)] = total
             n += cuda.gridDim.x * THREADS
 
     return kernel
 
 
 class Private(NamedTuple):
-    """Sums that each block has of its own: what of them belongs to column n of the result.
+    """Sums that every block has of its own, `size` numbers each, a `step` apart from `start` on.
 
-    Those of the block for the queries from `first` on start at `start` plus a `step` for each block, and column n is
-    number n + slope * first + shift of them, if that is at least 0 and below `size`.
+    For column n of the result, the block of the queries from `first` on adds its number n + slope * first + shift,
+    if it has one.
     """
 
     start: int
@@ -60,41 +60,53 @@ def reduce_kernel() -> Any:
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         while n < heads * private.columns:
             head, column = n // private.columns, n % private.columns
-            total = totals[place(n)]
+            total = totals[u64(n)]
             if begin == 0:
                 total = zero
-            # Blocks are numbered by batch item, head and tile. The order is that of their numbers, so that it makes
-            # no difference how many are there at a time.
+            # In the order of the blocks' numbers (batch item, head, tile), however many one launch has.
             line = begin // (heads * tiles) * heads + head
             while line * tiles < end:
                 for tile in range(tiles):
                     block = line * tiles + tile
                     at = column + private.slope * (tiles - 1 - tile) * rows + private.shift
                     if begin <= block < end and 0 <= at < private.size:
-                        total += work[place(private.start + (block - begin) * private.step + at)]
+                        total += work[u64(private.start + (block - begin) * private.step + at)]
                 line += heads
-            totals[place(n)] = total
+            totals[u64(n)] = total
             n += cuda.gridDim.x * THREADS
 
     return kernel
 
 
+class Seen(NamedTuple):
+    """The integers of `seen_kernel`: where the sums of a vector begin, the step to the next, how many, and sizes."""
+
+    at: int
+    step: int
+    rows: int
+    size: int
+    heads: int
+    group: int
+    length: int
+    depth: int
+
+
 @cache
 def seen_kernel(dtype: np.dtype[Any]) -> Any:
-    """The kernel that copies vectors which have a share in sums, and makes zeros of others: they may hold anything.
+    """The kernel that copies vectors with a share in sums, and sets others to 0, since they may hold anything.
 
-    Vectors are (batch, heads / group, length, depth), copies (batch, heads, length, depth). Sums of a vector start
-    at `at` plus `step` for each, and there are `rows`.
+    Vectors are (batch, heads / group, length, depth), copies (batch, heads, length, depth).
     """
     zero = dtype.type(0)
 
     @jit()
-    def kernel(x, work, out, at, step, rows, size, heads, group, length, depth):  # type: ignore[no-untyped-def]
+    def kernel(x, work, out, call):  # type: ignore[no-untyped-def]
+        at, step, rows, size, heads, group, length, depth = call
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         while n < size:
             row, found = 0, 0
             while row < rows and found == 0:
-                if work[place(at + n * step + row)] != zero:
+                if work[u64(at + n * step + row)] != zero:
                     found = 1
                 row += 1
             line = n // length
@@ -102,8 +114,8 @@ def seen_kernel(dtype: np.dtype[Any]) -> Any:
             for d in range(depth):
                 value = zero
                 if found != 0:
-                    value = x[place((own * length + n % length) * depth + d)]
-                out[place(n * depth + d)] = value
+                    value = x[u64((own * length + n % length) * depth + d)]
+                out[u64(n * depth + d)] = value
             n += cuda.gridDim.x * THREADS
 
     return kernel
@@ -111,7 +123,7 @@ def seen_kernel(dtype: np.dtype[Any]) -> Any:
 
 @cache
 def group_kernel(dtype: np.dtype[Any]) -> Any:
-    """The kernel that adds up the arrays of `step` elements of each group of heads, the first head first."""
+    """The kernel that adds up the arrays, of `step` elements, of each group of heads, in their order."""
     zero = dtype.type(0)
 
     @jit()
@@ -121,8 +133,8 @@ def group_kernel(dtype: np.dtype[Any]) -> Any:
             at = n // step * group * step + n % step
             total = zero
             for head in range(group):
-                total += x[place(at + head * step)]
-            out[place(n)] = total
+                total += x[u64(at + head * step)]
+            out[u64(n)] = total
             n += cuda.gridDim.x * THREADS
 
     return kernel

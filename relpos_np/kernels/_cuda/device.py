@@ -51,10 +51,9 @@ def module() -> Any:
 
 
 def _guard_simulator() -> None:
-    """Let the simulator's threads share arrays safely, and with the arguments that a device takes.
+    """Make shared arrays of the simulator safe, and let them take an alignment.
 
-    The simulator looks up a shared array and makes a missing one in two steps, between which a second thread would
-    make an array of its own; and it knows nothing of alignment.
+    The simulator looks up a shared array and then makes a missing one; in between, a second thread may do the same.
     """
     shared = importlib.import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
     numpy_support = importlib.import_module("numba.np.numpy_support")
@@ -121,7 +120,7 @@ _current = _Current()
 
 @contextmanager
 def on(pointer: int) -> Iterator[None]:
-    """Have launches, copies and new arrays of this thread in the order of a stream, given by its address.
+    """Order launches, copies and new arrays of this thread by a stream, given by its address.
 
     The address 1 is the legacy default stream, 2 that of the thread, as in DLPack.
     """
@@ -141,7 +140,7 @@ def current_stream() -> int:
 
 
 def follow(later: int, earlier: int) -> None:
-    """Let one stream wait for what is in another one by now, without waiting here."""
+    """Let one stream wait for the present work of another, without waiting here."""
     if later == earlier or simulated():
         return
     cuda = module()
@@ -150,7 +149,7 @@ def follow(later: int, earlier: int) -> None:
     event.wait(cuda.external_stream(later))
 
 
-# What leaves the context unusable: every later call of this process gets the same error.
+# Errors after which the context is unusable: every later call of the process gets the same one.
 LOST = {
     *("ASSERT", "CONTAINED", "CONTEXT_IS_DESTROYED", "ECC_UNCORRECTABLE", "EXTERNAL_DEVICE", "HARDWARE_STACK_ERROR"),
     *("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED"),
@@ -160,7 +159,7 @@ LOST = {
 
 @cache
 def _driver_errors() -> tuple[type[Exception], ...]:
-    """The errors that pass on the driver's codes: Numba's for memory and copies, cuda.core's for launches."""
+    """The errors that carry the driver's codes: Numba's for memory and copies, cuda.core's for launches."""
     found: list[type[Exception]] = [importlib.import_module("numba.cuda.cudadrv.driver").CudaAPIError]
     with suppress(ImportError, AttributeError):
         found.append(importlib.import_module("cuda.core._utils.cuda_utils").CUDAError)
@@ -168,18 +167,18 @@ def _driver_errors() -> tuple[type[Exception], ...]:
 
 
 def release() -> None:
-    """Give back to the driver what Numba holds of arrays that nobody uses any more."""
+    """Give back to the driver memory of unused arrays that Numba still holds."""
     if not simulated():
         module().current_context().deallocations.clear()
 
 
 @contextmanager
 def tidied() -> Iterator[None]:
-    """After an error for memory, give back what the call holds."""
+    """Give back the memory of a call that ran out of it."""
     try:
         yield
     except RelposMemoryError as error:
-        # Tracebacks would keep the arrays of all functions that they went through.
+        # Tracebacks keep the arrays of every function they passed.
         for failure in (error, error.__cause__):
             if failure is not None:
                 traceback.clear_frames(failure.__traceback__)
@@ -188,14 +187,14 @@ def tidied() -> Iterator[None]:
 
 
 def attempt(what: str, action: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Do something on the device; if memory runs out once more after what is unused was given back, say so.
+    """Do something on the device; if memory runs out, give back what is unused and try once more.
 
     Parameters
     ----------
     what : str
         For the error, such as "an array of 64 bytes".
     action : callable
-        What to do. No function of another one: a traceback would keep what such a one refers to.
+        What to do. No closure: a traceback would keep what it refers to.
     *args, **options
         Its arguments.
 
@@ -229,10 +228,10 @@ def attempt(what: str, action: Callable[..., Any], *args: Any, **options: Any) -
 
 def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
     """Run a kernel on a line of blocks, in the order of the current stream."""
-    # numba-cuda has a configuration of its own, apart from Numba's.
+    # numba-cuda has its own configuration.
     config = importlib.import_module("numba" if simulated() else "numba.cuda.dispatcher").config
     with _lock:
-        # A call may be small; Numba would warn that it does not fill the device.
+        # Numba warns of calls too small to fill the device.
         before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
         try:
             attempt(f"a kernel of {blocks} blocks", kernel[blocks, threads, _current.stream], *args)
@@ -241,7 +240,7 @@ def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
 
 
 def upload(x: Array) -> Any:
-    """A copy of a flat array on the device; one element at least, since empty arrays have no address there."""
+    """A copy of a flat array on the device, of at least one element, since empty arrays have no address."""
     if not x.size:
         return empty(1, x.dtype)
     return attempt(f"a copy of an array of {x.nbytes} bytes", module().to_device, x, stream=_current.stream)
@@ -252,7 +251,7 @@ def upload_all(*arrays: Array) -> list[Any]:
     starts, size = [], 0
     for x in arrays:
         starts.append(size)
-        # One element at least, and each on a border that every load is happy with.
+        # At least one element each, aligned for every kind of load.
         size += -(-max(x.nbytes, x.itemsize) // 16) * 16
     packed = np.zeros(size, np.uint8)
     for start, x in zip(starts, arrays, strict=True):
@@ -271,7 +270,7 @@ def write(x: Any, values: Array) -> None:
 
 
 def empty(size: int, dtype: Any) -> Any:
-    """A flat array on the device, with anything in it."""
+    """An uninitialised flat array on the device."""
     size, dtype = max(size, 1), np.dtype(dtype)
     what = f"an array of {size * dtype.itemsize} bytes"
     return attempt(what, module().device_array, size, dtype, stream=_current.stream)

@@ -13,7 +13,7 @@ from relpos_np.kernels._cuda.device import inline, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, reader
 
 THREADS = 64
-# Axes that a kernel counts through; others are gone through on the host.
+# Axes that a kernel counts through; the host goes through others.
 AXES = 4
 
 
@@ -43,7 +43,7 @@ def is_brain(dtype: np.dtype[Any]) -> bool:
 
 @cache
 def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, real: Any) -> Any:
-    """The kernel for one operation and three element types; arithmetic in `real`, None: elements are only moved."""
+    """The kernel for an operation and three dtypes, computing in `real`; if that is None, elements are only moved."""
     if real is None:
         read_x = read_y = narrow = inline(_itself)
     else:
@@ -51,7 +51,11 @@ def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, rea
     combine = inline(OPERATIONS[operation])
 
     @jit()
-    def kernel(x, y, out, count, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, o0, o1, o2, o3):  # type: ignore[no-untyped-def]
+    def kernel(x, y, out, count, sizes, x_steps, y_steps, out_steps):  # type: ignore[no-untyped-def]
+        _, n1, n2, n3 = sizes
+        x0, x1, x2, x3 = x_steps
+        y0, y1, y2, y3 = y_steps
+        o0, o1, o2, o3 = out_steps
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         while n < count:
             d = n % n3
@@ -69,7 +73,7 @@ def _elementwise(operation: str, x_dtype: Any, y_dtype: Any, out_dtype: Any, rea
 
 
 def _merged(shape: tuple[int, ...], steps: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
-    """Axes without those of one entry, and neighbours that all arrays walk through evenly as one."""
+    """Sizes and steps with axes of one entry left out and neighbouring axes joined where all arrays allow it."""
     sizes: list[int] = []
     walks: list[list[int]] = [[] for _ in steps]
     for axis, size in enumerate(shape):
@@ -120,10 +124,10 @@ def elementwise(
     inner = [1] * pad + sizes[extra:]
     inner_count = math.prod(inner)
     blocks = min(-(-inner_count // THREADS), 4 if simulated() else 1 << 16)
-    steps = [step for walk in walks for step in [0] * pad + walk[extra:]]
+    steps = [(*[0] * pad, *walk[extra:]) for walk in walks]
     for at in np.ndindex(*sizes[:extra]):
         flats = [
             flat[start:] if (start := sum(i * step for i, step in zip(at, walk, strict=False))) else flat
             for flat, walk in zip((x[0], second[0], out[0]), walks, strict=True)
         ]
-        launch(kernel, blocks, THREADS, *flats, inner_count, *inner[1:], *steps)
+        launch(kernel, blocks, THREADS, *flats, inner_count, tuple(inner), *steps)

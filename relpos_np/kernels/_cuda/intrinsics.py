@@ -1,16 +1,17 @@
-"""What the device can and Python cannot say: casts, bits of numbers, stored elements; each with its equal in Python.
+"""What a device can do and Python cannot: casts, bits of numbers, barriers, wide loads; each with its equal in Python.
 
 Kernels take these as constants, so that one source serves the device and the simulator.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import cuda, types
 
 from relpos_np.kernels._cuda.device import inline, simulated
 
@@ -27,16 +28,40 @@ FORMATS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _place(x: int) -> int:
+def _checked(x: int) -> int:
     if x < 0:
         raise IndexError(f"a kernel reads element {x}")
     return x
 
 
-# An index that Numba need not look at for a sign: negative ones, which count from the end, are never meant.
-place: Any = _place if simulated() else types.uint64
-# The same for what is part of a sum: with this type the sum is of signed integers that are seen not to be negative.
-count: Any = int if simulated() else types.uint32
+# Indices whose sign Numba need not look at: it takes negative ones to count from the end, which kernels never mean.
+u64: Any = _checked if simulated() else types.uint64
+# For a part of an index: the whole is a sum of signed integers that the compiler sees not to be negative.
+u32: Any = int if simulated() else types.uint32
+
+
+def _barrier() -> None:
+    cuda.syncthreads()
+
+
+def _barrier_or(x: Any) -> Any:
+    return cuda.syncthreads_or(x)
+
+
+def _simulated_barrier() -> None:
+    # The simulator puts `cuda.syncthreads` into the module of the kernel alone, but its threads know it.
+    thread: Any = threading.current_thread()
+    thread.syncthreads()
+
+
+def _simulated_barrier_or(x: Any) -> Any:
+    thread: Any = threading.current_thread()
+    return thread.syncthreads_or(x)
+
+
+# Wait for all threads of the block; and say whether any of them brings something that is not 0.
+wait: Any = _simulated_barrier if simulated() else inline(_barrier)
+wait_or: Any = _simulated_barrier_or if simulated() else inline(_barrier_or)
 
 
 def _widen(x: Any) -> Any:
@@ -55,7 +80,7 @@ def _narrow(x: Any) -> Any:
 
 @cache
 def converters(stored: str) -> tuple[Any, Any]:
-    """From a stored element to the number that is computed with, and back."""
+    """Functions from a stored element to the number that kernels compute with, and back."""
     if stored == "bfloat16":
         return inline(_widen), inline(_narrow)
     wide = np.float64 if stored == "float64" else np.float32
@@ -64,7 +89,7 @@ def converters(stored: str) -> tuple[Any, Any]:
 
 @cache
 def reader(stored: str, real: np.dtype[Any]) -> Any:
-    """From a stored element to a number of another dtype, float32 or float64."""
+    """The function from a stored element to a number in `real`, float32 or float64."""
     widen, cast = converters(stored)[0], real.type
 
     def read(x: Any) -> Any:
@@ -74,7 +99,7 @@ def reader(stored: str, real: np.dtype[Any]) -> Any:
 
 
 def _neighbours(size: int) -> Any:
-    """Several elements from a place on that is a multiple of so many."""
+    """Load `size` elements from an index that is a multiple of `size`."""
 
     def load(x: Any, at: int) -> Any:
         if at % size:
@@ -85,15 +110,15 @@ def _neighbours(size: int) -> Any:
 
 
 def _device_neighbours(size: int) -> Any:
-    """The same as one load of 16 bytes."""
+    """The same, as one load of 16 bytes."""
     ir, extending, array = (import_module(name) for name in ("llvmlite.ir", "numba.cuda.extending", _ARRAYS))
 
-    # Numba's own names for what it passes.
+    # The names of the arguments are Numba's.
     @extending.intrinsic
     def load(typingctx: Any, x: Any, at: Any) -> Any:  # noqa: ARG001
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
             start = builder.gep(array.make_array(x)(context, builder, args[0]).data, [args[1]])
-            # Words of 32 or 64 bits, which such loads have in the device's language.
+            # PTX has loads of 16 bytes as words of 32 or 64 bits.
             bits = max(32, 128 // size)
             words = ir.VectorType(ir.IntType(bits), 128 // bits)
             found = builder.load(builder.bitcast(start, words.as_pointer()))
@@ -108,17 +133,19 @@ def _device_neighbours(size: int) -> Any:
 
 
 def neighbours(size: int) -> Any:
-    """A function of an array and a place, a multiple of 16 bytes, that gives the elements in the 16 bytes there."""
+    """The function of an array and an index, a multiple of 16 bytes, that loads the elements in the 16 bytes there."""
     return (_neighbours if simulated() else _device_neighbours)(size)
 
 
 def _raw(x: Any) -> Any:
-    return x._item._ary
+    if isinstance(x, tuple):
+        return type(x)(*map(_raw, x))
+    return getattr(x, "_item", x)._ary
 
 
 def _itself(x: Any) -> Any:
     return x
 
 
-# An argument's elements: the simulator's wrapper makes each access slow.
+# The elements of an argument, an array or a record of arrays: the simulator's wrappers make each access slow.
 elements: Any = _raw if simulated() else inline(_itself)

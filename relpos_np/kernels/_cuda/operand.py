@@ -1,4 +1,4 @@
-"""Arrays that already are on the device: how they are recognised, read without a copy, and computed with."""
+"""Arrays that are on the device already: recognising them, reading them without a copy, computing with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEGACY_STREAM = 1
 
 
 def stream_of(x: Any) -> int | None:
-    """The address of the stream that an array names as its own; None: it names none."""
+    """The address of the stream that an array names, or None."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return int(torch.cuda.current_stream(x.device).cuda_stream) or LEGACY_STREAM
@@ -36,13 +36,13 @@ def stream_of(x: Any) -> int | None:
 
 
 def common_stream(arrays: list[Any]) -> int:
-    """The stream of a call: the first one that an array names, else the legacy default stream."""
+    """The stream of a call: the first that an array names, else the legacy default stream."""
     return next((stream for stream in map(stream_of, arrays) if stream is not None), LEGACY_STREAM)
 
 
 @contextmanager
 def session(named: dict[str, Any]) -> Iterator[int]:
-    """The stream of a call of these arguments, in whose order everything inside is done."""
+    """Run everything inside in the order of the stream of these arguments."""
     pointer = common_stream(list(named.values()))
     with device.on(pointer), device.tidied():
         yield pointer
@@ -60,7 +60,7 @@ def _bfloat16(name: str) -> np.dtype[Any]:
 
 
 class _Described:
-    """Memory of the host that the simulator's arrays describe as that of a device."""
+    """The host's memory behind an array of the simulator."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -71,7 +71,7 @@ class _Described:
 
 
 def _memory(flat: Any) -> int:
-    """The address of a flat array on the device, or in the simulator on the host."""
+    """The address of a flat array, on the device or in the simulator."""
     if device.simulated():
         return int(flat.ctypes.data)
     return int(flat.__cuda_array_interface__["data"][0])
@@ -87,7 +87,7 @@ def _simulated_view(x: Any) -> Array:
 
 
 def _check_device(x: Any, name: str, found: int | None) -> None:
-    """Refuse what is on another device than the one kernels would run on."""
+    """Refuse an array on another device than the current one."""
     here = 0 if device.simulated() else int(device.module().get_current_device().id)
     if found is None and hasattr(x, "__dlpack_device__") and getattr(x, "__cuda_ndarray__", False) is not True:
         kind, found = x.__dlpack_device__()
@@ -101,7 +101,7 @@ def _check_device(x: Any, name: str, found: int | None) -> None:
 
 
 def _flat_of_device(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int, ...], np.dtype[Any], bool]:
-    """What an array of a device holds, without a copy and in the order of the current stream."""
+    """The memory of a device array, without a copy and in the order of the current stream."""
     try:
         memory_view = importlib.import_module("cuda.core.utils").StridedMemoryView
     except ImportError as error:
@@ -110,12 +110,12 @@ def _flat_of_device(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int,
             '`pip install "relpos-np[cuda]"`'
         ) from error
     cuda = device.module()
-    # Numba's context must be the current one when addresses are looked up.
+    # Looking up addresses needs Numba's context.
     cuda.current_context()
     _check_device(x, name, None)
-    # What is in the order of this stream already need not wait for it.
+    # No need to wait for the stream that already orders the array.
     pointer = -1 if stream_of(x) == device.current_stream() else device.current_stream()
-    # Torch may leave it to later readers to conjugate or to negate.
+    # Torch may leave conjugation and negation to readers.
     if any(getattr(x, question, bool)() for question in ("is_conj", "is_neg")):
         raise RelposTypeError(f"{name}: the memory of the {type(x).__name__} holds other numbers; resolve or clone it")
     try:
@@ -156,7 +156,7 @@ def _flat_of_device(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int,
 
 
 def _flat_of_host(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int, ...], np.dtype[Any], bool]:
-    """The same in the simulator, whose devices are the host's memory."""
+    """The same in the simulator, whose device is the host's memory."""
     _check_device(x, name, None)
     array = _simulated_view(x)
     dtype = array.dtype
@@ -177,7 +177,7 @@ def _flat_of_host(x: Any, name: str) -> tuple[Any, tuple[int, ...], tuple[int, .
 def _check_layout(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], address: int
 ) -> None:
-    """Refuse layouts and dtypes that kernels do not step through."""
+    """Refuse layouts and dtypes that kernels cannot read."""
     if not dtype.isnative:
         raise RelposTypeError(f"{name}: expected the byte order of this machine, found dtype {dtype.str}")
     if any(step < 0 and n > 1 for n, step in zip(shape, strides, strict=True)):
@@ -190,7 +190,7 @@ def _check_layout(
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last one in memory."""
+    """Elements of memory from the first to the last."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True) if n > 1)
@@ -202,7 +202,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def one_step(shape: Sequence[int], steps: Sequence[int]) -> int | None:
-    """The step from each item of some axes to the next, as of one axis; None if there is no such step."""
+    """The step of several axes taken as one, or None if there is none."""
     axes = [(n, step) for n, step in zip(shape, steps, strict=True) if n > 1]
     if any(step != n * after for (_, step), (n, after) in pairwise(axes)):
         return None
@@ -315,7 +315,7 @@ class Operand(NDArrayOperatorsMixin):
 
     @property
     def real(self) -> np.dtype[Any]:
-        """The dtype in which it is computed with: float64, else float32."""
+        """The dtype that kernels compute in: float64 or float32."""
         return np.dtype(np.float64 if self.dtype.name == "float64" else np.float32)
 
     @property
@@ -335,20 +335,20 @@ class Operand(NDArrayOperatorsMixin):
         return False
 
     def overlaps(self, other: Operand) -> bool:
-        """Whether both are in a common stretch of memory."""
+        """Whether the stretches of memory of both overlap."""
         a, b = _memory(self.flat), _memory(other.flat)
         a_bytes, b_bytes = (_span(x.shape, x.strides) * x.itemsize for x in (self, other))
         return a < b + b_bytes and b < a + a_bytes
 
     def stand_in(self) -> Array:
-        """An array of the host with the same shape, one element large, for checks; half precision as float32."""
+        """An array on the host with the same shape that stores one element, for checks; half precision as float32."""
         dtype = self.dtype if self.dtype.name not in ("float16", "bfloat16") else np.dtype(np.float32)
         return np.broadcast_to(np.zeros((), dtype), self.shape)
 
     # on the device ---------------------------------------------------------------------------------
 
     def _given(self, shape: tuple[int, ...] | None = None) -> tuple[Any, tuple[int, ...], np.dtype[Any]]:
-        """What kernels are given, broadcast to a shape."""
+        """The arguments of a kernel for the operand, broadcast to a shape."""
         return self.flat, self.strides if shape is None else self.broadcast_to(shape).strides, self.dtype
 
     def broadcast_to(self, shape: tuple[int, ...]) -> Operand:
@@ -404,7 +404,7 @@ class Operand(NDArrayOperatorsMixin):
         out = Operand.empty(self.shape, self.real)
         if not self.size:
             return out
-        # Once for what repeats.
+        # What repeats is copied once.
         core = tuple(slice(0, 1) if step == 0 else slice(None) for step in cos.strides[:-1])
         cos, sin = (np.ascontiguousarray(table[core], self.real) for table in (cos, sin))
         wide = np.broadcast_to(cos, (*self.shape[:-1], cos.shape[-1])).strides
@@ -417,7 +417,7 @@ class Operand(NDArrayOperatorsMixin):
         return out
 
     def _combined(self, operation: str, other: Any) -> Operand | None:
-        """Sum or product with another array or number on the device; None where that must be done elsewhere."""
+        """Sum or product with another array or number, on the device; None if it must be done on the host."""
         if isinstance(other, Operand):
             second = other
             dtype = np.result_type(self.real, other.real)
@@ -450,7 +450,7 @@ class Operand(NDArrayOperatorsMixin):
         return np.broadcast_to(out, self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """A copy on the host, made once, in which half precision is widened; it may only be read."""
+        """A read-only copy on the host, made once, with half precision widened."""
         if copy is False:
             raise ValueError("an array on the device cannot be read on the host without a copy")
         if self._copy is None:
@@ -486,7 +486,7 @@ class Operand(NDArrayOperatorsMixin):
         return np.asarray(self)[key]
 
     def __getattr__(self, name: str) -> Any:
-        # What an array of NumPy can do besides, a copy on the host can do.
+        # Everything else that arrays of NumPy have comes from a copy on the host.
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(np.asarray(self), name)

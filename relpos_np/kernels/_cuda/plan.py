@@ -1,4 +1,4 @@
-"""From a problem and its terms to a few flat arrays on the device, and the launches that use them."""
+"""A call of attention: from a problem and its terms to flat arrays on the device, and the launches that use them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.kernels._cuda import decode
-from relpos_np.kernels._cuda.attend import VALUE, attend, tiling, value_width
+from relpos_np.kernels._cuda.attend import attend, tiling, value_width
 from relpos_np.kernels._cuda.device import download, empty, launch, upload, upload_all, write
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
 from relpos_np.kernels._cuda.product import gemm
-from relpos_np.kernels._cuda.tile import ADD, PAIRS, SKEW, Call
+from relpos_np.kernels._cuda.records import Add, Bins, Call, Operands, Pairs, Results, Scales, Skew, Tables, Vectors
 from relpos_np.types import Array, Int64
 
 
 class Pool:
-    """Arrays of one dtype, one after the other in a flat one."""
+    """Arrays of one dtype that become one flat array."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype, self.parts, self.size = np.dtype(dtype), list[Array](), 0
@@ -34,58 +34,60 @@ class Pool:
         self.size += x.size
         return start
 
+    def record(self, *fields: int) -> int:
+        """Append a record; return where it starts."""
+        return self.add(np.array(fields, self.dtype))
+
     def joined(self) -> Array:
-        """All of them."""
+        """All of them, one after the other."""
         return np.concatenate(self.parts) if self.parts else np.zeros(0, self.dtype)
 
 
 def compact(x: Array, axes: int) -> tuple[Array, list[int]]:
-    """Without the repetitions of a broadcast array of so many axes: contiguous, and its steps, 0 where it repeats."""
+    """A broadcast array with `axes` axes, stored once: contiguous, and its steps, 0 along axes that repeat."""
     x = x[(None,) * (axes - x.ndim)]
     x = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)]
     x = np.ascontiguousarray(x)
     return x, [0 if n == 1 else step // x.itemsize for n, step in zip(x.shape, x.strides, strict=True)]
 
 
-def along(term: TableTerm) -> Array:
-    """A table's value for each relative position: (H or 1, L_q + L_k - 1)."""
+def values_along(term: TableTerm) -> Array:
+    """The values of a table by relative position: (H or 1, L_q + L_k - 1)."""
     assert isinstance(term.index, Toeplitz)
     lookup = term.index.lookup
     picked: Array = term.table[:, np.maximum(lookup, 0)]
     return np.where(lookup < 0, term.table.dtype.type(0), picked) if term.index.gaps else picked
 
 
-# Products with more rows of a Toeplitz map than this are made tile by tile: a tile has as many relative positions.
+# Toeplitz maps with more rows than this have their products made tile by tile: a tile has this many positions.
 FEW_ROWS = 128
 
 
-class Planner:
-    """Builds one call; `fused` if the kernel makes products with a row for each relative position itself."""
+class Forward:
+    """One call of attention; `fused` if the kernel makes products with a row for each relative position itself."""
 
     def __init__(self, problem: Problem, terms: Terms, operands: tuple[Any, Any, Any], *, fused: bool = False) -> None:
         self.problem, self.terms, self.site = problem, terms, problem.site
-        # For few queries all products are made before.
+        # For few queries all products are made ahead.
         self.fused = fused and problem.site.q_len > decode.MOST_ROWS
         self.count = math.prod(problem.batch)
         self.data, self.index, self.flags = (Pool(dtype) for dtype in (self.site.dtype, np.int32, np.uint8))
         self.meta = Pool(np.int64)
         self.products: list[tuple[Any, ...]] = []
         self.product_size = 0
-        # One table of starts serves all that do not differ between batch items.
+        # The table of starts for everything that batch items share.
         self.same = self.meta.add(np.zeros(self.count, np.int64))
         self.copies: list[tuple[Operand, int]] = []
         query, key, value = operands
         self.query = query if terms.query is None else terms.query
         self.key = key if terms.key is None else terms.key
-        self.operands, self.strides, self.formats = list[Any](), list[tuple[int, ...]](), list[str]()
-        for x in (self.query, self.key, value):
-            flat, steps, name = self._operand(x)
-            self.operands.append(flat)
-            self.strides.append(steps)
-            self.formats.append(name)
+        found = [self._operand(x) for x in (self.query, self.key, value)]
+        self.operands = Operands(*(flat for flat, _, _ in found))
+        self.strides = [Vectors(0, *steps) for _, steps, _ in found]
+        self.formats = found[0][2], found[1][2], found[2][2]
 
     def _batches(self, steps: Sequence[int]) -> int:
-        """Where in `meta` the start for each batch item is, from the steps of the batch axes."""
+        """Where in `meta` the starts of the batch items are, from the steps of the batch axes."""
         if not any(steps):
             return self.same
         starts: Int64 = np.zeros((), np.int64)
@@ -93,16 +95,16 @@ class Planner:
             starts = starts[..., None] + np.arange(n, dtype=np.int64) * step
         return self.meta.add(starts)
 
-    def _vectors(self, x: Array) -> tuple[Array, tuple[int, ...]]:
-        """Vectors (..., heads, length, channels) without repetitions; starts per batch item, steps per head and row."""
+    def _vectors(self, x: Array) -> tuple[Array, tuple[int, int, int]]:
+        """Vectors (..., heads, length, channels), stored once, and their steps per batch item, head and row."""
         flat, steps = compact(x, len(self.problem.batch) + 3)
-        # The last axis keeps all its numbers: kernels step through it by one.
+        # Kernels step through the last axis by one, so that it may not repeat.
         if flat.shape[-1] != x.shape[-1]:
             flat, steps = compact(np.ascontiguousarray(x), len(self.problem.batch) + 3)
         return flat.reshape(-1), self._steps(flat.shape, steps)
 
-    def _operand(self, x: Array | Operand) -> tuple[Any, tuple[int, ...], str]:
-        """Queries, keys or values on the device, where they are, and their format."""
+    def _operand(self, x: Array | Operand) -> tuple[Any, tuple[int, int, int], str]:
+        """Queries, keys or values on the device, their steps, and their format."""
         if isinstance(x, Operand):
             if x.shape[-1] > 1 and x.strides[-1] != 1:
                 x = x.contiguous()
@@ -111,42 +113,43 @@ class Planner:
         stored: Array = flat.view(FORMATS[x.dtype.name][1])
         return upload(stored), steps, x.dtype.name
 
-    def _steps(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-        """Starts per batch item and steps per head and row."""
+    def _steps(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+        """The table of starts per batch item, and steps per head and row."""
         steps = [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
         steps = [0] * (len(self.problem.batch) + 3 - len(steps)) + steps
-        return self._batches(steps[:-3]), *steps[-3:-1]
+        return self._batches(steps[:-3]), steps[-3], steps[-2]
 
     def _strip(self) -> tuple[int, int]:
-        """The sum of all tables on Toeplitz maps by relative position: where distance 0 is, and the step per head."""
+        """All tables on Toeplitz maps, summed by relative position: where distance 0 is, and the step per head."""
         found = [term for term in self.terms.tables if isinstance(term.index, Toeplitz)]
         if not found:
             return -1, 0
-        total = reduce(np.add, (along(term) for term in found))
+        total = reduce(np.add, (values_along(term) for term in found))
         return self.data.add(total) + self.site.q_len - 1, total.shape[1] if total.shape[0] > 1 else 0
 
-    def _map(self, index: IndexMap) -> tuple[int, ...]:
-        """Start, table of starts per batch item, and steps per query and key of an index map."""
+    def _map(self, index: IndexMap) -> tuple[int, int, int, int]:
+        """An index map: its start, the table of starts per batch item, and steps per query and key."""
         if isinstance(index, Toeplitz):
             return self.index.add(index.lookup) + self.site.q_len - 1, self.same, -1, 1
         flat, steps = compact(index.index, len(self.problem.batch) + 2)
-        return self.index.add(flat), self._batches(steps[:-2]), *steps[-2:]
+        return self.index.add(flat), self._batches(steps[:-2]), steps[-2], steps[-1]
 
-    def _pairs(self, x: Array, pool: Pool) -> tuple[int, ...]:
-        """Start, table of starts per batch item, and steps per head, query and key of a number per pair."""
+    def _pairs(self, x: Array, pool: Pool) -> Pairs:
+        """Put a number per pair into a pool."""
         flat, steps = compact(x, len(self.problem.batch) + 3)
-        return pool.add(flat), self._batches(steps[:-3]), *steps[-3:]
+        return Pairs(pool.add(flat), self._batches(steps[:-3]), *steps[-3:])
 
-    def _product(self, x: Array | Operand, weights: Array) -> tuple[int, tuple[int, int, int]]:
-        """Have vectors (..., heads, L, E) multiplied with rows; where, and steps per batch item, head and vector."""
+    def _product(self, x: Array | Operand, weights: Array) -> Vectors:
+        """Have vectors (..., heads, L, E) multiplied by rows; returns where the products will be."""
         heads, (length, depth), rows = self.site.heads, x.shape[-2:], weights.shape[-2]
         sizes = self.count, heads, length, rows, 1, depth
         start = self.product_size
-        self.products.append((*self._spread(x), weights, start, sizes, heads // x.shape[-3]))
+        self.products.append((*self._stepped(x), weights, start, sizes, heads // x.shape[-3]))
         self.product_size += math.prod(sizes[:4])
-        return start, (heads * length * rows, length * rows, rows)
+        each = self.meta.add(np.arange(self.count, dtype=np.int64) * (heads * length * rows))
+        return Vectors(start, each, length * rows, rows)
 
-    def _spread(self, x: Array | Operand) -> tuple[Any, tuple[int, ...], str]:
+    def _stepped(self, x: Array | Operand) -> tuple[Any, tuple[int, ...], str]:
         """Vectors on the device, their steps per batch item, head, (nothing), vector and channel, and their format."""
         lead = len(self.problem.batch)
         if isinstance(x, Operand):
@@ -165,17 +168,13 @@ class Planner:
             step = math.prod(x.shape[-3:])
         return upload(flat.reshape(-1)), (step, steps[-3], 0, *steps[-2:]), x.dtype.name
 
-    def _each(self, step: int) -> int:
-        """Starts per batch item for something that lies there item by item."""
-        return self.meta.add(np.arange(self.count, dtype=np.int64) * step)
-
     def _is_fused(self, term: QueryTerm) -> bool:
         """Whether the kernel makes a term's products."""
         return self.fused and isinstance(term.index, Toeplitz) and term.index.rows > FEW_ROWS
 
     def skews(self) -> tuple[int, int]:
-        """Every product that the kernel makes: where its description is, and how many there are."""
-        found, copied = [], []
+        """Write a record of every product that the kernel makes; returns where they begin and how many there are."""
+        found, copied = list[Skew](), list[Skew]()
         for term in self.terms.queries:
             if not self._is_fused(term):
                 continue
@@ -185,55 +184,53 @@ class Planner:
             tail = (self.data.add(term.weights), head, depth, self.index.add(term.index.lookup) + self.site.q_len - 1)
             query: Any = term.query
             if isinstance(query, Operand):
-                copied.append((*self._copied(query), *tail))
+                copied.append(Skew(*self._copied(query), *tail))
             else:
                 flat, steps = self._vectors(query)
-                found.append((self.data.add(flat), *steps, *tail))
-        return self._listed(found, len(SKEW), copied)
+                found.append(Skew(self.data.add(flat), *steps, *tail))
+        return self._listed(found, copied)
 
-    def _copied(self, x: Operand) -> tuple[int, ...]:
-        """Have vectors copied behind all other data; where they will be."""
+    def _copied(self, x: Operand) -> tuple[int, int, int, int]:
+        """Have vectors copied behind all other data; returns where they will be."""
         start = self.product_size
         self.copies.append((x, start))
         self.product_size += x.size
         return start, *self._steps(x.shape, contiguous_strides(x.shape))
 
     def adds(self) -> tuple[int, int]:
-        """Every summand of the scores: where its description is, and how many there are."""
-        found: list[tuple[int, ...]] = []
-        mapped: list[tuple[int, ...]] = []
+        """Write a record of every summand of the scores; returns where they begin and how many there are."""
+        found, mapped = list[Add](), list[Add]()
         for table in self.terms.tables:
             if isinstance(table.index, Toeplitz):
                 continue
             head = table.table.shape[1] if table.table.shape[0] > 1 else 0
-            found.append((self.data.add(table.table), self.same, head, 0, 0, 1, *self._map(table.index)))
+            found.append(Add(self.data.add(table.table), self.same, head, 0, 0, 1, *self._map(table.index)))
         for query in self.terms.queries:
             if self._is_fused(query):
                 continue
-            start, (item, head, row) = self._product(query.query, query.weights)
-            mapped.append((start, self._each(item), head, row, 0, 1, *self._map(query.index)))
+            start, batch, head, row = self._product(query.query, query.weights)
+            mapped.append(Add(start, batch, head, row, 0, 1, *self._map(query.index)))
         for key in self.terms.keys:
-            start, (item, head, row) = self._product(key.key, key.weights)
-            mapped.append((start, self._each(item), head, 0, row, 1, *self._map(key.index)))
+            start, batch, head, row = self._product(key.key, key.weights)
+            mapped.append(Add(start, batch, head, 0, row, 1, *self._map(key.index)))
         # Last, since their -inf is final.
         mask = self.problem.mask
         for pairs in (*self.terms.biases, *(() if mask is None or mask.dtype == np.bool_ else (mask,))):
-            start, *steps = self._pairs(pairs, self.data)
-            found.append((start, *steps, 0, -1, self.same, 0, 0))
-        return self._listed(found, len(ADD), mapped)
+            found.append(Add(*self._pairs(pairs, self.data), 0, -1, self.same, 0, 0))
+        return self._listed(found, mapped)
 
-    def _listed(self, found: list[tuple[int, ...]], width: int, mapped: Sequence[Any] = ()) -> tuple[int, int]:
-        """Write descriptions to `meta`; products lie behind all other data, which is complete by now."""
-        rows = [*((start + self.data.size, *rest) for start, *rest in mapped), *found]
-        return self.meta.add(np.array(rows, np.int64).reshape(len(rows), width)), len(rows)
+    def _listed(self, found: Sequence[Any], mapped: Sequence[Any] = ()) -> tuple[int, int]:
+        """Write records to `meta`. Those `mapped` lie behind all other data, which is complete by now."""
+        records = [*(record._replace(start=record.start + self.data.size) for record in mapped), *found]
+        return self.meta.record(*(field for record in records for field in record)), len(records)
 
     def multiplied(self) -> Any:
-        """All data on the device, products with the rows of tables last."""
+        """All data on the device: tables, copies of vectors, products."""
         data = empty(self.data.size + self.product_size, self.site.dtype)
         write(data, self.data.joined())
         for operand, start in self.copies:
-            place = data[self.data.size + start : self.data.size + start + operand.size]
-            Operand(place, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
+            copy = data[self.data.size + start : self.data.size + start + operand.size]
+            Operand(copy, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
         for x, steps, name, weights, start, sizes, group in self.products:
             _, heads, length, rows, _, depth = sizes
             table = upload(np.ascontiguousarray(weights).reshape(-1))
@@ -244,24 +241,23 @@ class Planner:
         return data
 
     def values(self) -> tuple[int, int, int]:
-        """Every value term: where its description is, how many there are, and the bins that a query needs."""
-        found: list[tuple[int, ...]] = []
-        bins = 0
+        """Write a record of every value term; returns where they begin, how many there are, and the bins of a query."""
+        found, bins = list[Bins](), 0
         for term in self.terms.values:
             heads, rows, width = term.weights.shape
             head = rows * width if heads > 1 else 0
-            found.append((self.data.add(term.weights), head, bins, rows, *self._map(term.index)))
+            found.append(Bins(self.data.add(term.weights), head, bins, rows, *self._map(term.index)))
             bins += rows
-        return *self._listed(found, len(VALUE)), bins
+        return *self._listed(found), bins
 
     def _flags(self, x: Array | None) -> int:
-        """Where the description of a byte per pair is; -1: there is none."""
+        """Where the record of a byte per pair is, or -1."""
         if x is None or x.dtype != np.bool_:
             return -1
-        return self.meta.add(np.array(self._pairs(x, self.flags), np.int64).reshape(len(PAIRS)))
+        return self.meta.record(*self._pairs(x, self.flags))
 
     def call(self) -> Call:
-        """Every integer; fills the pools."""
+        """The integers of the call. Fills the pools."""
         problem, site = self.problem, self.site
         lengths = -1
         if problem.key_lengths is not None:
@@ -270,6 +266,7 @@ class Planner:
         values, n_values, n_bins = self.values()
         skews, n_skews = self.skews()
         adds, n_adds = self.adds()
+        query, key, value = (self.meta.record(*vectors) for vectors in self.strides)
         return Call(
             heads=site.heads,
             q_len=site.q_len,
@@ -279,7 +276,9 @@ class Planner:
             offset=site.offset,
             left=problem.left,
             right=problem.right,
-            strides=self.meta.add(np.array(self.strides, np.int64)),
+            query=query,
+            key=key,
+            value=value,
             lengths=lengths,
             strip=strip,
             strip_head=strip_head,
@@ -297,32 +296,33 @@ class Planner:
         )
 
     def start(self, out: Any = None, lse: Any = None, *, wants_lse: bool) -> tuple[Any, Any]:
-        """Copy to the device what is not there, and launch; outputs and log-sum-exps there, flat.
+        """Copy to the device what is not there, and launch; returns outputs and log-sum-exps there, flat.
 
-        Those of `out` and `lse` that are `Operand` are written to.
+        They are written into `out` and `lse` where these are `Operand`.
         """
         site, call = self.site, self.call()
         integers = [pool.joined() for pool in (self.index, self.flags, self.meta)]
-        self.on_device = (*self.operands, self.multiplied(), *upload_all(*integers))
+        self.tables = Tables(self.multiplied(), *upload_all(*integers))
         queries = self.count * site.heads * site.q_len
         result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
         sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
-        arrays = [*self.on_device, result, sums]
         formats = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
         call = call._replace(wants_lse=int(wants_lse))
-        scale, depth = site.dtype.type(site.scale), self.query.shape[-1]
+        self.scales = Scales(site.dtype.type(site.scale), site.dtype.type(self.problem.keep_scale))
+        depth = self.query.shape[-1]
         block = decode.block_for(call, depth, site.dtype)
         if block is not None:
-            steps = [np.append(integers[-1][start : start + self.count], rest) for start, *rest in self.strides[1:]]
-            decode.run(block, arrays, call, formats, steps, queries, scale)
+            steps = [np.append(integers[-1][x.batch : x.batch + self.count], (x.head, x.row)) for x in self.strides[1:]]
+            given = self.operands, self.tables, (result, sums), call, formats, steps, queries, self.scales.scores
+            decode.run(block, *given)
             return result, sums
         width, skewed = value_width(site.dtype, site.v_dim), call.n_skews > 0
         sizes, parts = tiling(site.dtype, width, skewed), -(-site.v_dim // width)
+        results = Results(result, sums, empty(queries * parts * call.n_bins, site.dtype))
         launch(
             attend(sizes, formats, depth, width, skewed),
-            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads, *arrays),
-            *(empty(queries * parts * call.n_bins, site.dtype), call, scale),
-            site.dtype.type(self.problem.keep_scale),
+            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads),
+            *(self.operands, self.tables, results, call, self.scales),
         )
         return result, sums
 

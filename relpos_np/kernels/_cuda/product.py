@@ -1,4 +1,4 @@
-"""Batched products of matrices with any steps between their elements, summed in one order whatever the device."""
+"""Batched products of matrices with any strides, summed in the same order on every device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from numba import cuda
 
 from relpos_np.kernels._cuda.attend import tiling
 from relpos_np.kernels._cuda.device import empty, inline, jit, launch, simulated
-from relpos_np.kernels._cuda.intrinsics import converters, count, elements, place
-from relpos_np.kernels._cuda.tile import ACROSS, ALIGNED, DEPTH, PAD, STEPS, Tiling, outer
+from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64
+from relpos_np.kernels._cuda.tile import ALIGNED, DEPTH, PAD, STEPS, Space, Tiling, outer, thread_of
 
 # Independent loads of a thread before it stores any.
 LOADS = 4
-# Blocks that fill a device, or more than that: sums are split until there are so many.
+# Enough blocks to fill a device: sums are split until there are this many.
 BLOCKS = 1024
-# The fewest tiles of `DEPTH` products that a part of a split sum has.
+# A part of a split sum has at least this many tiles of `DEPTH` products.
 LEAST = 16
 # Threads of a block that adds parts.
 THREADS = 64
@@ -40,7 +40,7 @@ class Product(NamedTuple):
     b_outer: int
     b_inner: int
     b_column: int
-    # Where the result goes, or that of the first part; the others follow at a distance.
+    # Where the result goes, or that of the first part; other parts follow `c_part` apart.
     c_at: int
     c_batch: int
     c_head: int
@@ -60,7 +60,7 @@ class Product(NamedTuple):
 def _stage(tiling: Tiling, stored: str) -> Any:
     """Fill shared[k, row] with `DEPTH` elements of each row of a tile, 0 where there are none.
 
-    Neighbouring threads take neighbours in memory: a thread begins at an element and goes on by steps, all in `way`.
+    Neighbouring threads read neighbours in memory: `way` says where a thread begins and how it goes on.
     """
     zero = tiling.dtype.type(0)
     widen, _ = converters(stored)
@@ -69,14 +69,14 @@ def _stage(tiling: Tiling, stored: str) -> Any:
         d, row, next_d, next_row, turns = way
         where, step = at + row * by_row + d * by_inner, next_row * by_row + next_d * by_inner
         for _ in range(turns):
-            # Loads that are independent of each other come first.
+            # Independent loads first.
             for n in range(LOADS):
                 held[n] = zero
                 if row + n * next_row < end and d + n * next_d < depth:
-                    held[n] = widen(x[place(where)])
+                    held[n] = widen(x[u64(where)])
                 where += step
             for n in range(LOADS):
-                shared[count(d + n * next_d), count(row + n * next_row)] = held[n]
+                shared[u32(d + n * next_d), u32(row + n * next_row)] = held[n]
             row += LOADS * next_row
             d += LOADS * next_d
 
@@ -85,13 +85,13 @@ def _stage(tiling: Tiling, stored: str) -> Any:
 
 @cache
 def _way(tiling: Tiling) -> Any:
-    """Where a thread begins in a tile, its steps and turns: along the axis whose elements are neighbours."""
+    """Where a thread begins in a tile, its steps and turns, along the axis whose elements are neighbours in memory."""
     rows, threads = tiling.rows, tiling.threads
 
     def way(me, by_row, by_inner, depth):  # type: ignore[no-untyped-def]
         if abs(by_row) < abs(by_inner):
             height = threads // rows
-            # As deep as products are made, and not always as deep as a tile.
+            # No deeper than there are products.
             return me // rows, me % rows, height, 0, (min(depth, DEPTH) + LOADS * height - 1) // (LOADS * height)
         return me % DEPTH, me // DEPTH, 0, threads // DEPTH, rows * DEPTH // (threads * LOADS)
 
@@ -100,12 +100,12 @@ def _way(tiling: Tiling) -> Any:
 
 @cache
 def product(tiling: Tiling, stored: str) -> Any:
-    """The kernel for a tiling and the format of `a`: a block makes a part of the sums of one tile."""
+    """The kernel for a tiling and the format of `a`; a block makes one part of the sums of one tile."""
     rows, kind, high, wide, low = tiling.rows, tiling.kind, tiling.high, tiling.wide, tiling.low
     run, shape, fragment = tiling.run, (DEPTH, rows + PAD), (high, wide)
     zero = tiling.dtype.type(0)
     stage_a, stage_b = _stage(tiling, stored), _stage(tiling, tiling.dtype.name)
-    way, add = _way(tiling), outer(tiling, wide)
+    way, add, number = _way(tiling), outer(tiling, wide), thread_of(tiling)
 
     @jit()
     def kernel(x, y, z, call):  # type: ignore[no-untyped-def]
@@ -116,8 +116,8 @@ def product(tiling: Tiling, stored: str) -> Any:
         a = cuda.local.array(high, kind)
         b = cuda.local.array(wide, kind)
 
-        me = count(cuda.threadIdx.x)
-        across, down = count((me % ACROSS) * 4), count((me // ACROSS) * run)
+        me = u32(cuda.threadIdx.x)
+        thread, space = number(me), Space(xs, ys, total, a, b)
         tall, broad = (call.rows + rows - 1) // rows, (call.columns + rows - 1) // rows
         block = cuda.blockIdx.x
         row, block = block % tall * rows, block // tall
@@ -147,7 +147,7 @@ def product(tiling: Tiling, stored: str) -> Any:
             stage_b(ys, y, y_at, call.b_column, call.b_inner, call.columns - column, depth, a, y_way)
             cuda.syncthreads()
             for d in range(0, depth, STEPS):
-                add(total, xs, d, ys, d, a, b, down, across)
+                add(space, d, d, thread)
             cuda.syncthreads()
             turn += 1
             k += DEPTH
@@ -160,18 +160,18 @@ def product(tiling: Tiling, stored: str) -> Any:
 
         z_at = call.c_at + part * call.c_part + batch * call.c_batch + head * call.c_head
         for r in range(high):
-            m = row + (r // run) * low + down + r % run
+            m = row + (r // run) * low + thread.down + r % run
             for c in range(wide):
-                n = column + (c // 4) * 32 + across + c % 4
+                n = column + (c // 4) * 32 + thread.across + c % 4
                 if m < call.rows and n < call.columns:
-                    z[place(z_at + m * call.c_row + n * call.c_column)] = total[r, c]
+                    z[u64(z_at + m * call.c_row + n * call.c_column)] = total[r, c]
 
     return kernel
 
 
 @cache
 def joined(dtype: np.dtype[Any]) -> Any:
-    """The kernel that adds the parts of each element, the first one first."""
+    """The kernel that adds the parts of each element, in their order."""
     zero = dtype.type(0)
 
     @jit()
@@ -181,19 +181,19 @@ def joined(dtype: np.dtype[Any]) -> Any:
         while at < size:
             total = zero
             for part in range(call.parts):
-                total += work[place(part * size + at)]
+                total += work[u64(part * size + at)]
             n, rest = at % call.columns, at // call.columns
             m, rest = rest % call.rows, rest // call.rows
             head, batch = rest % call.heads, rest // call.heads
             where = call.c_at + batch * call.c_batch + head * call.c_head + m * call.c_row + n * call.c_column
-            z[place(where)] = total
+            z[u64(where)] = total
             at += cuda.gridDim.x * THREADS
 
     return kernel
 
 
 def fold(call: Product) -> Product:
-    """The same product with heads and batch items made part of the rows where they can be, so that tiles are full."""
+    """The same product with heads and batch items taken as rows where possible, so that tiles are full."""
     for axis in ("heads", "batch"):
         size = getattr(call, axis)
         name = axis.removesuffix("s")

@@ -1,4 +1,4 @@
-"""Results on the device, in the forms in which other libraries read them without a copy."""
+"""Results on the device, in forms that other libraries read without a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relpos_np.kernels._cuda.elementwise import is_brain
 from relpos_np.kernels._cuda.operand import Operand, _memory
 from relpos_np.types import Array
 
-# Where DLPack's two records of a tensor have the code of the element type, and the code of bfloat16.
+# Offsets of the element type's code in DLPack's two records of a tensor, and the code of bfloat16.
 _CODE_AT = {b"dltensor": 20, b"dltensor_versioned": 52}
 _BFLOAT = 4
 

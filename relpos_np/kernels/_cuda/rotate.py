@@ -1,10 +1,10 @@
-"""Rotary positions on the device: pairs of channels times complex numbers, in one pass over the operand."""
+"""Rotary positions on the device: pairs of channels times complex numbers, in one pass."""
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -15,28 +15,41 @@ from relpos_np.kernels._cuda.intrinsics import reader
 THREADS = 64
 
 
+class Turn(NamedTuple):
+    """The integers of one call: sizes, and steps of the operand and of the angles."""
+
+    rows: int
+    heads: int
+    length: int
+    pairs: int
+    depth: int
+    by_head: int
+    by_row: int
+    by_channel: int
+    turn_head: int
+    turn_row: int
+
+
 @cache
 def _rotate(dtype: np.dtype[Any], real: np.dtype[Any], half: bool) -> Any:
-    """The kernel for operands of one dtype and one layout of pairs; neighbouring threads have neighbouring pairs."""
+    """The kernel for a dtype and a layout of pairs; neighbouring threads have neighbouring pairs."""
     read = reader(dtype.name, real)
 
     @jit()
-    def kernel(  # type: ignore[no-untyped-def]
-        x, cos, sin, out, starts,
-        rows, heads, length, pairs, depth, by_head, by_row, by_channel, turn_head, turn_row,
-    ):  # fmt: skip
-        # A row has its pairs first, and then the channels that do not turn.
-        width = depth - pairs
-        count = rows * width
+    def kernel(x, cos, sin, out, starts, call):  # type: ignore[no-untyped-def]
+        pairs, by_channel = call.pairs, call.by_channel
+        # First the pairs of a row, then the channels that do not turn.
+        width = call.depth - pairs
+        count = call.rows * width
         n = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         while n < count:
             row, p = n // width, n % width
-            i, line = row % length, row // length
-            head, batch = line % heads, line // heads
-            at = starts[2 * batch] + head * by_head + i * by_row
-            own = row * depth
+            i, line = row % call.length, row // call.length
+            head, batch = line % call.heads, line // call.heads
+            at = starts[2 * batch] + head * call.by_head + i * call.by_row
+            own = row * call.depth
             if p < pairs:
-                turn = starts[2 * batch + 1] + head * turn_head + i * turn_row + p
+                turn = starts[2 * batch + 1] + head * call.turn_head + i * call.turn_row + p
                 first, second = 2 * p, 2 * p + 1
                 if half:
                     first, second = p, p + pairs
@@ -89,5 +102,5 @@ def rotate(
     launch(
         _rotate(dtype, np.dtype(out.dtype), layout == "half"),
         *(min(-(-count // THREADS), 4 if simulated() else 1 << 16), THREADS),
-        *(flat, cos, sin, out, starts, rows, heads, length, pairs, depth, *strides[-3:], *steps[-3:-1]),
+        *(flat, cos, sin, out, starts, Turn(rows, heads, length, pairs, depth, *strides[-3:], *steps[-3:-1])),
     )

@@ -1,27 +1,26 @@
 """rel_shift on the device: each row of the result is one run of the input, or two around a zero.
 
-Elements are moved one by one, neighbours by neighbouring threads. From one row to the next the input moves by one
-element less than the result does, so that of 16 / size rows only one could be copied in words of 16 bytes; the
-others would need words that are put together from two. What fills the memory's pipeline instead is several loads of
-each thread on the way at once.
+Elements are moved one by one, neighbours by neighbouring threads. Wide words would not help: from row to row the
+input advances by one element less than the result, so that both are rarely aligned together. To keep the memory busy,
+each thread has several loads under way.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
 
 from relpos_np.kernels._cuda.device import download, empty, jit, launch, simulated, upload
-from relpos_np.kernels._cuda.intrinsics import elements, place
+from relpos_np.kernels._cuda.intrinsics import elements, u64
 from relpos_np.kernels._cuda.operand import Operand, one_step
 from relpos_np.types import Array
 
-# As many blocks as a grid may have; they go on with further rows.
+# The most blocks of a grid; with more rows, blocks take several turns.
 MOST_BLOCKS = (1 << 31) - 1
-# Threads of a row that do not make a whole block.
+# Threads per row where rows are too short for a whole block.
 FEW = (8, 32)
 
 
@@ -30,25 +29,37 @@ def _loads(size: int) -> int:
     return 8 if size <= 2 else 4
 
 
+class Shift(NamedTuple):
+    """The integers of one call, in words: rows in all and per matrix, their length, and where they come from.
+
+    Row i of a matrix begins at offset + i * step. After first + i * unit words there is a zero of `unit` words, and
+    what follows comes from further on by a gap.
+    """
+
+    total: int
+    rows: int
+    length: int
+    by_matrix: int
+    offset: int
+    step: int
+    first: int
+    unit: int
+    gap: int
+
+
 @cache
 def shift(size: int, threads: int, across: int) -> Any:
-    """The kernel for elements made of words of `size` bytes, and so many threads of a block and of a row.
-
-    Lengths and steps are in words. Row i of a matrix begins at offset + i * step. After first + i * unit words there
-    is a zero of `unit` words, and what follows comes from further on by a gap.
-    """
+    """The kernel for elements made of words of `size` bytes, with `threads` in a block and `across` on a row."""
     kind = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[size]
     loads, height = _loads(size), threads // across
 
     @jit()
-    def kernel(  # type: ignore[no-untyped-def]
-        x, out, count, rows, length, by_matrix, offset, step, first, unit, gap
-    ):
-        x, out = elements(x), elements(out)
+    def kernel(x, out, call):  # type: ignore[no-untyped-def]
+        x, out, (total, rows, length, by_matrix, offset, step, first, unit, gap) = elements(x), elements(out), call
         words = cuda.local.array(loads, kind)
         lane = cuda.threadIdx.x % across
         row, hop = cuda.blockIdx.x * height + cuda.threadIdx.x // across, cuda.gridDim.x * height
-        while row < count:
+        while row < total:
             i = row % rows
             start, own = row // rows * by_matrix + offset + i * step, first + i * unit
             base = lane
@@ -57,11 +68,11 @@ def shift(size: int, threads: int, across: int) -> Any:
                     at = base + n * across
                     words[n] = 0
                     if at < length and (at < own or at >= own + unit):
-                        words[n] = x[place(start + at + (0 if at < own else gap))]
+                        words[n] = x[u64(start + at + (0 if at < own else gap))]
                 for n in range(loads):
                     at = base + n * across
                     if at < length:
-                        out[place(row * length + at)] = words[n]
+                        out[u64(row * length + at)] = words[n]
                 base += loads * across
             row += hop
 
@@ -102,8 +113,8 @@ def shift_flat(
         offset, first, gap = (rows - 1) * unit, wide - (rows - 1) * unit, by_row - wide - unit
     launch(
         shift(size, threads, across),
-        *(min(-(-count * across // threads), MOST_BLOCKS), threads, x.view(word), out.view(word), count, rows, length),
-        *(by_matrix, offset, by_row - unit, first, unit, gap),
+        *(min(-(-count * across // threads), MOST_BLOCKS), threads, x.view(word), out.view(word)),
+        Shift(count, rows, length, by_matrix, offset, by_row - unit, first, unit, gap),
     )
 
 

@@ -5,9 +5,6 @@ in registers. Columns of a fragment come in runs of four that are loaded togethe
 
     row r of the fragment of thread (down, across) is row (r // run) * low + run * down + r % run,
     column c is column (c // 4) * 32 + 4 * across + c % 4.
-
-Functions take the thread's number `me`, and `down` and `across` times the lengths of runs. Waiting for other threads is
-the kernels' own business.
 """
 
 from __future__ import annotations
@@ -19,70 +16,26 @@ import numpy as np
 from numba import types
 
 from relpos_np.kernels._cuda.device import inline
-from relpos_np.kernels._cuda.intrinsics import converters, count, place
+from relpos_np.kernels._cuda.intrinsics import converters, u32, u64, wait
+from relpos_np.kernels._cuda.records import BINS, BINS_SIZE, VECTORS
 
 # Channels of operands, or rows of values, that are in shared memory at a time.
 DEPTH = 16
-# How many of those a loop takes in a turn.
+# How many of those a loop handles per turn.
 STEPS = 4
-# What is added to a row of a shared tile against bank conflicts; fragments' loads of 16 bytes stay aligned.
+# Padding of a row of a shared tile, against bank conflicts; loads of 16 bytes stay aligned.
 PAD = 4
 ALIGNED = 16
 # Threads of a block across the columns of a tile.
 ACROSS = 8
-
-# One summand of the scores: where its numbers are (a start, the table of starts per batch item, and steps per head,
-# query, key and row), and where its index map is (the same; a start of -1: there is none).
-ADD = ("data", "data_batch", "head", "query", "key", "row", "index", "index_batch", "index_query", "index_key")
-# A product of query vectors with a row for each relative position, made tile by tile: the vectors (a start, the table
-# of starts per batch item, and steps per head and query), the rows (a start and a step per head), their length, and
-# where the index map has the row of distance 0.
-SKEW = ("query", "query_batch", "head", "row", "weights", "weights_head", "depth", "index")
-# Something with a byte per pair: the bool mask, the survivors of dropout.
-PAIRS = ("start", "batch", "head", "query", "key")
-ADD_SIZE = len(ADD)
-
-
-class Call(NamedTuple):
-    """The integers of one call. Starts are places in `meta` or `data`, and -1 where there is nothing."""
-
-    heads: int
-    q_len: int
-    k_len: int
-    k_group: int
-    v_group: int
-    offset: int
-    left: int
-    right: int
-    # Starts per batch item and steps per head and row of queries, keys and values.
-    strides: int
-    lengths: int
-    # A bias per relative position: its start for distance 0, and its step per head.
-    strip: int
-    strip_head: int
-    skews: int
-    n_skews: int
-    adds: int
-    n_adds: int
-    mask: int
-    keep: int
-    # Value terms, all their rows, and value channels.
-    values: int
-    n_values: int
-    n_bins: int
-    v_dim: int
-    wants_lse: int
-
-
-class Where(NamedTuple):
-    """Which tile: queries from first to before last, keys from key to before stop."""
-
-    batch: int
-    head: int
-    first: int
-    last: int
-    key: int
-    stop: int
+# Registers are scarce, so a block keeps in shared memory: for each operand where it begins and its step per row, for
+# the current `Skew` the same of its vectors, and where its rows begin and where its index map has distance 0;
+STARTS = 6
+Q, K, V, GRAD, SKEWED, TABLE = range(STARTS)
+# its batch item, its head, the number of its first query (or key) among all, its own among the launch's blocks, and
+# where the queries of a block of keys end.
+OWN_SIZE = 5
+BATCH, HEAD, LINE, NUMBER, FINAL = range(OWN_SIZE)
 
 
 class Tiling(NamedTuple):
@@ -94,7 +47,7 @@ class Tiling(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        """Numba's type of the numbers that are computed with."""
+        """Numba's type of the numbers that kernels compute with."""
         return types.float32 if self.dtype.itemsize == 4 else types.float64
 
     @property
@@ -118,308 +71,343 @@ class Tiling(NamedTuple):
         return self.run * self.threads // ACROSS
 
 
+class Thread(NamedTuple):
+    """A thread's number, and where its fragments begin: the first row and the first column."""
+
+    me: int
+    down: int
+    across: int
+
+
+class Tile(NamedTuple):
+    """Queries first, ..., last - 1 and keys key, ..., stop - 1; `own` names the block's batch item and head."""
+
+    own: Any
+    first: int
+    last: int
+    key: int
+    stop: int
+
+
+class Rows(NamedTuple):
+    """Vectors first, ..., end - 1 of a head; `start`: where vector 0 begins in the array, and the step to the next."""
+
+    array: Any
+    start: Any
+    first: int
+    end: int
+    depth: int
+
+
+class Space(NamedTuple):
+    """Two shared tiles of operands, a fragment of sums of their products, and registers for the operands of a step."""
+
+    left: Any
+    right: Any
+    s: Any
+    a: Any
+    b: Any
+
+
+class Room(NamedTuple):
+    """A space for products, the shared strip of biases, and the starts that `locate` fills."""
+
+    space: Any
+    strip: Any
+    starts: Any
+
+
 @cache
-def stage_turned(tiling: Tiling, stored: str) -> Any:
-    """Fill shared[base + channel, row] with `DEPTH` channels of a tile's rows, 0 where there are none."""
-    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
-    height = threads // DEPTH
-    turns = rows // height
-    widen, _ = converters(stored)
+def thread_of(tiling: Tiling) -> Any:
+    """Where in the grid the thread of a number stands."""
+    run = tiling.run
 
-    def stage(shared, base, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
-        d, row = me % DEPTH, me // DEPTH
-        where = at + (first + row) * step + channel + d
-        there = channel + d < depth
-        for turn in range(turns):
-            value = zero
-            if there and first + row + turn * height < end:
-                value = widen(x[place(where)])
-            shared[base + d, row + turn * height] = value
-            where += height * step
+    def thread(me):  # type: ignore[no-untyped-def]
+        return Thread(me, u32((me // ACROSS) * run), u32((me % ACROSS) * 4))
 
-    return inline(stage)
+    return inline(thread)
+
+
+def _share(block, parts, tiles, heads):  # type: ignore[no-untyped-def]
+    part, tile, line = block % parts, block // parts % tiles, block // (parts * tiles)
+    return part, tile, line % heads, line // heads
+
+
+# Which part of the channels, tile, head and batch item belong to a block.
+share = inline(_share)
+
+
+def _origin(meta, at, batch, head):  # type: ignore[no-untyped-def]
+    return meta[at + VECTORS.start] + meta[meta[at + VECTORS.batch] + batch] + head * meta[at + VECTORS.head]
+
+
+# Where the numbers of a batch item and head begin, for `Vectors` and all records that begin with the same fields.
+origin = inline(_origin)
+
+
+def _locate(starts, own, meta, call, batch, head, line, number, me):  # type: ignore[no-untyped-def]
+    if me == 0:
+        starts[Q, 0], starts[Q, 1] = origin(meta, call.query, batch, head), meta[call.query + VECTORS.row]
+        starts[K, 0], starts[K, 1] = origin(meta, call.key, batch, head // call.k_group), meta[call.key + VECTORS.row]
+        starts[V, 0] = origin(meta, call.value, batch, head // call.v_group)
+        starts[V, 1] = meta[call.value + VECTORS.row]
+        starts[GRAD, 0], starts[GRAD, 1] = (batch * call.heads + head) * call.q_len * call.v_dim, call.v_dim
+        own[BATCH], own[HEAD], own[LINE], own[NUMBER] = batch, head, line, number
+    wait()
+
+
+# Fill `starts` and `own`, and wait for them.
+locate = inline(_locate)
+
+
+def _key_end(call, meta, batch):  # type: ignore[no-untyped-def]
+    end = call.k_len
+    if call.lengths >= 0:
+        end = min(end, meta[call.lengths + batch])
+    return end
+
+
+# How many keys a batch item has.
+key_end = inline(_key_end)
+
+
+def _keys_of(call, meta, batch, first, last):  # type: ignore[no-untyped-def]
+    key = max(0, first + call.offset - call.left)
+    return key, min(key_end(call, meta, batch), last - 1 + call.offset + call.right + 1)
+
+
+# The keys of queries first, ..., last - 1: the first in their band, and the end of the band or of the batch item.
+keys_of = inline(_keys_of)
 
 
 def held_of(tiling: Tiling, width: int) -> int:
-    """Numbers that a thread fetches of a tile of `DEPTH` by so many."""
+    """Numbers per thread of a tile of `DEPTH` by `width`."""
     return DEPTH * width // tiling.threads
 
 
 @cache
-def fetch_turned(tiling: Tiling, stored: str) -> Any:
-    """Load into registers what `stage_turned` writes, so that it arrives while something else is computed."""
-    threads, zero = tiling.threads, tiling.dtype.type(0)
-    height, turns = threads // DEPTH, held_of(tiling, tiling.rows)
+def stage_turned(tiling: Tiling, stored: str, *, fetched: bool = False) -> Any:
+    """Fill to[base + channel, row] with `DEPTH` channels of a tile's rows, 0 where there are none.
+
+    `fetched`: load them into registers, for `store_turned`, so that they arrive while something else is computed.
+    """
+    zero, height, turns = tiling.dtype.type(0), tiling.threads // DEPTH, held_of(tiling, tiling.rows)
     widen, _ = converters(stored)
 
-    def fetch(held, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
-        d, row = me % DEPTH, me // DEPTH
-        where = at + (first + row) * step + channel + d
-        there = channel + d < depth
+    def stage(to, base, x, channel, me):  # type: ignore[no-untyped-def]
+        d, n, step = me % DEPTH, me // DEPTH, x.start[1]
+        where = x.start[0] + (x.first + n) * step + channel + d
+        there = channel + d < x.depth
         for turn in range(turns):
-            held[turn] = zero
-            if there and first + row + turn * height < end:
-                held[turn] = widen(x[place(where)])
-            where += height * step
-
-    return inline(fetch)
-
-
-@cache
-def drop_turned(tiling: Tiling) -> Any:
-    """Write what was fetched to shared[base + channel, row]."""
-    height, turns = tiling.threads // DEPTH, held_of(tiling, tiling.rows)
-
-    def drop(shared, base, held, me):  # type: ignore[no-untyped-def]
-        d, row = me % DEPTH, me // DEPTH
-        for turn in range(turns):
-            shared[count(base + d), row + turn * height] = held[turn]
-
-    return inline(drop)
-
-
-@cache
-def fetch_rows(tiling: Tiling, stored: str, width: int) -> Any:
-    """Load into registers what `stage_rows` writes."""
-    threads, zero = tiling.threads, tiling.dtype.type(0)
-    across = min(width, threads)
-    height, parts, turns = threads // across, width // across, held_of(tiling, width)
-    widen, _ = converters(stored)
-
-    def fetch(held, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
-        d, row = me % across, me // across
-        where = at + (first + row) * step + channel + d
-        for turn in range(turns):
-            # Part of a row, or whole rows.
-            more, skip = turn % parts * across, turn // parts * height
-            held[turn] = zero
-            if channel + d + more < depth and first + row + skip < end:
-                held[turn] = widen(x[place(where + more + skip * step)])
-
-    return inline(fetch)
-
-
-@cache
-def drop_rows(tiling: Tiling, width: int) -> Any:
-    """Write what was fetched to shared[base + row, channel]."""
-    across = min(width, tiling.threads)
-    height, parts, turns = tiling.threads // across, width // across, held_of(tiling, width)
-
-    def drop(shared, base, held, me):  # type: ignore[no-untyped-def]
-        d, row = me % across, me // across
-        for turn in range(turns):
-            shared[count(base + row + turn // parts * height), d + turn % parts * across] = held[turn]
-
-    return inline(drop)
-
-
-@cache
-def stage_rows(tiling: Tiling, stored: str, width: int) -> Any:
-    """Fill shared[row, channel] from `DEPTH` rows of vectors, 0 where there are none."""
-    threads, zero = tiling.threads, tiling.dtype.type(0)
-    across = min(width, threads)
-    height, parts = threads // across, width // across
-    turns = DEPTH * parts // height
-    widen, _ = converters(stored)
-
-    def stage(shared, x, at, step, first, end, channel, depth, me):  # type: ignore[no-untyped-def]
-        d, row = me % across, me // across
-        where = at + (first + row) * step + channel + d
-        for turn in range(turns):
-            # Part of a row, or whole rows.
-            more, skip = turn % parts * across, turn // parts * height
             value = zero
-            if channel + d + more < depth and first + row + skip < end:
-                value = widen(x[place(where + more + skip * step)])
-            shared[row + skip, d + more] = value
+            if there and x.first + n + turn * height < x.end:
+                value = widen(x.array[u64(where)])
+            if fetched:
+                to[turn] = value
+            else:
+                to[base + d, n + turn * height] = value
+            where += height * step
 
     return inline(stage)
 
 
 @cache
+def store_turned(tiling: Tiling) -> Any:
+    """Write what was fetched to shared[base + channel, row]."""
+    height, turns = tiling.threads // DEPTH, held_of(tiling, tiling.rows)
+
+    def store(shared, base, held, me):  # type: ignore[no-untyped-def]
+        d, row = me % DEPTH, me // DEPTH
+        for turn in range(turns):
+            shared[u32(base + d), row + turn * height] = held[turn]
+
+    return inline(store)
+
+
+def _parts(tiling: Tiling, width: int) -> tuple[int, int, int, int]:
+    """How threads share `DEPTH` rows of `width` channels: threads across, rows and parts of a row, turns."""
+    across = min(width, tiling.threads)
+    return across, tiling.threads // across, width // across, held_of(tiling, width)
+
+
+@cache
+def stage_rows(tiling: Tiling, stored: str, width: int, *, fetched: bool = False) -> Any:
+    """Fill to[row, channel] with `DEPTH` rows, after the first `skip` of a tile, 0 where there are none.
+
+    `fetched`: load them into registers, for `store_rows`.
+    """
+    zero, (across, height, parts, turns) = tiling.dtype.type(0), _parts(tiling, width)
+    widen, _ = converters(stored)
+
+    def stage(to, skip, x, channel, me):  # type: ignore[no-untyped-def]
+        d, n, step = me % across, me // across, x.start[1]
+        row = x.first + skip + n
+        where = x.start[0] + row * step + channel + d
+        for turn in range(turns):
+            # Part of a row, or whole rows.
+            more, further = turn % parts * across, turn // parts * height
+            value = zero
+            if channel + d + more < x.depth and row + further < x.end:
+                value = widen(x.array[u64(where + more + further * step)])
+            if fetched:
+                to[turn] = value
+            else:
+                to[n + further, d + more] = value
+
+    return inline(stage)
+
+
+@cache
+def store_rows(tiling: Tiling, width: int) -> Any:
+    """Write what was fetched to shared[base + row, channel]."""
+    across, height, parts, turns = _parts(tiling, width)
+
+    def store(shared, base, held, me):  # type: ignore[no-untyped-def]
+        d, row = me % across, me // across
+        for turn in range(turns):
+            shared[u32(base + row + turn // parts * height), d + turn % parts * across] = held[turn]
+
+    return inline(store)
+
+
+@cache
+def clear(high: int, wide: int, dtype: np.dtype[Any]) -> Any:
+    """Set a fragment to 0."""
+    zero = dtype.type(0)
+
+    def clear(s):  # type: ignore[no-untyped-def]
+        for r in range(high):
+            for c in range(wide):
+                s[r, c] = zero
+
+    return inline(clear)
+
+
+@cache
 def outer(tiling: Tiling, columns: int) -> Any:
-    """Add to a fragment the outer products of `STEPS` rows of one shared tile, from i on, and of another, from j on."""
+    """Add to a fragment the outer products of `STEPS` rows of the left tile, from i on, and the right, from j on."""
     high, run, low = tiling.high, tiling.run, tiling.low
 
-    def one(total, left, i, right, j, a, b, down, across):  # type: ignore[no-untyped-def]
+    def one(space, i, j, thread):  # type: ignore[no-untyped-def]
+        left, right, s, a, b = space
         for r in range(high):
-            a[r] = left[i, (r // run) * low + down + r % run]
+            a[r] = left[i, (r // run) * low + thread.down + r % run]
         for c in range(columns):
-            b[c] = right[j, (c // 4) * 32 + across + c % 4]
+            b[c] = right[j, (c // 4) * 32 + thread.across + c % 4]
         for r in range(high):
             for c in range(columns):
-                total[r, c] += a[r] * b[c]
+                s[r, c] += a[r] * b[c]
 
     step = inline(one)
 
     # The compiler unrolls no loop of this size by itself.
-    def add(total, left, i, right, j, a, b, down, across):  # type: ignore[no-untyped-def]
-        step(total, left, count(i), right, count(j), a, b, down, across)
-        step(total, left, count(i + 1), right, count(j + 1), a, b, down, across)
-        step(total, left, count(i + 2), right, count(j + 2), a, b, down, across)
-        step(total, left, count(i + 3), right, count(j + 3), a, b, down, across)
+    def add(space, i, j, thread):  # type: ignore[no-untyped-def]
+        step(space, u32(i), u32(j), thread)
+        step(space, u32(i + 1), u32(j + 1), thread)
+        step(space, u32(i + 2), u32(j + 2), thread)
+        step(space, u32(i + 3), u32(j + 3), thread)
 
     return inline(add)
 
 
 @cache
 def accumulate(tiling: Tiling, columns: int) -> Any:
-    """Add to a fragment the outer products of `DEPTH` rows of two shared tiles.
+    """The same for `DEPTH` rows.
 
-    If it must be careful, nothing is multiplied with the factor `skipped`: what is excluded may hold NaN.
+    If `careful`, numbers of the left tile that equal `skipped` are left out: what they stand for may be NaN.
     """
     high, run, low = tiling.high, tiling.run, tiling.low
     add = outer(tiling, columns)
 
-    def accumulate(total, left, i, right, j, careful, skipped, a, b, down, across):  # type: ignore[no-untyped-def]
+    def accumulate(space, i, j, careful, skipped, thread):  # type: ignore[no-untyped-def]
+        left, right, s, a, b = space
         if careful != 0:
             for n in range(DEPTH):
                 for r in range(high):
-                    a[r] = left[count(i + n), (r // run) * low + down + r % run]
+                    a[r] = left[u32(i + n), (r // run) * low + thread.down + r % run]
                 for c in range(columns):
-                    b[c] = right[count(j + n), (c // 4) * 32 + across + c % 4]
+                    b[c] = right[u32(j + n), (c // 4) * 32 + thread.across + c % 4]
                 for r in range(high):
                     if a[r] != skipped:
                         for c in range(columns):
-                            total[r, c] += a[r] * b[c]
+                            s[r, c] += a[r] * b[c]
         else:
             for n in range(0, DEPTH, STEPS):
-                add(total, left, i + n, right, j + n, a, b, down, across)
+                add(space, i + n, j + n, thread)
 
     return inline(accumulate)
 
 
 @cache
-def finish(tiling: Tiling, *, keys_first: bool) -> Any:
-    """Add to shared scores what terms say, and give those that are excluded -inf: [key, row] or [row, key].
+def multiply(tiling: Tiling, stage_left: Any, stage_right: Any, whole: bool) -> Any:
+    """Fill a fragment with the products of the vectors x and y, staged `DEPTH` channels at a time.
 
-    Neighbouring threads have neighbouring keys. Nothing is read that belongs to no pair of the tile, and what is
-    excluded is selected away: it may hold NaN.
+    `whole`: the number of channels is a multiple of `DEPTH`.
     """
-    rows, threads = tiling.rows, tiling.threads
-    least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
+    zero, add = clear(tiling.high, tiling.wide, tiling.dtype), outer(tiling, tiling.wide)
 
-    def finish(scores, data, index, flags, meta, call, where, me):  # type: ignore[no-untyped-def]
-        batch, head, first, last, key, stop = where
-        for n in range(call.n_adds):
-            at = call.adds + n * ADD_SIZE
-            start = meta[at] + meta[meta[at + 1] + batch] + head * meta[at + 2]
-            by_query, by_key, by_row, lookup = meta[at + 3], meta[at + 4], meta[at + 5], meta[at + 6]
-            map_query, map_key = meta[at + 8], meta[at + 9]
-            if lookup >= 0:
-                lookup += meta[meta[at + 7] + batch]
-            for turn in range(turns):
-                x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
-                i, j = first + x, key + y
-                u, w = (y, x) if keys_first else (x, y)
-                if i < last and j < stop:
-                    at_pair = start + i * by_query + j * by_key
-                    if lookup < 0:
-                        value = data[place(at_pair)]
-                        # -inf excludes, whatever the score is.
-                        if value == least:
-                            scores[u, w] = least
-                        else:
-                            scores[u, w] += value
-                    else:
-                        row = index[place(lookup + i * map_query + j * map_key)]
+    def multiply(space, x, y, thread):  # type: ignore[no-untyped-def]
+        zero(space.s)
+        for channel in range(0, x.depth, DEPTH):
+            stage_left(space.left, 0, x, channel, thread.me)
+            stage_right(space.right, 0, y, channel, thread.me)
+            wait()
+            for d in range(0, DEPTH if whole else min(DEPTH, x.depth - channel), STEPS):
+                add(space, d, d, thread)
+            wait()
+
+    return inline(multiply)
+
+
+@cache
+def combine(tiling: Tiling, stage: Any, columns: int) -> Any:
+    """Add to a fragment `size` rows of x, staged `DEPTH` at a time, times the weights in the rows of the left tile."""
+    add = accumulate(tiling, columns)
+
+    def combine(space, x, size, channel, careful, skipped, thread):  # type: ignore[no-untyped-def]
+        for n in range(0, size, DEPTH):
+            stage(space.right, n, x, channel, thread.me)
+            wait()
+            add(space, n, 0, careful, skipped, thread)
+            wait()
+
+    return inline(combine)
+
+
+@cache
+def add_bins(tiling: Tiling, *, by_query: bool, skipped: float, survivors: bool = False) -> Any:
+    """Have a thread add one column of a tile, a query's or a key's, to the bins of its terms, in order.
+
+    Numbers that equal `skipped` are left out. `survivors`: add only those above 0, times `kept`.
+    """
+    rows, zero, skip = tiling.rows, tiling.dtype.type(0), tiling.dtype.type(skipped)
+
+    def add(shared, work, own, tables, terms, n_terms, here, kept, me):  # type: ignore[no-untyped-def]
+        meta, maps = tables.meta, tables.maps
+        for n in range(n_terms):
+            at = terms + n * BINS_SIZE
+            lookup = meta[at + BINS.map] + meta[meta[at + BINS.map_batch] + here.own[BATCH]]
+            lookup += here.first * meta[at + BINS.map_query] + here.key * meta[at + BINS.map_key]
+            if by_query:
+                size, step, aside = here.stop - here.key, meta[at + BINS.map_key], meta[at + BINS.map_query]
+            else:
+                size, step, aside = here.last - here.first, meta[at + BINS.map_query], meta[at + BINS.map_key]
+            lookup += me * aside
+            to = own + meta[at + BINS.bin]
+            # Neighbours often share a row: its sum is written when it ends.
+            row, held = -1, zero
+            for y in range(min(rows, size)):
+                value = shared[y, me]
+                if value != skip:
+                    found = maps[u64(lookup + y * step)]
+                    if found != row:
                         if row >= 0:
-                            scores[u, w] += data[place(at_pair + row * by_row)]
-        for turn in range(turns):
-            x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
-            i, j = first + x, key + y
-            u, w = (y, x) if keys_first else (x, y)
-            distance = j - (i + call.offset)
-            if i >= last or j >= stop or distance < -call.left or distance > call.right:
-                scores[u, w] = least
-            elif call.mask >= 0:
-                at_pair = meta[call.mask] + meta[meta[call.mask + 1] + batch] + head * meta[call.mask + 2]
-                if flags[place(at_pair + i * meta[call.mask + 3] + j * meta[call.mask + 4])] == 0:
-                    scores[u, w] = least
-
-    return inline(finish)
-
-
-@cache
-def stage_strip(tiling: Tiling) -> Any:
-    """Fill a shared strip with the bias of a tile's 2 * rows - 1 relative positions, from key - row = 1 - rows on."""
-    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
-    turns = -(-2 * rows // threads)
-
-    def stage(strip, data, call, where, me):  # type: ignore[no-untyped-def]
-        for turn in range(turns):
-            m = turn * threads + me
-            if m < 2 * rows:
-                step = where.key - where.first + m - (rows - 1)
-                value = zero
-                if -call.q_len < step < call.k_len:
-                    value = data[place(call.strip + where.head * call.strip_head + step)]
-                strip[m] = value
-
-    return inline(stage)
-
-
-@cache
-def stage_mapped(tiling: Tiling) -> Any:
-    """Fill shared[channel, n] with the table rows of relative positions from `start` on: 0 where there is none."""
-    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
-    height = threads // DEPTH
-    turns = rows // height
-
-    def stage(shared, weights, at, index, lookup, start, call, channel, depth, me):  # type: ignore[no-untyped-def]
-        d, n = me % DEPTH, me // DEPTH
-        for turn in range(turns):
-            step = start + n + turn * height
-            value = zero
-            if channel + d < depth and -call.q_len < step < call.k_len:
-                row = index[place(lookup + step)]
-                if row >= 0:
-                    value = weights[place(at + row * depth + channel + d)]
-            shared[d, n + turn * height] = value
-
-    return inline(stage)
-
-
-@cache
-def add_skewed(tiling: Tiling, *, keys_first: bool) -> Any:
-    """Add products with relative positions to shared scores, [key, row] or [row, key].
-
-    The first column of the fragment is that of the position half - rows + 1.
-    """
-    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
-
-    def add(scores, s, half, down, across):  # type: ignore[no-untyped-def]
-        for c in range(wide):
-            for r in range(high):
-                x = (r // run) * low + down + r % run
-                y = (c // 4) * 32 + across + c % 4 + half - rows + 1 + x
-                if 0 <= y < rows:
-                    u, w = (count(y), x) if keys_first else (x, count(y))
-                    scores[u, w] += s[r, c]
+                            work[u64(to + row)] += held
+                        row, held = found, zero
+                    if survivors:
+                        value = zero if value < zero else value * kept
+                    held += value
+            if row >= 0:
+                work[u64(to + row)] += held
 
     return inline(add)
-
-
-@cache
-def put(tiling: Tiling, *, keys_first: bool) -> Any:
-    """Write a fragment of a tile to shared memory, its columns as rows there, times a factor and plus the strip.
-
-    keys_first: the fragment's columns are keys, else they are queries.
-    """
-    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
-
-    def put(shared, s, factor, strip, biased, down, across):  # type: ignore[no-untyped-def]
-        if biased:
-            for c in range(wide):
-                for r in range(high):
-                    x, y = (r // run) * low + down + r % run, (c // 4) * 32 + across + c % 4
-                    s[r, c] = s[r, c] * factor + strip[(y - x if keys_first else x - y) + rows - 1]
-        else:
-            for c in range(wide):
-                for r in range(high):
-                    s[r, c] *= factor
-        for c in range(wide):
-            for r in range(high):
-                shared[(c // 4) * 32 + across + c % 4, (r // run) * low + down + r % run] = s[r, c]
-
-    return inline(put)

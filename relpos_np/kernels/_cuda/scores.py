@@ -1,0 +1,233 @@
+"""The scores of a tile, from the products of queries and keys: what terms add, and what is excluded.
+
+Shared scores are [key, row] where `keys_first`, the columns of fragments being keys, else [row, key].
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from relpos_np.kernels._cuda.device import inline
+from relpos_np.kernels._cuda.intrinsics import u32, u64, wait
+from relpos_np.kernels._cuda.records import ADD, ADD_SIZE, PAIRS, SKEW, SKEW_SIZE
+from relpos_np.kernels._cuda.tile import BATCH, DEPTH, HEAD, SKEWED, TABLE, Rows, Tiling, multiply, origin, stage_turned
+
+
+class Positions(NamedTuple):
+    """Rows of a table, from relative position `first` on; `start`: where the rows begin and the map has distance 0."""
+
+    tables: Any
+    start: Any
+    first: int
+    call: Any
+    depth: int
+
+
+@cache
+def stage_strip(tiling: Tiling) -> Any:
+    """Fill a shared strip with the bias of a tile's 2 * rows - 1 relative positions, from key - row = 1 - rows on."""
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    turns = -(-2 * rows // threads)
+
+    def stage(strip, data, call, here, me):  # type: ignore[no-untyped-def]
+        for turn in range(turns):
+            m = turn * threads + me
+            if m < 2 * rows:
+                step = here.key - here.first + m - (rows - 1)
+                value = zero
+                if -call.q_len < step < call.k_len:
+                    value = data[u64(call.strip + here.own[HEAD] * call.strip_head + step)]
+                strip[m] = value
+
+    return inline(stage)
+
+
+@cache
+def stage_positions(tiling: Tiling, *, turned: bool) -> Any:
+    """Fill shared[position, channel] with the rows of `DEPTH` positions, after the first `skip`, 0 for none.
+
+    `turned`: fill shared[channel, position] with `DEPTH` channels of as many positions as a tile has rows.
+    """
+    rows, threads, zero = tiling.rows, tiling.threads, tiling.dtype.type(0)
+    across = DEPTH if turned else min(rows, threads)
+    height = threads // across
+    turns = (rows if turned else DEPTH) // height
+
+    def stage(shared, skip, x, channel, me):  # type: ignore[no-untyped-def]
+        d, n = me % across, me // across
+        for turn in range(turns):
+            step = x.first + skip + n + turn * height
+            value = zero
+            if channel + d < x.depth and -x.call.q_len < step < x.call.k_len:
+                row = x.tables.maps[u64(x.start[1] + step)]
+                if row >= 0:
+                    value = x.tables.data[u64(x.start[0] + row * x.depth + channel + d)]
+            if turned:
+                shared[d, n + turn * height] = value
+            else:
+                shared[n + turn * height, d] = value
+
+    return inline(stage)
+
+
+def _locate_skew(starts, tables, here, at, me):  # type: ignore[no-untyped-def]
+    meta = tables.meta
+    if me == 0:
+        starts[SKEWED, 0], starts[SKEWED, 1] = origin(meta, at, here.own[BATCH], here.own[HEAD]), meta[at + SKEW.row]
+        starts[TABLE, 0] = meta[at + SKEW.weights] + here.own[HEAD] * meta[at + SKEW.weights_head]
+        starts[TABLE, 1] = meta[at + SKEW.map]
+    wait()
+    return Rows(tables.data, starts[SKEWED], here.first, here.last, meta[at + SKEW.depth])
+
+
+# Put into shared memory where the vectors and rows of a `Skew` begin; returns the vectors.
+locate_skew = inline(_locate_skew)
+
+
+@cache
+def add_skews(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Add to shared scores the products with a row for each relative position, half of a tile's positions at a time."""
+    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+    of_vectors = stage_turned(tiling, tiling.dtype.name)
+    products = multiply(tiling, of_vectors, stage_positions(tiling, turned=True), False)
+
+    def add(scores, room, tables, call, here, thread):  # type: ignore[no-untyped-def]
+        space, _, starts = room
+        for n in range(call.n_skews):
+            x = locate_skew(starts, tables, here, call.skews + n * SKEW_SIZE, thread.me)
+            for half in range(0, 2 * rows, rows):
+                first = here.key - here.first + half - (rows - 1)
+                products(space, x, Positions(tables, starts[TABLE], first, call, x.depth), thread)
+                for c in range(wide):
+                    for r in range(high):
+                        i = (r // run) * low + thread.down + r % run
+                        # The fragment's first column is that of the position half - rows + 1.
+                        j = (c // 4) * 32 + thread.across + c % 4 + half - rows + 1 + i
+                        if 0 <= j < rows:
+                            u, w = (u32(j), i) if keys_first else (i, u32(j))
+                            scores[u, w] += space.s[r, c]
+        wait()
+
+    return inline(add)
+
+
+@cache
+def put(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Write a fragment of a tile to shared memory, its columns as rows there, times a factor and plus the strip."""
+    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+
+    def put(shared, s, factor, strip, biased, thread):  # type: ignore[no-untyped-def]
+        down, across = thread.down, thread.across
+        if biased:
+            for c in range(wide):
+                for r in range(high):
+                    x, y = (r // run) * low + down + r % run, (c // 4) * 32 + across + c % 4
+                    s[r, c] = s[r, c] * factor + strip[(y - x if keys_first else x - y) + rows - 1]
+        else:
+            for c in range(wide):
+                for r in range(high):
+                    s[r, c] *= factor
+        for c in range(wide):
+            for r in range(high):
+                shared[(c // 4) * 32 + across + c % 4, (r // run) * low + down + r % run] = s[r, c]
+
+    return inline(put)
+
+
+@cache
+def add_terms(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Add to shared scores what is given per pair, or by an index map. Neighbouring threads have neighbouring keys.
+
+    Only pairs of the tile are read.
+    """
+    rows, threads = tiling.rows, tiling.threads
+    least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
+
+    def add(scores, tables, call, here, me):  # type: ignore[no-untyped-def]
+        meta = tables.meta
+        for n in range(call.n_adds):
+            at = call.adds + n * ADD_SIZE
+            start = origin(meta, at, here.own[BATCH], here.own[HEAD])
+            by_query, by_key, by_row = meta[at + ADD.query], meta[at + ADD.key], meta[at + ADD.row]
+            lookup, map_query, map_key = meta[at + ADD.map], meta[at + ADD.map_query], meta[at + ADD.map_key]
+            if lookup >= 0:
+                lookup += meta[meta[at + ADD.map_batch] + here.own[BATCH]]
+            for turn in range(turns):
+                x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
+                i, j = here.first + x, here.key + y
+                u, w = (y, x) if keys_first else (x, y)
+                if i < here.last and j < here.stop:
+                    at_pair = start + i * by_query + j * by_key
+                    if lookup < 0:
+                        value = tables.data[u64(at_pair)]
+                        # -inf excludes, whatever the score is.
+                        if value == least:
+                            scores[u, w] = least
+                        else:
+                            scores[u, w] += value
+                    else:
+                        row = tables.maps[u64(lookup + i * map_query + j * map_key)]
+                        if row >= 0:
+                            scores[u, w] += tables.data[u64(at_pair + row * by_row)]
+
+    return inline(add)
+
+
+@cache
+def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Set the shared scores of excluded pairs to -inf, whatever they are: excluded vectors may hold NaN."""
+    rows, threads = tiling.rows, tiling.threads
+    least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
+
+    def exclude(scores, tables, call, here, me):  # type: ignore[no-untyped-def]
+        meta = tables.meta
+        for turn in range(turns):
+            x, y = (turn * threads + me) // rows, (turn * threads + me) % rows
+            i, j = here.first + x, here.key + y
+            u, w = (y, x) if keys_first else (x, y)
+            distance = j - (i + call.offset)
+            if i >= here.last or j >= here.stop or distance < -call.left or distance > call.right:
+                scores[u, w] = least
+            elif call.mask >= 0:
+                at_pair = origin(meta, call.mask, here.own[BATCH], here.own[HEAD])
+                at_pair += i * meta[call.mask + PAIRS.query] + j * meta[call.mask + PAIRS.key]
+                if tables.flags[u64(at_pair)] == 0:
+                    scores[u, w] = least
+
+    return inline(exclude)
+
+
+@cache
+def complete(tiling: Tiling, *, keys_first: bool, skewed: bool) -> Any:
+    """Turn a fragment of products into complete scores in shared memory, and wait for them."""
+    rows = tiling.rows
+    share_products, skews = put(tiling, keys_first=keys_first), add_skews(tiling, keys_first=keys_first)
+    terms, leave_out = add_terms(tiling, keys_first=keys_first), exclude(tiling, keys_first=keys_first)
+
+    def complete(scores, room, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
+        share_products(scores, room.space.s, scale, room.strip, call.strip >= 0, thread)
+        wait()
+        if skewed:
+            skews(scores, room, tables, call, here, thread)
+        i, j = here.first + call.offset, here.key
+        whole = here.last - here.first == rows and j + rows <= here.stop and call.mask < 0
+        whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
+        if call.n_adds > 0 or not whole:
+            terms(scores, tables, call, here, thread.me)
+            leave_out(scores, tables, call, here, thread.me)
+            wait()
+
+    return inline(complete)
+
+
+def _survives(tables, call, here, i, j):  # type: ignore[no-untyped-def]
+    at = origin(tables.meta, call.keep, here.own[BATCH], here.own[HEAD])
+    at += i * tables.meta[call.keep + PAIRS.query] + j * tables.meta[call.keep + PAIRS.key]
+    return tables.flags[u64(at)] != 0
+
+
+# Whether dropout keeps a pair.
+survives = inline(_survives)

@@ -1,0 +1,279 @@
+"""Identities that hold for every scheme of the register, on every backend.
+
+Nothing is listed here. What a scheme's arrays have to do with the sizes of a call is found by building it for others.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np._calls.lowering import each_lowered
+from relpos_np._contract import check
+from relpos_np.errors import RelposError
+from relpos_np.testing.arguments import arguments
+from tests.strategies import KINDS, Case
+
+OTHERS = {name: replace(position, choices=(1,) * 8) for name, position in KINDS.items()}
+# Each as examples have it, and with its second choices, such as tables per head or positions of one's own.
+EVERY = {**KINDS, **{f"{name}, chosen": position for name, position in OTHERS.items()}}
+SIZES = {"batch": (2,), "kv_heads": 2, "group": 2, "q_len": 9, "k_len": 9}
+LARGER = {"batch": (3,), "kv_heads": 3, "q_len": 25, "k_len": 25}
+BACKENDS = rp.backend.HOST_BACKENDS
+
+
+def case_of(position, **sizes):
+    given = {**SIZES, **sizes}
+    return Case(11, (given["batch"],) * 3, **given, depth=6, v_dim=5, positions=(position,))
+
+
+def made(position, **sizes):
+    """Operands and the scheme."""
+    case = case_of(position, **sizes)
+    return *case.operands(np.float64), case.schemes(np.float64)[0]
+
+
+def close(found, expected, atol=1e-12):
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=atol)
+
+
+def both(*operands, **options):
+    return rp.attention(*operands, **options, return_lse=True)
+
+
+def with_arrays(scheme, change):
+    """The scheme made again, with other arrays of floating-point numbers."""
+    floats = {n: x for n, x in arguments(scheme).items() if isinstance(x, np.ndarray) and x.dtype.kind == "f"}
+    return type(scheme)(**{**arguments(scheme), **{n: change(n, x) for n, x in floats.items()}})
+
+
+# ---------------------------------------------------------------------------------------------- parts of a scheme
+
+
+def _numbers_heads(position):
+    given = arguments(case_of(position).schemes(np.float64)[0])
+    return "heads" in given and given.get("slopes") is None
+
+
+def axes_of(position):
+    """By name of an array, the sizes of a call that each of its axes follows, and whether the rest stays as it is."""
+    here = arguments(case_of(position).schemes(np.float64)[0])
+    found, same = {name: {} for name, x in here.items() if isinstance(x, np.ndarray)}, True
+    for size, value in LARGER.items():
+        there = arguments(case_of(position, **{size: value}).schemes(np.float64)[0])
+        same &= all(repr(x) == repr(there[name]) for name, x in here.items() if name not in found)
+        for name, axes in found.items():
+            for axis, (n, other) in enumerate(zip(here[name].shape, there[name].shape, strict=True)):
+                if n != other:
+                    same &= axis not in axes and size not in axes.values()
+                    axes[axis] = size
+    return found, same
+
+
+AXES = {name: axes_of(position) for name, position in EVERY.items()}
+# What computes a number from a head's index has heads that are not alike.
+ALIKE = [name for name, position in EVERY.items() if not _numbers_heads(position)]
+# Not on a grid, nor with a row per distance, of which a part of a call needs some from the middle.
+PARTS = {name: axes for name, (axes, same) in AXES.items() if same and "rows" not in axes}
+
+
+def cut(scheme, axes, heads=None, **chosen):
+    """The scheme for a part of a call: for some of its batch, heads, queries or keys."""
+
+    def part(name, x):
+        for axis, size in axes[name].items():
+            where = chosen.get(size, slice(None))
+            if size == "kv_heads":
+                where = slice(None) if heads is None else heads[0] if x.shape[axis] == 2 else heads[1]
+            x = x[(slice(None),) * axis + (where,)]
+        return x
+
+    given = arguments(scheme)
+    return type(scheme)(**{name: part(name, x) if name in axes else x for name, x in given.items()})
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_heads_are_a_set(name):
+    """Their order has no effect on what each of them does."""
+    q, k, v, scheme = made(EVERY[name])
+    for backend in BACKENDS:
+        out, lse = both(q, k, v, position=scheme, causal=True, backend=backend)
+        order = [1, 0], [3, 2, 1, 0]
+        moved = cut(scheme, AXES[name][0], heads=order)
+        operands = q[:, order[1]], k[:, order[0]], v[:, order[0]]
+        close(both(*operands, position=moved, causal=True, backend=backend), (out[:, order[1]], lse[:, order[1]]))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_decoding_token_by_token_is_the_full_pass(name):
+    q, k, v, scheme = made(EVERY[name])
+    for backend in BACKENDS:
+        out, lse = both(q, k, v, position=scheme, causal=True, backend=backend)
+        for t in range(9):
+            new, past = slice(t, t + 1), slice(t + 1)
+            step = cut(scheme, PARTS[name], q_len=new, k_len=past)
+            operands = q[..., new, :], k[..., past, :], v[..., past, :]
+            close(both(*operands, position=step, causal=True, backend=backend), (out[..., new, :], lse[..., new]))
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("size", ["batch", "q_len", "k_len"])
+def test_empty_calls(name, size):
+    """Nothing to attend to, nobody who attends, and nobody at all: zeros, also as gradients."""
+    q, k, v, scheme = made(EVERY[name])
+    scheme = cut(scheme, PARTS[name], **{size: slice(0)})
+    if size == "batch":
+        q, k, v = q[:0], k[:0], v[:0]
+    elif size == "q_len":
+        q = q[..., :0, :]
+    else:
+        k, v = k[..., :0, :], v[..., :0, :]
+    # Queries with positions in the text of their keys have none if there are no keys.
+    offset = 0 if size == "q_len" else None
+    try:
+        scheme.check(check.problem(q, k, v, offset=offset)[0].site)
+    except RelposError:
+        assert size == "k_len"
+        return
+    for backend in BACKENDS:
+        out, lse = both(q, k, v, position=scheme, offset=offset, backend=backend)
+        assert out.shape == (*q.shape[:-1], 5)
+        assert not out.any()
+        assert (lse == -np.inf).all()
+        grads = rp.attention_vjp(
+            q, k, v, position=scheme, offset=offset, grad_out=out, grad_lse=np.zeros_like(lse), backend=backend
+        )
+        for x, grad in ((q, grads.q), (k, grads.k), (v, grads.v)):
+            assert grad.shape == x.shape
+            assert not grad.any()
+        assert not any(x.any() for x in grads.position.values())
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if rp.SCHEMES[EVERY[name].name].cls.relative])
+def test_distances_alone_decide(name):
+    """A piece of both texts at its offset, whatever precedes and follows it."""
+    q, k, v, scheme = made(EVERY[name])
+    mask = (np.arange(9) >= 2) & (np.arange(9) < 8)
+    for backend in BACKENDS:
+        whole = both(q, k, v, position=scheme, offset=4, mask=mask, backend=backend)
+        part = cut(scheme, PARTS[name], q_len=slice(3, 8))
+        found = both(q[..., 3:8, :], k[..., 2:8, :], v[..., 2:8, :], position=part, offset=4 + 3 - 2, backend=backend)
+        close(found, (whole[0][..., 3:8, :], whole[1][..., 3:8]))
+
+
+def test_most_schemes_can_be_cut():
+    """So that the tests above mean something; whoever adds a scheme that cannot be cut need not add it here."""
+    assert {"shaw", "t5", "rotary", "xpos", "layout", "wavlm", "fire", "graph", "cope"} <= {
+        EVERY[n].name for n in PARTS
+    }
+
+
+# ---------------------------------------------------------------------------------------------- what is added
+
+
+def silent(position):
+    """The scheme with zeros, or None where it has no arrays, must not have zeros, or then still does something."""
+    scheme = case_of(position).schemes(np.float64)[0]
+    if scheme.content or scheme.excludes:
+        return None
+    try:
+        zero = with_arrays(scheme, lambda _, x: np.zeros_like(x) if x.ndim else x)
+    except RelposError:
+        return None
+    return zero if any(isinstance(x, np.ndarray) and x.dtype.kind == "f" for x in arguments(scheme).values()) else None
+
+
+@pytest.mark.parametrize("name", [name for name, position in EVERY.items() if silent(position) is not None])
+def test_zeros_are_plain_attention(name):
+    """And other numbers are not."""
+    q, k, v, scheme = made(EVERY[name])
+    for backend in BACKENDS:
+        plain = both(q, k, v, backend=backend)
+        close(both(q, k, v, position=silent(EVERY[name]), backend=backend), plain)
+        found = both(q, k, v, position=scheme, backend=backend)
+        assert max(np.abs(x - y).max() for x, y in zip(found, plain, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_constant_per_row_changes_the_log_sum_exp_alone(name):
+    q, k, v, scheme = made(EVERY[name])
+    row = np.random.default_rng(1).standard_normal((q.shape[-2], 1)) * 3
+    for backend in BACKENDS:
+        out, lse = both(q, k, v, position=scheme, backend=backend)
+        close(both(q, k, v, position=scheme, mask=row, backend=backend), (out, lse + row[:, 0]))
+
+
+def adds_only(name):
+    """Whether the scheme is tables and biases alone, which neither read queries and keys nor change values."""
+    q, k, v, scheme = made(EVERY[name])
+    terms, other = (each_lowered((scheme,), check.problem(*x, v)[0])[0] for x in ((q, k), (0 * q, 0 * k)))
+    reads = scheme.content or terms.queries or terms.keys or terms.values
+    same = all(np.array_equal(x, y) for x, y in zip(terms.biases, other.biases, strict=True))
+    return not reads and same and bool(terms.tables + terms.biases)
+
+
+@pytest.mark.parametrize("name", list(filter(adds_only, EVERY)))
+@pytest.mark.parametrize("scale", [None, 0.0, -2.5])
+def test_a_bias_is_a_float_mask(name, scale):
+    q, k, v, scheme = made(EVERY[name])
+    for backend in BACKENDS:
+        bias = rp.logits(0 * q, 0 * k, position=scheme, scale=scale, backend="numpy")
+        expected = both(q, k, v, mask=bias, scale=scale, backend=backend)
+        close(both(q, k, v, position=scheme, scale=scale, backend=backend), expected)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("other", ["t5", "shaw zero"])
+def test_two_schemes_add_up(name, other):
+    """In either order, and twice the same unless it changes the content."""
+    q, k, v, scheme = made(EVERY[name])
+    second = case_of(KINDS[other], q_len=q.shape[-2], k_len=k.shape[-2]).schemes(np.float64)[0]
+    pairs = [(scheme, second), (second, scheme)] + [(scheme, scheme)] * (not changes_query(name))
+    for backend in BACKENDS:
+        alone = [rp.logits(q, k, position=one, backend=backend) for one in (None, scheme, second)]
+        for pair in pairs:
+            expected = alone[1] + alone[1 if pair[1] is scheme and pair[0] is scheme else 2] - alone[0]
+            close([rp.logits(q, k, position=pair, backend=backend)], [expected])
+        close(*(both(q, k, v, position=pair, backend=backend) for pair in pairs[:2]))
+
+
+def changes_query(name):
+    """Whether the terms have another query or key: two such schemes do not go together."""
+    q, k, v, scheme = made(EVERY[name])
+    (terms,) = each_lowered((scheme,), check.problem(q, k, v)[0])
+    return terms.query is not None or terms.key is not None
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if not AXES[name][1]])
+def test_a_grid_has_as_many_tokens_as_the_call(name):
+    q, k, v, scheme = made(KINDS[name])
+    if {"grid", "window", "extent", "query_grid"} & set(arguments(scheme)):
+        with pytest.raises(rp.RelposError):
+            rp.attention(q[..., 1:, :], k, v, position=scheme)
+        with pytest.raises(rp.RelposError):
+            rp.attention(q, k[..., 1:, :], v[..., 1:, :], position=scheme)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (axes, _) in AXES.items() if any("kv_heads" in x.values() for x in axes.values())]
+)
+def test_arrays_have_as_many_heads_as_the_call(name):
+    q, k, v, scheme = made(EVERY[name])
+    with pytest.raises(rp.RelposValueError, match="heads"):
+        rp.attention(*(np.repeat(x, 3, axis=1) for x in (q, k, v)), position=scheme)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_trained_array_has_a_gradient(name):
+    """In its shape and dtype; where a query or a key stands is not trained."""
+    q, k, v, scheme = made(EVERY[name])
+    found = rp.attention_vjp(q, k, v, position=scheme, grad_out=rp.attention(q, k, v, position=scheme)).position
+    floats = {n for n, x in arguments(scheme).items() if isinstance(x, np.ndarray) and x.dtype.kind == "f"}
+    assert set(found) == floats - {"positions", "key_positions", "boxes"}
+    for n, grad in found.items():
+        assert (grad.shape, grad.dtype) == (getattr(scheme, n).shape, getattr(scheme, n).dtype)
