@@ -6,6 +6,7 @@ Formatting, comments and what else the file holds do not matter.
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import textwrap
 from collections.abc import Iterator
@@ -67,6 +68,8 @@ def planted(bug: Bug, root: Path = ROOT) -> str:
         others = "" if count else _elsewhere(bug, root)
         raise AnchorError(f"{bug.name!r}: {bug.right!r} stands {count} times, not once, in {bug.at}{others}")
     holder, field, place = next(_places(anchor, right))
+    if unknown := _names(wrong) - _names(anchor) - _names(ast.parse(source).body) - set(dir(builtins)):
+        raise AnchorError(f"{bug.name!r}: {bug.at} knows no {', '.join(sorted(unknown))}")
     value = getattr(holder, field)
     if isinstance(place, slice):
         statements = [ast.Expr(wrong)] if isinstance(wrong, ast.expr) else wrong
@@ -95,6 +98,23 @@ def _parsed(code: str) -> ast.expr | list[ast.stmt]:
         return ast.parse(code.strip(), mode="eval").body
     except SyntaxError:
         return ast.parse(textwrap.dedent(code)).body
+
+
+def _names(code: ast.AST | list[ast.stmt]) -> set[str]:
+    """Names that code reads or binds; of a list of statements, what they bind."""
+    if isinstance(code, ast.AST):
+        nodes = list(ast.walk(code))
+        found = {node.id for node in nodes if isinstance(node, ast.Name)}
+        return found | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    found = set()
+    for node in code:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        else:
+            found |= _names(node)
+    return found
 
 
 def _is_head(statement: ast.stmt) -> TypeGuard[ast.If | ast.For | ast.While]:

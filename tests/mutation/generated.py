@@ -47,6 +47,8 @@ _HEAVY = ("hypothesis", "hypothesis.extra.numpy", "mpmath", "numba", "numpy", "p
 # Where each scheme is named by a parameter of the tests.
 _BY_SCHEME = ("three_way", "schemes", "gradients", "equivalence", "distributed", "testing_examples")
 
+# Where all schemes' functions and refusals are tested under names that need not be those of the schemes.
+_ALL_SCHEMES = ("tests/test_bad_input.py", "tests/test_seed_formulas.py")
 # How a process ends in which no test could be run; none of pytest's.
 NO_TESTS = 99
 
@@ -186,7 +188,10 @@ def runs(file: str) -> list[list[str]]:
     if file.startswith("relpos_np/schemes/"):
         named = [path for path in files if any(word in Path(path).stem for word in _BY_SCHEME)]
         words = f"({stem} or {stem.replace('_', '')})"
-        return [[*named, "-k", f"{words} and not numba"], [*files[:2], "-k", f"not {words} and not numba"]]
+        return [
+            [*named, "-k", f"{words} and not numba"],
+            [*files[:2], *_ALL_SCHEMES, "-k", f"not {words} and not numba"],
+        ]
     return [[*files[:3], "-k", "not numba"], [*files[3:6], "tests/test_three_way.py", "-k", "not numba"]]
 
 
