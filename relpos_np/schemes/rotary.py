@@ -490,8 +490,8 @@ def _build(at: Sample) -> dict[str, Any]:
 
 def _build_xpos(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
-    # A base this small that the scaling is seen within some ten positions.
-    # Products with keys that follow far behind grow: places of one's own are dozens of positions apart, and get the published base.
+    # A base this small that the scaling is seen within some ten positions; positions of one's own are dozens apart, and
+    # get the published one, because products with keys far behind grow.
     dim, places, scale_base = _turned_of(at), _places_of(at), at.pick(64.0, 512.0)
     scale_base = 512.0 if places else scale_base
     options = {"gamma": at.pick(0.4, 1.0), "layout": at.variant or "interleaved", **places}
