@@ -111,8 +111,15 @@ register("scheme", Scheme, 5)
 
 @pytest.mark.parametrize(
     ("code", "counts"),
-    [("q is None", True), ("q + 2", True), ("float |", False), ("q + 1", False)]
-    + [('"three"', False), ("at + 4", False), ("5", False)],
+    [
+        ("q is None", True),
+        ("q + 2", True),
+        ("float |", False),
+        ("q + 1", False),
+        ('"three"', False),
+        ("at + 4", False),
+        ("5", False),
+    ],
 )
 def test_what_computes_nothing_is_not_mutated(code, counts, tmp_path, monkeypatch):
     monkeypatch.setattr(generated, "ROOT", tmp_path)
