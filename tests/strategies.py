@@ -295,6 +295,8 @@ KINDS = {
     name if variant in (None, *rp.SCHEMES[name].variants[:1]) else f"{name} {variant}": Position(name, variant)
     for name, variant in ATTENTION
 }
+# Each as examples have it, and with all second choices, such as tables per head or positions of one's own.
+EVERY = KINDS | {f"{name}, chosen": replace(position, choices=(1,) * 8) for name, position in KINDS.items()}
 T5_CAUSAL = Position("t5", choices=(5,))
 SHAW_PER_HEAD = Position("shaw", "zero", choices=(1,))
 

@@ -260,3 +260,14 @@ def test_learned_rows_collect_their_positions(rng):
             expected[t] += row
     np.testing.assert_allclose(found, expected, rtol=1e-14)
     assert rp.Sinusoidal(4).gradient(positions, grad) == {}
+
+
+def test_each_of_two_terms_with_a_row_per_distance_gets_its_own_gradient(rng):
+    """The kernels multiply both at once, side by side."""
+    q, k, v = rng.standard_normal((3, 2, 12, 8))
+    position = rp.Shaw(rng.standard_normal((23, 8))), rp.Shaw(rng.standard_normal((25, 8)))
+    found, expected = (
+        rp.attention_vjp(q, k, v, position=position, grad_out=v, backend=backend) for backend in ("numba", "numpy")
+    )
+    for one, other in zip(found.position, expected.position, strict=True):
+        np.testing.assert_allclose(one["key_table"], other["key_table"], rtol=0, atol=1e-12)

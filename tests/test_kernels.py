@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,7 +221,7 @@ def test_same_bits_for_any_number_of_threads(name):
 def test_a_batch_item_has_the_bits_it_has_alone(name):
     position, options = BITS[name]
     case = case_of(position, 300, 300, kv_heads=1, **options)
-    case = Case(**{**vars(case), "leads": ((7,),) * 3, "batch": (7,)})
+    case = replace(case, leads=((7,),) * 3, batch=(7,))
     q, k, v = case.operands(np.float32)
     arguments = case.options(np.float32)
     whole = rp.attention(q, k, v, **arguments)

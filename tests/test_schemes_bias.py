@@ -37,12 +37,12 @@ def test_slopes_of_heads_that_are_no_power_of_two():
     np.testing.assert_array_equal(rp.reference.alibi_slopes(3), [2.0**-4, 2.0**-8, 2.0**-2])
 
 
-@pytest.mark.parametrize("heads", range(1, 140))
-def test_slopes_against_loops(heads):
-    slopes = rp.reference.alibi_slopes(heads)
-    np.testing.assert_allclose(slopes, [naive.alibi_slope(h, heads) for h in range(heads)], rtol=1e-15)
-    assert len(np.unique(slopes)) == heads
-    assert 2.0**-8 == slopes.min() <= slopes.max() < 1
+def test_slopes_against_loops():
+    for heads in range(1, 140):
+        slopes = rp.reference.alibi_slopes(heads)
+        np.testing.assert_allclose(slopes, [naive.alibi_slope(h, heads) for h in range(heads)], rtol=1e-15)
+        assert len(np.unique(slopes)) == heads
+        assert 2.0**-8 == slopes.min() <= slopes.max() < 1
 
 
 def test_alibi_forms_by_hand(backend):
@@ -65,17 +65,6 @@ def test_alibi_forms_agree_behind_a_causal_mask(backend, rng):
         close(x, y)
     close(out["key"][0], out["causal"][0])
     close(out["key"][1] - out["causal"][1], np.array([[2.0**-4], [2.0**-8]]) * (np.arange(5) + 4) + np.zeros((2, 1, 1)))
-
-
-def test_alibi_is_a_t5_table_of_its_distances(backend, rng):
-    """Within the distances that have a bucket of their own, T5 with that table is ALiBi."""
-    q, k, v = make(rng)
-    table = -np.outer(np.tile(np.arange(8), 2), rp.reference.alibi_slopes(2))
-    near = [
-        rp.attention(q, k, v, position=scheme, window=3, backend=backend)
-        for scheme in (rp.T5(table, max_distance=128), rp.ALiBi())
-    ]
-    close(*near)
 
 
 def test_falcon_divides_the_bias_too(backend, rng):

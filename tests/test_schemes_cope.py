@@ -19,23 +19,6 @@ def test_cope_with_open_gates_is_shaw_with_one_more(backend, rng):
     close(found, rp.attention(q, k, v, position=shaw, causal=True, backend=backend))
 
 
-def test_cope_with_closed_gates_adds_position_0(backend, rng):
-    q, k, _ = make(rng)
-    table = rng.standard_normal((5, 6))
-    scheme = rp.CoPE(table, counted=np.zeros((1, 1), bool))
-    added = rp.logits(q, k, position=scheme, backend=backend) - rp.logits(q, k, backend=backend)
-    close(added, np.broadcast_to((q @ table[0])[..., None], added.shape))
-
-
-def test_cope_of_a_constant_table_adds_a_number_per_query(backend, rng):
-    q, k, v = make(rng)
-    table = np.tile(rng.standard_normal((1, 6)), (5, 1))
-    out, lse = rp.attention(q, k, v, position=rp.CoPE(table), causal=True, backend=backend, return_lse=True)
-    plain, plain_lse = rp.attention(q, k, v, causal=True, backend=backend, return_lse=True)
-    close(out, plain)
-    close(lse, plain_lse + q @ table[0])
-
-
 def test_cope_padding_behind_a_causal_call_is_not_counted(backend, rng):
     """Nor is NaN anywhere: an excluded key of NaN changes nothing for others."""
     q, k, v = make(rng)

@@ -34,15 +34,6 @@ def test_fire_by_hand(backend):
     close(found[0, 3:, 0], 1)
 
 
-def test_fire_before_the_threshold_is_kerple(backend, rng):
-    """With a hidden unit that passes its input on, and a long threshold: -a ln(1 + b |d|)."""
-    q, k, v = operands(rng, 7, 9)
-    a, b, far = np.exp(rng.standard_normal(4)), 0.3, 100.0
-    scheme = rp.FIRE(np.ones(1), np.zeros(1), -a[:, None] * np.log1p(b * far), np.zeros(4), b, far)
-    kerple = rp.KERPLE(a, np.full(4, b))
-    close(*(rp.attention(q, k, v, position=one, backend=backend) for one in (scheme, kerple)))
-
-
 def test_fire_in_blocks(monkeypatch, rng):
     """Few rows at a time give what all at once give, gradients too."""
     q, k, v = operands(rng, 7, 9)
@@ -158,13 +149,6 @@ def test_tisa_by_hand(backend):
     close(paper, 5.0 * np.eye(6, k=2))
     published = rp.logits(q, q, position=rp.TISA(a, b, c, variant="published"), backend=backend)[0]
     close(published, 5.0 * np.eye(6, k=-3))
-
-
-def test_tisa_as_published_is_the_papers_with_other_offsets(backend, rng):
-    q, k, v = operands(rng, 7, 9)
-    a, b, c = curves(rng)
-    schemes = rp.TISA(a, b, c, variant="published"), rp.TISA(a, -b, -1 - c)
-    close(*(rp.attention(q, k, v, position=one, backend=backend) for one in schemes))
 
 
 def test_tisa_as_published_reads_one_too_early(rng):

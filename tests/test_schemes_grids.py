@@ -51,17 +51,6 @@ def test_neighborhood_axis_by_hand():
     np.testing.assert_array_equal(step[4, [2, 4, 6]], [-1, 0, 1])
 
 
-def test_neighborhood_inside_is_a_band(backend, rng):
-    """Away from the ends it is the call's window with T5-like numbers, dilation or not."""
-    q, k, v = operands(rng, 20)
-    scheme = neighborhood(rng, (20,), (5,))
-    table = np.zeros((9, 2))
-    table[:] = scheme.table.T[::-1]
-    band = rp.WindowBias(np.pad(table, ((15, 15), (0, 0))), (20,))
-    out = rp.attention(q, k, v, position=scheme, backend=backend)
-    close(out[..., 2:-2, :], rp.attention(q, k, v, position=band, window=2, backend=backend)[..., 2:-2, :])
-
-
 def test_neighborhood_of_everything_is_a_window(backend, rng):
     """A kernel as long as its axis leaves nobody out; Swin counts in the other direction."""
     q, k, v = operands(rng, 15)
@@ -70,12 +59,6 @@ def test_neighborhood_of_everything_is_a_window(backend, rng):
     close(
         rp.attention(q, k, v, position=scheme, backend=backend), rp.attention(q, k, v, position=window, backend=backend)
     )
-
-
-def test_neighborhood_of_one_is_the_value(backend, rng):
-    q, k, v = operands(rng, 12)
-    scheme = neighborhood(rng, (3, 4))
-    close(rp.attention(q, k, v, position=scheme, backend=backend), np.repeat(v, 2, axis=1))
 
 
 def test_dilation_is_attention_within_every_other_token(backend, rng):
@@ -189,22 +172,6 @@ def test_irpe_with_exact_offsets_is_a_window(backend, rng):
         rp.attention(q, k, v, position=scheme, backend=backend),
         rp.attention(q, k, v, position=rp.WindowBias(table, (4, 4)), backend=backend),
     )
-
-
-def test_irpe_biases_of_queries_look_back(backend, rng):
-    """A table for queries is one for keys that is read from the other end; of distances they are one."""
-    q, k, v = operands(rng, 12)
-    table = irpe(rng, (3, 4), mode="bias").query_table
-    there = rp.IRPE((3, 4), None, table.copy(), mode="bias", **LIMITS)
-    back = rp.IRPE((3, 4), table[:, ::-1].copy(), mode="bias", **LIMITS)
-    close(*(rp.attention(q, k, v, position=x, backend=backend) for x in (there, back)))
-    for method in ("euclidean", "quantization"):
-        table = irpe(rng, (3, 4), mode="bias", method=method).query_table
-        pair = [
-            rp.IRPE((3, 4), **{which: table.copy()}, mode="bias", method=method, **LIMITS)
-            for which in ("key_table", "query_table")
-        ]
-        close(*(rp.attention(q, k, v, position=x, backend=backend) for x in pair))
 
 
 def test_irpe_cross_is_a_product_of_sums(backend, rng):

@@ -67,13 +67,6 @@ def test_the_other_channels_stay_and_lengths_too(layout, rng):
     np.testing.assert_array_equal(turned(x, np.zeros(6), np.ones(5), layout=layout), x)
 
 
-def test_partial_rotation_is_a_sum_of_two_products(backend, rng):
-    q, k, _ = make(rng)
-    s = rp.logits(q, k, position=rp.Rotary(4), scale=1.0, backend=backend)
-    first = rp.logits(q[..., :4], k[..., :4], position=rp.Rotary(), scale=1.0)
-    close(s, first + rp.logits(q[..., 4:], k[..., 4:], scale=1.0))
-
-
 def test_turns_add_up(rng):
     x, omega = rng.standard_normal((1, 8)), rp.reference.rotary_frequencies(8)
     close(turned(turned(x, [3], omega), [-11], omega), turned(x, [-8], omega), 1e-14)

@@ -37,14 +37,6 @@ def test_default_positions_given(backend, rng):
     )
 
 
-def test_positions_without_batch_axes_serve_operands_with_none(backend, rng):
-    q, k, v = (x[0, 0] for x in make(rng))
-    close(
-        rp.attention(q, k, v, position=rp.Rotary(positions=np.arange(9) + 3), backend=backend),
-        rp.attention(q, k, v, position=rp.Rotary(), backend=backend),
-    )
-
-
 def test_padding_on_the_left(backend, rng):
     """Two pads in front of the second text, which then has the answer it has alone."""
     q, k, v = make(rng, 9, 9)
@@ -119,18 +111,6 @@ def test_sections_with_one_position_on_all_axes_are_ordinary(backend, rng):
         close(rp.logits(q, k, position=scheme, backend=backend), rp.logits(q, k, position=rp.Rotary()))
 
 
-def test_moving_along_each_axis_changes_nothing(backend, rng):
-    q, k, v = make(rng, 6, 6)
-    omega, grid = rng.standard_normal((2, 2, 3)), rp.reference.grid_positions((2, 3))
-    outs = [
-        rp.attention(q, k, v, position=rp.Rotary(frequencies=omega, positions=at), backend=backend)
-        for at in (grid, grid + np.array([[7.0], [-2.5]]))
-    ]
-    close(*outs)
-    turned = rp.attention(q, k, v, position=rp.Rotary(frequencies=omega, positions=grid[::-1]), backend=backend)
-    assert np.abs(turned - outs[0]).max() > 1e-3
-
-
 def test_tokens_at_the_origin_stay(rng):
     """A class token in front of the grid is not turned."""
     q, k, _ = make(rng, 7, 7)
@@ -197,12 +177,6 @@ def test_xpos_decays_from_one_pair_to_the_next():
     frozen = rp.XPos(base=1e300)  # slow pairs stand still; the fastest always turns by 1 per step
     s = rp.logits(q[1:], q[1:], position=frozen, scale=0.5)
     close(s[:, 512, 0], scales[512, 1:], 1e-13)
-
-
-def test_xpos_of_large_gamma_is_rotary(backend, rng):
-    q, k, v = make(rng)
-    out = rp.attention(q, k, v, position=rp.XPos(gamma=1e15), backend=backend)
-    close(out, rp.attention(q, k, v, position=rp.Rotary(layout="interleaved"), backend=backend))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

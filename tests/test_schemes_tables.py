@@ -63,52 +63,6 @@ def test_layout_truncates_towards_zero(backend):
     np.testing.assert_array_equal(rp.logits(q, q, position=half, backend=backend)[0, 0], 0)
 
 
-@pytest.mark.parametrize("variant", ["layoutlmv2", "udop"])
-def test_layout_of_one_place_is_t5(variant, backend, rng):
-    """Words on top of each other differ in the text only, and equal tables of the page move every score alike."""
-    q, k, v = operands(rng, 7, 9)
-    spread = layout(rng, 9, variant)
-    scheme = rp.LayoutBias(
-        spread.table, spread.x_table, spread.y_table, spread.boxes[:, :1].repeat(9, 1), variant=variant
-    )
-    t5 = rp.T5(scheme.table)
-    for x, y in zip(
-        rp.attention(q, k, v, position=scheme, backend=backend, return_lse=True),
-        rp.attention(q, k, v, position=t5, backend=backend, return_lse=True),
-        strict=True,
-    ):
-        shift = (scheme.x_table + scheme.y_table)[0]
-        close(x, y if x.ndim == 4 else y + shift[:, None])
-
-
-@pytest.mark.parametrize("variant", ["layoutlmv2", "layoutlmv3", "udop"])
-def test_layout_does_not_know_where_the_page_lies(variant, backend, rng):
-    q, k, v = operands(rng, 5, 9)
-    scheme = layout(rng, 9, variant)
-    # A power of two moves fractions without rounding them.
-    moved = rp.LayoutBias(
-        scheme.table,
-        scheme.x_table,
-        scheme.y_table,
-        scheme.boxes + (np.array([37, 5, 37, 5]) if variant != "udop" else 0.0),
-        positions=np.arange(9) + 100,
-        variant=variant,
-    )
-    close(*(rp.attention(q, k, v, position=one, backend=backend) for one in (scheme, moved)))
-
-
-def test_layout_tokens_are_a_set(backend, rng):
-    """With places and positions of their own, tokens may be stored in any order."""
-    q, k, v = operands(rng, 9, 9)
-    order = rng.permutation(9)
-    scheme = layout(rng, 9, "layoutlmv2", positions=np.tile(np.arange(9), (2, 1)))
-    tables = scheme.table, scheme.x_table, scheme.y_table
-    shuffled = rp.LayoutBias(*tables, scheme.boxes[:, order], positions=scheme.positions[:, order])
-    out = rp.attention(q, k, v, position=scheme, backend=backend)
-    found = rp.attention(*(x[:, :, order] for x in (q, k, v)), position=shuffled, backend=backend)
-    close(found, out[:, :, order])
-
-
 def test_layout_maps_follow_the_call(rng):
     """One scheme, calls of different queries: the map that is kept is not taken for another."""
     q, k, _ = operands(rng, 6, 9)
@@ -242,15 +196,6 @@ def test_wavlm_gate_gradient(rng):
         there, back = (rp.reference.wavlm_gate(**{**x, name: array + t * direction}) for t in (1e-5, -1e-5))
         slope = ((there - back) * grad).sum() / 2e-5
         assert abs((found[name] * direction).sum() - slope) < 1e-8 * (1 + abs(slope))
-
-
-def test_wavlm_with_open_gates_is_t5(backend, rng):
-    q, k, v = operands(rng, 5, 9)
-    table = rng.standard_normal((32, 4))
-    for gate in (1.0, 2.5):
-        scheme = rp.WavLM(table, np.full((4, 5), gate), max_distance=20)
-        t5 = rp.T5(table * gate, max_distance=20)
-        close(*(rp.attention(q, k, v, position=one, backend=backend) for one in (scheme, t5)))
 
 
 def test_wavlm_refuses():

@@ -17,18 +17,6 @@ def operands(rng, shape, depth=5, v_dim=3, batch=(2,)):
 # ---------------------------------------------------------------------------------------------- Shaw, uneven tables
 
 
-def test_left_of_the_middle_is_the_default(backend, rng):
-    q, k, v = make(rng)
-    tables = rng.standard_normal((2, 5, 6)), rng.standard_normal((2, 7, 5))
-    for outside in ("clip", "zero"):
-        plain, *others = (
-            rp.attention(q, k, v, position=rp.Shaw(*tables, outside=outside, left=left), backend=backend)
-            for left in (None, (2, 3), (None, 3), (2, None))
-        )
-        for other in others:
-            np.testing.assert_array_equal(other, plain)
-
-
 def test_uneven_clip_is_a_symmetric_table_with_repeated_rows(backend, rng):
     """left 4, right 1 as in wav2vec2-BERT: the last row stands for all later keys."""
     q, k, v = make(rng)
@@ -36,14 +24,6 @@ def test_uneven_clip_is_a_symmetric_table_with_repeated_rows(backend, rng):
     wide = np.concatenate([table, np.repeat(table[-1:], 3, axis=0)])
     uneven = rp.attention(q, k, v, position=rp.Shaw(table, left=4), backend=backend)
     close(uneven, rp.attention(q, k, v, position=rp.Shaw(wide), backend=backend))
-
-
-def test_uneven_zero_is_a_symmetric_table_with_zeros(backend, rng):
-    q, k, v = make(rng)
-    table = rng.standard_normal((2, 4, 6))
-    wide = np.concatenate([np.zeros((2, 3, 6)), table], axis=1)
-    uneven = rp.attention(q, k, v, position=rp.Shaw(table, left=0, outside="zero"), backend=backend)
-    close(uneven, rp.attention(q, k, v, position=rp.Shaw(wide, outside="zero"), backend=backend))
 
 
 def skewed(products):
@@ -157,21 +137,6 @@ def test_clamped_rows_are_shaw_with_clipped_distances(backend, rng):
     close(*(rp.attention(q, k, v, position=scheme, backend=backend) for scheme in (xl, shaw)))
 
 
-@pytest.mark.parametrize("variant", XL)
-def test_zero_triu_leaves_the_past_alone(variant, backend, rng):
-    q, k, v = make(rng, 5, 8)
-    u, v_bias, rows = parts(rng, 5, 8, variant)
-    full, half = (rp.TransformerXL(u, v_bias, rows, variant=variant, zero_triu=zero) for zero in (False, True))
-    out = [rp.attention(q, k, v, position=scheme, causal=True, backend=backend) for scheme in (full, half)]
-    close(*out)
-    s = rp.logits(q, k, position=half, backend=backend)
-    content = np.einsum("bhid,bhjd->bhij", q + u[:, None], k) / np.sqrt(6)
-    later = np.triu(np.ones((5, 8), bool), 4)
-    close(s[..., later], content[..., later])
-    close(s[..., ~later], rp.logits(q, k, position=full, backend=backend)[..., ~later])
-    assert np.abs(rp.logits(q, k, position=full, backend=backend) - s)[..., later].max() > 0.1
-
-
 def test_transformer_xl_options_refuse():
     one = np.ones((2, 3))
     for call, words in (
@@ -255,16 +220,6 @@ def test_deberta_scale_counts_the_terms(rng):
     assert rp.DeBERTa(pos_key).scale == rp.DeBERTa(pos_query=pos_query).scale == 10**-0.5
 
 
-def test_deberta_ways_of_the_paper_and_of_the_code(backend, rng):
-    """Reading the table upside down and one row further takes one to the other within the span."""
-    q, k, v = operands(rng, (4, 4, 2, 2))
-    _, table = deberta_tables(rng)
-    turned = np.roll(table[:, ::-1], 1, axis=1)
-    code = rp.attention(q, k, v, position=rp.DeBERTa(pos_query=table), backend=backend)
-    close(code, rp.attention(q, k, v, position=rp.DeBERTa(pos_query=turned, p2c="paper"), backend=backend))
-    assert np.abs(code - rp.attention(q, k, v, position=rp.DeBERTa(pos_query=table, p2c="paper"))).max() > 1e-3
-
-
 def test_deberta_content_to_position_is_shaw_upside_down(backend, rng):
     """Rows for i - j from -s to s - 1, heads with tables of their own."""
     q, k, v = operands(rng, (9, 9, 2, 2))
@@ -309,18 +264,6 @@ def test_graph_labels_of_a_line_are_shaw(backend, rng):
     close(rp.attention(q, k, v, position=scheme, backend=backend), expected)
 
 
-def test_labels_of_distances_are_transformer_xl(backend, rng):
-    """Queries with u added; the position part lacks v - u, which is a bias per label."""
-    q, k, v = make(rng, 5, 9)
-    u, v_bias, rows = parts(rng, 5, 9, "conformer")
-    labels = 4 - np.arange(5)[:, None] + np.arange(9)
-    table = np.einsum("hd,rhd->rh", v_bias - u, rows) / np.sqrt(6)
-    scheme = rp.GraphLabels(labels, table, key_table=rows.transpose(1, 0, 2))
-    found = rp.attention(q + u[:, None], k, v, position=scheme, backend=backend)
-    xl = rp.TransformerXL(u, v_bias, rows, variant="conformer")
-    close(found, rp.attention(q, k, v, position=xl, backend=backend))
-
-
 def test_graphormer_is_its_dense_bias(backend, rng):
     """The "graphormer" of two graphs with a virtual node, against loops."""
     q, k, v = operands(rng, (8, 8, 3, 3))
@@ -332,16 +275,6 @@ def test_graphormer_is_its_dense_bias(backend, rng):
         close(s - rp.logits(q, k, backend=backend), bias)
     masked = rp.attention(q, k, v, mask=bias, backend=backend)
     close(rp.attention(q, k, v, position=scheme, backend=backend), masked)
-
-
-def test_permuting_a_graph_permutes_the_output(backend, rng):
-    q, k, v = operands(rng, (7, 7, 2, 2))
-    labels, order = rng.integers(-1, 5, (7, 7)), rng.permutation(7)
-    tables = {"table": rng.standard_normal((5, 2)), "key_table": rng.standard_normal((5, 5))}
-    out = rp.attention(q, k, v, position=rp.GraphLabels(labels, **tables), backend=backend)
-    moved = rp.GraphLabels(labels[np.ix_(order, order)], **tables)
-    q, k, v = (x[..., order, :] for x in (q, k, v))
-    close(rp.attention(q, k, v, position=moved, backend=backend), out[..., order, :])
 
 
 def test_labels_are_kept_as_they_were(rng):

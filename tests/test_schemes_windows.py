@@ -83,14 +83,6 @@ def test_swin_v2_coordinates_by_hand():
     close(rp.reference.swin_v2_coordinates((1, 2), variant="paper")[1], np.log([2, 1, 2]) * [-1, 0, 1])
 
 
-def test_swin_v2_variants_agree_on_ordinary_windows(rng):
-    weights = network(rng)
-    ours, theirs = (rp.reference.swin_v2_bias(*weights[:3], (2, 3), variant=v) for v in ("microsoft", "transformers"))
-    np.testing.assert_array_equal(ours, theirs)
-    again = rp.reference.swin_v2_bias(*weights[:3], (2, 3), pretrained_window=(2, 3))
-    np.testing.assert_array_equal(ours, again)
-
-
 def test_swin_v2_without_a_network_is_cosine_attention(backend, rng):
     """The bias is 8 for every pair; logit_scale counts up to ln 100."""
     w1, b1, w2, _ = network(rng)
@@ -161,14 +153,6 @@ def test_swin_v2_refuses(rng):
 def test_beit_index_by_hand():
     np.testing.assert_array_equal(rp.reference.beit_index((1, 1)), [[3, 1], [2, 0]])
     np.testing.assert_array_equal(rp.reference.beit_index((1, 2)), [[5, 3, 3], [4, 1, 0], [4, 2, 1]])
-
-
-def test_beit_patches_are_a_window(backend, rng):
-    q, k, v = operands(rng, 13)
-    scheme = beit(rng, (3, 4))
-    out = rp.attention(q, k, v, position=scheme, mask=np.arange(13) > 0, backend=backend)
-    window = rp.WindowBias(scheme.table[:-3].copy(), (3, 4))
-    close(out[..., 1:, :], rp.attention(*(x[..., 1:, :] for x in (q, k, v)), position=window, backend=backend))
 
 
 def test_beit_refuses():

@@ -6,6 +6,7 @@ some rows with the loops.
 """
 
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -19,7 +20,7 @@ from relpos_np.errors import RelposError
 from relpos_np.testing.arguments import arguments
 from tests import naive
 from tests.every import ABSOLUTE, ATTENTION
-from tests.strategies import KINDS, Case, Position, cases, fits, float64_tolerance
+from tests.strategies import EVERY, KINDS, Case, Position, cases, fits, float64_tolerance
 from tests.test_equivalence import assert_close, assert_float32_promise, assert_same
 from tests.test_gradients import slope
 
@@ -84,17 +85,18 @@ def vars_of(case):
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
-def assert_slopes(case, evaluate):
+def assert_slopes(case, evaluate, backends=BACKENDS):
     """The gradients of every backend, along a direction, are the slope of a loss; False where that has a kink."""
     given, directions = weights(case)
 
+    @cache
     def loss(far):
         out, lse = evaluate(moved(case, directions, far))
         lse = np.where(np.isneginf(lse), 0.0, lse)
         return float((out * given["grad_out"]).sum() + (lse * given["grad_lse"]).sum())
 
     wide, narrow, here = slope(loss, 1e-4), slope(loss, 5e-5), abs(loss(0.0))
-    for backend in BACKENDS:
+    for backend in backends:
         found, size = along(gradients(case, backend, **given), directions)
         scale = here + size + 1.0
         known = 1e-9 * scale + 4 * abs(wide - narrow)
@@ -107,16 +109,16 @@ def assert_slopes(case, evaluate):
 # ---------------------------------------------------------------------------------------------- what is registered
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_registered_examples(kind):
     """Every scheme and variant as it is registered, with grouped heads and D_v other than D."""
-    case = Case(1, TINY, (2,), 2, 2, 9, 13, 6, 5, positions=(KINDS[kind],))
+    case = Case(1, TINY, (2,), 2, 2, 9, 13, 6, 5, positions=(EVERY[kind],))
     for one in (case, replace(case, causal=True, amplitude=3.0)):
         expected = one.naive()
         for backend in BACKENDS:
             assert_same(one.attention(np.float64, backend), expected, one)
         # A kink may lie in the way, but not in all of these.
-    assert sum(assert_slopes(replace(case, seed=seed), Case.naive) for seed in range(1, 4))
+    assert any(assert_slopes(replace(case, seed=seed), Case.naive) for seed in range(1, 4))
 
 
 @pytest.mark.parametrize(("name", "variant"), ABSOLUTE)
@@ -247,7 +249,8 @@ def test_beyond_examples(name):
                 pairs = [(found[n], wanted[n]) for n in wanted] if isinstance(wanted, dict) else [(found, wanted)]
                 for x, y in pairs:
                     assert np.abs(x - y).max(initial=0.0) <= 1e-11 * max(np.abs(y).max(initial=0.0), 1.0)
-        assert_slopes(calm, lambda one: one.attention(np.float64, "numpy"))
+        # All gradients are the same numbers, and so are all values: one slope is that of all of them.
+        assert_slopes(calm, lambda one: one.attention(np.float64, "numba"), backends=("numpy",))
 
     run()
 

@@ -268,7 +268,7 @@ def _build(at: Sample) -> dict[str, Any]:
         parts["q"] = _between(parts["q"], parts["k"])
     lead = at.pick((), (parts["q"].shape[-3],))
     # Small, because the paper does not scale these products, and a steep table makes much of a rounded position.
-    table = at.normal(*lead, at.pick(_POSITIONS, 1, 40), at.dim) * 0.125
+    table = at.normal(*lead, at.pick(_POSITIONS, 40, 1), at.dim) * 0.125
     gate_key = at.normal(*parts["k"].shape) if at.pick(False, True) else None
     counted = at.normal(*at.batch, 1, at.q_len, at.k_len) < 0.5 if at.pick(False, True) else None
     table = table.astype(parts["q"].dtype)

@@ -462,7 +462,12 @@ def _places_of(at: Sample) -> dict[str, Any]:
     keys = np.floor(np.abs(at.normal(*at.batch, at.k_len)).astype(np.float64) * 20).astype(np.int64)
     if of == "keys":
         return {"positions": keys}
-    return {"positions": at.normal(at.q_len).astype(np.float64) * 9, "key_positions": keys}
+    return {"positions": _quarters(at.normal(at.q_len), 9), "key_positions": keys}
+
+
+def _quarters(x: Array, spread: int) -> Array:
+    """Places that single precision holds without rounding, or its angles would be others."""
+    return np.rint(x.astype(np.float64) * spread * 4) / 4
 
 
 def _turned_of(at: Sample) -> int:
@@ -481,8 +486,8 @@ def _build(at: Sample) -> dict[str, Any]:
     elif axes:
         kv_heads = at.pick((), (parts["k"].shape[-3],))
         options["frequencies"] = at.normal(axes, *kv_heads, dim // 2) * parts["q"].dtype.type(0.25)
-        options["positions"] = at.normal(axes, at.q_len).astype(np.float64) * 3
-        options["key_positions"] = at.normal(*at.batch, axes, at.k_len).astype(np.float64) * 3
+        options["positions"] = _quarters(at.normal(axes, at.q_len), 3)
+        options["key_positions"] = _quarters(at.normal(*at.batch, axes, at.k_len), 3)
     else:
         options |= {"dim": dim, "base": at.pick(500.0, 10000.0, 2.0), **_places_of(at)}
     return {**parts, "position": Rotary(**options), "kwargs": {"causal": True}}
@@ -491,8 +496,8 @@ def _build(at: Sample) -> dict[str, Any]:
 def _build_xpos(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # A base this small that the scaling is seen within some ten positions.
-    dim, scale_base = _turned_of(at), at.pick(64.0, 512.0)
-    options = {"gamma": at.pick(0.4, 1.0), "layout": at.variant or "interleaved", **_places_of(at)}
+    dim, scale_base, places = _turned_of(at), at.pick(64.0, 512.0), _places_of(at)
+    options = {"gamma": at.pick(0.4, 1.0), "layout": at.variant or "interleaved", **places}
     position = XPos(dim, base=500.0, scale_base=scale_base, **options)
     return {**parts, "position": position, "kwargs": {"causal": True}}
 

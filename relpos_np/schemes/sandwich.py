@@ -165,7 +165,7 @@ class Sandwich(Scheme):
 
 def _build(at: Sample) -> dict[str, Any]:
     # Short vectors keep the scores small: half as long as they are, over 2 for the first of four heads.
-    position = Sandwich(at.pick(16, 2, 64), base=at.pick(10000.0, 50.0), variant=at.variant or "paper")
+    position = Sandwich(at.pick(16, 2, 32), base=at.pick(10000.0, 50.0), variant=at.variant or "paper")
     return {**at.operands(4, 2), "position": position, "kwargs": {"causal": True}}
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba import job, launch
+from relpos_np.kernels._numba import division, launch
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
 from tests.interpreted.agreement import assert_agrees, assert_gradients_agree
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
@@ -41,7 +41,7 @@ def test_windows(q_len, k_len, depth, vectors, kind):
 
 
 def test_windows_without_a_bias_and_runs_of_pieces(monkeypatch):
-    monkeypatch.setattr(job, "RUNS", 2)
+    monkeypatch.setattr(division, "RUNS", 2)
     case = windows(96, 2 * TARGET.panel(8), 4, 1, np.float64, positions=())
     found = []
     for order in KINDS_OF_ORDER:
@@ -96,7 +96,7 @@ def test_decoding(name):
 @pytest.mark.parametrize("order", KINDS_OF_ORDER)
 def test_decoding_in_parts(order, monkeypatch):
     """Some parts lie beyond the keys that are left, and one holds a few."""
-    monkeypatch.setattr(job, "PART_BLOCKS", 1)
+    monkeypatch.setattr(division, "PART_BLOCKS", 1)
     case = decoding(1, 3 * BLOCK_KEYS + 5, batch=True, key_lengths=(BLOCK_KEYS + 3, 3 * BLOCK_KEYS), depth=4, v_dim=5)
     machine = assert_agrees(case, np.float64, threads=3, order=order)
     assert machine.launches == {"decode_float64": 1}
@@ -144,7 +144,7 @@ def test_decoding_of_values_that_are_not_finite(rng):
 def test_a_long_call_is_cut(q_len, k_len, threads, monkeypatch):
     """A call that takes long is several launches, between which Python sees signals; forwards and backwards."""
     monkeypatch.setattr(launch, "CALL_FLOPS", 1e3)
-    monkeypatch.setattr(job, "RUNS", 2)
+    monkeypatch.setattr(division, "RUNS", 2)
     v_dim = TARGET.lanes(8)
     case = Case(5, ALONE, (), 9, 2, q_len, k_len, 4, v_dim, positions=(grid(q_len, k_len),))
     machine = assert_agrees(case, np.float64, threads=threads, order="backwards")

@@ -215,7 +215,8 @@ def t5_bucket_float32(d, *, num_buckets=32, max_distance=128, bidirectional=True
     return first + min(side - 1, exact + int(scaled))
 
 
-BUCKETS = {"exact": t5_bucket, "float32": t5_bucket_float32}
+# A distance occurs many times, and fractions are slow.
+BUCKETS = {"exact": cache(t5_bucket), "float32": cache(t5_bucket_float32)}
 
 
 @witness("t5")

@@ -36,6 +36,9 @@ def deberta_bucket(distance, span, max_position=None):
     return (middle + m) * (1 if distance > 0 else -1)
 
 
+_deberta_bucket = cache(deberta_bucket)
+
+
 @witness("deberta")
 def deberta(q, k, pos_key=None, pos_query=None, *, max_position=None, p2c="code", offset=None, scale=None):
     """scale (q_i . Kr[delta(i,j)] + k_j . Qr[delta(i,j)]), delta = clip(i+M-j, -s, s-1) + s (He 2021, eq. 3 and 4).
@@ -51,7 +54,7 @@ def deberta(q, k, pos_key=None, pos_query=None, *, max_position=None, p2c="code"
 
     def row(table, distance):
         span = len(table) // 2
-        return table[min(max(deberta_bucket(distance, span, max_position) + span, 0), 2 * span - 1)]
+        return table[min(max(_deberta_bucket(distance, span, max_position) + span, 0), 2 * span - 1)]
 
     def logit(b, h, i, j):
         distance = i + offset - j

@@ -5,6 +5,7 @@ Tokens of a grid are counted row by row. Nothing here imports the package under 
 
 import math
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 
@@ -169,7 +170,7 @@ def decomposed_row(i, j, size_q, size_k):
 def decomposed(q, height_table, width_table, grid_q, grid_k=None, *, class_token=False, row=decomposed_row):
     """q_i . (R_h[row] + R_w[row]), q not scaled, tables resampled to 2 max(q, k) - 1 rows (Li 2022, section 4.1)."""
     grid_k = grid_q if grid_k is None else grid_k
-    q = floats(q)
+    q, row = floats(q), cache(row)
     tables = []
     for table, size_q, size_k in zip((height_table, width_table), grid_q, grid_k, strict=True):
         columns = list(zip(*floats(table), strict=True))
@@ -250,6 +251,9 @@ def irpe_piecewise(x, alpha, beta, gamma):
     return int(math.copysign(int(min(beta, round(y))), x))
 
 
+_piecewise = cache(irpe_piecewise)
+
+
 def irpe_buckets(i, j, grid, *, method, alpha, beta, gamma, class_tokens=0):
     """Bucket of the pair, or both of them for "cross"; one more for pairs with a class token (Wu 2021, section 3)."""
     side = int(beta)
@@ -260,7 +264,7 @@ def irpe_buckets(i, j, grid, *, method, alpha, beta, gamma, class_tokens=0):
     down, right = y_q - y_k, x_q - x_k
 
     def g(x):
-        return irpe_piecewise(x, alpha, beta, gamma) + side
+        return _piecewise(x, alpha, beta, gamma) + side
 
     if method == "euclidean":
         return [g(round(math.sqrt(down**2 + right**2)))]
