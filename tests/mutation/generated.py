@@ -191,7 +191,7 @@ def runs(file: str) -> list[list[str]]:
         named = [path for path in files if any(word in Path(path).stem for word in _BY_SCHEME)]
         words = f"({stem} or {stem.replace('_', '')})"
         return [
-            [*named, "-k", f"{words} and not numba"],
+            [*named, *_ALL_SCHEMES, "-k", f"{words} and not numba"],
             [*files[:2], *_ALL_SCHEMES, "-k", f"not {words} and not numba"],
         ]
     return [[*files[:3], "-k", "not numba"], [*files[3:6], "tests/test_three_way.py", "-k", "not numba"]]
@@ -365,16 +365,18 @@ def main() -> int:
     random.Random(args.seed).shuffle(items)
     chosen = [item for item in items[: args.sample] if item.job_id not in results]
     in_time = itertools.takewhile(lambda _: time.monotonic() < end, chosen)
-    noticed: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(clean := Path(folder) / "clean")
         for one, by, seconds in judge_all(in_time, clean, args.jobs, args.limit):
             output = {name: getattr(one, name) for name in ("file", "at", "operator", "before", "after")} | {"by": by}
             ended = TestOutcome.KILLED if by else TestOutcome.SURVIVED
             database.set_result(one.job, WorkResult(WorkerOutcome.NORMAL, json.dumps(output), ended))
-            noticed.setdefault(by or "", []).append(one.job)
             words = f"{one.at} line {one.line}: {one.before} -> {one.after}"
             print("noticed " if by else "SURVIVED", words, f"| {by}" if by else "", f"({seconds:.0f} s)", flush=True)
+        noticed: dict[str, list[str]] = {}
+        for job, result in database.results:
+            if result.worker_outcome == WorkerOutcome.NORMAL:
+                noticed.setdefault(json.loads(result.output)["by"] or "", []).append(job)
         broken = failing_anyway(clean, noticed)
     for name in sorted(broken):
         print(f"fails without any mutant: {name}; what it noticed does not count")
