@@ -260,3 +260,16 @@ def test_learned_rows_collect_their_positions(rng):
             expected[t] += row
     np.testing.assert_allclose(found, expected, rtol=1e-14)
     assert rp.Sinusoidal(4).gradient(positions, grad) == {}
+
+
+def test_each_of_two_terms_with_a_row_per_distance_gets_its_own_gradient(rng):
+    """The kernels multiply both at once, side by side, and each has vectors of its own."""
+    q, k, v = rng.standard_normal((3, 2, 12, 8))
+    u, w, rows = rng.standard_normal((2, 8)), rng.standard_normal((2, 8)), rng.standard_normal((12, 2, 8))
+    position = rp.TransformerXL(u, w, rows, variant="espnet_legacy")
+    found, expected = (
+        rp.attention_vjp(q, k, v, position=position, grad_out=v, backend=backend) for backend in ("numba", "numpy")
+    )
+    np.testing.assert_allclose(found.q, expected.q, rtol=0, atol=1e-12)
+    for name in ("u", "v", "rows"):
+        np.testing.assert_allclose(found.position[name], expected.position[name], rtol=0, atol=1e-12)

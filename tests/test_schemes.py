@@ -1,5 +1,8 @@
 """What the formulas promise: identities that no single implementation would be asked to fulfil by accident."""
 
+import inspect
+import sys
+
 import numpy as np
 import pytest
 
@@ -292,3 +295,16 @@ def test_learned_beyond_the_table_is_an_error(rng):
     ):
         with pytest.raises(rp.RelposIndexError, match=r"positions: expected 0 \.\.\. 5"):
             call()
+
+
+@pytest.mark.parametrize("name", rp.SCHEMES)
+def test_formulas_and_classes_have_the_same_defaults(name):
+    """None of a class stands for what its variant says."""
+    cls = rp.SCHEMES[name].cls
+    module = sys.modules[cls.__module__]
+    own = {p.name: p.default for p in inspect.signature(cls).parameters.values() if p.default is not p.empty}
+    for function in vars(module).values():
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and function.__name__[0] != "_":
+            for one in inspect.signature(function).parameters.values():
+                if one.default is not one.empty and own.get(one.name) is not None:
+                    assert one.default == own[one.name], f"{function.__name__}: {one.name}"

@@ -180,7 +180,8 @@ def _elsewhere(bug: Bug, root: Path) -> str:
         for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
             if any(True for _ in _places(node, right)):
                 found.append(f"{module}:{name}")
-    return f"; it stands in {', '.join(found)}" if found else "; it stands nowhere else either"
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f"; it stands in {', '.join(found[:4])}{more}" if found else "; it stands nowhere else either"
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:

@@ -48,7 +48,9 @@ _HEAVY = ("hypothesis", "hypothesis.extra.numpy", "mpmath", "numba", "numpy", "p
 _BY_SCHEME = ("three_way", "schemes", "gradients", "equivalence", "distributed", "testing_examples")
 
 # Where all schemes' functions and refusals are tested under names that need not be those of the schemes.
-_ALL_SCHEMES = ("tests/test_bad_input.py", "tests/test_seed_formulas.py")
+_ALL_SCHEMES = ("tests/test_bad_input.py", "tests/test_seed_formulas.py", "tests/faults/test_held.py")
+# What schemes have in common: no test is named after it.
+_OF_ALL = {"absolute", "base", "registry"}
 # How a process ends in which no test could be run; none of pytest's.
 NO_TESTS = 99
 
@@ -96,27 +98,27 @@ def computes(file: str, line: int, column: int) -> bool:
 
 @cache
 def _aside(file: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where annotations, errors, `__repr__` and what is registered for tests begin and end."""
-    found: list[ast.AST | None] = []
+    """Where signatures, but for their defaults, errors, `__repr__` and what is registered for tests begin and end."""
+
+    def ends(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+    found = []
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and (
-            node.name == "__repr__" or node.name.startswith(("_build", "_words"))
-        ):
-            found.append(node)
-        elif isinstance(node, ast.FunctionDef):
-            found += [
-                node.returns,
-                *node.decorator_list,
-                *(arg.annotation for arg in ast.walk(node.args) if isinstance(arg, ast.arg)),
-            ]
+        if isinstance(node, ast.FunctionDef):
+            if node.name == "__repr__" or node.name.startswith(("_build", "_words")):
+                found.append(ends(node))
+                continue
+            start = min(ends(one)[0] for one in (node, *node.decorator_list))
+            for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+                found.append((start, ends(default)[0]))
+                start = ends(default)[1]
+            found.append((start, ends(node.body[0])[0]))
         elif isinstance(node, ast.AnnAssign):
-            found.append(node.annotation)
+            found.append(ends(node.annotation))
         elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func) == "register"):
-            found.append(node)
-    places = [
-        (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) for node in found if node is not None
-    ]
-    return [((a, b), (c or 0, d or 0)) for a, b, c, d in places]
+            found.append(ends(node))
+    return found
 
 
 @cache
@@ -185,11 +187,11 @@ def runs(file: str) -> list[list[str]]:
     # Faults are slow; the kernels know no schemes, and what `lower` says is seen by the evaluator of terms, and sooner.
     files = [path for path in likely(file) if not path.startswith("tests/faults/")]
     stem = Path(file).stem
-    if file.startswith("relpos_np/schemes/"):
+    if file.startswith("relpos_np/schemes/") and stem not in _OF_ALL:
         named = [path for path in files if any(word in Path(path).stem for word in _BY_SCHEME)]
         words = f"({stem} or {stem.replace('_', '')})"
         return [
-            [*named, "-k", f"{words} and not numba"],
+            [*named, *_ALL_SCHEMES, "-k", f"{words} and not numba"],
             [*files[:2], *_ALL_SCHEMES, "-k", f"not {words} and not numba"],
         ]
     return [[*files[:3], "-k", "not numba"], [*files[3:6], "tests/test_three_way.py", "-k", "not numba"]]
@@ -363,16 +365,18 @@ def main() -> int:
     random.Random(args.seed).shuffle(items)
     chosen = [item for item in items[: args.sample] if item.job_id not in results]
     in_time = itertools.takewhile(lambda _: time.monotonic() < end, chosen)
-    noticed: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(clean := Path(folder) / "clean")
         for one, by, seconds in judge_all(in_time, clean, args.jobs, args.limit):
             output = {name: getattr(one, name) for name in ("file", "at", "operator", "before", "after")} | {"by": by}
             ended = TestOutcome.KILLED if by else TestOutcome.SURVIVED
             database.set_result(one.job, WorkResult(WorkerOutcome.NORMAL, json.dumps(output), ended))
-            noticed.setdefault(by or "", []).append(one.job)
             words = f"{one.at} line {one.line}: {one.before} -> {one.after}"
             print("noticed " if by else "SURVIVED", words, f"| {by}" if by else "", f"({seconds:.0f} s)", flush=True)
+        noticed: dict[str, list[str]] = {}
+        for job, result in database.results:
+            if result.worker_outcome == WorkerOutcome.NORMAL:
+                noticed.setdefault(json.loads(result.output)["by"] or "", []).append(job)
         broken = failing_anyway(clean, noticed)
     for name in sorted(broken):
         print(f"fails without any mutant: {name}; what it noticed does not count")

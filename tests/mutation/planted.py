@@ -44,7 +44,7 @@ def caught(bug: Bug, clean: Path, kernels: Path, quick: bool = False) -> str | N
     with tempfile.TemporaryDirectory(dir=clean.parent) as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(clean, copy)
-        (copy / file_of(bug)).write_text(planted(bug), encoding="utf-8")
+        (copy / file_of(bug)).write_text(planted(bug, clean), encoding="utf-8")
         runs = [[by[bug.name]]] if bug.name in by else []
         files = likely(file_of(bug), _of_file(file_of(bug), by))
         runs += [files[:1], files[1:4]] if quick else [files[:1], files[1:4], files[4:]]

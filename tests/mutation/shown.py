@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import relpos_np as rp
-from tests.mutation.anchors import ROOT, file_of, planted
+from tests.mutation.anchors import file_of, planted
 
 
 def draw(
@@ -77,12 +77,12 @@ def main() -> int:
     chosen = [bug for bug in BEYOND if not sys.argv[1:] or any(word in bug.name for word in sys.argv[1:])]
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        copy_tree(Path(folder) / "clean")
+        copy_tree(clean := Path(folder) / "clean")
         for bug in chosen:
             copy = Path(folder) / "copy"
-            shutil.copytree(Path(folder) / "clean", copy, dirs_exist_ok=True)
+            shutil.copytree(clean, copy, dirs_exist_ok=True)
             codes = []
-            for source in ((ROOT / file_of(bug)).read_text(encoding="utf-8"), planted(bug)):
+            for source in ((clean / file_of(bug)).read_text(encoding="utf-8"), planted(bug, clean)):
                 (copy / file_of(bug)).write_text(source, encoding="utf-8")
                 command = [sys.executable, "-c", f"from tests.mutation.shown import run; run({bug.shown!r})"]
                 environment = os.environ | {"PYTHONPATH": str(copy)}
