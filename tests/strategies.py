@@ -95,7 +95,7 @@ class Case:
         object.__setattr__(self, "_made", {})
         object.__setattr__(self, "given", self.given or (self.q_len, self.k_len))
         if self.positions:
-            parts = self.made(np.float64)[0]
+            parts = self._parts(0, np.float64)
             object.__setattr__(self, "q_len", parts["q"].shape[-2])
             object.__setattr__(self, "k_len", parts["k"].shape[-2])
 

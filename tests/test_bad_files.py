@@ -362,7 +362,8 @@ def test_the_memory_of_refused_files_is_bounded(tmp_path):
     os.truncate(tmp_path / "manifest.json", 1 << 40)
     code = (
         "import resource, sys, pathlib\n"
-        "from relpos_np import archive, layers\n"
+        "from relpos_np import layers\n"
+        "from relpos_np._commands import saved_call as archive\n"
         "from relpos_np.testing import golden\n"
         "used = int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 300_000_000,) * 2)\n"

@@ -99,9 +99,10 @@ def assert_slopes(case, evaluate, backends=BACKENDS):
     for backend in backends:
         found, size = along(gradients(case, backend, **given), directions)
         scale = here + size + 1.0
-        known = 1e-9 * scale + 4 * abs(wide - narrow)
-        if known > 1e-5 * scale:
+        # Of what is smooth they differ by rounding alone; kinks move both, by how much nobody knows.
+        if abs(wide - narrow) > 1e-8 * scale:
             return False
+        known = 1e-9 * scale + 4 * abs(wide - narrow)
         assert abs(found - narrow) <= known, f"{backend}: gradient {found}, slope {narrow}"
     return True
 
