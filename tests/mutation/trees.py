@@ -76,7 +76,7 @@ def likely(file: str, known: Sequence[str] = ()) -> list[str]:
     own = [path for path in weight if ("/cuda/" in path) == (folder == "_cuda")]
     # What every scheme goes through notices a wrong one within seconds.
     first = "tests/test_three_way.py" if folder in {"schemes", "formulas", "_contract", "_dense"} else ""
-    own.sort(key=lambda path: (path not in known, path != first, -weight[path]))
+    own.sort(key=lambda path: (path != first, path not in known, -weight[path]))
     return own
 
 
