@@ -18,20 +18,14 @@ WIDTH, HEADS, DIM = 12, 3, 4
 # ---------------------------------------------------------------------------------------------- loops
 
 
-def project(x, weight, bias, heads=1):
-    """Each row of x through a matrix of (out, in): (1, heads, L, out / heads)."""
-    rows = [[naive.dot(line, row) + b for line, b in zip(weight, bias, strict=True)] for row in x]
-    return np.reshape(rows, (1, len(x), heads, -1)).swapaxes(1, 2)
-
-
 def loops(parts, x, context, heads, terms=lambda q, k: {}, *, kv_heads=None, **limits):
     """One batch item: parts are (weight, bias) of q, k, v and out; terms(q, k) are what `naive.attention` takes."""
     kv_heads = kv_heads or heads
     operands = zip((x, context, context), parts[:3], (heads, kv_heads, kv_heads), strict=True)
-    q, k, v = (project(rows, *part, count) for rows, part, count in operands)
+    q, k, v = (naive.projected(rows, *part, count) for rows, part, count in operands)
     allowed = naive.allowed(len(x), len(context), **limits)
     z = naive.attention(q, k, v, **terms(q, k), allowed=allowed)[0]
-    return project(np.concatenate(list(z[0]), axis=-1), *parts[3])[0, 0]
+    return naive.projected(np.concatenate(list(z[0]), axis=-1), *parts[3])[0, 0]
 
 
 def parts_of(rng, *, width=WIDTH, context=WIDTH, heads=HEADS, kv_heads=HEADS, dim=DIM, v_dim=DIM, out=WIDTH):
@@ -220,7 +214,7 @@ def relative_loops(given, x, context, variant, *, causal=False, clamp=10**9, max
     }.get(variant, range(last, last - keys, -1))
     layout = "concatenated" if variant in ("transformer_xl", "xlnet", "xlnet_uni") else "interleaved"
     encoded = naive.sinusoidal([max(-clamp, min(clamp, d)) for d in distances], WIDTH, layout=layout)
-    rows = project(encoded, pos, [0.0] * (HEADS * DIM), HEADS)[0].swapaxes(0, 1)
+    rows = naive.projected(encoded, pos, heads=HEADS)[0].swapaxes(0, 1)
 
     def terms(q, k):
         return {"logit": naive.transformer_xl(q, k, u, v, rows, variant=variant, zero_triu=triu)}
