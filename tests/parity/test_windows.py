@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import randomised, split_heads
+from tests.parity.modules import randomised, split_heads, without
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -282,21 +282,26 @@ def test_geometric_tables_of_timm(wide, rng, old, new):
 # ---------------------------------------------------------------------------------------------- SAM, ViTDet, MViTv2
 
 
-@pytest.mark.parametrize(("grid", "trained"), [((4, 4), 4), ((3, 5), 4), ((6, 2), 4), ((1, 7), 3)])
-def test_sam_of_transformers(agrees, grid, trained):
+def assert_decomposed(agrees, module, grid):
     """Tables of another grid are interpolated."""
-    config = transformers_module("sam.configuration_sam").SamVisionConfig(
-        hidden_size=WIDTH, num_attention_heads=HEADS, use_rel_pos=True, qkv_bias=True
-    )
-    module = randomised(transformers_module("sam.modeling_sam").SamVisionSdpaAttention(config, trained))
-    module.proj = torch.nn.Identity()
+    module = without(randomised(module), "proj")
     x = torch.randn(2, *grid, WIDTH, dtype=torch.float64)
     tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
+    out = module(x)
     agrees(
-        split_heads(module(x)[0].flatten(1, 2)),
+        split_heads((out[0] if isinstance(out, tuple) else out).flatten(1, 2)),
         *of_linear(module.qkv, x.flatten(1, 2)),
         position=lambda dtype: rp.DecomposedBias(*(t.astype(dtype) for t in tables), grid),
     )
+
+
+@pytest.mark.parametrize(("grid", "trained"), [((4, 4), 4), ((3, 5), 4), ((6, 2), 4), ((1, 7), 3)])
+def test_sam_of_transformers(agrees, grid, trained):
+    config = transformers_module("sam.configuration_sam").SamVisionConfig(
+        hidden_size=WIDTH, num_attention_heads=HEADS, use_rel_pos=True, qkv_bias=True
+    )
+    module = transformers_module("sam.modeling_sam").SamVisionSdpaAttention(config, trained)
+    assert_decomposed(agrees, module, grid)
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (6, 2)])
@@ -304,15 +309,8 @@ def test_vitdet_of_transformers(agrees, grid):
     config = transformers_module("vitdet.configuration_vitdet").VitDetConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, use_relative_position_embeddings=True
     )
-    module = randomised(transformers_module("vitdet.modeling_vitdet").VitDetAttention(config, input_size=(4, 4)))
-    module.proj = torch.nn.Identity()
-    x = torch.randn(2, *grid, WIDTH, dtype=torch.float64)
-    tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
-    agrees(
-        split_heads(module(x)[0].flatten(1, 2)),
-        *of_linear(module.qkv, x.flatten(1, 2)),
-        position=lambda dtype: rp.DecomposedBias(*(t.astype(dtype) for t in tables), grid),
-    )
+    module = transformers_module("vitdet.modeling_vitdet").VitDetAttention(config, input_size=(4, 4))
+    assert_decomposed(agrees, module, grid)
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (6, 2)])
@@ -320,15 +318,7 @@ def test_sam_of_timm(agrees, grid):
     module = timm_module("models.vision_transformer_sam").Attention(
         WIDTH, HEADS, qkv_bias=True, use_rel_pos=True, input_size=(4, 4)
     )
-    module = randomised(module)
-    module.proj = torch.nn.Identity()
-    x = torch.randn(2, *grid, WIDTH, dtype=torch.float64)
-    tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
-    agrees(
-        split_heads(module(x).flatten(1, 2)),
-        *of_linear(module.qkv, x.flatten(1, 2)),
-        position=lambda dtype: rp.DecomposedBias(*(t.astype(dtype) for t in tables), grid),
-    )
+    assert_decomposed(agrees, module, grid)
 
 
 @pytest.mark.parametrize("class_token", [False, True])
