@@ -17,7 +17,6 @@ from tests.test_equivalence import assert_close, assert_float32_promise
 
 numba = pytest.importorskip("numba")
 ROOT = Path(rp.__file__).parent.parent
-EPS32 = np.finfo(np.float32).eps
 # Around vectors, panels, groups of rows and blocks of every target.
 EDGES = (1, 11, 13, 23, 24, 25, 47, 48, 49, 95, 97, 191, 192, 193, 385)
 FITTING = {
@@ -252,10 +251,6 @@ def test_exponential_over_its_whole_range(dtype):
 
 
 # ---------------------------------------------------------------------------------------------- processes
-
-
-# Large enough for the parallel path.
-PARALLEL = "q, k, v = rng.standard_normal((3, 4, 600, 32)).astype(np.float32)\nexpected = rp.attention(q, k, v)\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
