@@ -23,7 +23,16 @@ def make(rng, q_len=7, k_len=9, depth=8, kv_heads=1):
     return tuple(rng.standard_normal((2, *shape)) for shape in shapes)
 
 
-# ---------------------------------------------------------------------------------------------- what it promises
+# ---------------------------------------------------------------------------------------------- the formula
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_pairs_are_turned_where_they_are(layout, rng):
+    """Scores do not show channels that change places in queries and keys alike."""
+    x = rng.standard_normal((1, 2, 7, 10))
+    matrices = rp.reference.rotary_matrices(np.arange(7), rp.reference.rotary_frequencies(6))
+    expected, _ = naive.rotary(x, x, dim=6, layout=layout)
+    close(rp.reference.rotate_pairs(x, matrices, layout=layout), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
