@@ -156,6 +156,7 @@ FORMS = {
         (9, 13),
         {"causal": True, "mask": x(2, 1, 1, 13) < 0.5},
     ),
+    "decomposed, other grids of keys": lambda x: (rp.DecomposedBias(x(7, 6), x(9, 6), (2, 3), (4, 5)), (6, 20), {}),
     "shaw, keys before alone": lambda x: (rp.Shaw(x(13, 6), left=12, outside="zero"), (9, 13), {"causal": True}),
 }
 
