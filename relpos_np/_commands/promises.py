@@ -238,18 +238,7 @@ with ThreadPoolExecutor({_THREADS}) as pool:
 
 
 def on_layer(layer: str) -> dict[str, str]:
-    """Variables for a process that runs on one of Numba's layers.
-
-    Parameters
-    ----------
-    layer : {"omp", "tbb", "workqueue"}
-        Which.
-
-    Returns
-    -------
-    dict of str
-        By name.
-    """
+    """Variables for a process that runs on one of Numba's `LAYERS`."""
     found = {"NUMBA_THREADING_LAYER": layer}
     if layer == "tbb":
         # pip puts TBB into the environment's lib folder, where the system's loader does not look by itself.
@@ -359,20 +348,7 @@ MEASURES: tuple[tuple[str, str, float, str, Callable[[], Found]], ...] = (
 
 
 def measure() -> Iterator[tuple[str, Promise]]:
-    """Measure every promise, one after another.
-
-    Yields
-    ------
-    name : str
-        Of the promise.
-    promise : Promise
-        With what was measured.
-
-    Raises
-    ------
-    RelposImportError
-        If Numba is not installed, whose kernels most promises are about.
-    """
+    """Measure every promise, one after another; a RelposImportError without Numba, whose kernels most are about."""
     rp.backend.kernels("numba")
     for name, text, limit, unit, how in MEASURES:
         promise = Promise(name, text, limit, unit)

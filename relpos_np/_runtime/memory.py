@@ -49,15 +49,7 @@ def _of_environment() -> int | None:
 def limit() -> int | None:
     """Bytes that a call may ask for: the innermost `memory_limit`, `set_memory_limit`, RELPOS_MEMORY_LIMIT, None.
 
-    Returns
-    -------
-    int or None
-        None if there is no limit.
-
-    Raises
-    ------
-    RelposValueError
-        If the environment variable is read, and is no number.
+    The variable is read once it is needed, and a RelposValueError says that it holds no number.
     """
     if not _used:
         return None

@@ -455,24 +455,7 @@ class WindowAttention:
 
 
 def lengths(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
-    """A tuple of integers, one per axis.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    value : sequence of int
-        What was given.
-    axes : int
-        How many are expected.
-    least : int
-        The smallest allowed.
-
-    Returns
-    -------
-    tuple of int
-        The same as Python integers.
-    """
+    """A tuple of Python integers from `least` on, one per axis."""
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
         raise RelposTypeError(f"{name}: expected {axes} integers such as {(7,) * axes}, found {value!r}")
     if len(value) != axes:
@@ -481,21 +464,10 @@ def lengths(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]
 
 
 def read(source: Source, prefix: str, format: str) -> dict[str, Array]:
-    """Published weights by RSTT's names, with projections that are stored in parts put together.
+    """Published weights by RSTT's names, as `WindowAttention` takes them.
 
-    Parameters
-    ----------
-    source : mapping, path or State
-        See `relpos_np.layers.tensors`.
-    prefix : str
-        What precedes the names.
-    format : str
-        One of `FORMATS`.
-
-    Returns
-    -------
-    dict of str to ndarray
-        What `WindowAttention` takes as weights.
+    Projections that are stored in parts are put together. `prefix` is what precedes the names, `format` one of
+    `FORMATS`.
     """
     *parts, out, table = _NAMES[check.choice("format", format, FORMATS)]
     state = State(source, prefix)

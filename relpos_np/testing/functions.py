@@ -43,17 +43,9 @@ class Call:
     then: Mapping[str, Any] | None = None
 
     def run(self, backend: str = "numpy") -> Any:
-        """Make the call.
+        """Make the call, on this backend where the function has the choice.
 
-        Parameters
-        ----------
-        backend : str
-            Where the function has the choice.
-
-        Returns
-        -------
-        object
-            An array or a tuple of results; the name of the error, if it is one that the library raises.
+        Returns an array or a tuple of results; the name of the error, if it is one that the library raises.
         """
         if self.function not in FUNCTIONS:
             raise RelposValueError(f"function: {self.function!r} is not one of those that vectors may name")
@@ -66,13 +58,7 @@ class Call:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Backends that can differ in the answer.
-
-        Returns
-        -------
-        tuple of str
-            Their names.
-        """
+        """Names of the backends that can differ in the answer."""
         chosen = self.then is not None or "backend" in inspect.signature(FUNCTIONS[self.function]).parameters
         return rp.backend.BACKENDS if chosen else ("numpy",)
 
@@ -403,18 +389,7 @@ def _rows() -> Iterator[Divergence]:
 
 
 def divergences(seed: int) -> Iterator[Divergence]:
-    """All of them.
-
-    Parameters
-    ----------
-    seed : int
-        Of the random inputs.
-
-    Yields
-    ------
-    Divergence
-        One after another, always in the same order.
-    """
+    """All of them, with random inputs, always in the same order."""
     rng = np.random.default_rng(seed)
     yield from _shifts()
     yield from _buckets()
