@@ -121,10 +121,8 @@ def memory_limit(limit: int | None) -> Iterator[None]:
 
     Raises
     ------
-    RelposTypeError
-        If it is neither an integer nor None.
-    RelposValueError
-        If it is negative.
+    RelposError
+        As `relpos_np.set_memory_limit`.
     """
     global _used
     token = _scoped.set(_checked("limit", limit))

@@ -337,7 +337,7 @@ class Projected:
         position: Callable[[Array, Array], Position],
         return_probabilities: bool,
         options: Options,
-    ) -> Any:
+    ) -> Array | tuple[Array, Array]:
         """Project, attend with the schemes that `position` makes of q and k, and project back."""
         check.flag("return_probabilities", return_probabilities)
         dtype = check.array("x", given).dtype

@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.state import Source
-from relpos_np.layers.window import TABLE, WindowAttention, lengths, read
+from relpos_np.layers.window import WindowAttention, lengths, read, sizes
 from relpos_np.schemes.window import WindowBias
 from relpos_np.types import Array
 
@@ -290,17 +290,14 @@ class _ShiftedWindows:
             If a tensor is missing, or its shape does not fit.
         """
         weights = read(source, prefix, format)
-        inner, dim = weights["q.weight"].shape
-        heads = weights[TABLE].shape[-1]
-        if inner % heads:
-            raise RelposValueError(f"{TABLE}: its {heads} columns, one per head, do not divide {inner} channels")
+        dim, heads, head_dim = sizes(weights)
         return cls(
             dim,
             window_size,
             heads,
             shift_size=shift_size,
             qkv_bias="q.bias" in weights,
-            head_dim=inner // heads,
+            head_dim=head_dim,
             weights=weights,
             **options,
         )

@@ -254,10 +254,7 @@ class WindowAttention:
             If a tensor is missing, or its shape does not fit.
         """
         weights = read(source, prefix, format)
-        heads = weights[TABLE].shape[-1]
-        inner, dim = weights["q.weight"].shape
-        if inner % heads:
-            raise RelposValueError(f"{TABLE}: its {heads} columns, one per head, do not divide {inner} channels")
+        dim, heads, head_dim = sizes(weights)
         return cls(
             dim,
             num_frames_q,
@@ -268,7 +265,7 @@ class WindowAttention:
             qk_scale,
             attn_drop,
             proj_drop,
-            head_dim=inner // heads,
+            head_dim=head_dim,
             frames=frames,
             weights=weights,
         )
@@ -495,6 +492,14 @@ def read(source: Source, prefix: str, format: str) -> dict[str, Array]:
             found[f"{name}.bias"] = bias
     index = state.get(table.replace(TABLE, INDEX))
     return found if index is None else found | {INDEX: index}
+
+
+def sizes(weights: Mapping[str, Array]) -> tuple[int, int, int]:
+    """Channels, heads and channels per head, from the shapes of what `read` returns."""
+    (inner, dim), heads = weights["q.weight"].shape, weights[TABLE].shape[-1]
+    if inner % heads:
+        raise RelposValueError(f"{TABLE}: its {heads} columns, one per head, do not divide {inner} channels")
+    return dim, heads, inner // heads
 
 
 def _stacked(state: State, names: Sequence[str]) -> tuple[Array, Array | None]:
