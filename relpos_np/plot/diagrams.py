@@ -58,8 +58,7 @@ def numbered_map(
         ax = new_figure(0.9 + 0.42 * k_len, 0.9 + 0.42 * q_len).add_subplot()
     ax.imshow(np.where(rows < 0, np.nan, rows), cmap="viridis", alpha=0.75, interpolation="nearest")
     for (i, j), row in np.ndenumerate(rows):
-        if row >= 0:
-            ax.text(j, i, str(row), ha="center", va="center", fontsize=8, color="black")
+        ax.text(j, i, str(row) if row >= 0 else "", ha="center", va="center", fontsize=8, color="black")
     ax.set_xticks(range(k_len), labels)
     ax.set_yticks(range(q_len), labels)
     ax.set_xlabel("key j")
