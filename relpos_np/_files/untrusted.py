@@ -100,16 +100,18 @@ def _no_constant(name: str) -> Any:
     raise RelposValueError(f"not readable as JSON: {name} is no number in JSON")
 
 
-def _integer(text: str) -> int:
+def _short(text: str) -> str:
     if len(text) > _DIGITS:
         raise RelposValueError(f"not readable as JSON: a number of {len(text)} digits")
-    return int(text)
+    return text
+
+
+def _integer(text: str) -> int:
+    return int(_short(text))
 
 
 def _float(text: str) -> float:
-    if len(text) > _DIGITS:
-        raise RelposValueError(f"not readable as JSON: a number of {len(text)} digits")
-    value = float(text)
+    value = float(_short(text))
     if not math.isfinite(value):
         raise RelposValueError(f"not readable as JSON: {text[:30]} is too large")
     return value

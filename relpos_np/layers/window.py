@@ -75,8 +75,7 @@ def truncated_normal(
     (2, 3)
     """
     for name, value in (("std", std), ("bound", bound)):
-        if check.real(name, value) <= 0:
-            raise RelposValueError(f"{name}: expected a positive number, found {value}")
+        check.positive(name, value)
     x = _generator(rng).normal(scale=std, size=tuple(shape))
     while (beyond := np.abs(x) > bound).any():
         x[beyond] = rng.normal(scale=std, size=int(beyond.sum()))
@@ -178,7 +177,7 @@ class WindowAttention:
             raise RelposValueError(f"num_heads: {num_heads} heads do not divide dim {dim}; pass head_dim=")
         self.head_dim = dim // num_heads if head_dim is None else check.integer("head_dim", head_dim, 1)
         self.scale = float(self.head_dim**-0.5) if qk_scale is None else check.real("qk_scale", qk_scale)
-        self.attn_drop, self.proj_drop = _rate("attn_drop", attn_drop), _rate("proj_drop", proj_drop)
+        self.attn_drop, self.proj_drop = check.rate("attn_drop", attn_drop), check.rate("proj_drop", proj_drop)
         shapes = self._shapes(check.flag("qkv_bias", qkv_bias))
         if weights is None:
             weights = _drawn(shapes, np.random.default_rng() if rng is None else _generator(rng), dtype)
@@ -530,13 +529,6 @@ def _checked(weights: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, A
         if check.array(name, weights[name]).shape != shape:
             raise RelposValueError(f"{name}: expected shape {shape}, found {weights[name].shape}")
     return dict(weights)
-
-
-def _rate(name: str, value: Any) -> float:
-    rate = check.real(name, value)
-    if not 0.0 <= rate < 1.0:
-        raise RelposValueError(f"{name}: expected a rate in [0, 1), found {rate}")
-    return rate
 
 
 def _generator(rng: Any) -> np.random.Generator:
