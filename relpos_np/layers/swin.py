@@ -448,14 +448,8 @@ class SwinAttention(_ShiftedWindows):
         Number of heads H.
     shift_size : tuple of int, optional
         The shift in tokens, below the window's lengths; default none. Every second block shifts by half a window.
-    qkv_bias : bool
-        Whether the projections of queries, keys and values have biases.
-    qk_scale : float, optional
-        The factor :math:`\sigma`; default 1/sqrt(head_dim).
-    attn_drop, proj_drop : float
-        Rates at which probabilities and outputs are dropped in training.
-    head_dim : int, optional
-        Channels per head; default C / H.
+    qkv_bias, qk_scale, attn_drop, proj_drop, head_dim
+        See `WindowAttention`.
     pad_order : {"pad_then_shift", "shift_then_pad"}
         What is done first with a map that is no multiple of the window; see Notes.
     small_maps : {"axis", "all", "pad", "keep"}
