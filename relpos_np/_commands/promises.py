@@ -34,22 +34,9 @@ _SECONDS = 120
 class Promise:
     """One row of the table.
 
-    Attributes
-    ----------
-    name : str
-        A short name, for programs.
-    text : str
-        What is promised.
-    limit : float or None
-        What may be measured at most, in `unit`.
-    unit : str
-        Of both numbers.
-    measured : float or None
-        None if it was not measured.
-    ok : bool or None
-        Whether the promise was kept; None if it was not measured.
-    note : str
-        Where the largest number was found, or why there is none.
+    `name` is short, for programs, and `text` says what is promised. `limit`, or None, is what may be measured at most;
+    both numbers are in `unit`. `measured` and `ok`, whether the promise was kept, are None if it was not measured.
+    `note` says where the largest number was found, or why there is none.
     """
 
     name: str

@@ -28,14 +28,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 class Call:
     """One call; where `then` is given, the result is a layer, which is called with that.
 
-    Attributes
-    ----------
-    function : str
-        Key in `FUNCTIONS`.
-    arguments : mapping
-        Keyword arguments.
-    then : mapping, optional
-        Keyword arguments of a second call, to what the first one returned.
+    `function` is a key in `FUNCTIONS`, the others are keyword arguments.
     """
 
     function: str
@@ -67,14 +60,7 @@ class Call:
 class Divergence:
     """Calls that show one convention, or several beside each other.
 
-    Attributes
-    ----------
-    name : str
-        Of the record.
-    note : str
-        Who does it, and what to look for.
-    calls : list of Call
-        In order.
+    `name` is that of the record; `note` says who does it, and what to look for.
     """
 
     name: str

@@ -35,17 +35,44 @@ class Case:
         return str(self.example.q.dtype)
 
     def error(self) -> float:
-        """Run the case: the largest error in units of what is tolerated."""
+        """Run the case.
+
+        Returns
+        -------
+        float
+            The largest error in units of what is tolerated.
+        """
         return self.example.backend_error(self.backend)
 
 
 def parts() -> list[tuple[str, str | None]]:
-    """Names of schemes and of variants, or None: what is swept, one after another."""
+    """What is swept, one scheme and variant after another.
+
+    Returns
+    -------
+    list of tuple
+        Names of schemes and of variants, or None.
+    """
     return [(name, variant) for name, info in SCHEMES.items() for variant in info.variants or (None,)]
 
 
 def cases(name: str, variant: str | None, backends: Sequence[str], seed: int) -> Iterator[Case]:
-    """All cases of one of `parts`; "numpy" in float64 is the reference itself, and left out."""
+    """All cases of one scheme and variant.
+
+    Parameters
+    ----------
+    name, variant : str
+        One of `parts`.
+    backends : sequence of str
+        Which to check; "numpy" in float64 is the reference itself, and left out.
+    seed : int
+        Of the random numbers.
+
+    Yields
+    ------
+    Case
+        One at a time.
+    """
     info = SCHEMES[name]
     for dtype in DTYPES:
         for one in examples(name, variant=variant, dtype=dtype, seed=seed, long=False):
