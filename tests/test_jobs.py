@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba import arrays, job
+from relpos_np.kernels._numba import arrays, job, launch
 
 # Queries, keys, head size and value channels of a call for each of the three kernels.
 SIZES = {"streaming": (40, 300, 8, 5), "windows": (16, 16, 8, 16), "decoding": (2, 300, 8, 5)}
@@ -171,3 +171,17 @@ def test_addresses(shape, rng):
     x = rng.standard_normal((4, *shape, 3))
     for y in (x, x[1:], x[..., 1:], x[::-1], np.broadcast_to(x, (2, *x.shape)), x.astype(np.uint8)):
         assert arrays.address_of(y) == y.__array_interface__["data"][0]
+
+
+def test_a_workspace_holds_what_was_asked_for(monkeypatch):
+    """Whatever was lent before, down to a cache line more or less: it is kept only if there is room."""
+    monkeypatch.setattr(launch, "_local", type(launch._local)())
+    for size in range(64, 64 * 200, 64):
+        for wanted, threads in ((size, 1), (size + 64, 1), (size - 63, 2)):
+            fields = {}
+            memory = launch.lend(fields, wanted, threads)
+            begin, stride = fields["work"], fields["work_stride"]
+            assert begin % 64 == 0
+            assert stride >= wanted
+            assert arrays.address_of(memory) <= begin
+            assert begin + threads * stride <= arrays.address_of(memory) + memory.nbytes

@@ -298,7 +298,7 @@ UNITS = {
 
 # Schemes, dtypes, block edges, the exponential and values that are not finite; one dtype for the rarer unit.
 SELECTED = {
-    "avx2": "at_most_twice or one_scheme or keeps_its_promise or tails or exponential or block_edges or begin_inside"
+    "avx2": "at_most_twice or keeps_its_promise or tails or exponential or block_edges or begin_inside"
     " or (row_07 and numba) or (row_08 and numba) or equals_the_reference or backward_kernel or windows",
     "simd128": "at_most_twice or keeps_its_promise or tails or windows"
     " or (float32 and exponential and numba) or (row_07_excluded and numba)",
