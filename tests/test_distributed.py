@@ -202,6 +202,16 @@ def test_a_part_without_keys_changes_not_a_bit(seed):
         np.testing.assert_array_equal(merged[1], a[1])
 
 
+@given(st.integers(2, 200), st.integers(0, 999))
+def test_merge_of_any_number_of_parts(count, seed):
+    """One value per part, whose score is its log-sum-exp."""
+    scores, values = np.random.default_rng(seed).standard_normal((2, count, 3))
+    out, lse = merge(*zip(values[..., None], scores, strict=True))
+    weights = np.exp(scores)
+    np.testing.assert_allclose(out[:, 0], (weights * values).sum(axis=0) / weights.sum(axis=0), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(lse, np.log(weights.sum(axis=0)), rtol=1e-12, atol=1e-12)
+
+
 def test_merge_of_nothing_but_rows_without_keys():
     out, lse = merge(*[(np.zeros((4, 2)), np.full(4, -np.inf))] * 3)
     assert (out == 0).all()

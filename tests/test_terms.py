@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relpos_np._contract import check
-from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+from relpos_np._contract.terms import (
+    Dense,
+    KeyTerm,
+    QueryTerm,
+    TableTerm,
+    Terms,
+    Toeplitz,
+    ValueTerm,
+    by_row,
+    of_batch,
+)
 from relpos_np._dense import backward as gradient
 from relpos_np._dense import from_terms
 from relpos_np.errors import RelposIndexError, RelposValueError
@@ -177,3 +187,26 @@ def test_only_one_scheme_may_change_the_content_product():
     assert (changed + Terms()).query is changed.query
     with pytest.raises(RelposValueError, match="content product"):
         changed + changed
+
+
+@given(st.integers(0, 999), st.integers(1, 2000), st.sampled_from([1, 2, 40, 3000]))
+def test_sums_by_row(seed, positions, rows):
+    """Each relative position's numbers belong to one row of the table, or to none."""
+    rng = np.random.default_rng(seed)
+    lookup = rng.integers(-1, rows, positions, dtype=np.int32)
+    sums, expected = rng.standard_normal((3, positions, 2)), np.zeros((3, rows, 2))
+    for at, row in enumerate(lookup):
+        if row >= 0:
+            expected[:, row] += sums[:, at]
+    np.testing.assert_allclose(by_row(sums, Toeplitz(lookup, rows)), expected, rtol=0, atol=1e-12 * positions)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans()), max_size=4), st.integers(0, 4))
+def test_batch_items_of_what_is_broadcast(axes, missing):
+    """As if every batch item had numbers of its own; first axes may be missing."""
+    batch = tuple(n for n, _, _ in axes)
+    parts = tuple(slice(min(start, n - 1), n) for n, start, _ in axes)
+    held = tuple(1 if alone else n for n, _, alone in axes)[missing:]
+    x = np.arange(np.prod((*held, 5), dtype=int)).reshape(*held, 5)
+    expected = np.broadcast_to(x, (*batch, 5))[parts]
+    np.testing.assert_array_equal(np.broadcast_to(of_batch(x, 1, parts), expected.shape), expected)

@@ -181,7 +181,7 @@ def large_cases(draw, name):
     assume(prod(batch) * kv_heads * group * q_len * k_len <= PAIRS)
     variant = draw(st.sampled_from(rp.SCHEMES[name].variants or (None,)))
     position = Position(name, variant, tuple(draw(st.lists(st.integers(0, 5), max_size=6))))
-    depth, v_dim = draw(st.sampled_from([2, 8, 17, 33])), draw(st.sampled_from([1, 8, 33]))
+    depth, v_dim = draw(st.sampled_from([2, 8, 17, 33, 160])), draw(st.sampled_from([1, 8, 33]))
     try:
         case = Case(
             draw(st.integers(0, 999)), (batch,) * 3, batch, kv_heads, group, q_len, k_len, depth, v_dim,
