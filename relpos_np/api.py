@@ -153,7 +153,7 @@ def attention(
             result, lse = forward.attention(problem, schemes)
         else:
             lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
-            result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse)
+            result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse, dtype)
             lse = found if found is not None else result
         if flat:
             result, lse = result[0], lse[0]

@@ -77,16 +77,6 @@ def reads(scheme, q, k, site):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_reads_keys_is_declared(name):
-    """For a class as a whole: one of its variants may read keys where others do not."""
-    found = False
-    for variant in VARIANTS[name]:
-        problem, scheme = problem_of(name, variant)
-        found |= reads(scheme, problem.q, problem.k, problem.site)
-    assert found == scheme.reads_keys, f"{name}: declare reads_keys = {found}"
-
-
-@pytest.mark.parametrize("name", VARIANTS)
 def test_excludes_is_declared(name):
     for variant in VARIANTS[name]:
         problem, scheme = problem_of(name, variant)

@@ -120,17 +120,6 @@ def test_keys_of_half_precision_are_not_copied(position):
     assert peak < k.nbytes / 2
 
 
-def test_schemes_that_do_not_read_keys_say_so():
-    """What is not read may be anything: the lowering of such a scheme never touches its second argument."""
-    for name, info in rp.SCHEMES.items():
-        if info.kind == "attention" and not info.cls.reads_keys:
-            for variant in info.variants or (None,):
-                one = testing.example(name, variant=variant)
-                problem, _, _ = check.problem(one.q, one.k, one.v, **one.kwargs)
-                one.position.check(problem.site)
-                one.position.lower(problem.q, None, problem.site)
-
-
 def test_a_value_at_the_edge_of_a_window_reaches_only_who_sees_it():
     q, k, v = operands(np.random.default_rng(5), (1, 2, 1, 3, 2000, 8, 4))
     window = {"window": (700, 300), "offset": 1000}
