@@ -35,6 +35,7 @@ def narrow_row(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
 
         def body(u: Vectors, k: ir.Value) -> None:
             y = u.b.fmul(u.load(source, k), u.splat(times))
+            y = u.single_precision(y)
             half = u.b.bitcast(u.b.fptrunc(y, u.of(ir.HalfType())), u.of(I16)) if signed else u.rounded(y)
             u.store_bits(half, target, k)
 
@@ -149,4 +150,4 @@ def as_integers(typingctx: Any, base: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.int32)(base), generate
+    return types.CPointer(types.uint32)(base), generate

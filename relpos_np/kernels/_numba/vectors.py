@@ -115,11 +115,14 @@ class Vectors:
         """An unaligned vector store of 16-bit integers."""
         self.b.store(value, self.b.bitcast(self.at(base, offset), value.type.as_pointer()), align=2)
 
+    def single_precision(self, x: ir.Value) -> ir.Value:
+        """x as float32, if it is not."""
+        kind = self.of(ir.FloatType())
+        return x if x.type == kind else self.b.fptrunc(x, kind)
+
     def rounded(self, x: ir.Value) -> ir.Value:
         """Bits of the nearest bfloat16, ties to even; a NaN stays one."""
-        b = self.b
-        if self.bits == 64:
-            x = b.fptrunc(x, self.of(ir.FloatType()))
+        b, x = self.b, self.single_precision(x)
         bits = b.bitcast(x, self.of(I32))
         odd = b.and_(b.lshr(bits, self.alike(I32, 16)), self.alike(I32, 1))
         nearest = b.add(bits, b.add(odd, self.alike(I32, 0x7FFF)))

@@ -93,7 +93,7 @@ def mask_rows(p: Any, base: Any, w: Any, mask: int, rows: int, wide: int) -> Non
 def fetch_line(address: int, size: int) -> None:
     """Ask for the bytes at an address."""
     for n in range(0, size, VECTOR_BYTES):
-        prefetch(bytes_(address), n)
+        prefetch(address + n)
 
 
 @inlined
