@@ -10,7 +10,7 @@ import numpy as np
 
 from relpos_np._contract.options import DEFAULTS, Options
 from relpos_np._contract.problem import UNBOUNDED, Problem, Site
-from relpos_np._runtime import memory
+from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
 from relpos_np.types import Array, Bools
 
@@ -345,6 +345,7 @@ def call(
         key_lengths=None if key_lengths is None else lengths_of_keys(key_lengths, batch, k_len),
         keep=None,
         keep_scale=1.0,
+        precision=precision.chosen(given["precision"]),
     )
     if admit is not None:
         pairs = zip(operands, named.values(), strict=True)

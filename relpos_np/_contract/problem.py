@@ -79,7 +79,7 @@ class Problem:
     Batch axes are broadcast without copies. What is `stored_...` may be of half precision; q, k and v are
     the same in the dtype of the computation, converted when they are first asked for. `mask`, bool or float,
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
-    `mask_of_keys`: the mask was given with one row for all heads and queries.
+    `mask_of_keys`: the mask was given with one row for all heads and queries. `precision`: one that was chosen.
     """
 
     stored_q: Array
@@ -93,6 +93,7 @@ class Problem:
     keep: Array | None
     keep_scale: float
     mask_of_keys: bool = False
+    precision: str | None = None
     _q: Array | None = field(init=False, default=None)
     _k: Array | None = field(init=False, default=None)
     _v: Array | None = field(init=False, default=None)

@@ -69,7 +69,7 @@ def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | 
     if not (lse.size and problem.site.k_len):
         return nothing(terms, problem.q, problem.k, problem.v)
     # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
-    attention(problem, terms, out, lse, 1.0)
+    attention(replace(problem, precision="highest"), terms, out, lse, 1.0)
     work = BackwardJob(problem, terms, out, lse, grad_out, grad_lse)
     work.run()
     return work.gradients()

@@ -61,7 +61,7 @@ STRIP = 4 * ROW_QUANTUM
 # maxima per lane, `best` is what a tile subtracts, `top` the maximum so far and `fade` the factor on earlier sums.
 # `scratch` holds a vector's worth of keys while they are converted.
 Layout = namedtuple(  # noqa: PYI024
-    "Layout", "queries keys scores values out total tops best top fade skew_q skew_w skew bins scratch end"
+    "Layout", "queries keys scratch scores values out total tops best top fade skew_q skew_w skew bins end"
 )
 
 
@@ -69,7 +69,8 @@ Layout = namedtuple(  # noqa: PYI024
 def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lanes: int) -> Layout:
     """The workspace for `block` queries. The host calls it as plain Python, so it calls no compiled function."""
     keys = (block * depth + 63) // 64 * 64
-    scores = keys + BLOCK_KEYS * depth
+    scratch = keys + BLOCK_KEYS * depth
+    scores = scratch + (lanes * depth + 63) // 64 * 64
     values = scores + block * BLOCK_KEYS
     out = values + BLOCK_KEYS * v_width
     total = out + block * v_width
@@ -82,10 +83,9 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     reach = (block + PANEL_VECTORS * lanes - 1) // (PANEL_VECTORS * lanes) * PANEL_VECTORS * lanes
     skew = skew_w + (reach + BLOCK_KEYS) * skew_depth
     binned = skew + (block * (reach + BLOCK_KEYS) if skew_depth else 0)
-    scratch = binned + (block * bins + 63) // 64 * 64
-    end = scratch + (lanes * depth + 63) // 64 * 64
+    end = binned + (block * bins + 63) // 64 * 64
     return Layout(
-        0, keys, scores, values, out, total, tops, best, top, fade, skew_q, skew_w, skew, binned, scratch, end
+        0, keys, scratch, scores, values, out, total, tops, best, top, fade, skew_q, skew_w, skew, binned, end
     )
 
 

@@ -21,7 +21,7 @@ from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, merge
 from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
-from relpos_np.kernels._numba.pieces import BRAIN, OWN
+from relpos_np.kernels._numba.pieces import OWN
 from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.skew import is_skewed
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET, UNIT
@@ -101,7 +101,7 @@ def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: i
     # The axes of strides are those of shapes; the lengths of v's are among the others.
     return (
         *(site.batch, site.heads, site.kv_heads, site.q_len, site.k_len, site.v_dim, site.offset, site.scale),
-        *(problem.left, problem.right, site.dtype.char, result, no_lse, threads, maps),
+        *(problem.left, problem.right, site.dtype.char, result, problem.precision, no_lse, threads, maps),
         *(q.shape, q.strides, q.dtype.char, k.shape, k.strides, k.dtype.char, v.strides, v.dtype.char),
     )
 
@@ -139,12 +139,20 @@ def _is_windowed(problem: Problem, terms: Terms) -> bool:
     return (grids or site.k_len % panel == 0) and gathered <= biases.GATHER_BYTES // 2
 
 
+def in_pairs(problem: Problem) -> bool:
+    """Whether products are made of pairs of bfloat16: for operands that are stored so, or where it is allowed."""
+    if UNIT == "none" or problem.site.dtype.itemsize != 4:
+        return False
+    stored = problem.stored_q.dtype.name == "bfloat16"
+    return problem.precision == "medium" or (stored and problem.precision is None)
+
+
 def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     """Blocks of queries, or whole windows."""
     windowed = _is_windowed(call.problem, call.terms)
     stored, f = readable(call.problem), call.fields
     batches = fill(call, out, lse, stored=stored, windowed=windowed)
-    if UNIT != "none" and f["q_kind"] == f["k_kind"] == f["v_kind"] == BRAIN:
+    if in_pairs(call.problem):
         f["pairs"], f["steps"] = 1, -(-f["depth"] // 2)
     if windowed and f["out_kind"] != OWN:
         f["bins"] = call.site.v_dim
