@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import testing
-from relpos_np._contract import check
 from relpos_np.kernels._numba import division, job
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 

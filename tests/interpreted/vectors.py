@@ -247,7 +247,9 @@ class Vectors:
     def pair_panel(self, a, lda, b, depth, c, ldc, count, scale):
         rows, width = up(count, TARGET.score_rows), TARGET.panel(a.size)
         left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
-        self.m.grid(c, 0, rows, ldc, width, write=True)[...] = unpaired(left, 1) @ unpaired(right, 0) * np.float32(scale)
+        self.m.grid(c, 0, rows, ldc, width, write=True)[...] = (
+            unpaired(left, 1) @ unpaired(right, 0) * np.float32(scale)
+        )
 
     def _panel_max(self, first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale, pairs=False):
         width, lanes = TARGET.panel(a.size), TARGET.lanes(a.size)

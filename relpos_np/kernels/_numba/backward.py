@@ -245,7 +245,7 @@ def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head:
 
 
 @helper
-def key_at(p: Any, like: Any, head: Any, j: int) -> int:
+def key_at(p: Any, like: Any, head: Any, j: int) -> Any:
     """The address of a key."""
     return head.k + j * p.k_row * size_of(like, p.k_kind)
 

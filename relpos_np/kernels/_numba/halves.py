@@ -73,7 +73,7 @@ def copy_pairs(typingctx: Any, out: Any, width: Any, x: Any, stride: Any, rows: 
 
 @intrinsic
 def pair_rows(typingctx: Any, out: Any, width: Any, x: Any, stride: Any, rows: Any, depth: Any) -> Any:
-    """out[r, c] = the pair of x[2r, c] and x[2r + 1, c], padded with 0; return 0, or NaN if an element is not finite."""
+    """out[r, c] = the pair of x[2r, c] and x[2r + 1, c], padded with 0; return NaN, and not 0, if any is not finite."""
     kind = x.dtype
 
     def generate(v: Vectors, out: Any, width: Any, x: Any, stride: Any, rows: Any, depth: Any) -> ir.Value:

@@ -24,7 +24,7 @@ from relpos_np.kernels._numba.target import CONVERTS_HALF
 
 
 @helper
-def load_block(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int) -> float:
+def load_block(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int) -> Any:
     """`copy_block` of the rows at an address, however they are stored."""
     if kind == BRAIN:
         return copy_block(out, width, brains(x), row, rows, depth)
@@ -45,7 +45,7 @@ def load_pairs(out: Any, width: int, x: int, kind: int, row: int, rows: int, dep
 
 
 @helper
-def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int, pairs: int) -> float:
+def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int, pairs: int) -> Any:
     """Copy a block of values, or their pairs; return NaN if an element is not finite."""
     if not pairs:
         return load_block(out, width, x, kind, row, rows, depth)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from relpos_np.kernels._numba.arrays import batch_offsets
 from relpos_np._contract.problem import Problem
+from relpos_np.kernels._numba.arrays import batch_offsets
 from relpos_np.kernels._numba.biases import fuse_tables
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import key_add, query_add, table_add, value_records

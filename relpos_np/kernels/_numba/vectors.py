@@ -24,7 +24,7 @@ EXP2_F64 = (
 )  # fmt: skip
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, for which llvmlite has no name."""
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class Vectors:
         self.b.store(value, self.b.bitcast(self.at(base, offset), value.type.as_pointer()), align=2)
 
     def single_precision(self, x: ir.Value) -> ir.Value:
-        """x as float32, if it is not."""
+        """Convert x to float32, if it is not."""
         kind = self.of(ir.FloatType())
         return x if x.type == kind else self.b.fptrunc(x, kind)
 
@@ -157,7 +157,7 @@ class Vectors:
         return self.b.call(function, [x, y, z])
 
     def dot(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        """z + x0*y0 + x1*y1 of pairs of bfloat16, which lie in the bits of x and y; subnormal numbers may count as 0."""
+        """Add x0*y0 + x1*y1 to z, of pairs of bfloat16 in the bits of x and y; subnormal numbers may count as 0."""
         b = self.b
         if UNIT == "dot" and self.lanes == 16:
             name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", self.vector

@@ -42,7 +42,6 @@ from relpos_np.kernels._numba.rows import (
 from relpos_np.kernels._numba.target import BLOCK_KEYS, SUM_VECTORS, TARGET
 from relpos_np.kernels._numba.tiles import average, average_pairs, pair_panel_inside, score_panel_inside
 
-
 VECTOR_BYTES = TARGET.vector_bytes
 
 
