@@ -124,10 +124,10 @@ def attention(
     Notes
     -----
     Arithmetic is in float64 for float64, else in float32, but for products that `precision` allows to round. NaN or
-    infinity in a key or value reaches only the queries that may attend it, and a key that none may attend changes no bit of any result. The
-    CPU kernels do not even read keys and values outside the range that `key_lengths`, `causal` and `window`
-    leave, unless they must be copied first: because rows are not contiguous or of another precision, or because
-    a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
+    infinity in a key or value reaches only the queries that may attend it, and a key that none may attend changes no
+    bit of any result. The CPU kernels do not even read keys and values outside the range that `key_lengths`, `causal`
+    and `window` leave, unless they must be copied first: because rows are not contiguous, or because a scheme computes
+    with keys. A query whose scores overflow float32 gets NaN: pass float64.
 
     With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
     CUDA array interface without a copy; results are then on the device, and can be read the same way. The arrays of

@@ -302,7 +302,7 @@ def call(
         raise RelposValueError(f"v: expected (..., {kv_heads}, {k_len}, D_v) like k, found {v.shape}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise RelposValueError(f"k: {kv_heads} heads do not divide q's {heads}; shapes {k.shape} and {q.shape}")
-    dtype = _FLOAT64 if q.dtype is _FLOAT64 else _FLOAT32
+    dtype = _FLOAT32 if q.dtype.itemsize == 2 else q.dtype
     leads = q.shape[:-3], k.shape[:-3], v.shape[:-3]
     batch = leads[0]
     if leads[1] != batch or leads[2] != batch:
