@@ -192,18 +192,13 @@ def versions_without_paths():
     return versions
 
 
-def table(record):
-    """The README's lines for a record."""
-    return report.readme(record)
-
-
 def write_readme(record):
     """Replace the figures between the README's two comments."""
     path = HERE.parent / "README.md"
     head, rest = path.read_text(encoding="utf-8").split("<!-- figures: written by asv_bench/measure.py -->\n")
     _, tail = rest.split("<!-- end of figures -->")
     figures = "\n".join(
-        ["<!-- figures: written by asv_bench/measure.py -->", "", *table(record), "", "<!-- end of figures -->"]
+        ["<!-- figures: written by asv_bench/measure.py -->", "", *report.readme(record), "", "<!-- end of figures -->"]
     )
     path.write_text(head + figures + tail, encoding="utf-8")
 

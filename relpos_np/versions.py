@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ _PACKAGES = (
 def collect_versions() -> dict[str, Any]:
     """Versions, processor, vector target, threads, kernel cache, backends and environment, as plain data."""
     import platform
-    from importlib import metadata
 
     import numpy as np
 
@@ -44,15 +44,24 @@ def collect_versions() -> dict[str, Any]:
         "blas": np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name"),
         "backend": relpos_np.backend.current(),
     }
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
+    found |= of_packages(_PACKAGES)
     found["installed"] = str(Path(relpos_np.__file__).parent)
     found["not_available"] = relpos_np.backend.available()[1]
     found["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     found["kernels"] = kernels()
+    return found
+
+
+def of_packages(names: Iterable[str]) -> dict[str, str | None]:
+    """The version of each package; None where it is not installed."""
+    from importlib import metadata
+
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
     return found
 
 

@@ -262,7 +262,7 @@ def test_readme_prints_the_recorded_figures():
     measure = importlib.import_module("measure")
     record = json.loads((BENCH / "recorded" / "cpu.json").read_text(encoding="utf-8"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "\n".join(measure.table(record)) in readme
+    assert "\n".join(measure.report.readme(record)) in readme
 
 
 def test_documentation_prints_the_recorded_figures(tmp_path):

@@ -102,7 +102,7 @@ def test_what_is_written_from_the_register_is_up_to_date():
 
 
 # Published models and their schemes, and formulas that somebody else wrote for them.
-ELSEWHERE = ("docs/checkpoints.py", "tests/parity/test_gradients.py", "tests/parity/test_gradients_more.py")
+ELSEWHERE = ("docs/checkpoints.py", "tests/parity/test_gradients.py")
 
 
 @checkout

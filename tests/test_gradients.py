@@ -136,6 +136,39 @@ def test_gradients_of_every_option(kwargs, backend, rng):
     check_gradient(q, k, v, position, dict(kwargs), backend)
 
 
+# Forms that no example's choices lead to, of 2 items, 4 heads, 2 key heads, 6 channels and 5 of values.
+FORMS = {
+    "wavlm, one gate for all items": lambda x: (rp.WavLM(x(16, 4), x(4, 9), max_distance=11), (9, 13), {}),
+    "fire, weights as a matrix": lambda x: (
+        rp.FIRE(2 * x(8, 1), np.abs(x(8)), x(4, 8), x(4), np.array(0.25), np.array(8.5), eps=0.1),
+        (9, 13),
+        {"causal": True},
+    ),
+    "swin_v2, scales as published": lambda x: (rp.SwinV2(x(7, 2), x(7), x(4, 7), x(4, 1, 1), (2, 3)), (6, 6), {}),
+    "neighborhood on a line": lambda x: (rp.NeighborhoodBias(x(4, 5), (11,), 3, 3), (11, 11), {}),
+    "neighborhood in space": lambda x: (
+        rp.NeighborhoodBias(x(4, 1, 5, 5), (2, 3, 6), (1, 3, 3), (2, 1, 2)),
+        (36, 36),
+        {},
+    ),
+    "cope, keys and counts for all items": lambda x: (
+        rp.CoPE(x(9, 6) / 4, gate_key=x(2, 13, 6), counted=x(2, 1, 1, 13) < 0.5, variant="ram"),
+        (9, 13),
+        {"causal": True, "mask": x(2, 1, 1, 13) < 0.5},
+    ),
+    "decomposed, other grids of keys": lambda x: (rp.DecomposedBias(x(7, 6), x(9, 6), (2, 3), (4, 5)), (6, 20), {}),
+    "shaw, keys before alone": lambda x: (rp.Shaw(x(13, 6), left=12, outside="zero"), (9, 13), {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_forms_beside_the_examples(form, backend, rng):
+    position, (q_len, k_len), kwargs = FORMS[form](lambda *shape: rng.standard_normal(shape))
+    q, k, v = (rng.standard_normal((2, *shape)) for shape in ((4, q_len, 6), (2, k_len, 6), (2, k_len, 5)))
+    check_gradient(q, k, v, position, kwargs, backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("batch", "q_len", "k_len"), [(2, 0, 3), (2, 3, 0), (0, 3, 3)])
 def test_empty_calls(batch, q_len, k_len, backend, rng):

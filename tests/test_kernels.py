@@ -17,7 +17,6 @@ from tests.test_equivalence import assert_close, assert_float32_promise
 
 numba = pytest.importorskip("numba")
 ROOT = Path(rp.__file__).parent.parent
-EPS32 = np.finfo(np.float32).eps
 # Around vectors, panels, groups of rows and blocks of every target.
 EDGES = (1, 11, 13, 23, 24, 25, 47, 48, 49, 95, 97, 191, 192, 193, 385)
 FITTING = {
@@ -254,10 +253,6 @@ def test_exponential_over_its_whole_range(dtype):
 # ---------------------------------------------------------------------------------------------- processes
 
 
-# Large enough for the parallel path.
-PARALLEL = "q, k, v = rng.standard_normal((3, 4, 600, 32)).astype(np.float32)\nexpected = rp.attention(q, k, v)\n"
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_grows_with_the_length_and_not_its_square(causal):
@@ -310,28 +305,35 @@ SELECTED = {
 }
 
 
+@pytest.fixture(scope="module")
+def other_units(tmp_path_factory):
+    """A run of chosen tests for each other unit, all at once: most of their time is the compiler's, on one core."""
+    files = [f"tests/test_{name}.py" for name in ("equivalence", "kernels", "decode", "terms")]
+    files += [f"tests/faults/test_{name}.py" for name in ("excluded_keys", "not_finite")]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *files]
+    runs = {}
+    for unit, environment in UNITS.items():
+        log = tmp_path_factory.mktemp("units") / unit
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, "-k", SELECTED[unit]], stdout=file, stderr=file, cwd=ROOT, env=os.environ | environment
+            )
+        runs[unit] = process, log
+    yield runs
+    for process, _ in runs.values():
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.stress
 @pytest.mark.skipif(not _host_has("avx2", "fma"), reason="the host cannot run them")
 @pytest.mark.parametrize("unit", UNITS)
-def test_other_vector_units(unit):
+def test_other_vector_units(unit, other_units):
     """The same code for 8 and 4 lanes, in a process that compiles for them and runs other tests again."""
     status, out, log = child("from relpos_np.kernels._numba.target import TARGET; print(TARGET.name)", **UNITS[unit])
     assert (status, out) == (0, f"{unit}\n"), log
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"),
-            *(f"tests/test_{name}.py" for name in ("equivalence", "kernels", "decode", "terms")),
-            *(f"tests/faults/test_{name}.py" for name in ("excluded_keys", "not_finite")),
-            *("-k", SELECTED[unit]),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | UNITS[unit],
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
+    process, log = other_units[unit]
+    assert process.wait(timeout=500) == 0, log.read_text()[-3000:]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -9,6 +9,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import layers
+from tests import naive
 
 TOLERANCE = 1e-12
 WIDTH, HEADS, DIM = 12, 3, 4
@@ -17,45 +18,14 @@ WIDTH, HEADS, DIM = 12, 3, 4
 # ---------------------------------------------------------------------------------------------- loops
 
 
-def project(x, weight, bias):
-    """Each row of x through a matrix of (out, in)."""
-    return [
-        [sum(w * r for w, r in zip(line, row, strict=True)) + b for line, b in zip(weight, bias, strict=True)]
-        for row in x
-    ]
-
-
-def one_head(q, k, v, score, allowed):
-    """Softmax of score(i, j) over allowed keys, in plain Python."""
-    out = []
-    for i in range(len(q)):
-        seen = [j for j in range(len(k)) if allowed(i, j)]
-        s = [score(i, j, q[i], k[j]) for j in seen]
-        top = max(s, default=0.0)
-        e = [math.exp(value - top) for value in s]
-        out.append([sum(p * v[j][c] for p, j in zip(e, seen, strict=True)) / sum(e) for c in range(len(v[0]))])
-    return out
-
-
-def loops(parts, x, context, heads, score, *, allowed=lambda i, j: True, kv_heads=None):
-    """One batch item: parts are (weight, bias) of q, k, v and out; score takes (head, i, j, q_i, k_j)."""
+def loops(parts, x, context, heads, terms=lambda q, k: {}, *, kv_heads=None, **limits):
+    """One batch item: parts are (weight, bias) of q, k, v and out; terms(q, k) are what `naive.attention` takes."""
     kv_heads = kv_heads or heads
-    q, k, v = (project(rows, *part) for rows, part in zip((x, context, context), parts, strict=False))
-    depth, value_depth = len(q[0]) // heads, len(v[0]) // kv_heads
-    merged = [[] for _ in x]
-    for h in range(heads):
-        g = h * kv_heads // heads
-        own = [row[h * depth : (h + 1) * depth] for row in q]
-        keys = [row[g * depth : (g + 1) * depth] for row in k]
-        values = [row[g * value_depth : (g + 1) * value_depth] for row in v]
-        z = one_head(own, keys, values, lambda i, j, a, b, h=h: score(h, i, j, a, b), allowed)
-        for row, piece in zip(merged, z, strict=True):
-            row.extend(piece)
-    return project(merged, *parts[3])
-
-
-def dot(a, b):
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    operands = zip((x, context, context), parts[:3], (heads, kv_heads, kv_heads), strict=True)
+    q, k, v = (naive.projected(rows, *part, count) for rows, part, count in operands)
+    allowed = naive.allowed(len(x), len(context), **limits)
+    z = naive.attention(q, k, v, **terms(q, k), allowed=allowed)[0]
+    return naive.projected(np.concatenate(list(z[0]), axis=-1), *parts[3])[0, 0]
 
 
 def parts_of(rng, *, width=WIDTH, context=WIDTH, heads=HEADS, kv_heads=HEADS, dim=DIM, v_dim=DIM, out=WIDTH):
@@ -78,18 +48,18 @@ def test_self_attention_with_the_positions_of_several_schemes(backend, rng):
     slopes = np.array([0.5, 0.25, 0.125])
     layer = layers.MultiHeadAttention(*parts, heads=HEADS, position=(rp.Shaw(key_table), rp.ALiBi(slopes)), scale=0.7)
 
-    def score(h, i, j, q, k):
-        return 0.7 * dot(q, k + key_table[max(-2, min(2, j - i)) + 2]) - slopes[h] * abs(i - j)
+    def terms(q, k):
+        vectors, _ = naive.shaw(q, 6, key_table, None, scale=0.7)
+        return {"scale": 0.7, "logit": naive.add(vectors, naive.alibi(6, 6, HEADS, slopes=slopes))}
 
-    close(layer(x, backend=backend), [loops(parts, item, item, HEADS, score) for item in x])
+    close(layer(x, backend=backend), [loops(parts, item, item, HEADS, terms) for item in x])
 
     # Value vectors, one item at a time without a batch axis, and only what is not later.
     layer = layers.MultiHeadAttention(*parts, heads=HEADS, position=rp.Shaw(None, value_table))
-    got = layer(x[0], causal=True, backend=backend)
-    p = layer(x[0], causal=True, backend=backend, return_probabilities=True)[1]
-    bare = loops(parts, x[0], x[0], HEADS, lambda h, i, j, q, k: dot(q, k) / 2, allowed=lambda i, j: j <= i)
-    extra = [[p[h, i] @ value_table[np.clip(np.arange(6) - i, -2, 2) + 2] for h in range(HEADS)] for i in range(6)]
-    close(got, np.array(bare) + np.array(extra).reshape(6, WIDTH) @ parts[3][0].T)
+    expected = loops(
+        parts, x[0], x[0], HEADS, lambda q, k: {"value": naive.shaw(q, 6, None, value_table)[1]}, causal=True
+    )
+    close(layer(x[0], causal=True, backend=backend), expected)
 
 
 def test_cross_attention_with_grouped_heads_and_other_widths(backend, rng):
@@ -99,10 +69,7 @@ def test_cross_attention_with_grouped_heads_and_other_widths(backend, rng):
     assert layer.kv_heads == 2
     mask = rng.random((2, 1, 3, 5)) < 0.6
     mask[..., 0] = True
-    expected = [
-        loops(parts, a, c, 4, lambda h, i, j, q, k: dot(q, k) / 2, allowed=lambda i, j, m=m: m[0, i, j], kv_heads=2)
-        for a, c, m in zip(x, context, mask, strict=True)
-    ]
+    expected = [loops(parts, a, c, 4, kv_heads=2, mask=m) for a, c, m in zip(x, context, mask, strict=True)]
     close(layer(x, context, mask=mask, backend=backend), expected)
     close(layer(x, layer.project(context), mask=mask, backend=backend), expected)
     # Values of other states.
@@ -120,7 +87,7 @@ def test_without_biases_and_without_an_output_projection(backend, rng):
     weights = [weight for weight, _ in parts[:3]]
     layer = layers.MultiHeadAttention(*weights, heads=HEADS)
     zero = [(weight, np.zeros(len(weight))) for weight in weights]
-    expected = loops([*zero, (np.eye(WIDTH), np.zeros(WIDTH))], x, x, HEADS, lambda h, i, j, q, k: dot(q, k) / 2)
+    expected = loops([*zero, (np.eye(WIDTH), np.zeros(WIDTH))], x, x, HEADS)
     close(layer(x, backend=backend), expected)
 
 
@@ -227,50 +194,32 @@ def test_no_state_is_attended_or_asks(backend, rng):
 # ---------------------------------------------------------------------------------------------- relative sinusoids
 
 
-def sinusoid(t, dim, layout):
-    """PE(t) by one formula per column."""
-    out = []
-    for c in range(dim):
-        p, cosine = (c // 2, c % 2) if layout == "interleaved" else (c % (dim // 2), c >= dim // 2)
-        angle = t * 10000.0 ** (-2 * p / dim)
-        out.append(math.cos(angle) if cosine else math.sin(angle))
-    return out
-
-
 def relative_parts(rng):
     pos = rng.standard_normal((HEADS * DIM, WIDTH)) / math.sqrt(WIDTH)
     u, v = rng.standard_normal((2, HEADS, DIM))
     return parts_of(rng), pos, u, v
 
 
-def relative_loops(given, x, context, variant, *, allowed=lambda i, j: True, clamp=10**9, max_len=0, triu=False):
-    """The formula of each variant where it is a distance; what Transformer-XL's shift finds beyond is copied out."""
+def relative_loops(given, x, context, variant, *, causal=False, clamp=10**9, max_len=0, triu=False):
+    """The rows of distances that each variant has, and the papers' shift of their products."""
     parts, pos, u, v = given
-    memory, keys = len(context) - len(x), len(context)
-    queries = project(x, *parts[0])
+    queries, keys = len(x), len(context)
+    # ESPnet's first rows are those of the longest text so far, whatever the length of this one.
+    last = (max(max_len, keys) if variant == "espnet_legacy" else keys) - 1
+    distances = {
+        "conformer": range(last, -queries, -1),
+        "xlnet": range(last + 1, -queries, -1),
+        "xlnet_uni": range(last + 1, -1, -1),
+        "wenet": range(keys),
+    }.get(variant, range(last, last - keys, -1))
     layout = "concatenated" if variant in ("transformer_xl", "xlnet", "xlnet_uni") else "interleaved"
-    zero = [0.0] * (HEADS * DIM)
+    encoded = naive.sinusoidal([max(-clamp, min(clamp, d)) for d in distances], WIDTH, layout=layout)
+    rows = naive.projected(encoded, pos, heads=HEADS)[0].swapaxes(0, 1)
 
-    def row(distance):
-        if variant == "espnet_legacy":
-            distance += max(max_len, keys) - keys
-        return project([sinusoid(max(-clamp, min(clamp, distance)), WIDTH, layout)], pos, zero)[0]
+    def terms(q, k):
+        return {"logit": naive.transformer_xl(q, k, u, v, rows, variant=variant, zero_triu=triu)}
 
-    def score(h, i, j, q, k):
-        cut = slice(h * DIM, (h + 1) * DIM)
-        ask, distance = q, i + memory - j
-        if variant == "wenet":
-            distance = j
-        elif distance < 0 and triu:
-            distance = None
-        elif distance < 0 and variant == "espnet_legacy":
-            # The next query's product, read on from its beginning after one zero.
-            ask = queries[i + 1][cut]
-            distance = None if distance == -1 else keys - 1 - (-distance - 2)
-        r = [0.0] * DIM if distance is None else row(distance)[cut]
-        return (dot(np.add(q, u[h]), k) + dot(np.add(ask, v[h]), r)) / math.sqrt(DIM)
-
-    return loops(parts, x, context, HEADS, score, allowed=allowed)
+    return loops(parts, x, context, HEADS, terms, causal=causal)
 
 
 @pytest.mark.parametrize("memory", [0, 3])
@@ -282,8 +231,7 @@ def test_relative_attention(backend, rng, variant, memory):
     layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, u=u, v=v, variant=variant, encoding=encoding)
     x = rng.standard_normal((2, 5 + memory, WIDTH))
     causal = variant == "transformer_xl"
-    allowed = (lambda i, j: j <= i + memory) if causal else lambda i, j: True
-    expected = [relative_loops(given, item[memory:], item, variant, allowed=allowed, max_len=9) for item in x]
+    expected = [relative_loops(given, item[memory:], item, variant, causal=causal, max_len=9) for item in x]
     before = x[:, :memory] if memory else None
     got = layer(x[:, memory:], memory=before, causal=causal, backend=backend)
     close(got, expected)
@@ -315,7 +263,7 @@ def test_clamped_distances(backend, rng, variant):
     encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, clamp_len=2)
     layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, u=u, v=v, variant=variant, encoding=encoding)
     x = rng.standard_normal((6, WIDTH))
-    expected = relative_loops(given, x, x, variant, allowed=lambda i, j: j <= i, clamp=2)
+    expected = relative_loops(given, x, x, variant, causal=True, clamp=2)
     close(layer(x, causal=True, backend=backend), expected)
     if variant == "xlnet":
         close(layer(x, backend=backend), relative_loops(given, x, x, variant, clamp=2))
@@ -340,7 +288,7 @@ def test_relative_decoding_in_steps_is_the_whole_pass(backend, rng, variant):
 
 def test_positional_encoding(rng):
     x = rng.standard_normal((2, 5, 8))
-    expected = [[sinusoid(3 + t, 8, "interleaved") for t in range(5)]]
+    expected = [naive.sinusoidal(range(3, 8), 8)]
     close(layers.PositionalEncoding(8)(x, 3), x + expected)
     close(layers.PositionalEncoding(8, scaled=True)(x, 3), x * math.sqrt(8) + expected)
     close(layers.PositionalEncoding(8, alpha=np.array([0.5]))(x, 3), x + 0.5 * np.array(expected))
@@ -362,7 +310,7 @@ def test_relative_positional_encoding(rng):
     encoding = layers.RelativePositionalEncoding(8, scaled=True)
     scaled, pos_emb = encoding(x, 2)
     close(scaled, x * math.sqrt(8))
-    close(pos_emb, [[sinusoid(d, 8, "interleaved") for d in range(4, -3, -1)]])
+    close(pos_emb, [naive.sinusoidal(range(4, -3, -1), 8)])
     dropped, pos_dropped = encoding(x, 2, dropout=0.25, rng=np.random.default_rng(1))
     generator = np.random.default_rng(1)
     close(dropped, np.where(generator.random(x.shape) >= 0.25, scaled / 0.75, 0))
@@ -401,15 +349,13 @@ def test_authors_transformer_xl_names(backend, rng):
         "r_r_bias": v,
     }
     x = rng.standard_normal((6, WIDTH))
-    expected = relative_loops((zero, pos, u, v), x[2:], x, "transformer_xl", allowed=lambda i, j: j <= i + 2)
+    expected = relative_loops((zero, pos, u, v), x[2:], x, "transformer_xl", causal=True)
     read = layers.RelativeMultiHeadAttention.from_state_dict
     options = {"prefix": "layers.1.dec_attn", "format": "transformer_xl"}
     close(read(state, **options)(x[2:], memory=x[:2], causal=True, backend=backend), expected)
     state["layers.1.dec_attn.r_w_bias"] = u + 1.0
     state["layers.1.dec_attn.r_r_bias"] = v - 1.0
-    expected = relative_loops(
-        (zero, pos, u + 1.0, v - 1.0), x[2:], x, "transformer_xl", allowed=lambda i, j: j <= i + 2
-    )
+    expected = relative_loops((zero, pos, u + 1.0, v - 1.0), x[2:], x, "transformer_xl", causal=True)
     close(read(state, **options)(x[2:], memory=x[:2], causal=True, backend=backend), expected)
 
 

@@ -12,20 +12,13 @@ from scipy import stats
 import relpos_np as rp
 from relpos_np import layers
 from relpos_np.layers import SwinAttention, VideoSwinAttention, WindowAttention
+from tests import naive
 
 TABLE = "relative_position_bias_table"
 EPS = np.finfo(np.float64).eps
 
 
 # ---------------------------------------------------------------------------------------------- witnesses
-def linear(x, weight, bias):
-    """x W^T + b of one vector."""
-    rows = range(len(weight))
-    return [
-        math.fsum(w * v for w, v in zip(weight[o], x, strict=True)) + (0 if bias is None else bias[o]) for o in rows
-    ]
-
-
 def bias_row(query, key, extent):
     """The row of a pair of coordinates: differences on the axes are digits to the bases 2E-1, from -(E-1) on."""
     row = 0
@@ -36,27 +29,19 @@ def bias_row(query, key, extent):
 
 def attend(queries, keys, weights, heads, extent, added, scale=None):
     """One window: queries and keys are lists of (coordinates, vector); added(i, j) is the mask. Returns y and p."""
-    w = {name: np.asarray(value, np.float64).tolist() for name, value in weights.items()}
-    inner = len(w["q.weight"])
-    dim = inner // heads
-    scale = dim**-0.5 if scale is None else scale
-    q = [linear(x, w["q.weight"], w.get("q.bias")) for _, x in queries]
-    kv = [linear(x, w["kv.weight"], w.get("kv.bias")) for _, x in keys]
-    probabilities = np.zeros((heads, len(q), len(kv)))
-    merged = [[0.0] * inner for _ in q]
-    for h, i in itertools.product(range(heads), range(len(q))):
-        scores = []
-        for j in range(len(kv)):
-            content = math.fsum(q[i][h * dim + c] * kv[j][h * dim + c] for c in range(dim))
-            position = w[TABLE][bias_row(queries[i][0], keys[j][0], extent)][h]
-            scores.append(scale * content + position + added(i, j))
-        top = max(scores)
-        e = [math.exp(s - top) for s in scores]
-        p = [x / math.fsum(e) for x in e]
-        probabilities[h, i] = p
-        for c in range(dim):
-            merged[i][h * dim + c] = math.fsum(p[j] * kv[j][inner + h * dim + c] for j in range(len(kv)))
-    return [linear(z, w["proj.weight"], w["proj.bias"]) for z in merged], probabilities
+    (at_q, x), (at_k, context), table = zip(*queries, strict=True), zip(*keys, strict=True), weights[TABLE].tolist()
+    q = naive.projected(x, weights["q.weight"], weights.get("q.bias"), heads)
+    kv = naive.projected(context, weights["kv.weight"], weights.get("kv.bias"), 2 * heads)
+    terms = {
+        "logit": lambda b, h, i, j: table[bias_row(at_q[i], at_k[j], extent)][h],
+        "allowed": lambda b, h, i, j: added(i, j),
+        "scale": scale,
+    }
+    z, lse = naive.attention(q, kv[:, :heads], kv[:, heads:], **terms)
+    p = np.exp(naive.logits(q, kv[:, :heads], **terms) - lse[..., None])
+    return naive.projected(np.concatenate(list(z[0]), axis=-1), weights["proj.weight"], weights["proj.bias"])[0, 0], p[
+        0
+    ]
 
 
 def rstt(q, kv, weights, heads, frames_q, frames_kv, window, mask=None, scale=None):
@@ -148,28 +133,6 @@ def test_rstt_equals_loops(case, masked, backend, rng):
     np.testing.assert_allclose(probabilities, attn, rtol=0, atol=1e-12)
     alone = layer(q, kv, mask, backend=backend, return_attention=False)
     np.testing.assert_array_equal(alone, got)
-
-
-def test_without_kv_the_queries_attend_themselves(rng):
-    layer = randomise(WindowAttention, rng, 6, 2, 2, (2, 2), 3)
-    q = rng.standard_normal((4, 8, 6))
-    for one, other in zip(layer(q, backend="numpy"), layer(q, q.copy(), backend="numpy"), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_equals_the_scheme_with_its_projections_outside(backend, rng):
-    """The layer is the public functions put together."""
-    layer = randomise(WindowAttention, rng, 8, 3, 2, (2, 2), 2)
-    w = weights_of(layer)
-    q, kv = rng.standard_normal((5, 12, 8)), rng.standard_normal((5, 8, 8))
-    queries = (q @ w["q.weight"].T + w["q.bias"]).reshape(5, 12, 2, 4).swapaxes(1, 2)
-    both = (kv @ w["kv.weight"].T + w["kv.bias"]).reshape(5, 8, 2, 2, 4)
-    scheme = rp.WindowBias.rstt(w[TABLE], 3, 2, (2, 2))
-    z = rp.attention(queries, *(both[:, :, s].swapaxes(1, 2) for s in (0, 1)), position=scheme, backend="numpy")
-    expected = z.swapaxes(1, 2).reshape(5, 12, 8) @ w["proj.weight"].T + w["proj.bias"]
-    np.testing.assert_allclose(
-        layer(q, kv, backend=backend)[0], expected, rtol=0, atol=64 * EPS * np.abs(expected).max()
-    )
 
 
 def test_dtypes(backend, rng):
@@ -338,11 +301,11 @@ def test_a_stored_index_is_compared(flat, rng):
 
 # ---------------------------------------------------------------------------------------------- maps and windows
 @st.composite
-def maps(draw, multiple=True):
+def maps(draw):
     """Grid, window and shift on one to three axes."""
     axes = draw(st.integers(1, 3))
     window = [draw(st.integers(1, 4)) for _ in range(axes)]
-    grid = [w * draw(st.integers(1, 3)) if multiple else draw(st.integers(1, 9)) for w in window]
+    grid = [w * draw(st.integers(1, 3)) for w in window]
     return tuple(grid), tuple(window), tuple(draw(st.integers(0, w - 1)) for w in window)
 
 
@@ -452,54 +415,6 @@ def test_swin_equals_loops(grid, window, shift, order, backend, rng):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("grid", "window", "shift"), [case for case in MAPS if any(case[2])])
-def test_a_shifted_window_attends_inside_its_regions(grid, window, shift, backend, rng):
-    """Each region of a masked window, attended on its own, gives the same."""
-    n, axes = math.prod(window), len(window)
-    padded = tuple(math.ceil(g / w) * w for g, w in zip(grid, window, strict=True))
-    layer = randomise(
-        WindowAttention, rng, 4, 1 if axes == 2 else window[0], 1 if axes == 2 else window[0], window[-2:], 2
-    )
-    masks = {value: layers.shift_mask(padded, window, shift, value) for value in (-100.0, -np.inf, None)}
-    x = rng.standard_normal((2 * len(masks[None]), n, 4))
-    got = {value: layer(x, mask=mask, backend=backend)[0] for value, mask in masks.items()}
-    coordinates = list(itertools.product(*map(range, window)))
-    seen = 0
-    for w, keep in enumerate(np.tile(masks[None], (2, 1, 1))):
-        for region in {tuple(np.flatnonzero(row)) for row in keep}:
-            tokens = [(coordinates[i], x[w, i].tolist()) for i in region]
-            alone, _ = attend(tokens, tokens, weights_of(layer), 2, window, lambda i, j: 0.0)
-            seen += len(region)
-            for value in (-np.inf, None):
-                np.testing.assert_allclose(got[value][w, list(region)], alone, rtol=0, atol=1e-12)
-            # exp(-100) of the others' weight remains, next to scores of some ten: far below 1e-12.
-            np.testing.assert_allclose(got[-100.0][w, list(region)], alone, rtol=0, atol=1e-12)
-    assert seen == x.shape[0] * n
-
-
-@given(maps(multiple=False), st.integers(0, 2**32 - 1))
-def test_orders_agree_unless_the_map_is_padded(sizes, seed):
-    grid, window, shift = sizes
-    grid, window, shift = ((*before, *s)[-3:] for before, s in (((1, 1), grid), ((1, 1), window), ((0, 0), shift)))
-    rng = np.random.default_rng(seed)
-    layer = randomise(VideoSwinAttention, rng, 4, window, 2, shift_size=shift)
-    other = VideoSwinAttention(4, window, 2, shift_size=shift, weights=weights_of(layer), pad_order="shift_then_pad")
-    x = rng.standard_normal((1, *grid, 4))
-    first, second = layer(x, backend="numpy"), other(x, backend="numpy")
-    _, moved, padded = layer.plan(grid)
-    if not any(s for s, p, g in zip(moved, padded, grid, strict=True) if p != g):
-        # Nothing is added on an axis that is shifted, so the two orders do the same.
-        np.testing.assert_allclose(first, second, rtol=0, atol=1e-12)
-
-
-def test_orders_differ_on_padded_maps(rng):
-    layer = randomise(SwinAttention, rng, 4, (4, 4), 2, shift_size=(2, 2))
-    other = SwinAttention(4, (4, 4), 2, shift_size=(2, 2), weights=weights_of(layer), pad_order="shift_then_pad")
-    x = rng.standard_normal((1, 10, 13, 4))
-    changed = np.abs(layer(x, backend="numpy") - other(x, backend="numpy")).max(-1) > 1e-6
-    assert 0.3 < changed.mean() < 1
-
-
 def test_rstt_blocks_from_their_parts(backend, rng):
     """With all frames in a window the mask is that of the pixels, repeated: what the documentation shows."""
     frames, kept, window = 3, 2, (2, 2)
@@ -547,20 +462,6 @@ def test_dropout_of_a_map(rng):
     assert (layer(x, backend="numpy") != 0).all()
 
 
-def test_smaller_windows_read_their_own_rows(rng):
-    """A map smaller than the window is the window of a map padded with tokens that nobody may attend."""
-    layer = randomise(VideoSwinAttention, rng, 4, (3, 3, 4), 2)
-    x = rng.standard_normal((1, 2, 2, 3, 4))
-    inside = np.zeros((3, 3, 4), bool)
-    inside[:2, :2, :3] = True
-    whole = np.zeros((1, 36, 4))
-    whole[0, inside.ravel()] = x.reshape(12, 4)
-    core = layer.attention
-    expected = core(whole, mask=np.broadcast_to(inside.ravel(), (1, 36, 36)), backend="numpy", return_attention=False)
-    got = layer(x, backend="numpy").reshape(12, 4)
-    np.testing.assert_allclose(got, expected[0, inside.ravel()], rtol=0, atol=1e-12)
-
-
 def test_repr():
     layer = SwinAttention(8, (4, 4), 2, shift_size=(2, 2))
     assert repr(layer).startswith("SwinAttention(dim=8, window_size=(4, 4), num_heads=2, shift_size=(2, 2)")
@@ -575,6 +476,7 @@ DROPPING = WindowAttention(8, 1, 1, (2, 2), 2, attn_drop=0.5, proj_drop=0.5)
 CROSS = WindowAttention(8, 3, 2, (2, 2), 2)
 SWIN = SwinAttention(8, (4, 4), 2, shift_size=(2, 2))
 STATE = LAYER.state_dict()
+read_map, read_window = SwinAttention.from_state_dict, WindowAttention.from_state_dict
 BAD = {
     # the first word of the name is what the message must begin with
     "dim: zero": (lambda: WindowAttention(0, 1, 1, (2, 2), 2), ValueError),
@@ -646,33 +548,20 @@ BAD = {
     "value: NaN": (lambda: layers.shift_mask((4, 4), (2, 2), (1, 0), np.nan), ValueError),
     "value: inf": (lambda: layers.shift_mask((4, 4), (2, 2), (1, 0), np.inf), ValueError),
     "reverse: int": (lambda: layers.cyclic_shift(X, (1, 1), reverse=1), TypeError),
-    "format: unknown": (lambda: WindowAttention.from_state_dict(STATE, 1, 1, (2, 2), format="onnx"), ValueError),
-    "layers.qkv.weight: missing": (
-        lambda: SwinAttention.from_state_dict({"layers.q.weight": X}, (2, 2), prefix="layers"),
-        ValueError,
-    ),
+    "format: unknown": (lambda: read_window(STATE, 1, 1, (2, 2), format="onnx"), ValueError),
+    "layers.qkv.weight: missing": (lambda: read_map({"layers.q.weight": X}, (2, 2), prefix="layers"), ValueError),
     "attn.logit_scale: second version": (
-        lambda: SwinAttention.from_state_dict(
-            {f"attn.{n}": v for n, v in named(STATE, "qkv").items()} | {"attn.logit_scale": X}, (2, 2)
-        ),
+        lambda: read_map({f"attn.{n}": v for n, v in named(STATE, "qkv").items()} | {"attn.logit_scale": X}, (2, 2)),
         ValueError,
     ),
     "qkv.weight: no three parts": (
-        lambda: SwinAttention.from_state_dict(
-            named(STATE, "qkv") | {"qkv.weight": X[0, :, 0], "qkv.bias": X[0, 0, 0]}, (2, 2)
-        ),
+        lambda: read_map(named(STATE, "qkv") | {"qkv.weight": X[0, :, 0], "qkv.bias": X[0, 0, 0]}, (2, 2)),
         ValueError,
     ),
-    f"{TABLE}: heads": (
-        lambda: WindowAttention.from_state_dict(STATE | {TABLE: np.ones((9, 3))}, 1, 1, (2, 2)),
-        ValueError,
-    ),
-    f"{TABLE}: columns": (
-        lambda: SwinAttention.from_state_dict(named(STATE, "qkv") | {TABLE: np.ones((9, 3))}, (2, 2)),
-        ValueError,
-    ),
+    f"{TABLE}: heads": (lambda: read_window(STATE | {TABLE: np.ones((9, 3))}, 1, 1, (2, 2)), ValueError),
+    f"{TABLE}: columns": (lambda: read_map(named(STATE, "qkv") | {TABLE: np.ones((9, 3))}, (2, 2)), ValueError),
     "attention.k_proj.bias: some": (
-        lambda: SwinAttention.from_state_dict(
+        lambda: read_map(
             {f"attention.{n}": v for n, v in named(STATE, "transformers5").items() if n != "v_proj.bias"},
             (2, 2),
             format="transformers5",
@@ -680,9 +569,7 @@ BAD = {
         ValueError,
     ),
     "proj.bias: missing": (
-        lambda: SwinAttention.from_state_dict(
-            {n: v for n, v in STATE.items() if n != "proj.bias"}, (2, 2), format="rstt"
-        ),
+        lambda: read_map({n: v for n, v in STATE.items() if n != "proj.bias"}, (2, 2), format="rstt"),
         ValueError,
     ),
 }

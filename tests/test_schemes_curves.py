@@ -1,4 +1,4 @@
-"""What FIRE, Sandwich and TISA promise: plain loops, published numbers, identities."""
+"""FIRE, Sandwich and TISA: published numbers, forms by hand, and what is refused."""
 
 import numpy as np
 import pytest
@@ -99,13 +99,6 @@ def test_sandwich_by_hand(backend):
     # The fastest wave is lost, and one of 1 / base is gained.
     gained = np.cos(2 * 1e-4) - np.cos(2)
     close(nemo[0, 2, 0], paper[0, 2, 0] - 64 + gained, 1e-12)
-
-
-def test_sandwich_is_the_inner_product_of_sinusoids(backend):
-    vectors = rp.Sinusoidal(16).encode(9)
-    q = np.zeros((8, 9, 1))
-    found = rp.logits(q, q, position=rp.Sandwich(16), backend=backend)
-    close(found, (vectors @ vectors.T)[None] / np.arange(1, 9)[:, None, None])
 
 
 def test_sandwich_falls_like_a_logarithm():

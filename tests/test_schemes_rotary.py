@@ -1,12 +1,12 @@
-"""What rotary positions promise: only distances count, lengths stay, and the layouts are one up to a permutation."""
+"""Rotary positions: angles far away, rules for frequencies, inputs that are turned, and what is refused."""
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from tests import naive
+from tests.test_schemes import close
 
-LAYOUTS = ("half", "interleaved")
 RULES = (
     "linear_frequencies",
     "ntk_frequencies",
@@ -23,56 +23,16 @@ def make(rng, q_len=7, k_len=9, depth=8, kv_heads=1):
     return tuple(rng.standard_normal((2, *shape)) for shape in shapes)
 
 
-def close(a, b, atol=1e-13):
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
-
-
-def turned(x, positions, omega, **options):
-    return rp.reference.rotate_pairs(x, rp.reference.rotary_matrices(positions, omega), **options)
-
-
 # ---------------------------------------------------------------------------------------------- the formula
 
 
-def test_by_hand(backend):
-    """A quarter turn per step: the next key has what the query has, one channel on."""
-    q, k = np.array([[1.0, 0.0]] * 3), np.array([[0.0, 1.0]] * 3)
-    scheme = rp.Rotary(frequencies=np.array([np.pi / 2]))
-    s = rp.logits(q, k, position=scheme, scale=1.0, backend=backend)
-    # q . R_d k with R_d (0, 1) = (-sin, cos): d = j - i.
-    close(s, np.array([[0, -1, 0], [1, 0, -1], [0, 1, 0]]), 1e-15)
-
-
-# ---------------------------------------------------------------------------------------------- what it promises
-
-
-@pytest.mark.parametrize("dim", [8, 4])
-def test_layouts_are_one_after_permuting_channels(dim, backend, rng):
-    q, k, v = make(rng)
-    order = np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2), np.arange(dim, 8)])
-    interleaved = rp.attention(q, k, v, position=rp.Rotary(dim, layout="interleaved"), backend=backend)
-    half = rp.attention(q[..., order], k[..., order], v, position=rp.Rotary(dim), backend=backend)
-    close(half, interleaved)
-    mixed = rp.attention(q, k, v, position=rp.Rotary(dim), backend=backend)
-    assert np.abs(mixed - interleaved).max() > 1e-3
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_other_channels_stay_and_lengths_too(layout, rng):
-    x = rng.standard_normal((2, 6, 10))
-    y = turned(x, np.arange(6) + 4, rp.reference.rotary_frequencies(6), layout=layout)
-    np.testing.assert_array_equal(y[..., 6:], x[..., 6:])
-    close(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1))
-    assert np.abs(y[..., :6] - x[..., :6]).max(axis=(0, 1)).min() > 1e-3
-    np.testing.assert_array_equal(turned(x, np.zeros(6), np.ones(5), layout=layout), x)
-
-
-def test_turns_add_up(rng):
-    x, omega = rng.standard_normal((1, 8)), rp.reference.rotary_frequencies(8)
-    close(turned(turned(x, [3], omega), [-11], omega), turned(x, [-8], omega), 1e-14)
-    matrices = rp.reference.rotary_matrices(np.arange(5), omega)
-    assert matrices.shape == (5, 4, 2, 2)
-    close(np.linalg.det(matrices), 1.0, 1e-15)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_pairs_are_turned_where_they_are(layout, rng):
+    """Scores do not show channels that change places in queries and keys alike."""
+    x = rng.standard_normal((1, 2, 7, 10))
+    matrices = rp.reference.rotary_matrices(np.arange(7), rp.reference.rotary_frequencies(6))
+    expected, _ = naive.rotary(x, x, dim=6, layout=layout)
+    close(rp.reference.rotate_pairs(x, matrices, layout=layout), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -202,41 +162,12 @@ def test_yarn_magnitudes():
 # ---------------------------------------------------------------------------------------------- inputs turned
 
 
-def projected(x, w, heads):
-    y = (x @ w.T).reshape(*x.shape[:-1], heads, -1)
-    return np.moveaxis(y, -2, -3)
-
-
 def test_inputs_are_turned_part_by_part(rng):
     x = rng.standard_normal((2, 7, 24))
     close(rp.reference.rotate_inputs(x, 3, base=50.0), naive.rotated_inputs(x, 3, base=50.0))
     halves = rp.reference.rotate_inputs(x.astype(np.float16), 3)
     assert halves.dtype == np.float16
     close(halves, rp.reference.rotate_inputs(x, 3), 1e-2)
-
-
-def test_turning_inputs_is_not_relative(backend, rng):
-    """Golden: the same tokens three positions on have other scores; where queries and keys turn, the same."""
-    x, (w_q, w_k) = rng.standard_normal((1, 5, 16)), rng.standard_normal((2, 16, 16)) / 4
-    late = np.concatenate([np.zeros((1, 3, 16)), x], axis=1)
-
-    def scores(y):
-        turned = rp.reference.rotate_inputs(y, 2)
-        return rp.logits(projected(turned, w_q, 2), projected(turned, w_k, 2), backend=backend)
-
-    def relative(y):
-        return rp.logits(projected(y, w_q, 2), projected(y, w_k, 2), position=rp.Rotary(), backend=backend)
-
-    close(relative(late)[..., 3:, 3:], relative(x))
-    moved = np.abs(scores(late)[..., 3:, 3:] - scores(x))
-    assert moved.max() > 0.3 * np.abs(scores(x)).max()
-    # Without projections the two are one.
-    eye = np.eye(16)
-    turned = rp.reference.rotate_inputs(x, 2)
-    close(
-        rp.logits(projected(turned, eye, 2), projected(turned, eye, 2)),
-        rp.logits(projected(x, eye, 2), projected(x, eye, 2), position=rp.Rotary(), backend=backend),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- bad input

@@ -1,12 +1,11 @@
-"""Rotary positions of one's own: per batch item, with several coordinates, and xPos; their gradients."""
+"""Rotary positions on several axes, and xPos: bits, numbers by hand, the end of the range, and gradients."""
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np._contract import check
-
-LAYOUTS = ("half", "interleaved")
+from tests.test_schemes import close
 
 
 def make(rng, q_len=7, k_len=9, depth=8, heads=4, kv_heads=2, batch=2):
@@ -14,57 +13,11 @@ def make(rng, q_len=7, k_len=9, depth=8, heads=4, kv_heads=2, batch=2):
     return tuple(rng.standard_normal((batch, *shape)) for shape in shapes)
 
 
-def close(a, b, atol=1e-13):
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
-
-
 # ---------------------------------------------------------------------------------------------- positions
 
 
-def test_default_positions_given(backend, rng):
-    q, k, v = make(rng)
-    plain = rp.attention(q, k, v, position=rp.Rotary(), causal=True, backend=backend)
-    for options in (
-        {"positions": np.arange(9)},
-        {"positions": np.arange(9)[None] + np.array([[0], [5]])},  # moving a batch item changes nothing
-        {"positions": np.arange(7) + 2, "key_positions": np.arange(9)},
-        {"positions": np.arange(9)[None], "frequencies": rp.reference.rotary_frequencies(8)[None]},
-    ):
-        close(rp.attention(q, k, v, position=rp.Rotary(**options), causal=True, backend=backend), plain)
-    close(
-        rp.logits(q, k, position=rp.Rotary(positions=np.arange(9)), offset=1, backend=backend),
-        rp.logits(q, k, position=rp.Rotary(), offset=1),
-    )
-
-
-def test_padding_on_the_left(backend, rng):
-    """Two pads in front of the second text, which then has the answer it has alone."""
-    q, k, v = make(rng, 9, 9)
-    real = np.ones((2, 9), bool)
-    real[1, :2] = False
-    k[1, :, :2] = np.nan
-    positions = np.maximum(np.cumsum(real, axis=-1) - 1, 0)
-    out = rp.attention(
-        q, k, v, position=rp.Rotary(positions=positions), mask=real[:, None, None], causal=True, backend=backend
-    )
-    alone = rp.attention(q[1, :, 2:], k[1, :, 2:], v[1, :, 2:], position=rp.Rotary(), causal=True, backend=backend)
-    close(out[1, :, 2:], alone)
-    close(out[0], rp.attention(q[0], k[0], v[0], position=rp.Rotary(), causal=True, backend=backend))
-
-
-def test_packed_texts(backend, rng):
-    q, k, v = make(rng, 9, 9, batch=1)
-    text = np.array([0, 0, 0, 0, 1, 1, 1, 1, 1])
-    positions = np.array([0, 1, 2, 3, 0, 1, 2, 3, 4])
-    scheme = rp.Rotary(positions=positions)
-    out = rp.attention(q, k, v, position=scheme, mask=text[:, None] == text, causal=True, backend=backend)
-    for part in (slice(0, 4), slice(4, 9)):
-        alone = rp.attention(*(x[..., part, :] for x in (q, k, v)), position=rp.Rotary(), causal=True, backend=backend)
-        close(out[..., part, :], alone)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_bits_do_not_depend_on_memory_or_neighbours(dtype, layout, rng):
     """The tables are rounded once, and each product and sum is of one element: long or short, strided or not."""
     q = rng.standard_normal((2, 2, 1030, 20)).astype(dtype)  # long enough to be turned head by head
@@ -81,44 +34,6 @@ def test_bits_do_not_depend_on_memory_or_neighbours(dtype, layout, rng):
 
 
 # ---------------------------------------------------------------------------------------------- several axes
-
-
-def test_axes_are_a_sum_of_products(backend, rng):
-    """Each pair follows one coordinate: scores are sums of those of the axes' channels."""
-    q, k, _ = make(rng, 6, 6, 12)
-    grid = rp.reference.grid_positions((2, 3))
-    scheme = rp.Rotary(frequencies=rp.reference.axial_frequencies(12), positions=grid, layout="interleaved")
-    s = rp.logits(q, k, position=scheme, scale=1.0, backend=backend)
-    parts = [
-        rp.logits(
-            q[..., 6 * a : 6 * a + 6],
-            k[..., 6 * a : 6 * a + 6],
-            position=rp.Rotary(positions=grid[a], layout="interleaved"),
-            scale=1.0,
-        )
-        for a in range(2)
-    ]
-    close(s, parts[0] + parts[1])
-
-
-def test_sections_with_one_position_on_all_axes_are_ordinary(backend, rng):
-    q, k, _ = make(rng, 9, 9, 16)
-    omega = rp.reference.rotary_frequencies(16)
-    t = np.arange(9)
-    for order in ("chunks", "cyclic"):
-        axes = rp.reference.section_axes((4, 2, 2), order=order)
-        scheme = rp.Rotary(frequencies=rp.reference.axis_frequencies(omega, axes), positions=np.stack([t] * 3))
-        close(rp.logits(q, k, position=scheme, backend=backend), rp.logits(q, k, position=rp.Rotary()))
-
-
-def test_tokens_at_the_origin_stay(rng):
-    """A class token in front of the grid is not turned."""
-    q, k, _ = make(rng, 7, 7)
-    grid = np.pad(rp.reference.grid_positions((2, 3), coordinates="centered"), [(0, 0), (1, 0)])
-    scheme = rp.Rotary(frequencies=rp.reference.axial_frequencies(8, base=100.0), positions=grid)
-    s = rp.logits(q, k, position=scheme)
-    close(s[..., :1, :1], rp.logits(q[..., :1, :], k[..., :1, :]))
-    assert np.abs(s[..., 1:] - rp.logits(q, k)[..., 1:]).max() > 1e-3
 
 
 def test_axis_maps_by_hand():

@@ -1,4 +1,4 @@
-"""What layout bias and WavLM's gated bias promise: plain loops, published numbers, identities."""
+"""Layout bias and WavLM's gated bias: distances by hand, the gate against loops, and what is refused."""
 
 import numpy as np
 import pytest
@@ -167,16 +167,6 @@ def test_wavlm_gate_in_half_and_single_precision(rng):
     assert gate.min() < 2 < gate.max()
     found = rp.reference.wavlm_gate_vjp(*parts, gate)
     assert [found[name].dtype for name in ("hidden", "weight", "bias", "const")] == [x.dtype for x in parts]
-
-
-def test_wavlm_gate_stays_between_one_and_more(rng):
-    const = np.array([0.5, 1.0, 3.0])
-    gate = rp.reference.wavlm_gate(
-        rng.standard_normal((200, 12)) * 9, rng.standard_normal((8, 4)) * 5, np.ones(8), const
-    )
-    assert gate.min() >= 1
-    assert (gate.max(axis=1) <= np.maximum(const, 1) + 1).all()
-    assert (gate.max(axis=1) > np.maximum(const, 1) + 0.9).all()
 
 
 def test_wavlm_gate_gradient(rng):

@@ -83,12 +83,8 @@ class RelShift(OnDevice):
 
     def setup(self, variant):
         needs_gpu()
-        (self.x,) = self.place(self.products(variant))
+        (self.x,) = self.place(products(variant))
         self.time_rel_shift(variant)
-
-    @staticmethod
-    def products(variant):
-        return products(variant)
 
     def time_rel_shift(self, variant):
         return self.wait(rp.rel_shift(self.x, variant=variant, backend="cuda"))

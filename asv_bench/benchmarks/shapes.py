@@ -109,6 +109,7 @@ class Case:
     @property
     def pairs(self):
         """Pairs of query and key that may attend each other, of one head."""
+        # Imported late: commits without it still run the benchmarks that need no count.
         from relpos_np.complexity import attention_operations
 
         s = self.shape
@@ -128,12 +129,8 @@ class Case:
     @property
     def operations(self):
         """Floating-point operations of the matrix products that the call needs; no biases, no exponentials."""
-        # Imported late: commits without it still run the benchmarks that need no count.
-        from relpos_np.complexity import attention_operations
-
         s = self.shape
-        content = attention_operations(s.batch, s.heads, s.q_len, s.k_len, s.head_dim, s.head_dim, causal=s.causal)
-        return content + s.batch * s.heads * sum(self._position_products())
+        return s.batch * s.heads * (4 * self.pairs * s.head_dim + sum(self._position_products()))
 
     @property
     def backward_operations(self):
@@ -151,9 +148,14 @@ class Case:
         return self.q.nbytes + self.k.nbytes + self.v.nbytes + self.q.nbytes
 
     @property
+    def _is_long(self):
+        """Whether only some runs of queries, and some heads' gradients, are compared."""
+        return self.shape.kind == "t5" and self.shape.q_len > 1024
+
+    @property
     def _runs(self):
         """Slices of the queries whose results are compared, or None for all."""
-        if self.shape.kind != "t5" or self.shape.q_len <= 1024:
+        if not self._is_long:
             return None
         starts = np.random.default_rng(1).integers(0, self.shape.q_len - RUN + 1, RUNS)
         return [slice(int(start), int(start) + RUN) for start in starts]
@@ -185,7 +187,7 @@ class Case:
 
     def _few_heads(self):
         """The case of the heads whose gradients are compared: no array may be shared by heads."""
-        if self.shape.kind != "t5" or self.shape.q_len <= 1024:
+        if not self._is_long:
             return slice(None), self
         heads = slice(0, CHECKED_HEADS)
         table = {"table": self.arrays["table"][:, heads]}

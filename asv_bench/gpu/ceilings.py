@@ -18,27 +18,29 @@ def summary(times):
     return {"ms_median": statistics.median(times), "ms_min": min(times), "calls": len(times)}
 
 
+def timed(call, count):
+    """The same of so many calls, after a first one."""
+    call()
+    return summary(device.times_ms([call] * count))
+
+
+def bandwidth(copy_once, moved, tiny):
+    """What a copy takes, and the bytes that it reads and writes per second."""
+    found = timed(copy_once, 2 if tiny else 20)
+    return found | {"bytes": moved, "gbs": moved / found["ms_median"] / 1e6, "gbs_best": moved / found["ms_min"] / 1e6}
+
+
 def copies(tiny):
     """Bytes that are read and written per second when one array is copied to another."""
     size = 1 << 10 if tiny else 1 << 28
-    prepared, _, _ = copy((size,), 2)
-    prepared()
-    found = summary(device.times_ms([prepared] * (2 if tiny else 20)))
     moved = 2 * 4 * size
-    found |= {"bytes": moved, "gbs": moved / found["ms_median"] / 1e6, "gbs_best": moved / found["ms_min"] / 1e6}
-    return {"numba.cuda, device to device": found} | _torch_copy(size, tiny, moved)
-
-
-def _torch_copy(size, tiny, moved):
+    found = {"numba.cuda, device to device": bandwidth(copy((size,), 2)[0], moved, tiny)}
     torch, reason = device.torch_on_device()
     if torch is None:
-        return {"torch, copy_": {"status": "missing", "reason": reason}}
+        return found | {"torch, copy_": {"status": "missing", "reason": reason}}
     given = device.as_tensor(np.ones(size, np.float32))
     taken = torch.empty_like(given)
-    taken.copy_(given)
-    found = summary(device.times_ms([lambda: taken.copy_(given)] * (2 if tiny else 20)))
-    found |= {"bytes": moved, "gbs": moved / found["ms_median"] / 1e6, "gbs_best": moved / found["ms_min"] / 1e6}
-    return {"torch, copy_": found}
+    return found | {"torch, copy_": bandwidth(lambda: taken.copy_(given), moved, tiny)}
 
 
 def fma(tiny):
@@ -54,8 +56,7 @@ def fma(tiny):
     def call():
         loops.multiply_add[blocks, threads](*arguments)
 
-    call()
-    found = summary(device.times_ms([call] * (1 if tiny else 20)))
+    found = timed(call, 1 if tiny else 20)
     if not np.isfinite(out.copy_to_host()).all():
         raise RuntimeError("the loop's numbers are not finite")
     work = 2 * loops.CHAINS * loops.STEPS * turns * blocks * threads
@@ -87,8 +88,7 @@ def gemm(tiny):
 
 
 def _product(call, size, tiny):
-    call()
-    found = summary(device.times_ms([call] * (2 if tiny else 8)))
+    found = timed(call, 2 if tiny else 8)
     work = 2 * size**3
     return found | {"operations": work, "tflops": work / found["ms_median"] / 1e9}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import time
 from functools import cache
-from importlib import metadata
 
 import numpy as np
 from benchmarks.shapes import wide
+
+from relpos_np.versions import of_packages
 
 PACKAGES = (
     *("relpos-np", "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvvm"),
@@ -121,6 +122,8 @@ def about():
     """The device, driver and CUDA versions as plain data."""
     if simulated():
         return {"device": {"name": "Numba's simulator"}, "driver": None, "cuda": None}
+    from numba.cuda.cudadrv import driver
+
     module = cuda()
     unit = module.get_current_device()
     name = unit.name.decode() if isinstance(unit.name, bytes) else str(unit.name)
@@ -132,18 +135,12 @@ def about():
             found[attribute.lower()] = f"{type(error).__name__}: {error}"
     free, total = module.current_context().get_memory_info()
     found |= {"memory_bytes": int(total), "memory_free_bytes": int(free)}
+    version = getattr(driver, "get_version", None) or driver.driver.get_version
     return {
         "device": found,
-        "driver": {"cuda": ".".join(map(str, _driver_version())), "smi": smi()},
+        "driver": {"cuda": ".".join(map(str, version())), "smi": smi()},
         "cuda": ".".join(map(str, module.runtime.get_version())),
     }
-
-
-def _driver_version():
-    from numba.cuda.cudadrv import driver
-
-    found = driver.get_version() if hasattr(driver, "get_version") else driver.driver.get_version()
-    return tuple(found)
 
 
 def smi():
@@ -163,10 +160,4 @@ def versions():
     """Of the packages that matter; None where one is not installed."""
     import platform
 
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {"python": platform.python_version(), "platform": platform.platform()} | of_packages(PACKAGES)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from benchmarks.shapes import Case, Shape, make
+from benchmarks.shapes import RUN, RUNS, SHAPES, Case, Shape, make
 
-# Of long sequences so many queries in a row, at so many places, are compared with float64.
-RUN, RUNS = 16, 4
+# Kinds of which runs of queries are compared with float64.
 SHIFTABLE = ("t5", "plain", "rotary", "alibi", "shaw")
 
 
@@ -51,11 +50,8 @@ class GpuCase(Case):
     """A case of which only a sample is compared where all of it would take the host long."""
 
     @property
-    def _runs(self):
-        if self.shape.kind not in SHIFTABLE or self.shape.q_len <= RUN * RUNS:
-            return None
-        starts = np.random.default_rng(1).integers(0, self.shape.q_len - RUN + 1, RUNS)
-        return [slice(int(start), int(start) + RUN) for start in starts]
+    def _is_long(self):
+        return self.shape.kind in SHIFTABLE and self.shape.q_len > RUN * RUNS
 
     @property
     def _items(self):
@@ -120,13 +116,8 @@ def _decode(storage, keys):
     return full, replace(full, heads=2, k_len=37, head_dim=4)
 
 
-def _window(batch):
-    full = Shape("window", batch, 3, 49, 49, 32, "windows of 7 × 7")
-    return full, replace(full, batch=1, heads=1, head_dim=4)
-
-
-def _rstt(batch):
-    full = Shape("rstt", batch, 8, 112, 64, 32, "RSTT windows, 7 query and 4 key frames of 4 × 4")
+def _windows(letter, batch):
+    full = replace(SHAPES[letter], batch=batch)
     return full, replace(full, batch=1, heads=1, head_dim=4)
 
 
@@ -182,11 +173,11 @@ ROWS = (
     Row("rotary-2048", "attention", *_plain("rotary", "rotary, causal", causal=True), (ROTATED,)),
     Row("transformer_xl", "attention", *_xl(1, 16, 1024, 2048), (INSIDE, EAGER)),
     Row("shaw", "attention", *_shaw(1, 16, 1024), (EAGER,)),
-    Row("windows", "attention", *_window(2048), (SDPA,)),
-    Row("windows-rstt", "attention", *_rstt(256), (SDPA,)),
+    Row("windows", "attention", *_windows("D", 2048), (SDPA,)),
+    Row("windows-rstt", "attention", *_windows("E", 256), (SDPA,)),
     Row("t5-2048-bfloat16", "attention", *_half("bfloat16"), (SDPA,)),
     Row("t5-2048-float16", "attention", *_half("float16"), (SDPA,)),
-    Row("windows-gradient", "backward", *_window(1024), (AUTOGRAD,)),
+    Row("windows-gradient", "backward", *_windows("D", 1024), (AUTOGRAD,)),
     Row("transformer_xl-gradient", "backward", *_xl(1, 8, 512, 1024), (AUTOGRAD,)),
     Row("shaw-gradient", "backward", *_shaw(1, 8, 512), (AUTOGRAD,)),
 )

@@ -15,6 +15,7 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+from benchmarks.shapes import wide
 
 import relpos_np as rp
 from relpos_np.testing import tolerance
@@ -49,7 +50,7 @@ class Exact:
         else:
             self.answer = subject.exact()
             storage = row.shape.storage
-            largest = float(np.abs(rows_wide(subject.v)).max())
+            largest = float(np.abs(wide(subject.v)).max())
             self.allowed = float(eps32) * largest
             if storage != "float32":
                 eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[storage]
@@ -62,13 +63,6 @@ class Exact:
         if self.row.task == "backward":
             return self.subject.gradient_error(found, self.answer)
         return self.subject.error(found, self.answer)
-
-
-def rows_wide(x):
-    """Half precision as float32."""
-    from benchmarks.shapes import wide
-
-    return wide(x)
 
 
 class Worker:

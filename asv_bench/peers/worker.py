@@ -7,13 +7,13 @@ import json
 import os
 import sys
 import time
-from importlib import metadata
 
 import numpy as np
 from benchmarks.rel_shift import products
 from benchmarks.shapes import case
 
 from peers import PEERS, Prepared, UnavailableError
+from relpos_np.versions import of_packages
 
 # No float32 arithmetic is so far off: a peer that is computes something else, or in fewer digits. In bfloat16 a peer
 # may round products, biases and their sums: where weights matter these are below 8, in steps of 2^-5, so that three
@@ -85,13 +85,7 @@ class Worker:
 
 def versions(name):
     """Of the interpreter and of the packages that matter."""
-    found = {"python": sys.version.split()[0]}
-    for package in ("numpy", *PEERS[name].packages):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[name].packages))
 
 
 def main():

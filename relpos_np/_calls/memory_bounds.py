@@ -43,10 +43,8 @@ class Admission:
         """
         site = problem.site
         schemes = checked_schemes(self.position, problem)
-        backward, kernels = self.function == "attention_vjp", self.name in _backend.WITH_KERNELS
-        if self.function == "logits" and kernels:
-            kernels = False
-        dense = not kernels
+        backward = self.function == "attention_vjp"
+        dense = self.function == "logits" or self.name not in _backend.WITH_KERNELS
         holds = [scheme.held(site) for scheme in schemes]
         parts = {"small things": SMALL, **self._results(problem, result), "copies of operands": converted}
         lines, pairs = math.prod(site.batch) * site.heads, site.q_len * site.k_len

@@ -124,12 +124,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _kernel_facts(backend: str) -> dict[str, Any]:
     """Vector unit and threads, which only compiled kernels have."""
-    if backend != "numba":
-        return {"vectors": None, "threads": None}
-    kernels = rp.versions.kernels()
-    if isinstance(kernels, str):
-        return {"vectors": None, "threads": None}
-    return {"vectors": kernels["vectors"], "threads": kernels["threads"]}
+    kernels = rp.versions.kernels() if backend == "numba" else "none"
+    return {name: None if isinstance(kernels, str) else kernels[name] for name in ("vectors", "threads")}
 
 
 def _announce(args: argparse.Namespace, backend: str) -> None:

@@ -12,24 +12,9 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """A script that makes a shell complete a program's arguments.
+    """A script for the shell to evaluate, so that it completes a program's arguments; needs shtab.
 
-    Parameters
-    ----------
-    shell : {"bash", "zsh", "fish"}
-        Which shell.
-    parser : ArgumentParser
-        One that nobody parses with afterwards: it is changed.
-
-    Returns
-    -------
-    str
-        For the shell to evaluate.
-
-    Raises
-    ------
-    RelposImportError
-        If shtab is not installed.
+    The parser is changed: nobody may parse with it afterwards.
     """
     try:
         import shtab

@@ -30,18 +30,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        Arguments without the program's name; default those of the process.
-
-    Returns
-    -------
-    int
-        Exit code: 0; 1 if a wrong number was found; 2 for unusable arguments or files.
-    """
+    """Run one command and return the exit code: 0; 1 if a wrong number was found; 2 for unusable arguments or files."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))

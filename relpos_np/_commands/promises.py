@@ -34,22 +34,9 @@ _SECONDS = 120
 class Promise:
     """One row of the table.
 
-    Attributes
-    ----------
-    name : str
-        A short name, for programs.
-    text : str
-        What is promised.
-    limit : float or None
-        What may be measured at most, in `unit`.
-    unit : str
-        Of both numbers.
-    measured : float or None
-        None if it was not measured.
-    ok : bool or None
-        Whether the promise was kept; None if it was not measured.
-    note : str
-        Where the largest number was found, or why there is none.
+    `name` is short, for programs, and `text` says what is promised. `limit`, or None, is what may be measured at most;
+    both numbers are in `unit`. `measured` and `ok`, whether the promise was kept, are None if it was not measured.
+    `note` says where the largest number was found, or why there is none.
     """
 
     name: str
@@ -238,18 +225,7 @@ with ThreadPoolExecutor({_THREADS}) as pool:
 
 
 def on_layer(layer: str) -> dict[str, str]:
-    """Variables for a process that runs on one of Numba's layers.
-
-    Parameters
-    ----------
-    layer : {"omp", "tbb", "workqueue"}
-        Which.
-
-    Returns
-    -------
-    dict of str
-        By name.
-    """
+    """Variables for a process that runs on one of Numba's `LAYERS`."""
     found = {"NUMBA_THREADING_LAYER": layer}
     if layer == "tbb":
         # pip puts TBB into the environment's lib folder, where the system's loader does not look by itself.
@@ -359,20 +335,7 @@ MEASURES: tuple[tuple[str, str, float, str, Callable[[], Found]], ...] = (
 
 
 def measure() -> Iterator[tuple[str, Promise]]:
-    """Measure every promise, one after another.
-
-    Yields
-    ------
-    name : str
-        Of the promise.
-    promise : Promise
-        With what was measured.
-
-    Raises
-    ------
-    RelposImportError
-        If Numba is not installed, whose kernels most promises are about.
-    """
+    """Measure every promise, one after another; a RelposImportError without Numba, whose kernels most are about."""
     rp.backend.kernels("numba")
     for name, text, limit, unit, how in MEASURES:
         promise = Promise(name, text, limit, unit)

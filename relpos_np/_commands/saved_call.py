@@ -23,36 +23,15 @@ class UnusableError(RelposError):
 
 
 def attention_schemes() -> list[str]:
-    """Names of the schemes that attention takes.
-
-    Returns
-    -------
-    list of str
-        Keys in `relpos_np.SCHEMES`.
-    """
+    """Names of the schemes that attention takes."""
     return [name for name, info in SCHEMES.items() if info.kind == "attention"]
 
 
 def read(path: Path) -> dict[str, Array]:
-    """All arrays of an .npz archive; nothing in it is unpickled.
+    """All arrays of an .npz archive by name; nothing in it is unpickled.
 
     Arrays of a compressed archive may have 16 times its size, or 256 MiB: a small file can then not use up the memory.
     Without compression there is no limit but the size of the file.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    dict of ndarray
-        Every array under its name.
-
-    Raises
-    ------
-    UnusableError
-        If the file is missing, damaged, something else, or unpacks to too much.
     """
     try:
         with untrusted.opened(path) as file:
@@ -74,26 +53,10 @@ _PREFIX = "position."
 
 
 def call_arguments(arrays: Mapping[str, Array], scheme: str | None, source: str) -> dict[str, Any]:
-    """Arguments of `relpos_np.attention` from a file's arrays.
+    """Keyword arguments of `relpos_np.attention`, ``position`` among them, from the arrays of a file.
 
-    Parameters
-    ----------
-    arrays : mapping of ndarray
-        As `read` returns them.
-    scheme : str, optional
-        Name of the scheme; default the array ``scheme``.
-    source : str
-        Name of the file, for messages.
-
-    Returns
-    -------
-    dict
-        Keyword arguments, q, k, v and ``position`` among them.
-
-    Raises
-    ------
-    RelposError
-        If something is missing, or a name means nothing.
+    The scheme is the one named, or else in the array ``scheme``. An error names the `source` if something is missing,
+    or a name means nothing.
     """
     missing = [name for name in "qkv" if name not in arrays]
     if missing:

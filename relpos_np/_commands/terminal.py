@@ -18,13 +18,7 @@ _LOG_SECONDS = 10.0
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """One object; JSON has no infinity and no NaN, and null stands for them.
-
-    Parameters
-    ----------
-    found : mapping
-        Plain values, lists and dictionaries.
-    """
+    """One object; JSON has no infinity and no NaN, and null stands for them."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -37,13 +31,7 @@ def print_json(found: Mapping[str, Any]) -> None:
 
 
 def print_lines(lines: Iterable[tuple[str, str]]) -> None:
-    """Names and values below each other.
-
-    Parameters
-    ----------
-    lines : iterable of tuple
-        Pairs of a name and its text.
-    """
+    """Names and values below each other."""
     pairs = list(lines)
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
@@ -51,15 +39,7 @@ def print_lines(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table, by rich on a terminal where it is installed.
-
-    Parameters
-    ----------
-    head : sequence of str
-        Names of the columns.
-    rows : sequence
-        As many cells each.
-    """
+    """A table, by rich on a terminal where it is installed."""
     if sys.stdout.isatty():
         with suppress(ImportError):
             from rich.console import Console
@@ -78,22 +58,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def progress(items: Iterable[_T], label: str, *, quiet: bool = False) -> Iterator[_T]:
-    """Pass the items on and show on stderr how many are done, and of how many if that is known.
-
-    Parameters
-    ----------
-    items : iterable
-        What is worked on.
-    label : str
-        What is done.
-    quiet : bool
-        Show nothing, as ``--json`` asks.
-
-    Yields
-    ------
-    object
-        The items.
-    """
+    """Pass the items on and show on stderr how many are done, and of how many if that is known; nothing if `quiet`."""
     if quiet:
         yield from items
         return
@@ -121,29 +86,12 @@ def progress(items: Iterable[_T], label: str, *, quiet: bool = False) -> Iterato
 
 
 def note(text: str) -> None:
-    """One line on stderr.
-
-    Parameters
-    ----------
-    text : str
-        What the user should know, without a line break.
-    """
+    """One line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def seconds(value: float) -> str:
-    """A duration with a unit that suits it.
-
-    Parameters
-    ----------
-    value : float
-        In seconds.
-
-    Returns
-    -------
-    str
-        With three digits.
-    """
+    """A duration, given in seconds, with three digits and a unit that suits it."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"

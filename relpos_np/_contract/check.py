@@ -170,16 +170,22 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     return str(value)
 
 
+def rate(name: str, value: Any) -> float:
+    """A share that is dropped: never all."""
+    found = real(name, value)
+    if not 0.0 <= found < 1.0:
+        raise RelposValueError(f"{name}: expected a rate in [0, 1), found {found}")
+    return found
+
+
 def survivors(dropout: Any, rng: Any, shape: tuple[int, ...]) -> tuple[float, Bools | None]:
     """The rate of dropout and which elements it keeps; None for all of them, and no numbers are drawn."""
-    rate = 0.0 if dropout == 0.0 else real("dropout", dropout)
-    if not rate:
+    share = 0.0 if dropout == 0.0 else rate("dropout", dropout)
+    if not share:
         return 0.0, None
-    if not 0.0 < rate < 1.0:
-        raise RelposValueError(f"dropout: expected a rate in [0, 1), found {rate}")
     if not isinstance(rng, np.random.Generator):
         raise RelposTypeError("rng: dropout needs a numpy.random.Generator, as from np.random.default_rng(seed)")
-    return rate, rng.random(shape) >= rate
+    return share, rng.random(shape) >= share
 
 
 def _band(causal: bool, window: Any) -> tuple[int, int]:
@@ -356,8 +362,8 @@ def call(
         # By its shape and never by its strides: layouts change no bits.
         found.mask_of_keys = mask.shape[-3:-1] in _ONE_ROW
     if dropout != 0.0:
-        rate, found.keep = survivors(dropout, given["rng"], scores)
-        found.keep_scale = 1.0 / (1.0 - rate)
+        share, found.keep = survivors(dropout, given["rng"], scores)
+        found.keep_scale = 1.0 / (1.0 - share)
     return found, result, flat
 
 

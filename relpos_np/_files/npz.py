@@ -45,26 +45,10 @@ class _Pieces:
 
 
 def read(file: BinaryIO, size: int, limit: int) -> dict[str, Array]:
-    """All arrays of an archive.
+    """All arrays of an archive by name, in its order.
 
-    Parameters
-    ----------
-    file : file
-        Opened for reading bytes.
-    size : int
-        Its length.
-    limit : int
-        Bytes that its arrays may have in all.
-
-    Returns
-    -------
-    dict of ndarray
-        By name, in the order of the archive.
-
-    Raises
-    ------
-    RelposValueError
-        If it is damaged or holds something else than arrays of numbers and strings.
+    The file has `size` bytes, and its arrays may have `limit` bytes in all. A RelposValueError says that it is damaged
+    or holds something else than arrays of numbers and strings.
     """
     try:
         with zipfile.ZipFile(_Pieces(file)) as archive:

@@ -50,18 +50,7 @@ class Entry:
 
 
 def bfloat16() -> Any:
-    """The dtype, which NumPy does not have by itself.
-
-    Returns
-    -------
-    type
-        That of ml_dtypes.
-
-    Raises
-    ------
-    RelposImportError
-        If ml_dtypes is missing.
-    """
+    """The dtype, which NumPy does not have by itself: that of ml_dtypes; a RelposImportError without that package."""
     try:
         import ml_dtypes
     except ImportError as error:
@@ -70,25 +59,10 @@ def bfloat16() -> Any:
 
 
 def entries(file: BinaryIO, size: int) -> dict[str, Entry]:
-    """What the header says.
+    """What the header of a file of `size` bytes says, by the tensors' names and in its order; reads from the beginning.
 
-    Parameters
-    ----------
-    file : file
-        At its beginning.
-    size : int
-        Its length in bytes.
-
-    Returns
-    -------
-    dict of Entry
-        By the tensors' names, in the order of the header.
-
-    Raises
-    ------
-    RelposValueError
-        If the header is damaged, or its tensors are not exactly what follows it: without holes or overlaps, and as
-        long as their shapes say.
+    A RelposValueError says that the header is damaged, or that its tensors are not exactly what follows it: without
+    holes or overlaps, and as long as their shapes say.
     """
     if size < 8:
         raise RelposValueError(f"{size} bytes are too few for a header")
@@ -131,32 +105,10 @@ def _counts(value: Any) -> bool:
 
 
 def tensor(file: BinaryIO, name: str, entry: Entry, source: str) -> Array:
-    """The numbers of a tensor.
+    """The numbers of a tensor, in the dtype that is stored; `name` and `source` are for messages.
 
-    Parameters
-    ----------
-    file : file
-        That the entry is of.
-    name : str
-        For messages.
-    entry : Entry
-        Which tensor.
-    source : str
-        For messages.
-
-    Returns
-    -------
-    ndarray
-        In the dtype that is stored; bfloat16 is that of ml_dtypes.
-
-    Raises
-    ------
-    RelposTypeError
-        If NumPy has no such type.
-    RelposValueError
-        If the file ends before.
-    RelposImportError
-        If ml_dtypes is missing for bfloat16.
+    Raises a RelposTypeError if NumPy has no such type, a RelposImportError for bfloat16 without ml_dtypes, and a
+    RelposValueError if the file ends before.
     """
     if entry.dtype not in DTYPES:
         raise RelposTypeError(f"{name}: {source} holds it as {entry.dtype}, expected one of {', '.join(DTYPES)}")
@@ -173,20 +125,10 @@ def tensor(file: BinaryIO, name: str, entry: Entry, source: str) -> Array:
 
 
 class TensorFile(Mapping[str, Array]):
-    """A .safetensors file; a tensor is read when it is asked for.
+    """A .safetensors file; a tensor is read when it is asked for. A missing or damaged file is a RelposValueError.
 
     The file is opened for each tensor anew and is not mapped into memory, where a file that somebody cuts short would
     end the process.
-
-    Parameters
-    ----------
-    path : Path
-        Where.
-
-    Raises
-    ------
-    RelposValueError
-        If it is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -233,19 +175,6 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Entry], BinaryIO]:
-    """The same of a file that has been read.
-
-    Parameters
-    ----------
-    data : bytes
-        All of it.
-
-    Returns
-    -------
-    entries : dict of Entry
-        What the header says.
-    file : file
-        For `tensor`.
-    """
+    """What the header says of a file that has been read, and a file for `tensor`."""
     file = io.BytesIO(data)
     return entries(file, len(data)), file

@@ -21,22 +21,10 @@ _DIGITS = 1000
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, opened for reading bytes.
+    """A regular file, opened for reading bytes, which the caller closes.
 
-    Parameters
-    ----------
-    path : str or path-like
-        Where.
-
-    Returns
-    -------
-    file
-        To be closed by the caller.
-
-    Raises
-    ------
-    OSError
-        If there is none, or it is a folder, a pipe, a device or a socket: reading such may never end.
+    An OSError says that there is none, or that it is a folder, a pipe, a device or a socket: reading such may never
+    end.
     """
     try:
         handle = os.open(path, _FLAGS)
@@ -53,27 +41,7 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def whole(path: str | os.PathLike[str], limit: int) -> bytes:
-    """All bytes of a file.
-
-    Parameters
-    ----------
-    path : str or path-like
-        Where.
-    limit : int
-        How many are allowed.
-
-    Returns
-    -------
-    bytes
-        No more than `limit`.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read; see `opened`.
-    RelposValueError
-        If it is longer.
-    """
+    """All bytes of a file, or a RelposValueError if they are more than `limit`; for an OSError see `opened`."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         # Python reserves what it is asked to read, so that a limit far beyond the file would cost memory.
@@ -84,24 +52,9 @@ def whole(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def exactly(file: Any, count: int) -> Array:
-    """So many bytes of an open file.
+    """So many bytes of an open file, aligned for any dtype; a RelposValueError if it ends before.
 
-    Parameters
-    ----------
-    file : file
-        Opened for reading bytes.
-    count : int
-        How many. Memory for them is taken at once: the caller has compared them with the length of the file.
-
-    Returns
-    -------
-    ndarray of uint8, shape (count,)
-        The bytes, aligned for any dtype.
-
-    Raises
-    ------
-    RelposValueError
-        If the file ends before.
+    Memory for them is taken at once: the caller has compared their number with the length of the file.
     """
     found = np.empty(count, np.uint8)
     view, at = found.data, 0
@@ -115,22 +68,9 @@ def exactly(file: Any, count: int) -> Array:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """The object that a JSON text holds.
+    """The object that a JSON text in UTF-8 holds: with finite numbers, and no key given twice.
 
-    Parameters
-    ----------
-    data : bytes
-        In UTF-8.
-
-    Returns
-    -------
-    dict
-        With finite numbers, and no key given twice in it.
-
-    Raises
-    ------
-    RelposValueError
-        If it is something else, too deep, or has numbers of absurd length.
+    A RelposValueError says that it is something else, too deep, or has numbers of absurd length.
     """
     try:
         found = json.loads(
@@ -160,16 +100,18 @@ def _no_constant(name: str) -> Any:
     raise RelposValueError(f"not readable as JSON: {name} is no number in JSON")
 
 
-def _integer(text: str) -> int:
+def _short(text: str) -> str:
     if len(text) > _DIGITS:
         raise RelposValueError(f"not readable as JSON: a number of {len(text)} digits")
-    return int(text)
+    return text
+
+
+def _integer(text: str) -> int:
+    return int(_short(text))
 
 
 def _float(text: str) -> float:
-    if len(text) > _DIGITS:
-        raise RelposValueError(f"not readable as JSON: a number of {len(text)} digits")
-    value = float(text)
+    value = float(_short(text))
     if not math.isfinite(value):
         raise RelposValueError(f"not readable as JSON: {text[:30]} is too large")
     return value

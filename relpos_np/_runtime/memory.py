@@ -49,15 +49,7 @@ def _of_environment() -> int | None:
 def limit() -> int | None:
     """Bytes that a call may ask for: the innermost `memory_limit`, `set_memory_limit`, RELPOS_MEMORY_LIMIT, None.
 
-    Returns
-    -------
-    int or None
-        None if there is no limit.
-
-    Raises
-    ------
-    RelposValueError
-        If the environment variable is read, and is no number.
+    The variable is read once it is needed, and a RelposValueError says that it holds no number.
     """
     if not _used:
         return None
@@ -129,10 +121,8 @@ def memory_limit(limit: int | None) -> Iterator[None]:
 
     Raises
     ------
-    RelposTypeError
-        If it is neither an integer nor None.
-    RelposValueError
-        If it is negative.
+    RelposError
+        As `relpos_np.set_memory_limit`.
     """
     global _used
     token = _scoped.set(_checked("limit", limit))

@@ -206,12 +206,8 @@ def threads(n: int, *, blas: bool = True) -> Iterator[None]:
 
     Raises
     ------
-    RelposTypeError
-        If n is no integer.
-    RelposValueError
-        If n is below 1 or above NUMBA_NUM_THREADS.
-    RelposImportError
-        If `blas` is asked for and threadpoolctl is not installed, or if numba is missing.
+    RelposError
+        As `set_num_threads`.
 
     See Also
     --------

@@ -94,30 +94,10 @@ def _bucket(n: int, buckets: int, exact: int, max_distance: int, rounding: str) 
 def bucket_table(
     name: str, value: Any, max_distance: int, distance_name: str = "max_distance", *, bidirectional: bool = True
 ) -> Array:
-    """Check a table of buckets.
+    """A checked, read-only table of buckets; distances from `max_distance` on share the last bucket.
 
-    Parameters
-    ----------
-    name : str
-        What an error calls it.
-    value : ndarray, shape (num_buckets, H)
-        The table.
-    max_distance : int
-        Distances from here on share the last bucket.
-    distance_name : str
-        What an error calls that.
-    bidirectional : bool
-        Whether half of the buckets are for positions after the query.
-
-    Returns
-    -------
-    ndarray, shape (num_buckets, H)
-        The table, read-only.
-
-    Raises
-    ------
-    RelposError
-        If it is no table of floats, or the number of buckets and the distance leave no valid border.
+    Half of the buckets are for positions after the query if `bidirectional`. Errors call the arguments `name` and
+    `distance_name`; one is raised if it is no table of floats, or if number and distance leave no valid border.
     """
     table = check.table(name, value, "num_buckets heads")
     if bidirectional and (len(table) % 2 or len(table) < 4):

@@ -234,14 +234,8 @@ def llama3_frequencies(
 
     Parameters
     ----------
-    dim : int
-        Number of rotated channels d, even.
-    factor : float
-        How many times longer the context becomes, s.
-    trained_length : int
-        Longest length seen in training, L_0.
-    base : float
-        See `rotary_frequencies`.
+    dim, factor, trained_length, base
+        See `yarn_frequencies`; `base` as in `rotary_frequencies`.
     low_factor, high_factor : float
         Turns within L_0: l, below which a pair is interpolated, and h, above which it is kept.
 

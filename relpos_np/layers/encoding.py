@@ -221,13 +221,7 @@ class RelativePositionalEncoding:
 
     @property
     def dim(self) -> int:
-        """Number of dimensions.
-
-        Returns
-        -------
-        int
-            D.
-        """
+        """Number of dimensions D."""
         return self.sinusoids.dim
 
     def distances(self, q_len: int, k_len: int) -> Int64:

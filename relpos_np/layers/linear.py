@@ -98,24 +98,12 @@ class Linear:
 
     @property
     def inputs(self) -> int:
-        """Number of dimensions it takes.
-
-        Returns
-        -------
-        int
-            Columns of the weight.
-        """
+        """Number of dimensions it takes: columns of the weight."""
         return int(self.weight.shape[1])
 
     @property
     def outputs(self) -> int:
-        """Number of dimensions it gives.
-
-        Returns
-        -------
-        int
-            Rows of the weight.
-        """
+        """Number of dimensions it gives: rows of the weight."""
         return int(self.weight.shape[0])
 
     @np.errstate(all="ignore")
@@ -157,24 +145,9 @@ def _product(rows: Array, weight: Array) -> Array:
 
 
 def thirds(state: State, name: str) -> list[Array]:
-    """Three projections that are stacked in one tensor, for queries, keys and values.
+    """Three equal parts of a tensor, in which projections for queries, keys and values are stacked.
 
-    Parameters
-    ----------
-    state : State
-        Where to look.
-    name : str
-        Without the prefix.
-
-    Returns
-    -------
-    list of ndarray
-        Three parts of equal length.
-
-    Raises
-    ------
-    RelposValueError
-        If the tensor is missing or its length is no multiple of three.
+    A RelposValueError says that the tensor is missing or its length is no multiple of three.
     """
     stacked = state.take(name)
     if not stacked.ndim or len(stacked) % 3:
@@ -183,36 +156,12 @@ def thirds(state: State, name: str) -> list[Array]:
 
 
 def split_heads(x: Array, heads: int) -> Array:
-    """Cut the last axis into heads.
-
-    Parameters
-    ----------
-    x : ndarray, shape (..., L, H * D)
-        Projected vectors.
-    heads : int
-        Number of heads H.
-
-    Returns
-    -------
-    ndarray, shape (..., H, L, D)
-        A view.
-    """
+    """Cut (..., L, H * D) into heads (..., H, L, D), a view."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).swapaxes(-3, -2)
 
 
 def merge_heads(x: Array) -> Array:
-    """Put heads side by side again.
-
-    Parameters
-    ----------
-    x : ndarray, shape (..., H, L, D)
-        Vectors per head.
-
-    Returns
-    -------
-    ndarray, shape (..., L, H * D)
-        Their concatenation.
-    """
+    """Put heads (..., H, L, D) side by side again, as (..., L, H * D)."""
     y = x.swapaxes(-3, -2)
     return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
 
@@ -266,26 +215,9 @@ class Cache:
 
 
 def sequence(name: str, value: Any, width: int) -> Array:
-    """Vectors (..., L, width) in float32 or float64, checked.
+    """Vectors (..., L, width), as the weights take them, in float32 or float64.
 
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    value : ndarray
-        What was given.
-    width : int
-        Number of dimensions that the weights take.
-
-    Returns
-    -------
-    ndarray, shape (..., L, width)
-        Half precision is widened.
-
-    Raises
-    ------
-    RelposValueError
-        If the shape is another.
+    Half precision is widened; a RelposValueError says that the shape is another.
     """
     x = check.floating(name, value)
     if x.ndim < 2 or x.shape[-1] != width:
@@ -405,7 +337,7 @@ class Projected:
         position: Callable[[Array, Array], Position],
         return_probabilities: bool,
         options: Options,
-    ) -> Any:
+    ) -> Array | tuple[Array, Array]:
         """Project, attend with the schemes that `position` makes of q and k, and project back."""
         check.flag("return_probabilities", return_probabilities)
         dtype = check.array("x", given).dtype

@@ -266,17 +266,7 @@ class MultiHeadAttention(Projected):
             Naming the argument, what was found and what was expected. A cache is then left as it was.
         """
         given = completed(type(self).__call__, options) | {"scale": self.scale, "offset": offset}
-        found: Array | tuple[Array, Array] = self._attend(
-            x,
-            context,
-            values,
-            memory,
-            cache,
-            lambda *_: self.position,
-            return_probabilities,
-            given,
-        )
-        return found
+        return self._attend(x, context, values, memory, cache, lambda *_: self.position, return_probabilities, given)
 
     def __repr__(self) -> str:
         outputs = self.heads * self.value.outputs // self.kv_heads if self.out is None else self.out.outputs

@@ -296,17 +296,9 @@ class RelativeMultiHeadAttention(Projected):
             Naming the argument, what was found and what was expected.
         """
         given = completed(type(self).__call__, options) | {"scale": self.scale}
-        found: Array | tuple[Array, Array] = self._attend(
-            x,
-            context,
-            values,
-            memory,
-            cache,
-            lambda q, k: self._scheme(q, k, pos_emb),
-            return_probabilities,
-            given,
+        return self._attend(
+            x, context, values, memory, cache, lambda q, k: self._scheme(q, k, pos_emb), return_probabilities, given
         )
-        return found
 
     def __repr__(self) -> str:
         return (

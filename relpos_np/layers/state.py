@@ -254,7 +254,7 @@ class State:
         """
         full = self.prefix + name
         if full not in self._tensors:
-            raise RelposValueError(f"{full}: no such tensor; {self._nearest(full)}")
+            raise RelposValueError(f"{full}: no such tensor; {self.nearest(name)}")
         return self._tensors[full]
 
     def find(self, *names: str) -> Array | None:
@@ -292,10 +292,7 @@ class State:
         str
             For an error message.
         """
-        return self._nearest(self.prefix + name)
-
-    def _nearest(self, full: str) -> str:
-        names = list(self._tensors)
+        names, full = list(self._tensors), self.prefix + name
         if not names:
             return "the source holds none"
         # A wrong prefix leaves the last words right: names that end alike come before those that look alike.

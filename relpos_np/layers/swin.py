@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.state import Source
-from relpos_np.layers.window import TABLE, WindowAttention, lengths, read
+from relpos_np.layers.window import WindowAttention, lengths, read, sizes
 from relpos_np.schemes.window import WindowBias
 from relpos_np.types import Array
 
@@ -290,17 +290,14 @@ class _ShiftedWindows:
             If a tensor is missing, or its shape does not fit.
         """
         weights = read(source, prefix, format)
-        inner, dim = weights["q.weight"].shape
-        heads = weights[TABLE].shape[-1]
-        if inner % heads:
-            raise RelposValueError(f"{TABLE}: its {heads} columns, one per head, do not divide {inner} channels")
+        dim, heads, head_dim = sizes(weights)
         return cls(
             dim,
             window_size,
             heads,
             shift_size=shift_size,
             qkv_bias="q.bias" in weights,
-            head_dim=inner // heads,
+            head_dim=head_dim,
             weights=weights,
             **options,
         )
@@ -451,14 +448,8 @@ class SwinAttention(_ShiftedWindows):
         Number of heads H.
     shift_size : tuple of int, optional
         The shift in tokens, below the window's lengths; default none. Every second block shifts by half a window.
-    qkv_bias : bool
-        Whether the projections of queries, keys and values have biases.
-    qk_scale : float, optional
-        The factor :math:`\sigma`; default 1/sqrt(head_dim).
-    attn_drop, proj_drop : float
-        Rates at which probabilities and outputs are dropped in training.
-    head_dim : int, optional
-        Channels per head; default C / H.
+    qkv_bias, qk_scale, attn_drop, proj_drop, head_dim
+        See `WindowAttention`.
     pad_order : {"pad_then_shift", "shift_then_pad"}
         What is done first with a map that is no multiple of the window; see Notes.
     small_maps : {"axis", "all", "pad", "keep"}

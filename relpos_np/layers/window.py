@@ -75,8 +75,7 @@ def truncated_normal(
     (2, 3)
     """
     for name, value in (("std", std), ("bound", bound)):
-        if check.real(name, value) <= 0:
-            raise RelposValueError(f"{name}: expected a positive number, found {value}")
+        check.positive(name, value)
     x = _generator(rng).normal(scale=std, size=tuple(shape))
     while (beyond := np.abs(x) > bound).any():
         x[beyond] = rng.normal(scale=std, size=int(beyond.sum()))
@@ -178,7 +177,7 @@ class WindowAttention:
             raise RelposValueError(f"num_heads: {num_heads} heads do not divide dim {dim}; pass head_dim=")
         self.head_dim = dim // num_heads if head_dim is None else check.integer("head_dim", head_dim, 1)
         self.scale = float(self.head_dim**-0.5) if qk_scale is None else check.real("qk_scale", qk_scale)
-        self.attn_drop, self.proj_drop = _rate("attn_drop", attn_drop), _rate("proj_drop", proj_drop)
+        self.attn_drop, self.proj_drop = check.rate("attn_drop", attn_drop), check.rate("proj_drop", proj_drop)
         shapes = self._shapes(check.flag("qkv_bias", qkv_bias))
         if weights is None:
             weights = _drawn(shapes, np.random.default_rng() if rng is None else _generator(rng), dtype)
@@ -254,10 +253,7 @@ class WindowAttention:
             If a tensor is missing, or its shape does not fit.
         """
         weights = read(source, prefix, format)
-        heads = weights[TABLE].shape[-1]
-        inner, dim = weights["q.weight"].shape
-        if inner % heads:
-            raise RelposValueError(f"{TABLE}: its {heads} columns, one per head, do not divide {inner} channels")
+        dim, heads, head_dim = sizes(weights)
         return cls(
             dim,
             num_frames_q,
@@ -268,7 +264,7 @@ class WindowAttention:
             qk_scale,
             attn_drop,
             proj_drop,
-            head_dim=inner // heads,
+            head_dim=head_dim,
             frames=frames,
             weights=weights,
         )
@@ -455,24 +451,7 @@ class WindowAttention:
 
 
 def lengths(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
-    """A tuple of integers, one per axis.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    value : sequence of int
-        What was given.
-    axes : int
-        How many are expected.
-    least : int
-        The smallest allowed.
-
-    Returns
-    -------
-    tuple of int
-        The same as Python integers.
-    """
+    """A tuple of Python integers from `least` on, one per axis."""
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
         raise RelposTypeError(f"{name}: expected {axes} integers such as {(7,) * axes}, found {value!r}")
     if len(value) != axes:
@@ -481,21 +460,10 @@ def lengths(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]
 
 
 def read(source: Source, prefix: str, format: str) -> dict[str, Array]:
-    """Published weights by RSTT's names, with projections that are stored in parts put together.
+    """Published weights by RSTT's names, as `WindowAttention` takes them.
 
-    Parameters
-    ----------
-    source : mapping, path or State
-        See `relpos_np.layers.tensors`.
-    prefix : str
-        What precedes the names.
-    format : str
-        One of `FORMATS`.
-
-    Returns
-    -------
-    dict of str to ndarray
-        What `WindowAttention` takes as weights.
+    Projections that are stored in parts are put together. `prefix` is what precedes the names, `format` one of
+    `FORMATS`.
     """
     *parts, out, table = _NAMES[check.choice("format", format, FORMATS)]
     state = State(source, prefix)
@@ -523,6 +491,14 @@ def read(source: Source, prefix: str, format: str) -> dict[str, Array]:
             found[f"{name}.bias"] = bias
     index = state.get(table.replace(TABLE, INDEX))
     return found if index is None else found | {INDEX: index}
+
+
+def sizes(weights: Mapping[str, Array]) -> tuple[int, int, int]:
+    """Channels, heads and channels per head, from the shapes of what `read` returns."""
+    (inner, dim), heads = weights["q.weight"].shape, weights[TABLE].shape[-1]
+    if inner % heads:
+        raise RelposValueError(f"{TABLE}: its {heads} columns, one per head, do not divide {inner} channels")
+    return dim, heads, inner // heads
 
 
 def _stacked(state: State, names: Sequence[str]) -> tuple[Array, Array | None]:
@@ -553,13 +529,6 @@ def _checked(weights: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, A
         if check.array(name, weights[name]).shape != shape:
             raise RelposValueError(f"{name}: expected shape {shape}, found {weights[name].shape}")
     return dict(weights)
-
-
-def _rate(name: str, value: Any) -> float:
-    rate = check.real(name, value)
-    if not 0.0 <= rate < 1.0:
-        raise RelposValueError(f"{name}: expected a rate in [0, 1), found {rate}")
-    return rate
 
 
 def _generator(rng: Any) -> np.random.Generator:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 __all__ = [
     "attention_weights",
@@ -32,18 +33,20 @@ __all__ = [
 ]
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, title: str | None = None) -> Figure:
     """A figure of its own, outside pyplot's list of open ones, that draws without a display.
 
     Parameters
     ----------
     width, height : float
         In inches.
+    title : str, optional
+        Above the picture.
 
     Returns
     -------
     matplotlib.figure.Figure
-        Empty.
+        Without axes.
 
     Raises
     ------
@@ -59,6 +62,8 @@ def new_figure(width: float, height: float) -> Figure:
         ) from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
+    if title is not None:
+        figure.suptitle(title)
     return figure
 
 
@@ -82,9 +87,13 @@ def span(values: Array) -> tuple[float, float]:
     return (low, high) if low < high else (-1.0, 1.0)
 
 
-def _colours(low: float, high: float) -> str:
-    """A map of colours with white in the middle where values have both signs."""
-    return "RdBu_r" if low < 0 < high else "viridis"
+def _draw(ax: Axes, matrix: Array, limits: tuple[float, float], **options: Any) -> AxesImage:
+    """Draw one value per query and key, with white in the middle of the colours where values have both signs."""
+    low, high = limits
+    ax.set_xlabel("key j")
+    ax.set_ylabel("query i")
+    shown = np.where(np.isfinite(matrix), matrix, np.nan)
+    return ax.imshow(shown, cmap="RdBu_r" if low < 0 < high else "viridis", vmin=low, vmax=high, **options)
 
 
 def position_bias(scheme: Scheme, q_len: int, k_len: int) -> Array:
@@ -228,11 +237,8 @@ def heat_map(
         ax = new_figure(5.5, 4.8).add_subplot()
     if limits is None:
         limits = span(matrix)
-    shown = np.where(np.isfinite(matrix), matrix, np.nan)
     ax.locator_params(axis="x", integer=True)
-    image = ax.imshow(shown, cmap=_colours(*limits), vmin=limits[0], vmax=limits[1], aspect="auto")
-    ax.set_xlabel("key j")
-    ax.set_ylabel("query i")
+    image = _draw(ax, matrix, limits, aspect="auto")
     if labels is not None:
         # Dollar signs would start a formula.
         names = [label.replace("$", r"\$") for label in labels]
@@ -287,21 +293,16 @@ def bias_maps(
     limits = span(bias)
     across = min(len(bias), 4)
     down = -(-len(bias) // across)
-    figure = new_figure(0.8 + 3.1 * across, 0.4 + 3.0 * down)
+    figure = new_figure(0.8 + 3.1 * across, 0.4 + 3.0 * down, title)
     axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     for n, ax in enumerate(axes.flat):
         if n >= len(bias):
             ax.set_axis_off()
             continue
-        shown = np.where(np.isfinite(bias[n]), bias[n], np.nan)
-        image = ax.imshow(shown, cmap=_colours(*limits), vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        image = _draw(ax, bias[n], limits, interpolation="nearest")
         ax.set_title(names[n], fontsize="medium")
-        ax.set_xlabel("key j")
-        ax.set_ylabel("query i")
         ax.label_outer()
     figure.colorbar(image, ax=axes, label=unit, fraction=0.03, pad=0.02)
-    if title is not None:
-        figure.suptitle(title)
     return figure
 
 
@@ -367,7 +368,7 @@ def attention_with_and_without(
     RelposError
         As `bias_by_distance`, `heat_map` and `relpos_np.attention`.
     """
-    figure = new_figure(14, 4.9)
+    figure = new_figure(14, 4.9, title)
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.25, 1, 1], gridspec_kw={"wspace": 0.05})
     names = heads if heads is not None else [f"head {h}" for h in range(q.shape[-3])]
     bias_by_distance(position, reach + 1, reach + 1, left, labels=names)
@@ -381,8 +382,6 @@ def attention_with_and_without(
         plain, middle, title=f"Attention of {where} without positions", labels=tokens, limits=limits, colorbar=False
     )
     heat_map(placed, right, title=f"Attention of {where} with positions", labels=tokens, limits=limits)
-    if title is not None:
-        figure.suptitle(title)
     return figure
 
 

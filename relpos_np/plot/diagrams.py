@@ -57,7 +57,8 @@ def numbered_map(
     if ax is None:
         ax = new_figure(0.9 + 0.42 * k_len, 0.9 + 0.42 * q_len).add_subplot()
     ax.imshow(np.where(rows < 0, np.nan, rows), cmap="viridis", alpha=0.75, interpolation="nearest")
-    _write(ax, [[str(n) if n >= 0 else "" for n in line] for line in rows])
+    for (i, j), row in np.ndenumerate(rows):
+        ax.text(j, i, str(row) if row >= 0 else "", ha="center", va="center", fontsize=8, color="black")
     ax.set_xticks(range(k_len), labels)
     ax.set_yticks(range(q_len), labels)
     ax.set_xlabel("key j")
@@ -65,13 +66,6 @@ def numbered_map(
     if title is not None:
         ax.set_title(title, fontsize="medium")
     return ax
-
-
-def _write(ax: Axes, words: Sequence[Sequence[str]], *, size: float = 8, colour: str = "black") -> None:
-    """Words in the cells of a map."""
-    for i, line in enumerate(words):
-        for j, word in enumerate(line):
-            ax.text(j, i, word, ha="center", va="center", fontsize=size, color=colour)
 
 
 def encoding_map(encoding: AbsoluteEncoding, length: int, *, title: str | None = None) -> Figure:
@@ -99,7 +93,7 @@ def encoding_map(encoding: AbsoluteEncoding, length: int, *, title: str | None =
         If matplotlib is not installed.
     """
     pe = np.asarray(encoding.encode(length), dtype=np.float64)
-    figure = new_figure(10.5, 4.3)
+    figure = new_figure(10.5, 4.3, title)
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
     heat_map(pe, left, title="Encoding", unit="added to the input")
     left.set_xlabel("channel")
@@ -107,8 +101,6 @@ def encoding_map(encoding: AbsoluteEncoding, length: int, *, title: str | None =
     heat_map(pe @ pe.T, right, title="Product of the encodings of two positions", unit="PE(s) · PE(t)")
     right.set_xlabel("position t")
     right.set_ylabel("position s")
-    if title is not None:
-        figure.suptitle(title)
     return figure
 
 
@@ -139,7 +131,7 @@ def rotary_angles(rules: Mapping[str, Array], length: int, *, title: str | None 
     """
     if not rules or any(np.ndim(omega) != 1 for omega in rules.values()):
         raise RelposValueError("rules: expected at least one array of frequencies of shape (P,)")
-    figure = new_figure(10.5, 4.3)
+    figure = new_figure(10.5, 4.3, title)
     left, right = figure.subplots(1, 2)
     name, first = next(iter(rules.items()))
     heat_map(
@@ -161,8 +153,6 @@ def rotary_angles(rules: Mapping[str, Array], length: int, *, title: str | None 
     right.set_ylabel("positions for one whole turn")
     right.set_title("Wavelengths", fontsize="medium")
     right.legend(frameon=False, fontsize="small")
-    if title is not None:
-        figure.suptitle(title)
     return figure
 
 
@@ -202,7 +192,7 @@ def rel_shift_steps(q_len: int, k_len: int, variant: str = "conformer", *, title
     right = (source > 0) & (i == here) & (distances[column] == here + (k_len - q_len) - there)
     kept = np.isin(np.arange(1, q_len * columns + 1).reshape(q_len, columns), source)
 
-    figure = new_figure(1.5 + 0.62 * (columns + k_len), 1.2 + 0.55 * q_len)
+    figure = new_figure(1.5 + 0.62 * (columns + k_len), 1.2 + 0.55 * q_len, title)
     before, after = figure.subplots(1, 2, width_ratios=[columns, k_len])
     span = float(np.abs(distances).max(initial=1))
     style: dict[str, Any] = {"cmap": "coolwarm", "vmin": -1.3 * span, "vmax": 1.3 * span, "interpolation": "nearest"}
@@ -226,8 +216,6 @@ def rel_shift_steps(q_len: int, k_len: int, variant: str = "conformer", *, title
         ax.set_xticks(range(len(ticks)), ticks)
         ax.set_yticks(range(q_len))
         ax.set_ylabel("query i")
-    if title is not None:
-        figure.suptitle(title)
     return figure
 
 
@@ -256,7 +244,7 @@ def speed_by_length(lengths: Mapping[str, Mapping[str, float]], *, title: str | 
     n = np.array(sorted(int(length) for length in lengths), dtype=np.float64)
     if len(n) < 2:
         raise RelposValueError(f"lengths: expected at least two, found {len(n)}")
-    figure = new_figure(9.5, 3.9)
+    figure = new_figure(9.5, 3.9, title)
     for ax, key, label, growth, rule in zip(
         figure.subplots(1, 2),
         ("best_ms", "extra_memory_mib"),
@@ -276,6 +264,4 @@ def speed_by_length(lengths: Mapping[str, Mapping[str, float]], *, title: str | 
         ax.set_xlabel("length L")
         ax.set_ylabel(label)
         ax.legend(frameon=False, fontsize="small")
-    if title is not None:
-        figure.suptitle(title)
     return figure

@@ -103,7 +103,7 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
     offset = one.kwargs.get("offset")
     found = _by_distance(effect, k_len, k_len - q_len if offset is None else int(offset))
     shown = min(heads, 2)
-    figure = new_figure(3.9 * shown + 6.2, 3.9)
+    figure = new_figure(3.9 * shown + 6.2, 3.9, title)
     figure.set_layout_engine("constrained", wspace=0.04)
     *maps, right = figure.subplots(1, shown + 1, width_ratios=[1.0] * shown + [1.3])
     limits = span(effect[:shown])
@@ -127,5 +127,4 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
     if shown > 1:
         right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     right.locator_params(axis="x", integer=True)
-    figure.suptitle(title)
     return figure

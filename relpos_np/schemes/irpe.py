@@ -271,13 +271,11 @@ class IRPE(Scheme):
 
     def check(self, site: Site) -> None:
         """Tables must match the heads and channels, and the grid the call's tokens."""
-        for name, table, dim in (
-            ("key_table", self.key_table, site.head_dim),
-            ("query_table", self.query_table, site.head_dim),
-            ("value_table", self.value_table, site.v_dim),
-        ):
-            if table is None or (name == "value_table" and site.scores_only):
+        for name, table in self._tables().items():
+            of_values = name == "value_table"
+            if of_values and site.scores_only:
                 continue
+            dim = site.v_dim if of_values else site.head_dim
             heads = table.shape[1 if self.method == "cross" else 0]
             if heads not in (1, site.heads):
                 raise RelposValueError(f"{name}: shape {table.shape} is for {heads} heads, the call has {site.heads}")
@@ -355,9 +353,8 @@ class IRPE(Scheme):
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair, in both directions."""
         pairs, sizes = site.q_len * site.k_len, 0
-        for table in (self.key_table, self.query_table, self.value_table):
-            if table is not None:
-                sizes += 2 * table[..., 0, :].size if self.mode == "contextual" else 2 * table[..., 0].size
+        for table in self._tables().values():
+            sizes += 2 * table[..., 0, :].size if self.mode == "contextual" else 2 * table[..., 0].size
         held = super().held(site)
         return replace(held, formula=held.formula + pairs * sizes * site.dtype.itemsize)
 
@@ -365,7 +362,7 @@ class IRPE(Scheme):
         """The terms' weights, in the order of `lower`, as tables."""
         parts: dict[str, list[Array]] = {"key_table": [], "query_table": [], "value_table": []}
         if self.mode == "bias":
-            given = [name for name in ("key_table", "query_table") if getattr(self, name) is not None]
+            given = list(self._tables())
             for n, term in enumerate(grad.tables):
                 parts[given[n % len(given)]].append(term.table)
         factor = site.dtype.type(site.scale)
@@ -377,20 +374,17 @@ class IRPE(Scheme):
         dk = [term.key for term in grad.keys]
         return SchemeGradient(sum(dq[1:], dq[0]) if dq else None, sum(dk[1:], dk[0]) if dk else None, arrays)
 
+    def _tables(self) -> dict[str, Array]:
+        """The tables that there are, by name."""
+        tables = {"key_table": self.key_table, "query_table": self.query_table, "value_table": self.value_table}
+        return {name: table for name, table in tables.items() if table is not None}
+
     def _part(self, table: Array, n: int) -> Array:
         """The table of one map."""
         return np.asarray(table[n] if self.method == "cross" else table)
 
     def __repr__(self) -> str:
-        tables = [
-            f"{n}={t.shape}"
-            for n, t in (
-                ("key_table", self.key_table),
-                ("query_table", self.query_table),
-                ("value_table", self.value_table),
-            )
-            if t is not None
-        ]
+        tables = [f"{name}={table.shape}" for name, table in self._tables().items()]
         return f"IRPE({self.grid}, {', '.join(tables)}, mode={self.mode!r}, method={self.method!r})"
 
 

@@ -226,24 +226,12 @@ class LayoutBias(Scheme):
 
     @property
     def boxes(self) -> Array:
-        """Left, top, right and bottom of every token; without a gradient.
-
-        Returns
-        -------
-        ndarray, shape (..., L_k, 4)
-            A read-only copy.
-        """
+        """Left, top, right and bottom of every token, (..., L_k, 4), as a read-only copy; without a gradient."""
         return self._boxes
 
     @property
     def positions(self) -> Int64 | None:
-        """Positions in the text.
-
-        Returns
-        -------
-        ndarray of int64, shape (..., L_k), or None
-            A copy; None for 0 ... L_k - 1.
-        """
+        """Positions in the text, int64 of shape (..., L_k), as a copy; None for 0 ... L_k - 1."""
         return self._positions
 
     def _coordinates(self, name: str, value: Any) -> Array:

@@ -61,12 +61,8 @@ def self_attention_sums(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
 
     Parameters
     ----------
-    x : ndarray, shape (..., L, d_model)
-        Input vectors as rows.
-    w_q, w_k : ndarray, shape (d_model, d_z)
-        Projections of queries and keys.
-    w_v : ndarray, shape (d_model, d_v)
-        Projection of values.
+    x, w_q, w_k, w_v
+        See `self_attention`.
 
     Returns
     -------

@@ -62,13 +62,7 @@ class SchemeInfo:
 
     @property
     def formulas(self) -> dict[str, Callable[..., Any]]:
-        """The formulas of the scheme: the public functions of its file.
-
-        Returns
-        -------
-        dict of callable
-            By name.
-        """
+        """The formulas of the scheme by name: the public functions of its file."""
         module = sys.modules[self.cls.__module__]
         return {
             name: found

@@ -160,12 +160,8 @@ def shaw_attention_matrix(
         Queries, keys and values.
     key_table, value_table : ndarray, shapes (2k+1, D) and (2k+1, D_v), or (H, 2k+1, D) and (H, 2k+1, D_v)
         Relative position vectors; k may differ between the two.
-    offset : int
-        Position M of the first query among the keys.
-    outside : {"clip", "zero"}
-        Beyond the table: its outermost vector, or zero.
-    left : int or tuple of (int or None), optional
-        Rows before that of d = 0, of both tables or of each; default as many as after it.
+    offset, outside, left
+        See `shaw_attention`; M is `offset`.
 
     Returns
     -------

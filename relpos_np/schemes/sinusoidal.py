@@ -146,10 +146,8 @@ class Sinusoidal(AbsoluteEncoding):
 
     def __init__(self, dim: int, *, base: float = 10000.0, layout: str = "interleaved") -> None:
         self.dim = check.integer("dim", dim, 1)
-        self.base = check.real("base", base)
+        self.base = check.positive("base", base)
         self.layout = check.choice("layout", layout, LAYOUTS)
-        if self.base <= 0:
-            raise RelposValueError(f"base: expected a positive number, found {base}")
         if layout in ("concatenated", "tensor2tensor") and dim % 2:
             raise RelposValueError(f"dim: layout {layout!r} needs an even number of dimensions, found {dim}")
 

@@ -132,24 +132,12 @@ class RelativeTerms(NamedTuple):
 
     @property
     def ac(self) -> Array:
-        r"""The content part :math:`(q_i + u) \cdot k_j`.
-
-        Returns
-        -------
-        ndarray, shape (..., L_q, L_k)
-            The sum a + c.
-        """
+        r"""The content part :math:`(q_i + u) \cdot k_j`, the sum a + c: (..., L_q, L_k)."""
         return np.asarray(self.a + self.c)
 
     @property
     def bd(self) -> Array:
-        r"""The position part :math:`(q_i + v) \cdot R_{i+M-j}`.
-
-        Returns
-        -------
-        ndarray, shape (..., L_q, L_k)
-            The sum b + d.
-        """
+        r"""The position part :math:`(q_i + v) \cdot R_{i+M-j}`, the sum b + d: (..., L_q, L_k)."""
         return np.asarray(self.b + self.d)
 
 

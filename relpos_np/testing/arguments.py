@@ -65,20 +65,7 @@ def arguments(scheme: Any) -> dict[str, Any]:
 
 
 def rebuilt(scheme: Any, dtype: Any) -> Any:
-    """The same scheme with its arrays of floats in another precision.
-
-    Parameters
-    ----------
-    scheme : scheme, absolute encoding, tuple of them, or None
-        What there is.
-    dtype : dtype
-        Of the new arrays.
-
-    Returns
-    -------
-    object
-        Of the same kind.
-    """
+    """The same scheme, encoding or tuple of them, or None, with its arrays of floats in another precision."""
     if isinstance(scheme, tuple):
         return tuple(rebuilt(one, dtype) for one in scheme)
     return None if scheme is None else type(scheme)(**_cast(arguments(scheme), dtype))
@@ -95,26 +82,11 @@ def _cast(value: Any, dtype: Any) -> Any:
 
 
 def encode(value: Any, name: str, arrays: dict[str, Array]) -> Any:
-    """What JSON can hold for a value.
+    """What JSON can hold for a value, for `decode`.
 
-    Parameters
-    ----------
-    value : object
-        None, a bool, a number, a string, an array, a scheme, or a list, tuple or mapping of such.
-    name : str
-        Of the value; what it contains gets names after dots.
-    arrays : dict of ndarray
-        Where arrays go, by name; references stand in their place.
-
-    Returns
-    -------
-    object
-        For `decode`.
-
-    Raises
-    ------
-    RelposTypeError
-        If the value is something else.
+    The value is None, a bool, a number, a string, an array, a scheme, or a list, tuple or mapping of such; anything
+    else is a RelposTypeError. What it contains is called `name` with more after dots. Arrays go into `arrays` under
+    these names, and references stand in their place.
     """
     if isinstance(value, np.ndarray):
         arrays[name] = value
@@ -138,22 +110,7 @@ def encode(value: Any, name: str, arrays: dict[str, Array]) -> Any:
 def decode(node: Any, arrays: Mapping[str, Array]) -> Any:
     """The value of what `encode` made; lists come back as tuples.
 
-    Parameters
-    ----------
-    node : object
-        What `encode` returned.
-    arrays : mapping of ndarray
-        Where references lead.
-
-    Returns
-    -------
-    object
-        The value.
-
-    Raises
-    ------
-    RelposError
-        If a reference leads nowhere, or a scheme is unknown or refuses its arguments.
+    A RelposError says that a reference leads nowhere, or a scheme is unknown or refuses its arguments.
     """
     return _decoded(node, arrays, _DEPTH)
 

@@ -95,18 +95,7 @@ def cases(
 
 
 def edges(base: Example) -> Iterator[Example]:
-    """The same operands with each mask, with one key head, with large scores.
-
-    Parameters
-    ----------
-    base : Example
-        An ordinary example.
-
-    Yields
-    ------
-    Example
-        Those that the scheme allows.
-    """
+    """The same operands with each mask, with one key head, with large scores, as far as the scheme allows them."""
     for edge in (*_MASKS, *_OTHERS):
         found = _edge(base, edge)
         if found is not None:
@@ -114,26 +103,7 @@ def edges(base: Example) -> Iterator[Example]:
 
 
 def sized(base: Example, size: Size, edge: str, dtype: Any, seed: int) -> Example | None:
-    """The same scheme with other lengths.
-
-    Parameters
-    ----------
-    base : Example
-        Of the scheme and variant.
-    size : Size
-        The lengths.
-    edge : str
-        Their name.
-    dtype : dtype
-        Of all arrays.
-    seed : int
-        Of the numbers.
-
-    Returns
-    -------
-    Example or None
-        None if the scheme cannot have these lengths.
-    """
+    """The same scheme with other lengths, which are called `edge`; None if it cannot have them."""
     try:
         found = build(base.name, size, dtype=dtype, seed=seed, variant=base.variant)
     except RelposError:

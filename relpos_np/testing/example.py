@@ -62,13 +62,7 @@ class Example:
 
     @property
     def where(self) -> str:
-        """What people want to read of it in a failed test.
-
-        Returns
-        -------
-        str
-            Scheme, variant, dtype, edge and sizes.
-        """
+        """What people want to read of it in a failed test: scheme, variant, dtype, edge and sizes."""
         (_, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = self.q.shape, self.v.shape
         named = f"{self.name} {self.variant}" if self.variant else self.name
         sizes = f"L_q={q_len}, L_k={k_len}, H={heads}, H_kv={kv_heads}, D={dim}, D_v={v_dim}"
@@ -76,13 +70,7 @@ class Example:
 
     @property
     def long(self) -> bool:
-        """Whether a plain loop over all pairs would take long.
-
-        Returns
-        -------
-        bool
-            True from a thousand queries or keys on.
-        """
+        """Whether a plain loop over all pairs would take long: True from a thousand queries or keys on."""
         return bool(max(self.q.shape[-2], self.k.shape[-2]) >= 1000)
 
     def run(self, backend: str | None = None) -> tuple[Array, Array]:
@@ -110,24 +98,15 @@ class Example:
 
     @property
     def expected(self) -> Array:
-        """The reference's output for the same numbers in float64.
+        """The reference's output for the same numbers in float64: what every backend must return, but for rounding.
 
-        Returns
-        -------
-        ndarray of float64, shape (B, H, L_q, D_v)
-            What every backend must return, but for rounding.
+        Its shape is (B, H, L_q, D_v).
         """
         return self._expected[0]
 
     @property
     def expected_lse(self) -> Array:
-        """The reference's log-sum-exp for the same numbers in float64.
-
-        Returns
-        -------
-        ndarray of float64, shape (B, H, L_q)
-            The log-sum-exp of `relpos_np.attention`.
-        """
+        """The log-sum-exp of `relpos_np.attention`, by the reference, for the same numbers in float64: (B, H, L_q)."""
         return self._expected[1]
 
     def expected_gradient(self, grad_out: Any, grad_lse: Any = None) -> AttentionGradient:
@@ -196,22 +175,16 @@ class Example:
     def logit_bound(self) -> float:
         """The largest score that is not infinite, its parts counted without their signs.
 
-        Returns
-        -------
-        float
-            The largest sum of the absolute values of the content product, of what the scheme adds and of the mask:
-            rounding is relative to these, even where they cancel. For `tolerance`.
+        It is the largest sum of the absolute values of the content product, of what the scheme adds and of the mask:
+        rounding is relative to these, even where they cancel. For `tolerance`.
         """
         return self._sizes[0]
 
     @property
     def products(self) -> int:
-        """How many products are added to make a score.
+        """How many products are added to make a score: for `tolerance`, as `depth`.
 
-        Returns
-        -------
-        int
-            That of head_dim, and the lengths of the scheme's own products with vectors. For `tolerance`, as `depth`.
+        That is head_dim, and the lengths of the scheme's own products with vectors.
         """
         return self._sizes[1]
 
@@ -332,26 +305,9 @@ def example(
 
 
 def build(name: str, size: Size, *, dtype: Any, seed: int, variant: str | None) -> Example:
-    """An example of any lengths.
+    """An example of about these lengths; see `example`.
 
-    Parameters
-    ----------
-    name : str
-        Key in `relpos_np.SCHEMES`.
-    size : Size
-        The lengths.
-    dtype, seed, variant
-        See `example`.
-
-    Returns
-    -------
-    Example
-        Of about these lengths.
-
-    Raises
-    ------
-    RelposError
-        If there is no such scheme or variant, or none with such lengths.
+    A RelposError says that there is no such scheme or variant, or none with such lengths.
     """
     check.choice("name", name, tuple(SCHEMES))
     variants = SCHEMES[name].variants

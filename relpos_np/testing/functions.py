@@ -28,14 +28,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 class Call:
     """One call; where `then` is given, the result is a layer, which is called with that.
 
-    Attributes
-    ----------
-    function : str
-        Key in `FUNCTIONS`.
-    arguments : mapping
-        Keyword arguments.
-    then : mapping, optional
-        Keyword arguments of a second call, to what the first one returned.
+    `function` is a key in `FUNCTIONS`, the others are keyword arguments.
     """
 
     function: str
@@ -43,17 +36,9 @@ class Call:
     then: Mapping[str, Any] | None = None
 
     def run(self, backend: str = "numpy") -> Any:
-        """Make the call.
+        """Make the call, on this backend where the function has the choice.
 
-        Parameters
-        ----------
-        backend : str
-            Where the function has the choice.
-
-        Returns
-        -------
-        object
-            An array or a tuple of results; the name of the error, if it is one that the library raises.
+        Returns an array or a tuple of results; the name of the error, if it is one that the library raises.
         """
         if self.function not in FUNCTIONS:
             raise RelposValueError(f"function: {self.function!r} is not one of those that vectors may name")
@@ -66,13 +51,7 @@ class Call:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Backends that can differ in the answer.
-
-        Returns
-        -------
-        tuple of str
-            Their names.
-        """
+        """Names of the backends that can differ in the answer."""
         chosen = self.then is not None or "backend" in inspect.signature(FUNCTIONS[self.function]).parameters
         return rp.backend.BACKENDS if chosen else ("numpy",)
 
@@ -81,14 +60,7 @@ class Call:
 class Divergence:
     """Calls that show one convention, or several beside each other.
 
-    Attributes
-    ----------
-    name : str
-        Of the record.
-    note : str
-        Who does it, and what to look for.
-    calls : list of Call
-        In order.
+    `name` is that of the record; `note` says who does it, and what to look for.
     """
 
     name: str
@@ -403,18 +375,7 @@ def _rows() -> Iterator[Divergence]:
 
 
 def divergences(seed: int) -> Iterator[Divergence]:
-    """All of them.
-
-    Parameters
-    ----------
-    seed : int
-        Of the random inputs.
-
-    Yields
-    ------
-    Divergence
-        One after another, always in the same order.
-    """
+    """All of them, with random inputs, always in the same order."""
     rng = np.random.default_rng(seed)
     yield from _shifts()
     yield from _buckets()

@@ -97,18 +97,7 @@ def write_vectors(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> int:
 
 
 def writing(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> Iterator[str]:
-    """`write_vectors`, with the name of each record once it is written.
-
-    Parameters
-    ----------
-    folder, seed, bfloat16
-        See `write_vectors`.
-
-    Yields
-    ------
-    str
-        Name of a record.
-    """
+    """`write_vectors`, with the name of each record once it is written."""
     check.integer("seed", seed, 0)
     if check.flag("bfloat16", bfloat16):
         files.safetensors({"a": np.zeros(1, tensorfile.bfloat16())})
@@ -164,22 +153,9 @@ def _manifest(listed: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def manifest(folder: Any) -> dict[str, Any]:
-    """The records of a set, by name, with the files of each.
+    """The records of a set by name: names of files to their sizes and checksums.
 
-    Parameters
-    ----------
-    folder : path-like
-        As `write_vectors` left it.
-
-    Returns
-    -------
-    dict
-        From names of records to names of files to their sizes and checksums.
-
-    Raises
-    ------
-    RelposValueError
-        If there is no set, or its manifest is damaged or of another version.
+    A RelposValueError says that there is no set, or its manifest is damaged or of another version.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -228,26 +204,9 @@ def _version(found: dict[str, Any], source: str) -> None:
 
 
 def read_record(folder: Any, name: str, entry: Mapping[str, Any]) -> Record:
-    """One record from its files, once their sizes and checksums are found right.
+    """A record with read-only arrays, from files whose sizes and checksums are those of the manifest's `entry`.
 
-    Parameters
-    ----------
-    folder : path-like
-        The set.
-    name : str
-        Of the record.
-    entry : mapping
-        What `manifest` says of it.
-
-    Returns
-    -------
-    Record
-        With read-only arrays.
-
-    Raises
-    ------
-    RelposValueError
-        If a file is missing or damaged.
+    A RelposValueError says that a file is missing or damaged.
     """
     contents = {Path(file).suffix: _verified(Path(folder) / file, expected) for file, expected in entry.items()}
     try:
@@ -303,13 +262,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether it is within the tolerance.
-
-        Returns
-        -------
-        bool
-            True for an error of at most 1.
-        """
+        """Whether it is within the tolerance: an error of at most 1."""
         return self.error <= 1
 
 
@@ -341,22 +294,8 @@ def check_vectors(folder: Any, *, backends: Sequence[str] | None = None) -> list
 def check_record(folder: Any, name: str, entry: Mapping[str, Any], backends: Sequence[str]) -> list[Finding]:
     """Read one record, compute its answers again from its files alone, and compare.
 
-    Parameters
-    ----------
-    folder, name, entry
-        See `read_record`.
-    backends : sequence of str
-        Which backends to run.
-
-    Returns
-    -------
-    list of Finding
-        All comparisons; one with an infinite error for files that cannot be used.
-
-    Raises
-    ------
-    RelposImportError
-        If a package that reading the record needs is missing.
+    Returns all comparisons; one with an infinite error for files that cannot be used. A RelposImportError says that a
+    package is missing to read the record.
     """
     try:
         record = read_record(folder, name, entry)

@@ -192,20 +192,7 @@ def _smallest(name: str, dtype: Any, seed: int, variant: str | None) -> Example:
 
 
 def records(*, seed: int = 0, bfloat16: bool = False) -> Iterator[Record]:
-    """All records of a set, in its order.
-
-    Parameters
-    ----------
-    seed : int
-        Of the random numbers.
-    bfloat16 : bool
-        Whether to include records in bfloat16.
-
-    Yields
-    ------
-    Record
-        One at a time.
-    """
+    """All records of a set, in its order; those in bfloat16 only if asked for."""
     kinds: list[Any] = [*DTYPES, *([tensorfile.bfloat16()] if bfloat16 else [])]
     for name, info in SCHEMES.items():
         record = _encoding if info.kind == "absolute" else _attention

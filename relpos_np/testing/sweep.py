@@ -31,13 +31,7 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Precision of the inputs.
-
-        Returns
-        -------
-        str
-            One of `DTYPES`.
-        """
+        """Precision of the inputs, one of `DTYPES`."""
         return str(self.example.q.dtype)
 
     def error(self) -> float:

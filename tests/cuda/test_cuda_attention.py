@@ -7,16 +7,17 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._contract import check
-from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda import decode, plan
 from relpos_np.kernels._cuda.tile import Tiling
+from tests.cuda.terms import every_kind, in_float64
+from tests.every import ATTENTION
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 
-ATTENTION = [(n, v) for n, info in rp.SCHEMES.items() if info.kind == "attention" for v in info.variants or (None,)]
 EPS = {dtype: float(np.finfo(dtype).eps) for dtype in ("float32", "float64")}
 
 
@@ -53,14 +54,6 @@ def test_every_scheme(name, variant, dtype):
     assert one.error(out, lse) <= 1
 
 
-def index_map(rng, kind, q_len, k_len, rows, batch):
-    """A random map with some rows missing: by distance, by pair, or by pair and batch item."""
-    if kind == "distances":
-        return Toeplitz(rng.integers(-1, rows, q_len + k_len - 1, dtype=np.int32), rows)
-    lead = batch if kind == "per batch item" else ()
-    return Dense(rng.integers(-1, rows, (*lead, q_len, k_len), dtype=np.int32), rows)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["distances", "pairs", "per batch item"])
 @pytest.mark.parametrize(
@@ -75,33 +68,12 @@ def index_map(rng, kind, q_len, k_len, rows, batch):
 )
 def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, kind, dtype):
     rng = np.random.default_rng(q_len + k_len)
-    q, k, v = (x.astype(dtype) for x in operands(rng, heads, kv_heads, q_len, k_len, dim, v_dim, batch))
+    (q, k, v), terms, _ = every_kind(rng, batch, heads, kv_heads, q_len, k_len, (dim, v_dim), kind, dtype)
     problem, _, _ = check.problem(q, k, v, causal=False, offset=2)
-
-    def draw(*shape):
-        return rng.standard_normal(shape).astype(dtype)
-
-    def maps(rows):
-        return index_map(rng, kind, q_len, k_len, rows, batch)
-
-    terms = Terms(
-        tables=(TableTerm(draw(heads, 5), maps(5)), TableTerm(draw(1, 1), maps(1))),
-        queries=(
-            QueryTerm(draw(*batch, heads, q_len, 4), draw(1, 6, 4), maps(6)),
-            QueryTerm(draw(*batch, heads, q_len, 2), draw(heads, 3, 2), maps(3)),
-        ),
-        keys=(KeyTerm(draw(*batch, kv_heads, k_len, 3), draw(heads, 4, 3), maps(4)),),
-        values=(ValueTerm(draw(heads, 5, v_dim), maps(5)), ValueTerm(draw(1, 2, v_dim), maps(2))),
-        biases=(draw(1, q_len, k_len), draw(heads, 1, k_len), draw(*batch, 1, q_len, 1)),
-    )
     out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
     _cuda.attention(problem, terms, out, lse)
     wide, _, _ = check.problem(*(x.astype(np.float64) for x in (q, k, v)), causal=False, offset=2)
-    for term in (*terms.tables, *terms.queries, *terms.keys, *terms.values):
-        for name in {"table", "query", "key", "weights"} & set(term.__slots__):
-            setattr(term, name, getattr(term, name).astype(np.float64))
-    terms.biases = tuple(x.astype(np.float64) for x in terms.biases)
-    expected, expected_lse = from_terms.attention(wide, terms)
+    expected, expected_lse = from_terms.attention(wide, in_float64(terms))
     # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 8.
     np.testing.assert_allclose(out, expected, rtol=0, atol=8 * 40 * EPS[dtype])
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=8 * 40 * EPS[dtype])

@@ -4,11 +4,13 @@ RELPOS_GPU=required turns "there is no GPU" from a skip into a failure.
 """
 
 import os
-import sys
 
 import pytest
 
 import relpos_np as rp
+from tests.cuda.conftest import quick_switches
+
+__all__ = ["quick_switches"]
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +31,3 @@ def gpu():
 
     if required and simulated():
         pytest.fail("RELPOS_GPU=required, and this is the simulator")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_switches():
-    """The simulator's threads wait for each other all the time: let Python switch between them sooner."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)

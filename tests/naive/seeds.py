@@ -91,6 +91,13 @@ def attention(q, k, v, *, value=None, rows=None, **terms):
     return np.reshape(np.array(outs), (*shape, d_v)), np.reshape(lses, shape)
 
 
+def projected(x, weight, bias=None, heads=1):
+    """W x + b of each row x, cut into heads: (1, H, L, D)."""
+    bias = [0.0] * len(weight) if bias is None else floats(bias)
+    rows = [[dot(line, row) + b for line, b in zip(floats(weight), bias, strict=True)] for row in floats(x)]
+    return np.reshape(rows, (1, len(rows), heads, -1)).swapaxes(1, 2)
+
+
 def self_attention(x, w_query, w_key, w_value):
     """z_i = sum_j softmax_j(x_i Wq (x_j Wk)^T / sqrt(d_z)) x_j Wv, rows x_i on the left (Shaw 2018, eq. 1 and 2)."""
     x, columns = floats(x), [list(zip(*floats(w), strict=True)) for w in (w_query, w_key, w_value)]

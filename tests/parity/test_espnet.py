@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import randomised, split_heads, without
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -17,21 +18,12 @@ EPS32 = np.finfo(np.float32).eps
 
 def build(cls):
     """The module in float64 with random weights, its output projection taken away."""
-    module = cls(HEADS, WIDTH, 0.0).double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    module.linear_out = torch.nn.Identity()
-    return module
-
-
-def split_heads(flat):
-    batch, length, _ = flat.shape
-    return flat.reshape(batch, length, HEADS, DIM).transpose(1, 2).numpy()
+    return without(randomised(cls(HEADS, WIDTH, 0.0)), "linear_out")
 
 
 def compare(agrees, module, rows, variant, x, pos, mask, *, causal=False):
-    expected = split_heads(module(x, x, x, pos, mask))
-    q, k, v = (split_heads(linear(x)) for linear in (module.linear_q, module.linear_k, module.linear_v))
+    expected = split_heads(module(x, x, x, pos, mask), HEADS)
+    q, k, v = (split_heads(linear(x), HEADS) for linear in (module.linear_q, module.linear_k, module.linear_v))
     parts = (module.pos_bias_u.numpy(), module.pos_bias_v.numpy(), rows.numpy())
 
     def scheme(dtype):

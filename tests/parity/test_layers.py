@@ -6,6 +6,7 @@ import pytest
 import relpos_np as rp
 from relpos_np import layers
 from relpos_np.reference import rotary_frequencies, rotary_matrices, rotate_pairs
+from tests.parity.modules import additive, padding, randomised
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -22,31 +23,12 @@ def close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
-def randomised(module):
-    """The module in float64 and evaluation mode, every parameter drawn anew (some are initialised to zero)."""
-    module = module.double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.25)
-    return module
-
-
 def state_of(module):
     return {name: tensor.numpy() for name, tensor in module.state_dict().items()}
 
 
 def random_input(length, batch=BATCH):
     return torch.randn(batch, length, WIDTH, dtype=torch.float64)
-
-
-def padding(length, lengths):
-    """True where a token stands."""
-    return np.arange(length) < np.array(lengths)[:, None]
-
-
-def additive(mask):
-    """The finite additive mask of transformers for a boolean one."""
-    lowest = torch.finfo(torch.float64).min
-    return torch.where(torch.from_numpy(mask.copy()), 0.0, torch.tensor(lowest, dtype=torch.float64))
 
 
 @pytest.fixture(params=rp.backend.HOST_BACKENDS)

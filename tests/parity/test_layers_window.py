@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 
 from relpos_np.layers import SwinAttention, VideoSwinAttention, WindowAttention, shift_mask
+from tests.parity.modules import randomised
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 
 BATCH, HEADS, WIDTH = 2, 2, 8
-
-
-def randomised(module):
-    """The module in float64 and evaluation mode, every parameter drawn anew."""
-    module = module.double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    return module
 
 
 def close(got, expected):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import randomised, split_heads, without
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -16,25 +17,6 @@ wavlm = pytest.importorskip("transformers.models.wavlm.modeling_wavlm")
 
 BATCH, HEADS, DIM = 2, 4, 8
 WIDTH = HEADS * DIM
-
-
-def split_heads(flat):
-    """(B, L, H*D) tensor to (B, H, L, D) array."""
-    return flat.reshape(*flat.shape[:2], HEADS, DIM).transpose(1, 2).numpy()
-
-
-def randomised(module):
-    """The module in float64 and evaluation mode, with parameters of moderate size."""
-    module = module.double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    return module
-
-
-def without(module, name):
-    """The module with its output projection taken away."""
-    setattr(module, name, torch.nn.Identity())
-    return module
 
 
 def projected(module, names, x):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import randomised
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -44,13 +45,6 @@ with surroundings:
 
 BATCH, HEADS, DIM = 2, 4, 8
 WIDTH = HEADS * DIM
-
-
-def randomised(module):
-    module = module.double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    return module
 
 
 def qkv(module, x):

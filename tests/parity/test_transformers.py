@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import additive, padding, randomised, split_heads, without
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -25,12 +26,6 @@ WIDTH = HEADS * DIM
 EPS32 = np.finfo(np.float32).eps
 
 
-def split_heads(flat, heads=HEADS):
-    """(B, L, H*D) tensor to (B, H, L, D) array."""
-    batch, length, width = flat.shape
-    return flat.reshape(batch, length, heads, width // heads).transpose(1, 2).numpy()
-
-
 def merge_heads(split):
     """(B, L, H*D) or (B, L, H, D) tensor, before the output projection, to (B, H, L, D) array."""
     return split_heads(split.reshape(*split.shape[:2], WIDTH))
@@ -38,31 +33,6 @@ def merge_heads(split):
 
 def random_input(length, batch=BATCH):
     return torch.randn(batch, length, WIDTH, dtype=torch.float64)
-
-
-def randomised(module):
-    """The module in float64 and evaluation mode, every parameter drawn anew (some are initialised to zero)."""
-    module = module.double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    return module
-
-
-def without(module, name):
-    """The module with its output projection taken away, so that attention itself is seen."""
-    setattr(module, name, torch.nn.Identity())
-    return module
-
-
-def padding(length, lengths):
-    """True where a token stands."""
-    return np.arange(length) < np.array(lengths)[:, None]
-
-
-def additive(mask):
-    """The finite additive mask of transformers for a boolean one, as (B, 1, L_q, L_k)."""
-    lowest = torch.finfo(torch.float64).min
-    return torch.where(torch.from_numpy(mask.copy()), 0.0, torch.tensor(lowest, dtype=torch.float64))
 
 
 # ---------------------------------------------------------------------------------------------- T5 and MPNet

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import randomised
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -22,14 +23,6 @@ EPS32 = np.finfo(np.float32).eps
 def heads_of(flat, dim=DIM):
     """(..., L, H*D) tensor to (..., H, L, D) array."""
     return flat.reshape(*flat.shape[:-1], HEADS, dim).transpose(-3, -2).numpy()
-
-
-def randomised(module):
-    """The module in float64 and evaluation mode, every parameter drawn anew."""
-    module = module.double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return module
 
 
 def cast(dtype, *arrays):

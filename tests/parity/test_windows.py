@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import randomised, split_heads, without
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -26,21 +27,9 @@ def transformers_module(name):
     return importlib.import_module(f"transformers.models.{name}")
 
 
-def randomised(module, std=0.4):
-    module = module.double().eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=std)
-    return module
-
-
-def split(x):
-    """(B, N, C) as (B, H, N, D)."""
-    return x.reshape(*x.shape[:2], HEADS, DIM).transpose(1, 2).numpy()
-
-
 def of_linear(layer, x):
     """q, k and v of one projection: three (B, H, N, D) arrays."""
-    return tuple(split(part) for part in layer(x).chunk(3, dim=-1))
+    return tuple(split_heads(part) for part in layer(x).chunk(3, dim=-1))
 
 
 # ---------------------------------------------------------------------------------------------- Swin V2
@@ -75,7 +64,7 @@ def from_transformers(module, x):
     """Its q, k and v, and what builds the scheme from its weights."""
     first, last = module.continuous_position_bias_mlp[0], module.continuous_position_bias_mlp[2]
     weights = [w.numpy() for w in (first.weight, first.bias, last.weight, module.logit_scale)]
-    qkv = [split(layer(x)) for layer in (module.query, module.key, module.value)]
+    qkv = [split_heads(layer(x)) for layer in (module.query, module.key, module.value)]
 
     def scheme(dtype, window, **options):
         return rp.SwinV2(*(w.astype(dtype) for w in weights), window, **options)
@@ -92,7 +81,7 @@ def test_swin_v2_of_transformers(agrees, wide, window, pretrained):
     qkv, scheme = from_transformers(module, x)
     trained = pretrained if pretrained[0] else None
     agrees(
-        split(module(x)[0]),
+        split_heads(module(x)[0]),
         *qkv,
         position=lambda dtype: scheme(dtype, window, pretrained_window=trained, variant="transformers"),
     )
@@ -111,8 +100,8 @@ def test_swin_v2_of_transformers_adds_its_mask_twice(agrees, wide):
 
     soft = torch.randn(2, area, area)
     tiled = np.tile(soft.numpy(), (2, 1, 1))[:, None]
-    agrees(split(module(x, soft)[0]), *qkv, position=position, mask=2 * tiled)
-    hidden = split(module(x, torch.where(seen, 0.0, -100.0))[0])
+    agrees(split_heads(module(x, soft)[0]), *qkv, position=position, mask=2 * tiled)
+    hidden = split_heads(module(x, torch.where(seen, 0.0, -100.0))[0])
     agrees(hidden, *qkv, position=position, mask=np.tile(seen.numpy(), (2, 1, 1))[:, None])
 
 
@@ -122,7 +111,7 @@ def test_swin_v2_without_patches(rng):
     x = torch.randn(1, 35, WIDTH, dtype=torch.float64)
     (q, k, v), scheme = from_transformers(module, x)
     found = rp.attention(q, k, v, position=scheme(np.float64, (5, 7)), backend="numpy")
-    difference = np.abs(found - split(module(x)[0])).max()
+    difference = np.abs(found - split_heads(module(x)[0])).max()
     assert 1e-12 < difference < 1e-5
 
 
@@ -151,7 +140,7 @@ def test_swin_v2_of_timm(agrees, wide, window, pretrained):
     first, last = module.cpb_mlp[0], module.cpb_mlp[2]
     weights = [w.numpy() for w in (first.weight, first.bias, last.weight, module.logit_scale)]
     agrees(
-        split(module(x)),
+        split_heads(module(x)),
         *qkv,
         position=lambda dtype: rp.SwinV2(
             *(w.astype(dtype) for w in weights), window, pretrained_window=pretrained if pretrained[0] else None
@@ -172,7 +161,7 @@ def test_swin_v2_cr_of_timm(agrees, wide, window):
     weights = [w.numpy() for w in (first.weight, first.bias, last.weight / 10, module.logit_scale)]
     last.weight /= 10  # of hundreds of hidden units, so that scores stay moderate
     agrees(
-        split(module(x)),
+        split_heads(module(x)),
         *of_linear(module.qkv, x),
         position=lambda dtype: rp.SwinV2(
             *(w.astype(dtype) for w in weights), window, output_bias=last.bias.numpy().astype(dtype), variant="paper"
@@ -234,8 +223,8 @@ def test_beit_of_transformers(agrees, grid):
     module = randomised(transformers_module("beit.modeling_beit").BeitAttention(config))
     module.o_proj = torch.nn.Identity()
     x = torch.randn(2, 1 + grid[0] * grid[1], WIDTH, dtype=torch.float64)
-    qkv = [split(layer(x)) for layer in (module.q_proj, module.k_proj, module.v_proj)]
-    expected = split(module(x, attention_mask=bias(grid))[0])
+    qkv = [split_heads(layer(x)) for layer in (module.q_proj, module.k_proj, module.v_proj)]
+    expected = split_heads(module(x, attention_mask=bias(grid))[0])
     table = bias.relative_position_bias_table.numpy()
     agrees(expected, *qkv, position=lambda dtype: rp.BEiT(table.astype(dtype), grid))
 
@@ -250,7 +239,7 @@ def test_beit_of_timm(agrees, grid, fused):
     bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
     table = module.relative_position_bias_table.numpy()
     agrees(
-        split(module(x)),
+        split_heads(module(x)),
         *of_linear(lambda x: module.qkv(x) + bias, x),
         position=lambda dtype: rp.BEiT(table.astype(dtype), grid),
     )
@@ -293,21 +282,26 @@ def test_geometric_tables_of_timm(wide, rng, old, new):
 # ---------------------------------------------------------------------------------------------- SAM, ViTDet, MViTv2
 
 
-@pytest.mark.parametrize(("grid", "trained"), [((4, 4), 4), ((3, 5), 4), ((6, 2), 4), ((1, 7), 3)])
-def test_sam_of_transformers(agrees, grid, trained):
+def assert_decomposed(agrees, module, grid):
     """Tables of another grid are interpolated."""
-    config = transformers_module("sam.configuration_sam").SamVisionConfig(
-        hidden_size=WIDTH, num_attention_heads=HEADS, use_rel_pos=True, qkv_bias=True
-    )
-    module = randomised(transformers_module("sam.modeling_sam").SamVisionSdpaAttention(config, trained))
-    module.proj = torch.nn.Identity()
+    module = without(randomised(module), "proj")
     x = torch.randn(2, *grid, WIDTH, dtype=torch.float64)
     tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
+    out = module(x)
     agrees(
-        split(module(x)[0].flatten(1, 2)),
+        split_heads((out[0] if isinstance(out, tuple) else out).flatten(1, 2)),
         *of_linear(module.qkv, x.flatten(1, 2)),
         position=lambda dtype: rp.DecomposedBias(*(t.astype(dtype) for t in tables), grid),
     )
+
+
+@pytest.mark.parametrize(("grid", "trained"), [((4, 4), 4), ((3, 5), 4), ((6, 2), 4), ((1, 7), 3)])
+def test_sam_of_transformers(agrees, grid, trained):
+    config = transformers_module("sam.configuration_sam").SamVisionConfig(
+        hidden_size=WIDTH, num_attention_heads=HEADS, use_rel_pos=True, qkv_bias=True
+    )
+    module = transformers_module("sam.modeling_sam").SamVisionSdpaAttention(config, trained)
+    assert_decomposed(agrees, module, grid)
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (6, 2)])
@@ -315,15 +309,8 @@ def test_vitdet_of_transformers(agrees, grid):
     config = transformers_module("vitdet.configuration_vitdet").VitDetConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, use_relative_position_embeddings=True
     )
-    module = randomised(transformers_module("vitdet.modeling_vitdet").VitDetAttention(config, input_size=(4, 4)))
-    module.proj = torch.nn.Identity()
-    x = torch.randn(2, *grid, WIDTH, dtype=torch.float64)
-    tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
-    agrees(
-        split(module(x)[0].flatten(1, 2)),
-        *of_linear(module.qkv, x.flatten(1, 2)),
-        position=lambda dtype: rp.DecomposedBias(*(t.astype(dtype) for t in tables), grid),
-    )
+    module = transformers_module("vitdet.modeling_vitdet").VitDetAttention(config, input_size=(4, 4))
+    assert_decomposed(agrees, module, grid)
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (6, 2)])
@@ -331,15 +318,7 @@ def test_sam_of_timm(agrees, grid):
     module = timm_module("models.vision_transformer_sam").Attention(
         WIDTH, HEADS, qkv_bias=True, use_rel_pos=True, input_size=(4, 4)
     )
-    module = randomised(module)
-    module.proj = torch.nn.Identity()
-    x = torch.randn(2, *grid, WIDTH, dtype=torch.float64)
-    tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
-    agrees(
-        split(module(x).flatten(1, 2)),
-        *of_linear(module.qkv, x.flatten(1, 2)),
-        position=lambda dtype: rp.DecomposedBias(*(t.astype(dtype) for t in tables), grid),
-    )
+    assert_decomposed(agrees, module, grid)
 
 
 @pytest.mark.parametrize("class_token", [False, True])
@@ -378,7 +357,7 @@ def test_mvit_attention_of_timm(agrees):
     x = torch.randn(2, 17, WIDTH, dtype=torch.float64)
     tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
     agrees(
-        split(module(x, [4, 4])[0]),
+        split_heads(module(x, [4, 4])[0]),
         *of_linear(module.qkv, x),
         position=lambda dtype: rp.DecomposedBias(
             *(t.astype(dtype) for t in tables), (4, 4), variant="mvit", class_token=True

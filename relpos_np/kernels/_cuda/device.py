@@ -189,21 +189,8 @@ def tidied() -> Iterator[None]:
 def attempt(what: str, action: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Do something on the device; if memory runs out, give back what is unused and try once more.
 
-    Parameters
-    ----------
-    what : str
-        For the error, such as "an array of 64 bytes".
-    action : callable
-        What to do. No closure: a traceback would keep what it refers to.
-    *args, **options
-        Its arguments.
-
-    Raises
-    ------
-    RelposMemoryError
-        If there is no memory.
-    RelposError
-        If the driver reports anything else.
+    `what` is for the error, such as "an array of 64 bytes". `action` is no closure: a traceback would keep what it
+    refers to. A RelposMemoryError says that there is no memory, a RelposError what else the driver reports.
     """
     for last in (False, True):
         try:

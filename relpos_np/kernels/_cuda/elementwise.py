@@ -98,16 +98,10 @@ def elementwise(
     y: tuple[Any, tuple[int, ...], np.dtype[Any]] | None,
     out: tuple[Any, tuple[int, ...], np.dtype[Any]],
 ) -> None:
-    """Fill `out` with a copy of x, or with the sum or product of x and y.
+    """Fill `out` with a copy of x, or with the sum or product of x and y: "copy", "add" or "multiply".
 
-    Parameters
-    ----------
-    operation : {"copy", "add", "multiply"}
-        What to do.
-    shape : tuple of int
-        That of all arrays.
-    x, y, out : tuple
-        A flat array on the device, its steps along the axes in elements, 0 where it repeats, and its dtype.
+    All have one shape. Each is a flat array on the device, its steps along the axes in elements, 0 where it repeats,
+    and its dtype.
     """
     count = math.prod(shape)
     if not count:

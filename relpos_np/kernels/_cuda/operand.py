@@ -245,28 +245,11 @@ class Operand(NDArrayOperatorsMixin):
 
     @classmethod
     def of(cls, x: Any, name: str) -> Operand:
-        """An array of a device without a copy, in the order of the current stream.
+        """An array of a device without a copy, in the order of the current stream; the operand keeps x alive.
 
-        Parameters
-        ----------
-        x : object
-            Something with `__dlpack__` or `__cuda_array_interface__` on the current device.
-        name : str
-            Of the argument, for errors.
-
-        Returns
-        -------
-        Operand
-            Which keeps x alive.
-
-        Raises
-        ------
-        RelposTypeError
-            If x cannot be read, or has a dtype or a byte order that kernels do not read.
-        RelposValueError
-            If x is on another device, or has negative strides.
-        RelposImportError
-            If a package is missing for its dtype.
+        x has `__dlpack__` or `__cuda_array_interface__`, and errors call it `name`. A RelposTypeError says that it
+        cannot be read, or has a dtype or a byte order that kernels do not read; a RelposValueError that it is on
+        another device, or has negative strides; a RelposImportError that a package is missing for its dtype.
         """
         if isinstance(x, Operand):
             return x

@@ -52,13 +52,7 @@ def torch_library() -> str | None:
 
 
 class Pool:
-    """Threads of the GNU OpenMP library at a path.
-
-    Parameters
-    ----------
-    path : str
-        Of a library that is in the process already.
-    """
+    """Threads of the GNU OpenMP library at a path, which is in the process already."""
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
