@@ -17,7 +17,14 @@ BRAIN = np.dtype(ml_dtypes.bfloat16)
 # Half of the distance of neighbours, relative to the larger one: what rounding to nearest may change.
 UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # Blocks of queries and of keys, windows, odd lengths and dimensions, one key.
-SHAPES = [(2, 2, 49, 49, 32), (1, 3, 65, 7, 7), (2, 1, 30, 400, 33), (1, 2, 385, 193, 64), (1, 1, 26, 1, 5), (1, 2, 25, 195, 1)]
+SHAPES = [
+    (2, 2, 49, 49, 32),
+    (1, 3, 65, 7, 7),
+    (2, 1, 30, 400, 33),
+    (1, 2, 385, 193, 64),
+    (1, 1, 26, 1, 5),
+    (1, 2, 25, 195, 1),
+]
 CALLS = {
     "plain": {},
     "causal": {"causal": True},
@@ -31,7 +38,10 @@ CALLS = {
 def draw(rng, shape, dtype):
     batch, heads, q_len, k_len, dim = shape
     lengths = (q_len, k_len, k_len)
-    return [rng.standard_normal((batch, heads, n, d)).astype(dtype) for n, d in zip(lengths, (dim, dim, dim + 1), strict=True)]
+    return [
+        rng.standard_normal((batch, heads, n, d)).astype(dtype)
+        for n, d in zip(lengths, (dim, dim, dim + 1), strict=True)
+    ]
 
 
 def call_of(rng, shape, name):
@@ -42,7 +52,9 @@ def call_of(rng, shape, name):
     if "mask" in options:
         mask = rng.random(shape[2:4]) < 0.7
         mask[0] = False
-        options["mask"] = mask if options["mask"] == "bool" else np.where(mask, rng.standard_normal(mask.shape), -np.inf)
+        options["mask"] = (
+            mask if options["mask"] == "bool" else np.where(mask, rng.standard_normal(mask.shape), -np.inf)
+        )
     return options
 
 
@@ -159,7 +171,9 @@ def test_medium_rounds_float32(rng):
     with rp.use_precision("medium"):
         found = rp.attention(q, k, v)
         # For as many queries as decoding takes, products are of float32 in any case.
-        np.testing.assert_array_equal(rp.attention(q[..., :4, :], k, v), rp.attention(q[..., :4, :], k, v, precision="highest"))
+        np.testing.assert_array_equal(
+            rp.attention(q[..., :4, :], k, v), rp.attention(q[..., :4, :], k, v, precision="highest")
+        )
     if target.UNIT == "none":
         np.testing.assert_array_equal(found, exact)
     else:
