@@ -14,8 +14,8 @@ from tests.every import ATTENTION
 from tests.processes import child
 
 BRAIN = np.dtype(ml_dtypes.bfloat16)
-# Half of the distance of neighbours, relative to the larger one: what rounding to nearest may change.
-UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+# What rounding to nearest may change, relative to the number.
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 # Blocks of queries and of keys, windows, odd lengths and dimensions, one key.
 SHAPES = [
     (2, 2, 49, 49, 32),
@@ -86,7 +86,7 @@ def test_errors_are_those_of_rounding(name, shape, dtype, rng):
 
 @pytest.mark.parametrize(("name", "variant"), ATTENTION)
 def test_every_scheme(name, variant):
-    """The distance from float64 is that of rounding operands and scores to bfloat16 at most; far from another formula."""
+    """As far from the formula as rounding turned operands to bfloat16 leads, and no further."""
     e = testing.example(name, variant=variant, dtype=np.float32)
     half = [x.astype(BRAIN) for x in (e.q, e.k, e.v)]
     found = rp.attention(*half, position=e.position, **e.kwargs)
@@ -229,7 +229,7 @@ def test_units_by_name(unit):
     assert status == 0, log
     name, error, as_highest = json.loads(out)
     assert (name, as_highest) == (unit, unit == "none")
-    assert error < 4 * UNIT["bfloat16"]
+    assert error < 2 * UNIT["bfloat16"]
 
 
 def test_a_unit_that_does_not_exist():
