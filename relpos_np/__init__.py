@@ -3,6 +3,7 @@
 from relpos_np import _moved, backend, reference
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._runtime.memory import memory_limit, set_memory_limit
+from relpos_np._runtime.precision import set_precision, use_precision
 from relpos_np._runtime.threadcount import get_num_threads, set_num_threads, threads
 from relpos_np.api import attention, attention_vjp, logits, rel_shift
 from relpos_np.backend import set_backend, use_backend
@@ -43,9 +44,11 @@ __all__ = [
     "set_backend",
     "set_memory_limit",
     "set_num_threads",
+    "set_precision",
     "show_versions",
     "threads",
     "use_backend",
+    "use_precision",
 ]
 __all__ += list(_CLASSES)
 

@@ -3,6 +3,8 @@ from relpos_np import reference as reference
 from relpos_np._contract.gradient import AttentionGradient as AttentionGradient
 from relpos_np._runtime.memory import memory_limit as memory_limit
 from relpos_np._runtime.memory import set_memory_limit as set_memory_limit
+from relpos_np._runtime.precision import set_precision as set_precision
+from relpos_np._runtime.precision import use_precision as use_precision
 from relpos_np._runtime.threadcount import get_num_threads as get_num_threads
 from relpos_np._runtime.threadcount import set_num_threads as set_num_threads
 from relpos_np._runtime.threadcount import threads as threads

@@ -99,6 +99,8 @@ def attention(
         Rate at which probabilities are dropped; needs `rng`. Holds a mask of L_q L_k.
     rng : numpy.random.Generator, optional
         Source of the dropout mask; the same state gives the same mask on every backend.
+    precision : {"highest", "high", "medium"}, optional
+        See `set_precision`; without it, bfloat16 is multiplied as such where the processor can.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `set_backend`.
     return_lse : bool
@@ -121,11 +123,11 @@ def attention(
 
     Notes
     -----
-    Arithmetic is in float64 for float64, else in float32. NaN or infinity in a key or value reaches
-    only the queries that may attend it, and a key that none may attend changes no bit of any result. The
-    CPU kernels do not even read keys and values outside the range that `key_lengths`, `causal` and `window`
-    leave, unless they must be copied first: because rows are not contiguous or of another precision, or because
-    a scheme computes with keys. A query whose scores overflow float32 gets NaN: pass float64.
+    Arithmetic is in float64 for float64, else in float32, but for products that `precision` allows to round. NaN or
+    infinity in a key or value reaches only the queries that may attend it, and a key that none may attend changes no
+    bit of any result. The CPU kernels do not even read keys and values outside the range that `key_lengths`, `causal`
+    and `window` leave, unless they must be copied first: because rows are not contiguous, or because a scheme computes
+    with keys. A query whose scores overflow float32 gets NaN: pass float64.
 
     With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
     CUDA array interface without a copy; results are then on the device, and can be read the same way. The arrays of
@@ -153,7 +155,7 @@ def attention(
             result, lse = forward.attention(problem, schemes)
         else:
             lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
-            result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse)
+            result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse, dtype)
             lse = found if found is not None else result
         if flat:
             result, lse = result[0], lse[0]
@@ -236,6 +238,8 @@ def attention_vjp(
         See `attention`.
     rng : numpy.random.Generator, optional
         In the state it had before the forward pass, so that it drops the same probabilities.
+    precision : {"highest", "high", "medium"}, optional
+        Gradients are computed with "highest", whatever is chosen.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `set_backend`. "numpy" takes the scores from the schemes' formulas, "terms" from the terms they are
         lowered to, and both hold matrices of L_q L_k; "numba" and "cuda" recompute them tile by tile and hold none,

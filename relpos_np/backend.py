@@ -166,7 +166,7 @@ def available() -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def evaluate(
-    name: str, problem: Problem, terms: Terms, out: Array | None, want_lse: bool
+    name: str, problem: Problem, terms: Terms, out: Array | None, want_lse: bool, dtype: np.dtype[Any]
 ) -> tuple[Array, Array | None]:
     """Run attention on a backend that takes terms.
 
@@ -182,6 +182,8 @@ def evaluate(
         Where the result goes if dtype and layout allow; else it goes to a new array.
     want_lse : bool
         Whether to compute the log-sum-exp.
+    dtype : dtype
+        In which the result is wanted; where a backend does not write it, the result is in that of the computation.
 
     Returns
     -------
@@ -192,10 +194,12 @@ def evaluate(
         from relpos_np._dense import from_terms
 
         return from_terms.attention(problem, terms)
-    dtype = problem.site.dtype
+    module, own = kernels(name), problem.site.dtype
+    if dtype.name not in module.WRITES:
+        dtype = own
     target = (
         out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)
     )
-    lse = np.empty(problem.out_shape[:-1], dtype) if want_lse else None
-    kernels(name).attention(problem, terms, target, lse)
+    lse = np.empty(problem.out_shape[:-1], own) if want_lse else None
+    module.attention(problem, terms, target, lse)
     return target, lse

@@ -72,7 +72,7 @@ def kernels() -> dict[str, Any] | str:
 
         from relpos_np._runtime.threadcount import get_num_threads
         from relpos_np.kernels._numba.cache import cache_folder
-        from relpos_np.kernels._numba.target import TARGET
+        from relpos_np.kernels._numba.target import TARGET, UNIT
     except ImportError as error:
         return f"not available: {error}"
     folder = cache_folder()
@@ -82,6 +82,7 @@ def kernels() -> dict[str, Any] | str:
         layer = f"not started ({numba.config.THREADING_LAYER})"
     return {
         "vectors": TARGET.name,
+        "matrix_unit": UNIT,
         "threads": get_num_threads(),
         "threading_layer": layer,
         # None where it cannot be written: a warning says why.

@@ -60,32 +60,6 @@ def test_content_is_declared(name):
         assert found == scheme.content, f"{name} {variant}: declare content = {found}"
 
 
-class Untouchable:
-    """Keys that must not be looked at."""
-
-    def __getattr__(self, name):
-        raise AssertionError(f"lower reads the keys: {name}")
-
-
-def reads(scheme, q, k, site):
-    untouched = Untouchable()
-    try:
-        terms = scheme.lower(q, untouched, site)
-    except (AssertionError, TypeError):
-        return True
-    return any(term.key is untouched for term in terms.keys)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_reads_keys_is_declared(name):
-    """For a class as a whole: one of its variants may read keys where others do not."""
-    found = False
-    for variant in VARIANTS[name]:
-        problem, scheme = problem_of(name, variant)
-        found |= reads(scheme, problem.q, problem.k, problem.site)
-    assert found == scheme.reads_keys, f"{name}: declare reads_keys = {found}"
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_excludes_is_declared(name):
     for variant in VARIANTS[name]:

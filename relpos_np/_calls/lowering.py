@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any
 
 import numpy as np
 
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
@@ -36,10 +37,18 @@ def each_lowered(schemes: tuple[Scheme, ...], problem: Problem, operands: Any = 
     """Each scheme as terms; `operands` are q and k where they are on a device."""
     if operands is not None:
         return [scheme.lower(operands[0], operands[1], problem.site) for scheme in schemes]
-    return [
-        scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, problem.site)
-        for scheme in schemes
-    ]
+    return [lowered(scheme, problem, problem.site) for scheme in schemes]
+
+
+def lowered(scheme: Scheme, problem: Problem, site: Site) -> Terms:
+    """One scheme as terms. What is stored in half precision is converted only if the terms hold it."""
+    if scheme.computes:
+        return scheme.lower(problem.q, problem.k, site)
+    q, k = problem.stored_q, problem.stored_k
+    terms = scheme.lower(q, k, site)
+    terms.queries = tuple(replace(t, query=problem.q) if t.query is q else t for t in terms.queries)
+    terms.keys = tuple(replace(t, key=problem.k) if t.key is k else t for t in terms.keys)
+    return terms
 
 
 def all_terms(lowered: list[Terms]) -> Terms:
@@ -79,7 +88,7 @@ def each_lifted(
         if share.k is not None:
             grad_k = share.k if grad_k is None else grad_k + share.k
     if grad_q is None:
-        grad_q = np.zeros_like(problem.q, order="C")
+        grad_q = np.zeros(problem.stored_q.shape, problem.site.dtype)
     if grad_k is None:
-        grad_k = np.zeros_like(problem.k, order="C")
+        grad_k = np.zeros(problem.stored_k.shape, problem.site.dtype)
     return grad_q, grad_k, tuple(arrays) if isinstance(position, tuple) else arrays[0] if arrays else {}

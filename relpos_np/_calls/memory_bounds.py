@@ -57,7 +57,7 @@ class Admission:
             parts["masks and bands"] = mask_bytes
         lowering = self.name != "numpy" if self.function != "logits" else self.name == "terms"
         if dense:
-            given = (problem.q, problem.stored_k, problem.stored_v)
+            given = (problem.stored_q, problem.stored_k, problem.stored_v)
             parts["copies of operands"] += _repeated(site) + sum(x.nbytes for x in given if not x.flags.c_contiguous)
             extra = 2 if dropped else 0
             forward = max(
@@ -144,7 +144,7 @@ def _mask(mask: Any, site: Site, dense: bool) -> int:
 
 def _vectors(site: Site, schemes: Sequence[Scheme]) -> int:
     """Bytes of the queries and keys that some schemes make."""
-    if not any(scheme.content or scheme.reads_keys for scheme in schemes):
+    if not any(scheme.content or scheme.computes for scheme in schemes):
         return 0
     count, item = math.prod(site.batch), 2 * site.dtype.itemsize
     return count * site.head_dim * item * (site.heads * site.q_len + site.kv_heads * site.k_len)

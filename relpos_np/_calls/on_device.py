@@ -68,7 +68,7 @@ def _batched(operands: list[Operand], problem: Problem) -> tuple[Operand, Operan
     """Operands with the batch axes of the call, as those of a checked call are."""
     q, k, v = (
         (x.reshaped((1, *x.shape)) if x.ndim == 2 else x).broadcast_to(stand_in.shape)
-        for x, stand_in in zip(operands, (problem.q, problem.stored_k, problem.stored_v), strict=True)
+        for x, stand_in in zip(operands, (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
     )
     return q, k, v
 

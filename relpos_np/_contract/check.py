@@ -10,7 +10,7 @@ import numpy as np
 
 from relpos_np._contract.options import DEFAULTS, Options
 from relpos_np._contract.problem import UNBOUNDED, Problem, Site
-from relpos_np._runtime import memory
+from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
 from relpos_np.types import Array, Bools
 
@@ -262,9 +262,9 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     size = sum(x.size for x in given if x.dtype.name in _HALVES) * _FLOAT32.itemsize
     size += sum(x.nbytes for x in given if not (x.flags.aligned and x.dtype.isnative))
     memory.require("attention", {"operands in another dtype or layout": size})
-    # Keys and values keep their half precision: a kernel may read them as they are.
+    # Half precision is kept: a kernel may read it as it is.
     operands = [
-        x if name != "q" and x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned else floating(name, x)
+        x if x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned else floating(name, x)
         for name, x in zip(named, given, strict=True)
     ]
     for name, x in zip(named, operands, strict=True):
@@ -308,6 +308,7 @@ def call(
         raise RelposValueError(f"v: expected (..., {kv_heads}, {k_len}, D_v) like k, found {v.shape}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise RelposValueError(f"k: {kv_heads} heads do not divide q's {heads}; shapes {k.shape} and {q.shape}")
+    dtype = _FLOAT32 if q.dtype.itemsize == 2 else q.dtype
     leads = q.shape[:-3], k.shape[:-3], v.shape[:-3]
     batch = leads[0]
     if leads[1] != batch or leads[2] != batch:
@@ -318,9 +319,8 @@ def call(
                 f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast"
             ) from None
         # Converted before they are broadcast, so once and not for each batch item.
-        q, k, v = (np.broadcast_to(x.astype(q.dtype, copy=False), (*batch, *x.shape[-3:])) for x in (q, k, v))
+        q, k, v = (np.broadcast_to(x.astype(dtype, copy=False), (*batch, *x.shape[-3:])) for x in (q, k, v))
     left, right = _band(flag("causal", given["causal"]), given["window"])
-    dtype = q.dtype
     site = Site(
         heads=heads,
         kv_heads=kv_heads,
@@ -341,7 +341,7 @@ def call(
     if mask is not None or len(operands) == 2 or dropout != 0.0:
         memory.countable("attention", scores)
     found = Problem(
-        q=q,
+        stored_q=q,
         stored_k=k,
         stored_v=v,
         site=site,
@@ -351,6 +351,7 @@ def call(
         key_lengths=None if key_lengths is None else lengths_of_keys(key_lengths, batch, k_len),
         keep=None,
         keep_scale=1.0,
+        precision=precision.chosen(given["precision"]),
     )
     if admit is not None:
         pairs = zip(operands, named.values(), strict=True)

@@ -53,7 +53,13 @@ class _Backend(TypedDict, total=False):
     backend: Annotated[str | None, None]
 
 
-class Options(_Arrays, _Band, _Fixed, _Dropout, _Backend, total=False):
+class _Precision(TypedDict, total=False):
+    """How exactly products are made."""
+
+    precision: Annotated[str | None, None]
+
+
+class Options(_Arrays, _Band, _Fixed, _Dropout, _Precision, _Backend, total=False):
     """Every option."""
 
 
@@ -61,11 +67,11 @@ class ScoreOptions(_Arrays, _Band, _Fixed, _Backend, total=False):
     """The options that change the scores."""
 
 
-class NumberOptions(_Band, _Fixed, _Backend, total=False):
+class NumberOptions(_Band, _Fixed, _Precision, _Backend, total=False):
     """The options that are not arrays, for functions whose arrays are another package's."""
 
 
-class LayerOptions(_Arrays, _Band, _Dropout, _Backend, total=False):
+class LayerOptions(_Arrays, _Band, _Dropout, _Precision, _Backend, total=False):
     """The options of a module."""
 
 

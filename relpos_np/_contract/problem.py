@@ -76,13 +76,13 @@ class Part:
 class Problem:
     """Checked operands: q (*batch, H, L_q, D), k (*batch, H_kv, L_k, D), v (*batch, H_kv, L_k, D_v).
 
-    Batch axes are broadcast without copies. `stored_k` and `stored_v` may be of half precision; k and v are
+    Batch axes are broadcast without copies. What is `stored_...` may be of half precision; q, k and v are
     the same in the dtype of the computation, converted when they are first asked for. `mask`, bool or float,
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
-    `mask_of_keys`: the mask was given with one row for all heads and queries.
+    `mask_of_keys`: the mask was given with one row for all heads and queries. `precision`: one that was chosen.
     """
 
-    q: Array
+    stored_q: Array
     stored_k: Array
     stored_v: Array
     site: Site
@@ -93,8 +93,17 @@ class Problem:
     keep: Array | None
     keep_scale: float
     mask_of_keys: bool = False
+    precision: str | None = None
+    _q: Array | None = field(init=False, default=None)
     _k: Array | None = field(init=False, default=None)
     _v: Array | None = field(init=False, default=None)
+
+    @property
+    def q(self) -> Array:
+        """Queries in the dtype of the computation."""
+        if self._q is None:
+            self._q = self.stored_q.astype(self.site.dtype, copy=False)
+        return self._q
 
     @property
     def k(self) -> Array:
@@ -112,7 +121,9 @@ class Problem:
 
     def pack(self) -> None:
         """Lay q, k and v out in C order: a BLAS and einsum add in an order that depends on strides."""
-        self.q, self.stored_k, self.stored_v = map(np.ascontiguousarray, (self.q, self.stored_k, self.stored_v))
+        stored = (self.stored_q, self.stored_k, self.stored_v)
+        self.stored_q, self.stored_k, self.stored_v = map(np.ascontiguousarray, stored)
+        self._q = self._k = self._v = None
 
     @property
     def batch(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np import backend as _backend
+from relpos_np._calls import lowering
 from relpos_np._calls.lowering import all_terms
 from relpos_np._contract.problem import Part, Problem, Site
 from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, cut_map, of_batch
@@ -86,7 +87,7 @@ def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
     """The terms of one scheme, as its `narrow` prepared it, for the part whose operands `problem` holds."""
     scheme, site, part = narrowed
     if part == Part.of(site):
-        return scheme.lower(problem.q, problem.k if scheme.reads_keys else problem.stored_k, site)
+        return lowering.lowered(scheme, problem, site)
     if scheme.computes:
         raise RelposValueError(
             f"position: {scheme!r} cannot be computed for a part of a call, since it computes with queries or keys "
@@ -100,7 +101,7 @@ def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Arr
     """Output and log-sum-exp of a part whose schemes are narrowed."""
     with np.errstate(all="ignore"):
         terms = all_terms([lowered(one, problem) for one in narrowed])
-        out, lse = _backend.evaluate(name, problem, terms, None, True)
+        out, lse = _backend.evaluate(name, problem, terms, None, True, problem.site.dtype)
     assert lse is not None
     return out, lse
 

@@ -28,7 +28,6 @@ class DenseBias(Scheme):
         If it does not broadcast to the scores of the call.
     """
 
-    reads_keys = False
     excludes = True
     computes = False
 

@@ -126,7 +126,6 @@ class ALiBi(Scheme):
     Multilingual Language Model", 2022.
     """
 
-    reads_keys = False
     computes = False
 
     def __init__(self, slopes: Any = None, *, heads: int | None = None, form: str = "symmetric") -> None:

@@ -42,14 +42,13 @@ class Scheme:
 
     # Whether the scheme changes the content product q . k itself; of several schemes only one may.
     content = False
-    # Whether `lower` reads the keys; where none does, keys of half precision need not be converted.
-    reads_keys = True
     # Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
     excludes = False
     # Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no effect.
     relative = False
     # Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
-    # leaves them out, says False: its terms can then be made without operands, and cut to a part of a call.
+    # leaves them out, says False: its terms can then be made without operands, or from operands of half precision, and
+    # cut to a part of a call.
     computes = True
     # Whether `lower` makes an index map that holds a number for every pair.
     dense = False

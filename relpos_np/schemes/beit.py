@@ -104,7 +104,6 @@ class BEiT(Scheme):
     ICML 2022.
     """
 
-    reads_keys = False
     computes = False
     dense = True
 

@@ -181,7 +181,6 @@ class DecomposedBias(Scheme):
     Kirillov et al., "Segment Anything", ICCV 2023.
     """
 
-    reads_keys = False
     computes = False
     dense = True
 

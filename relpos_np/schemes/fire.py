@@ -130,7 +130,6 @@ class FIRE(Scheme):
     Li et al., "Functional Interpolation for Relative Positions Improves Long Context Transformers", ICLR 2024.
     """
 
-    reads_keys = False
     computes = False
 
     def __init__(self, w1: Any, b1: Any, w2: Any, b2: Any, c: Any, threshold: Any, *, eps: float = 0.0) -> None:

@@ -114,7 +114,6 @@ class GraphLabels(Scheme):
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
     """
 
-    reads_keys = False
     computes = False
 
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:

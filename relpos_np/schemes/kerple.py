@@ -84,7 +84,6 @@ class KERPLE(Scheme):
     """
 
     relative = True
-    reads_keys = False
     computes = False
 
     def __init__(self, a: Any, b: Any, *, form: str = "log") -> None:

@@ -172,7 +172,6 @@ class LayoutBias(Scheme):
     CVPR 2023.
     """
 
-    reads_keys = False
     computes = False
 
     def __init__(

@@ -166,7 +166,6 @@ class NeighborhoodBias(Scheme):
     """
 
     excludes = True
-    reads_keys = False
     computes = False
     dense = True
 

@@ -139,7 +139,6 @@ class Plain(Scheme):
     """
 
     relative = True
-    reads_keys = False
     computes = False
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:

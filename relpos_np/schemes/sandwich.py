@@ -111,7 +111,6 @@ class Sandwich(Scheme):
     """
 
     relative = True
-    reads_keys = False
     computes = False
 
     def __init__(

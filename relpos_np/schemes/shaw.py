@@ -239,7 +239,6 @@ class Shaw(Scheme):
     """
 
     relative = True
-    reads_keys = False
     computes = False
 
     def __init__(

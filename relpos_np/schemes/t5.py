@@ -92,7 +92,6 @@ class T5(Scheme):
     """
 
     relative = True
-    reads_keys = False
     computes = False
 
     def __init__(

@@ -98,7 +98,6 @@ class TISA(Scheme):
     """
 
     relative = True
-    reads_keys = False
     computes = False
 
     def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: str = "paper") -> None:

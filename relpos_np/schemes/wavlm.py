@@ -180,7 +180,6 @@ class WavLM(Scheme):
     Language Model Pre-training via ELECTRA", ACL 2022.
     """
 
-    reads_keys = False
     computes = False
 
     def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: str = "exact") -> None:

@@ -122,7 +122,6 @@ class WindowBias(Scheme):
     Super-Resolution", CVPR 2022.
     """
 
-    reads_keys = False
     computes = False
     dense = True
 

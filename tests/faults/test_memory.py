@@ -283,6 +283,6 @@ def test_row_37_every_public_function_says_what_it_takes_or_needs_little():
     judged = {"attention", "attention_vjp", "logits", "rel_shift"}
     functions = {name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))}
     assert functions - judged == {
-        *("get_num_threads", "memory_limit", "set_backend", "set_memory_limit", "set_num_threads", "show_versions"),
-        *("threads", "use_backend"),
+        *("get_num_threads", "memory_limit", "set_backend", "set_memory_limit", "set_num_threads", "set_precision"),
+        *("show_versions", "threads", "use_backend", "use_precision"),
     }

@@ -178,7 +178,7 @@ class Machine:
         offsets = batches[records.BATCH_K if name == "k" else records.BATCH_V]
         heads = fields["heads"] // fields[name + "_group"]
         depth, size = fields["depth" if name == "k" else "v_depth"], 8 if self.memory.kernel.endswith("64") else 4
-        size = 2 if self.memory.kernel in ("decode_float16", "decode_bfloat16") else size
+        size = 2 if fields[name + "_kind"] else size
         region.legal = np.zeros(region.size, np.uint8)
         base = fields[name] - region.start
         for b, shut in enumerate(np.broadcast_to(self.excluded, (fields["count"], fields["k_len"]))):

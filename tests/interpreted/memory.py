@@ -16,10 +16,19 @@ from pathlib import Path
 import numpy as np
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-INT16, UINT16 = np.dtype(np.int16), np.dtype(np.uint16)
+INT16, UINT16, UINT32 = np.dtype(np.int16), np.dtype(np.uint16), np.dtype(np.uint32)
 # Not an element type of a kernel: an array of addresses of int64.
 ADDRESS = np.dtype("V8")
-_CODES = {"float32": "f", "float64": "d", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "int64": "q"}
+_CODES = {
+    "float32": "f",
+    "float64": "d",
+    "uint8": "B",
+    "int16": "h",
+    "uint16": "H",
+    "int32": "i",
+    "uint32": "I",
+    "int64": "q",
+}
 _STRUCTS = {np.dtype(name): struct.Struct("=" + code) for name, code in _CODES.items()} | {ADDRESS: struct.Struct("=q")}
 
 
@@ -79,6 +88,10 @@ class Pointer:
         if type(offset) is Place:
             first, last = self.address + offset.first * self.size, self.address + offset.last * self.size
         return Pointer(self.region, self.address + offset * self.size, self.kind, first, last)
+
+    def seen_as(self, kind):
+        """The same place with elements of another type."""
+        return Pointer(self.region, self.address, kind, self.first, self.last)
 
 
 class Memory:

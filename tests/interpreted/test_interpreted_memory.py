@@ -134,9 +134,9 @@ def wrong(patch, module, name, change):
     ("module", "name", "change", "match"),
     [
         # One key too many: behind the last one, and among those that no query may attend.
-        ("attend", "pack_panels", lambda f: lambda o, x, r, a, b, n, *z: f(o, x, r, a, b + 1, n + 1, *z), "access"),
-        ("attend", "load_rows", lambda f: lambda o, w, x, r, n, d, s: f(o, w, x, r, n + 1, d, s), "out of bounds"),
-        ("attend", "load_rows", lambda f: lambda o, w, x, r, n, d, s: f(x, w, o, r, n, d, s), "a write to an input"),
+        ("pack", "pack_panels", lambda f: lambda o, x, r, a, b, n, *z: f(o, x, r, a, b + 1, n + 1, *z), "access"),
+        ("pack", "load_rows", lambda f: lambda o, w, x, r, n, d, s: f(o, w, x, r, n + 1, d, s), "out of bounds"),
+        ("pack", "load_rows", lambda f: lambda o, w, x, r, n, d, s: f(x, w, o, r, n, d, s), "a write to an input"),
         ("pack", "round_up", lambda f: lambda n, unit: f(n, unit) + 8 * TARGET.vector_bytes, "beyond a buffer"),
         (
             "attend",
@@ -155,7 +155,7 @@ def test_a_wrong_kernel_is_caught(module, name, change, match, monkeypatch):
 
 def test_a_forgotten_row_is_seen(monkeypatch):
     """What a kernel does not write is not a number, and neither is what it makes of memory that it did not fill."""
-    wrong(monkeypatch, "attend", "load_rows", lambda f: lambda *a: None)
+    wrong(monkeypatch, "pack", "load_rows", lambda f: lambda *a: None)
     assert np.isnan(call()).all()
     monkeypatch.undo()
     wrong(monkeypatch, "attend", "finish_rows", lambda f: lambda *a: f(*a[:-1], a[-1] - 1))

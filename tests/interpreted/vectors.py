@@ -6,10 +6,11 @@ another order, and products twice.
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from relpos_np.kernels._numba.target import SUM_VECTORS, TARGET
-from tests.interpreted.memory import ADDRESS, FLOAT32, FLOAT64, INT16, UINT16, Fault
+from tests.interpreted.memory import ADDRESS, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault
 
 TINY_EXPONENT = {4: -126.0, 8: -1022.0}
 
@@ -39,6 +40,18 @@ def widened(x):
     if x.dtype == UINT16:
         return (x.astype(np.uint32) << 16).view(np.float32)
     return x
+
+
+def rounded(x):
+    """Bits of the nearest bfloat16 of float32."""
+    return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def unpaired(x, axis):
+    """Pairs of bfloat16, in elements of float32, side by side along an axis."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    both = [widened((part & 0xFFFF).astype(np.uint16)) for part in (bits, bits >> 16)]
+    return np.stack(both, axis + 1).reshape([n * (2 if a == axis else 1) for a, n in enumerate(x.shape)])
 
 
 class Vectors:
@@ -92,7 +105,7 @@ class Vectors:
     def take(self, counter):
         return self._take(self.longs(counter))
 
-    def prefetch(self, base, offset):
+    def prefetch(self, address):
         """Nothing: the address need not exist."""
 
     # rows --------------------------------------------------------------------------------------
@@ -167,6 +180,37 @@ class Vectors:
         target[:, depth:] = 0
         return 0.0 if np.isfinite(source).all() else float("nan")
 
+    def narrow_row(self, out, x, n, factor):
+        source = self.m.row(x, 0, n)
+        source = source * source.dtype.type(factor)
+        bits = source.astype(np.float16).view(np.int16) if out.kind == INT16 else rounded(source)
+        self.m.row(out, 0, n, write=True)[...] = bits
+
+    def _bits(self, x):
+        return x if x.dtype == UINT16 else rounded(widened(x))
+
+    def copy_pairs(self, out, width, x, stride, rows, depth):
+        source = self._bits(self.m.grid(x, 0, rows, stride, depth))
+        target = self.m.grid(out, 0, rows, width, width, write=True)
+        made = np.zeros((rows, 2 * width), np.uint16)
+        made[:, :depth] = source
+        target[...] = made.view(np.float32)
+
+    def pair_rows(self, out, width, x, stride, rows, depth):
+        made = np.zeros((rows + rows % 2, width), np.uint16)
+        made[:rows, :depth] = self._bits(self.m.grid(x, 0, rows, stride, depth))
+        pairs = made[0::2].astype(np.uint32) | made[1::2].astype(np.uint32) << 16
+        self.m.grid(out, 0, len(pairs), width, max(width, depth), write=True)[...] = pairs.view(np.float32)
+        return 0.0 if np.isfinite(widened(made)).all() else float("nan")
+
+    def halve_row(self, x, n):
+        n = up(n, SUM_VECTORS * TARGET.lanes(x.size))
+        row = self.m.row(x, 0, n, write=True)
+        row[: n // 2] = rounded(row).view(np.float32)
+
+    def as_integers(self, base):
+        return base.seen_as(UINT32)
+
     def transpose_square(self, out, ldo, x, ldx):
         lanes = TARGET.lanes(x.size)
         square = self.m.grid(x, 0, lanes, ldx, lanes).T.copy()
@@ -200,9 +244,18 @@ class Vectors:
         left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
         self.m.grid(c, 0, rows, ldc, width, write=True)[...] = left @ right
 
-    def _panel_max(self, first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale):
+    def pair_panel(self, a, lda, b, depth, c, ldc, count, scale):
+        rows, width = up(count, TARGET.score_rows), TARGET.panel(a.size)
+        left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
+        self.m.grid(c, 0, rows, ldc, width, write=True)[...] = (
+            unpaired(left, 1) @ unpaired(right, 0) * np.float32(scale)
+        )
+
+    def _panel_max(self, first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale, pairs=False):
         width, lanes = TARGET.panel(a.size), TARGET.lanes(a.size)
         left, right = self.m.grid(a, first * lda, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
+        if pairs:
+            left, right = unpaired(left, 1), unpaired(right, 0)
         x = (left @ right) * a.kind.type(scale) + self.m.grid(bias, first * bias_row, rows, bias_row, width)
         self.m.grid(c, first * ldc, rows, ldc, width, write=True)[...] = x
         best = self.m.grid(top, first * lanes, rows, lanes, lanes, write=True)
@@ -212,11 +265,18 @@ class Vectors:
     def score_panel_max(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top):
         self._panel_max(0, up(count, TARGET.score_rows), a, lda, b, depth, c, ldc, bias, bias_row, top, 1.0)
 
-    def score_panel_inside(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top, scale):
+    def pair_panel_max(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top, scale):
+        rows = up(count, TARGET.score_rows)
+        self._panel_max(0, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale, True)
+
+    def score_panel_inside(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top, scale, pairs=False):
         rows = TARGET.score_rows
         for i in range(0, count, rows):
             first = min(i, count - rows)
-            self._panel_max(first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale)
+            self._panel_max(first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale, pairs)
+
+    def pair_panel_inside(self, *args):
+        self.score_panel_inside(*args, True)
 
     def _strips(self, width, lanes):
         """First column and vectors of every strip of columns."""
@@ -226,28 +286,37 @@ class Vectors:
         if left and not rest:
             yield whole * lanes, left
 
-    def _accumulate(self, left, b, ldb, c, ldc, fade, count, width, depth):
+    def _accumulate(self, left, b, ldb, c, ldc, fade, count, width, depth, pairs=False):
         lanes = TARGET.lanes(b.size)
         for column, vectors in self._strips(width, lanes):
             rows, columns = up(count, TARGET.value_rows(vectors)), vectors * lanes
             right = self.m.grid(b, column, depth, ldb, columns)
             target = self.m.grid(c, column, rows, ldc, columns, write=True)
             factor = 1 if fade is None else self.m.row(fade, 0, rows)[:, None]
-            target[...] = target * factor + left(rows) @ right
+            product = unpaired(left(rows), 1) @ unpaired(right, 0) if pairs else left(rows) @ right
+            target[...] = target * factor + product
 
     def accumulate(self, a, lda, b, ldb, c, ldc, fade, count, width, depth):
         self._accumulate(lambda n: self.m.grid(a, 0, n, lda, depth), b, ldb, c, ldc, fade, count, width, depth)
 
+    def accumulate_pairs(self, a, lda, b, ldb, c, ldc, fade, count, width, depth):
+        self._accumulate(lambda n: self.m.grid(a, 0, n, lda, depth), b, ldb, c, ldc, fade, count, width, depth, True)
+
     def accumulate_transposed(self, a, lda, b, ldb, c, ldc, count, width, depth):
         self._accumulate(lambda n: self.m.grid(a, 0, depth, lda, n).T, b, ldb, c, ldc, None, count, width, depth)
 
-    def average(self, a, lda, b, ldb, c, ldc, share, count, width, depth):
+    def average_pairs(self, *args):
+        self.average(*args, True)
+
+    def average(self, a, lda, b, ldb, c, ldc, share, count, width, depth, pairs=False):
         lanes = TARGET.lanes(b.size)
         for column, vectors in self._strips(width, lanes):
             rows, columns = TARGET.window_rows(vectors), vectors * lanes
             for i in range(0, count, rows):
                 first = min(i, count - rows)
                 left, right = self.m.grid(a, first * lda, rows, lda, depth), self.m.grid(b, column, depth, ldb, columns)
+                if pairs:
+                    left, right = unpaired(left, 1), unpaired(right, 0)
                 target = self.m.grid(c, first * ldc + column, rows, ldc, columns, write=True)
                 target[...] = (left @ right) * self.m.row(share, first, rows)[:, None]
 

@@ -39,7 +39,6 @@ class GaussianBias(Scheme):
     r"""A bias -abs(w d^2 + b) of each head."""
 
     relative = True
-    reads_keys = False
 
     def __init__(self, w: Any, b: Any) -> None:
         self.w, self.b = check.table("w", w, "heads"), check.table("b", b, "heads")

@@ -14,6 +14,9 @@ from relpos_np.kernels._cuda import device
 
 __all__ = ["attention", "backward", "rel_shift", "require"]
 
+# Dtypes of results.
+WRITES = ("float64", "float32")
+
 
 def require() -> None:
     """Raise RelposImportError unless there is a device, or the simulator."""

@@ -20,10 +20,14 @@ from relpos_np.kernels._numba.held import held
 from relpos_np.kernels._numba.pieces import LOG2
 from relpos_np.kernels._numba.product import product
 from relpos_np.kernels._numba.shift import rel_shift, shift
+from relpos_np.kernels._numba.target import CONVERTS_HALF
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
 __all__ = ["attention", "backward", "cache_folder", "held", "rel_shift", "warm_up"]
+
+# Dtypes of results.
+WRITES = ("float64", "float32", "bfloat16", *(("float16",) if CONVERTS_HALF else ()))
 
 # Every kernel by what it is for and the dtype, where it has one.
 KERNELS = {
@@ -45,7 +49,7 @@ def warm_up() -> Iterator[tuple[str, float]]:
 
 
 def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float = LOG2) -> None:
-    """Fill `out` and `lse`, both C-contiguous and of the problem's dtype; lse in units of log 2, times `unit`."""
+    """Fill `out` and `lse`, both C-contiguous, `out` perhaps in half precision; lse in units of log 2, times `unit`."""
     if not out.size:
         if lse is not None and lse.size:
             _lse_only(problem, terms, lse, unit)
@@ -65,7 +69,7 @@ def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | 
     if not (lse.size and problem.site.k_len):
         return nothing(terms, problem.q, problem.k, problem.v)
     # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
-    attention(problem, terms, out, lse, 1.0)
+    attention(replace(problem, precision="highest"), terms, out, lse, 1.0)
     work = BackwardJob(problem, terms, out, lse, grad_out, grad_lse)
     work.run()
     return work.gradients()

@@ -14,14 +14,23 @@ from typing import Any
 from numba import carray
 
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.pack import load_rows, pack_panels
-from relpos_np.kernels._numba.pieces import LOG2E, MINUS_INFINITY, PANEL_VECTORS, SCORE_ROWS, Tile, head_of, round_up
+from relpos_np.kernels._numba.halves import as_integers, halve_row
+from relpos_np.kernels._numba.pack import load_queries, load_rows, load_values, pack_keys, store_row
+from relpos_np.kernels._numba.pieces import (
+    LOG2E,
+    MINUS_INFINITY,
+    PANEL_VECTORS,
+    SCORE_ROWS,
+    Tile,
+    head_of,
+    round_up,
+    size_of,
+)
 from relpos_np.kernels._numba.records import ADD, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.rows import (
     advance,
     at,
     bytes_,
-    copy_block,
     doubles,
     exp2_row,
     fill_row,
@@ -40,9 +49,9 @@ from relpos_np.kernels._numba.rows import (
     sum_row,
     take,
 )
-from relpos_np.kernels._numba.scores import complete_scores, in_band, score_plain, skew_block
+from relpos_np.kernels._numba.scores import complete_scores, in_band, score_pairs, score_plain, skew_block
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, SUM_VECTORS
-from relpos_np.kernels._numba.tiles import accumulate, score_panel_max
+from relpos_np.kernels._numba.tiles import accumulate, accumulate_pairs, pair_panel_max, score_panel_max
 
 # Rows that are exponentiated, then multiplied while the nearer caches hold them. A multiple of every tile's rows.
 STRIP = 4 * ROW_QUANTUM
@@ -50,8 +59,9 @@ STRIP = 4 * ROW_QUANTUM
 
 # Where each buffer of a thread's workspace begins, in elements, and its size. By row: `total` and `tops` are sums and
 # maxima per lane, `best` is what a tile subtracts, `top` the maximum so far and `fade` the factor on earlier sums.
+# `scratch` holds a vector's worth of keys while they are converted.
 Layout = namedtuple(  # noqa: PYI024
-    "Layout", "queries keys scores values out total tops best top fade skew_q skew_w skew bins end"
+    "Layout", "queries keys scratch scores values out total tops best top fade skew_q skew_w skew bins end"
 )
 
 
@@ -59,7 +69,8 @@ Layout = namedtuple(  # noqa: PYI024
 def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lanes: int) -> Layout:
     """The workspace for `block` queries. The host calls it as plain Python, so it calls no compiled function."""
     keys = (block * depth + 63) // 64 * 64
-    scores = keys + BLOCK_KEYS * depth
+    scratch = keys + BLOCK_KEYS * depth
+    scores = scratch + (lanes * depth + 63) // 64 * 64
     values = scores + block * BLOCK_KEYS
     out = values + BLOCK_KEYS * v_width
     total = out + block * v_width
@@ -73,7 +84,9 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     skew = skew_w + (reach + BLOCK_KEYS) * skew_depth
     binned = skew + (block * (reach + BLOCK_KEYS) if skew_depth else 0)
     end = binned + (block * bins + 63) // 64 * 64
-    return Layout(0, keys, scores, values, out, total, tops, best, top, fade, skew_q, skew_w, skew, binned, end)
+    return Layout(
+        0, keys, scratch, scores, values, out, total, tops, best, top, fade, skew_q, skew_w, skew, binned, end
+    )
 
 
 @helper
@@ -114,6 +127,24 @@ def bypass_values(base: Any, w: Any, rows: int, cols: int, v_depth: int, v_width
 
 
 @helper
+def bypass_pairs(base: Any, w: Any, rows: int, cols: int, v_depth: int, v_width: int) -> None:
+    """As `bypass_values`, of values that are paired."""
+    bits = as_integers(at(base, w.values))
+    for j in range(cols):
+        shift = j % 2 * 16
+        for c in range(v_depth):
+            pair = get(bits, j // 2 * v_width + c)
+            own = pair >> shift & 0xFFFF
+            if own & 0x7F80 == 0x7F80:
+                put(bits, j // 2 * v_width + c, pair & (0xFFFF0000 >> shift))
+                x = math.nan if own & 0x7F else MINUS_INFINITY if own & 0x8000 else math.inf
+                for i in range(rows):
+                    if get(base, w.scores + i * BLOCK_KEYS + j) != MINUS_INFINITY:
+                        at_out = w.out + i * v_width + c
+                        put(base, at_out, get(base, at_out) + x)
+
+
+@helper
 def write_lse(p: Any, like: Any, row: int, top: float, total: float) -> None:
     """Write the log-sum-exp of a row, if it is asked for, from its maximum and its sum."""
     if p.lse:
@@ -124,7 +155,7 @@ def write_lse(p: Any, like: Any, row: int, top: float, total: float) -> None:
 def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None:
     """Load a block's queries and clear its sums."""
     v_width, padded = round_up(p.v_depth, lanes_of(base)), round_up(rows, ROW_QUANTUM)
-    load_rows(at(base, w.queries), p.depth, at(head.q, i0 * p.q_row), p.q_row, rows, p.depth, p.scale)
+    load_queries(p, at(base, w.queries), p.steps, head, i0, rows)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), ((head.b * p.heads + head.h) * p.q_len + i0) * p.skew_depth)
         load_rows(at(base, w.skew_q), p.skew_depth, skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
@@ -142,10 +173,10 @@ def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None
 @inlined
 def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved: int) -> bool:
     """Scores of a tile and their maxima by row; whether bias and maxima were done within the product."""
-    depth, lanes = p.depth, lanes_of(base)
+    depth, lanes = p.steps, lanes_of(base)
     width, queries, scores, tops = PANEL_VECTORS * lanes, at(base, w.queries), at(base, w.scores), at(base, w.tops)
     i0, rows, j0, cols, _ = tile
-    pack_panels(at(base, w.keys), head.k, p.k_row, j0, j0 + cols, p.k_len, depth)
+    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, j0, cols)
     # That needs all keys open to all queries, no column left over, and one bias at most.
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and not (p.skew_depth and p.bias_row)
     whole = cols % width == 0 or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
@@ -160,14 +191,21 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
             added, added_row = at(base, w.skew + reach - 1), reach + BLOCK_KEYS - 1
         for c in range(0, cols, width):
             panel, bias = at(base, w.keys + c * depth), at(added, c if added_row else 0)
-            score_panel_max(queries, depth, panel, depth, at(scores, c), BLOCK_KEYS, rows, bias, added_row, tops)
+            out = at(scores, c)
+            if p.pairs:
+                pair_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, bias, added_row, tops, p.scale)
+            else:
+                score_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, bias, added_row, tops)
     else:
         for c in range(0, cols, width):
             # Only rows that may attend one of the panel's keys: what stands in others is overwritten with -inf.
             low = min(max(j0 + c - p.offset - p.right - i0, 0), rows) // SCORE_ROWS * SCORE_ROWS
             high = min(max(j0 + c + width - p.offset + p.left - i0, low), rows)
-            lines, out = at(queries, low * depth), at(scores, low * BLOCK_KEYS + c)
-            score_plain(lines, depth, at(base, w.keys + c * depth), depth, out, BLOCK_KEYS, high - low)
+            lines, out, panel = at(queries, low * depth), at(scores, low * BLOCK_KEYS + c), at(base, w.keys + c * depth)
+            if p.pairs:
+                score_pairs(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, p.scale)
+            else:
+                score_plain(lines, depth, panel, depth, out, BLOCK_KEYS, high - low)
         complete_scores(p, adds, base, w, head, tile)
     return fused
 
@@ -198,13 +236,17 @@ def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused
     for i in range(rows):
         put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
     advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
-    check = copy_block(at(base, w.values), v_width, at(head.v, tile.j0 * p.v_row), p.v_row, cols, p.v_depth)
+    own = head.v + tile.j0 * p.v_row * size_of(base, p.v_kind)
+    check = load_values(at(base, w.values), v_width, own, p.v_kind, p.v_row, cols, p.v_depth, p.pairs)
     bypassed = not fused and math.isnan(check)
     if bypassed:
         for i in range(rows):
             if get(fade, i) == 0.0:
                 fill_row(base, w.out + i * v_width, w.out + (i + 1) * v_width, 0.0)
-        bypass_values(base, w, rows, cols, p.v_depth, v_width)
+        if p.pairs:
+            bypass_pairs(base, w, rows, cols, p.v_depth, v_width)
+        else:
+            bypass_values(base, w, rows, cols, p.v_depth, v_width)
     for i1 in range(0, rows, STRIP):
         i2 = min(i1 + STRIP, rows)
         # Keys that the last row of the strip may attend: beyond them there is nothing to exponentiate or to add.
@@ -215,12 +257,18 @@ def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused
             fill_row(s, round_up(cols, width) if fused else last_seen, wide, MINUS_INFINITY)
             exp2_row(s, wide, get(base, w.best + i), at(base, w.total + i * lanes), get(fade, i))
             weigh_row(p, values, base, w, head, tile, i, last_seen)
+            if p.pairs:
+                halve_row(s, wide)
             if bypassed and get(fade, i) == 0.0:
                 # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
                 put(fade, i, 1.0)
-        s, out = at(base, w.scores + i1 * BLOCK_KEYS), at(base, w.out + i1 * v_width)
+        s, v, out = at(base, w.scores + i1 * BLOCK_KEYS), at(base, w.values), at(base, w.out + i1 * v_width)
         count, below = i2 - i1, at(fade, i1)
-        accumulate(s, BLOCK_KEYS, at(base, w.values), v_width, out, v_width, below, count, v_width, last_seen)
+        if p.pairs:
+            both = (last_seen + 1) // 2
+            accumulate_pairs(s, BLOCK_KEYS, v, v_width, out, v_width, below, count, v_width, both)
+        else:
+            accumulate(s, BLOCK_KEYS, v, v_width, out, v_width, below, count, v_width, last_seen)
 
 
 @helper
@@ -233,11 +281,12 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
         a = values[n]
         weights, binned = at(pointer_like(base, a.weights), h * a.weights_head), at(base, w.bins + a.bins)
         accumulate(binned, p.bins, weights, v_width, sums, v_width, fade, rows, v_width, a.rows)
-    out = at(pointer_like(base, p.out), b * p.out_batch + h * p.out_head)
+    out, size = b * p.out_batch + h * p.out_head, size_of(base, p.out_kind)
     for i in range(rows):
         total = lane_sum(at(base, w.total + i * lanes))
         factor = 0.0 if total == 0.0 else 1.0 / total
-        scale_row(at(out, (i0 + i) * p.out_row), at(sums, i * v_width), p.v_depth, factor)
+        own = p.out + (out + (i0 + i) * p.out_row) * size
+        store_row(at(sums, i * v_width), own, p.out_kind, p.v_depth, factor)
         write_lse(p, base, (b * p.heads + h) * p.q_len + i0 + i, get(base, w.top + i), total)
 
 
@@ -246,9 +295,8 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     """Attention for one block of queries of one head."""
     block, lanes, b, i0 = p.block_queries, lanes_of(base), t // (p.heads * p.blocks), t % p.blocks * p.block_queries
     rows, width = min(block, p.q_len - i0), PANEL_VECTORS * lanes
-    w = layout(block, p.depth, round_up(p.v_depth, lanes), p.skew_depth, p.bins, lanes)
-    keys, values_at = pointer_like(base, p.k), pointer_like(base, p.v)
-    head = head_of(p, batches, base, keys, values_at, b, t // p.blocks % p.heads)
+    w = layout(block, p.steps, round_up(p.v_depth, lanes), p.skew_depth, p.bins, lanes)
+    head = head_of(p, batches, base, b, t // p.blocks % p.heads)
     begin_rows(p, base, w, head, i0, rows)
     # Tiles lie on a grid that begins at the first key that any query may attend, and a tile ends where whole
     # panels end: a row's sums are the same bits whatever other rows share its block.

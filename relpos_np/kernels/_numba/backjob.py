@@ -14,7 +14,7 @@ from relpos_np.kernels._numba.backward import back_layout, backward
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import query_add
 from relpos_np.kernels._numba.gradients import Sums
-from relpos_np.kernels._numba.plan import fill
+from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK, table
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
 from relpos_np.types import Array
@@ -40,7 +40,7 @@ class BackwardJob:
         self, problem: Problem, terms: Terms, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None
     ) -> None:
         self.call = call = Call(problem, terms, launch.available_threads())
-        fill(call, out, lse)
+        fill(call, out, lse, stored=readable(problem))
         self.grad_out = np.ascontiguousarray(np.broadcast_to(grad_out, problem.out_shape))
         delta = np.einsum("...d,...d->...", self.grad_out, out)
         self.delta = np.ascontiguousarray(delta if grad_lse is None else delta - grad_lse)

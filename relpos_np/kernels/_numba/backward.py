@@ -19,8 +19,8 @@ from numba import carray
 
 from relpos_np.kernels._numba.attend import add_binned
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.pack import load_rows, pack_panels
-from relpos_np.kernels._numba.pieces import LOG2, LOG2E, PANEL_VECTORS, Tile, head_of, round_up
+from relpos_np.kernels._numba.pack import load_block, load_queries, load_rows, pack_panels
+from relpos_np.kernels._numba.pieces import LOG2, LOG2E, PANEL_VECTORS, Tile, head_of, round_up, size_of
 from relpos_np.kernels._numba.records import ADD, BACKWARD, CALL, KEY_BEGIN, KEY_END, SINK
 from relpos_np.kernels._numba.rows import (
     add_row,
@@ -244,24 +244,34 @@ def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head:
             mask_row(s, keep, cols, 0.0)
 
 
+@helper
+def key_at(p: Any, like: Any, head: Any, j: int) -> Any:
+    """The address of a key."""
+    return head.k + j * p.k_row * size_of(like, p.k_kind)
+
+
 @inlined
 def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int) -> bool:
     """Pack a block of keys and values and clear their gradients; whether a key is not finite."""
     lanes = lanes_of(base)
     q_width, v_width = round_up(p.depth, lanes), round_up(p.v_depth, lanes)
-    pack_panels(at(base, w.keys), head.k, p.k_row, j0, j0 + cols, p.k_len, p.depth)
-    pack_panels(at(base, w.value_panels), head.v, p.v_row, j0, j0 + cols, p.k_len, p.v_depth)
+    key_rows, value_rows = at(base, w.key_rows), at(base, w.dv)
+    check = load_block(key_rows, q_width, key_at(p, base, head, j0), p.k_kind, p.k_row, cols, p.depth)
+    own = head.v + j0 * p.v_row * size_of(base, p.v_kind)
+    load_block(value_rows, v_width, own, p.v_kind, p.v_row, cols, p.v_depth)
+    pack_panels(at(base, w.keys), key_rows, q_width, 0, cols, cols, p.depth)
+    pack_panels(at(base, w.value_panels), value_rows, v_width, 0, cols, cols, p.v_depth)
     fill_row(base, w.dk, w.dk + BLOCK_KEYS * q_width, 0.0)
     fill_row(base, w.dv, w.dv + BLOCK_KEYS * v_width, 0.0)
-    return math.isnan(copy_block(at(base, w.key_rows), q_width, at(head.k, j0 * p.k_row), p.k_row, cols, p.depth))
+    return math.isnan(check)
 
 
 @inlined
-def load_queries(p: Any, e: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None:
+def begin_rows(p: Any, e: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None:
     """Copy a block of queries and of the output's gradient."""
     lanes, row = lanes_of(base), (head.b * p.heads + head.h) * p.q_len + i0
     v_width, s_width, grads = round_up(p.v_depth, lanes), round_up(p.skew_depth, lanes), pointer_like(base, e.grad_out)
-    load_rows(at(base, w.queries), round_up(p.depth, lanes), at(head.q, i0 * p.q_row), p.q_row, rows, p.depth, p.scale)
+    load_queries(p, at(base, w.queries), round_up(p.depth, lanes), head, i0, rows)
     load_rows(at(base, w.grads), v_width, at(grads, row * p.v_depth), p.v_depth, rows, p.v_depth, 1.0)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), row * p.skew_depth)
@@ -289,7 +299,7 @@ def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, 
     own = at(base, w.dq + (tile.i0 - first) * q_width)
     if bypassed:
         # Copied again, because `bypass_rows` has emptied rows that these queries may read.
-        copy_block(keys, q_width, at(head.k, tile.j0 * p.k_row), p.k_row, tile.cols, p.depth)
+        load_block(keys, q_width, key_at(p, base, head, tile.j0), p.k_kind, p.k_row, tile.cols, p.depth)
         bypass_rows(slopes, BLOCK_KEYS, 1, keys, q_width, tile.cols, own, tile.rows)
     add_product(slopes, BLOCK_KEYS, keys, own, at(base, w.ones), tile.rows, q_width, tile.cols)
 
@@ -323,7 +333,7 @@ def backward_task(p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: 
     block, lanes, task = p.block_queries, lanes_of(base), task_of(p, e, t)
     first, stop, side = task.first, task.stop, task.side
     w = back_layout(block, e.query_step if e.parts > 1 else p.q_len, p.depth, p.v_depth, p.skew_depth, lanes)
-    head = head_of(p, batches, base, pointer_like(base, p.k), pointer_like(base, p.v), task.b, task.h)
+    head = head_of(p, batches, base, task.b, task.h)
     fill_row(base, w.ones, w.ones + block, 1.0)
     if side != 1 and e.cut == 0:
         fill_row(base, w.dq, w.dq + (stop - first) * round_up(p.depth, lanes), 0.0)
@@ -344,7 +354,7 @@ def backward_task(p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: 
             if j0 + cols <= i0 + p.offset - p.left or j0 > i0 + rows - 1 + p.offset + p.right:
                 continue
             tile = Tile(i0, rows, j0, cols, 0)
-            load_queries(p, e, base, w, head, i0, rows)
+            begin_rows(p, e, base, w, head, i0, rows)
             slope_tile(p, e, adds, dp_adds, base, w, head, tile)
             if side != 0:
                 add_to_keys(p, base, w, rows, cols)

@@ -28,7 +28,7 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 
-from relpos_np.kernels._numba.target import TARGET, host_features
+from relpos_np.kernels._numba.target import TARGET, UNIT, host_features
 
 log = logging.getLogger("relpos_np")
 
@@ -62,7 +62,7 @@ def cache_folder() -> Path | None:
 def _stamp() -> str:
     """Digest of everything that decides the machine code."""
     versions = (numba.__version__, llvmlite.__version__, platform.python_version(), platform.machine())
-    processor = (llvm.get_host_cpu_name(), sorted(host_features().items()), TARGET, numba.config.OPT)
+    processor = (llvm.get_host_cpu_name(), sorted(host_features().items()), TARGET, UNIT, numba.config.OPT)
     digest = hashlib.sha256(repr((versions, processor)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

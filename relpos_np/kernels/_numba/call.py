@@ -47,15 +47,18 @@ class Call:
         """Of an array with a row of so many elements for each of so many queries or keys of every head."""
         return (*self.site.batch, self.site.heads, length, width)
 
-    def operands(self, out: Array, lse: Array | None, *, narrow: bool) -> tuple[Array, Array, Array]:
+    def operands(self, out: Array, lse: Array | None, *, stored: bool) -> tuple[Array, Array, Array]:
         """Set the addresses of operands and results; queries, keys and values as the kernel reads them.
 
-        `narrow`: keys and values as they are stored, in half precision.
+        `stored`: in half precision, if they are stored so.
         """
         problem, terms, f = self.problem, self.terms, self.fields
-        k, v = (problem.stored_k, problem.stored_v) if narrow else (terms.key, problem.v)
-        q = rowwise(problem.q if terms.query is None else terms.query)
-        k, v = rowwise(problem.k if k is None else k), rowwise(v)
+        q, k, v = terms.query, terms.key, problem.stored_v if stored else problem.v
+        if q is None:
+            q = problem.stored_q if stored else problem.q
+        if k is None:
+            k = problem.stored_k if stored else problem.k
+        q, k, v = rowwise(q), rowwise(k), rowwise(v)
         f["q"], f["k"], f["v"], f["out"] = self.keep(q), self.keep(k), self.keep(v), self.keep(out)
         if lse is not None:
             f["lse"] = self.keep(lse)

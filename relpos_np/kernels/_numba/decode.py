@@ -15,7 +15,8 @@ from numba import carray
 
 from relpos_np.kernels._numba.attend import Layout, bypass_values, write_lse
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.pieces import MINUS_INFINITY, Head, Tile, head_of, round_up
+from relpos_np.kernels._numba.pack import load_block, store_row
+from relpos_np.kernels._numba.pieces import MINUS_INFINITY, Head, Tile, head_of, round_up, size_of
 from relpos_np.kernels._numba.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
 from relpos_np.kernels._numba.rows import (
     advance,
@@ -43,7 +44,7 @@ from relpos_np.kernels._numba.rows import (
     take,
 )
 from relpos_np.kernels._numba.scores import complete_scores, in_band
-from relpos_np.kernels._numba.target import BLOCK_KEYS, SUM_VECTORS, host_features
+from relpos_np.kernels._numba.target import BLOCK_KEYS, CONVERTS_HALF, SUM_VECTORS
 from relpos_np.types import Array
 
 PACK_DECODE = struct.Struct(f"<{len(DECODE.names or ())}q").pack
@@ -65,7 +66,7 @@ def decode_layout(depth: int, v_depth: int, lanes: int) -> Layout:
     best = tops + MOST_ROWS * lanes
     top = best + 64
     fade = top + 64
-    return Layout(0, 0, scores, values, out, total, tops, best, top, fade, 0, 0, 0, 0, fade + 64)
+    return Layout(0, 0, 0, scores, values, out, total, tops, best, top, fade, 0, 0, 0, 0, fade + 64)
 
 
 @helper
@@ -92,12 +93,12 @@ def mix_rows(base: Any, w: Any, values: Any, row: int, cols: int, depth: int, ro
 
 
 @helper
-def decode_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) -> None:
+def decode_tile(p: Any, adds: Any, base: Any, ks: Any, vs: Any, w: Any, head: Any, tile: Any) -> None:
     """Attend one block of keys with the rows of every query head of a group, of which `head` is the first."""
     cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
     rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
-    out, fade, values = at(base, w.out), at(base, w.fade), at(head.v, tile.j0 * p.v_row)
-    score_rows(base, w, at(head.k, tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
+    out, fade, values = at(base, w.out), at(base, w.fade), at(pointer_like(vs, head.v), tile.j0 * p.v_row)
+    score_rows(base, w, at(pointer_like(ks, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
         one = Head(head.b, head.h + g, head.q, head.k, head.v, at(head.bias, g * p.bias_head), head.mask)
@@ -145,7 +146,7 @@ def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
             scale_row(at(partial, 2), sums, v_depth, 1.0)
         else:
             factor = 0.0 if total == 0.0 else 1.0 / total
-            scale_row(at(pointer_like(base, p.out), row * v_depth), sums, v_depth, factor)
+            store_row(sums, p.out + row * v_depth * size_of(base, p.out_kind), p.out_kind, v_depth, factor)
             write_lse(p, base, row, top, total)
 
 
@@ -155,11 +156,12 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs:
     group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
     kv_heads, rows = p.heads // group, group * q_len
     b, h, part = t // (kv_heads * e.parts), t // e.parts % kv_heads * group, t % e.parts
-    w, head = decode_layout(p.depth, p.v_depth, lanes), head_of(p, batches, base, ks, vs, b, h)
+    w, head = decode_layout(p.depth, p.v_depth, lanes), head_of(p, batches, base, b, h)
     for g in range(group):
         for i in range(q_len):
-            row = at(base, w.queries + (g * q_len + i) * p.depth)
-            scale_row(row, at(head.q, g * p.q_head + i * p.q_row), p.depth, p.scale)
+            row, own = at(base, w.queries + (g * q_len + i) * p.depth), g * p.q_head + i * p.q_row
+            load_block(row, p.depth, head.q + own * size_of(base, p.q_kind), p.q_kind, p.q_row, 1, p.depth)
+            scale_row(row, row, p.depth, p.scale)
     fill_row(base, w.out, w.out + rows * round_up(p.v_depth, lanes), 0.0)
     fill_row(base, w.total, w.total + rows * lanes, 0.0)
     fill_row(base, w.best, w.best + 64, MINUS_INFINITY)
@@ -169,7 +171,7 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs:
     step = round_up((end - begin + e.parts - 1) // e.parts, BLOCK_KEYS)
     first = begin + part * step
     for j0 in range(first, min(first + step, end), BLOCK_KEYS):
-        decode_tile(p, adds, base, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0))
+        decode_tile(p, adds, base, ks, vs, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0))
     write_rows(p, e, base, w, head, part)
 
 
@@ -215,8 +217,7 @@ decode = {
     "float64": Kernel(_decode_float64),
     "bfloat16": Kernel(_decode_bfloat16),
 }
-if host_features().get("f16c"):
-    # Without the instruction each element would be a call into a library that need not be there.
+if CONVERTS_HALF:
     decode["float16"] = Kernel(_decode_float16)
 
 

@@ -54,7 +54,7 @@ def into_blocks(call: Call, *, windowed: bool) -> Division:
     blocks = -(-site.q_len // block)
     # The kernel for windows writes whole tiles in place: it needs blocks of about the same length.
     f["block_queries"], f["blocks"] = -(-site.q_len // blocks) if windowed else block, blocks
-    workspace = layout.py_func(block, depth, width, skew, f["bins"], lanes).end * item
+    workspace = layout.py_func(block, f["steps"], width, skew, f["bins"], lanes).end * item
     pieces, flops = heads * blocks, per_pair * block * min(site.k_len, band + block)
     threads = 1 if flops * pieces < SERIAL_FLOPS else min(call.threads, pieces)
     if not windowed:

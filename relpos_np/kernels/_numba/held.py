@@ -35,7 +35,7 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
     lines = count * site.heads
     if not lines * site.q_len * site.k_len:
         return {}  # no kernel runs
-    query = problem.q if terms.query is None else terms.query
+    query = problem.stored_q if terms.query is None else terms.query
     key = problem.stored_k if terms.key is None else terms.key
     depth, width = query.shape[-1], -(-site.v_dim // lanes) * lanes
     skew = sum(term.weights.shape[-1] for term in terms.queries if is_skewed(term))

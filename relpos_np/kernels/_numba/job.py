@@ -21,9 +21,10 @@ from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, merge
 from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
-from relpos_np.kernels._numba.plan import fill
+from relpos_np.kernels._numba.pieces import OWN
+from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.skew import is_skewed
-from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
+from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -35,7 +36,7 @@ MOST_PLANS, MOST_ITEMS = 256, 64
 class Plan:
     """What calls of the same sizes have in common.
 
-    `fields` are a record's but for addresses, and `batches` is a table that it names; `narrow` and `windowed` are
+    `fields` are a record's but for addresses, and `batches` is a table that it names; `stored` and `windowed` are
     those of `fill`.
     """
 
@@ -43,7 +44,7 @@ class Plan:
     division: Division
     fields: dict[str, Any]
     batches: Array
-    narrow: bool = False
+    stored: bool
     windowed: bool = False
 
 
@@ -58,7 +59,7 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, uni
     call.kept.append(launch.lend(fields, division.workspace, division.threads))
     if division.parts:
         if division.parts > 1:
-            partial = np.empty((math.prod(out.shape[:-1]), division.parts, 2 + problem.site.v_dim), out.dtype)
+            partial = np.empty((math.prod(out.shape[:-1]), division.parts, 2 + problem.site.v_dim), problem.site.dtype)
         call.tail = PACK_DECODE(division.parts, 0 if partial is None else address_of(partial))
     launch.run_pieces(plan.kernel, fields, call.pack, division.pieces, division.chunk, division.threads, division.unit)
     if partial is not None:
@@ -68,12 +69,12 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, uni
 def _prepare(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tuple[Plan, Call]:
     """The plan of a call, and its record with the arrays that it names."""
     threads = launch.available_threads()
-    key = _sizes(problem, terms, lse is None, threads)
+    key = _sizes(problem, terms, out.dtype.char, lse is None, threads)
     plan = None if key is None else _known.get(key)
     if plan is not None:
         call = Call(problem, terms, threads, plan.fields)
         call.kept.append(plan.batches)
-        call.operands(out, lse, narrow=plan.narrow)
+        call.operands(out, lse, stored=plan.stored)
         if terms.tables:
             biases.fuse_tables(call, windowed=plan.windowed)
         return plan, call
@@ -87,21 +88,21 @@ def _prepare(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> t
     return plan, call
 
 
-def _sizes(problem: Problem, terms: Terms, no_lse: bool, threads: int) -> Hashable | None:
+def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: int) -> Hashable | None:
     """All that a plan depends on; None if it depends on the contents of arrays other than tables."""
     if terms.queries or terms.keys or terms.values or terms.biases:
         return None
     if problem.mask is not None or problem.key_lengths is not None or problem.keep is not None:
         return None
     site = problem.site
-    q = problem.q if terms.query is None else terms.query
+    q = problem.stored_q if terms.query is None else terms.query
     k, v = problem.stored_k if terms.key is None else terms.key, problem.stored_v
     maps = tuple([t.index.index.ndim if isinstance(t.index, Dense) else 0 for t in terms.tables])
     # The axes of strides are those of shapes; the lengths of v's are among the others.
     return (
         *(site.batch, site.heads, site.kv_heads, site.q_len, site.k_len, site.v_dim, site.offset, site.scale),
-        *(problem.left, problem.right, site.dtype.char, no_lse, threads, maps),
-        *(q.shape, q.strides, k.shape, k.strides, k.dtype.char, v.strides, v.dtype.char),
+        *(problem.left, problem.right, site.dtype.char, result, problem.precision, no_lse, threads, maps),
+        *(q.shape, q.strides, q.dtype.char, k.shape, k.strides, k.dtype.char, v.strides, v.dtype.char),
     )
 
 
@@ -138,23 +139,36 @@ def _is_windowed(problem: Problem, terms: Terms) -> bool:
     return (grids or site.k_len % panel == 0) and gathered <= biases.GATHER_BYTES // 2
 
 
+def in_pairs(problem: Problem) -> bool:
+    """Whether products are made of pairs of bfloat16: for operands that are stored so, or where it is allowed."""
+    if UNIT == "none" or problem.site.dtype.itemsize != 4:
+        return False
+    stored = problem.stored_q.dtype.name == "bfloat16"
+    return problem.precision == "medium" or (stored and problem.precision is None)
+
+
 def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     """Blocks of queries, or whole windows."""
     windowed = _is_windowed(call.problem, call.terms)
-    batches = fill(call, out, lse, windowed=windowed)
+    stored, f = readable(call.problem), call.fields
+    batches = fill(call, out, lse, stored=stored, windowed=windowed)
+    if in_pairs(call.problem):
+        f["pairs"], f["steps"] = 1, -(-f["depth"] // 2)
+    if windowed and f["out_kind"] != OWN:
+        f["bins"] = call.site.v_dim
     division = into_blocks(call, windowed=windowed)
     kernel = (windows if windowed else attend)[call.dtype.itemsize]
-    return Plan(kernel, division, call.fields.copy(), batches, windowed=windowed)
+    return Plan(kernel, division, f.copy(), batches, stored, windowed)
 
 
 def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
     """Keys and values read once, in half precision if they are stored so and the processor can."""
     problem, dtype = call.problem, call.dtype
-    kernel, narrow = decode["float32" if dtype.itemsize == 4 else "float64"], False
+    kernel, stores = decode["float32" if dtype.itemsize == 4 else "float64"], False
     stored = problem.stored_k.dtype
     # Terms that were made of the keys hold them in the dtype of the computation.
     if stored is not dtype and stored == problem.stored_v.dtype != dtype and call.terms.key is None:
-        narrow = stored.name in decode
+        stores = stored.name in decode
         kernel = decode.get(stored.name, kernel)
-    batches = fill(call, out, lse, narrow=narrow)
-    return Plan(kernel, into_parts(call), call.fields.copy(), batches, narrow=narrow)
+    batches = fill(call, out, lse, stored=stores)
+    return Plan(kernel, into_parts(call), call.fields.copy(), batches, stores)

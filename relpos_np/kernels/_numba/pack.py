@@ -5,8 +5,80 @@ from __future__ import annotations
 from typing import Any
 
 from relpos_np.kernels._numba.build import helper
-from relpos_np.kernels._numba.pieces import PANEL_VECTORS, SCORE_ROWS, round_up
-from relpos_np.kernels._numba.rows import at, fill_row, get, lanes_of, put, scale_row, transpose_square
+from relpos_np.kernels._numba.halves import copy_pairs, narrow_row, pair_rows
+from relpos_np.kernels._numba.pieces import BRAIN, HALF, OWN, PANEL_VECTORS, SCORE_ROWS, round_up, size_of
+from relpos_np.kernels._numba.rows import (
+    at,
+    brains,
+    copy_block,
+    fill_row,
+    get,
+    halves,
+    lanes_of,
+    pointer_like,
+    put,
+    scale_row,
+    transpose_square,
+)
+from relpos_np.kernels._numba.target import CONVERTS_HALF
+
+
+@helper
+def load_block(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int) -> Any:
+    """`copy_block` of the rows at an address, however they are stored."""
+    if kind == BRAIN:
+        return copy_block(out, width, brains(x), row, rows, depth)
+    if CONVERTS_HALF and kind == HALF:
+        return copy_block(out, width, halves(x), row, rows, depth)
+    return copy_block(out, width, pointer_like(out, x), row, rows, depth)
+
+
+@helper
+def load_pairs(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int) -> None:
+    """`copy_pairs` of the rows at an address, however they are stored."""
+    if kind == BRAIN:
+        copy_pairs(out, width, brains(x), row, rows, depth)
+    elif CONVERTS_HALF and kind == HALF:
+        copy_pairs(out, width, halves(x), row, rows, depth)
+    else:
+        copy_pairs(out, width, pointer_like(out, x), row, rows, depth)
+
+
+@helper
+def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int, pairs: int) -> Any:
+    """Copy a block of values, or their pairs; return NaN if an element is not finite."""
+    if not pairs:
+        return load_block(out, width, x, kind, row, rows, depth)
+    if kind == BRAIN:
+        return pair_rows(out, width, brains(x), row, rows, depth)
+    if CONVERTS_HALF and kind == HALF:
+        return pair_rows(out, width, halves(x), row, rows, depth)
+    return pair_rows(out, width, pointer_like(out, x), row, rows, depth)
+
+
+@helper
+def load_queries(p: Any, out: Any, width: int, head: Any, i0: int, rows: int) -> None:
+    """Copy a block of queries, scaled unless they are pairs, with rows of 0 up to a whole register tile of scores."""
+    x = head.q + i0 * p.q_row * size_of(out, p.q_kind)
+    if p.pairs:
+        load_pairs(out, width, x, p.q_kind, p.q_row, rows, p.depth)
+        fill_row(out, rows * width, round_up(rows, SCORE_ROWS) * width, 0.0)
+    elif p.q_kind == OWN:
+        load_rows(out, width, pointer_like(out, x), p.q_row, rows, p.depth, p.scale)
+    else:
+        load_block(out, width, x, p.q_kind, p.q_row, rows, p.depth)
+        load_rows(out, width, out, width, rows, p.depth, p.scale)
+
+
+@helper
+def store_row(x: Any, out: int, kind: int, n: int, factor: float) -> None:
+    """Write a row, times a factor, to an address, in the way that is stored there."""
+    if kind == BRAIN:
+        narrow_row(brains(out), x, n, factor)
+    elif CONVERTS_HALF and kind == HALF:
+        narrow_row(halves(out), x, n, factor)
+    else:
+        scale_row(pointer_like(x, out), x, n, factor)
 
 
 @helper
@@ -47,6 +119,24 @@ def pack_panels(out: Any, x: Any, row: int, first: int, last: int, limit: int, d
                 for r in range(max(r0, 0), min(r0 + lanes, end)):
                     for c in range(depth):
                         put(corner, c * width + r - r0, get(x, r * row + c))
+
+
+@helper
+def pack_keys(p: Any, out: Any, scratch: Any, x: int, j0: int, cols: int) -> None:
+    """Pack `cols` keys from j0 on, of the head whose keys are at x, into panels [steps, width], padded with 0."""
+    if p.k_kind == OWN and not p.pairs:
+        pack_panels(out, pointer_like(out, x), p.k_row, j0, j0 + cols, p.k_len, p.depth)
+        return
+    lanes, steps = lanes_of(out), p.steps
+    width, size = PANEL_VECTORS * lanes, p.k_row * size_of(out, p.k_kind)
+    for c in range(0, round_up(cols, width), lanes):
+        rows = min(max(cols - c, 0), lanes)
+        if p.pairs:
+            load_pairs(scratch, steps, x + (j0 + c) * size, p.k_kind, p.k_row, rows, p.depth)
+        else:
+            load_block(scratch, steps, x + (j0 + c) * size, p.k_kind, p.k_row, rows, p.depth)
+        fill_row(scratch, rows * steps, lanes * steps, 0.0)
+        pack_vector(at(out, c // width * width * steps + c % width), width, scratch, steps, steps)
 
 
 @helper

@@ -8,31 +8,43 @@ from typing import Any
 
 from relpos_np.kernels._numba.build import helper
 from relpos_np.kernels._numba.records import BATCH_K, BATCH_MASK, BATCH_Q, BATCH_V
-from relpos_np.kernels._numba.rows import at, get, pointer_like
+from relpos_np.kernels._numba.rows import at, get, lanes_of, pointer_like
 from relpos_np.kernels._numba.target import TARGET
 
-SCORE_ROWS, PANEL_VECTORS = TARGET.score_rows, TARGET.score_vectors
+SCORE_ROWS, PANEL_VECTORS, VECTOR_BYTES = TARGET.score_rows, TARGET.score_vectors, TARGET.vector_bytes
 MINUS_INFINITY = -math.inf
 LOG2 = math.log(2.0)
 LOG2E = 1.0 / LOG2
 
 
+# How an operand is stored: in the dtype of the computation, or in half precision.
+OWN, HALF, BRAIN = range(3)
+
 # Tuples of compiled functions: pointers among their fields have no type in Python.
-# Numbers of a batch item and of a head, where the head's operands begin, and the offset of the item's mask.
+# Numbers of a batch item and of a head, the addresses of the head's operands, its bias, and the offset of its mask.
 Head = namedtuple("Head", "b h q k v bias mask")  # noqa: PYI024
 # Scores of `rows` queries from i0 on and `cols` keys from j0 on, in the workspace's rows from `first` on.
 Tile = namedtuple("Tile", "i0 rows j0 cols first")  # noqa: PYI024
 
 
 @helper
-def head_of(p: Any, batches: Any, base: Any, keys: Any, values: Any, b: int, h: int) -> Head:
-    """A head of a batch item; `keys` and `values` may be of another type than `base`."""
+def size_of(like: Any, kind: int) -> int:
+    """Bytes of an element of an operand that is stored in one of these ways."""
+    return VECTOR_BYTES // lanes_of(like) if kind == OWN else 2
+
+
+@helper
+def head_of(p: Any, batches: Any, base: Any, b: int, h: int) -> Head:
+    """A head of a batch item."""
+    q = get(batches, BATCH_Q * p.count + b) + h * p.q_head
+    k = get(batches, BATCH_K * p.count + b) + h // p.k_group * p.k_head
+    v = get(batches, BATCH_V * p.count + b) + h // p.v_group * p.v_head
     return Head(
         b,
         h,
-        at(pointer_like(base, p.q), get(batches, BATCH_Q * p.count + b) + h * p.q_head),
-        at(keys, get(batches, BATCH_K * p.count + b) + h // p.k_group * p.k_head),
-        at(values, get(batches, BATCH_V * p.count + b) + h // p.v_group * p.v_head),
+        p.q + q * size_of(base, p.q_kind),
+        p.k + k * size_of(base, p.k_kind),
+        p.v + v * size_of(base, p.v_kind),
         at(pointer_like(base, p.bias), h * p.bias_head),
         get(batches, BATCH_MASK * p.count + b),
     )

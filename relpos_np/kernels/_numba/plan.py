@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 
+from relpos_np._contract.problem import Problem
 from relpos_np.kernels._numba.arrays import batch_offsets
 from relpos_np.kernels._numba.biases import fuse_tables
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import key_add, query_add, table_add, value_records
 from relpos_np.kernels._numba.masks import add_masks
-from relpos_np.kernels._numba.pieces import LOG2E
+from relpos_np.kernels._numba.pieces import BRAIN, HALF, LOG2E, OWN
 from relpos_np.kernels._numba.records import ADD, VALUE, table
 from relpos_np.kernels._numba.skew import add_skewed, is_skewed
+from relpos_np.kernels._numba.target import CONVERTS_HALF
 from relpos_np.types import Array
 
+KINDS = {"float16": HALF, "bfloat16": BRAIN}
 
-def fill(call: Call, out: Array, lse: Array | None, *, narrow: bool = False, windowed: bool = False) -> Array:
+
+def readable(problem: Problem) -> bool:
+    """Whether kernels read the operands as they are stored."""
+    stored = (problem.stored_q, problem.stored_k, problem.stored_v)
+    return CONVERTS_HALF or all(x.dtype.name != "float16" for x in stored)
+
+
+def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: bool = False) -> Array:
     """Set every field of a call's record but those that divide the work; the table of its batch items.
 
-    `out` and `lse` are C-contiguous. `narrow`: keys and values are read as they are stored. `windowed`: the kernel for
-    windows will run.
+    `out` and `lse` are C-contiguous. `stored`: operands are read in half precision, if they are stored so. `windowed`:
+    the kernel for windows will run.
     """
     problem, site, f, count = call.problem, call.site, call.fields, call.count
     batches = np.zeros((6, count), np.int64)
     f["batches"], f["count"] = call.keep(batches), count
-    operands = call.operands(out, lse, narrow=narrow)
+    operands = call.operands(out, lse, stored=stored)
+    for name, x in zip(("q", "k", "v", "out"), (*operands, out), strict=True):
+        f[name + "_kind"] = KINDS.get(x.dtype.name, OWN)
     for row, (name, x) in enumerate(zip("qkv", operands, strict=True)):
         f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
         if count > 1:
@@ -34,6 +46,7 @@ def fill(call: Call, out: Array, lse: Array | None, *, narrow: bool = False, win
     f["heads"], f["v_group"] = site.heads, site.heads // max(site.kv_heads, 1)
     f["k_group"] = site.heads // max(operands[1].shape[-3], 1)
     f["q_len"], f["k_len"], f["depth"], f["v_depth"] = site.q_len, site.k_len, operands[0].shape[-1], site.v_dim
+    f["steps"] = f["depth"]
     f["offset"], f["left"], f["right"] = site.offset, problem.left, problem.right
     f["scale"] = site.scale * LOG2E
     if problem.keep is not None:

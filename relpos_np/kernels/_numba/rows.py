@@ -99,14 +99,14 @@ def take(typingctx: Any, counter: Any) -> Any:
 
 
 @intrinsic
-def prefetch(typingctx: Any, base: Any, offset: Any) -> Any:
-    """Ask for the cache line of an element to be brought into the second-level cache."""
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line of a byte, which need not exist, to be brought into the second-level cache."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        Vectors(b, 32).prefetch(*args)
+        Vectors(b, 32).prefetch(b.inttoptr(args[0], I8.as_pointer()), ir.Constant(I64, 0))
         return context.get_dummy_value()
 
-    return types.void(base, _i8), generate
+    return types.void(_i8), generate
 
 
 def code(generate: Callable[..., Any]) -> Any:

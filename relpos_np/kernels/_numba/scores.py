@@ -24,13 +24,19 @@ from relpos_np.kernels._numba.rows import (
     scale_row,
 )
 from relpos_np.kernels._numba.target import BLOCK_KEYS
-from relpos_np.kernels._numba.tiles import score_panel
+from relpos_np.kernels._numba.tiles import pair_panel, score_panel
 
 
 @helper
 def score_plain(a: Any, lda: int, b: Any, depth: int, c: Any, stride: int, rows: int) -> None:
     """`score_panel` as a function, so that its callers share one copy of the code."""
     score_panel(a, lda, b, depth, c, stride, rows)
+
+
+@helper
+def score_pairs(a: Any, lda: int, b: Any, depth: int, c: Any, stride: int, rows: int, scale: float) -> None:
+    """`pair_panel` as a function."""
+    pair_panel(a, lda, b, depth, c, stride, rows, scale)
 
 
 @helper

@@ -5,9 +5,13 @@ This is the one place where vector width, register tiles and cache blocks are ch
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
+
+from relpos_np.errors import RelposValueError
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,28 @@ def detect() -> Target:
 
 
 TARGET = detect()
+
+# How products of bfloat16 are made, two of them at a time with sums in float32: by an instruction, by an emulation of
+# it that is slow and for tests, or not at all, so that bfloat16 is widened.
+UNITS = ("dot", "emulated", "none")
+
+
+def detect_unit() -> str:
+    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "dot" where the processor has AVX512-BF16."""
+    features = host_features()
+    able = TARGET is AVX512 and bool(features.get("avx512bf16"))
+    chosen = os.environ.get("RELPOS_MATRIX_UNIT") or "auto"
+    if chosen == "auto":
+        return "dot" if able else "none"
+    if chosen not in UNITS or (chosen == "dot" and not able):
+        allowed = [name for name in ("auto", *UNITS) if able or name != "dot"]
+        raise RelposValueError(f"RELPOS_MATRIX_UNIT: expected one of {', '.join(allowed)} here, found {chosen!r}")
+    return chosen
+
+
+UNIT = detect_unit()
+# Whether the processor converts float16: without the instruction each element would be a call into a library.
+CONVERTS_HALF = bool(host_features().get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
 
 
 # Queries per block at most. Half as many for a narrow band, where a larger block would mostly be empty, and where

@@ -21,10 +21,11 @@ _UNROLL = 4
 
 
 def _product(
-    v: Vectors, shape: tuple[int, int], left: Any, b: Any, ldb: Any, depth: Any, start: list[Any], unrolled: bool = True
+    v: Vectors, shape: tuple[int, int], left: Any, b: Any, ldb: Any, depth: Any, *, pairs: bool, unrolled: bool = True
 ) -> list[Any]:
-    """Accumulate A[rows, depth] @ B[depth, vectors * lanes] in registers; ``left(i, k)`` is the address of A[i, k]."""
+    """A[rows, depth] @ B[depth, vectors * lanes] in registers; ``left(i, k)`` is the address of A[i, k]."""
     rows, vectors = shape
+    multiply = v.dot if pairs else v.fma
 
     def step(k: ir.Value, acc: list[Any]) -> list[Any]:
         at = v.b.mul(k, ldb)
@@ -32,7 +33,7 @@ def _product(
         out = []
         for i in range(rows):
             x = v.splat(v.b.load(left(i, k)))
-            out += [v.fma(x, right[j], acc[i * vectors + j]) for j in range(vectors)]
+            out += [multiply(x, right[j], acc[i * vectors + j]) for j in range(vectors)]
         return out
 
     def steps(k: ir.Value, acc: list[Any]) -> list[Any]:
@@ -40,6 +41,7 @@ def _product(
             acc = step(v.b.add(k, index(u)), acc)
         return acc
 
+    start = [v.const(0)] * (rows * vectors)
     if not unrolled:
         return v.loop(index(0), depth, 1, start, step)
     whole = v.whole(depth, _UNROLL)
@@ -52,14 +54,15 @@ def _tile_start(v: Vectors, i: ir.Value, count: ir.Value, rows: int) -> ir.Value
     return v.b.select(v.b.icmp_signed("<", i, last), i, last)
 
 
-def _score_panel(with_bias: bool, inside: bool = False) -> Any:
+def _score_panel(with_bias: bool, inside: bool = False, pairs: bool = False) -> Any:
     """Build the intrinsic that scores a block of queries against one packed panel of keys."""
+    scaled = inside or pairs
     rows, vectors = TARGET.score_rows, TARGET.score_vectors
 
     def generate(v: Vectors, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, *fused: Any) -> None:
         builder, rest = v.b, list(fused)
         width = index(vectors * v.lanes)
-        scale = v.splat(rest.pop()) if inside else None
+        scale = v.splat(rest.pop()) if scaled else None
 
         def block(i: ir.Value, _: list[Any]) -> list[Any]:
             if inside:
@@ -69,7 +72,7 @@ def _score_panel(with_bias: bool, inside: bool = False) -> Any:
             def left(r: int, k: ir.Value) -> ir.Value:
                 return builder.gep(line, [builder.add(builder.mul(index(r), lda), k)])
 
-            acc = _product(v, (rows, vectors), left, b, width, depth, [v.const(0)] * (rows * vectors))
+            acc = _product(v, (rows, vectors), left, b, width, depth, pairs=pairs)
             for r in range(rows):
                 row = builder.add(i, index(r))
                 at = builder.mul(row, ldc)
@@ -82,8 +85,10 @@ def _score_panel(with_bias: bool, inside: bool = False) -> Any:
                     x = acc[r * vectors + j]
                     if with_bias:
                         y = v.load(bias, builder.add(shift, index(j * v.lanes)))
-                        x = v.fma(x, scale, y) if inside else builder.fadd(x, y)
+                        x = v.fma(x, scale, y) if scaled else builder.fadd(x, y)
                         best = v.maximum(x, best)
+                    elif scaled:
+                        x = builder.fmul(x, scale)
                     v.store(x, c, builder.add(at, index(j * v.lanes)))
                 if with_bias:
                     v.store(best, top, slot)
@@ -96,6 +101,8 @@ def _score_panel(with_bias: bool, inside: bool = False) -> Any:
 
 _score_plain, _score_fused = _score_panel(with_bias=False), _score_panel(with_bias=True)
 _score_inside = _score_panel(with_bias=True, inside=True)
+_pairs_plain, _pairs_fused = _score_panel(with_bias=False, pairs=True), _score_panel(with_bias=True, pairs=True)
+_pairs_inside = _score_panel(with_bias=True, inside=True, pairs=True)
 
 
 @intrinsic
@@ -125,7 +132,34 @@ def score_panel_inside(
     return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _score_inside
 
 
-def _accumulation(transposed: bool, inside: bool = False) -> Any:
+@intrinsic
+def pair_panel(typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, scale: Any) -> Any:
+    """As `score_panel`, of A * scale, where each element of A and B is a pair of bfloat16."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, i8, a.dtype), _pairs_plain
+
+
+@intrinsic
+def pair_panel_max(
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    bias: Any, bias_row: Any, top: Any, scale: Any,
+) -> Any:  # fmt: skip
+    """As `score_panel_max`, of A * scale, where each element of A and B is a pair of bfloat16."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _pairs_fused
+
+
+@intrinsic
+def pair_panel_inside(
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    bias: Any, bias_row: Any, top: Any, scale: Any,
+) -> Any:  # fmt: skip
+    """As `score_panel_inside`, where each element of A and B is a pair of bfloat16."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _pairs_inside
+
+
+def _accumulation(transposed: bool, inside: bool = False, pairs: bool = False) -> Any:
     """Build the intrinsic that adds the product of a tile, or of its transpose, with rows of values."""
 
     def generate(v: Vectors, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, *args: Any) -> None:
@@ -147,10 +181,9 @@ def _accumulation(transposed: bool, inside: bool = False) -> Any:
                         return builder.gep(line, [builder.add(builder.mul(across, lda), along)])
 
                     out = builder.gep(c, [builder.add(builder.mul(i, ldc), col)])
-                    start = [v.const(0)] * (rows * vectors)
                     # Narrow strips only finish a ragged width: not worth the time to compile them unrolled.
                     full = inside or vectors == TARGET.value_vectors
-                    acc = _product(v, (rows, vectors), left, right, ldb, depth, start, unrolled=full)
+                    acc = _product(v, (rows, vectors), left, right, ldb, depth, pairs=pairs, unrolled=full)
                     for r in range(rows):
                         before = [v.splat(v.get(fade, builder.add(i, index(r)))) for fade in fades]
                         for j in range(vectors):
@@ -182,6 +215,8 @@ def _accumulation(transposed: bool, inside: bool = False) -> Any:
 
 _accumulate, _accumulate_transposed = _accumulation(transposed=False), _accumulation(transposed=True)
 _average = _accumulation(transposed=False, inside=True)
+_accumulate_pairs = _accumulation(transposed=False, pairs=True)
+_average_pairs = _accumulation(transposed=False, inside=True, pairs=True)
 
 
 @intrinsic
@@ -216,3 +251,21 @@ def average(
     """
     i8 = types.int64
     return types.void(a, i8, b, i8, c, i8, share, i8, i8, i8), _average
+
+
+@intrinsic
+def accumulate_pairs(
+    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, fade: Any, count: Any, width: Any, depth: Any
+) -> Any:
+    """As `accumulate`, where each element of A and B is a pair of bfloat16."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, fade, i8, i8, i8), _accumulate_pairs
+
+
+@intrinsic
+def average_pairs(
+    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, share: Any, count: Any, width: Any, depth: Any
+) -> Any:
+    """As `average`, where each element of A and B is a pair of bfloat16."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, share, i8, i8, i8), _average_pairs

@@ -7,9 +7,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from relpos_np.kernels._numba.target import TARGET
+from relpos_np.kernels._numba.target import TARGET, UNIT
 
-I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 # exp2 on [-1/2, 1/2]: minimax polynomials for the relative error (Remez), highest power first.
 # Largest relative error before rounding: 1.9e-9 and 3.1e-18.
@@ -22,6 +22,23 @@ EXP2_F64 = (
     1.5252733489988525e-05, 0.00015403530462514432, 0.0013333558146789923, 0.009618129107588335,
     0.055504108664819925, 0.24022650695910155, 0.6931471805599453, 1.0,
 )  # fmt: skip
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, for which llvmlite has no name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+# The operands of the processor's own instructions for bfloat16.
+PAIRS = ir.VectorType(_BFloat(), 32)
 
 
 def index(value: int) -> ir.Constant:
@@ -85,8 +102,33 @@ class Vectors:
         if kind.signed:
             return b.fpext(b.load(b.bitcast(raw, self.of(ir.HalfType()).as_pointer()), align=2), self.vector)
         # bfloat16 is the upper half of a float32.
-        bits = b.load(b.bitcast(raw, self.of(ir.IntType(16)).as_pointer()), align=2)
-        return b.bitcast(b.shl(b.zext(bits, self.integers), self.alike(I32, 16)), self.vector)
+        wide = b.shl(b.zext(self.load_bits(base, offset), self.of(I32)), self.alike(I32, 16))
+        single = b.bitcast(wide, self.of(ir.FloatType()))
+        return single if self.bits == 32 else b.fpext(single, self.vector)
+
+    def load_bits(self, base: ir.Value, offset: ir.Value) -> ir.Value:
+        """An unaligned vector load of 16-bit integers."""
+        pointer = self.b.bitcast(self.at(base, offset), self.of(I16).as_pointer())
+        return self.b.load(pointer, align=2)
+
+    def store_bits(self, value: ir.Value, base: ir.Value, offset: ir.Value) -> None:
+        """An unaligned vector store of 16-bit integers."""
+        self.b.store(value, self.b.bitcast(self.at(base, offset), value.type.as_pointer()), align=2)
+
+    def single_precision(self, x: ir.Value) -> ir.Value:
+        """Convert x to float32, if it is not."""
+        kind = self.of(ir.FloatType())
+        return x if x.type == kind else self.b.fptrunc(x, kind)
+
+    def rounded(self, x: ir.Value) -> ir.Value:
+        """Bits of the nearest bfloat16, ties to even; a NaN stays one."""
+        b, x = self.b, self.single_precision(x)
+        bits = b.bitcast(x, self.of(I32))
+        odd = b.and_(b.lshr(bits, self.alike(I32, 16)), self.alike(I32, 1))
+        nearest = b.add(bits, b.add(odd, self.alike(I32, 0x7FFF)))
+        quiet = b.or_(bits, self.alike(I32, 0x400000))
+        kept = b.select(b.fcmp_unordered("uno", x, x), quiet, nearest)
+        return b.trunc(b.lshr(kept, self.alike(I32, 16)), self.of(I16))
 
     def store(self, value: ir.Value, base: ir.Value, offset: ir.Value) -> None:
         """An unaligned vector store."""
@@ -113,6 +155,24 @@ class Vectors:
         module, kind = self.b.module, self.vector
         function = module.globals.get(name) or ir.Function(module, ir.FunctionType(kind, [kind] * 3), name=name)
         return self.b.call(function, [x, y, z])
+
+    def dot(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+        """Add x0*y0 + x1*y1 to z, of pairs of bfloat16 in the bits of x and y; subnormal numbers may count as 0."""
+        b = self.b
+        if UNIT == "dot" and self.lanes == 16:
+            name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", self.vector
+            kinds = [kind, PAIRS, PAIRS]
+            function = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(kind, kinds), name=name)
+            return b.call(function, [z, b.bitcast(x, PAIRS), b.bitcast(y, PAIRS)])
+        (x0, x1), (y0, y1) = self.halves_of(x), self.halves_of(y)
+        return self.fma(x1, y1, self.fma(x0, y0, z))
+
+    def halves_of(self, pair: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The two bfloat16 of each element as float32, the lower one first."""
+        b, kind = self.b, ir.IntType(self.bits)
+        bits = b.bitcast(pair, self.integers)
+        low, high = b.shl(bits, self.alike(kind, 16)), b.and_(bits, self.alike(kind, -65536))
+        return b.bitcast(low, self.vector), b.bitcast(high, self.vector)
 
     def maximum(self, x: ir.Value, y: ir.Value) -> ir.Value:
         """The larger one; `y` where either is NaN, so that a NaN in `x` is passed over."""

@@ -11,17 +11,17 @@ from typing import Any
 
 from numba import carray
 
-from relpos_np.kernels._numba.attend import bypass_values, layout, write_lse
+from relpos_np.kernels._numba.attend import bypass_pairs, bypass_values, layout, write_lse
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.pack import pack_panels
-from relpos_np.kernels._numba.pieces import LOG2E, MINUS_INFINITY, PANEL_VECTORS, head_of, round_up
+from relpos_np.kernels._numba.halves import halve_row
+from relpos_np.kernels._numba.pack import load_block, load_pairs, load_values, pack_keys, store_row
+from relpos_np.kernels._numba.pieces import LOG2E, MINUS_INFINITY, OWN, PANEL_VECTORS, head_of, round_up, size_of
 from relpos_np.kernels._numba.records import CALL
 from relpos_np.kernels._numba.rows import (
     add_mask,
     add_row,
     at,
     bytes_,
-    copy_block,
     doubles,
     exp2_row,
     fill_row,
@@ -39,27 +39,39 @@ from relpos_np.kernels._numba.rows import (
     put,
     take,
 )
-from relpos_np.kernels._numba.target import BLOCK_KEYS, SUM_VECTORS
-from relpos_np.kernels._numba.tiles import average, score_panel_inside
+from relpos_np.kernels._numba.target import BLOCK_KEYS, SUM_VECTORS, TARGET
+from relpos_np.kernels._numba.tiles import average, average_pairs, pair_panel_inside, score_panel_inside
+
+VECTOR_BYTES = TARGET.vector_bytes
 
 
 @helper
 def own_head(p: Any, batches: Any, base: Any, t: int) -> Any:
     """The head of a piece of work."""
-    keys, values = pointer_like(base, p.k), pointer_like(base, p.v)
-    return head_of(p, batches, base, keys, values, t // (p.heads * p.blocks), t // p.blocks % p.heads)
+    return head_of(p, batches, base, t // (p.heads * p.blocks), t // p.blocks % p.heads)
 
 
 @inlined
 def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None:
     """Scores of a block, with bias, and the maxima of its rows."""
-    cols, depth, lanes = p.k_len, p.depth, lanes_of(base)
-    q, bias, tops = at(head.q, i0 * p.q_row), at(head.bias, i0 * p.bias_row), at(base, w.tops)
-    pack_panels(at(base, w.keys), head.k, p.k_row, 0, cols, cols, depth)
+    cols, depth, lanes = p.k_len, p.steps, lanes_of(base)
+    bias, tops = at(head.bias, i0 * p.bias_row), at(base, w.tops)
+    own = head.q + i0 * p.q_row * size_of(base, p.q_kind)
+    q, q_row = pointer_like(base, own), p.q_row
+    if p.pairs or p.q_kind != OWN:
+        q, q_row = at(base, w.queries), depth
+        if p.pairs:
+            load_pairs(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
+        else:
+            load_block(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
+    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, 0, cols)
     fill_row(tops, 0, rows * lanes, MINUS_INFINITY)
     for c in range(0, cols, PANEL_VECTORS * lanes):
-        panel, out, row = at(base, w.keys + c * depth), at(base, w.scores + c), p.bias_row
-        score_panel_inside(q, p.q_row, panel, depth, out, BLOCK_KEYS, rows, at(bias, c), row, tops, p.scale)
+        panel, out, added, row = at(base, w.keys + c * depth), at(base, w.scores + c), at(bias, c), p.bias_row
+        if p.pairs:
+            pair_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, added, row, tops, p.scale)
+        else:
+            score_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, added, row, tops, p.scale)
 
 
 @helper
@@ -76,16 +88,20 @@ def mask_rows(p: Any, base: Any, w: Any, mask: int, rows: int, wide: int) -> Non
         max_row(s, wide, tops)
 
 
+@helper
+def fetch_line(address: int, size: int) -> None:
+    """Ask for the bytes at an address."""
+    for n in range(0, size, VECTOR_BYTES):
+        prefetch(address + n)
+
+
 @inlined
-def fetch_row(p: Any, head: Any, i0: int, i: int, lanes: int) -> None:
+def fetch_row(p: Any, like: Any, head: Any, i0: int, i: int) -> None:
     """Ask for row i of the operands of a block that begins with query i0."""
-    for c in range(0, p.depth, lanes):
-        prefetch(head.q, (i0 + i) * p.q_row + c)
+    fetch_line(head.q + (i0 + i) * p.q_row * size_of(like, p.q_kind), p.depth * size_of(like, p.q_kind))
     if i < p.k_len:
-        for c in range(0, p.depth, lanes):
-            prefetch(head.k, i * p.k_row + c)
-        for c in range(0, p.v_depth, lanes):
-            prefetch(head.v, i * p.v_row + c)
+        fetch_line(head.k + i * p.k_row * size_of(like, p.k_kind), p.depth * size_of(like, p.k_kind))
+        fetch_line(head.v + i * p.v_row * size_of(like, p.v_kind), p.v_depth * size_of(like, p.v_kind))
 
 
 @helper
@@ -95,18 +111,25 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int) -> No
     head, i0 = own_head(p, batches, base, t), t % p.blocks * block
     rows = min(block, p.q_len - i0)
     padded, wide = round_up(cols, PANEL_VECTORS * lanes), round_up(cols, SUM_VECTORS * lanes)
-    w = layout(block, p.depth, v_depth, 0, 0, lanes)
+    w = layout(block, p.steps, v_depth, 0, p.bins, lanes)
     scores, share, top = at(base, w.scores), at(base, w.fade), at(base, w.top)
     score_rows(p, base, w, head, i0, rows)
     fill_row(base, w.total, w.total + rows * lanes, 0.0)
-    v, v_row, bypassed = head.v, p.v_row, False
-    if p.soft or p.allowed:
+    v, v_row, bypassed, masked = pointer_like(base, head.v), p.v_row, False, p.soft != 0 or p.allowed != 0
+    if masked:
         mask_rows(p, base, w, head.mask + head.h * p.mask_head + i0 * p.mask_row, rows, min(padded, wide))
-        bypassed = math.isnan(copy_block(at(base, w.values), v_depth, v, v_row, cols, v_depth))
+    if masked or p.pairs or p.v_kind != OWN:
+        copied = at(base, w.values)
+        check = load_values(copied, v_depth, head.v, p.v_kind, p.v_row, cols, v_depth, p.pairs)
+        bypassed = masked and math.isnan(check)
         if bypassed:
             fill_row(base, w.out, w.out + rows * v_depth, 0.0)
-            bypass_values(base, w, rows, cols, v_depth, v_depth)
-            v, v_row = at(base, w.values), v_depth
+            if p.pairs:
+                bypass_pairs(base, w, rows, cols, v_depth, v_depth)
+            else:
+                bypass_values(base, w, rows, cols, v_depth, v_depth)
+        if bypassed or p.pairs or p.v_kind != OWN:
+            v, v_row = copied, v_depth
     # One pass after the other, so that the rows of each overlap: a row's own chain is long.
     for i in range(rows):
         best = lane_max(at(base, w.tops + i * lanes))
@@ -115,19 +138,31 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int) -> No
     next_head, next_i0 = own_head(p, batches, base, following), following % p.blocks * block
     for i in range(rows):
         # Exponentials leave the ports idle that load.
-        fetch_row(p, next_head, next_i0, i, lanes)
+        fetch_row(p, base, next_head, next_i0, i)
         s = at(scores, i * BLOCK_KEYS)
         fill_row(s, padded, wide, MINUS_INFINITY)
         exp2_row(s, wide, get(share, i), at(base, w.total + i * lanes), 0.0)
+        if p.pairs:
+            halve_row(s, wide)
     for i in range(rows):
         total = lane_sum(at(base, w.total + i * lanes))
         put(share, i, 0.0 if total == 0.0 else 1.0 / total)
         write_lse(p, base, (head.b * p.heads + head.h) * p.q_len + i0 + i, get(top, i), total)
-    out = at(pointer_like(base, p.out), head.b * p.out_batch + head.h * p.out_head + i0 * p.out_row)
-    average(scores, BLOCK_KEYS, v, v_row, out, p.out_row, share, rows, v_depth, cols)
+    size = size_of(base, p.out_kind)
+    own = p.out + (head.b * p.out_batch + head.h * p.out_head + i0 * p.out_row) * size
+    out, out_row = pointer_like(base, own), p.out_row
+    if p.out_kind != OWN:
+        out, out_row = at(base, w.bins), v_depth
+    if p.pairs:
+        average_pairs(scores, BLOCK_KEYS, v, v_row, out, out_row, share, rows, v_depth, (cols + 1) // 2)
+    else:
+        average(scores, BLOCK_KEYS, v, v_row, out, out_row, share, rows, v_depth, cols)
     if bypassed:
         for i in range(rows):
-            add_row(at(out, i * p.out_row), at(base, w.out + i * v_depth), v_depth, 1.0)
+            add_row(at(out, i * out_row), at(base, w.out + i * v_depth), v_depth, 1.0)
+    if p.out_kind != OWN:
+        for i in range(rows):
+            store_row(at(out, i * v_depth), own + i * p.out_row * size, p.out_kind, v_depth, 1.0)
 
 
 @inlined

@@ -1,0 +1,81 @@
+"""How exactly products are made: the setting of a call, of a block, of the process, of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from relpos_np.errors import RelposValueError
+
+PRECISIONS = ("highest", "high", "medium")
+_default: str | None = None
+_scoped: ContextVar[str | None] = ContextVar("relpos_np_precision", default=None)
+
+
+def _checked(name: Any) -> str:
+    if not isinstance(name, str) or name not in PRECISIONS:
+        raise RelposValueError(f"precision: expected one of {', '.join(map(repr, PRECISIONS))}; found {name!r}")
+    return name
+
+
+def chosen(name: Any = None) -> str | None:
+    """What a call that asks for `name` uses now; None if nothing was chosen, so that the dtype decides."""
+    if name is not None:
+        return _checked(name)
+    found = _scoped.get() or _default or os.environ.get("RELPOS_PRECISION")
+    return _checked(found) if found else None
+
+
+def set_precision(name: str | None) -> None:
+    """Choose how exactly all later calls in this process make products.
+
+    Parameters
+    ----------
+    name : {"highest", "high", "medium"} or None
+        The words of ``torch.set_float32_matmul_precision``. In each of them the softmax and all sums are in float32.
+
+        - "highest": products of float32 numbers. Operands of half precision are widened.
+        - "high": products with an error of about 2^-16 at most. No unit of today makes them faster than "highest"
+          does, which is what is used.
+        - "medium": products of operands rounded to bfloat16, and of probabilities rounded to bfloat16, with an error of
+          2^-8 each; where the processor multiplies bfloat16 no faster than float32, as "highest".
+
+        None returns to the environment variable RELPOS_PRECISION. Without one, the dtype of the operands decides:
+        "medium" for bfloat16, "highest" for all others.
+
+    Raises
+    ------
+    RelposValueError
+        If there is no such precision.
+
+    Notes
+    -----
+    A precision is a permission, which only the CPU kernels for the forward pass make use of, for more than a few
+    queries; gradients and the other backends always compute with "highest". float64 is never rounded.
+    """
+    global _default
+    _default = None if name is None else _checked(name)
+
+
+@contextmanager
+def use_precision(name: str) -> Iterator[None]:
+    """Choose how exactly products are made inside a ``with`` block, for the current thread or task only.
+
+    Parameters
+    ----------
+    name : {"highest", "high", "medium"}
+        See `set_precision`.
+
+    Raises
+    ------
+    RelposValueError
+        If there is no such precision.
+    """
+    token = _scoped.set(_checked(name))
+    try:
+        yield
+    finally:
+        _scoped.reset(token)

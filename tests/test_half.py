@@ -1,0 +1,238 @@
+"""Half precision and `precision=`: errors within what rounding allows, the same promises, no copies, every unit."""
+
+import json
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np import testing
+from relpos_np.kernels._numba import target
+from tests.every import ATTENTION
+from tests.processes import child
+
+BRAIN = np.dtype(ml_dtypes.bfloat16)
+# What rounding to nearest may change, relative to the number.
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+# Blocks of queries and of keys, windows, odd lengths and dimensions, one key.
+SHAPES = [
+    (2, 2, 49, 49, 32),
+    (1, 3, 65, 7, 7),
+    (2, 1, 30, 400, 33),
+    (1, 2, 385, 193, 64),
+    (1, 1, 26, 1, 5),
+    (1, 2, 25, 195, 1),
+]
+CALLS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "band": {"window": (20, 5)},
+    "lengths": {"key_lengths": 5},
+    "bool mask": {"mask": "bool"},
+    "float mask": {"mask": "float"},
+}
+
+
+def draw(rng, shape, dtype):
+    batch, heads, q_len, k_len, dim = shape
+    lengths = (q_len, k_len, k_len)
+    return [
+        rng.standard_normal((batch, heads, n, d)).astype(dtype)
+        for n, d in zip(lengths, (dim, dim, dim + 1), strict=True)
+    ]
+
+
+def call_of(rng, shape, name):
+    """Options of a call; masks leave something to every row but the first."""
+    options = dict(CALLS[name])
+    if "key_lengths" in options:
+        options["key_lengths"] = min(5, shape[3])
+    if "mask" in options:
+        mask = rng.random(shape[2:4]) < 0.7
+        mask[0] = False
+        options["mask"] = (
+            mask if options["mask"] == "bool" else np.where(mask, rng.standard_normal(mask.shape), -np.inf)
+        )
+    return options
+
+
+def rounding_bound(q, k, v, unit, **options):
+    """The answer in float64, and how far rounding of probabilities and of the result may lead away from it."""
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    truth = rp.attention(*wide, **options, backend="numpy")
+    size = rp.attention(wide[0], wide[1], np.abs(wide[2]), **options, backend="numpy")
+    # Sums of float32, and scores whose error is one of float32 too.
+    return truth, unit * (size + np.abs(truth)) + 1e-4 * size + 1e-30
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_are_those_of_rounding(name, shape, dtype, rng):
+    q, k, v = draw(rng, shape, dtype)
+    options = call_of(rng, shape, name)
+    position = rp.T5(rng.standard_normal((32, shape[1])))
+    found, lse = rp.attention(q, k, v, position=position, return_lse=True, **options)
+    truth, bound = rounding_bound(q, k, v, UNIT[dtype.name], position=position, **options)
+    assert found.dtype == dtype
+    assert (np.abs(found.astype(np.float64) - truth) <= bound).all()
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    _, expected = rp.attention(*wide, position=position, return_lse=True, backend="numpy", **options)
+    # Scores are sums of float32: the log-sum-exp loses nothing.
+    np.testing.assert_allclose(lse, expected, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+def test_every_scheme(name, variant):
+    """As far from the formula as rounding turned operands to bfloat16 leads, and no further."""
+    e = testing.example(name, variant=variant, dtype=np.float32)
+    half = [x.astype(BRAIN) for x in (e.q, e.k, e.v)]
+    found = rp.attention(*half, position=e.position, **e.kwargs)
+    exact = rp.attention(*(x.astype(np.float32) for x in half), position=e.position, **e.kwargs, backend="numpy")
+    # Schemes that turn or scale operands have them rounded again: scores of size 4 or so are off by 4 * 2^-8.
+    assert np.abs(found.astype(np.float32) - exact).max() <= 0.05 * max(np.abs(exact).max(), 1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_highest_has_the_bits_of_float32(name, shape, rng):
+    for dtype in (BRAIN, np.float16):
+        q, k, v = draw(rng, shape, dtype)
+        options = call_of(rng, shape, name)
+        found = rp.attention(q, k, v, precision="highest", **options)
+        wide = rp.attention(*(x.astype(np.float32) for x in (q, k, v)), **options)
+        np.testing.assert_array_equal(found, wide.astype(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_have_the_bits_of_float32(shape, rng):
+    q, k, v = draw(rng, shape, BRAIN)
+    grad = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(BRAIN)
+    found = rp.attention_vjp(q, k, v, grad_out=grad)
+    wide = rp.attention_vjp(*(x.astype(np.float32) for x in (q, k, v)), grad_out=grad.astype(np.float32))
+    for name in "qkv":
+        np.testing.assert_array_equal(getattr(found, name), getattr(wide, name).astype(BRAIN))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", [np.nan, np.inf, -np.inf])
+def test_what_is_excluded_changes_no_bit_and_what_is_not_finite_reaches_who_attends_it(shape, kind, rng):
+    q, k, v = draw(rng, shape, BRAIN)
+    mask = rng.random(shape[2:4]) < 0.7
+    mask[:, 0] = True
+    mask[1::2, -1] = shape[3] == 1
+    clean = rp.attention(q, k, v, mask=mask)
+    k[..., -1, :], v[..., -1, 0] = (kind, kind) if shape[3] > 1 else (k[..., -1, :], v[..., -1, 0])
+    found = rp.attention(q, k, v, mask=mask)
+    np.testing.assert_array_equal(found[..., 1::2, :], clean[..., 1::2, :])
+    k[..., -1, :] = 0
+    found = rp.attention(q, k, v, mask=mask).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        truth = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), mask=mask, backend="numpy")
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(truth))
+    np.testing.assert_array_equal(found[np.isinf(truth)], truth[np.isinf(truth)])
+
+
+def test_layouts_threads_and_neighbours_change_no_bit(rng):
+    q, k, v = draw(rng, (3, 2, 200, 300, 24), BRAIN)
+    whole = rp.attention(q, k, v, causal=True)
+    for n in range(3):
+        np.testing.assert_array_equal(rp.attention(q[n], k[n], v[n], causal=True), whole[n])
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v)]
+    np.testing.assert_array_equal(rp.attention(*turned, causal=True), whole)
+    with rp.threads(1):
+        np.testing.assert_array_equal(rp.attention(q, k, v, causal=True), whole)
+    out = np.full_like(whole, np.nan)
+    assert rp.attention(q, k, v, causal=True, out=out) is out
+    np.testing.assert_array_equal(out, whole)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
+def test_nothing_of_the_size_of_an_operand_is_made(dtype):
+    """Shape B of the benchmarks: 2 MiB beside operands and result, whatever the scheme that only looks numbers up."""
+    q = np.ones((1, 8, 2048, 64), dtype)
+    out, position = np.empty_like(q), rp.T5(np.ones((32, 8), np.float32))
+    rp.attention(q, q, q, position=position, out=out)
+    tracemalloc.start()
+    try:
+        rp.attention(q, q, q, position=position, out=out)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+def test_medium_rounds_float32(rng):
+    q, k, v = draw(rng, (1, 2, 100, 300, 32), np.float32)
+    exact = rp.attention(q, k, v)
+    rounded = [x.astype(BRAIN) for x in (q, k, v)]
+    with rp.use_precision("medium"):
+        found = rp.attention(q, k, v)
+        # For as many queries as decoding takes, products are of float32 in any case.
+        np.testing.assert_array_equal(
+            rp.attention(q[..., :4, :], k, v), rp.attention(q[..., :4, :], k, v, precision="highest")
+        )
+    if target.UNIT == "none":
+        np.testing.assert_array_equal(found, exact)
+    else:
+        np.testing.assert_array_equal(found.astype(BRAIN), rp.attention(*rounded))
+    np.testing.assert_array_equal(rp.attention(q, k, v, precision="high"), exact)
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    np.testing.assert_array_equal(rp.attention(*wide, precision="medium"), rp.attention(*wide))
+
+
+def test_where_precision_is_chosen(monkeypatch, rng):
+    q, k, v = draw(rng, (1, 2, 100, 300, 32), BRAIN)
+    own, wide = rp.attention(q, k, v), rp.attention(q, k, v, precision="highest")
+    assert target.UNIT == "none" or (own != wide).any()
+    monkeypatch.setenv("RELPOS_PRECISION", "highest")
+    np.testing.assert_array_equal(rp.attention(q, k, v), wide)
+    np.testing.assert_array_equal(rp.attention(q, k, v, precision="medium"), own)
+    try:
+        rp.set_precision("medium")
+        np.testing.assert_array_equal(rp.attention(q, k, v), own)
+        with rp.use_precision("highest"):
+            np.testing.assert_array_equal(rp.attention(q, k, v), wide)
+        np.testing.assert_array_equal(rp.attention(q, k, v), own)
+    finally:
+        rp.set_precision(None)
+    monkeypatch.setenv("RELPOS_PRECISION", "fast")
+    for refused in (
+        lambda: rp.attention(q, k, v),
+        lambda: rp.attention(q, k, v, precision="low"),
+        lambda: rp.attention(q, k, v, precision=1),
+        lambda: rp.set_precision("double"),
+        lambda: rp.use_precision(None).__enter__(),
+    ):
+        with pytest.raises(rp.RelposValueError, match="precision: expected one of 'highest', 'high', 'medium'"):
+            refused()
+
+
+ON_A_UNIT = """
+import json, ml_dtypes
+from relpos_np.kernels._numba.target import UNIT
+q, k, v = (rng.standard_normal((1, 2, n, 33)) for n in (70, 200, 200))
+half = [x.astype(ml_dtypes.bfloat16) for x in (q, k, v)]
+found = rp.attention(*half, causal=True)
+wide = rp.attention(*half, causal=True, precision="highest")
+exact = rp.attention(*(x.astype(float) for x in half), causal=True, backend="numpy")
+print(json.dumps([UNIT, float(abs(found.astype(float) - exact).max()), bool((found == wide).all())]))
+"""
+
+
+@pytest.mark.parametrize("unit", ["emulated", "none"])
+def test_units_by_name(unit):
+    """What this processor lacks, or does faster, gives answers as good; without a unit products are of float32."""
+    status, out, log = child(ON_A_UNIT, RELPOS_MATRIX_UNIT=unit)
+    assert status == 0, log
+    name, error, as_highest = json.loads(out)
+    assert (name, as_highest) == (unit, unit == "none")
+    assert error < 2 * UNIT["bfloat16"]
+
+
+def test_a_unit_that_does_not_exist():
+    status, _, log = child("rp.attention(*np.ones((3, 2, 2)))", RELPOS_MATRIX_UNIT="abacus")
+    assert status == 1
+    assert "RELPOS_MATRIX_UNIT: expected one of auto, " in log
