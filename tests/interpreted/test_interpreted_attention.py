@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import testing
+from relpos_np.kernels._numba import job
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 from relpos_np.testing.cases import edges
 from tests.interpreted.agreement import assert_agrees
@@ -180,12 +181,34 @@ def test_no_output_but_the_log_sum_exp(rng):
     compare(found, rp.attention(q, k, v, causal=True, backend="numpy", return_lse=True))
 
 
-def test_half_precision_of_many_queries(rng):
-    q, k, v = rng.standard_normal((3, 2, 30, 16)).astype(ml_dtypes.bfloat16)
-    with interpreted():
-        found = rp.attention(q, k, v, causal=True, backend="numba")
-    expected = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), causal=True, backend="numpy")
-    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.01, atol=0.01)
+HALVES = {
+    **{
+        name: CASES[name]
+        for name in ("plain", "two panels, one query more", "t5, causal", "band", "bool mask", "float mask")
+    },
+    "value terms": CASES["shaw, both sides"],
+    "a window": case_of(KINDS["t5"], q_len=49, k_len=49, depth=33, v_dim=32),
+    "a window with a mask": case_of(mask=Mask("bool", (30, 63), 0.5), q_len=30, k_len=63, v_dim=16),
+}
+
+
+@pytest.mark.parametrize("unit", ["emulated", "none"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_precision_of_many_queries(name, dtype, unit, monkeypatch):
+    """Read and written as it lies, with and without products of pairs, on any processor."""
+    monkeypatch.setattr(job, "UNIT", unit)
+    case = HALVES[name]
+    q, k, v = (x.astype(dtype) for x in case.operands(np.float32))
+    v[..., 3, 0] = np.inf
+    with interpreted() as machine:
+        found = rp.attention(q, k, v, **case.options(np.float32), backend="numba")
+    assert set(machine.launches) <= {"attend_float32", "windows_float32", "product_float32"}
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    with np.errstate(invalid="ignore"):
+        expected = rp.attention(*wide, **case.options(np.float64), backend="numpy")
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.02, atol=0.02)
 
 
 @STRESS

@@ -131,10 +131,11 @@ def pack_keys(p: Any, out: Any, scratch: Any, x: int, j0: int, cols: int) -> Non
     width, size = PANEL_VECTORS * lanes, p.k_row * size_of(out, p.k_kind)
     for c in range(0, round_up(cols, width), lanes):
         rows = min(max(cols - c, 0), lanes)
+        own = x + (j0 + min(c, cols - 1)) * size
         if p.pairs:
-            load_pairs(scratch, steps, x + (j0 + c) * size, p.k_kind, p.k_row, rows, p.depth)
+            load_pairs(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)
         else:
-            load_block(scratch, steps, x + (j0 + c) * size, p.k_kind, p.k_row, rows, p.depth)
+            load_block(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)
         fill_row(scratch, rows * steps, lanes * steps, 0.0)
         pack_vector(at(out, c // width * width * steps + c % width), width, scratch, steps, steps)
 
