@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba import arrays, job, launch
+from relpos_np.kernels._numba import arrays, biases, job, launch
 
 # Queries, keys, head size and value channels of a call for each of the three kernels.
 SIZES = {"streaming": (40, 300, 8, 5), "windows": (16, 16, 8, 16), "decoding": (2, 300, 8, 5)}
@@ -160,8 +160,9 @@ def test_no_operand_is_kept(known):
         results(name, SIZES["streaming"], 1)
     assert known
     for kept in known.values():
-        assert kept.batches.base is None
-        assert kept.batches.nbytes <= 48 * job.MOST_ITEMS
+        for x in kept.lasting:
+            assert x.base is None
+            assert x.nbytes <= 48 * job.MOST_ITEMS
         assert all(isinstance(x, int | float) for x in kept.fields.values())
 
 
@@ -185,3 +186,19 @@ def test_a_workspace_holds_what_was_asked_for(monkeypatch):
             assert stride >= wanted
             assert arrays.address_of(memory) <= begin
             assert begin + threads * stride <= arrays.address_of(memory) + memory.nbytes
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_plan_keeps_the_arrays_that_it_names(sizes, rng, monkeypatch):
+    """Nobody else needs to: memory that other caches gave back would be read."""
+    monkeypatch.setattr(job, "_known", {})
+    q, k, v = operands(rng, sizes)
+    expected = rp.attention(q, k, v, return_lse=True)
+    biases._no_bias.cache_clear()
+    (plan,) = job._known.values()
+    named = [plan.fields[name] for name in ("batches", "bias")]
+    assert all(any(arrays.address_of(x) == address for x in plan.lasting) for address in named)
+    garbage = [np.full(size, np.nan) for size in range(1, 400) for _ in range(4)]
+    for found, wanted in zip(rp.attention(q, k, v, return_lse=True), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    del garbage

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract.terms import IndexMap, TableTerm, Toeplitz
-from relpos_np.kernels._numba.arrays import address_of, aligned
+from relpos_np.kernels._numba.arrays import aligned
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.pieces import LOG2E
 from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET
@@ -20,12 +20,12 @@ GATHER_BYTES = 16 * 1024 * 1024
 
 
 @cache
-def _no_bias(dtype: np.dtype[Any], k_len: int) -> tuple[int, Array]:
-    """A row of zeros for so many keys, -inf up to the end of the last panel, and its address."""
+def _no_bias(dtype: np.dtype[Any], k_len: int) -> Array:
+    """A row of zeros for so many keys, -inf up to the end of the last panel."""
     panel = TARGET.panel(dtype.itemsize)
     row = np.zeros(-(-k_len // panel) * panel, dtype)
     row[k_len:] = -np.inf
-    return address_of(row), row
+    return row
 
 
 def fuse_tables(call: Call, *, windowed: bool) -> list[TableTerm]:
@@ -64,7 +64,7 @@ def fuse_tables(call: Call, *, windowed: bool) -> list[TableTerm]:
         f["bias_head"], f["bias_row"] = buffer.shape[1], -1
     else:
         # Every row of every tile reads the same zeros; for windows they also cut off the end of the last panel.
-        f["bias"] = _no_bias(call.dtype, site.k_len if windowed else panel)[0]
+        f["bias"] = call.keep_for_all(_no_bias(call.dtype, site.k_len if windowed else panel))
     return grids + others
 
 

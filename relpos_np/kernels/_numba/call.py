@@ -27,6 +27,8 @@ class Call:
         self.site, self.dtype = problem.site, problem.site.dtype
         self.fields = fields.copy()
         self.kept: list[Array] = []
+        # Those among them that sizes alone decide about: whoever keeps the fields for later calls keeps these too.
+        self.lasting: list[Array] = []
         self.tail: bytes = b""
 
     @property
@@ -38,6 +40,11 @@ class Call:
         """Keep an array alive and return its address."""
         self.kept.append(x)
         return address_of(x)
+
+    def keep_for_all(self, x: Array) -> int:
+        """As `keep`, of an array that every call of the same sizes may use."""
+        self.lasting.append(x)
+        return self.keep(x)
 
     def pack(self) -> bytearray:
         """The record's bytes."""

@@ -36,14 +36,14 @@ MOST_PLANS, MOST_ITEMS = 256, 64
 class Plan:
     """What calls of the same sizes have in common.
 
-    `fields` are a record's but for addresses, and `batches` is a table that it names; `stored` and `windowed` are
-    those of `fill`.
+    `fields` are a record's but for addresses of operands and results, and `lasting` are arrays that they name; `stored`
+    and `windowed` are those of `fill`.
     """
 
     kernel: Kernel
     division: Division
     fields: dict[str, Any]
-    batches: Array
+    lasting: list[Array]
     stored: bool
     windowed: bool = False
 
@@ -73,7 +73,7 @@ def _prepare(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> t
     plan = None if key is None else _known.get(key)
     if plan is not None:
         call = Call(problem, terms, threads, plan.fields)
-        call.kept.append(plan.batches)
+        call.kept += plan.lasting
         call.operands(out, lse, stored=plan.stored)
         if terms.tables:
             biases.fuse_tables(call, windowed=plan.windowed)
@@ -151,14 +151,14 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     """Blocks of queries, or whole windows."""
     windowed = _is_windowed(call.problem, call.terms)
     stored, f = readable(call.problem), call.fields
-    batches = fill(call, out, lse, stored=stored, windowed=windowed)
+    fill(call, out, lse, stored=stored, windowed=windowed)
     if in_pairs(call.problem):
         f["pairs"], f["steps"] = 1, -(-f["depth"] // 2)
     if windowed and f["out_kind"] != OWN:
         f["bins"] = call.site.v_dim
     division = into_blocks(call, windowed=windowed)
     kernel = (windows if windowed else attend)[call.dtype.itemsize]
-    return Plan(kernel, division, f.copy(), batches, stored, windowed)
+    return Plan(kernel, division, f.copy(), call.lasting, stored, windowed)
 
 
 def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
@@ -170,5 +170,5 @@ def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
     if stored is not dtype and stored == problem.stored_v.dtype != dtype and call.terms.key is None:
         stores = stored.name in decode
         kernel = decode.get(stored.name, kernel)
-    batches = fill(call, out, lse, stored=stores)
-    return Plan(kernel, into_parts(call), call.fields.copy(), batches, stores)
+    fill(call, out, lse, stored=stores)
+    return Plan(kernel, into_parts(call), call.fields.copy(), call.lasting, stores)

@@ -25,15 +25,15 @@ def readable(problem: Problem) -> bool:
     return CONVERTS_HALF or all(x.dtype.name != "float16" for x in stored)
 
 
-def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: bool = False) -> Array:
-    """Set every field of a call's record but those that divide the work; the table of its batch items.
+def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: bool = False) -> None:
+    """Set every field of a call's record but those that divide the work.
 
     `out` and `lse` are C-contiguous. `stored`: operands are read in half precision, if they are stored so. `windowed`:
     the kernel for windows will run.
     """
     problem, site, f, count = call.problem, call.site, call.fields, call.count
     batches = np.zeros((6, count), np.int64)
-    f["batches"], f["count"] = call.keep(batches), count
+    f["batches"], f["count"] = call.keep_for_all(batches), count
     operands = call.operands(out, lse, stored=stored)
     for name, x in zip(("q", "k", "v", "out"), (*operands, out), strict=True):
         f[name + "_kind"] = KINDS.get(x.dtype.name, OWN)
@@ -53,7 +53,6 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
         f["keep"], f["keep_scale"] = call.keep(problem.keep), problem.keep_scale
     add_masks(call, batches, windowed=windowed)
     _add_gathered(call, windowed=windowed)
-    return batches
 
 
 def _add_gathered(call: Call, *, windowed: bool) -> None:
