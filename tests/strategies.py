@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -309,14 +310,19 @@ def fits(position, offset):
     return rp.SCHEMES[position.name].far or offset is None or abs(offset) <= 20
 
 
+def _position(pair, choices):
+    return Position(*pair, tuple(choices))
+
+
 @st.composite
 def positions(draw, offset, name=None):
     """No scheme, one, or a tuple whose terms add up; `Case.legal` says whether they go together."""
+    # No lambdas: hypothesis would parse this file to describe them, which CPython 3.11 cannot do on two threads at once.
     one = st.builds(
-        lambda pair, choices: Position(*pair, tuple(choices)),
+        _position,
         st.sampled_from([pair for pair in ATTENTION if name in (None, pair[0])]),
         st.lists(st.integers(0, 5), max_size=6),
-    ).filter(lambda position: fits(position, offset))
+    ).filter(partial(fits, offset=offset))
     if name is not None:
         return (draw(one),)
     count = draw(st.sampled_from([0, 1, 1, 1, 1, 2, 3]))

@@ -139,11 +139,12 @@ def _is_windowed(problem: Problem, terms: Terms) -> bool:
     return (grids or site.k_len % panel == 0) and gathered <= biases.GATHER_BYTES // 2
 
 
-def in_pairs(problem: Problem) -> bool:
-    """Whether products are made of pairs of bfloat16: for operands that are stored so, or where it is allowed."""
+def in_pairs(problem: Problem, terms: Terms) -> bool:
+    """Whether products are made of pairs of bfloat16: of queries and keys that are stored so, or where it is allowed."""
     if UNIT == "none" or problem.site.dtype.itemsize != 4:
         return False
-    stored = problem.stored_q.dtype.name == "bfloat16"
+    # What a scheme has made of queries or keys would be rounded once more, and may be scaled by much.
+    stored = problem.stored_q.dtype.name == "bfloat16" and terms.query is None and terms.key is None
     return problem.precision == "medium" or (stored and problem.precision is None)
 
 
@@ -152,7 +153,7 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     windowed = _is_windowed(call.problem, call.terms)
     stored, f = readable(call.problem), call.fields
     fill(call, out, lse, stored=stored, windowed=windowed)
-    if in_pairs(call.problem):
+    if in_pairs(call.problem, call.terms):
         f["pairs"], f["steps"] = 1, -(-f["depth"] // 2)
     if windowed and f["out_kind"] != OWN:
         f["bins"] = call.site.v_dim
