@@ -317,7 +317,7 @@ def _position(pair, choices):
 @st.composite
 def positions(draw, offset, name=None):
     """No scheme, one, or a tuple whose terms add up; `Case.legal` says whether they go together."""
-    # No lambdas: hypothesis would parse this file to describe them, which CPython 3.11 cannot do on two threads at once.
+    # No lambdas: hypothesis would parse this file to describe them, which CPython 3.11 cannot do on two threads.
     one = st.builds(
         _position,
         st.sampled_from([pair for pair in ATTENTION if name in (None, pair[0])]),

@@ -185,7 +185,7 @@ def attention(
         See `relpos_np.attention`; see `partial` for what cannot be divided.
     mask : dask.array.Array or ndarray of bool or float, optional
         Broadcast to (..., H, L_q, L_k).
-    key_lengths, causal, window, scale, offset
+    key_lengths, causal, window, scale, offset, precision
         See `relpos_np.attention`.
     backend : {"terms", "numba", "cuda"}, optional
         What computes each block; see `relpos_np.set_backend`.

@@ -126,7 +126,7 @@ def attention(
         See `relpos_np.attention`. A float mask receives a gradient.
     key_lengths : int or jax.Array of int, optional
         See `relpos_np.attention`.
-    causal, window, scale, offset
+    causal, window, scale, offset, precision
         See `relpos_np.attention`; not traced.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`.

@@ -190,7 +190,7 @@ def attention(
         Rate at which probabilities are dropped.
     generator : torch.Generator, optional
         Source of the dropout mask's seed; default that of PyTorch, so that `torch.manual_seed` repeats it.
-    causal, window, scale, offset
+    causal, window, scale, offset, precision
         See `relpos_np.attention`.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         Default "cuda" for tensors on a device, else as `relpos_np.set_backend` says.

@@ -140,7 +140,7 @@ def _is_windowed(problem: Problem, terms: Terms) -> bool:
 
 
 def in_pairs(problem: Problem, terms: Terms) -> bool:
-    """Whether products are made of pairs of bfloat16: of queries and keys that are stored so, or where it is allowed."""
+    """Whether products are made of pairs of bfloat16: where queries and keys are stored so, or if it is allowed."""
     if UNIT == "none" or problem.site.dtype.itemsize != 4:
         return False
     # What a scheme has made of queries or keys would be rounded once more, and may be scaled by much.
