@@ -20,6 +20,18 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, os.cpu_count() or 1)))
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Several processes for the whole suite; one for chosen files, and where tests fill the machine themselves."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    alone = config.option.markexpr in ("stress", "mutation")
+    if not whole or alone:
+        return 0
+    # Inherited: threads that wait must not take the processors of other workers.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return min(os.cpu_count() or 1, 4)
+
+
 def pytest_collection_finish():
     """What there is by now is not looked through for cycles again and again: it is there to the end."""
     gc.collect()
@@ -27,12 +39,25 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
-    """A cold kernel cache for the session, inherited by child processes, unless one is named from outside."""
+def kernel_cache(tmp_path_factory, request):
+    """A cold kernel cache for the session and its processes, unless one is named from outside."""
+    base = tmp_path_factory.getbasetemp()
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("RELPOS_CACHE_DIR"):
-            patch.setenv("RELPOS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+            patch.setenv("RELPOS_CACHE_DIR", str((base.parent if worker else base) / "kernels"))
+        if worker and "not simulator" in request.config.option.markexpr:
+            _compile_share(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
         yield
+
+
+def _compile_share(worker, workers):
+    """Compile the kernels of some dtypes, which have functions in common: otherwise each worker compiles nearly all."""
+    kernels = rp.backend.kernels("numba").KERNELS
+    dtypes = sorted({name.split()[-1] for name in kernels})
+    for name, kernel in kernels.items():
+        if name.split()[-1] in dtypes[worker::workers]:
+            _ = kernel.address
 
 
 @pytest.fixture(autouse=True)

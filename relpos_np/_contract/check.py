@@ -318,8 +318,7 @@ def call(
             raise RelposValueError(
                 f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast"
             ) from None
-        # Converted before they are broadcast, so once and not for each batch item.
-        q, k, v = (np.broadcast_to(x.astype(dtype, copy=False), (*batch, *x.shape[-3:])) for x in (q, k, v))
+        q, k, v = (np.broadcast_to(x, (*batch, *x.shape[-3:])) for x in (q, k, v))
     left, right = _band(flag("causal", given["causal"]), given["window"])
     site = Site(
         heads=heads,

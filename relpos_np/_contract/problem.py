@@ -72,6 +72,14 @@ class Part:
         return cls(batch, *(slice(0, n) for n in (site.heads, site.kv_heads, site.q_len, site.k_len)))
 
 
+def _converted(x: Array, dtype: np.dtype[Any]) -> Array:
+    """An array in another dtype; what is repeated, as batch items are that were broadcast, is converted once."""
+    if x.dtype == dtype:
+        return x
+    own = x[tuple(slice(None, None if stride else 1) for stride in x.strides)]
+    return np.broadcast_to(own.astype(dtype), x.shape)
+
+
 @dataclass(slots=True, eq=False)
 class Problem:
     """Checked operands: q (*batch, H, L_q, D), k (*batch, H_kv, L_k, D), v (*batch, H_kv, L_k, D_v).
@@ -102,21 +110,21 @@ class Problem:
     def q(self) -> Array:
         """Queries in the dtype of the computation."""
         if self._q is None:
-            self._q = self.stored_q.astype(self.site.dtype, copy=False)
+            self._q = _converted(self.stored_q, self.site.dtype)
         return self._q
 
     @property
     def k(self) -> Array:
         """Keys in the dtype of the computation."""
         if self._k is None:
-            self._k = self.stored_k.astype(self.site.dtype, copy=False)
+            self._k = _converted(self.stored_k, self.site.dtype)
         return self._k
 
     @property
     def v(self) -> Array:
         """Values in the dtype of the computation."""
         if self._v is None:
-            self._v = self.stored_v.astype(self.site.dtype, copy=False)
+            self._v = _converted(self.stored_v, self.site.dtype)
         return self._v
 
     def pack(self) -> None:

@@ -20,7 +20,7 @@ from relpos_np.kernels._numba.held import held
 from relpos_np.kernels._numba.pieces import LOG2
 from relpos_np.kernels._numba.product import product
 from relpos_np.kernels._numba.shift import rel_shift, shift
-from relpos_np.kernels._numba.target import CONVERTS_HALF
+from relpos_np.kernels._numba.target import CONVERTS_HALF, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -29,11 +29,11 @@ __all__ = ["attention", "backward", "cache_folder", "held", "rel_shift", "warm_u
 # Dtypes of results.
 WRITES = ("float64", "float32", "bfloat16", *(("float16",) if CONVERTS_HALF else ()))
 
-# Every kernel by what it is for and the dtype, where it has one.
+# Every kernel that this processor may run, by what it is for and the dtype, where it has one.
 KERNELS = {
     "rel_shift": shift,
-    **{f"attention float{8 * size}": attend[size] for size in attend},
-    **{f"windows float{8 * size}": windows[size] for size in windows},
+    **{f"attention {name}": kernel for name, kernel in attend.items() if name != "bfloat16" or UNIT != "none"},
+    **{f"windows {name}": kernel for name, kernel in windows.items() if name != "bfloat16" or UNIT != "none"},
     **{f"products float{8 * size}": product[size] for size in product},
     **{f"backward float{8 * size}": backward_kernel[size] for size in backward_kernel},
     **{f"decoding {name}": kernel for name, kernel in decode.items()},

@@ -152,10 +152,10 @@ def write_lse(p: Any, like: Any, row: int, top: float, total: float) -> None:
 
 
 @inlined
-def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None:
+def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Load a block's queries and clear its sums."""
     v_width, padded = round_up(p.v_depth, lanes_of(base)), round_up(rows, ROW_QUANTUM)
-    load_queries(p, at(base, w.queries), p.steps, head, i0, rows)
+    load_queries(p, at(base, w.queries), p.steps, head, i0, rows, pairs)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), ((head.b * p.heads + head.h) * p.q_len + i0) * p.skew_depth)
         load_rows(at(base, w.skew_q), p.skew_depth, skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
@@ -171,12 +171,12 @@ def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None
 
 
 @inlined
-def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved: int) -> bool:
+def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved: int, pairs: bool) -> bool:
     """Scores of a tile and their maxima by row; whether bias and maxima were done within the product."""
     depth, lanes = p.steps, lanes_of(base)
     width, queries, scores, tops = PANEL_VECTORS * lanes, at(base, w.queries), at(base, w.scores), at(base, w.tops)
     i0, rows, j0, cols, _ = tile
-    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, j0, cols)
+    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, j0, cols, pairs)
     # That needs all keys open to all queries, no column left over, and one bias at most.
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and not (p.skew_depth and p.bias_row)
     whole = cols % width == 0 or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
@@ -192,7 +192,7 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
         for c in range(0, cols, width):
             panel, bias = at(base, w.keys + c * depth), at(added, c if added_row else 0)
             out = at(scores, c)
-            if p.pairs:
+            if pairs:
                 pair_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, bias, added_row, tops, p.scale)
             else:
                 score_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, bias, added_row, tops)
@@ -202,7 +202,7 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
             low = min(max(j0 + c - p.offset - p.right - i0, 0), rows) // SCORE_ROWS * SCORE_ROWS
             high = min(max(j0 + c + width - p.offset + p.left - i0, low), rows)
             lines, out, panel = at(queries, low * depth), at(scores, low * BLOCK_KEYS + c), at(base, w.keys + c * depth)
-            if p.pairs:
+            if pairs:
                 score_pairs(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, p.scale)
             else:
                 score_plain(lines, depth, panel, depth, out, BLOCK_KEYS, high - low)
@@ -229,7 +229,7 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
 
 
 @inlined
-def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused: bool) -> None:
+def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused: bool, pairs: bool) -> None:
     """Turn a tile's scores into probabilities, fade earlier sums, and add the tile's."""
     rows, cols, lanes, fade = tile.rows, tile.cols, lanes_of(base), at(base, w.fade)
     v_width, width = round_up(p.v_depth, lanes), PANEL_VECTORS * lanes
@@ -237,13 +237,13 @@ def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused
         put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
     advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
     own = head.v + tile.j0 * p.v_row * size_of(base, p.v_kind)
-    check = load_values(at(base, w.values), v_width, own, p.v_kind, p.v_row, cols, p.v_depth, p.pairs)
+    check = load_values(at(base, w.values), v_width, own, p.v_kind, p.v_row, cols, p.v_depth, pairs)
     bypassed = not fused and math.isnan(check)
     if bypassed:
         for i in range(rows):
             if get(fade, i) == 0.0:
                 fill_row(base, w.out + i * v_width, w.out + (i + 1) * v_width, 0.0)
-        if p.pairs:
+        if pairs:
             bypass_pairs(base, w, rows, cols, p.v_depth, v_width)
         else:
             bypass_values(base, w, rows, cols, p.v_depth, v_width)
@@ -257,14 +257,14 @@ def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused
             fill_row(s, round_up(cols, width) if fused else last_seen, wide, MINUS_INFINITY)
             exp2_row(s, wide, get(base, w.best + i), at(base, w.total + i * lanes), get(fade, i))
             weigh_row(p, values, base, w, head, tile, i, last_seen)
-            if p.pairs:
+            if pairs:
                 halve_row(s, wide)
             if bypassed and get(fade, i) == 0.0:
                 # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
                 put(fade, i, 1.0)
         s, v, out = at(base, w.scores + i1 * BLOCK_KEYS), at(base, w.values), at(base, w.out + i1 * v_width)
         count, below = i2 - i1, at(fade, i1)
-        if p.pairs:
+        if pairs:
             both = (last_seen + 1) // 2
             accumulate_pairs(s, BLOCK_KEYS, v, v_width, out, v_width, below, count, v_width, both)
         else:
@@ -291,13 +291,13 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
 
 
 @inlined
-def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int) -> None:
+def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int, pairs: bool) -> None:
     """Attention for one block of queries of one head."""
     block, lanes, b, i0 = p.block_queries, lanes_of(base), t // (p.heads * p.blocks), t % p.blocks * p.block_queries
     rows, width = min(block, p.q_len - i0), PANEL_VECTORS * lanes
     w = layout(block, p.steps, round_up(p.v_depth, lanes), p.skew_depth, p.bins, lanes)
     head = head_of(p, batches, base, b, t // p.blocks % p.heads)
-    begin_rows(p, base, w, head, i0, rows)
+    begin_rows(p, base, w, head, i0, rows, pairs)
     # Tiles lie on a grid that begins at the first key that any query may attend, and a tile ends where whole
     # panels end: a row's sums are the same bits whatever other rows share its block.
     origin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
@@ -311,34 +311,45 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
         if j0 < panels_end and not p.bias_tail:
             cols = min(cols, panels_end - j0)  # leave a ragged end to a small tile of its own
         tile = Tile(i0, rows, j0, cols, 0)
-        fused = score_tile(p, adds, base, w, head, tile, moved)
-        add_tile(p, values, base, w, head, tile, fused)
+        fused = score_tile(p, adds, base, w, head, tile, moved, pairs)
+        add_tile(p, values, base, w, head, tile, fused, pairs)
         j0, moved = j0 + cols, cols
     finish_rows(p, values, base, w, head, i0, rows)
 
 
 @inlined
-def attend_all(call: int, base: Any) -> None:
-    """Take blocks of queries from the shared counter while there are any."""
+def attend_all(call: int, base: Any, pairs: bool) -> None:
+    """Take blocks of queries from the shared counter while there are any; `pairs`, a constant, is compiled in."""
     p = carray(opaque(call), 1, CALL)[0]
     adds = carray(opaque(p.adds), p.add_count, ADD)
     values = carray(opaque(p.values), p.value_count, VALUE)
     t = take(call)
     while t < p.stop:
-        attend_block(p, adds, values, longs(p.batches), base, t)
+        attend_block(p, adds, values, longs(p.batches), base, t, pairs)
         t = take(call)
 
 
 def _attend_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride))
+        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False)
 
 
 def _attend_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        attend_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride))
+        attend_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), False)
 
 
-attend = {4: Kernel(_attend_float32), 8: Kernel(_attend_float64)}
+def _attend_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    p = carray(opaque(call), 1, CALL)[0]
+    for n in range(get(lengths, 0)):
+        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), True)
+
+
+# By what is multiplied: products of pairs of bfloat16 are summed in float32.
+attend = {
+    "float32": Kernel(_attend_float32),
+    "float64": Kernel(_attend_float64),
+    "bfloat16": Kernel(_attend_bfloat16),
+}

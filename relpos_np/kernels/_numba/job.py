@@ -153,19 +153,20 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     windowed = _is_windowed(call.problem, call.terms)
     stored, f = readable(call.problem), call.fields
     fill(call, out, lse, stored=stored, windowed=windowed)
+    name = call.dtype.name
     if in_pairs(call.problem, call.terms):
-        f["pairs"], f["steps"] = 1, -(-f["depth"] // 2)
+        name, f["steps"] = "bfloat16", -(-f["depth"] // 2)
     if windowed and f["out_kind"] != OWN:
         f["bins"] = call.site.v_dim
     division = into_blocks(call, windowed=windowed)
-    kernel = (windows if windowed else attend)[call.dtype.itemsize]
+    kernel = (windows if windowed else attend)[name]
     return Plan(kernel, division, f.copy(), call.lasting, stored, windowed)
 
 
 def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
     """Keys and values read once, in half precision if they are stored so and the processor can."""
     problem, dtype = call.problem, call.dtype
-    kernel, stores = decode["float32" if dtype.itemsize == 4 else "float64"], False
+    kernel, stores = decode[dtype.name], False
     stored = problem.stored_k.dtype
     # Terms that were made of the keys hold them in the dtype of the computation.
     if stored is not dtype and stored == problem.stored_v.dtype != dtype and call.terms.key is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relpos_np.kernels._numba.build import helper
+from relpos_np.kernels._numba.build import helper, inlined
 from relpos_np.kernels._numba.halves import copy_pairs, narrow_row, pair_rows
 from relpos_np.kernels._numba.pieces import BRAIN, HALF, OWN, PANEL_VECTORS, SCORE_ROWS, round_up, size_of
 from relpos_np.kernels._numba.rows import (
@@ -44,8 +44,8 @@ def load_pairs(out: Any, width: int, x: int, kind: int, row: int, rows: int, dep
         copy_pairs(out, width, pointer_like(out, x), row, rows, depth)
 
 
-@helper
-def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int, pairs: int) -> Any:
+@inlined
+def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int, pairs: bool) -> Any:
     """Copy a block of values, or their pairs; return NaN if an element is not finite."""
     if not pairs:
         return load_block(out, width, x, kind, row, rows, depth)
@@ -56,11 +56,11 @@ def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, de
     return pair_rows(out, width, pointer_like(out, x), row, rows, depth)
 
 
-@helper
-def load_queries(p: Any, out: Any, width: int, head: Any, i0: int, rows: int) -> None:
+@inlined
+def load_queries(p: Any, out: Any, width: int, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Copy a block of queries, scaled unless they are pairs, with rows of 0 up to a whole register tile of scores."""
     x = head.q + i0 * p.q_row * size_of(out, p.q_kind)
-    if p.pairs:
+    if pairs:
         load_pairs(out, width, x, p.q_kind, p.q_row, rows, p.depth)
         fill_row(out, rows * width, round_up(rows, SCORE_ROWS) * width, 0.0)
     elif p.q_kind == OWN:
@@ -121,10 +121,10 @@ def pack_panels(out: Any, x: Any, row: int, first: int, last: int, limit: int, d
                         put(corner, c * width + r - r0, get(x, r * row + c))
 
 
-@helper
-def pack_keys(p: Any, out: Any, scratch: Any, x: int, j0: int, cols: int) -> None:
+@inlined
+def pack_keys(p: Any, out: Any, scratch: Any, x: int, j0: int, cols: int, pairs: bool) -> None:
     """Pack `cols` keys from j0 on, of the head whose keys are at x, into panels [steps, width], padded with 0."""
-    if p.k_kind == OWN and not p.pairs:
+    if p.k_kind == OWN and not pairs:
         pack_panels(out, pointer_like(out, x), p.k_row, j0, j0 + cols, p.k_len, p.depth)
         return
     lanes, steps = lanes_of(out), p.steps
@@ -132,7 +132,7 @@ def pack_keys(p: Any, out: Any, scratch: Any, x: int, j0: int, cols: int) -> Non
     for c in range(0, round_up(cols, width), lanes):
         rows = min(max(cols - c, 0), lanes)
         own = x + (j0 + min(c, cols - 1)) * size
-        if p.pairs:
+        if pairs:
             load_pairs(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)
         else:
             load_block(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)

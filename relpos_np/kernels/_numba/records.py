@@ -32,7 +32,7 @@ CALL = np.dtype(
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
         # how each of them is stored (`pieces.py`); `pairs`: products are made of pairs of bfloat16; elements of a
         # packed query or key, half as many as channels then
-        *_integers("q_kind", "k_kind", "v_kind", "out_kind", "pairs", "steps"),
+        *_integers("q_kind", "k_kind", "v_kind", "out_kind", "steps"),
         *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),
         *_integers("block_queries", "blocks"),
         # positions: key j is in the band of query i if i + offset - left <= j <= i + offset + right

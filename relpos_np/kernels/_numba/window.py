@@ -52,23 +52,23 @@ def own_head(p: Any, batches: Any, base: Any, t: int) -> Any:
 
 
 @inlined
-def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None:
+def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Scores of a block, with bias, and the maxima of its rows."""
     cols, depth, lanes = p.k_len, p.steps, lanes_of(base)
     bias, tops = at(head.bias, i0 * p.bias_row), at(base, w.tops)
     own = head.q + i0 * p.q_row * size_of(base, p.q_kind)
     q, q_row = pointer_like(base, own), p.q_row
-    if p.pairs or p.q_kind != OWN:
+    if pairs or p.q_kind != OWN:
         q, q_row = at(base, w.queries), depth
-        if p.pairs:
+        if pairs:
             load_pairs(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
         else:
             load_block(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
-    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, 0, cols)
+    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, 0, cols, pairs)
     fill_row(tops, 0, rows * lanes, MINUS_INFINITY)
     for c in range(0, cols, PANEL_VECTORS * lanes):
         panel, out, added, row = at(base, w.keys + c * depth), at(base, w.scores + c), at(bias, c), p.bias_row
-        if p.pairs:
+        if pairs:
             pair_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, added, row, tops, p.scale)
         else:
             score_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, added, row, tops, p.scale)
@@ -104,8 +104,8 @@ def fetch_row(p: Any, like: Any, head: Any, i0: int, i: int) -> None:
         fetch_line(head.v + i * p.v_row * size_of(like, p.v_kind), p.v_depth * size_of(like, p.v_kind))
 
 
-@helper
-def attend_window(p: Any, batches: Any, base: Any, t: int, following: int) -> None:
+@inlined
+def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs: bool) -> None:
     """Attention for one block of queries of one head, while the operands of the `following` one are fetched."""
     block, cols, v_depth, lanes = p.block_queries, p.k_len, p.v_depth, lanes_of(base)
     head, i0 = own_head(p, batches, base, t), t % p.blocks * block
@@ -113,22 +113,22 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int) -> No
     padded, wide = round_up(cols, PANEL_VECTORS * lanes), round_up(cols, SUM_VECTORS * lanes)
     w = layout(block, p.steps, v_depth, 0, p.bins, lanes)
     scores, share, top = at(base, w.scores), at(base, w.fade), at(base, w.top)
-    score_rows(p, base, w, head, i0, rows)
+    score_rows(p, base, w, head, i0, rows, pairs)
     fill_row(base, w.total, w.total + rows * lanes, 0.0)
     v, v_row, bypassed, masked = pointer_like(base, head.v), p.v_row, False, p.soft != 0 or p.allowed != 0
     if masked:
         mask_rows(p, base, w, head.mask + head.h * p.mask_head + i0 * p.mask_row, rows, min(padded, wide))
-    if masked or p.pairs or p.v_kind != OWN:
+    if masked or pairs or p.v_kind != OWN:
         copied = at(base, w.values)
-        check = load_values(copied, v_depth, head.v, p.v_kind, p.v_row, cols, v_depth, p.pairs)
+        check = load_values(copied, v_depth, head.v, p.v_kind, p.v_row, cols, v_depth, pairs)
         bypassed = masked and math.isnan(check)
         if bypassed:
             fill_row(base, w.out, w.out + rows * v_depth, 0.0)
-            if p.pairs:
+            if pairs:
                 bypass_pairs(base, w, rows, cols, v_depth, v_depth)
             else:
                 bypass_values(base, w, rows, cols, v_depth, v_depth)
-        if bypassed or p.pairs or p.v_kind != OWN:
+        if bypassed or pairs or p.v_kind != OWN:
             v, v_row = copied, v_depth
     # One pass after the other, so that the rows of each overlap: a row's own chain is long.
     for i in range(rows):
@@ -142,7 +142,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int) -> No
         s = at(scores, i * BLOCK_KEYS)
         fill_row(s, padded, wide, MINUS_INFINITY)
         exp2_row(s, wide, get(share, i), at(base, w.total + i * lanes), 0.0)
-        if p.pairs:
+        if pairs:
             halve_row(s, wide)
     for i in range(rows):
         total = lane_sum(at(base, w.total + i * lanes))
@@ -153,7 +153,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int) -> No
     out, out_row = pointer_like(base, own), p.out_row
     if p.out_kind != OWN:
         out, out_row = at(base, w.bins), v_depth
-    if p.pairs:
+    if pairs:
         average_pairs(scores, BLOCK_KEYS, v, v_row, out, out_row, share, rows, v_depth, (cols + 1) // 2)
     else:
         average(scores, BLOCK_KEYS, v, v_row, out, out_row, share, rows, v_depth, cols)
@@ -166,27 +166,37 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int) -> No
 
 
 @inlined
-def attend_windows(call: int, base: Any) -> None:
+def attend_windows(call: int, base: Any, pairs: bool) -> None:
     """Take runs of blocks from the shared counter while there are any."""
     p = carray(opaque(call), 1, CALL)[0]
     start = take(call) * p.run
     while start < p.stop:
         stop = min(start + p.run, p.stop)
         for t in range(start, stop):
-            attend_window(p, longs(p.batches), base, t, min(t + 1, stop - 1))
+            attend_window(p, longs(p.batches), base, t, min(t + 1, stop - 1), pairs)
         start = take(call) * p.run
 
 
 def _windows_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        attend_windows(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride))
+        attend_windows(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False)
 
 
 def _windows_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        attend_windows(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride))
+        attend_windows(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), False)
 
 
-windows = {4: Kernel(_windows_float32), 8: Kernel(_windows_float64)}
+def _windows_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    p = carray(opaque(call), 1, CALL)[0]
+    for n in range(get(lengths, 0)):
+        attend_windows(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), True)
+
+
+windows = {
+    "float32": Kernel(_windows_float32),
+    "float64": Kernel(_windows_float64),
+    "bfloat16": Kernel(_windows_bfloat16),
+}
