@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -16,6 +17,13 @@ settings.register_profile("default", max_examples=30, **_COMMON)
 settings.register_profile("ci", max_examples=60, derandomize=True, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
 
+WORKERS_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+}
+
 # Two threads exist even on a machine with one processor, so that parallel paths always run.
 os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, os.cpu_count() or 1)))
 
@@ -26,9 +34,10 @@ def pytest_xdist_auto_num_workers(config):
     alone = config.option.markexpr in ("stress", "mutation")
     if not whole or alone:
         return 0
-    # Inherited: threads that wait must not take the processors of other workers.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Inherited. Threads that wait must not take the processors of other workers, and memory that is freed and asked for
+    # again 10,000 times should not be cleared by the system each time.
+    for name, value in WORKERS_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     return min(os.cpu_count() or 1, 4)
 
 
@@ -47,17 +56,23 @@ def kernel_cache(tmp_path_factory, request):
         if not os.environ.get("RELPOS_CACHE_DIR"):
             patch.setenv("RELPOS_CACHE_DIR", str((base.parent if worker else base) / "kernels"))
         if worker and "not simulator" in request.config.option.markexpr:
-            _compile_share(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+            share = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+            # On a stack of its own: as deep as this one is, CPython maps and unmaps memory for many a call.
+            thread = threading.Thread(target=_compile_share, args=share)
+            thread.start()
+            thread.join()
         yield
 
 
 def _compile_share(worker, workers):
     """Compile the kernels of some dtypes, which have functions in common: otherwise each worker compiles nearly all."""
     kernels = rp.backend.kernels("numba").KERNELS
-    dtypes = sorted({name.split()[-1] for name in kernels})
-    for name, kernel in kernels.items():
-        if name.split()[-1] in dtypes[worker::workers]:
-            _ = kernel.address
+    dtypes = sorted({name.split()[-1] for name in kernels})[worker::workers]
+    # Backwards: few tests need half precision.
+    for dtype in reversed(dtypes):
+        for name, kernel in kernels.items():
+            if name.split()[-1] == dtype:
+                _ = kernel.address
 
 
 @pytest.fixture(autouse=True)
