@@ -5,7 +5,7 @@ from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._runtime.memory import memory_limit, set_memory_limit
 from relpos_np._runtime.precision import set_precision, use_precision
 from relpos_np._runtime.threadcount import get_num_threads, set_num_threads, threads
-from relpos_np.api import attention, attention_vjp, logits, rel_shift
+from relpos_np.api import attention, attention_vjp, logits, prepare, rel_shift
 from relpos_np.backend import set_backend, use_backend
 from relpos_np.errors import (
     RelposError,
@@ -39,6 +39,7 @@ __all__ = [
     "get_num_threads",
     "logits",
     "memory_limit",
+    "prepare",
     "reference",
     "rel_shift",
     "set_backend",

@@ -11,6 +11,7 @@ from relpos_np._runtime.threadcount import threads as threads
 from relpos_np.api import attention as attention
 from relpos_np.api import attention_vjp as attention_vjp
 from relpos_np.api import logits as logits
+from relpos_np.api import prepare as prepare
 from relpos_np.api import rel_shift as rel_shift
 from relpos_np.backend import set_backend as set_backend
 from relpos_np.backend import use_backend as use_backend

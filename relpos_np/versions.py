@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 # What changes how anything here runs; others are nobody's business.
@@ -29,6 +28,7 @@ _PACKAGES = (
 def collect_versions() -> dict[str, Any]:
     """Versions, processor, vector target, threads, kernel cache, backends and environment, as plain data."""
     import platform
+    from pathlib import Path
 
     import numpy as np
 
@@ -98,6 +98,7 @@ def _usable() -> int | None:
 def processor() -> str:
     """The processor's name."""
     import platform
+    from pathlib import Path
 
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

@@ -179,9 +179,7 @@ def test_a_workspace_holds_what_was_asked_for(monkeypatch):
     monkeypatch.setattr(launch, "_local", type(launch._local)())
     for size in range(64, 64 * 200, 64):
         for wanted, threads in ((size, 1), (size + 64, 1), (size - 63, 2)):
-            fields = {}
-            memory = launch.lend(fields, wanted, threads)
-            begin, stride = fields["work"], fields["work_stride"]
+            memory, begin, stride = launch.lend(wanted, threads)
             assert begin % 64 == 0
             assert stride >= wanted
             assert arrays.address_of(memory) <= begin

@@ -18,10 +18,15 @@ from relpos_np.types import Array
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class _Arrays(TypedDict, total=False):
-    """Arrays, which other packages pass as arrays of their own."""
+class _Mask(TypedDict, total=False):
+    """Which pairs are attended, or what is added to their scores."""
 
     mask: Annotated[Array | None, None]
+
+
+class _Arrays(_Mask, total=False):
+    """Arrays, which other packages pass as arrays of their own."""
+
     key_lengths: Annotated[Any, None]
 
 
@@ -69,6 +74,10 @@ class ScoreOptions(_Arrays, _Band, _Fixed, _Backend, total=False):
 
 class NumberOptions(_Band, _Fixed, _Precision, _Backend, total=False):
     """The options that are not arrays, for functions whose arrays are another package's."""
+
+
+class PreparedOptions(_Mask, _Band, _Fixed, _Precision, _Backend, total=False):
+    """The options that are the same in every run of a prepared call."""
 
 
 class LayerOptions(_Arrays, _Band, _Dropout, _Precision, _Backend, total=False):

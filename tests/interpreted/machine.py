@@ -81,15 +81,14 @@ class Machine:
 
     # the host's side -----------------------------------------------------------------------------
 
-    def lend(self, fields, size, threads):
+    def lend(self, size, threads):
         """Workspaces that begin where a cache line does, with some bytes between them."""
         stride = -(-size // 64) * 64 + 64
         memory = np.full(threads * stride + 64, self.poison, np.uint8)
-        fields["work"] = memory.ctypes.data + -memory.ctypes.data % 64
-        fields["work_stride"] = stride
+        address = memory.ctypes.data + -memory.ctypes.data % 64
         # Kept, so that no other array comes to lie there.
-        self.lent[fields["work"]] = size, threads, memory
-        return memory
+        self.lent[address] = size, threads, memory
+        return memory, address, stride
 
     def run(self, kernel, record, threads):
         """Interpret a kernel in place of `launch.run`."""

@@ -18,13 +18,14 @@ from relpos_np.kernels._numba.cache import cache_folder
 from relpos_np.kernels._numba.decode import decode
 from relpos_np.kernels._numba.held import held
 from relpos_np.kernels._numba.pieces import LOG2
+from relpos_np.kernels._numba.prepared import prepare
 from relpos_np.kernels._numba.product import product
 from relpos_np.kernels._numba.shift import rel_shift, shift
 from relpos_np.kernels._numba.target import CONVERTS_HALF, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
-__all__ = ["attention", "backward", "cache_folder", "held", "rel_shift", "warm_up"]
+__all__ = ["attention", "backward", "cache_folder", "held", "prepare", "rel_shift", "warm_up"]
 
 # Dtypes of results.
 WRITES = ("float64", "float32", "bfloat16", *(("float16",) if CONVERTS_HALF else ()))

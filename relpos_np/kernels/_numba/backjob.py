@@ -82,8 +82,7 @@ class BackwardJob:
 
     def pack(self) -> bytearray:
         """The record's bytes."""
-        self.call.tail = _PACK(*self.extra.values())
-        return self.call.pack()
+        return self.call.pack() + _PACK(*self.extra.values())
 
     def run(self) -> None:
         """Fill the sums."""
@@ -98,9 +97,8 @@ class BackwardJob:
         if flops > most * self.pieces:
             self._run_cuts(size, flops / most, threads)
             return
-        call.kept.append(launch.lend(f, size, threads))
         chunk = int(threads * most * self.pieces / flops)
-        launch.run_pieces(backward[item], f, self.pack, self.pieces, chunk, threads)
+        launch.run_pieces(backward[item], self.pack(), self.pieces, chunk, threads, workspace=size)
 
     def _run_cuts(self, size: int, calls: float, threads: int) -> None:
         """Cut pieces of work that take long by their keys; each has a workspace, where its sums wait between calls."""

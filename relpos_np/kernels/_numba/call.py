@@ -20,7 +20,7 @@ assert UNBOUNDED < 1 << 62  # positions are added to it in int64
 
 
 class Call:
-    """The fields of a call's record, and what they are made of; `tail` are bytes that follow them."""
+    """The fields of a call's record, and what they are made of."""
 
     def __init__(self, problem: Problem, terms: Terms, threads: int, fields: dict[str, Any] = _EMPTY) -> None:
         self.problem, self.terms, self.threads = problem, terms, threads
@@ -29,7 +29,6 @@ class Call:
         self.kept: list[Array] = []
         # Those among them that sizes alone decide about: whoever keeps the fields for later calls keeps these too.
         self.lasting: list[Array] = []
-        self.tail: bytes = b""
 
     @property
     def count(self) -> int:
@@ -48,7 +47,7 @@ class Call:
 
     def pack(self) -> bytearray:
         """The record's bytes."""
-        return bytearray(_PACK(*self.fields.values()) + self.tail)
+        return bytearray(_PACK(*self.fields.values()))
 
     def shape(self, length: int, width: int) -> tuple[int, ...]:
         """Of an array with a row of so many elements for each of so many queries or keys of every head."""

@@ -53,20 +53,24 @@ _known: dict[Hashable, Plan] = {}
 
 def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float) -> None:
     """Fill `out` and `lse`, of a call that has queries, keys and values; lse in units of log 2, times `unit`."""
-    plan, call = _prepare(problem, terms, out, lse)
-    fields, division, partial = call.fields, plan.division, None
-    fields["lse_unit"] = unit
-    call.kept.append(launch.lend(fields, division.workspace, division.threads))
-    if division.parts:
-        if division.parts > 1:
-            partial = np.empty((math.prod(out.shape[:-1]), division.parts, 2 + problem.site.v_dim), problem.site.dtype)
-        call.tail = PACK_DECODE(division.parts, 0 if partial is None else address_of(partial))
-    launch.run_pieces(plan.kernel, fields, call.pack, division.pieces, division.chunk, division.threads, division.unit)
+    plan, call = planned(problem, terms, out, lse)
+    call.fields["lse_unit"] = unit
+    run_plan(plan, call.pack(), call.dtype, out, lse, unit)
+
+
+def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, lse: Array | None, unit: float) -> None:
+    """Do the work that a record describes; `dtype` is that of the computation."""
+    d, partial = plan.division, None
+    if d.parts:
+        if d.parts > 1:
+            partial = np.empty((math.prod(out.shape[:-1]), d.parts, 2 + out.shape[-1]), dtype)
+        record += PACK_DECODE(d.parts, 0 if partial is None else address_of(partial))
+    launch.run_pieces(plan.kernel, record, d.pieces, d.chunk, d.threads, unit=d.unit, workspace=d.workspace)
     if partial is not None:
         merge(partial, out, lse, unit)
 
 
-def _prepare(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tuple[Plan, Call]:
+def planned(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tuple[Plan, Call]:
     """The plan of a call, and its record with the arrays that it names."""
     threads = launch.available_threads()
     key = _sizes(problem, terms, out.dtype.char, lse is None, threads)

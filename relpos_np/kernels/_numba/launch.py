@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -39,6 +40,8 @@ _arrays = np.array([address_of(_threads)], dtype=np.int64)
 _steps = np.array([8], dtype=np.int64)
 _ARRAYS, _STEPS = address_of(_arrays), address_of(_steps)
 _local = threading.local()
+_PACK_WORK = struct.Struct("<2q").pack_into
+_PAIR = struct.calcsize("<2q")
 
 
 def _workspace(size: int) -> tuple[Any, int]:
@@ -52,12 +55,11 @@ def _workspace(size: int) -> tuple[Any, int]:
     return kept, address
 
 
-def lend(fields: dict[str, Any], size: int, threads: int) -> Any:
-    """Give each thread of a call `size` bytes, in whole cache lines; return what must be kept until it has run."""
+def lend(size: int, threads: int) -> tuple[Any, int, int]:
+    """`size` bytes for each thread of a call: what must be kept until it has run; address; bytes between threads."""
     stride = -(-size // 64) * 64
-    memory, fields["work"] = _workspace(threads * stride)
-    fields["work_stride"] = stride
-    return memory
+    memory, address = _workspace(threads * stride)
+    return memory, address, stride
 
 
 @cache
@@ -141,22 +143,22 @@ def call_flops(itemsize: int) -> float:
 
 
 def run_pieces(
-    kernel: Kernel,
-    fields: dict[str, Any],
-    pack: Callable[[], bytearray],
-    pieces: int,
-    chunk: int,
-    threads: int,
-    unit: int = 1,
+    kernel: Kernel, record: bytearray, pieces: int, chunk: int, threads: int, *, unit: int = 1, workspace: int = 0
 ) -> None:
     """Run a kernel on so many pieces of work, in calls of about `chunk` pieces, as many for each thread.
 
-    The record's counter counts in units of `unit` pieces, of which `chunk` is a multiple.
+    The record begins with a counter, in units of `unit` pieces, of which `chunk` is a multiple, and its limit. If the
+    kernel needs a `workspace` of so many bytes for each thread, where that lies follows.
     """
+    memory = None
+    if workspace:
+        memory, address, stride = lend(workspace, threads)
+        _PACK_WORK(record, _PAIR, address, stride)
     chunk = max(chunk // threads, 1) * threads
     for start in range(0, pieces, chunk):
-        fields["counter"], fields["stop"] = start // unit, min(start + chunk, pieces)
-        run(kernel, pack(), threads)
+        _PACK_WORK(record, 0, start // unit, min(start + chunk, pieces))
+        run(kernel, record, threads)
+    del memory
 
 
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:

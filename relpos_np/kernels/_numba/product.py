@@ -14,7 +14,7 @@ from numba import carray
 
 from relpos_np.kernels._numba.arrays import address_of, batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.launch import SERIAL_FLOPS, call_flops, lend, run_pieces
+from relpos_np.kernels._numba.launch import SERIAL_FLOPS, call_flops, run_pieces
 from relpos_np.kernels._numba.pack import load_rows, pack_panels
 from relpos_np.kernels._numba.pieces import PANEL_VECTORS
 from relpos_np.kernels._numba.records import PRODUCT
@@ -114,10 +114,9 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     size = product_layout.py_func(depth, PANEL_VECTORS * lanes)[-1]
     flops = 2.0 * out.size * depth
     threads = 1 if flops < SERIAL_FLOPS else min(threads, pieces)
-    memory = lend(f, size * x.itemsize, threads)
     # A small product waits for the memory that it fills: 512 operations per number at least. A deep one reads its table
     # again for each block, at half the speed of attention.
     chunk = int(threads * call_flops(x.itemsize) * pieces / max(2.0 * flops, 512.0 * out.size, 1.0))
-    run_pieces(product[x.itemsize], f, lambda: bytearray(_PACK(*f.values())), pieces, chunk, threads)
-    del memory
+    record = bytearray(_PACK(*f.values()))
+    run_pieces(product[x.itemsize], record, pieces, chunk, threads, workspace=size * x.itemsize)
     return out

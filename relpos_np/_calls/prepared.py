@@ -1,0 +1,112 @@
+"""Attention that is made again and again with operands of one form: checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Never
+
+import numpy as np
+
+from relpos_np import backend as _backend
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
+from relpos_np._contract import check
+from relpos_np._runtime import memory
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.types import Array
+
+_NAMES = ("q", "k", "v")
+
+
+class PreparedAttention:
+    """What `relpos_np.prepare` returns: call it with q, k and v."""
+
+    def __init__(self, attention: Callable[..., Any], operands: tuple[Any, Any, Any], position: Any, options: Any):
+        q, k, v = (check.array(name, x) for name, x in zip(_NAMES, operands, strict=True))
+        self._attention, self._position, self._options = attention, position, options
+        problem, self._result, flat = check.call(q, k, v, options | {"key_lengths": None, "dropout": 0.0})
+        self._schemes = checked_schemes(position, problem)
+        self._forms = [(x.shape, x.strides, x.dtype) for x in (q, k, v)]
+        self._shape = problem.out_shape[1:] if flat else problem.out_shape
+        self._batch, self._k_len, self._lse = problem.batch, problem.site.k_len, problem.site.dtype
+        # What each call of the kernels begins with, without lengths of keys and with them.
+        self._ready: dict[bool, Any] = {}
+        for lengths in (False, True):
+            problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len) if lengths else None
+            self._ready[lengths] = self._prepared(problem)
+
+    def _prepared(self, problem: Any) -> Any:
+        name = self._options["backend"]
+        if name != "numba" or self._result.name not in _backend.kernels(name).WRITES:
+            return None
+        if any(scheme.computes for scheme in self._schemes):
+            return None
+        return _backend.kernels(name).prepare(problem, all_terms(each_lowered(self._schemes, problem)), self._result)
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        key_lengths: Any = None,
+        return_lse: bool = False,
+        out: Array | None = None,
+    ) -> Array | tuple[Array, Array]:
+        """Attention for these operands.
+
+        Parameters
+        ----------
+        q, k, v : ndarray
+            Of the shapes and the dtype that the call was prepared for.
+        key_lengths : int or ndarray of int, optional
+            Per batch item, how many keys exist.
+        return_lse : bool
+            Also return the natural log-sum-exp of the scores.
+        out : ndarray, optional
+            Where to write the output.
+
+        Returns
+        -------
+        out, lse
+            As `relpos_np.attention`.
+
+        Raises
+        ------
+        RelposError
+            As `relpos_np.attention`, and where an operand differs from what was prepared.
+        """
+        operands, quick = (check.array("q", q), check.array("k", k), check.array("v", v)), True
+        for x, (shape, strides, dtype) in zip(operands, self._forms, strict=True):
+            if x.shape != shape or x.dtype != dtype:
+                self._refuse(operands)
+            quick = quick and x.strides == strides and x.flags.aligned
+        ready = self._ready[key_lengths is not None]
+        if not quick or ready is None or memory.limit() is not None or not ready.fits():
+            given = {"key_lengths": key_lengths, "return_lse": return_lse, "out": out, **self._options}
+            found: Array | tuple[Array, Array] = self._attention(q, k, v, position=self._position, **given)
+            return found
+        lengths = None if key_lengths is None else check.lengths_of_keys(key_lengths, self._batch, self._k_len)
+        result = out
+        if result is None:
+            result = np.empty(self._shape, self._result)
+        else:
+            check.output(result, self._shape, self._result, (*operands, self._options["mask"]))
+            if not result.flags.c_contiguous:
+                result = np.empty(self._shape, self._result)
+        lse = np.empty(self._shape[:-1], self._lse) if return_lse else None
+        ready.run(operands, lengths, result, lse)
+        if out is not None and result is not out:
+            out[...] = result
+            result = out
+        return result if lse is None else (result, lse)
+
+    def _refuse(self, operands: tuple[Array, Array, Array]) -> None:
+        for name, x, (shape, _, dtype) in zip(_NAMES, operands, self._forms, strict=True):
+            if x.shape != shape:
+                raise RelposValueError(f"{name}: the call was prepared for shape {shape}, found {x.shape}")
+            if x.dtype != dtype:
+                raise RelposTypeError(f"{name}: the call was prepared for dtype {dtype}, found {x.dtype}")
+
+    def __reduce__(self) -> Never:
+        """Addresses of this process mean nothing in another one."""
+        raise RelposTypeError("prepare: a prepared call cannot be pickled; prepare it again where it is used")

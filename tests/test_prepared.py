@@ -1,0 +1,120 @@
+"""A prepared call gives the bits of `attention`, and refuses what it was not prepared for."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import relpos_np as rp
+from relpos_np.kernels._numba.prepared import Prepared
+from tests.strategies import cases
+
+DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+def assert_same_bits(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        assert x.tobytes() == y.tobytes()
+
+
+@given(cases(small=False), st.sampled_from(DTYPES), st.sampled_from(rp.backend.HOST_BACKENDS))
+def test_any_call(case, dtype, backend):
+    """Prepared with operands of other numbers, for which the kernels must not be given the old ones."""
+    computed = np.float64 if dtype == np.float64 else np.float32
+    q, k, v = (x.astype(dtype) for x in case.operands(computed))
+    options = case.options(computed)
+    lengths = options.pop("key_lengths")
+    ready = rp.prepare(*(np.full_like(x, np.nan) for x in (q, k, v)), **options, backend=backend)
+    for key_lengths in dict.fromkeys((None, 0, case.k_len)):
+        expected = rp.attention(q, k, v, **options, key_lengths=key_lengths, return_lse=True, backend=backend)
+        assert_same_bits(ready(q, k, v, key_lengths=key_lengths, return_lse=True), expected)
+    expected = rp.attention(q, k, v, **options, key_lengths=lengths, backend=backend)
+    out = np.full_like(expected, np.nan)
+    assert ready(q, k, v, key_lengths=lengths, out=out) is out
+    assert_same_bits([out], [expected])
+    last = [np.flip(x, -1) for x in (q, k, v)]  # other strides
+    assert_same_bits([ready(*last)], [rp.attention(*last, **options, backend=backend)])
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How often the prepared record was used."""
+    found, run = [], Prepared.run
+    monkeypatch.setattr(Prepared, "run", lambda self, *rest: found.append(1) or run(self, *rest))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 33, 8), (40, 16), (2, 2, 49, 32)])
+@pytest.mark.parametrize("position", [None, rp.ALiBi(), rp.KERPLE(np.ones(1), np.ones(1))], ids=str)
+def test_the_quick_way_is_taken(shape, position, rng, runs):
+    """With and without lengths, for decoding, windows and all else; not where it would do something else."""
+    if isinstance(position, rp.KERPLE) and len(shape) > 2:
+        position = rp.KERPLE(np.ones(shape[1]), np.ones(shape[1]))
+    q, k, v = rng.standard_normal((3, *shape)).astype(np.float32)
+    for one in (q, q[..., :1, :].copy()):
+        ready = rp.prepare(one, k, v, position=position)
+        for options in ({}, {"key_lengths": 7}, {"return_lse": True}):
+            runs.clear()
+            found = ready(one + 1, k, v, **options)
+            assert len(runs) == 1
+            expected = rp.attention(one + 1, k, v, position=position, **options)
+            assert_same_bits(
+                found if isinstance(found, tuple) else [found], expected if isinstance(found, tuple) else [expected]
+            )
+    runs.clear()
+    with rp.memory_limit(1 << 30), rp.threads(1):
+        ready(one, k, v)
+    with rp.threads(1):
+        ready(one, k, v)
+    assert not runs
+
+
+def test_what_it_keeps(rng):
+    """The mask and what was made of tables, and not the operands."""
+    import gc
+    import weakref
+
+    q, k, v = (np.array(x) for x in rng.standard_normal((3, 2, 30, 8)))
+    mask, kept = rng.random((30, 30)) < 0.5, [weakref.ref(x) for x in (q, k, v)]
+    expected = rp.attention(q, k, v, mask=mask, position=rp.T5(np.ones((32, 2))))
+    again = [x.copy() for x in (q, k, v)]
+    ready = rp.prepare(q, k, v, mask=mask, position=rp.T5(np.ones((32, 2))))
+    del q, k, v, mask
+    gc.collect()
+    assert not any(one() is not None for one in kept)
+    np.empty(1 << 16).fill(np.nan)
+    assert_same_bits([ready(*again)], [expected])
+
+
+def test_threads_share_it(rng):
+    q, k, v = rng.standard_normal((3, 2, 300, 16))
+    ready, expected = rp.prepare(q, k, v, causal=True), rp.attention(q, k, v, causal=True)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: ready(q, k, v), range(20)):
+            assert_same_bits([found], [expected])
+
+
+def test_refusals(rng):
+    q, k, v = rng.standard_normal((3, 2, 5, 4))
+    ready = rp.prepare(q, k, v)
+    for call, words in (
+        (lambda: ready(q[:, :4], k, v), r"q: the call was prepared for shape \(2, 5, 4\), found \(2, 4, 4\)"),
+        (lambda: ready(q, k, v.astype(np.float32)), "v: the call was prepared for dtype float64, found float32"),
+        (lambda: ready(q, k.tolist(), v), "k: expected a NumPy array, found list"),
+        (lambda: ready(q, k, v, key_lengths=6), "key_lengths: expected 0 ... L_k = 5"),
+        (lambda: ready(q, k, v, out=np.empty((2, 5, 3))), "out: expected shape"),
+        (lambda: ready(q, k, v, out=q), "out: the array overlaps an input"),
+        (lambda: rp.prepare(q, k, v, dropout=0.5), "dropout: prepare has no such argument"),
+        (lambda: rp.prepare(q, k, v, key_lengths=2), "key_lengths: prepare has no such argument"),
+        (lambda: rp.prepare(q, k[:, :, :3], v), "k: head_dim 3 differs"),
+        (lambda: rp.prepare(q, k, v, position=3), "position: expected a scheme"),
+        (lambda: pickle.dumps(ready), "prepare: a prepared call cannot be pickled"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()
