@@ -8,6 +8,7 @@ from typing import Any, Never
 import numpy as np
 
 from relpos_np import backend as _backend
+from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract import check
 from relpos_np._runtime import memory
@@ -23,16 +24,18 @@ class PreparedAttention:
     def __init__(self, attention: Callable[..., Any], operands: tuple[Any, Any, Any], position: Any, options: Any):
         q, k, v = (check.array(name, x) for name, x in zip(_NAMES, operands, strict=True))
         self._attention, self._position, self._options = attention, position, options
-        problem, self._result, flat = check.call(q, k, v, options | {"key_lengths": None, "dropout": 0.0})
+        admit = memory_bounds.admission("attention", position, options["backend"], out=False, return_lse=True)
+        problem, self._result, flat = check.call(q, k, v, options | {"key_lengths": None, "dropout": 0.0}, admit)
         self._schemes = checked_schemes(position, problem)
         self._forms = [(x.shape, x.strides, x.dtype) for x in (q, k, v)]
         self._shape = problem.out_shape[1:] if flat else problem.out_shape
         self._batch, self._k_len, self._lse = problem.batch, problem.site.k_len, problem.site.dtype
         # What each call of the kernels begins with, without lengths of keys and with them.
-        self._ready: dict[bool, Any] = {}
-        for lengths in (False, True):
-            problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len) if lengths else None
-            self._ready[lengths] = self._prepared(problem)
+        ready = self._prepared(problem)
+        self._ready = {False: ready, True: ready}
+        if ready is not None and not ready.takes_lengths:
+            problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)
+            self._ready[True] = self._prepared(problem)
 
     def _prepared(self, problem: Any) -> Any:
         name = self._options["backend"]

@@ -255,6 +255,11 @@ def absurd():
     yield "more scores to look at", lambda **o: rp.logits(far, far, **o), HOST
     yield "a result of 256 TiB", lambda **o: rp.attention(batch, spread(1, 2, 1), spread(1, 2, 1), **o), ("numba",)
     yield "a result of 4 TiB", lambda **o: rp.attention(far, spread(1, 300, 1), spread(1, 300, 1), **o), ("numba",)
+    yield (
+        "a result of 4 TiB to prepare",
+        lambda **o: rp.prepare(far, spread(1, 300, 1), spread(1, 300, 1), **o),
+        ("numba",),
+    )
     mask = spread(1, 1).astype(bool)
     yield "a mask of 2**80 pairs", lambda **o: rp.attention(far, far, far, mask=mask, **o), HOST
     rng = np.random.default_rng(0)
@@ -280,7 +285,7 @@ def test_row_37_requests_that_no_machine_can_satisfy(name):
 
 def test_row_37_every_public_function_says_what_it_takes_or_needs_little():
     """A new function of the API must be judged here as well."""
-    judged = {"attention", "attention_vjp", "logits", "rel_shift"}
+    judged = {"attention", "attention_vjp", "logits", "prepare", "rel_shift"}
     functions = {name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))}
     assert functions - judged == {
         *("get_num_threads", "memory_limit", "set_backend", "set_memory_limit", "set_num_threads", "set_precision"),

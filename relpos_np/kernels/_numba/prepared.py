@@ -37,6 +37,11 @@ class Prepared:
         self.kept = [x for x in call.kept if all(x is not one for one in operands)]
         self.batches = next(x for x in self.kept if address_of(x) == call.fields["batches"])
 
+    @property
+    def takes_lengths(self) -> bool:
+        """Whether it can be run with lengths of keys."""
+        return not self.plan.windowed
+
     def fits(self) -> bool:
         """Whether a call may still use the threads that the plan is for."""
         return launch.available_threads() == self.threads
