@@ -28,6 +28,7 @@ from relpos_np.kernels._numba.pieces import (
 )
 from relpos_np.kernels._numba.records import ADD, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.rows import (
+    add_row,
     advance,
     at,
     bytes_,
@@ -55,13 +56,19 @@ from relpos_np.kernels._numba.tiles import accumulate, accumulate_pairs, pair_pa
 
 # Rows that are exponentiated, then multiplied while the nearer caches hold them. A multiple of every tile's rows.
 STRIP = 4 * ROW_QUANTUM
+# Keys whose tiles are summed before their sum is added to that of earlier keys: rounding then grows with the square
+# root of the tiles of a group and of the number of groups, and not of all tiles.
+GROUP_KEYS = 32 * BLOCK_KEYS
 
 
 # Where each buffer of a thread's workspace begins, in elements, and its size. By row: `total` and `tops` are sums and
 # maxima per lane, `best` is what a tile subtracts, `top` the maximum so far and `fade` the factor on earlier sums.
-# `scratch` holds a vector's worth of keys while they are converted.
+# `scratch` holds a vector's worth of keys while they are converted. What is summed, `out`, `total` and `bins`, is there
+# again for earlier groups of keys, with the factor `far_fade` on them.
 Layout = namedtuple(  # noqa: PYI024
-    "Layout", "queries keys scratch scores values out total tops best top fade skew_q skew_w skew bins end"
+    "Layout",
+    "queries keys scratch scores values out total tops best top fade far_out far_total far_bins far_fade "
+    "skew_q skew_w skew bins end",
 )
 
 
@@ -78,15 +85,20 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     best = tops + block * lanes
     top = best + block
     fade = top + block
-    skew_q = fade + block
+    far_out = fade + block
+    far_total = far_out + block * v_width
+    far_bins = far_total + block * lanes
+    far_fade = far_bins + (block * bins + 63) // 64 * 64
+    skew_q = far_fade + block
     skew_w = skew_q + (block * skew_depth + 63) // 64 * 64
     reach = (block + PANEL_VECTORS * lanes - 1) // (PANEL_VECTORS * lanes) * PANEL_VECTORS * lanes
     skew = skew_w + (reach + BLOCK_KEYS) * skew_depth
     binned = skew + (block * (reach + BLOCK_KEYS) if skew_depth else 0)
     end = binned + (block * bins + 63) // 64 * 64
     return Layout(
-        0, keys, scratch, scores, values, out, total, tops, best, top, fade, skew_q, skew_w, skew, binned, end
-    )
+        0, keys, scratch, scores, values, out, total, tops, best, top, fade, far_out, far_total, far_bins, far_fade,
+        skew_q, skew_w, skew, binned, end,
+    )  # fmt: skip
 
 
 @helper
@@ -170,6 +182,47 @@ def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
         fill_row(at(base, w.scores), i * BLOCK_KEYS, i * BLOCK_KEYS + filled, 0.0)
 
 
+@helper
+def begin_far(base: Any, w: Any, rows: int, v_width: int, bins: int) -> None:
+    """Clear the sums of earlier groups of keys."""
+    fill_row(base, w.far_out, w.far_out + rows * v_width, 0.0)
+    fill_row(base, w.far_total, w.far_total + rows * lanes_of(base), 0.0)
+    fill_row(base, w.far_bins, w.far_bins + rows * bins, 0.0)
+    fill_row(base, w.far_fade, w.far_fade + rows, 1.0)
+
+
+@helper
+def move_sums(base: Any, at_sums: int, at_far: int, width: int, fade: float) -> None:
+    """Add a row of sums to that of earlier groups of keys, and begin it again."""
+    sums, far = at(base, at_sums), at(base, at_far)
+    scale_row(far, far, width, fade)
+    add_row(far, sums, width, 1.0)
+    fill_row(sums, 0, width, 0.0)
+
+
+@helper
+def end_group(base: Any, w: Any, rows: int, v_width: int, bins: int) -> None:
+    """Add the sums of a group of keys to those of earlier ones."""
+    lanes = lanes_of(base)
+    for i in range(rows):
+        fade = get(base, w.far_fade + i)
+        move_sums(base, w.out + i * v_width, w.far_out + i * v_width, v_width, fade)
+        move_sums(base, w.total + i * lanes, w.far_total + i * lanes, lanes, fade)
+        move_sums(base, w.bins + i * bins, w.far_bins + i * bins, bins, fade)
+        put(base, w.far_fade + i, 1.0)
+
+
+@helper
+def add_far(base: Any, w: Any, rows: int, v_width: int, bins: int) -> None:
+    """Add the sums of earlier groups of keys to those of the last one."""
+    lanes = lanes_of(base)
+    for i in range(rows):
+        fade = get(base, w.far_fade + i)
+        add_row(at(base, w.out + i * v_width), at(base, w.far_out + i * v_width), v_width, fade)
+        add_row(at(base, w.total + i * lanes), at(base, w.far_total + i * lanes), lanes, fade)
+        add_row(at(base, w.bins + i * bins), at(base, w.far_bins + i * bins), bins, fade)
+
+
 @inlined
 def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved: int, pairs: bool) -> bool:
     """Scores of a tile and their maxima by row; whether bias and maxima were done within the product."""
@@ -229,13 +282,16 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
 
 
 @inlined
-def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused: bool, pairs: bool) -> None:
+def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused: bool, far: bool, pairs: bool) -> None:
     """Turn a tile's scores into probabilities, fade earlier sums, and add the tile's."""
     rows, cols, lanes, fade = tile.rows, tile.cols, lanes_of(base), at(base, w.fade)
     v_width, width = round_up(p.v_depth, lanes), PANEL_VECTORS * lanes
     for i in range(rows):
         put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
     advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
+    if far:
+        for i in range(rows):
+            put(base, w.far_fade + i, get(base, w.far_fade + i) * get(fade, i))
     own = head.v + tile.j0 * p.v_row * size_of(base, p.v_kind)
     check = load_values(at(base, w.values), v_width, own, p.v_kind, p.v_row, cols, p.v_depth, pairs)
     bypassed = not fused and math.isnan(check)
@@ -305,15 +361,22 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     panels_end = origin + (end - origin) // width * width
     last = min(end, i0 + rows + p.offset + p.right)
     j0 = origin + max(i0 + p.offset - p.left - origin, 0) // BLOCK_KEYS * BLOCK_KEYS
-    moved = 0
+    # Groups lie on the same grid.
+    moved, v_width, far = 0, round_up(p.v_depth, lanes), (last - 1 - origin) // GROUP_KEYS > (j0 - origin) // GROUP_KEYS
+    if far:
+        begin_far(base, w, rows, v_width, p.bins)
     while j0 < last:
         cols = min(BLOCK_KEYS, last - j0)
         if j0 < panels_end and not p.bias_tail:
             cols = min(cols, panels_end - j0)  # leave a ragged end to a small tile of its own
         tile = Tile(i0, rows, j0, cols, 0)
         fused = score_tile(p, adds, base, w, head, tile, moved, pairs)
-        add_tile(p, values, base, w, head, tile, fused, pairs)
+        add_tile(p, values, base, w, head, tile, fused, far, pairs)
         j0, moved = j0 + cols, cols
+        if far and (j0 - origin) % GROUP_KEYS == 0:
+            end_group(base, w, rows, v_width, p.bins)
+    if far:
+        add_far(base, w, rows, v_width, p.bins)
     finish_rows(p, values, base, w, head, i0, rows)
 
 
