@@ -242,6 +242,9 @@ exponential makes it a relative one of the weights. Where a score is a sum of pa
 their sizes. Outputs near 0 have no small error relative to themselves, so that no number of units in the last place is
 promised for single elements.
 
+However many keys there are: tiles of keys are summed in groups, and errors of 48 queries with a million keys in float32
+were 3.4 eps Σ p|v| at most; those of the gradients of 48 values from a million queries were 2.9 eps Σ p|g|.
+
 That probabilities sum to 1 within 1e-6 would be more than float32 gives: weights and values are summed in different
 orders, both sums are near 1, and the kernels are off by up to 1.3e-6, NumPy in float32 by up to 1.6e-6. The limit is 16
 roundings.

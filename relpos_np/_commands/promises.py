@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import subprocess
 import sys
@@ -120,6 +121,24 @@ def _float64() -> Found:
 
     with mpmath.workdps(50):
         return _worst(found())
+
+
+def _many_keys() -> Found:
+    """Exact sums of rounded terms, whose own errors hardly add up."""
+    rng = np.random.default_rng(0)
+
+    def found() -> Iterator[Found]:
+        for dtype in (np.float32, np.float64):
+            q, k, v = ((0.3 * rng.standard_normal((1, n, 4))).astype(dtype) for n in (24, 100_000, 100_000))
+            v = np.add(v, 0.5, dtype=dtype)
+            out = rp.attention(q, k, v, backend="numba", return_lse=True)[0][0]
+            weights = np.exp(q[0].astype(np.float64) @ k[0].T.astype(np.float64) / 2)
+            for i, c in np.ndindex(out.shape):
+                terms, total = weights[i] * v[0, :, c], math.fsum(weights[i])
+                size = math.fsum(np.abs(terms)) / total * EPS[np.dtype(dtype).name]
+                yield float(abs(out[i, c] - math.fsum(terms) / total) / size), f"{np.dtype(dtype)}, 100,000 keys"
+
+    return _worst(found())
 
 
 def _sums() -> Found:
@@ -322,6 +341,7 @@ MEASURES: tuple[tuple[str, str, float, str, Callable[[], Found]], ...] = (
     ("float32", "float32 kernels against float64", 4.0, "eps Σ p|v| (1 + max |s|)", _float32),
     ("than_numpy", "the same against NumPy in float32", 1.0, "× (2 × NumPy's error + 1e-6)", _than_numpy),
     ("float64", "float64 against 50 digits", 4.0, "eps Σ p|v| (1 + max |s|)", _float64),
+    ("many_keys", "float32 and float64 kernels, however many keys", 4.0, "eps Σ p|v|", _many_keys),
     ("sums", "probabilities sum to 1, in float32", _SUM_LIMIT, "", _sums),
     ("repeatable", "the same bits again, in 30 calls at once", 0.0, "other results", _repeatable),
     ("batch", "a batch item has the bits it has alone", 0.0, "other results", _batch),

@@ -48,14 +48,17 @@ from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
 from relpos_np.kernels._numba.tiles import accumulate, accumulate_transposed, score_panel_max
 
 CALL_BYTES, VECTOR_BYTES = CALL.itemsize, TARGET.vector_bytes
+# Blocks of queries whose gradients of a block of keys are summed before they are added to those of earlier queries, as
+# groups of keys are in `attend.py`.
+GROUP_BLOCKS = 32
 
 
 # As `Layout`. `grads` and `slopes` are gradients of the output and of the scores; `skew_rows` the weights of distances,
-# row by row, and `moved` the slopes, each row shifted by its query.
+# row by row, and `moved` the slopes, each row shifted by its query. `far_dk`, `far_dv`: from earlier groups of queries.
 BackLayout = namedtuple(  # noqa: PYI024
     "BackLayout",
-    "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv dq ones skew_rows skew_dq "
-    "moved end",
+    "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv far_dk far_dv dq ones "
+    "skew_rows skew_dq moved end",
 )
 # A piece of work: its number among the partial sums, its head, its queries and its keys. `side`: 0 if it owns the
 # queries, 1 if it owns the keys, 2 if both.
@@ -80,7 +83,9 @@ def back_layout(block: int, span: int, depth: int, v_depth: int, skew: int, lane
     value_panels = key_rows + BLOCK_KEYS * q_width
     dk = value_panels + BLOCK_KEYS * v_depth
     dv = dk + BLOCK_KEYS * q_width
-    dq = dv + BLOCK_KEYS * v_width
+    far_dk = dv + BLOCK_KEYS * v_width
+    far_dv = far_dk + BLOCK_KEYS * q_width
+    dq = far_dv + BLOCK_KEYS * v_width
     ones = dq + (span + ROW_QUANTUM) * q_width
     skew_rows = ones + block
     skew_dq = skew_rows + shifted * s_width
@@ -88,7 +93,7 @@ def back_layout(block: int, span: int, depth: int, v_depth: int, skew: int, lane
     end = moved + (block * (shifted + ROW_QUANTUM) if skew else 0)
     return BackLayout(
         0, keys, scores, tops, skew_q, skew_w, skewed, grads, slopes, key_rows, value_panels,
-        dk, dv, dq, ones, skew_rows, skew_dq, moved, end,
+        dk, dv, far_dk, far_dv, dq, ones, skew_rows, skew_dq, moved, end,
     )  # fmt: skip
 
 
@@ -304,6 +309,24 @@ def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, 
     add_product(slopes, BLOCK_KEYS, keys, own, at(base, w.ones), tile.rows, q_width, tile.cols)
 
 
+@helper
+def end_group(base: Any, w: Any, size: int, v_size: int) -> None:
+    """Add the gradients of a block of keys and values to those of earlier groups of queries."""
+    add_row(at(base, w.far_dk), at(base, w.dk), size, 1.0)
+    add_row(at(base, w.far_dv), at(base, w.dv), v_size, 1.0)
+    fill_row(base, w.dk, w.dk + size, 0.0)
+    fill_row(base, w.dv, w.dv + v_size, 0.0)
+
+
+@helper
+def add_far(base: Any, w: Any, size: int, v_size: int) -> None:
+    """Add the gradients of earlier groups of queries to those of the last one, and begin with them again."""
+    add_row(at(base, w.dk), at(base, w.far_dk), size, 1.0)
+    add_row(at(base, w.dv), at(base, w.far_dv), v_size, 1.0)
+    fill_row(base, w.far_dk, w.far_dk + size, 0.0)
+    fill_row(base, w.far_dv, w.far_dv + v_size, 0.0)
+
+
 @inlined
 def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int) -> None:
     """Write the gradients of a block of keys and values."""
@@ -338,6 +361,11 @@ def backward_task(p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: 
     if side != 1 and e.cut == 0:
         fill_row(base, w.dq, w.dq + (stop - first) * round_up(p.depth, lanes), 0.0)
         fill_row(base, w.skew_dq, w.skew_dq + (stop - first) * round_up(p.skew_depth, lanes), 0.0)
+    size, v_size = BLOCK_KEYS * round_up(p.depth, lanes), BLOCK_KEYS * round_up(p.v_depth, lanes)
+    far = side != 0 and stop - first > GROUP_BLOCKS * block
+    if far:
+        fill_row(base, w.far_dk, w.far_dk + size, 0.0)
+        fill_row(base, w.far_dv, w.far_dv + v_size, 0.0)
     # Neither below the first key that the range's first query sees nor above the last one's.
     begin = max(get(batches, KEY_BEGIN * p.count + task.b), task.key_first, first + p.offset - p.left)
     end = min(get(batches, KEY_END * p.count + task.b), task.key_stop, stop - 1 + p.offset + p.right + 1)
@@ -357,12 +385,16 @@ def backward_task(p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: 
             begin_rows(p, e, base, w, head, i0, rows)
             slope_tile(p, e, adds, dp_adds, base, w, head, tile)
             if side != 0:
+                if far and (i0 - first) % (GROUP_BLOCKS * block) == 0:
+                    end_group(base, w, size, v_size)
                 add_to_keys(p, base, w, rows, cols)
             if side != 1:
                 add_to_queries(p, base, w, head, tile, first, bypassed)
             collect(p, e, sinks, base, w, head, tile, task)
             if p.skew_depth and side != 1:
                 collect_skewed(p, e, base, w, head, tile, task)
+        if far:
+            add_far(base, w, size, v_size)
         if side != 0:
             write_keys(p, e, base, w, head, j0, cols)
     if side != 1 and e.cut == e.cuts - 1:
