@@ -31,8 +31,7 @@ os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, os.cpu_count() or 1)))
 def pytest_xdist_auto_num_workers(config):
     """Several processes for the whole suite; one for chosen files, and where tests fill the machine themselves."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    alone = config.option.markexpr in ("stress", "mutation")
-    if not whole or alone:
+    if not whole or not ("not stress" in config.option.markexpr or config.option.markexpr == "simulator"):
         return 0
     # Inherited. Threads that wait must not take the processors of other workers, and memory that is freed and asked for
     # again 10,000 times should not be cleared by the system each time.
@@ -51,12 +50,12 @@ def pytest_collection_finish():
 def kernel_cache(tmp_path_factory, request):
     """A cold kernel cache for the session and its processes, unless one is named from outside."""
     base = tmp_path_factory.getbasetemp()
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    worker = getattr(request.config, "workerinput", None)
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("RELPOS_CACHE_DIR"):
             patch.setenv("RELPOS_CACHE_DIR", str((base.parent if worker else base) / "kernels"))
         if worker and "not simulator" in request.config.option.markexpr:
-            share = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+            share = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
             # On a stack of its own: as deep as this one is, CPython maps and unmaps memory for many a call.
             thread = threading.Thread(target=_compile_share, args=share)
             thread.start()
