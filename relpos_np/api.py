@@ -16,7 +16,7 @@ from relpos_np._contract.options import Options, PreparedOptions, ScoreOptions, 
 from relpos_np._contract.terms import fit
 from relpos_np._dense import forward
 from relpos_np._dense.backward import backward
-from relpos_np._runtime import memory, precision
+from relpos_np._runtime import memory, precision, results
 from relpos_np.formulas import relshift
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
@@ -425,8 +425,8 @@ def _shifted(
             return shifted
         out[...] = shifted
         return out
-    target = out if out is not None and out.flags.c_contiguous else np.empty(shape, dtype)
-    _backend.kernels(name).rel_shift(x, target, variant, used=target is out)
+    target, used = (out, True) if out is not None and out.flags.c_contiguous else results.empty(shape, dtype)
+    _backend.kernels(name).rel_shift(x, target, variant, used=used)
     if out is None or out is target:
         return target
     out[...] = target

@@ -14,6 +14,7 @@ import numpy as np
 from relpos_np._contract.backends import BACKENDS, HOST_BACKENDS, WITH_KERNELS
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms
+from relpos_np._runtime import results
 from relpos_np._runtime.forks import preparing
 from relpos_np.errors import RelposImportError, RelposValueError
 from relpos_np.types import Array
@@ -197,9 +198,9 @@ def evaluate(
     module, own = kernels(name), problem.site.dtype
     if dtype.name not in module.WRITES:
         dtype = own
-    target = (
-        out if out is not None and out.dtype == dtype and out.flags.c_contiguous else np.empty(problem.out_shape, dtype)
-    )
+    target = out
+    if target is None or target.dtype != dtype or not target.flags.c_contiguous:
+        target, _ = results.empty(problem.out_shape, dtype)
     lse = np.empty(problem.out_shape[:-1], own) if want_lse else None
     module.attention(problem, terms, target, lse)
     return target, lse

@@ -11,7 +11,7 @@ from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract import check
-from relpos_np._runtime import memory
+from relpos_np._runtime import memory, results
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
@@ -91,7 +91,7 @@ class PreparedAttention:
         lengths = None if key_lengths is None else check.lengths_of_keys(key_lengths, self._batch, self._k_len)
         result = out
         if result is None:
-            result = np.empty(self._shape, self._result)
+            result = results.empty(self._shape, self._result)[0]
         else:
             check.output(result, self._shape, self._result, (*operands, self._options["mask"]))
             if not result.flags.c_contiguous:
