@@ -90,7 +90,7 @@ def test_what_is_kept_is_limited():
 
 def test_sizes_are_rounded_up_by_an_eighth_at_most():
     for size in (*range(SIZE, SIZE + 3000, 7), 3 * SIZE + 1, 7 * SIZE - 5):
-        results._free.clear()
+        results.clear()
         results.empty((size,), np.dtype(np.uint8))
         (rounded,) = results._free
         assert size <= rounded <= size * 9 / 8

@@ -41,6 +41,11 @@ def limit() -> int:
     return _chosen
 
 
+def clear() -> None:
+    """Give back what is kept."""
+    _free.clear()
+
+
 class _Lent(np.ndarray):
     """Holds the memory of a result: views of any class hold this array, because it is one of another class."""
 

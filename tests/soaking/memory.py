@@ -8,6 +8,8 @@ import os
 import statistics
 from pathlib import Path
 
+from relpos_np._runtime import results
+
 _STATM = Path("/proc/self/statm")
 # Parts of the samples: what a process fills once and keeps, and what is compared after that.
 WARM_UP, LEVEL = 0.25, 0.2
@@ -35,11 +37,13 @@ def keep_little() -> None:
 def resident_mib() -> float | None:
     """Memory of the process that is in RAM now; None where the system does not say.
 
-    Python's cycles are collected before, and what malloc holds free is given back as far as it can be.
+    Python's cycles are collected before, and what malloc and the pool of results hold free is given back as far as it
+    can be.
     """
     if not _STATM.exists():
         return None
     gc.collect()
+    results.clear()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
