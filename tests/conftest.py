@@ -17,6 +17,8 @@ settings.register_profile("default", max_examples=30, **_COMMON)
 settings.register_profile("ci", max_examples=60, derandomize=True, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
 
+# Tests of a run that needs all kernels.
+MANY_TESTS = 5000
 WORKERS_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
@@ -54,7 +56,7 @@ def kernel_cache(tmp_path_factory, request):
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("RELPOS_CACHE_DIR"):
             patch.setenv("RELPOS_CACHE_DIR", str((base.parent if worker else base) / "kernels"))
-        if worker and "not simulator" in request.config.option.markexpr:
+        if worker and len(request.session.items) > MANY_TESTS and request.config.option.markexpr != "simulator":
             share = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
             # On a stack of its own: as deep as this one is, CPython maps and unmaps memory for many a call.
             thread = threading.Thread(target=_compile_share, args=share)
