@@ -263,8 +263,8 @@ class Rotary(Scheme):
         return (cut, *part.alone(site))
 
     def held(self, site: Site) -> Held:
-        """Turned queries and keys, and a matrix of float64 for every position and pair of channels."""
-        per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
+        """Turned queries and keys, what they are made of, and a matrix of float64 for every position and pair."""
+        per_item = 4 * math.prod(site.batch) * site.heads * site.dtype.itemsize
         return Held((site.q_len + site.k_len) * site.head_dim * (32 + per_item))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:

@@ -75,3 +75,12 @@ def test_row_37_what_a_scheme_holds_for_pairs(name, variant, size):
         bound = getattr(held_twice, side) - 2 * getattr(held, side)
         assert most <= 1.05 * bound + FIXED, f"{side}: {most} bytes, bounded by {bound}: override held"
         assert bound <= 8 * most + BLOCKS, f"{side}: {most} bytes, bounded by {bound}: held is absurdly large"
+
+
+@pytest.mark.parametrize("scheme", [rp.Rotary(), rp.XPos()], ids=["rotary", "xpos"])
+def test_row_37_what_turned_operands_take(scheme, rng):
+    """They grow with items and heads as well as with lengths, which cancel out above."""
+    q, k, v = rng.standard_normal((3, 32, 8, 64, 32)).astype(np.float32)
+    site = check.problem(q, k, v)[0].site
+    used = peak(scheme.transform, q, k, site)[0]
+    assert q.nbytes + k.nbytes <= used <= 1.05 * scheme.held(site).formula + FIXED
