@@ -221,3 +221,11 @@ def test_rstt_explicit_frames(rng):
 
 
 # ---------------------------------------------------------------------------------------------- the record
+
+
+def test_tables_that_are_kept_cannot_be_written():
+    """Later calls of the same lengths are given the same array."""
+    found = index.clip_map(3, 4, 1, 2, "clip")
+    assert found is index.clip_map(3, 4, 1, 2, "clip")
+    with pytest.raises(ValueError, match="read-only"):
+        found.lookup[0] = 1

@@ -67,7 +67,7 @@ GROUP_KEYS = 32 * BLOCK_KEYS
 # again for earlier groups of keys, with the factor `far_fade` on them.
 Layout = namedtuple(  # noqa: PYI024
     "Layout",
-    "queries keys scratch scores values out total tops best top fade far_out far_total far_bins far_fade "
+    "queries keys scratch scores values far_out far_total far_bins far_fade out total tops best top fade "
     "skew_q skew_w skew bins end",
 )
 
@@ -79,24 +79,24 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     scratch = keys + BLOCK_KEYS * depth
     scores = scratch + (lanes * depth + 63) // 64 * 64
     values = scores + block * BLOCK_KEYS
-    out = values + BLOCK_KEYS * v_width
+    far_out = values + BLOCK_KEYS * v_width
+    far_total = far_out + block * v_width
+    far_bins = far_total + block * lanes
+    far_fade = far_bins + (block * bins + 63) // 64 * 64
+    out = far_fade + (block + 63) // 64 * 64
     total = out + block * v_width
     tops = total + block * lanes
     best = tops + block * lanes
     top = best + block
     fade = top + block
-    far_out = fade + block
-    far_total = far_out + block * v_width
-    far_bins = far_total + block * lanes
-    far_fade = far_bins + (block * bins + 63) // 64 * 64
-    skew_q = far_fade + block
+    skew_q = fade + block
     skew_w = skew_q + (block * skew_depth + 63) // 64 * 64
     reach = (block + PANEL_VECTORS * lanes - 1) // (PANEL_VECTORS * lanes) * PANEL_VECTORS * lanes
     skew = skew_w + (reach + BLOCK_KEYS) * skew_depth
     binned = skew + (block * (reach + BLOCK_KEYS) if skew_depth else 0)
     end = binned + (block * bins + 63) // 64 * 64
     return Layout(
-        0, keys, scratch, scores, values, out, total, tops, best, top, fade, far_out, far_total, far_bins, far_fade,
+        0, keys, scratch, scores, values, far_out, far_total, far_bins, far_fade, out, total, tops, best, top, fade,
         skew_q, skew_w, skew, binned, end,
     )  # fmt: skip
 
