@@ -88,10 +88,12 @@ def _new(size: int) -> mmap.mmap:
 def empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> tuple[Array, bool]:
     """As `np.empty`, and whether the memory has been written to before."""
     size = math.prod(shape) * dtype.itemsize
+    if size < LEAST:
+        return np.empty(shape, dtype), False
     # At most an eighth more: few sizes, so that results of about the same length share memory.
     step = 1 << max(size.bit_length() - 4, 0)
     rounded = -(-size // step) * step
-    if size < LEAST or rounded > limit():
+    if rounded > limit():
         return np.empty(shape, dtype), False
     used = True
     try:
