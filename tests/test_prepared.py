@@ -75,6 +75,21 @@ def test_the_quick_way_is_taken(shape, position, rng, runs):
     assert not runs
 
 
+def test_operands_that_must_be_copied(rng):
+    """Another byte order, and memory that is not aligned: later operands may be aligned."""
+    q, k, v = rng.standard_normal((3, 2, 7, 5, 8)).astype(np.float32)
+    expected = rp.attention(q, k, v)
+    swapped = [x.astype(x.dtype.newbyteorder()) for x in (q, k, v)]
+    assert_same_bits([rp.prepare(*swapped)(*swapped)], [rp.attention(*swapped)])
+    np.testing.assert_array_equal(rp.prepare(*swapped)(*swapped), expected)
+    room = np.zeros((3, 2, 7, 10, 8), np.float32)
+    room[..., ::2, :] = q, k, v
+    odd = np.zeros(room.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(room.shape)
+    assert not odd.flags.aligned
+    ready = rp.prepare(*odd[..., ::2, :])
+    np.testing.assert_array_equal(ready(*room[..., ::2, :]), expected)
+
+
 def test_what_it_keeps(rng):
     """The mask and what was made of tables, and not the operands."""
     import gc

@@ -30,8 +30,10 @@ class PreparedAttention:
         self._forms = [(x.shape, x.strides, x.dtype) for x in (q, k, v)]
         self._shape = problem.out_shape[1:] if flat else problem.out_shape
         self._batch, self._k_len, self._lse = problem.batch, problem.site.k_len, problem.site.dtype
-        # What each call of the kernels begins with, without lengths of keys and with them.
-        ready = self._prepared(problem)
+        # What each call of the kernels begins with, without lengths of keys and with them; none if the kernels read
+        # copies of the operands, in another byte order or layout.
+        stored = zip((q, k, v), (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
+        ready = self._prepared(problem) if all(np.may_share_memory(x, own) for x, own in stored) else None
         self._ready = {False: ready, True: ready}
         if ready is not None and not ready.takes_lengths:
             problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)

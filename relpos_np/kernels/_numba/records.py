@@ -30,8 +30,8 @@ CALL = np.dtype(
         # what the log-sum-exp, in units of log 2, is multiplied by
         ("lse_unit", "<f8"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
-        # how each of them is stored (`pieces.py`); `pairs`: products are made of pairs of bfloat16; elements of a
-        # packed query or key, half as many as channels then
+        # how each of them is stored (`pieces.py`); elements of a packed query or key, half as many as channels where
+        # each is a pair of bfloat16
         *_integers("q_kind", "k_kind", "v_kind", "out_kind", "steps"),
         *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),
         *_integers("block_queries", "blocks"),
