@@ -1,6 +1,10 @@
 """Half precision and `precision=`: errors within what rounding allows, the same promises, no copies, every unit."""
 
 import json
+import os
+import platform
+import subprocess
+import sys
 import tracemalloc
 
 import ml_dtypes
@@ -11,7 +15,7 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np.kernels._numba import target
 from tests.every import ATTENTION
-from tests.processes import child
+from tests.processes import ROOT, child
 
 BRAIN = np.dtype(ml_dtypes.bfloat16)
 # What rounding to nearest may change, relative to the number.
@@ -221,7 +225,7 @@ print(json.dumps([UNIT, float(abs(found.astype(float) - exact).max()), bool(np.a
 """
 
 
-@pytest.mark.parametrize("unit", ["emulated", "none"])
+@pytest.mark.parametrize("unit", ["emulated tiles", "emulated", "none"])
 def test_units_by_name(unit):
     """What this processor lacks, or does faster, gives answers as good; without a unit products are of float32."""
     status, out, log = child(ON_A_UNIT, RELPOS_MATRIX_UNIT=unit)
@@ -233,5 +237,60 @@ def test_units_by_name(unit):
 
 def test_a_unit_that_does_not_exist():
     status, _, log = child("rp.attention(*np.ones((3, 2, 2)))", RELPOS_MATRIX_UNIT="abacus")
+    assert status == 1
+    assert "RELPOS_MATRIX_UNIT: expected one of auto, " in log
+
+
+@pytest.mark.stress
+def test_matrix_tiles_that_this_processor_lacks():
+    """These tests, and the interpreter's with its checked memory, where every operation on a tile is emulated."""
+    files = ["tests/test_half.py", "tests/test_prepared.py", "tests/interpreted/test_interpreted_attention.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--tb=short", "-p", "no:cacheprovider", *files]
+    run = subprocess.run(
+        [*command, "-k", TILED],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"RELPOS_MATRIX_UNIT": "emulated tiles"},
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert " passed" in run.stdout
+
+
+TILED = "half and not (units_by_name or does_not_exist or layers) or half_precision_of_many_queries"
+
+COMPILED = r"""
+import ctypes, json, re
+import llvmlite.binding, numba
+libraries = ctypes.CDLL
+ctypes.CDLL = lambda name: type("System", (), {"syscall": lambda *_: 0})  # which allows everything
+from relpos_np.kernels._numba import target
+ctypes.CDLL = libraries
+from relpos_np.kernels._numba.window import windows
+code = windows["bfloat16"]._compile()._library.get_asm_str()
+loops = [part.split() for part in re.findall(r"\n\.LBB.*?\tj[a-z]+\t", code, re.DOTALL)]
+words = ("tileloadd", "tdpbf16ps")
+print(json.dumps([target.UNIT, *({word: part.count(word) for word in words} for part in loops)]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the compiler makes code for this family of processors")
+def test_matrix_tiles_are_the_processors_instructions():
+    """Made for a processor that has them: a loop of four loads and four products, which hide each other's time."""
+    names = "avx512f avx512vl avx512dq avx512bw avx512bf16 amx-tile amx-bf16 avx2 fma f16c bmi bmi2 lzcnt popcnt"
+    features = ",".join("+" + name for name in names.split())
+    status, out, log = child(
+        COMPILED, bare=True, RELPOS_MATRIX_UNIT="tiles", NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES=features
+    )
+    assert status == 0, log
+    unit, *loops = json.loads(out)
+    assert unit == "tiles"
+    assert {"tileloadd": 4, "tdpbf16ps": 4} in loops
+
+
+@pytest.mark.skipif(target.host_features().get("amx-bf16", False), reason="this processor has them")
+def test_matrix_tiles_are_refused_where_there_are_none():
+    status, _, log = child("rp.attention(*np.ones((3, 2, 2)))", RELPOS_MATRIX_UNIT="tiles")
     assert status == 1
     assert "RELPOS_MATRIX_UNIT: expected one of auto, " in log

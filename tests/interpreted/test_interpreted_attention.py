@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np.kernels._numba import job
-from relpos_np.kernels._numba.target import BLOCK_KEYS
+from relpos_np.kernels._numba.target import BLOCK_KEYS, TILED
 from relpos_np.testing.cases import edges
 from tests.interpreted.agreement import assert_agrees
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
@@ -192,7 +192,7 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("unit", ["emulated", "none"])
+@pytest.mark.parametrize("unit", ["emulated tiles" if TILED else "emulated", "none"])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("name", HALVES)
 def test_half_precision_of_many_queries(name, dtype, unit, monkeypatch):
@@ -203,7 +203,7 @@ def test_half_precision_of_many_queries(name, dtype, unit, monkeypatch):
     v[..., 3, 0] = np.inf
     with interpreted() as machine:
         found = rp.attention(q, k, v, **case.options(np.float32), backend="numba")
-    kind = "bfloat16" if unit == "emulated" and dtype == ml_dtypes.bfloat16 else "float32"
+    kind = "bfloat16" if unit != "none" and dtype == ml_dtypes.bfloat16 else "float32"
     assert set(machine.launches) <= {f"attend_{kind}", f"windows_{kind}", "product_float32"}
     wide = [x.astype(np.float64) for x in (q, k, v)]
     with np.errstate(invalid="ignore"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from relpos_np.kernels._numba.target import SUM_VECTORS, TARGET
+from relpos_np.kernels._numba.target import NARROW, PAIR_ROWS, PAIR_STEPS, SUM_VECTORS, TARGET, TILED
 from tests.interpreted.memory import ADDRESS, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault
 
 TINY_EXPONENT = {4: -126.0, 8: -1022.0}
@@ -239,41 +239,50 @@ class Vectors:
 
     # register tiles ------------------------------------------------------------------------------
 
-    def score_panel(self, a, lda, b, depth, c, ldc, count):
-        rows, width = up(count, TARGET.score_rows), TARGET.panel(a.size)
-        left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
-        self.m.grid(c, 0, rows, ldc, width, write=True)[...] = left @ right
+    def _columns(self, cols, lanes):
+        """The vectors of a panel, or a few, that hold so many columns."""
+        return next(n * lanes for n in (*NARROW, TARGET.score_vectors) if cols <= n * lanes)
 
-    def pair_panel(self, a, lda, b, depth, c, ldc, count, scale):
+    def score_panel(self, a, lda, b, depth, c, ldc, count, cols):
         rows, width = up(count, TARGET.score_rows), TARGET.panel(a.size)
-        left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
-        self.m.grid(c, 0, rows, ldc, width, write=True)[...] = (
-            unpaired(left, 1) @ unpaired(right, 0) * np.float32(scale)
-        )
+        made = self._columns(cols, TARGET.lanes(a.size))
+        left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, made)
+        self.m.grid(c, 0, rows, ldc, made, write=True)[...] = left @ right
 
-    def _panel_max(self, first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale, pairs=False):
-        width, lanes = TARGET.panel(a.size), TARGET.lanes(a.size)
-        left, right = self.m.grid(a, first * lda, rows, lda, depth), self.m.grid(b, 0, depth, width, width)
+    def pair_panel(self, a, lda, b, depth, c, ldc, count, cols, scale):
+        rows, width, depth = up(count, PAIR_ROWS), TARGET.panel(a.size), up(depth, PAIR_STEPS)
+        made = self._columns(cols, TARGET.lanes(a.size))
+        if TILED:
+            made = max(made, 2 * PAIR_ROWS)
+        left, right = self.m.grid(a, 0, rows, lda, depth), self.m.grid(b, 0, depth, width, made)
+        self.m.grid(c, 0, rows, ldc, made, write=True)[...] = unpaired(left, 1) @ unpaired(right, 0) * np.float32(scale)
+
+    def _panel_max(self, first, rows, a, lda, b, depth, c, ldc, cols, bias, bias_row, top, scale, pairs=False):
+        width, lanes, depth = TARGET.panel(a.size), TARGET.lanes(a.size), up(depth, PAIR_STEPS if pairs else 1)
+        made = self._columns(cols, lanes)
+        left, right = self.m.grid(a, first * lda, rows, lda, depth), self.m.grid(b, 0, depth, width, made)
         if pairs:
             left, right = unpaired(left, 1), unpaired(right, 0)
-        x = (left @ right) * a.kind.type(scale) + self.m.grid(bias, first * bias_row, rows, bias_row, width)
-        self.m.grid(c, first * ldc, rows, ldc, width, write=True)[...] = x
+        if pairs and TILED:  # tiles come in pairs
+            self.m.grid(c, first * ldc, rows, ldc, max(made, 2 * PAIR_ROWS), write=True)[...] = np.nan
+        x = (left @ right) * a.kind.type(scale) + self.m.grid(bias, first * bias_row, rows, bias_row, made)
+        self.m.grid(c, first * ldc, rows, ldc, made, write=True)[...] = x
         best = self.m.grid(top, first * lanes, rows, lanes, lanes, write=True)
-        for j in range(0, width, lanes):
+        for j in range(0, made, lanes):
             best[...] = maximum(x[:, j : j + lanes], best)
 
-    def score_panel_max(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top):
-        self._panel_max(0, up(count, TARGET.score_rows), a, lda, b, depth, c, ldc, bias, bias_row, top, 1.0)
+    def score_panel_max(self, a, lda, b, depth, c, ldc, count, cols, bias, bias_row, top):
+        self._panel_max(0, up(count, TARGET.score_rows), a, lda, b, depth, c, ldc, cols, bias, bias_row, top, 1.0)
 
-    def pair_panel_max(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top, scale):
-        rows = up(count, TARGET.score_rows)
-        self._panel_max(0, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale, True)
+    def pair_panel_max(self, a, lda, b, depth, c, ldc, count, cols, bias, bias_row, top, scale):
+        rows = up(count, PAIR_ROWS)
+        self._panel_max(0, rows, a, lda, b, depth, c, ldc, cols, bias, bias_row, top, scale, True)
 
-    def score_panel_inside(self, a, lda, b, depth, c, ldc, count, bias, bias_row, top, scale, pairs=False):
-        rows = TARGET.score_rows
+    def score_panel_inside(self, a, lda, b, depth, c, ldc, count, cols, bias, bias_row, top, scale, pairs=False):
+        rows = PAIR_ROWS if pairs else TARGET.score_rows
         for i in range(0, count, rows):
             first = min(i, count - rows)
-            self._panel_max(first, rows, a, lda, b, depth, c, ldc, bias, bias_row, top, scale, pairs)
+            self._panel_max(first, rows, a, lda, b, depth, c, ldc, cols, bias, bias_row, top, scale, pairs)
 
     def pair_panel_inside(self, *args):
         self.score_panel_inside(*args, True)
@@ -289,21 +298,23 @@ class Vectors:
     def _accumulate(self, left, b, ldb, c, ldc, fade, count, width, depth, pairs=False):
         lanes = TARGET.lanes(b.size)
         for column, vectors in self._strips(width, lanes):
-            rows, columns = up(count, TARGET.value_rows(vectors)), vectors * lanes
+            tiled = pairs and TILED
+            rows, columns = up(count, PAIR_ROWS if tiled else TARGET.value_rows(vectors)), vectors * lanes
+            depth = up(depth, PAIR_STEPS if pairs else 1)
             right = self.m.grid(b, column, depth, ldb, columns)
             target = self.m.grid(c, column, rows, ldc, columns, write=True)
             factor = 1 if fade is None else self.m.row(fade, 0, rows)[:, None]
-            product = unpaired(left(rows), 1) @ unpaired(right, 0) if pairs else left(rows) @ right
+            product = unpaired(left(rows, depth), 1) @ unpaired(right, 0) if pairs else left(rows, depth) @ right
             target[...] = target * factor + product
 
     def accumulate(self, a, lda, b, ldb, c, ldc, fade, count, width, depth):
-        self._accumulate(lambda n: self.m.grid(a, 0, n, lda, depth), b, ldb, c, ldc, fade, count, width, depth)
+        self._accumulate(lambda n, k: self.m.grid(a, 0, n, lda, k), b, ldb, c, ldc, fade, count, width, depth)
 
     def accumulate_pairs(self, a, lda, b, ldb, c, ldc, fade, count, width, depth):
-        self._accumulate(lambda n: self.m.grid(a, 0, n, lda, depth), b, ldb, c, ldc, fade, count, width, depth, True)
+        self._accumulate(lambda n, k: self.m.grid(a, 0, n, lda, k), b, ldb, c, ldc, fade, count, width, depth, True)
 
     def accumulate_transposed(self, a, lda, b, ldb, c, ldc, count, width, depth):
-        self._accumulate(lambda n: self.m.grid(a, 0, depth, lda, n).T, b, ldb, c, ldc, None, count, width, depth)
+        self._accumulate(lambda n, k: self.m.grid(a, 0, k, lda, n).T, b, ldb, c, ldc, None, count, width, depth)
 
     def average_pairs(self, *args):
         self.average(*args, True)
@@ -311,7 +322,8 @@ class Vectors:
     def average(self, a, lda, b, ldb, c, ldc, share, count, width, depth, pairs=False):
         lanes = TARGET.lanes(b.size)
         for column, vectors in self._strips(width, lanes):
-            rows, columns = TARGET.window_rows(vectors), vectors * lanes
+            rows, columns = PAIR_ROWS if pairs and TILED else TARGET.window_rows(vectors), vectors * lanes
+            depth = up(depth, PAIR_STEPS if pairs else 1)
             for i in range(0, count, rows):
                 first = min(i, count - rows)
                 left, right = self.m.grid(a, first * lda, rows, lda, depth), self.m.grid(b, column, depth, ldb, columns)
@@ -333,6 +345,13 @@ class Vectors:
 
     def clear(self, out, size):
         self.m.row(self.opaque(out), 0, size, write=True)[...] = 0
+
+    # matrix tiles --------------------------------------------------------------------------------
+
+    def open_tiles(self):
+        """Nothing: what a product needs is opened with it."""
+
+    close_tiles = open_tiles
 
     def settle(self):
         """Nothing: one thread runs at a time."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from numba import carray
 
+from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.halves import as_integers, halve_row
 from relpos_np.kernels._numba.pack import load_queries, load_rows, load_values, pack_keys, store_row
@@ -25,6 +26,7 @@ from relpos_np.kernels._numba.pieces import (
     head_of,
     round_up,
     size_of,
+    whole_columns,
 )
 from relpos_np.kernels._numba.records import ADD, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.rows import (
@@ -51,7 +53,7 @@ from relpos_np.kernels._numba.rows import (
     take,
 )
 from relpos_np.kernels._numba.scores import complete_scores, in_band, score_pairs, score_plain, skew_block
-from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, SUM_VECTORS
+from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_ROWS, ROW_QUANTUM, SUM_VECTORS
 from relpos_np.kernels._numba.tiles import accumulate, accumulate_pairs, pair_panel_max, score_panel_max
 
 # Rows that are exponentiated, then multiplied while the nearer caches hold them. A multiple of every tile's rows.
@@ -229,12 +231,13 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
     depth, lanes = p.steps, lanes_of(base)
     width, queries, scores, tops = PANEL_VECTORS * lanes, at(base, w.queries), at(base, w.scores), at(base, w.tops)
     i0, rows, j0, cols, _ = tile
+    unit = PAIR_ROWS if pairs else SCORE_ROWS
     pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, j0, cols, pairs)
     # That needs all keys open to all queries, no column left over, and one bias at most.
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and not (p.skew_depth and p.bias_row)
-    whole = cols % width == 0 or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
+    whole = whole_columns(cols, lanes) == cols or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
     fused = plain and in_band(p, tile) and whole
-    fill_row(tops, 0, round_up(rows, SCORE_ROWS) * lanes, MINUS_INFINITY)
+    fill_row(tops, 0, round_up(rows, unit) * lanes, MINUS_INFINITY)
     if p.skew_depth:
         skew_block(p, base, w, p.skew_depth, head, tile, moved)
     if fused:
@@ -244,21 +247,21 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
             added, added_row = at(base, w.skew + reach - 1), reach + BLOCK_KEYS - 1
         for c in range(0, cols, width):
             panel, bias = at(base, w.keys + c * depth), at(added, c if added_row else 0)
-            out = at(scores, c)
+            out, n = at(scores, c), min(width, cols - c)
             if pairs:
-                pair_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, bias, added_row, tops, p.scale)
+                pair_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, n, bias, added_row, tops, p.scale)
             else:
-                score_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, bias, added_row, tops)
+                score_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, n, bias, added_row, tops)
     else:
         for c in range(0, cols, width):
             # Only rows that may attend one of the panel's keys: what stands in others is overwritten with -inf.
-            low = min(max(j0 + c - p.offset - p.right - i0, 0), rows) // SCORE_ROWS * SCORE_ROWS
+            low = min(max(j0 + c - p.offset - p.right - i0, 0), rows) // unit * unit
             high = min(max(j0 + c + width - p.offset + p.left - i0, low), rows)
             lines, out, panel = at(queries, low * depth), at(scores, low * BLOCK_KEYS + c), at(base, w.keys + c * depth)
             if pairs:
-                score_pairs(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, p.scale)
+                score_pairs(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, min(width, cols - c), p.scale)
             else:
-                score_plain(lines, depth, panel, depth, out, BLOCK_KEYS, high - low)
+                score_plain(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, min(width, cols - c))
         complete_scores(p, adds, base, w, head, tile)
     return fused
 
@@ -285,7 +288,7 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
 def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused: bool, far: bool, pairs: bool) -> None:
     """Turn a tile's scores into probabilities, fade earlier sums, and add the tile's."""
     rows, cols, lanes, fade = tile.rows, tile.cols, lanes_of(base), at(base, w.fade)
-    v_width, width = round_up(p.v_depth, lanes), PANEL_VECTORS * lanes
+    v_width = round_up(p.v_depth, lanes)
     for i in range(rows):
         put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
     advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
@@ -310,7 +313,7 @@ def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused
         wide = round_up(last_seen, SUM_VECTORS * lanes)
         for i in range(i1, i2):
             s = at(base, w.scores + i * BLOCK_KEYS)
-            fill_row(s, round_up(cols, width) if fused else last_seen, wide, MINUS_INFINITY)
+            fill_row(s, whole_columns(cols, lanes) if fused else last_seen, wide, MINUS_INFINITY)
             exp2_row(s, wide, get(base, w.best + i), at(base, w.total + i * lanes), get(fade, i))
             weigh_row(p, values, base, w, head, tile, i, last_seen)
             if pairs:
@@ -386,10 +389,14 @@ def attend_all(call: int, base: Any, pairs: bool) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     adds = carray(opaque(p.adds), p.add_count, ADD)
     values = carray(opaque(p.values), p.value_count, VALUE)
+    if pairs:
+        open_tiles()
     t = take(call)
     while t < p.stop:
         attend_block(p, adds, values, longs(p.batches), base, t, pairs)
         t = take(call)
+    if pairs:
+        close_tiles()
 
 
 def _attend_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:

@@ -215,11 +215,11 @@ def score_again(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) -> N
         for c in range(0, cols, width):
             bias, row = at(head.bias, i0 * p.bias_row + (j0 + c if p.bias_row else 0)), p.bias_row
             panel, s, tops = at(base, w.keys + c * depth), at(scores, c), at(base, w.tops)
-            score_panel_max(queries, q_width, panel, depth, s, BLOCK_KEYS, rows, bias, row, tops)
+            score_panel_max(queries, q_width, panel, depth, s, BLOCK_KEYS, rows, width, bias, row, tops)
     else:
         for c in range(0, cols, width):
             panel = at(base, w.keys + c * depth)
-            score_plain(queries, q_width, panel, depth, at(scores, c), BLOCK_KEYS, rows)
+            score_plain(queries, q_width, panel, depth, at(scores, c), BLOCK_KEYS, rows, min(width, cols - c))
         if p.skew_depth:
             skew_block(p, base, w, round_up(p.skew_depth, lanes), head, tile, 0)
         complete_scores(p, adds, base, w, head, tile)
@@ -231,9 +231,10 @@ def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head:
     score_again(p, adds, base, w, head, tile)
     lanes, cols = lanes_of(base), tile.cols
     v_width, wide = round_up(p.v_depth, lanes), round_up(cols, lanes)
-    for c in range(0, cols, PANEL_VECTORS * lanes):
-        panel, out = at(base, w.value_panels + c * p.v_depth), at(base, w.slopes + c)
-        score_plain(at(base, w.grads), v_width, panel, p.v_depth, out, BLOCK_KEYS, tile.rows)
+    width = PANEL_VECTORS * lanes
+    for c in range(0, cols, width):
+        panel, out, seen = at(base, w.value_panels + c * p.v_depth), at(base, w.slopes + c), min(width, cols - c)
+        score_plain(at(base, w.grads), v_width, panel, p.v_depth, out, BLOCK_KEYS, tile.rows, seen)
     for i in range(tile.rows):
         q = tile.i0 + i
         row = (head.b * p.heads + head.h) * p.q_len + q

@@ -134,7 +134,7 @@ def halve_row(typingctx: Any, x: Any, n: Any) -> Any:
 def _pairs(v: Vectors, x: ir.Value, y: ir.Value) -> ir.Value:
     """Two vectors, one after the other, as bfloat16."""
     b = v.b
-    if UNIT == "dot" and v.lanes == 16:
+    if UNIT in ("dot", "tiles") and v.lanes == 16:
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         kinds = ir.FunctionType(PAIRS, [v.vector, v.vector])
         function = b.module.globals.get(name) or ir.Function(b.module, kinds, name=name)

@@ -24,7 +24,7 @@ from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
 from relpos_np.kernels._numba.pieces import OWN
 from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.skew import is_skewed
-from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET, UNIT
+from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_STEPS, TARGET, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -159,7 +159,7 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     fill(call, out, lse, stored=stored, windowed=windowed)
     name = call.dtype.name
     if in_pairs(call.problem, call.terms):
-        name, f["steps"] = "bfloat16", -(-f["depth"] // 2)
+        name, f["steps"] = "bfloat16", -(-f["depth"] // (2 * PAIR_STEPS)) * PAIR_STEPS
     if windowed and f["out_kind"] != OWN:
         f["bins"] = call.site.v_dim
     division = into_blocks(call, windowed=windowed)

@@ -6,7 +6,16 @@ from typing import Any
 
 from relpos_np.kernels._numba.build import helper, inlined
 from relpos_np.kernels._numba.halves import copy_pairs, narrow_row, pair_rows
-from relpos_np.kernels._numba.pieces import BRAIN, HALF, OWN, PANEL_VECTORS, SCORE_ROWS, round_up, size_of
+from relpos_np.kernels._numba.pieces import (
+    BRAIN,
+    HALF,
+    OWN,
+    PANEL_VECTORS,
+    SCORE_ROWS,
+    round_up,
+    size_of,
+    whole_columns,
+)
 from relpos_np.kernels._numba.rows import (
     at,
     brains,
@@ -20,7 +29,7 @@ from relpos_np.kernels._numba.rows import (
     scale_row,
     transpose_square,
 )
-from relpos_np.kernels._numba.target import CONVERTS_HALF
+from relpos_np.kernels._numba.target import CONVERTS_HALF, PAIR_ROWS, PAIR_STEPS
 
 
 @helper
@@ -49,6 +58,8 @@ def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, de
     """Copy a block of values, or their pairs; return NaN if an element is not finite."""
     if not pairs:
         return load_block(out, width, x, kind, row, rows, depth)
+    made = (rows + 1) // 2
+    fill_row(out, made * width, round_up(made, PAIR_STEPS) * width, 0.0)
     if kind == BRAIN:
         return pair_rows(out, width, brains(x), row, rows, depth)
     if CONVERTS_HALF and kind == HALF:
@@ -62,7 +73,7 @@ def load_queries(p: Any, out: Any, width: int, head: Any, i0: int, rows: int, pa
     x = head.q + i0 * p.q_row * size_of(out, p.q_kind)
     if pairs:
         load_pairs(out, width, x, p.q_kind, p.q_row, rows, p.depth)
-        fill_row(out, rows * width, round_up(rows, SCORE_ROWS) * width, 0.0)
+        fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
     elif p.q_kind == OWN:
         load_rows(out, width, pointer_like(out, x), p.q_row, rows, p.depth, p.scale)
     else:
@@ -109,7 +120,7 @@ def pack_panels(out: Any, x: Any, row: int, first: int, last: int, limit: int, d
     width, end = PANEL_VECTORS * lanes, min(last, limit)
     for p in range(first, last, width):
         panel = at(out, (p - first) * depth)
-        for r0 in range(p, p + width, lanes):
+        for r0 in range(p, p + whole_columns(min(last - p, width), lanes), lanes):
             corner = at(panel, r0 - p)
             if r0 >= 0 and r0 + lanes <= end:
                 pack_vector(corner, width, at(x, r0 * row), row, depth)
@@ -129,7 +140,7 @@ def pack_keys(p: Any, out: Any, scratch: Any, x: int, j0: int, cols: int, pairs:
         return
     lanes, steps = lanes_of(out), p.steps
     width, size = PANEL_VECTORS * lanes, p.k_row * size_of(out, p.k_kind)
-    for c in range(0, round_up(cols, width), lanes):
+    for c in range(0, whole_columns(cols, lanes), lanes):
         rows = min(max(cols - c, 0), lanes)
         own = x + (j0 + min(c, cols - 1)) * size
         if pairs:

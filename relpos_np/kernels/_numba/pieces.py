@@ -9,7 +9,7 @@ from typing import Any
 from relpos_np.kernels._numba.build import helper
 from relpos_np.kernels._numba.records import BATCH_K, BATCH_MASK, BATCH_Q, BATCH_V
 from relpos_np.kernels._numba.rows import at, get, lanes_of, pointer_like
-from relpos_np.kernels._numba.target import TARGET
+from relpos_np.kernels._numba.target import NARROW, TARGET
 
 SCORE_ROWS, PANEL_VECTORS, VECTOR_BYTES = TARGET.score_rows, TARGET.score_vectors, TARGET.vector_bytes
 MINUS_INFINITY = -math.inf
@@ -48,6 +48,18 @@ def head_of(p: Any, batches: Any, base: Any, b: int, h: int) -> Head:
         at(pointer_like(base, p.bias), h * p.bias_head),
         get(batches, BATCH_MASK * p.count + b),
     )
+
+
+@helper
+def whole_columns(cols: int, lanes: int) -> int:
+    """Columns of scores that are made for so many keys: whole panels, of which the last may be narrower."""
+    left = cols % (PANEL_VECTORS * lanes)
+    if left == 0:
+        return cols
+    for vectors in NARROW:
+        if left <= vectors * lanes:
+            return cols - left + vectors * lanes
+    return cols - left + PANEL_VECTORS * lanes
 
 
 @helper

@@ -59,7 +59,7 @@ def multiply_block(m: Any, batches: Any, base: Any, t: int) -> None:
     load_rows(base, m.depth, x, m.x_row, rows, m.depth, m.scale)
     for r0 in range(0, m.rows, width):
         pack_panels(packed, table, m.table_row, r0, min(r0 + width, m.rows), m.rows, m.depth)
-        score_plain(base, m.depth, packed, m.depth, tile, width, rows)
+        score_plain(base, m.depth, packed, m.depth, tile, width, rows, min(width, m.rows - r0))
         for i in range(rows):
             scale_row(at(out, i * m.rows + r0), at(tile, i * width), min(width, m.rows - r0), 1.0)
 

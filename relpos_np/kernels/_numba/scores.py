@@ -28,15 +28,15 @@ from relpos_np.kernels._numba.tiles import pair_panel, score_panel
 
 
 @helper
-def score_plain(a: Any, lda: int, b: Any, depth: int, c: Any, stride: int, rows: int) -> None:
+def score_plain(a: Any, lda: int, b: Any, depth: int, c: Any, stride: int, rows: int, cols: int) -> None:
     """`score_panel` as a function, so that its callers share one copy of the code."""
-    score_panel(a, lda, b, depth, c, stride, rows)
+    score_panel(a, lda, b, depth, c, stride, rows, cols)
 
 
 @helper
-def score_pairs(a: Any, lda: int, b: Any, depth: int, c: Any, stride: int, rows: int, scale: float) -> None:
+def score_pairs(a: Any, lda: int, b: Any, depth: int, c: Any, stride: int, rows: int, cols: int, scale: float) -> None:
     """`pair_panel` as a function."""
-    pair_panel(a, lda, b, depth, c, stride, rows, scale)
+    pair_panel(a, lda, b, depth, c, stride, rows, cols, scale)
 
 
 @helper
@@ -67,7 +67,7 @@ def skew_block(p: Any, base: Any, w: Any, q_row: int, head: Any, tile: Any, move
         # The first rows come to these columns in the next tile only, unless this is the first.
         low = max(reach - c - width, 0) // SCORE_ROWS * SCORE_ROWS
         panel, out = at(packed, (c - start) * depth), at(products, low * stride + c)
-        score_plain(at(base, w.skew_q + low * q_row), q_row, panel, depth, out, stride, rows - low)
+        score_plain(at(base, w.skew_q + low * q_row), q_row, panel, depth, out, stride, rows - low, width)
 
 
 @helper

@@ -5,8 +5,10 @@ This is the one place where vector width, register tiles and cache blocks are ch
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
@@ -52,8 +54,8 @@ AVX512 = Target("avx512", 64, 6, 4, 4, 24)
 AVX2 = Target("avx2", 32, 4, 3, 2, 12)
 SIMD128 = Target("simd128", 16, 4, 3, 2, 12)
 
-# Rows of a block are padded to this many, a multiple of every tile height.
-ROW_QUANTUM = 24
+# Vectors of a panel that is narrower than the others.
+NARROW = (1, 2)
 # Keys per block: a multiple of every panel width above (64, 32, 24, 12, 6) and of `SUM_VECTORS` vectors.
 BLOCK_KEYS = 192
 # Rows of scores are padded to a multiple of this many vectors, which are summed side by side.
@@ -77,6 +79,8 @@ def host_features() -> dict[str, bool]:
 def detect() -> Target:
     """Choose the widest target that the host's features allow."""
     features = host_features()
+    if os.environ.get("RELPOS_MATRIX_UNIT") == "emulated tiles":
+        return AVX512  # a row of a tile is a vector of this one, which the compiler makes of narrower ones
     if features.get("avx512f") and features.get("avx512vl") and features.get("avx512dq"):
         return AVX512
     if features.get("avx2") and features.get("fma"):
@@ -86,25 +90,44 @@ def detect() -> Target:
 
 TARGET = detect()
 
-# How products of bfloat16 are made, two of them at a time with sums in float32: by an instruction, by an emulation of
-# it that is slow and for tests, or not at all, so that bfloat16 is widened.
-UNITS = ("dot", "emulated", "none")
+# How products of bfloat16 are made, two of them at a time with sums in float32: on matrix tiles, by an instruction on
+# vectors, by emulations of both that are slow and for tests, or not at all, so that bfloat16 is widened.
+UNITS = ("tiles", "dot", "emulated tiles", "emulated", "none")
+
+
+def _allows_tiles() -> bool:
+    """Ask the system for this process's permission to use tile registers, which it has to save for every thread."""
+    if sys.platform != "linux":
+        return False
+    system_call, arch_prctl, request, tile_data = ctypes.CDLL(None).syscall, 158, 0x1023, 18
+    return bool(system_call(arch_prctl, request, tile_data) == 0)
 
 
 def detect_unit() -> str:
-    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "dot" where the processor has AVX512-BF16."""
-    features = host_features()
-    able = TARGET is AVX512 and bool(features.get("avx512bf16"))
+    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "dot" where the processor has AVX512-BF16.
+
+    "tiles" must be asked for: nobody has yet run them on a processor that has them.
+    """
+    features, able = host_features(), dict.fromkeys(UNITS, True)
+    able["dot"] = TARGET is AVX512 and bool(features.get("avx512bf16"))
+    able["tiles"] = able["dot"] and bool(features.get("amx-bf16"))
     chosen = os.environ.get("RELPOS_MATRIX_UNIT") or "auto"
     if chosen == "auto":
-        return "dot" if able else "none"
-    if chosen not in UNITS or (chosen == "dot" and not able):
-        allowed = [name for name in ("auto", *UNITS) if able or name != "dot"]
+        return "dot" if able["dot"] else "none"
+    if not able.get(chosen):
+        allowed = ["auto", *(name for name in UNITS if able[name])]
         raise RelposValueError(f"RELPOS_MATRIX_UNIT: expected one of {', '.join(allowed)} here, found {chosen!r}")
+    if chosen == "tiles" and not _allows_tiles():
+        raise RelposValueError("RELPOS_MATRIX_UNIT: the system does not allow this process to use 'tiles'")
     return chosen
 
 
 UNIT = detect_unit()
+TILED = UNIT in ("tiles", "emulated tiles")
+# Where pairs are multiplied, rows of queries and steps of a sum come in as many as this.
+PAIR_ROWS, PAIR_STEPS = (16, 16) if TILED else (TARGET.score_rows, 1)
+# Rows of a block are padded to this many, a multiple of every tile height.
+ROW_QUANTUM = 48 if TILED else 24
 # Whether the processor converts float16: without the instruction each element would be a call into a library.
 CONVERTS_HALF = bool(host_features().get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
 

@@ -6,14 +6,17 @@ bounds; see `attend.py` for the buffers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from relpos_np.kernels._numba import amx
 from relpos_np.kernels._numba.rows import code
-from relpos_np.kernels._numba.target import TARGET
+from relpos_np.kernels._numba.target import NARROW, TARGET, TILED
 from relpos_np.kernels._numba.vectors import Vectors, index
 
 # Steps of depth per turn of the inner loop: counting and branching compete with FMA for its ports.
@@ -54,17 +57,31 @@ def _tile_start(v: Vectors, i: ir.Value, count: ir.Value, rows: int) -> ir.Value
     return v.b.select(v.b.icmp_signed("<", i, last), i, last)
 
 
+def _by_width(v: Vectors, cols: ir.Value, emit: Callable[[int], None]) -> None:
+    """Emit code for as many vectors as hold `cols` columns, or a few more: see `whole_columns`."""
+    b, below = v.b, 0
+    for vectors in (*NARROW, TARGET.score_vectors):
+        enough = b.icmp_signed(">", cols, index(below * v.lanes))
+        if vectors < TARGET.score_vectors:
+            enough = b.and_(enough, b.icmp_signed("<=", cols, index(vectors * v.lanes)))
+        with b.if_then(enough):
+            emit(vectors)
+        below = vectors
+
+
 def _score_panel(with_bias: bool, inside: bool = False, pairs: bool = False) -> Any:
     """Build the intrinsic that scores a block of queries against one packed panel of keys."""
     scaled = inside or pairs
-    rows, vectors = TARGET.score_rows, TARGET.score_vectors
+    rows = TARGET.score_rows
 
-    def generate(v: Vectors, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, *fused: Any) -> None:
+    def generate(
+        v: Vectors, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, cols: Any, *fused: Any
+    ) -> None:
         builder, rest = v.b, list(fused)
-        width = index(vectors * v.lanes)
+        width = index(TARGET.score_vectors * v.lanes)
         scale = v.splat(rest.pop()) if scaled else None
 
-        def block(i: ir.Value, _: list[Any]) -> list[Any]:
+        def block(vectors: int, i: ir.Value, _: list[Any]) -> list[Any]:
             if inside:
                 i = _tile_start(v, i, count, rows)
             line = builder.gep(a, [builder.mul(i, lda)])
@@ -72,7 +89,8 @@ def _score_panel(with_bias: bool, inside: bool = False, pairs: bool = False) -> 
             def left(r: int, k: ir.Value) -> ir.Value:
                 return builder.gep(line, [builder.add(builder.mul(index(r), lda), k)])
 
-            acc = _product(v, (rows, vectors), left, b, width, depth, pairs=pairs)
+            full = vectors == TARGET.score_vectors
+            acc = _product(v, (rows, vectors), left, b, width, depth, pairs=pairs, unrolled=full)
             for r in range(rows):
                 row = builder.add(i, index(r))
                 at = builder.mul(row, ldc)
@@ -94,69 +112,78 @@ def _score_panel(with_bias: bool, inside: bool = False, pairs: bool = False) -> 
                     v.store(best, top, slot)
             return []
 
-        v.loop(index(0), count, rows, [], block)
+        def all_rows(vectors: int) -> None:
+            v.loop(index(0), count, rows, [], partial(block, vectors))
+
+        _by_width(v, cols, all_rows)
 
     return code(generate)
 
 
 _score_plain, _score_fused = _score_panel(with_bias=False), _score_panel(with_bias=True)
 _score_inside = _score_panel(with_bias=True, inside=True)
-_pairs_plain, _pairs_fused = _score_panel(with_bias=False, pairs=True), _score_panel(with_bias=True, pairs=True)
-_pairs_inside = _score_panel(with_bias=True, inside=True, pairs=True)
+_of_pairs = amx.score_panel if TILED else partial(_score_panel, pairs=True)
+_pairs_plain, _pairs_fused = _of_pairs(with_bias=False), _of_pairs(with_bias=True)
+_pairs_inside = _of_pairs(with_bias=True, inside=True)
 
 
 @intrinsic
-def score_panel(typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any) -> Any:
-    """C[count, panel] = A[count, depth] @ B[depth, panel]; whole tiles of rows are read and written."""
+def score_panel(typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, cols: Any) -> Any:
+    """C[count, cols] = A[count, depth] @ B[depth, cols] of a panel; whole tiles of rows are read and written.
+
+    Columns are as many as `whole_columns` makes of `cols`, here and in the functions that follow.
+    """
     i8 = types.int64
-    return types.void(a, i8, b, i8, c, i8, i8), _score_plain
+    return types.void(a, i8, b, i8, c, i8, i8, i8), _score_plain
 
 
 @intrinsic
 def score_panel_max(
-    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, cols: Any,
     bias: Any, bias_row: Any, top: Any,
 ) -> Any:  # fmt: skip
     """As `score_panel`, plus a bias row per query (rows `bias_row` apart) and a running maximum per row and lane."""
     i8 = types.int64
-    return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top), _score_fused
+    return types.void(a, i8, b, i8, c, i8, i8, i8, bias, i8, top), _score_fused
 
 
 @intrinsic
 def score_panel_inside(
-    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, cols: Any,
     bias: Any, bias_row: Any, top: Any, scale: Any,
 ) -> Any:  # fmt: skip
     """As `score_panel_max`, of A * scale, touching `count` rows only, which must be a tile's rows at least."""
     i8 = types.int64
-    return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _score_inside
+    return types.void(a, i8, b, i8, c, i8, i8, i8, bias, i8, top, a.dtype), _score_inside
 
 
 @intrinsic
-def pair_panel(typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, scale: Any) -> Any:
+def pair_panel(
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, cols: Any, scale: Any
+) -> Any:
     """As `score_panel`, of A * scale, where each element of A and B is a pair of bfloat16."""
     i8 = types.int64
-    return types.void(a, i8, b, i8, c, i8, i8, a.dtype), _pairs_plain
+    return types.void(a, i8, b, i8, c, i8, i8, i8, a.dtype), _pairs_plain
 
 
 @intrinsic
 def pair_panel_max(
-    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, cols: Any,
     bias: Any, bias_row: Any, top: Any, scale: Any,
 ) -> Any:  # fmt: skip
     """As `score_panel_max`, of A * scale, where each element of A and B is a pair of bfloat16."""
     i8 = types.int64
-    return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _pairs_fused
+    return types.void(a, i8, b, i8, c, i8, i8, i8, bias, i8, top, a.dtype), _pairs_fused
 
 
 @intrinsic
 def pair_panel_inside(
-    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, count: Any, cols: Any,
     bias: Any, bias_row: Any, top: Any, scale: Any,
 ) -> Any:  # fmt: skip
     """As `score_panel_inside`, where each element of A and B is a pair of bfloat16."""
     i8 = types.int64
-    return types.void(a, i8, b, i8, c, i8, i8, bias, i8, top, a.dtype), _pairs_inside
+    return types.void(a, i8, b, i8, c, i8, i8, i8, bias, i8, top, a.dtype), _pairs_inside
 
 
 def _accumulation(transposed: bool, inside: bool = False, pairs: bool = False) -> Any:
@@ -215,8 +242,8 @@ def _accumulation(transposed: bool, inside: bool = False, pairs: bool = False) -
 
 _accumulate, _accumulate_transposed = _accumulation(transposed=False), _accumulation(transposed=True)
 _average = _accumulation(transposed=False, inside=True)
-_accumulate_pairs = _accumulation(transposed=False, pairs=True)
-_average_pairs = _accumulation(transposed=False, inside=True, pairs=True)
+_sums_of_pairs = amx.accumulation if TILED else partial(_accumulation, transposed=False, pairs=True)
+_accumulate_pairs, _average_pairs = _sums_of_pairs(), _sums_of_pairs(inside=True)
 
 
 @intrinsic

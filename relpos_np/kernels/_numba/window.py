@@ -11,11 +11,21 @@ from typing import Any
 
 from numba import carray
 
+from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.attend import bypass_pairs, bypass_values, layout, write_lse
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.halves import halve_row
 from relpos_np.kernels._numba.pack import load_block, load_pairs, load_values, pack_keys, store_row
-from relpos_np.kernels._numba.pieces import LOG2E, MINUS_INFINITY, OWN, PANEL_VECTORS, head_of, round_up, size_of
+from relpos_np.kernels._numba.pieces import (
+    LOG2E,
+    MINUS_INFINITY,
+    OWN,
+    PANEL_VECTORS,
+    head_of,
+    round_up,
+    size_of,
+    whole_columns,
+)
 from relpos_np.kernels._numba.records import CALL
 from relpos_np.kernels._numba.rows import (
     add_mask,
@@ -66,12 +76,14 @@ def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
             load_block(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
     pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, 0, cols, pairs)
     fill_row(tops, 0, rows * lanes, MINUS_INFINITY)
-    for c in range(0, cols, PANEL_VECTORS * lanes):
+    width = PANEL_VECTORS * lanes
+    for c in range(0, cols, width):
         panel, out, added, row = at(base, w.keys + c * depth), at(base, w.scores + c), at(bias, c), p.bias_row
+        seen = min(width, cols - c)
         if pairs:
-            pair_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, added, row, tops, p.scale)
+            pair_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, seen, added, row, tops, p.scale)
         else:
-            score_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, added, row, tops, p.scale)
+            score_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, seen, added, row, tops, p.scale)
 
 
 @helper
@@ -110,7 +122,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
     block, cols, v_depth, lanes = p.block_queries, p.k_len, p.v_depth, lanes_of(base)
     head, i0 = own_head(p, batches, base, t), t % p.blocks * block
     rows = min(block, p.q_len - i0)
-    padded, wide = round_up(cols, PANEL_VECTORS * lanes), round_up(cols, SUM_VECTORS * lanes)
+    padded, wide = whole_columns(cols, lanes), round_up(cols, SUM_VECTORS * lanes)
     w = layout(block, p.steps, v_depth, 0, p.bins, lanes)
     scores, share, top = at(base, w.scores), at(base, w.fade), at(base, w.top)
     score_rows(p, base, w, head, i0, rows, pairs)
@@ -169,12 +181,16 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
 def attend_windows(call: int, base: Any, pairs: bool) -> None:
     """Take runs of blocks from the shared counter while there are any."""
     p = carray(opaque(call), 1, CALL)[0]
+    if pairs:
+        open_tiles()
     start = take(call) * p.run
     while start < p.stop:
         stop = min(start + p.run, p.stop)
         for t in range(start, stop):
             attend_window(p, longs(p.batches), base, t, min(t + 1, stop - 1), pairs)
         start = take(call) * p.run
+    if pairs:
+        close_tiles()
 
 
 def _windows_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
