@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import relpos_np as rp
+from tests import fibers
 
 # Examples are arrays made from a drawn seed: generating one is slow at times, and a first call compiles.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -26,6 +27,7 @@ WORKERS_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
 }
 
+fibers.install()
 # Two threads exist even on a machine with one processor, so that parallel paths always run.
 os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, os.cpu_count() or 1)))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import relpos_np as rp
 
 from .ceiling import fraction_of_fma, fraction_of_read
-from .shapes import BACKWARD, SHAPES, Shape, as_mapping, case, lacking, make, small
+from .shapes import BACKWARD, SHAPES, TRACKED, Shape, as_mapping, case, lacking, make, small
 
 
 def skip_without_means(shape):
@@ -19,7 +19,7 @@ def skip_without_means(shape):
 class Attention:
     """All shapes on the default backend."""
 
-    params = list(SHAPES)
+    params = list(TRACKED)
     param_names = ["shape"]
     timeout = 120
 

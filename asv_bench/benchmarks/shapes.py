@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -47,8 +47,14 @@ SHAPES = {
     "F": Shape("transformer_xl", 1, 8, 512, 1024, 64, "Transformer-XL, causal, 512 keys of memory", causal=True),
     "G": Shape("shaw", 1, 8, 512, 512, 64, "Shaw, k = 16, on keys and values"),
     "H": Shape("alibi", 1, 32, 1, 4096, 128, "ALiBi, one query"),
-    "Hb": Shape("alibi", 1, 32, 1, 4096, 128, "ALiBi, one query, in bfloat16", storage="bfloat16"),
+    "I": Shape("plain", 16, 12, 32, 32, 64, "no positions"),
+    "J": Shape("plain", 8, 12, 64, 64, 64, "no positions"),
+    "K": Shape("plain", 32, 12, 128, 128, 64, "no positions"),
+    "L": Shape("plain", 1, 8, 16, 16, 64, "no positions"),
 }
+SHAPES |= {name + "b": replace(s, words=f"{s.words}, in bfloat16", storage="bfloat16") for name, s in SHAPES.items()}
+# What asv follows from commit to commit.
+TRACKED = (*"ABCDEFGH", "Hb", "Bb", "Db", "I", "J", "L")
 # One of each kind, small enough to try a program or a peer with.
 SMALL = {
     "a": Shape("t5", 1, 2, 48, 48, 16, "T5 bias"),
@@ -57,8 +63,9 @@ SMALL = {
     "f": Shape("transformer_xl", 1, 2, 24, 56, 16, "Transformer-XL, causal, 32 keys of memory", causal=True),
     "g": Shape("shaw", 1, 2, 40, 40, 16, "Shaw, k = 16, on keys and values"),
     "h": Shape("alibi", 1, 4, 1, 96, 16, "ALiBi, one query"),
-    "hb": Shape("alibi", 1, 4, 1, 96, 16, "ALiBi, one query, in bfloat16", storage="bfloat16"),
+    "i": Shape("plain", 2, 2, 24, 24, 16, "no positions"),
 }
+SMALL |= {name + "b": replace(s, words=f"{s.words}, in bfloat16", storage="bfloat16") for name, s in SMALL.items()}
 BACKWARD = ("A", "B", "D", "E", "F", "G")
 # Largest error of rounding to a storage, in proportion to the number: half a unit in the last place.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -150,7 +157,7 @@ class Case:
     @property
     def _is_long(self):
         """Whether only some runs of queries, and some heads' gradients, are compared."""
-        return self.shape.kind == "t5" and self.shape.q_len > 1024
+        return self.shape.kind in ("t5", "plain") and self.shape.q_len > 1024
 
     @property
     def _runs(self):

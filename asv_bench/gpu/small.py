@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 import numpy as np
 
 import relpos_np as rp
+from tests import fibers
 
 from . import device
 
@@ -15,7 +15,7 @@ from . import device
 def main():
     """Forward, gradients, one query, rel_shift: sizes that no tile divides."""
     warnings.simplefilter("ignore")
-    sys.setswitchinterval(1e-4)
+    fibers.install()
     rng = np.random.default_rng(0)
     long, dim = (9, 4) if device.simulated() else (131, 64)
 

@@ -19,6 +19,7 @@ from benchmarks.shapes import wide
 
 import relpos_np as rp
 from relpos_np.testing import tolerance
+from tests import fibers
 
 from . import ceilings, device, ours, rows, with_torch
 
@@ -184,8 +185,7 @@ def main():
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
-    # The simulator's threads wait for each other all the time.
-    sys.setswitchinterval(1e-4)
+    fibers.install()
     worker = Worker(tiny="--tiny" in sys.argv)
     for line in sys.stdin:
         request = json.loads(line)

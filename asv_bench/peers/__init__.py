@@ -58,7 +58,12 @@ PEERS = {
     ),
     "openvino": Peer(
         "peers.with_openvino",
-        "ScaledDotProductAttention in float32, for Hb in bfloat16, bias built before the call",
+        "ScaledDotProductAttention in the operands' precision, bias built before the call",
+        packages=("openvino",),
+    ),
+    "openvino, own precision": Peer(
+        "peers.with_openvino",
+        "the same in the precision that it chooses: bfloat16 where the processor multiplies it",
         packages=("openvino",),
     ),
     "jax": Peer(
@@ -69,7 +74,7 @@ PEERS = {
     "memcpy": Peer("peers.with_numpy", "a copy of as many bytes as the result has, on one thread", ("rel_shift",)),
     "limit": Peer(
         "peers.limits",
-        "the 100 % mark: FMA instructions on registers; for H and Hb, reading memory",
+        "the 100 % mark: FMA instructions on registers; for one query, reading memory",
         ("attention", "backward"),
     ),
 }

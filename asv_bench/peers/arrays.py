@@ -30,6 +30,8 @@ def apart(case):
 
 def bias(case):
     """Bias of every pair, (H, L_q, L_k)."""
+    if case.shape.kind == "plain":
+        return np.zeros((1, case.shape.q_len, case.shape.k_len), np.float32)
     if case.shape.kind == "alibi":
         return -case.arrays["slopes"][:, None, None] * np.abs(apart(case)).astype(np.float32)
     return np.ascontiguousarray(np.moveaxis(case.arrays["table"][index(case)], -1, 0))

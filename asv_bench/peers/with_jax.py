@@ -16,6 +16,8 @@ def prepare(name, task, case, threads, seconds):
     s, a = case.shape, {name: jnp.asarray(x) for name, x in case.arrays.items()}
     scale = 1 / math.sqrt(s.head_dim)
     q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
+    if s.kind in ("transformer_xl", "shaw"):
+        a = {name: x.astype(q.dtype) for name, x in a.items()}
 
     def products(x, y):
         # Sums and scores are float32 whatever is multiplied.
@@ -29,14 +31,14 @@ def prepare(name, task, case, threads, seconds):
             padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)]).reshape(*lead, columns + 1, rows)
             position = padded[..., 1:, :].reshape(*lead, rows, columns)
             scores = jnp.where(hidden, -jnp.inf, (products(q + a["u"][:, None], k) + position) * scale)
-            return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, axis=-1), v)
+            return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
         extra = jnp.asarray(arrays.apart(case) > 0)
     elif s.kind == "shaw":
 
         def run(q, k, v, a, index):
             scores = products(q, k) + jnp.einsum("bhid,ijd->bhij", q, a["key_table"][index])
-            p = jax.nn.softmax(scores * scale, axis=-1)
+            p = jax.nn.softmax(scores * scale, axis=-1).astype(v.dtype)
             return jnp.einsum("bhij,bhjd->bhid", p, v) + jnp.einsum("bhij,ijd->bhid", p, a["value_table"][index])
 
         extra = jnp.asarray(arrays.shaw_rows(case).astype(np.int32))
@@ -47,11 +49,19 @@ def prepare(name, task, case, threads, seconds):
             return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
         extra = jnp.asarray(np.abs(arrays.apart(case)).astype(np.float32))
+    elif s.kind == "plain":
+
+        def run(q, k, v, a, _):
+            p = jax.nn.softmax(products(q, k) * scale, axis=-1)
+            return jnp.einsum("bhij,bhjd->bhid", p.astype(v.dtype), v)
+
+        extra = None
     else:
 
         def run(q, k, v, a, index):
             bias = jnp.moveaxis(a["table"][index], -1, 0)
-            return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(products(q, k) * scale + bias, axis=-1), v)
+            p = jax.nn.softmax(products(q, k) * scale + bias, axis=-1)
+            return jnp.einsum("bhij,bhjd->bhid", p.astype(v.dtype), v)
 
         extra = jnp.asarray(arrays.index(case).astype(np.int32))
     compiled = jax.jit(run)

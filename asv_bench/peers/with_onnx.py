@@ -63,7 +63,9 @@ class Graph:
 def in_half(case, storage, threads):
     """The operator on a case in half precision."""
     g = Graph(storage)
-    named = {letter: wide(getattr(case, letter)) for letter in "qkv"} | {"mask": arrays.bias(case)[None]}
+    named = {letter: wide(getattr(case, letter)) for letter in "qkv"}
+    if case.shape.kind != "plain":
+        named["mask"] = arrays.bias(case)[None]
     result = g.add("Attention", *(g.feed(name, narrow(x, storage).view(np.uint16)) for name, x in named.items()))
     session = g.session(result, threads)
     # Arrays of bfloat16 can only be bound: `run` knows no NumPy type for them.
@@ -83,7 +85,8 @@ def in_half(case, storage, threads):
     def to_numpy(_):
         return wide(out if storage == "bfloat16" else out.view(np.float16))
 
-    return Prepared(call, to_numpy, f"Attention operator (opset 23) in {storage}, bias too, built before the call")
+    bias = "" if case.shape.kind == "plain" else ", bias too, built before the call"
+    return Prepared(call, to_numpy, f"Attention operator (opset 23) in {storage}{bias}")
 
 
 def in_some_half(case, threads):
@@ -106,6 +109,8 @@ def prepare(name, task, case, threads, seconds):
     except ImportError as error:
         raise UnavailableError("needs onnx to write the graph") from error
     if case.shape.storage != "float32":
+        if case.shape.kind in ("transformer_xl", "shaw"):
+            raise UnavailableError("only written in float32")
         return in_some_half(case, threads)
     s, scale = case.shape, 1 / math.sqrt(case.shape.head_dim)
     q, k, v = (g.feed(letter, getattr(case, letter)) for letter in "qkv")
@@ -149,6 +154,9 @@ def prepare(name, task, case, threads, seconds):
         added = g.add("MatMul", g.add("Transpose", flat, perm=[1, 0, 2]), on_values)
         added = g.add("Reshape", g.add("Transpose", added, perm=[1, 0, 2]), sizes)
         result = g.add("Add", g.add("MatMul", p, v), added)
+    elif s.kind == "plain":
+        note = "Attention operator (opset 23)"
+        result = g.add("Attention", q, k, v)
     else:
         result = g.add("Attention", q, k, v, g.feed("mask", arrays.bias(case)[None]))
     session = g.session(result, threads)

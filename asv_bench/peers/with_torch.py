@@ -42,7 +42,11 @@ class Operands:
     def __init__(self, case):
         self.shape = case.shape
         self.q, self.k, self.v = (tensor(x) for x in (case.q, case.k, case.v))
+        # Tables of vectors meet queries and probabilities; tables of numbers are added to scores.
+        vectors = case.shape.kind in ("transformer_xl", "shaw")
         self.arrays = {name: torch.from_numpy(x) for name, x in case.arrays.items()}
+        if vectors:
+            self.arrays = {name: x.to(self.q.dtype) for name, x in self.arrays.items()}
         self.scale = 1 / math.sqrt(case.shape.head_dim)
         kind = case.shape.kind
         if kind in TABLES:
@@ -52,16 +56,19 @@ class Operands:
             self.rows = self.arrays["rows"].permute(1, 2, 0).contiguous()
         elif kind == "shaw":
             self.index = torch.from_numpy(arrays.shaw_rows(case))
-        else:
+        elif kind == "alibi":
             self.apart = torch.from_numpy(arrays.apart(case)).float()
 
     def bias(self):
-        """What tables and slopes add to the scores."""
+        """What tables and slopes add to the scores, in the operands' dtype; None if there is nothing."""
+        if self.shape.kind == "plain":
+            return None
         if self.shape.kind == "t5":
-            return functional.embedding(self.index, self.arrays["table"]).permute(2, 0, 1).unsqueeze(0)
+            gathered = functional.embedding(self.index, self.arrays["table"])
+            return gathered.permute(2, 0, 1).unsqueeze(0).to(self.q.dtype)
         if self.shape.kind in TABLES:
             gathered = self.arrays["table"][self.index.view(-1)].view(*self.index.shape, -1)
-            return gathered.permute(2, 0, 1).contiguous().unsqueeze(0)
+            return gathered.permute(2, 0, 1).contiguous().unsqueeze(0).to(self.q.dtype)
         return (-self.arrays["slopes"][:, None, None] * self.apart.abs()).to(self.q.dtype)
 
     def position(self):
@@ -82,7 +89,10 @@ class Operands:
             s = s + torch.einsum("bhid,ijd->bhij", self.q, on_keys)
             p = torch.softmax(s * self.scale, dim=-1)
             return p @ self.v + torch.einsum("bhij,ijd->bhid", p, on_values)
-        p = torch.softmax(s * self.scale + self.bias(), dim=-1, dtype=torch.float32)
+        s = s * self.scale
+        if kind != "plain":
+            s = s + self.bias()
+        p = torch.softmax(s, dim=-1, dtype=torch.float32)
         return p.to(self.v.dtype) @ self.v
 
     def sdpa(self):
@@ -117,6 +127,12 @@ def flex(operands):
             products = (operands.q + a["v"][:, None]) @ operands.rows * operands.scale
             return operands.q + a["u"][:, None], operands.k, operands.v, products
 
+    elif s.kind == "plain":
+
+        def run(q, k, v, nothing):
+            return flex_attention(q, k, v)
+
+        fixed = None
     elif s.kind == "shaw":
         raise UnavailableError("flex_attention has nothing to add to values")
     elif s.kind == "alibi":
@@ -196,7 +212,8 @@ def prepare(name, task, subject, threads, seconds):
     if name == "torch sdpa":
         if subject.shape.kind == "transformer_xl":
             raise UnavailableError("the bias depends on the queries")
-        mask = operands.bias().contiguous()
+        mask = operands.bias()
+        mask = None if mask is None else mask.contiguous()
 
         def call():
             return functional.scaled_dot_product_attention(operands.q, operands.k, operands.v, attn_mask=mask)

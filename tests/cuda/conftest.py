@@ -18,15 +18,6 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" or importlib.util.find_spec("to
     collect_ignore_glob.append("test_cuda_torch.py")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_switches():
-    """The simulator's threads wait for each other all the time: let Python switch between them sooner."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
-
-
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """New arrays on the device hold NaN, so that a number that is never written is seen."""

@@ -1,11 +1,9 @@
 """Fault tests run on every backend of the machine, CUDA's simulator included (NUMBA_ENABLE_CUDASIM=1)."""
 
-import sys
-
 import pytest
 
 import relpos_np as rp
-from tests.faults.calls import SIMULATED, small
+from tests.faults.calls import small
 
 BACKENDS = rp.backend.available()[0]
 
@@ -33,12 +31,3 @@ def pytest_collection_modifyitems(config, items):
     gone = [item for item in items if left_out(item)]
     config.hook.pytest_deselected(items=gone)
     items[:] = [item for item in items if item not in gone]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_switches():
-    """The simulator's threads wait for each other all the time: let Python switch between them sooner."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4 if SIMULATED else before)
-    yield
-    sys.setswitchinterval(before)

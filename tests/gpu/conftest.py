@@ -8,9 +8,6 @@ import os
 import pytest
 
 import relpos_np as rp
-from tests.cuda.conftest import quick_switches
-
-__all__ = ["quick_switches"]
 
 
 @pytest.fixture(scope="session")
