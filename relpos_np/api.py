@@ -155,7 +155,7 @@ def attention(
         if name == "numpy":
             result, lse = forward.attention(problem, schemes)
         else:
-            lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
+            lowered = each_lowered(schemes, problem, turning=name == "numba") if admit is None else admit.lowered
             result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse, dtype)
             lse = found if found is not None else result
         if flat:

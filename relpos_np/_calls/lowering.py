@@ -11,6 +11,7 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Terms
+from relpos_np._contract.turned import Turning
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -33,15 +34,23 @@ def checked_schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
     return schemes
 
 
-def each_lowered(schemes: tuple[Scheme, ...], problem: Problem, operands: Any = None) -> list[Terms]:
-    """Each scheme as terms; `operands` are q and k where they are on a device."""
+def each_lowered(
+    schemes: tuple[Scheme, ...], problem: Problem, operands: Any = None, *, turning: bool = False
+) -> list[Terms]:
+    """Each scheme as terms; `operands` are q and k where they are on a device, `turning` as `lowered` has it."""
     if operands is not None:
         return [scheme.lower(operands[0], operands[1], problem.site) for scheme in schemes]
-    return [lowered(scheme, problem, problem.site) for scheme in schemes]
+    return [lowered(scheme, problem, problem.site, turning=turning) for scheme in schemes]
 
 
-def lowered(scheme: Scheme, problem: Problem, site: Site) -> Terms:
-    """One scheme as terms. What is stored in half precision is converted only if the terms hold it."""
+def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = False) -> Terms:
+    """One scheme as terms. What is stored in half precision is converted only if the terms hold it.
+
+    `turning`: operands that turn are left to the kernel.
+    """
+    if turning and scheme.turns:
+        operands: list[Any] = [Turning(problem.stored_q), Turning(problem.stored_k)]
+        return scheme.lower(operands[0], operands[1], site)
     if scheme.computes:
         return scheme.lower(problem.q, problem.k, site)
     q, k = problem.stored_q, problem.stored_k

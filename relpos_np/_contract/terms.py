@@ -15,6 +15,7 @@ Only the content product is scaled here; a scheme whose formula scales more does
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -125,11 +126,12 @@ class Terms:
     """Everything that positions contribute to one call.
 
     `query` and `key`, where given, replace q and k in the content product; they may be longer than
-    head_dim, as long as they agree. Each of `biases` is broadcast to (..., H, L_q, L_k).
+    head_dim, as long as they agree, or still be to be turned (`turned.py`). Each of `biases` is broadcast to
+    (..., H, L_q, L_k).
     """
 
-    query: Array | None = None
-    key: Array | None = None
+    query: Any = None
+    key: Any = None
     tables: tuple[TableTerm, ...] = ()
     queries: tuple[QueryTerm, ...] = ()
     keys: tuple[KeyTerm, ...] = ()

@@ -50,6 +50,8 @@ class Scheme:
     # leaves them out, says False: its terms can then be made without operands, or from operands of half precision, and
     # cut to a part of a call.
     computes = True
+    # Whether all that `lower` does with q and k is to turn them, which kernels can do as they read.
+    turns = False
     # Whether `lower` makes an index map that holds a number for every pair.
     dense = False
 

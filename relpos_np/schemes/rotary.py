@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, of_batch
+from relpos_np._contract.turned import turn_pairs
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
@@ -22,8 +22,6 @@ from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
 XPOS_LAYOUTS = ("interleaved", "half")
-# Elements of a head from which heads are turned one by one.
-_BLOCK = 1 << 14
 # Largest size e^x of an operand of xPos; its products with others of ordinary size stay in range.
 _LARGEST = {"float32": 60.0, "float64": 600.0}
 
@@ -40,36 +38,10 @@ def _places(name: str, value: Any) -> Array:
     return x
 
 
-def _turn(x: Any, cos: Array, sin: Array, layout: str) -> Array:
-    """Pairs of channels times complex numbers (..., L, P), in the dtype of all three."""
-    if not isinstance(x, np.ndarray):  # on a device, where it turns itself
-        turned: Array = x.turned(cos, sin, layout)
-        return turned
-    pairs = cos.shape[-1]
-    first, second = (
-        (slice(0, pairs), slice(pairs, 2 * pairs))
-        if layout == "half"
-        else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
-    )
-    # Both factors spread over the channels: a product of long rows costs half of one of pairs.
-    along, across = np.empty((2, *cos.shape[:-1], 2 * pairs), cos.dtype)
-    along[..., first] = along[..., second] = cos
-    np.negative(sin, out=across[..., first])
-    across[..., second] = sin
-    out = np.empty(x.shape, x.dtype)
-    parts: Iterable[tuple[int, ...]] = [()]
-    if x.shape[-2] * x.shape[-1] >= _BLOCK:  # head by head, so that what is between stays in the cache
-        parts = np.ndindex(x.shape[:-2])
-        along, across = (np.broadcast_to(table, (*x.shape[:-1], 2 * pairs)) for table in (along, across))
-    with np.errstate(all="ignore"):  # an excluded key may hold anything
-        for part in parts:
-            source, turning = x[part], out[part][..., : 2 * pairs]
-            turning[..., first] = source[..., second]
-            turning[..., second] = source[..., first]
-            turning *= across[part]
-            turning += source[..., : 2 * pairs] * along[part]
-    out[..., 2 * pairs :] = x[..., 2 * pairs :]
-    return out
+def _turn(x: Any, cos: Array, sin: Array, layout: str) -> Any:
+    """Pairs of channels times complex numbers (..., L, P)."""
+    # On a device, or where a kernel does it, an operand turns itself.
+    return turn_pairs(x, cos, sin, layout) if isinstance(x, np.ndarray) else x.turned(cos, sin, layout)
 
 
 class Rotary(Scheme):
@@ -134,6 +106,7 @@ class Rotary(Scheme):
     """
 
     content = True
+    turns = True
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ RECORDS = {
 KINDS_OF_ORDER = ("in turn", "backwards", "one takes all")
 INPUTS = {
     *("q", "k", "v", "bias", "allowed", "soft", "skew_q", "skew_w", "skew_index", "batches", "adds", "values", "keep"),
+    *("q_turn", "k_turn"),
     *("grad_out", "delta", "sinks", "dp_adds", "src", "map", "runs", "weights", "x", "table"),
 }
 # Results that one piece of work fills, of memory that holds anything before; then sums that begin at 0.

@@ -212,6 +212,26 @@ def test_half_precision_of_many_queries(name, dtype, unit, monkeypatch):
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_queries_and_keys_that_turn_as_they_are_read(layout, dtype, rng):
+    """Channels that do not turn, grouped heads, positions and frequencies of their own; excluded keys are not read."""
+    q, (k, v) = rng.standard_normal((2, 4, 60, 43)), rng.standard_normal((2, 2, 2, 250, 43))
+    position = rp.Rotary(
+        frequencies=rng.uniform(0.001, 1, (1, 2, 17)), layout=layout, positions=rng.integers(0, 900, (2, 1, 250))
+    )
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    lengths = np.array([250, 201])
+    options = {"position": position, "key_lengths": lengths, "causal": True}
+    with interpreted(threads=2, excluded=np.arange(250) >= lengths[:, None]) as machine:
+        found = rp.attention(q, k, v, **options, backend="numba")
+    assert {name.split("_")[0] for name in machine.launches} == {"attend"}
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    expected = rp.attention(*wide, **options, backend="numpy")
+    tolerance = {"float64": 1e-12, "float32": 5e-6}.get(np.dtype(dtype).name, 0.02)
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=tolerance, atol=tolerance)
+
+
 @STRESS
 @given(cases(small=False), st.sampled_from(KINDS_OF_ORDER), st.sampled_from(DTYPES))
 @settings(max_examples=60)

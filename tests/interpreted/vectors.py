@@ -196,6 +196,17 @@ class Vectors:
         made[:, :depth] = source
         target[...] = made.view(np.float32)
 
+    def turn_rows(self, out, width, x, stride, turns, rows, depth, pairs, neighbours):
+        source = widened(self.m.grid(x, 0, rows, stride, depth))
+        cos, sin = np.split(self.m.grid(turns, 0, rows, 2 * pairs, 2 * pairs), 2, axis=1)
+        turning = np.arange(2 * pairs).reshape(-1, 2).T if neighbours else np.arange(2 * pairs).reshape(2, -1)
+        first, second = (source[:, channels] for channels in turning)
+        target = self.m.grid(out, 0, rows, width, max(width, depth), write=True)
+        made = source.copy()
+        made[:, turning[0]], made[:, turning[1]] = first * cos - second * sin, first * sin + second * cos
+        target[:, :depth] = made
+        target[:, depth:] = 0
+
     def pair_rows(self, out, width, x, stride, rows, depth):
         made = np.zeros((rows + rows % 2, width), np.uint16)
         made[:rows, :depth] = self._bits(self.m.grid(x, 0, rows, stride, depth))

@@ -65,8 +65,8 @@ GROUP_KEYS = 32 * BLOCK_KEYS
 
 # Where each buffer of a thread's workspace begins, in elements, and its size. By row: `total` and `tops` are sums and
 # maxima per lane, `best` is what a tile subtracts, `top` the maximum so far and `fade` the factor on earlier sums.
-# `scratch` holds a vector's worth of keys while they are converted. What is summed, `out`, `total` and `bins`, is there
-# again for earlier groups of keys, with the factor `far_fade` on them.
+# `scratch` holds a vector's worth of queries or keys while they are converted or turned. What is summed, `out`, `total`
+# and `bins`, is there again for earlier groups of keys, with the factor `far_fade` on them.
 Layout = namedtuple(  # noqa: PYI024
     "Layout",
     "queries keys scratch scores values far_out far_total far_bins far_fade out total tops best top fade "
@@ -79,7 +79,7 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     """The workspace for `block` queries. The host calls it as plain Python, so it calls no compiled function."""
     keys = (block * depth + 63) // 64 * 64
     scratch = keys + BLOCK_KEYS * depth
-    scores = scratch + (lanes * depth + 63) // 64 * 64
+    scores = scratch + (2 * lanes * depth + 63) // 64 * 64
     values = scores + block * BLOCK_KEYS
     far_out = values + BLOCK_KEYS * v_width
     far_total = far_out + block * v_width
@@ -169,7 +169,7 @@ def write_lse(p: Any, like: Any, row: int, top: float, total: float) -> None:
 def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Load a block's queries and clear its sums."""
     v_width, padded = round_up(p.v_depth, lanes_of(base)), round_up(rows, ROW_QUANTUM)
-    load_queries(p, at(base, w.queries), p.steps, head, i0, rows, pairs)
+    load_queries(p, at(base, w.queries), at(base, w.scratch), p.steps, head, i0, rows, pairs)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), ((head.b * p.heads + head.h) * p.q_len + i0) * p.skew_depth)
         load_rows(at(base, w.skew_q), p.skew_depth, skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
@@ -232,7 +232,7 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
     width, queries, scores, tops = PANEL_VECTORS * lanes, at(base, w.queries), at(base, w.scores), at(base, w.tops)
     i0, rows, j0, cols, _ = tile
     unit = PAIR_ROWS if pairs else SCORE_ROWS
-    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, j0, cols, pairs)
+    pack_keys(p, at(base, w.keys), at(base, w.scratch), head, j0, cols, pairs)
     # That needs all keys open to all queries, no column left over, and one bias at most.
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and not (p.skew_depth and p.bias_row)
     whole = whole_columns(cols, lanes) == cols or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)

@@ -277,7 +277,8 @@ def begin_rows(p: Any, e: Any, base: Any, w: Any, head: Any, i0: int, rows: int)
     """Copy a block of queries and of the output's gradient."""
     lanes, row = lanes_of(base), (head.b * p.heads + head.h) * p.q_len + i0
     v_width, s_width, grads = round_up(p.v_depth, lanes), round_up(p.skew_depth, lanes), pointer_like(base, e.grad_out)
-    load_queries(p, at(base, w.queries), round_up(p.depth, lanes), head, i0, rows, False)
+    queries = at(base, w.queries)
+    load_queries(p, queries, queries, round_up(p.depth, lanes), head, i0, rows, False)
     load_rows(at(base, w.grads), v_width, at(grads, row * p.v_depth), p.v_depth, rows, p.v_depth, 1.0)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), row * p.skew_depth)

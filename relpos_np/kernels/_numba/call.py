@@ -6,8 +6,11 @@ import math
 import struct
 from typing import Any
 
+import numpy as np
+
 from relpos_np._contract.problem import UNBOUNDED, Problem
 from relpos_np._contract.terms import Terms
+from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.arrays import address_of, rowwise
 from relpos_np.kernels._numba.records import CALL
 from relpos_np.types import Array
@@ -60,6 +63,9 @@ class Call:
         """
         problem, terms, f = self.problem, self.terms, self.fields
         q, k, v = terms.query, terms.key, problem.stored_v if stored else problem.v
+        if isinstance(q, Turned):
+            self._turn(q, k)
+            q = k = None
         if q is None:
             q = problem.stored_q if stored else problem.q
         if k is None:
@@ -69,3 +75,17 @@ class Call:
         if lse is not None:
             f["lse"] = self.keep(lse)
         return q, k, v
+
+    def _turn(self, q: Turned, k: Turned) -> None:
+        """Set the fields of queries and keys that turn as they are read."""
+        f, batch = self.fields, self.site.batch
+        f["turn"], f["turn_pairs"] = 1 + (q.layout != "half"), q.cos.shape[-1]
+        for letter, one in (("q", q), ("k", k)):
+            turns = np.concatenate([one.cos, one.sin], axis=-1)
+            heads, length, width = turns.shape[-3:]
+            shared = math.prod(turns.shape[:-3]) == 1
+            if not shared:
+                turns = np.ascontiguousarray(np.broadcast_to(turns, (*batch, heads, length, width)))
+            f[letter + "_turn"] = self.keep(turns)
+            f[letter + "_turn_batch"] = 0 if shared else heads * length * width
+            f[letter + "_turn_head"] = 0 if heads == 1 else length * width

@@ -101,7 +101,7 @@ def decode_tile(p: Any, adds: Any, base: Any, ks: Any, vs: Any, w: Any, head: An
     score_rows(base, w, at(pointer_like(ks, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
-        one = Head(head.b, head.h + g, head.q, head.k, head.v, at(head.bias, g * p.bias_head), head.mask)
+        one = Head(head.b, head.h + g, head.q, head.k, head.v, at(head.bias, g * p.bias_head), head.mask, 0, 0)
         complete_scores(p, adds, base, w, one, Tile(0, p.q_len, tile.j0, cols, g * p.q_len))
     for i in range(rows):
         put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Dense, Terms
+from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba import biases, launch
 from relpos_np.kernels._numba.arrays import address_of
 from relpos_np.kernels._numba.attend import attend
@@ -72,6 +73,9 @@ def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, ls
 
 def planned(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tuple[Plan, Call]:
     """The plan of a call, and its record with the arrays that it names."""
+    if isinstance(terms.query, Turned) and (_is_decoding(problem, terms) or _is_windowed(problem, terms)):
+        # Their kernels read queries or keys where they lie.
+        terms = replace(terms, query=terms.query.made(), key=terms.key.made())
     threads = launch.available_threads()
     key = _sizes(problem, terms, out.dtype.char, lse is None, threads)
     plan = None if key is None else _known.get(key)
@@ -99,13 +103,14 @@ def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: i
     if problem.mask is not None or problem.key_lengths is not None or problem.keep is not None:
         return None
     site = problem.site
-    q = problem.stored_q if terms.query is None else terms.query
-    k, v = problem.stored_k if terms.key is None else terms.key, problem.stored_v
+    turned = isinstance(terms.query, Turned)
+    q = problem.stored_q if terms.query is None or turned else terms.query
+    k, v = problem.stored_k if terms.key is None or turned else terms.key, problem.stored_v
     maps = tuple([t.index.index.ndim if isinstance(t.index, Dense) else 0 for t in terms.tables])
     # The axes of strides are those of shapes; the lengths of v's are among the others.
     return (
         *(site.batch, site.heads, site.kv_heads, site.q_len, site.k_len, site.v_dim, site.offset, site.scale),
-        *(problem.left, problem.right, site.dtype.char, result, problem.precision, no_lse, threads, maps),
+        *(problem.left, problem.right, site.dtype.char, result, problem.precision, no_lse, threads, maps, turned),
         *(q.shape, q.strides, q.dtype.char, k.shape, k.strides, k.dtype.char, v.strides, v.dtype.char),
     )
 
@@ -148,7 +153,8 @@ def in_pairs(problem: Problem, terms: Terms) -> bool:
     if UNIT == "none" or problem.site.dtype.itemsize != 4:
         return False
     # What a scheme has made of queries or keys would be rounded once more, and may be scaled by much.
-    stored = problem.stored_q.dtype.name == "bfloat16" and terms.query is None and terms.key is None
+    own = (terms.query is None and terms.key is None) or isinstance(terms.query, Turned)
+    stored = problem.stored_q.dtype.name == "bfloat16" and own
     return problem.precision == "medium" or (stored and problem.precision is None)
 
 

@@ -30,6 +30,7 @@ from relpos_np.kernels._numba.rows import (
     transpose_square,
 )
 from relpos_np.kernels._numba.target import CONVERTS_HALF, PAIR_ROWS, PAIR_STEPS
+from relpos_np.kernels._numba.turn import turn_rows
 
 
 @helper
@@ -67,11 +68,33 @@ def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, de
     return pair_rows(out, width, pointer_like(out, x), row, rows, depth)
 
 
+@helper
+def load_turned(p: Any, out: Any, width: int, x: int, kind: int, row: int, turns: int, rows: int, depth: int) -> None:
+    """Copy the rows at an address, however they are stored, while their pairs of channels turn."""
+    by, pairs, neighbours = pointer_like(out, turns), p.turn_pairs, p.turn - 1
+    if kind == BRAIN:
+        turn_rows(out, width, brains(x), row, by, rows, depth, pairs, neighbours)
+    elif CONVERTS_HALF and kind == HALF:
+        turn_rows(out, width, halves(x), row, by, rows, depth, pairs, neighbours)
+    else:
+        turn_rows(out, width, pointer_like(out, x), row, by, rows, depth, pairs, neighbours)
+
+
 @inlined
-def load_queries(p: Any, out: Any, width: int, head: Any, i0: int, rows: int, pairs: bool) -> None:
+def load_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Copy a block of queries, scaled unless they are pairs, with rows of 0 up to a whole register tile of scores."""
-    x = head.q + i0 * p.q_row * size_of(out, p.q_kind)
-    if pairs:
+    size, lanes = p.q_row * size_of(out, p.q_kind), lanes_of(out)
+    x, turns = head.q + i0 * size, head.q_turn + i0 * 2 * p.turn_pairs * size_of(out, OWN)
+    if p.turn and pairs:
+        for r in range(0, rows, lanes):
+            n, by = min(lanes, rows - r), turns + r * 2 * p.turn_pairs * size_of(out, OWN)
+            load_turned(p, scratch, p.depth, x + r * size, p.q_kind, p.q_row, by, n, p.depth)
+            copy_pairs(at(out, r * width), width, scratch, p.depth, n, p.depth)
+        fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
+    elif p.turn:
+        load_turned(p, out, width, x, p.q_kind, p.q_row, turns, rows, p.depth)
+        load_rows(out, width, out, width, rows, p.depth, p.scale)
+    elif pairs:
         load_pairs(out, width, x, p.q_kind, p.q_row, rows, p.depth)
         fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
     elif p.q_kind == OWN:
@@ -133,17 +156,25 @@ def pack_panels(out: Any, x: Any, row: int, first: int, last: int, limit: int, d
 
 
 @inlined
-def pack_keys(p: Any, out: Any, scratch: Any, x: int, j0: int, cols: int, pairs: bool) -> None:
-    """Pack `cols` keys from j0 on, of the head whose keys are at x, into panels [steps, width], padded with 0."""
-    if p.k_kind == OWN and not pairs:
+def pack_keys(p: Any, out: Any, scratch: Any, head: Any, j0: int, cols: int, pairs: bool) -> None:
+    """Pack `cols` keys of a head from j0 on into panels [steps, width], padded with 0."""
+    x, turn = head.k, 2 * p.turn_pairs * size_of(out, OWN)
+    if p.k_kind == OWN and not pairs and not p.turn:
         pack_panels(out, pointer_like(out, x), p.k_row, j0, j0 + cols, p.k_len, p.depth)
         return
     lanes, steps = lanes_of(out), p.steps
     width, size = PANEL_VECTORS * lanes, p.k_row * size_of(out, p.k_kind)
     for c in range(0, whole_columns(cols, lanes), lanes):
         rows = min(max(cols - c, 0), lanes)
-        own = x + (j0 + min(c, cols - 1)) * size
-        if pairs:
+        j = j0 + min(c, cols - 1)
+        own = x + j * size
+        if p.turn:
+            # Two elements for each of a pair: what is then made of it stays behind what is still to be read.
+            wide = 2 * steps if pairs else steps
+            load_turned(p, scratch, wide, own, p.k_kind, p.k_row, head.k_turn + j * turn, rows, p.depth)
+            if pairs:
+                copy_pairs(scratch, steps, scratch, wide, rows, p.depth)
+        elif pairs:
             load_pairs(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)
         else:
             load_block(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)

@@ -21,8 +21,9 @@ LOG2E = 1.0 / LOG2
 OWN, HALF, BRAIN = range(3)
 
 # Tuples of compiled functions: pointers among their fields have no type in Python.
-# Numbers of a batch item and of a head, the addresses of the head's operands, its bias, and the offset of its mask.
-Head = namedtuple("Head", "b h q k v bias mask")  # noqa: PYI024
+# Numbers of a batch item and of a head, the addresses of the head's operands, its bias, the offset of its mask, and the
+# addresses of what its queries and keys are turned by.
+Head = namedtuple("Head", "b h q k v bias mask q_turn k_turn")  # noqa: PYI024
 # Scores of `rows` queries from i0 on and `cols` keys from j0 on, in the workspace's rows from `first` on.
 Tile = namedtuple("Tile", "i0 rows j0 cols first")  # noqa: PYI024
 
@@ -39,6 +40,7 @@ def head_of(p: Any, batches: Any, base: Any, b: int, h: int) -> Head:
     q = get(batches, BATCH_Q * p.count + b) + h * p.q_head
     k = get(batches, BATCH_K * p.count + b) + h // p.k_group * p.k_head
     v = get(batches, BATCH_V * p.count + b) + h // p.v_group * p.v_head
+    own = size_of(base, OWN)
     return Head(
         b,
         h,
@@ -47,6 +49,8 @@ def head_of(p: Any, batches: Any, base: Any, b: int, h: int) -> Head:
         p.v + v * size_of(base, p.v_kind),
         at(pointer_like(base, p.bias), h * p.bias_head),
         get(batches, BATCH_MASK * p.count + b),
+        p.q_turn + (b * p.q_turn_batch + h * p.q_turn_head) * own,
+        p.k_turn + (b * p.k_turn_batch + h // p.k_group * p.k_turn_head) * own,
     )
 
 

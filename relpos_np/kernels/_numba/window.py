@@ -74,7 +74,7 @@ def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
             load_pairs(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
         else:
             load_block(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
-    pack_keys(p, at(base, w.keys), at(base, w.scratch), head.k, 0, cols, pairs)
+    pack_keys(p, at(base, w.keys), at(base, w.scratch), head, 0, cols, pairs)
     fill_row(tops, 0, rows * lanes, MINUS_INFINITY)
     width = PANEL_VECTORS * lanes
     for c in range(0, cols, width):

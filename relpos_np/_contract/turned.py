@@ -1,0 +1,73 @@
+"""Queries and keys that turn as they are read: what rotary schemes make of operands, before anybody computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from relpos_np.types import Array
+
+# Elements of a head from which heads are turned one by one.
+_BLOCK = 1 << 14
+
+
+@dataclass(slots=True, eq=False)
+class Turned:
+    """An operand whose pairs of channels are multiplied by complex numbers: cos and sin (..., H or 1, L, P)."""
+
+    x: Array
+    cos: Array
+    sin: Array
+    layout: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the operand."""
+        shape: tuple[int, ...] = self.x.shape
+        return shape
+
+    def made(self) -> Array:
+        """The product, in the dtype of the factors."""
+        return turn_pairs(self.x.astype(self.cos.dtype, copy=False), self.cos, self.sin, self.layout)
+
+
+@dataclass(slots=True, eq=False)
+class Turning:
+    """An operand as it is stored, for a kernel that turns what it reads."""
+
+    x: Array
+
+    def turned(self, cos: Array, sin: Array, layout: str) -> Turned:
+        """The operand with the factors of its pairs."""
+        return Turned(self.x, cos, sin, layout)
+
+
+def turn_pairs(x: Array, cos: Array, sin: Array, layout: str) -> Array:
+    """Pairs of channels times complex numbers (..., L, P), in the dtype of all three."""
+    pairs = cos.shape[-1]
+    first, second = (
+        (slice(0, pairs), slice(pairs, 2 * pairs))
+        if layout == "half"
+        else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+    )
+    # Both factors spread over the channels: a product of long rows costs half of one of pairs.
+    along, across = np.empty((2, *cos.shape[:-1], 2 * pairs), cos.dtype)
+    along[..., first] = along[..., second] = cos
+    np.negative(sin, out=across[..., first])
+    across[..., second] = sin
+    out = np.empty(x.shape, x.dtype)
+    parts: Iterable[tuple[int, ...]] = [()]
+    if x.shape[-2] * x.shape[-1] >= _BLOCK:  # head by head, so that what is between stays in the cache
+        parts = np.ndindex(x.shape[:-2])
+        along, across = (np.broadcast_to(table, (*x.shape[:-1], 2 * pairs)) for table in (along, across))
+    with np.errstate(all="ignore"):  # an excluded key may hold anything
+        for part in parts:
+            source, turning = x[part], out[part][..., : 2 * pairs]
+            turning[..., first] = source[..., second]
+            turning[..., second] = source[..., first]
+            turning *= across[part]
+            turning += source[..., : 2 * pairs] * along[part]
+    out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    return out
