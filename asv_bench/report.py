@@ -225,6 +225,16 @@ def interop(record):
     return [line, "", *grid(head, rows)]
 
 
+def arm(record):
+    """Predictions for cores of Arm, for arm.json."""
+    head = ["loop", *record["cores"]]
+    rows = []
+    for name in next(iter(record["cores"].values())):
+        found = [core[name] for core in record["cores"].values()]
+        rows.append([name, *(f"{f['operations_per_cycle']:.1f} ({f['cycles']:.0f} cycles)" for f in found)])
+    return [f"llvm-mca, {record['tool']}:", "", *grid(head, rows)]
+
+
 def sections(folder=RECORDED):
     """The documentation's parts, by the name under which a page includes them."""
 
@@ -242,5 +252,6 @@ def sections(folder=RECORDED):
         "figures_growth": read("cpu.json", growth),
         "figures_small": read("cpu.json", small),
         "figures_interop": read("interop.json", interop),
+        "figures_arm": read("arm.json", arm),
         "figures_peers": read("compare.json", origin, peers),
     }

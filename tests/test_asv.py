@@ -354,3 +354,14 @@ def test_asv_publishes_what_is_recorded(tmp_path):
     graphs = list((tmp_path / "html" / "graphs").rglob("accuracy.Accuracy.track_error.json"))
     values = [value for graph in graphs for _, value in json.loads(graph.read_text())]
     assert values
+
+
+@pytest.mark.parametrize("core", ["neoverse-v1", "neoverse-v2", "apple-m1"])
+def test_inner_loops_for_arm(core):
+    """Four steps of 24 products, of pairs where operands are bfloat16, in a loop that does little else."""
+    arm = importlib.import_module("arm")
+    found = arm.compiled(core)
+    assert found.keys() == arm.TILES.keys()
+    for name, block in found.items():
+        assert block.count("\tbfdot\t" if "bfloat16" in name else "\tfmla\t") == 96, name
+        assert block.count("\n") < 230, name

@@ -156,7 +156,7 @@ def test_layouts_threads_and_neighbours_change_no_bit(rng):
 @pytest.mark.parametrize("scheme", ["t5", "rotary"])
 @pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
 def test_nothing_of_the_size_of_an_operand_is_made(dtype, scheme):
-    """Shape B of the benchmarks: 2 MiB beside operands and result where numbers are looked up, tables where it turns."""
+    """Shape B of the benchmarks: 2 MiB beside operands and result; cosines and sines where they turn."""
     q = np.ones((1, 8, 2048, 64), dtype)
     out, position = np.empty_like(q), rp.T5(np.ones((32, 8), np.float32)) if scheme == "t5" else rp.Rotary()
     rp.attention(q, q, q, position=position, out=out)
@@ -245,8 +245,8 @@ def test_a_unit_that_does_not_exist():
 
 @pytest.mark.stress
 def test_matrix_tiles_that_this_processor_lacks():
-    """These tests, and the interpreter's with its checked memory, where every operation on a tile is emulated."""
-    files = ["tests/test_half.py", "tests/test_prepared.py", "tests/interpreted/test_interpreted_attention.py"]
+    """Some tests of this file, and the interpreter's with its checked memory; each operation on a tile is emulated."""
+    files = ["tests/test_half.py", "tests/interpreted/test_interpreted_attention.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--tb=short", "-p", "no:cacheprovider", *files]
     run = subprocess.run(
         [*command, "-k", TILED],
@@ -260,7 +260,7 @@ def test_matrix_tiles_that_this_processor_lacks():
     assert " passed" in run.stdout
 
 
-TILED = "half and not (units_by_name or does_not_exist or layers) or half_precision_of_many_queries or that_turn"
+TILED = "errors_are_those or excluded_changes or layouts_threads or half_precision_of_many or that_turn"
 
 COMPILED = r"""
 import ctypes, json, re

@@ -197,7 +197,9 @@ def test_rel_shift(variant, threads, rng, monkeypatch):
 
 
 @STRESS
-@pytest.mark.parametrize(("name", "features"), [("avx2", "+avx2,+fma,+f16c"), ("simd128", "+sse2")])
+@pytest.mark.parametrize(
+    ("name", "features"), [("avx2", "+avx2,+fma,+f16c"), ("neon", "+neon,+bf16"), ("simd128", "+sse2")]
+)
 def test_other_vector_units(name, features):
     """Shorter vectors, other register tiles: nothing has to be compiled to interpret their kernels."""
     code, out, log = child(

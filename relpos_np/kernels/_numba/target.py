@@ -51,6 +51,7 @@ class Target:
 
 # 24 accumulators leave 8 of 32 registers for operands; 12 leave 4 of 16.
 AVX512 = Target("avx512", 64, 6, 4, 4, 24)
+NEON = Target("neon", 16, 6, 4, 4, 24)
 AVX2 = Target("avx2", 32, 4, 3, 2, 12)
 SIMD128 = Target("simd128", 16, 4, 3, 2, 12)
 
@@ -62,6 +63,9 @@ BLOCK_KEYS = 192
 SUM_VECTORS = 4
 # Bytes that one thread's working set may take; half of the smallest second-level cache in use.
 CACHE_BUDGET = 512 * 1024
+
+
+ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 def host_features() -> dict[str, bool]:
@@ -85,7 +89,7 @@ def detect() -> Target:
         return AVX512
     if features.get("avx2") and features.get("fma"):
         return AVX2
-    return SIMD128
+    return NEON if ARM or features.get("neon") else SIMD128
 
 
 TARGET = detect()
@@ -104,13 +108,13 @@ def _allows_tiles() -> bool:
 
 
 def detect_unit() -> str:
-    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "dot" where the processor has AVX512-BF16.
+    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "dot" where the processor has AVX512-BF16, or Arm's extension BF16.
 
     "tiles" must be asked for: nobody has yet run them on a processor that has them.
     """
     features, able = host_features(), dict.fromkeys(UNITS, True)
-    able["dot"] = TARGET is AVX512 and bool(features.get("avx512bf16"))
-    able["tiles"] = able["dot"] and bool(features.get("amx-bf16"))
+    able["dot"] = bool(features.get({"avx512": "avx512bf16", "neon": "bf16"}.get(TARGET.name, "")))
+    able["tiles"] = TARGET is AVX512 and able["dot"] and bool(features.get("amx-bf16"))
     chosen = os.environ.get("RELPOS_MATRIX_UNIT") or "auto"
     if chosen == "auto":
         return "dot" if able["dot"] else "none"
@@ -129,7 +133,7 @@ PAIR_ROWS, PAIR_STEPS = (16, 16) if TILED else (TARGET.score_rows, 1)
 # Rows of a block are padded to this many, a multiple of every tile height.
 ROW_QUANTUM = 48 if TILED else 24
 # Whether the processor converts float16: without the instruction each element would be a call into a library.
-CONVERTS_HALF = bool(host_features().get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
+CONVERTS_HALF = bool(host_features().get("f16c")) or TARGET is NEON
 
 
 # Queries per block at most. Half as many for a narrow band, where a larger block would mostly be empty, and where

@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from relpos_np.kernels._numba.target import TARGET, UNIT
+from relpos_np.kernels._numba.target import NEON, TARGET, UNIT
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -38,7 +38,8 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 
 # The operands of the processor's own instructions for bfloat16.
-PAIRS = ir.VectorType(_BFloat(), 32)
+PAIRS, _EIGHT = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 8)
+_BFDOT = "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
 
 
 def index(value: int) -> ir.Constant:
@@ -158,12 +159,12 @@ class Vectors:
 
     def dot(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         """Add x0*y0 + x1*y1 to z, of pairs of bfloat16 in the bits of x and y; subnormal numbers may count as 0."""
-        b = self.b
-        if UNIT == "dot" and self.lanes == 16:
-            name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", self.vector
-            kinds = [kind, PAIRS, PAIRS]
+        b, kind = self.b, self.vector
+        if UNIT == "dot" and self.lanes == TARGET.lanes(4):
+            name, pairs = (_BFDOT, _EIGHT) if TARGET is NEON else ("llvm.x86.avx512bf16.dpbf16ps.512", PAIRS)
+            kinds = [kind, pairs, pairs]
             function = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(kind, kinds), name=name)
-            return b.call(function, [z, b.bitcast(x, PAIRS), b.bitcast(y, PAIRS)])
+            return b.call(function, [z, b.bitcast(x, pairs), b.bitcast(y, pairs)])
         (x0, x1), (y0, y1) = self.halves_of(x), self.halves_of(y)
         return self.fma(x1, y1, self.fma(x0, y0, z))
 
