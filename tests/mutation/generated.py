@@ -187,14 +187,18 @@ def runs(file: str) -> list[list[str]]:
     # Faults are slow; the kernels know no schemes, and what `lower` says is seen by the evaluator of terms, and sooner.
     files = [path for path in likely(file) if not path.startswith("tests/faults/")]
     stem = Path(file).stem
+    # What few mutants are left to: the same on kernels, bounds on memory, and what results may be written to.
+    also = ("tests/test_gradients.py", "tests/faults/test_out.py", "tests/faults/test_held.py")
+    last = [*files[:3], *also, "-k", "numba or test_out or test_held"]
     if file.startswith("relpos_np/schemes/") and stem not in _OF_ALL:
         named = [path for path in files if any(word in Path(path).stem for word in _BY_SCHEME)]
         words = f"({stem} or {stem.replace('_', '')})"
         return [
             [*named, *_ALL_SCHEMES, "-k", f"{words} and not numba"],
             [*files[:2], *_ALL_SCHEMES, "-k", f"not {words} and not numba"],
+            last,
         ]
-    return [[*files[:3], "-k", "not numba"], [*files[3:6], "tests/test_three_way.py", "-k", "not numba"]]
+    return [[*files[:3], "-k", "not numba"], [*files[3:6], "tests/test_three_way.py", "-k", "not numba"], last]
 
 
 def start(copy: Path, log: Path, arguments: list[str]) -> int:
