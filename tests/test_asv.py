@@ -29,6 +29,10 @@ def bench_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
 
 
+# Parameters whose benchmarks take seconds.
+LARGE = {*"BCDEF", "Bb", "Db", 8192, 16384}
+
+
 def cases():
     sys.path.insert(0, str(BENCH))
     try:
@@ -40,7 +44,8 @@ def cases():
                 params = getattr(cls, "params", [])
                 axes = params if params and isinstance(params[0], list) else [params] if params else []
                 for values in itertools.product(*axes):
-                    yield pytest.param(cls, values, id="-".join([cls.__name__, *map(str, values)]))
+                    marks = [pytest.mark.stress] if LARGE & set(values) else []
+                    yield pytest.param(cls, values, id="-".join([cls.__name__, *map(str, values)]), marks=marks)
     finally:
         sys.path.remove(str(BENCH))
 

@@ -227,7 +227,9 @@ print(json.dumps([UNIT, float(abs(found.astype(float) - exact).max()), bool(np.a
 """
 
 
-@pytest.mark.parametrize("unit", ["emulated tiles", "emulated", "none"])
+@pytest.mark.parametrize(
+    "unit", ["emulated tiles", *(pytest.param(n, marks=pytest.mark.stress) for n in ("emulated", "none"))]
+)
 def test_units_by_name(unit):
     """What this processor lacks, or does faster, gives answers as good; without a unit products are of float32."""
     status, out, log = child(ON_A_UNIT, RELPOS_MATRIX_UNIT=unit)
@@ -277,6 +279,7 @@ print(json.dumps([target.UNIT, *({word: part.count(word) for word in words} for 
 """
 
 
+@pytest.mark.stress
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the compiler makes code for this family of processors")
 def test_matrix_tiles_are_the_processors_instructions():
     """Made for a processor that has them: a loop of four loads and four products, which hide each other's time."""
