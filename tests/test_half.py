@@ -228,7 +228,7 @@ print(json.dumps([UNIT, float(abs(found.astype(float) - exact).max()), bool(np.a
 
 
 @pytest.mark.parametrize(
-    "unit", ["emulated tiles", *(pytest.param(n, marks=pytest.mark.stress) for n in ("emulated", "none"))]
+    "unit", ["emulated tiles", *(pytest.param(n, marks=pytest.mark.simulator) for n in ("emulated", "none"))]
 )
 def test_units_by_name(unit):
     """What this processor lacks, or does faster, gives answers as good; without a unit products are of float32."""
@@ -245,11 +245,11 @@ def test_a_unit_that_does_not_exist():
     assert "RELPOS_MATRIX_UNIT: expected one of auto, " in log
 
 
-@pytest.mark.stress
+@pytest.mark.simulator
 def test_matrix_tiles_that_this_processor_lacks():
     """Some tests of this file, and the interpreter's with its checked memory; each operation on a tile is emulated."""
     files = ["tests/test_half.py", "tests/interpreted/test_interpreted_attention.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--tb=short", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", "-p", "no:cacheprovider", *files]
     run = subprocess.run(
         [*command, "-k", TILED],
         capture_output=True,
@@ -279,7 +279,7 @@ print(json.dumps([target.UNIT, *({word: part.count(word) for word in words} for 
 """
 
 
-@pytest.mark.stress
+@pytest.mark.simulator
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the compiler makes code for this family of processors")
 def test_matrix_tiles_are_the_processors_instructions():
     """Made for a processor that has them: a loop of four loads and four products, which hide each other's time."""

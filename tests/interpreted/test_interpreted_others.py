@@ -196,7 +196,7 @@ def test_rel_shift(variant, threads, rng, monkeypatch):
 # ---------------------------------------------------------------------------------------------- other vector units
 
 
-@STRESS
+@pytest.mark.simulator
 @pytest.mark.parametrize(
     ("name", "features"), [("avx2", "+avx2,+fma,+f16c"), ("neon", "+neon,+bf16"), ("simd128", "+sse2")]
 )
