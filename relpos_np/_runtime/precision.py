@@ -44,7 +44,7 @@ def set_precision(name: str | None) -> None:
           2^-8 each; where the processor multiplies bfloat16 no faster than float32, as "highest".
 
         None returns to the environment variable RELPOS_PRECISION. Without one, the dtype of the operands decides:
-        "medium" for bfloat16, unless a scheme computes other queries or keys from them, as `SwinV2` does; "highest" for
+        "medium" for bfloat16, unless a scheme computes other queries or keys from them, as rotary does; "highest" for
         all others.
 
     Raises

@@ -152,9 +152,9 @@ def in_pairs(problem: Problem, terms: Terms) -> bool:
     """Whether products are made of pairs of bfloat16: where queries and keys are stored so, or if it is allowed."""
     if UNIT == "none" or problem.site.dtype.itemsize != 4:
         return False
-    # What a scheme has made of queries or keys would be rounded once more, and may be scaled by much.
-    own = (terms.query is None and terms.key is None) or isinstance(terms.query, Turned)
-    stored = problem.stored_q.dtype.name == "bfloat16" and own
+    # What a scheme has made of queries or keys, by turning them too, would be rounded once more, and with it the
+    # log-sum-exp.
+    stored = problem.stored_q.dtype.name == "bfloat16" and terms.query is None and terms.key is None
     return problem.precision == "medium" or (stored and problem.precision is None)
 
 
