@@ -62,7 +62,7 @@ def parity(session: nox.Session) -> None:
     session.install("torch==2.13.0")
     session.install("-e", ".[test,parity]", "typeguard")
     session.install("--no-deps", "-r", "tests/parity/requirements.txt")
-    session.run("pytest", "-m", "parity", "tests/parity", *session.posargs)
+    session.run("pytest", "-m", "parity or sweep", "tests/parity", *session.posargs)
 
 
 @nox.session(default=False)
@@ -94,6 +94,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation; a warning is an error."""
     session.install("-e", ".[docs]")
     session.run("sphinx-build", "-W", "-n", "-b", "html", "docs", "docs/_build/html")
+    session.run("python", "docs/links.py", "docs/_build/html")
 
 
 @nox.session(default=False)

@@ -225,6 +225,48 @@ def interop(record):
     return [line, "", *grid(head, rows)]
 
 
+# Why a model type was not built: a part of what was recorded, and what it means.
+NOT_BUILT = (
+    ("million parameters", "too large"),
+    ("more than", "too slow"),
+    ("library but it was not found", "it needs another package"),
+    ("no class of models", "a configuration without a model of its own"),
+    ("no inputs", "what it takes is not known"),
+    ("changes from call to call", "its own answer changes from call to call"),
+)
+
+
+def model_types(record):
+    """What became of each model type of transformers, for transformers.json."""
+    types = record["types"]
+    names = {}
+    for name, row in types.items():
+        verdict = row["verdict"]
+        if verdict == "refused":
+            verdict = f"refused: `{row['why'].partition(':')[0]}`"
+        elif verdict == "not built":
+            known = [words for part, words in NOT_BUILT if part in row["why"]]
+            verdict = f"not built: {(known or ['its sizes or inputs do not fit'])[0]}"
+        names.setdefault(verdict, []).append(name)
+    worst = max(
+        max(row["difference"].values()) for row in types.values() if row["verdict"] == "equal" and "because" not in row
+    )
+    line = (
+        f"{len(types)} model types of transformers {record['transformers']}, torch {record['torch']}, "
+        f"{record['date']}; {record['length']} tokens, float32, random weights. Largest difference of those that are "
+        f"equal: {worst:.0e} of the largest state."
+    )
+    rows = [[verdict, str(len(found)), ", ".join(found)] for verdict, found in sorted(names.items())]
+    own = "; ".join(f"{name} ({row['because']})" for name, row in types.items() if "because" in row)
+    return [
+        line,
+        "",
+        *grid(["verdict", "types", "names"], rows),
+        "",
+        f"Counted as equal, with a reason: {own or 'none'}.",
+    ]
+
+
 def arm(record):
     """Predictions for cores of Arm, for arm.json."""
     head = ["loop", *record["cores"]]
@@ -252,6 +294,7 @@ def sections(folder=RECORDED):
         "figures_growth": read("cpu.json", growth),
         "figures_small": read("cpu.json", small),
         "figures_interop": read("interop.json", interop),
+        "figures_model_types": read("transformers.json", model_types),
         "figures_arm": read("arm.json", arm),
         "figures_peers": read("compare.json", origin, peers),
     }

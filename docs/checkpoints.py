@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import relpos_np as rp
+from relpos_np.configs import LayerAttention, SchemePlan, layers_of, model_types, parts_of
+from relpos_np.configs.families import FAMILIES
 
 PAST, NONE = "i − j", "–"
 AHEAD = "j − i"
@@ -56,47 +58,9 @@ class Checkpoint:
     dim: int = 8
 
 
-T5_TABLE = {"table": (32, "H")}
 XL = {"u": ("H", "D"), "v": ("H", "D")}
 
 TEXT = (
-    Checkpoint(
-        "T5, Flan-T5, mT5, Switch Transformers, Pop2Piano: encoder",
-        "t5",
-        "rp.T5(table)",
-        T5_TABLE,
-        AHEAD,
-        "1",
-        "scale=1.0",
-        "`relative_attention_bias.weight` of block 0, shared by all layers; umT5 has one per layer. Buckets in float32 agree with the exact ones.",
-    ),
-    Checkpoint(
-        "the same: decoder",
-        "t5",
-        "rp.T5(table, bidirectional=False)",
-        T5_TABLE,
-        AHEAD,
-        "1",
-        "scale=1.0, causal=True",
-        "Cross-attention has no bias: call it without `position`, with `scale=1.0`.",
-    ),
-    Checkpoint(
-        "MPNet",
-        "t5",
-        "rp.T5(table)",
-        T5_TABLE,
-        AHEAD,
-        remark="32 buckets up to 128 whatever its configuration says; learned absolute positions in its inputs besides.",
-    ),
-    Checkpoint(
-        "BLOOM",
-        "alibi",
-        'rp.ALiBi(form="key")',
-        sign="j",
-        options="causal=True",
-        remark="The bias is m·j, which differs from m·(j − i) by a constant per query: same outputs, another log-sum-exp.",
-    ),
-    Checkpoint("MPT", "alibi", 'rp.ALiBi(form="key")', sign="j", options="causal=True", remark="As BLOOM."),
     Checkpoint(
         "Falcon-RW",
         "alibi",
@@ -116,105 +80,11 @@ TEXT = (
         keys=13,
     ),
     Checkpoint(
-        "XLNet",
-        "transformer_xl",
-        'rp.TransformerXL(u, v, rows, variant="xlnet")',
-        {**XL, "rows": (20, "H", "D")},
-        PAST,
-        remark='L_q + L_k rows from distance L_k down; with `attn_type="uni"` the variant `xlnet_uni`, L_k + 1 rows. `clamp_len`: '
-        "`row_distances(..., clamp=)`.",
-    ),
-    Checkpoint(
-        "DeBERTa v1",
-        "deberta",
-        "rp.DeBERTa(pos_key, pos_query)",
-        {"pos_key": ("H", 1024, "D"), "pos_query": ("H", 1024, "D")},
-        PAST,
-        "1/√(3D)",
-        "scale=position.scale",
-        "The relative embedding after `pos_proj` and `pos_q_proj`, with their bias.",
-    ),
-    Checkpoint(
-        "DeBERTa v2, v3",
-        "deberta",
-        "rp.DeBERTa(pos_key, pos_query, max_position=512)",
-        {"pos_key": ("H", 512, "D"), "pos_query": ("H", 512, "D")},
-        PAST,
-        "1/√(3D)",
-        "scale=position.scale",
-        "Logarithmic buckets. With `share_att_key` (v3) the projections are those of keys and queries.",
-    ),
-    Checkpoint(
-        "Llama 1 and 2, Mistral 7B v0.1, Gemma 1 (transformers)",
-        "rotary",
-        "rp.Rotary()",
-        options="causal=True",
-        remark="Channels p and p + D/2.",
-    ),
-    Checkpoint(
         "Llama 1 and 2 (Meta's own files)",
         "rotary",
         'rp.Rotary(layout="interleaved")',
         options="causal=True",
         remark="Channels 2p and 2p + 1. Conversion to transformers permutes the rows of W_q and W_k: mixing the two up gives fluent nonsense.",
-    ),
-    Checkpoint(
-        "Llama 3", "rotary", "rp.Rotary(base=500_000.0)", options="causal=True", remark="Half, in transformers."
-    ),
-    Checkpoint(
-        "Llama 3.1",
-        "rotary",
-        "rp.Rotary(frequencies=rp.reference.llama3_frequencies(D, factor=8.0, trained_length=8192, base=500_000.0))",
-        options="causal=True",
-        remark="`rope_type: llama3`, low 1, high 4; the small models of 3.2 have factor 32.",
-        dim=128,
-    ),
-    Checkpoint(
-        "Qwen2, Mistral 7B v0.3", "rotary", "rp.Rotary(base=1_000_000.0)", options="causal=True", remark="Half."
-    ),
-    Checkpoint(
-        "Qwen2.5 with YaRN",
-        "rotary",
-        "rp.Rotary(frequencies=frequencies, magnitude=magnitude)",
-        {"frequencies": (64,), "magnitude": ()},
-        options="causal=True",
-        remark="`frequencies, magnitude = rp.reference.yarn_frequencies(D, factor=4.0, trained_length=32768, base=1e6)`",
-        dim=128,
-    ),
-    Checkpoint(
-        "GPT-NeoX, Pythia",
-        "rotary",
-        "rp.Rotary(D // 4)",
-        options="causal=True",
-        remark="A quarter of each head turns, half layout (`rotary_pct`).",
-    ),
-    Checkpoint(
-        "GPT-J",
-        "rotary",
-        'rp.Rotary(64, layout="interleaved")',
-        options="causal=True",
-        remark="64 of 256 channels.",
-        dim=256,
-    ),
-    Checkpoint(
-        "Phi-1.5, Phi-2",
-        "rotary",
-        "rp.Rotary(32)",
-        options="causal=True",
-        remark="32 of 64 or 80 channels, half (`partial_rotary_factor`). Phi-3 with long context: `longrope_frequencies`.",
-        dim=80,
-    ),
-    Checkpoint(
-        "RoFormer, Cohere, GLM, ERNIE 4.5, PaLM's paper",
-        "rotary",
-        'rp.Rotary(layout="interleaved")',
-        remark="RoFormer attends both ways; GLM turns half of the channels, `rp.Rotary(D // 2, ...)`. PaLM's weights were not published.",
-    ),
-    Checkpoint(
-        "ModernBERT",
-        "rotary",
-        "rp.Rotary(base=160_000.0)",
-        remark="Global layers; local ones have base 10,000 and a window (`window=64`). Both ways.",
     ),
     Checkpoint(
         "RetNet, LeX Transformer (torchscale)",
@@ -249,32 +119,6 @@ TEXT = (
         "scale=1.0",
         "Boxes as fractions of the page; the decoder is T5's.",
     ),
-    Checkpoint(
-        "BERT, GPT-2",
-        "learned",
-        "rp.LearnedAbsolute(table)(x)",
-        {"table": (512, "D")},
-        remark="GPT-2 has 1024 rows.",
-    ),
-    Checkpoint(
-        "RoBERTa, BART, OPT",
-        "learned",
-        "rp.LearnedAbsolute(table[2:])(x)",
-        {"table": (514, "D")},
-        remark="Two rows in front belong to no position.",
-    ),
-    Checkpoint(
-        "MarianMT",
-        "sinusoidal",
-        'rp.Sinusoidal(D, layout="concatenated")(x)',
-        remark="All sines first, the paper's frequencies.",
-    ),
-    Checkpoint(
-        "M2M-100, NLLB",
-        "sinusoidal",
-        'x + rp.Sinusoidal(D, layout="tensor2tensor").encode(np.arange(2, L + 2))',
-        remark="Positions count from 2; frequencies are tensor2tensor's. x is the embedding times √d_model.",
-    ),
     Checkpoint("GPT-NeoX with KERPLE", "kerple", "rp.KERPLE(a, b)", {"a": ("H",), "b": ("H",)}, options="causal=True"),
     Checkpoint(
         "FIRE",
@@ -301,10 +145,64 @@ TEXT = (
         options="causal=True",
         remark="Positions are counted by gates.",
     ),
+    Checkpoint(
+        "Inkling",
+        "inkling",
+        "rp.Inkling(relative_states, proj)",
+        {"relative_states": ("H", 10, 16), "proj": (16, 1024)},
+        PAST,
+        "1/D",
+        "causal=True, scale=1/D",
+        "`r_proj` of the hidden state, cut into heads, and `rel_logits_proj.proj`. Layers without a window multiply the former with their "
+        "factor on queries too.",
+    ),
+    Checkpoint(
+        "FoX (Forgetting Transformer)",
+        "fox",
+        "rp.FoX(gates)",
+        {"gates": ("H", 10)},
+        options="causal=True",
+        remark="What the projection for gates makes of the hidden state, for each key and head.",
+    ),
+    Checkpoint(
+        "DAPE around ALiBi, KERPLE or FIRE",
+        "dape",
+        "rp.DAPE(rp.ALiBi(), w1, b1, w2, b2)",
+        {"w1": (32, 8), "b1": (32,), "w2": ("H", 32), "b2": ("H",)},
+        PAST,
+        options="causal=True",
+        remark="`mlp2.0` and `mlp2.2`. The other biases are `rp.KERPLE(...)` and `rp.FIRE(...)` in the place of `rp.ALiBi()`.",
+    ),
+    Checkpoint(
+        "PaTH",
+        "path",
+        "rp.PaTH(w / np.linalg.norm(w, axis=-1, keepdims=True), beta)",
+        {"w": ("H", 10, "D"), "beta": ("H", 10)},
+        options="causal=True",
+        remark="What the short convolution makes of `w_proj`, and 2 sigmoid of the projection for β. PaTH-FoX: "
+        "`(rp.PaTH(w, beta), rp.FoX(gates))`.",
+    ),
+    Checkpoint(
+        "Selective attention",
+        "selective",
+        "rp.Selective()",
+        options="causal=True",
+        remark="The first head votes. Turn queries and keys before the call where the model is rotary.",
+    ),
+    Checkpoint(
+        "CABLE",
+        "fox",
+        'rp.FoX(gates, variant="cable")',
+        {"gates": ("H", 10)},
+        NONE,
+        "1",
+        "scale=1.0, causal=True",
+        "`h_attn` of the hidden state. The published code divides by the root of 1.",
+    ),
 )
 SPEECH = (
     Checkpoint(
-        "Conformer: ESPnet (`rel_selfattn`), NeMo, Wav2Vec2-Conformer (`relative`), SeamlessM4T v1",
+        "Conformer: ESPnet (`rel_selfattn`), NeMo",
         "transformer_xl",
         'rp.TransformerXL(u, v, rows, variant="conformer")',
         {**XL, "rows": (19, "H", "D")},
@@ -329,37 +227,6 @@ SPEECH = (
         remark="No shift: row j is a key's position, not a distance.",
     ),
     Checkpoint(
-        "Wav2Vec2-Conformer (`rotary`)",
-        "rotary",
-        "rp.Rotary()",
-        remark="Only after `rp.reference.rotate_inputs`: it turns the inputs of W_q and W_k, not queries and keys. Then call attention "
-        "without `position`.",
-    ),
-    Checkpoint(
-        "Wav2Vec2-BERT, SeamlessM4T v2 (`relative_key`)",
-        "shaw",
-        "rp.Shaw(key_table=table, left=64)",
-        {"table": (73, "D")},
-        AHEAD,
-        remark="64 positions to the left, 8 to the right, keys only.",
-    ),
-    Checkpoint(
-        "SpeechT5: encoder",
-        "shaw",
-        "rp.Shaw(key_table=table[::-1], left=159)",
-        {"table": (320, "D")},
-        PAST,
-        remark="`pe_k` counts the other way and has an even number of rows, hence the reversal.",
-    ),
-    Checkpoint(
-        "VITS: text encoder",
-        "shaw",
-        'rp.Shaw(emb_rel_k[0], emb_rel_v[0], outside="zero")',
-        {"emb_rel_k": (1, 9, "D"), "emb_rel_v": (1, 9, "D")},
-        AHEAD,
-        remark="Window 4, nothing beyond it.",
-    ),
-    Checkpoint(
         "Music Transformer",
         "shaw",
         'rp.Shaw(key_table=table, left=len(table) - 1, outside="zero")',
@@ -368,24 +235,10 @@ SPEECH = (
         options="causal=True",
         remark="One-sided; its skewing is rel_shift.",
     ),
-    Checkpoint(
-        "WavLM",
-        "wavlm",
-        "rp.WavLM(table, gate)",
-        {"table": (320, "H"), "gate": ("H", 10)},
-        AHEAD,
-        remark="`gate = rp.reference.wavlm_gate(hidden, weight, bias, const)`, per layer; the table is the first layer's.",
-    ),
-    Checkpoint(
-        "Whisper: encoder",
-        "sinusoidal",
-        'rp.Sinusoidal(D, layout="tensor2tensor")(x)',
-        remark="The decoder's are learned (448 rows).",
-    ),
 )
 VISION = (
     Checkpoint(
-        "Swin, Donut",
+        "Donut: encoder",
         "window",
         "rp.WindowBias(table, (7, 7))",
         {"table": (169, "H")},
@@ -405,17 +258,17 @@ VISION = (
         keys=64,
     ),
     Checkpoint(
-        "Swin V2, Swin2SR",
+        "Swin2SR",
         "swin_v2",
         "rp.SwinV2(hidden_weight, hidden_bias, output_weight, logit_scale, (8, 8))",
         {"hidden_weight": (512, 2), "hidden_bias": (512,), "output_weight": ("H", 512), "logit_scale": ("H", 1, 1)},
         PAST,
         "learned, cosine",
-        remark="Leave `scale` at its default; `pretrained_window=` after a change of the window.",
+        remark="Leave `scale` at its default; `pretrained_grid=` after a change of the window.",
         tokens=64,
     ),
     Checkpoint(
-        "BEiT, data2vec-vision",
+        "data2vec-vision",
         "beit",
         "rp.BEiT(table, (14, 14))",
         {"table": (732, "H")},
@@ -424,7 +277,7 @@ VISION = (
         tokens=197,
     ),
     Checkpoint(
-        "SAM, ViTDet",
+        "ViTDet",
         "decomposed",
         "rp.DecomposedBias(rel_pos_h, rel_pos_w, (14, 14))",
         {"rel_pos_h": (27, "D"), "rel_pos_w": (27, "D")},
@@ -459,23 +312,6 @@ VISION = (
         PAST,
         remark="`rpe_k` stores (H or 1, D, buckets): transpose it. Distances are measured from the query.",
         tokens=197,
-    ),
-    Checkpoint(
-        "Qwen2-VL: text",
-        "rotary",
-        "rp.Rotary(frequencies=rp.reference.axis_frequencies(rp.reference.rotary_frequencies(D, base=1e6), "
-        "rp.reference.section_axes((16, 24, 24))), positions=positions)",
-        {"positions": (3, 10)},
-        options="causal=True",
-        remark="Positions have a time, a row and a column: shape (3, L).",
-        dim=128,
-    ),
-    Checkpoint(
-        "ViT, DeiT, CLIP",
-        "learned",
-        "rp.LearnedAbsolute(table)(x)",
-        {"table": (197, "D")},
-        remark="Row 0 is the class token's. Other sizes: `rp.reference.resize_table`.",
     ),
 )
 OTHERS = (
@@ -516,3 +352,83 @@ def tables() -> str:
             parts.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
         parts.append("")
     return "\n".join(parts)
+
+
+def families() -> str:
+    """Lay out what `from_config` says of every model type, with the defaults of its configuration class.
+
+    Returns
+    -------
+    str
+        A heading and a table for each kind.
+    """
+    rows: dict[str, list[str]] = {}
+    for name in model_types():
+        config = {"model_type": name, **AS_PUBLISHED.get(name, {})}
+        for part in parts_of(config):
+            kinds: dict[tuple[str, ...], None] = {}
+            for layer in layers_of(config, part=part):
+                kinds[_cells(layer)] = None
+            cells = [" / ".join(dict.fromkeys(column)) for column in zip(*kinds, strict=True)]
+            title = ", ".join(filter(None, (f"`{name}`", part, ONLY.get(name))))
+            rows.setdefault(FAMILIES[name].kind, []).append(f"| {title} | {' | '.join(cells)} |")
+    head = "| model | positions | scale | attends | more |\n| --- | --- | --- | --- | --- |"
+    return "\n\n".join(f"### {kind}\n\n{head}\n" + "\n".join(found) for kind, found in rows.items())
+
+
+_YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+_YARN |= {"original_max_position_embeddings": 4096}
+# What published files say where the defaults of the class are another model, or none.
+AS_PUBLISHED = {
+    "CogVideoXTransformer3DModel": {"use_rotary_positional_embeddings": True},
+    "beit": {"use_relative_position_bias": True},
+    "deepseek_v3": {"rope_scaling": _YARN | {"factor": 40}},
+    "deepseek_v32": {"rope_scaling": _YARN | {"factor": 40}},
+    "kimi_k2": {"rope_theta": 50000.0, "rope_scaling": _YARN | {"factor": 32}},
+    "deepseek_v4": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "deberta": {"relative_attention": True, "pos_att_type": "c2p|p2c", "position_biased_input": False},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": "c2p|p2c", "position_biased_input": False}
+    | {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+    "esm": {"position_embedding_type": "rotary"},
+    "glm4_moe": {"head_dim": 128},
+    "qwen2_5_vl_vision": {"hidden_size": 1280},
+}
+# Of which layers a row is, where others are refused.
+ONLY = {"deepseek_v4": "layers with a window"}
+
+
+def _cells(layer: LayerAttention) -> tuple[str, ...]:
+    """Positions, scale, reach, and the rest of a layer, without numbers in names of weights."""
+    positions = " + ".join(map(_scheme, layer.schemes)) or ("none" if layer.added is None else "")
+    if layer.added is not None:
+        positions = " + ".join(filter(None, (positions, f"inputs + {_scheme(layer.added)}")))
+    scale = "learned, cosine" if layer.scale != layer.scale else f"{layer.scale:.6g}"
+    lines = dict(line[2:].split(None, 1) for line in layer.describe().splitlines() if line.startswith("  attends"))
+    more = [plan.remark for plan in layer.schemes if plan.remark]
+    more += [f"soft cap {layer.softcap:g}"] if layer.softcap is not None else []
+    more += [f"sinks: `{_stem(layer.sinks)}`"] if layer.sinks else []
+    more += [f"the query times `{layer.query_scale.words()}`"] if layer.query_scale is not None else []
+    more += [f"a call needs `{name}`" for name in (*layer.inputs, *layer.needs)]
+    more += [f"a call may give `{name}`" for name in layer.optional]
+    more += layer.before
+    return positions, ROOT if layer.scale == layer.head_dim**-0.5 else scale, lines["attends"], "; ".join(more)
+
+
+def _scheme(plan: SchemePlan) -> str:
+    """A scheme with its numbers, and its weights in brackets, without its other arrays."""
+    info = next(info for info in rp.SCHEMES.values() if info.cls.__name__ == plan.scheme)
+    shown = [
+        f"{name}={x:g}" if isinstance(x, float) else f"{name}={x!r}" for name, x in plan.options.items() if _short(x)
+    ]
+    shown += [f"{name}=[{_stem(path)}]" for name, path in plan.weights.items()]
+    return f"[{plan.scheme}]({info.docs})" + (f" `{', '.join(shown)}`" if shown else "")
+
+
+def _stem(path: str | tuple[str, ...]) -> str:
+    """The end of a weight's name."""
+    words = (path if isinstance(path, str) else path[0]).removesuffix(".weight").split(".")
+    return ".".join(words[-2:] if words[-1] == "bias" else words[-1:])
+
+
+def _short(value: object) -> bool:
+    return isinstance(value, str | int | float | tuple)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import relpos_np
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the loops of the tests
 sys.path.insert(0, str(Path(__file__).parent.parent / "asv_bench"))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,10 +19,25 @@ import scaling_plan
 from gpu import page
 
 project = "relpos_np"
-author = "The relpos_np developers"
+author = project_copyright = "The relpos_np developers"
 version = release = relpos_np.__version__
 
-extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "backlinks",
+    "chinese",
+    "mathml",
+    "shades",
+]
+html_math_renderer = "mathml"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
+# What is printed, and what is not code, has no button.
+copybutton_selector = "div.highlight-python pre, div.highlight-sh pre"
 exclude_patterns = ["_build", "notes"]
 html_theme = "furo"
 html_title = f"relpos_np {release}"
@@ -40,7 +56,9 @@ pages.write_all()
 myst_substitutions = {
     "schemes": pages.table(),
     "gallery": draw.gallery(),
+    "rounded": pages.rounded(),
     "checkpoints": checkpoints.tables(),
+    "families": checkpoints.families(),
     **report.sections(),
     **page.sections(),
     **scaling_plan.sections(),

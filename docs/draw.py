@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 FOLDER = HERE / "_pictures"
 HEADS = ("head 0", "head 3", "head 7", "head 11")
+# A token and a layer, and a way from one to another.
+Place = tuple[int, int]
+Edge = tuple[Place, Place]
+# Furo's dark background, and words and lines that can be read on it.
+DARK = {
+    "figure.facecolor": "#131416",
+    "axes.facecolor": "#131416",
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#cfd0d0"
+    ),
+}
 
 
 def with_and_without() -> Figure:
@@ -110,6 +121,63 @@ def shift_mask() -> Figure:
     return figure
 
 
+def shortest_path(edges: Collection[Edge], start: Place, goal: Place) -> list[Edge]:
+    """Edges from one place to another, as few as there are."""
+    reached: dict[Place, list[Edge]] = {start: []}
+    while goal not in reached:
+        ends = [(b, [*path, (a, b)]) for a, path in reached.items() for c, b in edges if c == a]
+        reached = dict(ends) | reached
+    return reached[goal]
+
+
+def layer_graphs(n: int = 5) -> Figure:
+    """Convolutions, a recurrent layer and self-attention as graphs, with the path from the first token to the last."""
+    tokens, ups = range(n), range(n - 1)
+    near: list[Edge] = [((i, y), (j, y + 1)) for y in ups for i in tokens for j in tokens if abs(i - j) <= 1]
+    onward: list[Edge] = [((i, 0), (i, 1)) for i in tokens] + [((i, 1), (i + 1, 1)) for i in ups]
+    every: list[Edge] = [((i, 0), (j, 1)) for i in tokens for j in tokens]
+    figure = plot.new_figure(11.5, 3.4)
+    for ax, name, edges in zip(
+        figure.subplots(1, 3),
+        ("Convolutions of width 3", "Recurrent layer", "Self-attention"),
+        (near, onward, every),
+        strict=True,
+    ):
+        top = max(b[1] for _, b in edges)
+        path = shortest_path(edges, (0, 0), (n - 1, top))
+        for a, b in [*edges, *path]:
+            on_path = (a, b) in path
+            ax.plot(*zip(a, b, strict=True), color="tab:red" if on_path else "0.6", linewidth=2.5 if on_path else 0.7)
+        places = sorted({place for edge in edges for place in edge})
+        ax.scatter(*zip(*places, strict=True), color=["tab:blue" if y else "0.5" for _, y in places], s=70, zorder=3)
+        ax.set_title(f"{name}: {len(path)} step{'s' * (len(path) > 1)}", fontsize="medium")
+        ax.set_xticks(tokens, [str(i) for i in tokens])
+        ax.set_xlabel("token")
+        ax.set_yticks([])
+        ax.set_ylim(-0.4, max(top, 2) + 0.4)
+        ax.spines[:].set_visible(False)
+    return figure
+
+
+def counting() -> Figure:
+    """Binary digits of 32 numbers, and sines of five frequencies for as many positions."""
+    n = np.arange(32)
+    waves = rp.reference.sinusoidal(n, 10, base=64.0, layout="concatenated")[:, 5:]
+    figure = plot.new_figure(7.5, 4.3)
+    for ax, rows, title, label in zip(
+        figure.subplots(1, 2),
+        (n[:, None] >> np.arange(5) & 1, waves),
+        ("Binary digits", "Cosines"),
+        ("digit, the last one first", "pair of channels"),
+        strict=True,
+    ):
+        ax.imshow(rows, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
+        ax.set_title(title, fontsize="medium")
+        ax.set_xlabel(label)
+        ax.set_ylabel("position")
+    return figure
+
+
 def speed_by_length() -> Figure:
     """What asv_bench/measure.py recorded."""
     recorded = json.loads((HERE.parent / "asv_bench" / "recorded" / "cpu.json").read_text(encoding="utf-8"))
@@ -124,6 +192,14 @@ PICTURES: Mapping[str, tuple[Callable[[], Figure], str]] = {
             "Attention of one trained head with its positions and without (all-mpnet-base-v2, layer 5). "
             "`plot.attention_with_and_without`"
         ),
+    ),
+    "layer_graphs": (
+        layer_graphs,
+        "How many steps lie between the first token and the last: convolutions, a recurrent layer, self-attention.",
+    ),
+    "counting": (
+        counting,
+        "Counting in binary, and with waves: the first digit or pair changes fastest. Base 64 in place of 10,000.",
     ),
     "bias_by_distance": (bias_by_distance, "Trained T5 bias of four heads by distance. `plot.bias_by_distance`"),
     "bias_maps": (bias_maps, "The same bias over pairs of queries and keys. `plot.bias_maps`"),
@@ -175,22 +251,27 @@ def names() -> list[str]:
     return [*PICTURES, *(f"scheme_{name}" for name in rp.SCHEMES)]
 
 
-def draw(name: str) -> Figure:
-    """One picture."""
-    if name in PICTURES:
-        return PICTURES[name][0]()
-    return pictures.scheme_picture(name.removeprefix("scheme_"))
+def draw(name: str, *, dark: bool = False) -> Figure:
+    """One picture, for pages that are light or dark."""
+    from matplotlib import rc_context
+
+    with rc_context(DARK if dark else None):
+        figure = PICTURES[name][0]() if name in PICTURES else pictures.scheme_picture(name.removeprefix("scheme_"))
+    for ax in figure.axes:
+        if ax.images and ax.texts:  # black words in cells of pale colours
+            ax.set_facecolor("white")
+    return figure
 
 
 def draw_all(folder: Path = FOLDER) -> None:
     """Draw what is not there yet, or is older than the code."""
-    folder.mkdir(exist_ok=True)
+    (folder / "dark").mkdir(parents=True, exist_ok=True)
     package = Path(rp.__file__).parent
     newest = max(path.stat().st_mtime for path in [Path(__file__), *package.rglob("*.py")])
     for name in names():
-        path = folder / f"{name}.png"
-        if not path.exists() or path.stat().st_mtime < newest:
-            plot.save(draw(name), path)
+        for dark, path in ((False, folder / f"{name}.png"), (True, folder / "dark" / f"{name}.png")):
+            if not path.exists() or path.stat().st_mtime < newest:
+                plot.save(draw(name, dark=dark), path)
 
 
 def gallery() -> str:

@@ -19,7 +19,6 @@ _MOVED = {
     "resize": "formulas.resize_tables",
     "rotations": "formulas.rotations",
     "sweep": "testing.sweep",
-    "terms": "_contract.terms",
 }
 
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls import memory_bounds, on_device
-from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered
+from relpos_np._calls import bounded, memory_bounds, on_device
+from relpos_np._calls.dense_bias import DenseBias, cap_beside_bias
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
+from relpos_np._calls.packed import PackedCall, is_packed
 from relpos_np._calls.prepared import PreparedAttention
+from relpos_np._calls.shifting import rel_shift
+from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options, PreparedOptions, ScoreOptions, completed, takes
-from relpos_np._contract.terms import fit
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Terms, fit
 from relpos_np._dense import forward
 from relpos_np._dense.backward import backward
-from relpos_np._runtime import memory, precision, results
-from relpos_np.formulas import relshift
-from relpos_np.schemes.base import Position
+from relpos_np._dense.slopes import Slopes
+from relpos_np._runtime import memory, precision
+from relpos_np.errors import RelposTypeError
+from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array
 
-_ATTENTION, _LOGITS, _ATTENTION_VJP, _REL_SHIFT, _PREPARE = map(
-    memory.Named, ("attention", "logits", "attention_vjp", "rel_shift", "prepare")
-)
+__all__ = ["attention", "attention_vjp", "logits", "prepare", "rel_shift"]
+
+_ATTENTION, _LOGITS, _ATTENTION_VJP, _PREPARE = map(memory.Named, ("attention", "logits", "attention_vjp", "prepare"))
 
 
 @overload
@@ -34,6 +41,7 @@ def attention(
     *,
     position: Position = ...,
     return_lse: Literal[False] = ...,
+    return_bound: Literal[False] = ...,
     out: Array | None = ...,
     **options: Unpack[Options],
 ) -> Array: ...
@@ -47,9 +55,51 @@ def attention(
     *,
     position: Position = ...,
     return_lse: Literal[True],
+    return_bound: Literal[False] = ...,
     out: Array | None = ...,
     **options: Unpack[Options],
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Position = ...,
+    return_lse: Literal[False] = ...,
+    return_bound: Literal[True],
+    out: Array | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Position = ...,
+    return_lse: Literal[True],
+    return_bound: Literal[True],
+    out: Array | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Array, Array, Array, Array]: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Position = ...,
+    return_lse: bool,
+    out: Array | None = ...,
+    **options: Unpack[Options],
+) -> Array | tuple[Array, Array]: ...
 
 
 @takes(Options)
@@ -60,9 +110,10 @@ def attention(
     *,
     position: Position = None,
     return_lse: bool = False,
+    return_bound: bool = False,
     out: Array | None = None,
     **options: Unpack[Options],
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     r"""Attention with positions.
 
     .. math::
@@ -85,17 +136,36 @@ def attention(
         What positions contribute, for instance `T5`; contributions of several schemes add up.
     mask : ndarray of bool or float, optional
         Broadcast to (..., H, L_q, L_k). True means "may attend"; a float mask is added to the scores,
-        and only its -inf excludes (a whole row of a large negative number averages all values).
+        and only its -inf excludes (a whole row of a large negative number averages all values). Two axes are
+        (L_q, L_k), and are refused where they could be (B, L_k) as well, with as many batch items as queries.
     key_lengths : int or ndarray of int, optional
-        Per batch item, how many keys exist; what later ones hold has no influence.
+        How many keys exist: in each batch item, or in all of them; what later ones hold has no influence.
     causal : bool
         Attend d <= 0 only.
     window : int or tuple, optional
         Attend -left <= d <= right, from w = left = right or (left, right); None is unbounded.
+    rule : Chunked, Prefix or Dilated, optional
+        Keys that may be attended by where they stand, beside the other masks and without an array of pairs.
+    selected : ndarray of int, shape (..., L_q, K) or (..., H, L_q, K), optional
+        The keys that each query may attend, in any order; -1 for none. Held as a mask of bool.
     scale : float, optional
         The factor on q . k; default 1/sqrt(D), whatever the scheme.
-    offset : int, optional
-        Position of the first query among the keys; default L_k - L_q: queries are the last positions.
+    offset : int or ndarray of int, optional
+        Position of the first query among the keys; default L_k - L_q: queries are the last positions. An array has one
+        for each batch item, which is then computed as a call of its own.
+    query_scale : ndarray, shape (L_q,) or broadcast to (..., H, L_q), optional
+        Factors on queries, before anything else is done with them: see `reference.query_temperature`.
+    softcap : float, optional
+        c of :math:`c \tanh(s / c)`, which bounds scores before anything is masked.
+    cap_order : {"scores", "content"}
+        Whether the cap is for products and what positions add, or for the products :math:`\sigma\, q \cdot k` alone
+        (positions that turn queries and keys, and Transformer-XL's u, are within it either way; PaTH, which is part of
+        the product otherwise, takes "scores" only). A float mask is added after it.
+    segments : ndarray of int, or a pair of them, optional
+        Cumulative lengths [0, n_1, n_1 + n_2, ..., L] of sequences that are packed one after the other, of queries and
+        of keys. Each is attended alone, its positions beginning at 0: as by separate calls, bit for bit.
+    sinks : ndarray, shape (H,) or broadcast to (..., H, L_q), optional
+        One more score z in each row, that has no value: the sum below becomes :math:`\sum_l e^{s_{il}} + e^{z}`.
     dropout : float
         Rate at which probabilities are dropped; needs `rng`. Holds a mask of L_q L_k.
     rng : numpy.random.Generator, optional
@@ -106,6 +176,9 @@ def attention(
         See `set_backend`.
     return_lse : bool
         Also return the natural log-sum-exp of the scores.
+    return_bound : bool
+        Also return, after the results, for each element of each a number that its rounding error cannot exceed,
+        whatever computed it: :doc:`proved </bounds>`, not estimated. Takes the time of a float64 call in NumPy or more.
     out : ndarray, optional
         Where to write the output: its exact shape and dtype, overlapping no input.
 
@@ -114,7 +187,12 @@ def attention(
     out : ndarray, shape (..., H, L_q, D_v)
         In the dtype of q. A query that may attend no key gets 0.
     lse : ndarray, shape (..., H, L_q)
-        Only with `return_lse`; -inf for a query without keys. float32 where q is of half precision.
+        Only with `return_lse`; -inf for a query without keys, or its sink. float32 where q is of half precision.
+    bound : ndarray of float64, shape (..., H, L_q, D_v)
+        Only with `return_bound`: the exact output is within it of `out`. Infinity where that is not finite, or where
+        nothing can be said; 0 for a query that may attend no key.
+    lse_bound : ndarray of float64, shape (..., H, L_q)
+        Only with both: the same of `lse`.
 
     Raises
     ------
@@ -132,31 +210,58 @@ def attention(
 
     With ``backend="cuda"`` all of q, k, v and `out` may be arrays on a CUDA device, read through DLPack or the
     CUDA array interface without a copy; results are then on the device, and can be read the same way. The arrays of
-    position schemes stay on the host; a mask and `key_lengths` may be on either side.
+    position schemes stay on the host; those of options may be on either side.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 10, 16))  # (batch, heads, length, channels)
+    >>> rp.attention(q, k, v, position=rp.ALiBi(), causal=True).shape
+    (2, 4, 10, 16)
+    >>> out, lse = rp.attention(q, k, v, position=(rp.ALiBi(), rp.Rotary(16)), return_lse=True)  # schemes add up
+    >>> lse.shape
+    (2, 4, 10)
     """
     given = completed(attention, options)
     chosen = given["backend"]
+    if return_bound is not False:
+        bounded.refuse(return_bound, q, given)
     if type(q) is not np.ndarray and check.on_device(q):
-        there: Array = on_device.attention({"q": q, "k": k, "v": v}, chosen, position, return_lse, out, given)
+        compute = attention if is_packed(given) else None
+        there: Array = on_device.attention({"q": q, "k": k, "v": v}, chosen, position, return_lse, out, given, compute)
         return there
-    admit = memory_bounds.admission("attention", position, chosen, out=out is not None, return_lse=return_lse)
+    if is_packed(given):
+        with _ATTENTION:
+            call = PackedCall(q, k, v, position, given)
+            found_of_parts: Array = call.attention(attention, return_lse, call.checked_out(out), return_bound)
+            return found_of_parts
+    returned = {"return_lse": return_lse, "return_bound": bool(return_bound)}
+    admit = memory_bounds.admission("attention", position, chosen, out=out is not None, **returned)
     with _ATTENTION, np.errstate(all="ignore"):
         problem, dtype, flat = check.call(q, k, v, given, admit)
-        schemes = checked_schemes(position, problem)
         name = _backend.current(chosen)
+        schemes = checked_schemes(position, problem, name)
         shape = problem.out_shape
         target = None
         if out is not None:
-            check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, given["mask"]))
+            check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, *given.values(), position))
             target = out[None] if flat else out
         if name not in _backend.WITH_KERNELS:
             memory.countable("attention", (*shape[:-1], problem.site.k_len))
             problem.pack()
+        sinks = None if given["sinks"] is None else _sinks(given["sinks"], problem)
+        bounds = bounded.Bounded((q, k, v), position, given, problem.site.dtype) if return_bound else None
         if name == "numpy":
-            result, lse = forward.attention(problem, schemes)
+            result, lse = forward.attention(problem, schemes, sinks)
         else:
             lowered = each_lowered(schemes, problem, turning=name == "numba") if admit is None else admit.lowered
-            result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse, dtype)
+            if sinks is not None:
+                # Rounded to half precision after the sinks have taken their share.
+                result, found = _backend.evaluate(name, problem, all_terms(lowered), None, True, problem.site.dtype)
+                assert found is not None
+                sink(result, found, sinks)
+            else:
+                result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse, dtype)
             lse = found if found is not None else result
         if flat:
             result, lse = result[0], lse[0]
@@ -166,7 +271,14 @@ def attention(
             result = out
         elif result.dtype != dtype:
             result = result.astype(dtype)
-    return (result, lse) if return_lse else result
+        found_all = (result, lse) if return_lse else (result,)
+        if bounds is not None:
+            return (*found_all, *bounds.of(result, lse if return_lse else None))
+    return found_all if return_lse else result
+
+
+def _sinks(given: Any, problem: Problem) -> Array:
+    return check.per_head("sinks", given, problem.out_shape[:-1], problem.site.dtype)
 
 
 @takes(PreparedOptions)
@@ -179,8 +291,9 @@ def prepare(
     ----------
     q, k, v : ndarray
         Examples of the operands, see `attention`: shapes, dtype and strides count, and what they hold does not.
-    position, mask, causal, window, scale, offset, precision, backend
-        See `attention`. The mask and the arrays of schemes are used as they are now: prepare again after changing them.
+    position, mask, causal, window, rule, selected, scale, offset, softcap, cap_order, precision, backend
+        See `attention`; `offset` is one integer. The mask and the arrays of schemes are used as they are now: prepare
+        again after changing them.
 
     Returns
     -------
@@ -223,8 +336,8 @@ def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[S
 
     Parameters
     ----------
-    q, k, position, mask, key_lengths, causal, window, scale, offset
-        See `attention`.
+    q, k, position, mask, key_lengths, causal, window, rule, selected, scale, offset, query_scale, softcap, cap_order
+        See `attention`; `offset` is one integer.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         "numpy" (also for "numba" and "cuda", whose kernels never hold the scores) evaluates the schemes'
         formulas, "terms" the terms they are lowered to.
@@ -238,15 +351,26 @@ def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[S
     ------
     RelposError
         See `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> q = k = np.zeros((1, 4, 8))  # one head; with no content, what is left is what positions add
+    >>> rp.logits(q, k, position=rp.ALiBi(slopes=np.array([0.5])), causal=True)[0]
+    array([[ 0. , -inf, -inf, -inf],
+           [-0.5,  0. , -inf, -inf],
+           [-1. , -0.5,  0. , -inf],
+           [-1.5, -1. , -0.5,  0. ]])
     """
     given = completed(logits, options)
     chosen = given["backend"]
     admit = memory_bounds.admission("logits", position, chosen)
     with _LOGITS, np.errstate(all="ignore"):
         problem, _, flat = check.call(q, k, None, given, admit)
-        schemes = checked_schemes(position, problem)
+        dense = _backend.current(chosen) == "terms"
+        schemes = checked_schemes(position, problem, "terms" if dense else None)
         problem.pack()
-        if _backend.current(chosen) == "terms":
+        if dense:
             from relpos_np._dense import from_terms
 
             lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
@@ -265,6 +389,7 @@ def attention_vjp(
     grad_out: Array,
     grad_lse: Array | None = None,
     position: Position = None,
+    mask_gradient: bool = False,
     **options: Unpack[Options],
 ) -> AttentionGradient:
     r"""Gradients of attention: the vector-Jacobian product for the operands and for the arrays of schemes.
@@ -281,14 +406,20 @@ def attention_vjp(
         Gradient of the output.
     grad_lse : ndarray, shape (..., H, L_q), optional
         Gradient of the log-sum-exp, for a loss that depends on it.
-    position, mask, key_lengths, causal, window, scale, offset
+    position
+        See `attention`.
+    mask_gradient : bool
+        Also return the gradient of a float mask.
+    mask, key_lengths, causal, window, rule, selected, scale, offset, query_scale, softcap, cap_order
+        See `attention`.
+    segments, sinks
         See `attention`.
     dropout : float
         See `attention`.
     rng : numpy.random.Generator, optional
         In the state it had before the forward pass, so that it drops the same probabilities.
     precision : {"highest", "high", "medium"}, optional
-        Gradients are computed with "highest", whatever is chosen.
+        See `set_precision`; without it, bfloat16 is multiplied as such where the processor can.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `set_backend`. "numpy" takes the scores from the schemes' formulas, "terms" from the terms they are
         lowered to, and both hold matrices of L_q L_k; "numba" and "cuda" recompute them tile by tile and hold none,
@@ -297,7 +428,7 @@ def attention_vjp(
     Returns
     -------
     AttentionGradient
-        With q, k, v and position.
+        With q, k, v and position; with sinks, query_scale and mask where the call has them.
 
     Raises
     ------
@@ -306,24 +437,42 @@ def attention_vjp(
 
     Notes
     -----
-    A mask receives no gradient. Where a key is excluded its gradients are 0, whatever it holds. The numbers are
-    those of float64 arithmetic for float64, else of float32. Where scores are not differentiable (norms clamped at a
-    smallest value, ties of a maximum) the gradient is that of the branch which was taken.
+    Where a key is excluded its gradients are 0, whatever it holds. The numbers are those of float64 arithmetic for
+    float64, else of float32, with products of bfloat16 where `precision` allows them. Where scores are not
+    differentiable (norms clamped at a smallest value, ties of a maximum) the gradient is that of the branch which was
+    taken.
 
-    Where q, k, v, grad_out and grad_lse are arrays on a CUDA device, the gradients of q, k and v are so too; those
-    in `position` are arrays of NumPy.
+    Where q, k, v, grad_out and grad_lse are arrays on a CUDA device, the gradients of q, k and v are so too, and those
+    of options where the option was; those in `position` are arrays of NumPy.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 4, 10, 16))
+    >>> t5 = rp.T5(rng.standard_normal((32, 4)))
+    >>> grads = rp.attention_vjp(q, k, v, position=t5, grad_out=np.ones_like(q))
+    >>> grads.q.shape, grads.position["table"].shape
+    ((4, 10, 16), (32, 4))
     """
     given = completed(attention_vjp, options)
-    chosen = given["backend"]
-    if type(q) is not np.ndarray and check.on_device(q):
+    chosen, packed, there = given["backend"], is_packed(given), type(q) is not np.ndarray and check.on_device(q)
+    if packed and not there:
+        with _ATTENTION_VJP:
+            call = PackedCall(q, k, v, position, given)
+            return call.attention_vjp(attention_vjp, grad_out, grad_lse, mask_gradient)
+    if check.flag("mask_gradient", mask_gradient) and not packed:
+        return _with_mask_gradient((q, k, v), grad_out, grad_lse, position, given)
+    if there:
         named = {"q": q, "k": k, "v": v, "grad_out": grad_out} | ({} if grad_lse is None else {"grad_lse": grad_lse})
-        far: AttentionGradient = on_device.attention_vjp(named, chosen, position, given)
+        compute = attention_vjp if packed else None
+        far: AttentionGradient = on_device.attention_vjp(named, chosen, position, given, mask_gradient, compute)
         return far
     admit = memory_bounds.admission("attention_vjp", position, chosen)
     with _ATTENTION_VJP, np.errstate(all="ignore"):
         problem, _, flat = check.call(q, k, v, given, admit)
-        schemes = checked_schemes(position, problem)
         name = _backend.current(chosen)
+        schemes = checked_schemes(position, problem, name, backward=True)
         if name not in _backend.WITH_KERNELS:
             memory.countable("attention_vjp", (*problem.out_shape[:-1], problem.site.k_len))
         gradients = check.output_gradients({"grad_out": grad_out, "grad_lse": grad_lse}, problem, flat)
@@ -332,102 +481,69 @@ def attention_vjp(
             grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
         if name not in _backend.WITH_KERNELS:
             problem.pack()
-            grad_out = np.ascontiguousarray(grad_out)
-        lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
+            grad_out = np.ascontiguousarray(grad_out, problem.site.dtype)
+        lowered = each_lowered(schemes, problem, turning=name == "numba") if admit is None else admit.lowered
         terms = all_terms(lowered)
+        grad_sinks = grad_scale = None
+        if given["sinks"] is not None:
+            sinks = _sinks(given["sinks"], problem)
+            plain = _without_sinks(name, problem, schemes, terms)
+            grad_out = grad_out.astype(problem.site.dtype, copy=False)
+            grad_out, grad_lse, grad_sinks = before_sinks(*plain, sinks, grad_out, grad_lse)
+            grad_sinks = fit_option(grad_sinks, given["sinks"], per_head=True)
         if name in _backend.WITH_KERNELS:
-            grads, grad_v = _backend.kernels(name).backward(problem, terms, grad_out, grad_lse)
+            stored = not any(scheme.computes for scheme in schemes)
+            grads, grad_v = _backend.backward(name, problem, terms, grad_out, grad_lse, stored=stored)
         else:
+            slopes = Slopes()
             if name == "numpy":
-                s = forward.scores(problem, schemes)
+                s = forward.scores(problem, schemes, slopes)
             else:
                 from relpos_np._dense import from_terms
 
-                s = from_terms.scores(problem, terms)
-            grads, grad_v = backward(problem, terms, s, grad_out, grad_lse)
-        operands = problem.q, problem.k
+                s = from_terms.scores(problem, terms, slopes)
+            grads, grad_v = backward(problem, terms, s, grad_out, grad_lse, slopes)
+        # Gradients of schemes that do not compute with queries and keys do not need their numbers, either.
+        computing = any(scheme.computes and not scheme.turns for scheme in schemes)
+        operands = (problem.q, problem.k) if computing else (problem.stored_q, problem.stored_k)
         grad_q, grad_k, arrays = each_lifted(operands, problem, position, schemes, lowered, grads)
+        if given["query_scale"] is not None:
+            dtype = problem.site.dtype
+            factors = check.per_query("query_scale", given["query_scale"], grad_q.shape[:-1], dtype)
+            grad_scale = np.einsum("...d,...d->...", grad_q, q.astype(dtype, copy=False))
+            grad_scale = fit_option(grad_scale, given["query_scale"], per_head=False)
+            grad_q = grad_q * factors[..., None]
         # Operands may have been broadcast over batch axes, or had no axis of heads.
         grad_q, grad_k, grad_v = (
             fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
             for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
         )
-    return AttentionGradient(grad_q, grad_k, grad_v, arrays)
+    return AttentionGradient(grad_q, grad_k, grad_v, arrays, sinks=grad_sinks, query_scale=grad_scale)
 
 
-def rel_shift(
-    x: Array, *, variant: str = "transformer_xl", backend: str | None = None, out: Array | None = None
-) -> Array:
-    r"""Move row i of products with distances so that column j holds the one of query i and key j.
-
-    With M = L_k - L_q and columns by descending distance, the general form is
-
-    .. math::
-
-        y_{ij} = x_{i,\, L_q - 1 - i + j}, \qquad \text{distance } i + M - j .
-
-    Parameters
-    ----------
-    x : ndarray, shape (..., L_q, columns)
-        Any float, integer or complex dtype.
-    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"}
-        - "conformer": the general form; columns = L_q + L_k - 1, distances L_k-1 ... -(L_q-1).
-        - "xlnet": columns = L_q + L_k, distances from L_k down: :math:`y_{ij} = x_{i,\, L_q - i + j}`.
-        - "transformer_xl": columns = L_k, distances L_k-1 ... 0. The general form for j <= i + M, then
-          0 at j = i + M + 1, then :math:`x_{i+1,\, j-i-M-2}`, which belongs to the next query and
-          is normally hidden by a causal mask.
-        - "espnet_legacy": the same arithmetic, used without a causal mask.
-        - "wenet": no shift; columns are key positions.
-    backend : {"numpy", "terms", "numba", "cuda"}, optional
-        In NumPy the general form is a read-only view without a copy; Numba copies in parallel; CUDA copies to
-        the device and back, unless x is an array on the device: then the result is one too.
-    out : ndarray, optional
-        Where to write the result: its exact shape and dtype, not overlapping x. Allocating a large array takes
-        longer than filling it.
-
-    Returns
-    -------
-    ndarray, shape (..., L_q, L_k)
-        Shifted products, in the dtype of x.
-
-    Raises
-    ------
-    RelposValueError
-        If the number of columns cannot belong to the variant, or `out` does not fit.
-
-    References
-    ----------
-    Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019,
-    appendix B.
-    """
-    if type(x) is not np.ndarray and check.on_device(x):
-        there: Array = on_device.rel_shift({"x": x}, backend, variant, out)
-        return there
-    x = check.array("x", x)
-    shape, dtype = relshift.checked(x, variant), x.dtype.newbyteorder("=")
-    if out is not None:
-        check.output(out, shape, dtype, (x,))
-    name = _backend.current(backend)
-    kernels = name in _backend.WITH_KERNELS and variant != "wenet"
-    if memory.limit() is not None:
-        memory_bounds.shifted(x, shape, variant, kernels, out)
-    with _REL_SHIFT:
-        return _shifted(x, shape, dtype, variant, name if kernels else None, out)
+def _without_sinks(name: str, problem: Problem, schemes: tuple[Scheme, ...], terms: Terms) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a call whose sinks have not had their share."""
+    if name == "numpy":
+        return forward.attention(problem, schemes)
+    out, lse = _backend.evaluate(name, problem, terms, None, True, problem.site.dtype)
+    assert lse is not None
+    return out, lse
 
 
-def _shifted(
-    x: Array, shape: tuple[int, ...], dtype: np.dtype[Any], variant: str, name: str | None, out: Array | None
-) -> Array:
-    """The shift on a backend with kernels, or in NumPy if `name` is None."""
-    if name is None:
-        shifted = relshift.rel_shift(x, variant)
-        if out is None:
-            return shifted
-        out[...] = shifted
-        return out
-    target, used = (out, True) if out is not None and out.flags.c_contiguous else results.empty(shape, dtype)
-    _backend.kernels(name).rel_shift(x, target, variant, used=used)
-    if out is None or out is target:
-        return target
-    out[...] = target
-    return out
+def _with_mask_gradient(
+    operands: tuple[Any, Any, Any], grad_out: Any, grad_lse: Any, position: Position, given: Options
+) -> AttentionGradient:
+    """`attention_vjp` whose mask is one more scheme: a bias with a number per pair."""
+    there = check.on_device(operands[0]) and check.on_device(given["mask"])
+    mask = on_device.fetched("mask", given["mask"]) if there else check.array("mask", given["mask"])
+    if mask.dtype.kind != "f" and mask.dtype.name != "bfloat16":
+        raise RelposTypeError(f"mask_gradient: expected a float mask, found dtype {mask.dtype}")
+    schemes = position if isinstance(position, tuple) else () if position is None else (position,)
+    own: Any = {**given, "mask": None, "cap_order": cap_beside_bias("mask_gradient", given, len(schemes))}
+    q, k, v = operands
+    bias = DenseBias(mask)
+    found = attention_vjp(q, k, v, grad_out=grad_out, grad_lse=grad_lse, position=(*schemes, bias), **own)
+    *arrays, of_mask = found.position
+    by_scheme = tuple(arrays) if isinstance(position, tuple) else arrays[0] if arrays else {}
+    of_pairs = on_device.beside(found.q, of_mask["bias"]) if there else of_mask["bias"]
+    return replace(found, position=by_scheme, mask=of_pairs)

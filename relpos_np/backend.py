@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from relpos_np._contract.terms import Terms
 from relpos_np._runtime import results
 from relpos_np._runtime.forks import preparing
 from relpos_np.errors import RelposImportError, RelposValueError
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend
 
 __all__ = [
     "BACKENDS",
     "HOST_BACKENDS",
     "WITH_KERNELS",
     "available",
+    "backward",
     "current",
     "evaluate",
     "kernels",
@@ -32,17 +34,17 @@ __all__ = [
 ]
 
 DEFAULT = "numba"
-_default: str | None = None
-_scoped: ContextVar[str | None] = ContextVar("relpos_np_backend", default=None)
+_default: Backend | None = None
+_scoped: ContextVar[Backend | None] = ContextVar("relpos_np_backend", default=None)
 
 
-def _checked(name: Any) -> str:
+def _checked(name: Any) -> Backend:
     if name not in BACKENDS:
         raise RelposValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}; found {name!r}")
-    return str(name)
+    return str(name)  # type: ignore[return-value]
 
 
-def current(name: str | None = None) -> str:
+def current(name: str | None = None) -> Backend:
     """The backend that a call would use now.
 
     Parameters
@@ -69,7 +71,7 @@ def current(name: str | None = None) -> str:
     return chosen
 
 
-def set_backend(name: str | None) -> None:
+def set_backend(name: Backend | None) -> None:
     """Choose the backend of all later calls in this process.
 
     Parameters
@@ -82,13 +84,19 @@ def set_backend(name: str | None) -> None:
     ------
     RelposValueError
         If there is no such backend.
+
+    Examples
+    --------
+    >>> import relpos_np as rp
+    >>> rp.set_backend("numpy")  # the formulas, for all calls from here on
+    >>> rp.set_backend(None)
     """
     global _default
     _default = None if name is None else _checked(name)
 
 
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: Backend) -> Iterator[None]:
     """Choose the backend inside a ``with`` block, for the current thread or task only.
 
     Parameters
@@ -100,6 +108,14 @@ def use_backend(name: str) -> Iterator[None]:
     ------
     RelposValueError
         If there is no such backend.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> q = np.eye(3)[None]
+    >>> with rp.use_backend("numpy"):
+    ...     rp.attention(q, q, q).round(2)[0, 0]
+    array([0.47, 0.26, 0.26])
     """
     token = _scoped.set(_checked(name))
     try:
@@ -138,7 +154,10 @@ def kernels(name: str) -> Any:
     if _numba is None:
         try:
             with preparing:
+                _may_compile(importlib.import_module("numba"))
                 _numba = importlib.import_module("relpos_np.kernels._numba")
+        except RelposImportError:
+            raise
         except ImportError as error:
             raise RelposImportError(
                 f"backend 'numba' cannot be imported ({error}); install it with `pip install numba`, "
@@ -147,7 +166,15 @@ def kernels(name: str) -> Any:
     return _numba
 
 
-def available() -> tuple[tuple[str, ...], dict[str, str]]:
+def _may_compile(numba: Any) -> None:
+    if numba.config.DISABLE_JIT:
+        raise RelposImportError(
+            "backend 'numba' runs what Numba compiles, and NUMBA_DISABLE_JIT forbids that; unset it before Python "
+            "starts, or use the reference with backend='numpy' or RELPOS_BACKEND=numpy"
+        )
+
+
+def available() -> tuple[tuple[Backend, ...], dict[str, str]]:
     """Backends that this machine can run.
 
     Returns
@@ -195,7 +222,10 @@ def evaluate(
         from relpos_np._dense import from_terms
 
         return from_terms.attention(problem, terms)
-    module, own = kernels(name), problem.site.dtype
+    module, own, turn = kernels(name), problem.site.dtype, terms.turn
+    if turn is not None:
+        # Rounded to half precision after it has turned back.
+        problem, dtype = problem.with_values(turn.of_values(problem.v)), own
     if dtype is not own and dtype.name not in module.WRITES:  # a name takes 2 µs to make
         dtype = own
     target = out
@@ -203,4 +233,43 @@ def evaluate(
         target, _ = results.empty(problem.out_shape, dtype)
     lse = np.empty(problem.out_shape[:-1], own) if want_lse else None
     module.attention(problem, terms, target, lse)
-    return target, lse
+    return target if turn is None else turn.of_output(target), lse
+
+
+def backward(
+    name: str, problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None, *, stored: bool = False
+) -> tuple[Terms, Array]:
+    """Run the way back on a backend with kernels.
+
+    Parameters
+    ----------
+    name : {"numba", "cuda"}
+        Which.
+    problem, terms
+        See `evaluate`.
+    grad_out, grad_lse : ndarray
+        Gradients of the output, perhaps in half precision, and of the log-sum-exp, which may be None.
+    stored : bool
+        Gradients of q, k and v may be in the dtypes in which these are stored, where nothing is to be added to them.
+
+    Returns
+    -------
+    tuple of Terms and ndarray
+        Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v.
+    """
+    module, turn = kernels(name), terms.turn
+    found: tuple[Terms, Array]
+    if turn is None and name == "numba":
+        found = module.backward(problem, terms, grad_out, grad_lse, stored=stored)
+        return found
+    grad_out = grad_out.astype(problem.site.dtype, copy=False)
+    if turn is None:
+        found = module.backward(problem, terms, grad_out, grad_lse)
+        return found
+    turned = problem.with_values(turn.of_values(problem.v))
+    grads, grad_v = module.backward(turned, terms, turn.to_output(grad_out), grad_lse)
+    if turn.trained:
+        turned.precision = "highest"  # as kernels have it that compute an output on the way back
+        out, _ = evaluate(name, turned, replace(terms, turn=None), None, False, problem.site.dtype)
+        grads.turn = turn.gradient(problem.v, grad_v, out, grad_out)
+    return grads, turn.to_values(grad_v)

@@ -1,8 +1,8 @@
-"""Names for arrays in annotations, without the cost of importing `numpy.typing`."""
+"""Names for annotations: of arrays, without the cost of importing `numpy.typing`, and of words that functions take."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -10,3 +10,8 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 Int32: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+Backend: TypeAlias = Literal["numpy", "terms", "numba", "cuda"]
+Precision: TypeAlias = Literal["highest", "high", "medium"]
+Layout: TypeAlias = Literal["interleaved", "concatenated", "tensor2tensor", "dimension_index"]
+Shift: TypeAlias = Literal["transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni"]

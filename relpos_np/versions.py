@@ -118,6 +118,12 @@ def show_versions(*, as_json: bool = False) -> None:
     ----------
     as_json : bool
         Print JSON instead of lines.
+
+    Examples
+    --------
+    >>> import relpos_np as rp
+    >>> rp.show_versions()
+    relpos_np: ...
     """
     found = collect_versions()
     if as_json:

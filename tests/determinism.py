@@ -47,7 +47,7 @@ class Kernel:
         rng = np.random.default_rng(6)
         u, v = rng.standard_normal((2, h, d)).astype(dtype)[:, heads]
         rows = rng.standard_normal((q_len + k_len - 1, h, d)).astype(dtype)[:, heads]
-        return rp.TransformerXL(u=u, v=v, rows=rows, variant="conformer")
+        return rp.TransformerXL(content_bias=u, position_bias=v, rows=rows, variant="conformer")
 
     def run(self, q: Any, k: Any, v: Any, heads: slice = slice(None), **options: Any) -> Results:
         dtype = np.float64 if q.dtype.itemsize == 8 else np.float32

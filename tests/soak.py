@@ -49,6 +49,8 @@ KINDS: tuple[tuple[int, Kind], ...] = (
     (7, refusals.refused),
     (7, kinds.interrupted),
     (4, kinds.limited),
+    (6, kinds.structured_gradient),
+    (4, kinds.packed),
 )
 _SHARES = list(itertools.accumulate(share for share, _ in KINDS))
 # Threads of Python that work at once, a number for each round; cases per round and thread.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 import relpos_np as rp
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract import check
+from relpos_np._contract.terms import ValueTurn
 from relpos_np._dense import from_terms
 from relpos_np.errors import RelposError
+from relpos_np.schemes.liere import _blockwise, _Spectrum
 from relpos_np.schemes.sample import Sample
 from relpos_np.testing._sizes import lengths as sizes_of
 from relpos_np.testing.arguments import arguments, rebuilt
@@ -68,6 +71,13 @@ class Mask:
         return np.asarray(np.where(there, added, dtype(-np.inf)))
 
 
+@lru_cache(maxsize=4)  # one call is asked for its numbers many times, as itself and as changed a little
+def _parts(position, size, batch, heads, seed, rounded):
+    rng = np.random.default_rng(seed)
+    sample = Sample(lambda *shape: rng.standard_normal(shape).astype(rounded), **dict(size), batch=batch, heads=heads)
+    return sample.operands(1, 1) if position is None else position.parts(sample)
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of attention; a first scheme with lengths of its own (a window) changes those that are given."""
@@ -89,14 +99,22 @@ class Case:
     key_lengths: Any = None
     scale: float | None = None
     offset: int | None = None
+    # As the loops take it.
+    rule: tuple[Any, ...] | None = None
+    softcap: float | None = None
+    cap_order: str = "scores"
+    # Axes of the arrays: "head", "query" or "row", for a number per query of each head.
+    sinks: str | None = None
+    query_scale: str | None = None
+    # Keys that each query names; a negative number for others in each head.
+    selected: int = 0
     # The lengths that were given, also to a case that is replaced.
     given: tuple[int, int] | None = field(default=None, repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "_made", {})
         object.__setattr__(self, "given", self.given or (self.q_len, self.k_len))
         if self.positions:
-            parts = self._parts(0, np.float64)
+            parts = self.parts(0, np.float64)
             object.__setattr__(self, "q_len", parts["q"].shape[-2])
             object.__setattr__(self, "k_len", parts["k"].shape[-2])
 
@@ -104,26 +122,16 @@ class Case:
     def heads(self):
         return self.kv_heads * self.group
 
-    def made(self, rounded):
-        """What the examples of the schemes consist of, in one precision."""
-        if rounded not in self._made:
-            self._made[rounded] = [self._parts(at, rounded) for at in range(max(len(self.positions), 1))]
-        return self._made[rounded]
-
-    def _parts(self, at, rounded):
-        rng = np.random.default_rng([self.seed, at])
-        size = sizes_of(*((self.q_len, self.k_len) if at else self.given), self.depth, self.v_dim)
-        sample = Sample(
-            lambda *shape: rng.standard_normal(shape).astype(rounded),
-            **vars(size),
-            batch=self.batch,
-            heads=(self.heads, self.kv_heads),
-        )
-        return self.positions[at].parts(sample) if self.positions else sample.operands(1, 1)
+    def parts(self, at, rounded):
+        """What the example of a scheme consists of, in one precision."""
+        lengths = (self.q_len, self.k_len) if at else self.given
+        size = tuple(vars(sizes_of(*lengths, self.depth, self.v_dim)).items())
+        position = self.positions[at] if self.positions else None
+        return _parts(position, size, self.batch, (self.heads, self.kv_heads), (self.seed, at), rounded)
 
     def operands(self, dtype, rounded=None):
         """q, k, v; with `rounded`, the values they have in that dtype."""
-        parts = self.made(rounded or dtype)[0]
+        parts = self.parts(0, rounded or dtype)
         out = []
         for name, lead in zip("qkv", self.leads, strict=True):
             # Of an axis that is broadcast, the first item stands for all.
@@ -134,22 +142,59 @@ class Case:
 
     def schemes(self, dtype, rounded=None):
         """The schemes, with arrays in one dtype."""
-        made = self.made(rounded or dtype) if self.positions else []
-        return tuple(rebuilt(parts["position"], dtype) for parts in made)
+        made = (self.parts(at, rounded or dtype)["position"] for at in range(len(self.positions)))
+        return tuple(rebuilt(position, dtype) for position in made)
+
+    def numbers(self, dtype, rounded=None):
+        """The options that are arrays and have gradients."""
+        rng, made = np.random.default_rng([self.seed, 98]), {}
+        rows = (*self.batch, self.heads, self.q_len)
+        shapes = {"head": (self.heads,), "query": (self.q_len,), "row": rows, "item": (*self.batch, 1, self.q_len)}
+        for name, kind in (("sinks", self.sinks), ("query_scale", self.query_scale)):
+            if kind is not None:
+                x = rng.standard_normal(shapes[kind])
+                x = 2 * x if name == "sinks" else 1 + np.abs(x)
+                made[name] = x.astype(rounded or dtype).astype(dtype)
+        return made
+
+    def _selected(self):
+        """Indices of keys, or None."""
+        if not self.selected:
+            return None
+        rng = np.random.default_rng([self.seed, 97])
+        heads = (self.heads,) if self.selected < 0 else ()
+        return rng.integers(-1, self.k_len, (*self.batch, *heads, self.q_len, abs(self.selected)))
+
+    def _rule(self):
+        if self.rule is None:
+            return None
+        kind, *numbers = self.rule
+        if kind == "prefix":
+            lengths = numbers[0]
+            return rp.Prefix(lengths if isinstance(lengths, int) else np.array(lengths))
+        return {"chunked": rp.Chunked, "dilated": rp.Dilated}[kind](*numbers)
 
     def options(self, dtype, rounded=None):
         """Keyword arguments of rp.attention."""
         schemes = self.schemes(dtype, rounded)
         lengths = self.key_lengths
-        return {
-            "position": None if not schemes else schemes[0] if len(schemes) == 1 else schemes,
-            "mask": None if self.mask is None else self.mask.build(self.seed, dtype, rounded or dtype),
-            "causal": self.causal,
-            "window": self.window,
-            "key_lengths": lengths if lengths is None or isinstance(lengths, int) else np.array(lengths),
-            "scale": self.scale,
-            "offset": self.offset,
-        }
+        more = {"rule": self._rule(), "softcap": self.softcap, "selected": self._selected()}
+        if self.softcap is not None:
+            more["cap_order"] = self.cap_order
+        more = {name: x for name, x in more.items() if x is not None}
+        return (
+            self.numbers(dtype, rounded)
+            | more
+            | {
+                "position": None if not schemes else schemes[0] if len(schemes) == 1 else schemes,
+                "mask": None if self.mask is None else self.mask.build(self.seed, dtype, rounded or dtype),
+                "causal": self.causal,
+                "window": self.window,
+                "key_lengths": lengths if lengths is None or isinstance(lengths, int) else np.array(lengths),
+                "scale": self.scale,
+                "offset": self.offset,
+            }
+        )
 
     def legal(self, dtype=np.float64):
         """Whether the library accepts the call."""
@@ -165,6 +210,18 @@ class Case:
         del options["position"]
         return options
 
+    def _weakened(self, weight, lse):
+        """What sinks leave of sums of p |v|."""
+        sinks = self.numbers(np.float64).get("sinks")
+        if sinks is None:
+            return weight
+        sinks = sinks[:, None] if self.sinks == "head" else sinks
+        return weight / (1 + np.exp(np.minimum(sinks - lse, 700.0)))[..., None]
+
+    def score_options(self, dtype):
+        """Keyword arguments of rp.logits."""
+        return {name: x for name, x in self.options(dtype).items() if name != "sinks"}
+
     def attention(self, dtype, backend, rounded=None):
         """Output and log-sum-exp of a backend."""
         operands, options = self.operands(dtype, rounded), self.options(dtype, rounded)
@@ -179,12 +236,16 @@ class Case:
         )
         offset = self.k_len - self.q_len if self.offset is None else self.offset
         options = self.options(np.float64)
+        if "query_scale" in options:
+            factors = np.broadcast_to(options["query_scale"], (*self.batch, self.heads, self.q_len))
+            q = np.broadcast_to(q, (q.shape[0], self.heads, *q.shape[2:])) * factors.reshape(-1, *q.shape[1:3], 1)
         mask, lengths, right = options["mask"], options["key_lengths"], self.window
         if isinstance(right, tuple):
             right = right[1]
         call = {
             "q": q,
             "k": k,
+            "v": v,
             "l_q": self.q_len,
             "l_k": self.k_len,
             "heads": self.heads,
@@ -201,6 +262,7 @@ class Case:
         for one in found:
             q, k = q if one.q is None else one.q, k if one.k is None else one.k
             scale = scale if one.scale is None else one.scale
+            v = v if one.v is None else one.v
         values = [one.value for one in found if one.value is not None]
 
         def value(b, h, i, j):
@@ -212,9 +274,26 @@ class Case:
         if lengths is not None:
             lengths = np.broadcast_to(lengths, self.batch).ravel().tolist()
         limits = {"mask": mask, "causal": self.causal, "window": self.window, "key_lengths": lengths}
+        limits["rule"] = self.rule
+        if self.rule is not None and self.rule[0] == "prefix" and not isinstance(self.rule[1], int):
+            limits["rule"] = ("prefix", np.broadcast_to(self.rule[1], self.batch).ravel().tolist())
+        selected = options.get("selected")
+        if selected is not None:
+            selected = selected if selected.ndim == len(self.batch) + 3 else selected[..., None, :, :]
+            shape = (*self.batch, self.heads, self.q_len, selected.shape[-1])
+            limits["selected"] = np.broadcast_to(selected, shape).reshape(-1, *shape[-3:]).tolist()
+        sinks = options.get("sinks")
+        if sinks is not None:
+            sinks = np.broadcast_to(sinks[:, None] if self.sinks == "head" else sinks, (*self.batch, *q.shape[1:3]))
+            sinks = sinks.reshape(q.shape[:3]).tolist()
         return (q, k, v), {
+            "softcap": self.softcap,
+            "cap_order": self.cap_order,
+            "sinks": sinks,
+            "product": next((one.product for one in found if one.product is not None), None),
             "logit": naive.add(*[one.logit for one in found if one.logit is not None]),
             "value": value if values else None,
+            "back": next((one.back for one in found if one.back is not None), None),
             "allowed": naive.allowed(self.q_len, self.k_len, offset=offset, **limits),
             "scale": scale,
         }
@@ -230,7 +309,7 @@ class Case:
     def naive_logits(self):
         """Scores of the loops, in the shape of the call."""
         (q, k, _), closures = self.loops()
-        del closures["value"]
+        del closures["value"], closures["sinks"], closures["back"]
         s = naive.logits(q, k, **closures)
         return s.reshape(*self.batch, *s.shape[1:])
 
@@ -243,14 +322,35 @@ class Case:
         q, k, v = self.operands(np.float64, rounded)
         problem = check.problem(q, k, np.abs(v), **self._masks(np.float64, rounded))[0]
         terms = all_terms(each_lowered(self.schemes(np.float64, rounded), problem))
-        whole = _absolute(terms, problem)
-        weight = from_terms.attention(problem, replace(terms, values=whole.values))[0]
+        whole, turn = _absolute(terms, problem), None if terms.turn is None else terms.turn.sizes()
+        for scheme in self.schemes(np.float64, rounded):
+            whole = replace(whole, **_turned_sizes(scheme, np.abs(problem.q), np.abs(problem.k), problem.site))
+        # What scales queries rounds them, before anything is made of them.
+        counted = sum(_counted(scheme, problem) for scheme in self.schemes(np.float64, rounded) if self.query_scale)
+        if turn is not None:
+            problem = problem.with_values(np.maximum(turn.of_values(problem.v), turn.to_values(problem.v)))
+        weight, lse = from_terms.attention(problem, replace(terms, values=whole.values, turn=None))
+        if turn is not None:
+            weight = np.maximum(turn.of_output(weight), turn.to_output(weight))
+        weight = self._weakened(weight, lse)
         problem = check.problem(np.abs(q), np.abs(k), np.abs(v), **self._masks(np.float64, rounded))[0]
         problem.site.scale = abs(problem.site.scale)
+        # A cap is never steeper than 1: errors of what it is given remain, and rounding it is relative to less.
+        problem.softcap, problem.cap_content = 0.0, False
         if problem.mask is not None and problem.mask.dtype != np.bool_:
             problem.mask = np.where(np.isneginf(problem.mask), problem.mask, np.abs(problem.mask))
         s = from_terms.scores(problem, whole)
-        return np.maximum(s.max(axis=-1, initial=0.0), 0.0), weight
+        return np.maximum(s.max(axis=-1, initial=0.0), 0.0) + counted, weight
+
+
+def _counted(scheme, problem):
+    """How much a relative change of queries, of 1, moves what CoPE adds to a score: through all gates, at most."""
+    if not isinstance(scheme, rp.CoPE):
+        return 0.0
+    keys, gates, whole, *_ = scheme._steps(problem.q, problem.k, problem.site)
+    products = np.abs(problem.q) @ np.abs(keys).swapaxes(-1, -2) * abs(problem.site.scale)
+    moved = (gates * (1 - gates) * products).sum(axis=-1)
+    return moved * np.abs(np.diff(whole, axis=-1)).max(axis=-1, initial=0.0) * abs(scheme._factor(problem.site))
 
 
 def _absolute(terms, problem):
@@ -271,11 +371,28 @@ def _absolute(terms, problem):
     )
 
 
+def _turned_sizes(scheme, q, k, site):
+    """What channels that have turned are sums of: a turn may leave little of what another is multiplied with."""
+    if isinstance(scheme, rp.Rotary):
+        of_query, of_key = scheme._tables(site)
+        turn = ValueTurn(of_key, of_query, scheme.layout, scheme._first, scheme.blocks).sizes()
+        query = np.maximum(turn.of_output(q), turn.to_output(q))
+        return {"query": query, "key": np.maximum(turn.of_values(k), turn.to_values(k))}
+    if isinstance(scheme, rp.LieRE):
+        turns = [np.abs(_Spectrum(scheme.generators, at).rotations()) for at in scheme._at(site)]
+        return {name: _blockwise(x, turn) for name, x, turn in zip(("query", "key"), (q, k), turns, strict=True)}
+    return {}
+
+
 def float64_tolerance(case):
     """How far two correct float64 evaluations may be apart: (output, lse), from epsilon and the sums' lengths."""
     eps = np.finfo(np.float64).eps
     top, weight = case.sizes()
-    score = 2 * (case.depth + 8) * eps * (1 + top)
+    # An angle, or another product with a position, has an error of its own size in radians.
+    first = case.k_len - case.q_len if case.offset is None else int(np.abs(case.offset).max())
+    furthest = max(abs(first), abs(first) + case.q_len, case.k_len)
+    angle = 0 if all(rp.SCHEMES[position.name].far for position in case.positions) else furthest
+    score = (2 * (case.depth + 8) + angle) * eps * (1 + top)
     out = (2 * score + 2 * (case.k_len + 8) * eps)[..., None] * weight
     return np.maximum(out, np.finfo(np.float64).tiny), score + 2 * (case.k_len + 8) * eps
 
@@ -334,6 +451,8 @@ def masks(draw, shape):
     """Full, row, key-padding and broadcast masks, bool or float with -inf."""
     axes = draw(st.integers(0, len(shape)))
     kept = [n if draw(st.booleans()) else 1 for n in shape[len(shape) - axes :]]
+    if len(shape) == 4 and kept == [shape[0], shape[-1]]:
+        kept = [1, *kept]  # where it may be a row for each item of the batch, two axes are refused
     return Mask(
         draw(st.sampled_from(["bool", "float"])), tuple(kept), draw(st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]))
     )
@@ -363,8 +482,39 @@ def windows(k_len):
 
 
 @st.composite
-def cases(draw, *, small=True, plain=False, name=None):
-    """Any legal call. Small ones are within reach of the naive loops."""
+def rules(draw, batch, k_len):
+    """A rule, as loops take it."""
+    kind = draw(st.sampled_from(["chunked", "prefix", "dilated"]))
+    if kind == "chunked":
+        chunks = st.none() | st.integers(0, 2)
+        return kind, draw(st.integers(1, k_len + 2)), draw(chunks), draw(chunks)
+    if kind == "dilated":
+        return kind, draw(st.integers(1, k_len + 1))
+    length = st.integers(0, k_len + 1)
+    return kind, draw(length | st.lists(length, min_size=batch[-1], max_size=batch[-1]) if batch else length)
+
+
+@st.composite
+def shaping(draw, batch, k_len):
+    """Options of a call that most calls do without."""
+    rule = draw(st.none() | rules(batch, k_len))
+    found = {
+        "rule": rule,
+        "softcap": draw(st.sampled_from([None, 0.5, 3.0, 50.0])),
+        "sinks": draw(st.sampled_from([None, "head", "row", "item"])),
+        "query_scale": draw(st.sampled_from([None, "query", "row", "item"])),
+        "selected": draw(st.sampled_from([0, 0, 1, 3, -2])),
+    }
+    if found["softcap"] is not None:
+        found["cap_order"] = draw(st.sampled_from(["scores", "content"]))
+    if rule is not None and rule[0] == "prefix":
+        found["causal"] = False
+    return found
+
+
+@st.composite
+def cases(draw, *, small=True, plain=False, name=None, shaped=True):
+    """Any legal call, with the options of `shaping` or without. Small ones are within reach of the naive loops."""
     lengths, dims = (SMALL_LENGTHS, SMALL_DIMS) if small else (LENGTHS, DIMS)
     leads, batch = (
         draw(lead_axes()) if small else draw(st.sampled_from([(((), (), ()), ()), (((2,), (1,), (2,)), (2,))]))
@@ -379,17 +529,20 @@ def cases(draw, *, small=True, plain=False, name=None):
     q_len, k_len = base.q_len, base.k_len
     length = st.integers(0, k_len)
     lengths_of = st.none() | length
-    if batch:
+    more = draw(st.one_of(st.just({}), shaping(batch, k_len))) if shaped else {}
+    if batch and (batch[-1] > 1 or prod(batch) == 1):  # one entry for several items is refused
         lengths_of |= st.lists(length, min_size=batch[-1], max_size=batch[-1])
-    return replace(
-        base,
-        amplitude=draw(st.sampled_from([1.0, 1.0, 5.0])),
-        mask=draw(st.none() | masks((*batch, kv_heads * group, q_len, k_len))),
-        causal=draw(st.booleans()),
-        window=draw(windows(k_len)),
-        key_lengths=draw(lengths_of),
-        scale=draw(st.sampled_from([None, None, 1.0, 0.3, -0.7, 0.0])),
-    )
+    usual = {
+        "amplitude": draw(st.sampled_from([1.0, 1.0, 5.0])),
+        "mask": draw(st.none() | masks((*batch, kv_heads * group, q_len, k_len))),
+        "causal": draw(st.booleans()),
+        "window": draw(windows(k_len)),
+        "key_lengths": draw(lengths_of),
+        "scale": draw(st.sampled_from([None, None, 1.0, 0.3, -0.7, 0.0])),
+    }
+    found = replace(base, **usual | more)
+    # Where positions are part of the product, nothing says what a cap of products is for.
+    return found if found.cap_order == "scores" or found.legal() else replace(found, cap_order="scores")
 
 
 def _legal(seed, leads, batch, kv_heads, group, q_len, k_len, depth, v_dim, found, offset):

@@ -21,7 +21,7 @@ import relpos_np as rp
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "asv_bench"
-MODULES = ["attention", "rel_shift", "scaling", "small"]
+MODULES = ["attention", "options", "rel_shift", "scaling", "small"]
 
 
 @pytest.fixture(autouse=True)

@@ -330,7 +330,7 @@ def test_sizes_that_are_not_true():
 
 def test_what_a_compressed_archive_may_unpack_to(tmp_path, monkeypatch):
     """So many times its own size; the error says how to save a larger one, and that works."""
-    monkeypatch.setattr(archive, "_UNPACKED", 1 << 16)
+    monkeypatch.setattr(npzfile, "_UNPACKED", 1 << 16)
     path = tmp_path / "in.npz"
     np.savez_compressed(path, q=np.zeros((100, 1000)))
     with pytest.raises(rp.RelposError, match=r"in.npz: .*800128 bytes, and 65536 are allowed .* numpy.savez,"):
@@ -339,6 +339,39 @@ def test_what_a_compressed_archive_may_unpack_to(tmp_path, monkeypatch):
     assert archive.read(path)["q"].shape == (100, 1000)
     np.savez_compressed(path, q=np.random.default_rng(0).random((100, 1000)))
     assert archive.read(path)["q"].shape == (100, 1000)
+
+
+def test_load_npz_takes_bytes_and_paths_within_a_limit(tmp_path):
+    path = tmp_path / "in.npz"
+    np.savez_compressed(path, q=np.zeros((100, 1000)), k=np.arange(3))
+    for source in (path, str(path), path.read_bytes()):
+        found = rp.load_npz(source)
+        assert list(found) == ["q", "k"]
+        np.testing.assert_array_equal(found["k"], np.arange(3))
+        assert found["q"].shape == (100, 1000)
+        size = 800_128 + 152
+        assert rp.load_npz(source, limit=size).keys() == found.keys()
+        with pytest.raises(rp.RelposMemoryError, match=f"have {size} bytes, and {size - 1} are allowed for a file of"):
+            rp.load_npz(source, limit=size - 1)
+
+
+def test_load_npz_refuses_by_name(tmp_path):
+    with pytest.raises(rp.RelposValueError, match=r"source: .*nowhere\.npz: no such file"):
+        rp.load_npz(tmp_path / "nowhere.npz")
+    with pytest.raises(rp.RelposValueError, match=r"source: .*: not a readable \.npz archive: Is a directory"):
+        rp.load_npz(tmp_path)
+    with pytest.raises(rp.RelposValueError, match=r"source: not a readable \.npz archive"):
+        rp.load_npz(b"hello")
+    with pytest.raises(rp.RelposValueError, match="single array"):
+        rp.load_npz(npy())
+    for source in (3, None, np.zeros(3), bytearray(b"PK"), io.BytesIO()):
+        with pytest.raises(rp.RelposTypeError, match="source: expected bytes or a path, found"):
+            rp.load_npz(source)
+    for limit in (1.5, "1", True):
+        with pytest.raises(rp.RelposTypeError, match="limit: expected an integer"):
+            rp.load_npz(b"", limit=limit)
+    with pytest.raises(rp.RelposValueError, match="limit: expected at least 0"):
+        rp.load_npz(b"", limit=-1)
 
 
 @POSIX

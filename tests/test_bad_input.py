@@ -1,5 +1,6 @@
 """Bad calls: each raises this library's error, of the kind Python callers expect, naming the argument and its fault."""
 
+import inspect
 import re
 
 import numpy as np
@@ -16,6 +17,11 @@ def a(*shape, dtype=F):
 
 Q, K, V = a(2, 4, 5, 8), a(2, 2, 7, 8), a(2, 2, 7, 6)
 T5_TABLE = a(32, 4)
+
+
+def foreign(module, name):
+    """An array of another package, as far as its class says so."""
+    return type(name, (), {"__module__": module})()
 
 
 def call(q=Q, k=K, v=V, **options):
@@ -59,6 +65,8 @@ BAD = {
     },
     "k: mixed": (call(k=K.astype(np.float32)), TypeError, ["float64", "float32"]),
     "v: mixed": (call(v=V.astype(np.float16)), TypeError, ["float64", "float16"]),
+    "q: tensor": (call(q=foreign("torch", "Tensor")), TypeError, ["Tensor", "relpos_np.interop.torch.attention"]),
+    "q: JAX": (call(q=foreign("jaxlib._jax", "ArrayImpl")), TypeError, ["ArrayImpl", "interop.jax", "np.asarray"]),
     # q, k, v: shapes
     "q: rank 1": (call(q=a(8)), ValueError, ["(8,)"]),
     "v: rank 0": (call(v=np.array(1.0)), ValueError, ["()"]),
@@ -76,11 +84,20 @@ BAD = {
     "k: batch": (call(k=a(3, 2, 7, 8)), ValueError, ["(2,)", "(3,)"]),
     # unknown names
     "casual: unknown": (call(casual=True), TypeError, ["attention has no such argument", "did you mean 'causal'?"]),
-    "lse: unknown": (call(lse=True), TypeError, ["expected position, mask, key_lengths", "return_lse, out"]),
+    "lse: unknown": (
+        call(lse=True),
+        TypeError,
+        ["expected position, mask, key_lengths", "return_lse, return_bound, out"],
+    ),
     "postion: unknown": (lambda: rp.logits(Q, K, postion=None), TypeError, ["logits has", "did you mean 'position'?"]),
     "dropout: logits": (lambda: rp.logits(Q, K, dropout=0.5), TypeError, ["logits has no such argument"]),
     # masks
-    "mask: int": (call(mask=np.ones((5, 7), int)), TypeError, ["int64", "bool"]),
+    "mask: int": (
+        call(mask=np.ones((5, 7), int)),
+        TypeError,
+        ["int64", "bool", "mask.astype(bool)", "(batch, 1, 1, L_k)"],
+    ),
+    "mask: int, all axes": (call(mask=np.ones((1, 1, 5, 7), int)), TypeError, ["mask.astype(bool)"]),
     "mask: uint8": (call(mask=np.ones((5, 7), np.uint8)), TypeError, ["uint8"]),
     "mask: complex": (call(mask=np.ones((5, 7), complex)), TypeError, ["complex128"]),
     "mask: list": (call(mask=[[True]]), TypeError, ["list"]),
@@ -88,6 +105,16 @@ BAD = {
     "mask: transposed": (call(mask=np.ones((7, 5), bool)), ValueError, ["(7, 5)", "(2, 4, 5, 7)"]),
     "mask: rank": (call(mask=np.ones((1, 2, 4, 5, 7), bool)), ValueError, ["(1, 2, 4, 5, 7)", "(2, 4, 5, 7)"]),
     "mask: too few batch items": (call(mask=np.ones((3, 1, 1, 7), bool)), ValueError, ["(3, 1, 1, 7)"]),
+    "mask: two readings": (
+        lambda: rp.attention(Q[:, :, :2], K, V, mask=np.ones((2, 7), bool)),
+        ValueError,
+        ["(2, 7)", "(L_q, L_k)", "(B, L_k)", "mask[None]", "mask[:, None, None]"],
+    ),
+    "mask: two readings, offsets": (
+        lambda: rp.attention(Q[:, :, :2], K, V, mask=np.ones((2, 7)), offset=[1, 2]),
+        ValueError,
+        ["(2, 7)", "mask[None]"],
+    ),
     # numbers
     "causal: 1": (call(causal=1), TypeError, ["1"]),
     "causal: None": (call(causal=None), TypeError, ["None"]),
@@ -104,6 +131,12 @@ BAD = {
     "key_lengths: float": (call(key_lengths=np.array([3.0, 2.0])), TypeError, ["float64"]),
     "key_lengths: bool": (call(key_lengths=np.array([True, False])), TypeError, ["bool"]),
     "key_lengths: shape": (call(key_lengths=np.array([3, 2, 1])), ValueError, ["(3,)", "(2,)"]),
+    "key_lengths: one entry": (call(key_lengths=[3]), ValueError, ["2 items", "(2,)", "pass an integer"]),
+    "key_lengths: one entry, offsets": (
+        call(key_lengths=np.array([3]), offset=[1, 2]),
+        ValueError,
+        ["2 items", "pass an integer"],
+    ),
     "key_lengths: ragged": (call(key_lengths=[[1], [2, 3]]), TypeError, []),
     "scale: nan": (call(scale=np.nan), ValueError, ["nan"]),
     "scale: inf": (call(scale=np.inf), ValueError, ["inf"]),
@@ -162,10 +195,10 @@ BAD = {
     "bidirectional: 0": (lambda: rp.T5(T5_TABLE, bidirectional=0), TypeError, ["0"]),
     "rounding: unknown": (lambda: rp.T5(T5_TABLE, rounding="float64"), ValueError, ["'float64'", "'exact'"]),
     # Transformer-XL
-    "u: heads": (call(position=rp.TransformerXL(a(3, 8), a(3, 8), a(7, 3, 8))), ValueError, ["(3, 8)", "4"]),
-    "u: rank": (lambda: rp.TransformerXL(a(8), a(8), a(7, 4, 8)), ValueError, ["(8,)"]),
-    "v: shape of u": (lambda: rp.TransformerXL(a(4, 8), a(4, 9), a(7, 4, 8)), ValueError, ["(4, 8)", "(4, 9)"]),
-    "rows: heads of u": (lambda: rp.TransformerXL(a(4, 8), a(4, 8), a(7, 8)), ValueError, ["(7, 8)"]),
+    "content_bias: heads": (call(position=rp.TransformerXL(a(3, 8), a(3, 8), a(7, 3, 8))), ValueError, ["(3, 8)", "4"]),
+    "content_bias: rank": (lambda: rp.TransformerXL(a(8), a(8), a(7, 4, 8)), ValueError, ["(8,)"]),
+    "position_bias: shape": (lambda: rp.TransformerXL(a(4, 8), a(4, 9), a(7, 4, 8)), ValueError, ["(4, 8)", "(4, 9)"]),
+    "rows: heads": (lambda: rp.TransformerXL(a(4, 8), a(4, 8), a(7, 8)), ValueError, ["(7, 8)"]),
     "rows: head_dim": (lambda: rp.TransformerXL(a(4, 8), a(4, 8), a(7, 4, 9)), ValueError, ["(7, 4, 9)"]),
     **{
         f"rows: {variant}": (
@@ -199,7 +232,7 @@ BAD = {
         ValueError,
         ["(13, 3)", "4"],
     ),
-    "query_grid: tokens": (
+    "grid: tokens": (
         call(position=rp.WindowBias(a(13, 4), (6,), (7,), extent=(7,))),
         ValueError,
         ["(6,)", "6", "5"],
@@ -209,11 +242,11 @@ BAD = {
         ValueError,
         ["(6,)", "6", "7"],
     ),
-    "query_grid: int": (lambda: rp.WindowBias(a(9, 4), 5), TypeError, ["5"]),
-    "query_grid: empty": (lambda: rp.WindowBias(a(9, 4), ()), TypeError, ["()"]),
-    "query_grid: zero": (lambda: rp.WindowBias(a(9, 4), (0,)), ValueError, ["0"]),
-    "query_grid: float": (lambda: rp.WindowBias(a(9, 4), (5.0,)), TypeError, ["5.0"]),
-    "query_grid: bool": (lambda: rp.WindowBias(a(1, 4), (True,)), TypeError, ["True"]),
+    "grid: int": (lambda: rp.WindowBias(a(9, 4), 5), TypeError, ["5"]),
+    "grid: empty": (lambda: rp.WindowBias(a(9, 4), ()), TypeError, ["()"]),
+    "grid: zero": (lambda: rp.WindowBias(a(9, 4), (0,)), ValueError, ["0"]),
+    "grid: float": (lambda: rp.WindowBias(a(9, 4), (5.0,)), TypeError, ["5.0"]),
+    "grid: bool": (lambda: rp.WindowBias(a(1, 4), (True,)), TypeError, ["True"]),
     "key_grid: axes": (lambda: rp.WindowBias(a(9, 4), (5,), (5, 1)), ValueError, ["1", "(5, 1)"]),
     "extent: axes": (lambda: rp.WindowBias(a(9, 4), (5,), extent=(5, 1)), ValueError, ["(5, 1)"]),
     "key_coords: outside": (
@@ -234,11 +267,10 @@ BAD = {
     "num_frames_kv: zero": (lambda: rp.WindowBias.rstt(a(7, 1), 4, 0, (1, 1)), ValueError, ["0"]),
     "num_frames_q: zero": (lambda: rp.WindowBias.rstt(a(7, 1), 0, 1, (1, 1)), ValueError, ["0"]),
     "num_frames_q: float": (lambda: rp.WindowBias.rstt(a(7, 1), 4.0, 1, (1, 1)), TypeError, ["4.0"]),
-    "window_size: int": (lambda: rp.WindowBias.rstt(a(7, 1), 4, 2, 7), TypeError, ["7"]),
+    "grid: int, of rstt": (lambda: rp.WindowBias.rstt(a(7, 1), 4, 2, 7), TypeError, ["7"]),
     # absolute
     "dim: 0": (lambda: rp.Sinusoidal(0), ValueError, ["0"]),
     "dim: float": (lambda: rp.Sinusoidal(8.0), TypeError, ["8.0"]),
-    "dim: odd": (lambda: rp.Sinusoidal(7, layout="concatenated"), ValueError, ["7", "concatenated"]),
     "base: nan": (lambda: rp.Sinusoidal(8, base=np.nan), ValueError, ["nan"]),
     "base: negative": (lambda: rp.Sinusoidal(8, base=-1.0), ValueError, ["-1"]),
     "base: string": (lambda: rp.Sinusoidal(8, base="e"), TypeError, ["'e'"]),
@@ -325,3 +357,54 @@ def test_the_checks_leave_a_tables_owner_free():
     table = a(32, 4)
     rp.T5(table)
     assert table.flags.writeable
+
+
+# --------------------------------------------------------------------------------- formulas one by one
+
+# No formula takes one of these for each of its arguments.
+WRONG = {
+    "text": "x",
+    "none": None,
+    "object": object(),
+    "list": [1.0, 2.0],
+    "texts": np.array(["a"]),
+    "objects": np.array([None]),
+    "dates": np.array(["2017-06-12"], "datetime64[D]"),
+    "no axes": np.array(1.0),
+    "huge": 10**30,
+}
+
+
+def refusal(formula, *args, **named):
+    """What a formula says against arguments, in an error of the library; no other may come."""
+    try:
+        formula(*args, **named)
+    except rp.RelposError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", sorted(rp.reference.__all__))
+def test_formulas_refuse_what_is_no_argument_of_theirs(name):
+    formula = getattr(rp.reference, name)
+    taken = [p for p in inspect.signature(formula).parameters.values() if p.default is p.empty]
+    for kind, wrong in WRONG.items():
+        args = [wrong for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD]
+        named = {p.name: wrong for p in taken if p.kind is p.KEYWORD_ONLY}
+        said = refusal(formula, *args, **named)
+        assert said is None or any(word in said for word in (*[p.name for p in taken], name)), (kind, said)
+
+
+def test_formulas_name_the_argument_or_the_shapes():
+    x = np.ones((2, 3, 4))
+    for words, call in {
+        r"q_len: expected an integer, found 1.5": lambda: rp.reference.sandwich_bias(2, 1.5, 3),
+        r"s: expected a NumPy array, found list": lambda: rp.reference.softmax([1.0, 2.0]),
+        r"x: expected numbers, found dtype <U1": lambda: rp.reference.rel_shift(np.array([["a"]])),
+        r"grid: expected a sequence of integers, found 4": lambda: rp.reference.grid_positions(4),
+        r"self_attention: these arguments do not fit: .*\(2, 3, 4\).*\(5, 5\)": lambda: rp.reference.self_attention(
+            x, *[np.ones((5, 5))] * 3
+        ),
+    }.items():
+        with pytest.raises(rp.RelposError, match=words):
+            call()

@@ -1,6 +1,7 @@
 """The command line: what it prints, writes and returns, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._commands import main as cli
+from relpos_np.schemes.base import Scheme
 from relpos_np.testing import sweep
 from tests.every import ATTENTION
 
@@ -54,12 +56,27 @@ def refuses(run):
 
 def archive(one):
     """An example as the arrays of a file."""
-    arrays = {"q": one.q, "k": one.k, "v": one.v, "scheme": one.name, **one.kwargs}
-    for name, value in testing.arguments(one.position).items():
+    return {
+        "q": one.q,
+        "k": one.k,
+        "v": one.v,
+        "scheme": one.name,
+        **one.kwargs,
+        **parameters("position", one.position),
+    }
+
+
+def parameters(prefix, scheme):
+    """The arguments of a scheme as the arrays of a file."""
+    arrays = {}
+    for name, value in testing.arguments(scheme).items():
         if name == "key_coords":
-            arrays |= {f"position.{name}.{n}": c for n, c in enumerate(value or ()) if c is not None}
+            arrays |= {f"{prefix}.{name}.{n}": c for n, c in enumerate(value or ()) if c is not None}
+        elif isinstance(value, Scheme):
+            arrays[f"{prefix}.{name}"] = next(n for n, info in rp.SCHEMES.items() if info.cls is type(value))
+            arrays |= parameters(f"{prefix}.{name}", value)
         elif value is not None:
-            arrays[f"position.{name}"] = value
+            arrays[f"{prefix}.{name}"] = value
     return arrays
 
 
@@ -78,8 +95,11 @@ def saved(path="in.npz", **arrays):
 
 def test_version_and_help(run):
     assert run("--version")[:2] == (0, f"relpos {rp.__version__}\n")
-    assert all(name in run("--help")[1] for name in ("attend", "plot", "check", "vectors", "warmup", "info"))
-    for command in ("attend", "plot", "check", "vectors", "warmup", "info"):
+    assert all(
+        name in run("--help")[1]
+        for name in ("attend", "config", "plot", "check", "identify", "vectors", "warmup", "info")
+    )
+    for command in ("attend", "config", "plot", "check", "identify", "vectors", "warmup", "info"):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert f"relpos {command}" in out.partition("example")[2]
@@ -222,6 +242,34 @@ def test_every_scheme_from_a_file(run, name, variant, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in-out.npz", "in.npz"]
 
 
+def test_a_scheme_within_a_scheme_from_a_file(run, rng):
+    """With parameters of its own, and with ones that mean nothing."""
+    network = {"w1": rng.standard_normal((5, 6)), "b1": rng.standard_normal(5), "w2": rng.standard_normal((3, 5))}
+    dape = {**network, "b2": rng.standard_normal(3)}
+    arrays = qkv(scheme="dape", **{f"position.{name}": x for name, x in dape.items()})
+    slopes = np.array([0.25, 1.0, 3.0])
+    given = {"position.bias": "alibi", "position.bias.slopes": slopes, "position.bias.form": "causal"}
+    code, _, err = run("attend", saved(**arrays, **given), "--backend", "terms")
+    assert (code, err) == (0, "")
+    scheme = rp.DAPE(rp.ALiBi(slopes, form="causal"), **dape)
+    with np.load("in-out.npz", allow_pickle=False) as result:
+        testing.assert_matches(result["out"], rp.attention(*(arrays[name] for name in "qkv"), position=scheme))
+    for wrong, words in (
+        ({"position.bias": "alib"}, "scheme: expected one of .* found 'alib'"),
+        ({"position.bias.slopes": slopes}, "dape needs position.bias"),
+        (
+            {**given, "position.bias.slope": slopes},
+            r"alibi has no parameter position\.bias\.slope; expected .*bias\.slopes",
+        ),
+        ({**given, "position.bias.bias.w1": slopes}, r"no parameter position\.bias\.bias\.w1"),
+        ({"position.bias": np.array(["alibi", "t5"])}, r"position\.bias: expected a single value"),
+        ({"position.bias": slopes[:1]}, "scheme: expected one of"),
+    ):
+        code, _, err = run("attend", saved(**arrays, **wrong))
+        assert code != 0
+        assert re.search(words, err), err
+
+
 def test_options_from_a_file(run):
     arrays = qkv(causal=True, window=np.array([-1, 2]), scale=np.float32(0.25), offset=1, key_lengths=np.array([3, 7]))
     code, out, _ = run("attend", saved(**arrays), "--out", "result", "--backend", "terms")
@@ -240,6 +288,37 @@ def test_options_from_a_file(run):
         testing.assert_matches(result["out"], expected)
 
 
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"rule": "chunked", "rule.size": 2, "rule.left": -1}, {"rule": rp.Chunked(2, left=None)}),
+        ({"rule": "dilated", "rule.step": 3}, {"rule": rp.Dilated(3)}),
+        ({"rule": "prefix", "rule.lengths": np.array([2, 4])}, {"rule": rp.Prefix(np.array([2, 4]))}),
+        ({"softcap": 0.5, "cap_order": "content"}, {"softcap": 0.5, "cap_order": "content"}),
+        ({"offset": np.array([0, 2]), "causal": True}, {"offset": np.array([0, 2]), "causal": True}),
+        ({"segments": np.array([0, 2, 7]), "key_segments": np.array([0, 3, 7])}, {"segments": ([0, 2, 7], [0, 3, 7])}),
+        ({"selected": np.array([[[0, 6]] * 7] * 2)}, {"selected": np.array([[[0, 6]] * 7] * 2)}),
+        ({"sinks": np.arange(3.0), "query_scale": np.arange(7.0)},) * 2,
+    ],
+    ids="-".join,
+)
+def test_what_released_models_need_from_a_file(run, given, options):
+    arrays = qkv()
+    assert run("attend", saved(**arrays, **given), "--backend", "terms")[0] == 0
+    out, lse = rp.attention(*(arrays[name] for name in "qkv"), return_lse=True, backend="numpy", **options)
+    with np.load("in-out.npz", allow_pickle=False) as result:
+        np.testing.assert_allclose(result["out"], out, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(result["lse"], lse, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "given", [{"sinks": np.ones(3)}, {"segments": np.array([0, 7]), "key_segments": np.array([0, 7])}]
+)
+def test_no_picture_of_what_scores_do_not_show(refuses, given, tmp_path):
+    refuses("no picture of a call with", "attend", saved(**qkv(), **given), "--plot", "p.png", "--backend", "terms")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
+
+
 def test_scheme_of_the_option_goes_first(run):
     arrays = archive(testing.example("t5")) | {"scheme": "shaw"}
     assert run("attend", saved(**arrays), "--backend", "terms", "--scheme", "t5")[0] == 0
@@ -255,7 +334,7 @@ def test_picture_of_a_file(run, tmp_path):
 
 
 TABLE = {"position.table": np.ones((32, 3))}
-WINDOW = {"position.query_grid": np.array([7, 1]), "position.table": np.ones((13, 3))}
+WINDOW = {"position.grid": np.array([7, 1]), "position.table": np.ones((13, 3))}
 
 
 @pytest.mark.parametrize(
@@ -280,6 +359,14 @@ WINDOW = {"position.query_grid": np.array([7, 1]), "position.table": np.ones((13
         ("window: expected one or two", qkv(window=1.5)),
         ("window", qkv(window=np.array([1, 2, 3]))),
         ("causal: expected True", qkv(causal=1)),
+        ("key_segments without segments", qkv(key_segments=np.array([0, 7]))),
+        ("rule.size without an array `rule`", qkv(**{"rule.size": 3})),
+        ("rule: expected one of chunked, dilated, prefix", qkv(rule="causal")),
+        ("chunked has no parameter rule.step", qkv(rule="chunked", **{"rule.step": 3})),
+        ("chunked needs rule.size", qkv(rule="chunked")),
+        ("step: expected an integer", qkv(rule="dilated", **{"rule.step": 1.5})),
+        ("lengths: expected integers", qkv(rule="prefix", **{"rule.lengths": "two"})),
+        ("cap_order: expected one of", qkv(softcap=1.0, cap_order="mask")),
         ("scale: expected a single", qkv(scale=np.ones(2))),
         ("head_dim", qkv() | {"k": np.ones((2, 3, 7, 5))}),
         ("one dtype", qkv() | {"k": np.ones((2, 3, 7, 4), "float32")}),
@@ -492,9 +579,35 @@ def test_plot_of_a_variant_as_svg(run):
     assert "<svg" in Path("shift.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("words", "scheme", "variant"),
+    [
+        (["rope"], "rotary", None),
+        (["swin"], "window", "swin"),
+        (["RSTT"], "window", "rstt"),
+        (["TransformerXL"], "transformer_xl", None),
+        (["transformer-xl", "--variant", "xlnet"], "transformer_xl", "xlnet"),
+        (["swin", "--rows"], "window", "swin"),
+        (["shaw", "--rows"], "shaw", None),
+        (["rel_shift"], "rel_shift", "transformer_xl"),
+        (["rel_shift", "--variant", "conformer"], "rel_shift", "conformer"),
+    ],
+)
+def test_plot_takes_the_names_that_the_field_uses(run, words, scheme, variant):
+    pytest.importorskip("matplotlib")
+    code, out, err = run("plot", *words, "--json")
+    assert code == 0, err
+    assert json.loads(out) == {"scheme": scheme, "variant": variant, "seed": 0, "plot": f"relpos-{scheme}.png"}
+    assert Path(f"relpos-{scheme}.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_plot_refuses(run, refuses):
     pytest.importorskip("matplotlib")
     assert run("plot", "nothing")[0] == 2
+    refuses("found 'paper'", "plot", "paper")  # a variant of several schemes
+    refuses("rotary: takes no rows of a table", "plot", "rope", "--rows")
+    refuses("rel_shift has no table", "plot", "rel_shift", "--rows")
+    refuses("expected one of transformer_xl, ", "plot", "rel_shift", "--variant", "shaw")
     refuses("variant: t5 has 'exact', 'float32'; found 'wrong'", "plot", "t5", "--variant", "wrong")
     refuses("the picture cannot be written to t5.nothing", "plot", "t5", "--out", "t5.nothing")
 
@@ -503,3 +616,37 @@ def test_plot_without_matplotlib(refuses, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     refuses('pip install "relpos-np[plot]"', "plot", "t5")
+
+
+def test_config_prints_layers_that_are_alike_once(run, refuses):
+    stored = {"model_type": "gemma2", "num_hidden_layers": 4, "sliding_window": 9}
+    Path("config.json").write_text(json.dumps(stored), encoding="utf-8")
+    code, out, _ = run("config", "config.json")
+    assert code == 0
+    assert "gemma2, layers 0, 2 of 4" in out
+    assert "gemma2, layers 1, 3 of 4" in out
+    assert out.count("soft cap") == 2
+    _, out, _ = run("config", ".", "--layer", 1)
+    assert out.startswith("gemma2, layer 1 of 4")
+    layers = json.loads(run("config", "config.json", "--json")[1])["layers"]
+    assert [layer["window"] for layer in layers] == [[8, None], None] * 2
+    assert "gemma2" in json.loads(run("config", "--types", "--json")[1])["model_types"]
+    refuses("layer: expected 0 ... 3", "config", "config.json", "--layer", 4)
+    refuses("cannot be read", "config", "other.json")
+    refuses("--types", "config")
+    Path("config.json").write_text(json.dumps(stored | {"attn_twist": 1}), encoding="utf-8")
+    refuses("attn_twist", "config", "config.json")
+
+
+def test_config_prints_parts(run):
+    Path("config.json").write_text(json.dumps({"model_type": "t5"}), encoding="utf-8")
+    _, out, _ = run("config", "config.json")
+    assert [line for line in out.splitlines() if line.startswith("t5")] == [
+        "t5, encoder, layers 0-5 of 6",
+        "t5, decoder, layers 0-5 of 6",
+        "t5, cross, layers 0-5 of 6",
+    ]
+    assert "encoder.block.0.layer.0." in out
+    assert run("config", "config.json", "--part", "cross")[1].count("t5,") == 1
+    Path("config.json").write_text(json.dumps({"model_type": "umt5"}), encoding="utf-8")
+    assert "decoder.block.N.layer.0." in run("config", "config.json")[1]

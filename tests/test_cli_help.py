@@ -1,5 +1,6 @@
 """What the command line tells its users: examples that run, progress, and remedies in messages."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -39,6 +40,21 @@ def brief(monkeypatch):
     monkeypatch.setattr(promises, "MEASURES", (("one", "a promise", 1.0, "s", lambda: (0.5, "here")),))
 
 
+# What the examples of `relpos conform` test.
+STRANGER = """
+import relpos_np as rp
+
+def t5(q, k, v, table):
+    return rp.attention(q, k, v, position=rp.T5(table), backend="numpy")
+
+def alibi(q, k, v, slopes, causal=False):
+    return rp.attention(q, k, v, position=rp.ALiBi(slopes), causal=causal, backend="numpy")
+
+def unscaled(q, k, v):
+    return rp.attention(q, k, v, scale=1.0, backend="numpy")
+"""
+
+
 def examples(text):
     """Lines below "examples:", with continued ones joined."""
     below = text.partition("examples:\n")[2].replace("\\\n", "")
@@ -58,9 +74,18 @@ def test_examples_of_the_help_run(name, brief, monkeypatch, capsys, tmp_path):
     if name == "warmup":
         kernels = pytest.importorskip("relpos_np.kernels._numba")
         monkeypatch.setattr(kernels, "warm_up", lambda: iter([("one", 0.1)]))
+    if name == "config":
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}), encoding="utf-8")
+    if name == "conform":
+        (tmp_path / "mypackage").mkdir()
+        (tmp_path / "mypackage" / "attention.py").write_text(STRANGER, encoding="utf-8")
+        monkeypatch.setitem(sys.modules, "mypackage", None)  # to be as it was afterwards
+        del sys.modules["mypackage"]
     if name == "attend" and not rp.backend.kernels("numba"):
         pytest.skip("no numba")
     for line in examples(COMMANDS[name].epilog):
+        if "--format onnx" in line and importlib.util.find_spec("onnx") is None:
+            continue  # where it is installed, tests/parity/test_onnx_cases.py runs it
         command, _, target = line.partition(" > ")
         words = shlex.split(command)
         if words[0] == "python":

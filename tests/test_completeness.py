@@ -5,12 +5,16 @@ import inspect
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np import testing
+from relpos_np._contract.options import Options
+from relpos_np._runtime.precision import PRECISIONS
+from relpos_np.formulas import relshift
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.base import Scheme
 from tests.every import ABSOLUTE, ATTENTION
@@ -60,6 +64,44 @@ def test_scheme(name):
     taken = set(inspect.signature(info.cls).parameters)
     assert taken <= parameters(doc), taken - parameters(doc)
     assert not taken or "Raises" in sections(doc)
+
+
+def words(hint):
+    """What a Literal allows, also as one of several types."""
+    return {w for part in (hint, *get_args(hint)) if get_origin(part) is Literal for w in get_args(part)}
+
+
+@pytest.mark.parametrize("name", [name for name, info in rp.SCHEMES.items() if "__init__" in vars(info.cls)])
+def test_type_checkers_know_the_words_that_a_constructor_takes(name):
+    """Each of them is taken, and another is refused; none is left as a plain str."""
+    cls = rp.SCHEMES[name].cls
+    hints = get_type_hints(cls.__init__)
+    assert str not in hints.values()
+    for parameter, hint in hints.items():
+        for word in words(hint) or ():
+            assert refusal(cls, parameter, word) is None
+        if words(hint):
+            assert set(re.findall(r"'(\w+)'", refusal(cls, parameter, "?"))) == words(hint)
+
+
+def refusal(cls, parameter, word):
+    """What a constructor says against a word, whatever it says of the other arguments."""
+    given = {n: p.default for n, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
+    example = testing.example(next(n for n, i in rp.SCHEMES.items() if i.cls is cls))
+    example = testing.arguments(example.position or example.encoding)
+    try:
+        cls(**given | example | {parameter: word})
+    except rp.RelposError as error:
+        found = str(error)
+        return found.partition(";")[0] if found.startswith(f"{parameter}: expected one of") else None
+    return None
+
+
+def test_type_checkers_know_the_words_of_calls():
+    hints = get_type_hints(Options, include_extras=False)
+    assert words(hints["backend"]) == set(rp.backend.BACKENDS)
+    assert words(hints["precision"]) == set(PRECISIONS)
+    assert words(get_type_hints(rp.rel_shift)["variant"]) == set(relshift.VARIANTS)
 
 
 @pytest.mark.parametrize("name", rp.SCHEMES)

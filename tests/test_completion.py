@@ -114,7 +114,7 @@ def test_commands_options_and_their_values(shell):
     for words, values in (
         ("attend --scheme", [name for name, info in rp.SCHEMES.items() if info.kind == "attention"]),
         ("attend --backend", rp.backend.BACKENDS),
-        ("plot", rp.SCHEMES),
+        ("plot", (*rp.SCHEMES, "rel_shift")),
         ("completion", completion.SHELLS),
     ):
         wanted |= {f"{words} {shortest(value, values)}": [*words.split(), value] for value in values}

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import relpos_np as rp
-from relpos_np._contract.terms import Terms
+from relpos_np._contract.terms import KeyTerm, Terms, Toeplitz
 from relpos_np.distributed import attention, merge, partial, plan
 from relpos_np.schemes.base import Scheme
 from relpos_np.testing import example
-from tests.every import ATTENTION
+from tests.every import ATTENTION, divisible
 from tests.strategies import cases
 from tests.test_equivalence import assert_same
 
-# CoPE cannot be divided; without a causal mask these need all queries.
+# Without a causal mask these need all queries.
 WHOLE_QUERIES = {("transformer_xl", "espnet_legacy")}
-DIVISIBLE = [pair for pair in ATTENTION if pair[0] != "cope"]
+DIVISIBLE = [pair for pair in ATTENTION if divisible(*pair)]
 
 
 def cuts(length, *places):
@@ -87,6 +87,7 @@ def placed(kind, draw):
         "gates": lambda: rp.WavLM(table, draw(2, 4, 9)),
         "beyond the threshold": lambda: rp.FIRE(*network, c=1.0, threshold=4.0),
         "below the threshold": lambda: rp.FIRE(*network, c=1.0, threshold=40.0),
+        "key gates of heads": lambda: rp.FoX(-np.abs(draw(2, 4, 12))),
         "several": lambda: (rp.Rotary(positions=places), rp.ALiBi(form="key"), rp.Shaw(value_table=draw(5, 6))),
     }
     return schemes[kind] if kind else list(schemes)
@@ -103,10 +104,10 @@ def test_parts_of_what_is_held_per_token_and_item_make_the_whole(kind, rng):
             np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", ["paper", "ram"])
-def test_cope_says_that_it_cannot_be_divided(variant):
-    e = example("cope", variant=variant, size="tiny")
-    with pytest.raises(rp.RelposError, match=r"CoPE.*cannot be computed for a part"):
+@pytest.mark.parametrize(("name", "variant"), [pair for pair in ATTENTION if pair not in DIVISIBLE])
+def test_a_scheme_says_that_it_cannot_be_divided(name, variant):
+    e = example(name, variant=variant, size="tiny")
+    with pytest.raises(rp.RelposError, match=rf"{type(e.position).__name__}.*cannot be computed for a part"):
         partial(e.q, e.k[..., :4, :], e.v[..., :4, :], keys=(0, 17), position=e.position, **e.kwargs)
 
 
@@ -124,8 +125,43 @@ class Secretive(Scheme):
 
 
 class Private(Secretive):
+    content = True
+
     def lower(self, q, k, site):
         return Terms(query=q + 1)
+
+
+class PerHead(Scheme):
+    """A number per key and head of queries, where terms have one per head of keys."""
+
+    computes = False
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def lower(self, q, k, site):
+        everywhere = Toeplitz(np.zeros(site.q_len + site.k_len - 1, int), 1)
+        return Terms(keys=(KeyTerm(self.numbers[..., None], np.ones((1, 1, 1)), everywhere),))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_key_terms_have_heads_of_keys(kv_heads, rng):
+    """In a part as in the whole call; heads of queries are told apart by weights."""
+    q, (k, v), numbers = rng.standard_normal((4, 5, 3)), rng.standard_normal((2, kv_heads, 6, 3)), rng.random((4, 6))
+    group, parts = 4 // kv_heads, []
+    for h in range(kv_heads):
+        own, rows = slice(h * group, (h + 1) * group), slice(h, h + 1)
+        place = {"heads": (h * group, 4), "position": PerHead(numbers), "backend": "terms"}
+        pieces = [((k[rows, a:b], v[rows, a:b]), {"keys": (a, 6), **place}) for a, b in ((0, 2), (2, 6))]
+        if kv_heads < 4:
+            for operands, call in pieces:
+                with pytest.raises(rp.RelposValueError, match=rf"key of a term: expected shape \({kv_heads}, 6, 1\)"):
+                    partial(q[own], *operands, **call)
+            continue
+        parts.append(merge(*(partial(q[own], *operands, **call) for operands, call in pieces))[0])
+    if parts:
+        expected = rp.attention(q, k, v, position=PerHead(numbers), backend="terms")
+        np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("scheme", [Secretive(), Private()])
@@ -148,7 +184,9 @@ def test_nan_in_what_a_scheme_holds_is_not_taken_for_that(rng):
         assert np.isnan(out[:, 1]).all()
 
 
-DIVISIBLE_CASES = cases(small=True).filter(lambda case: all(p.name != "cope" for p in case.positions))
+DIVISIBLE_CASES = cases(small=True, shaped=False).filter(
+    lambda case: all((p.name, p.variant) in DIVISIBLE for p in case.positions)
+)
 
 
 @given(DIVISIBLE_CASES, st.data())

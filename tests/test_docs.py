@@ -20,9 +20,20 @@ pytestmark = [
     pytest.mark.skipif(not DOCS.is_dir(), reason="there is no docs folder: not a checkout"),
 ]
 TUTORIAL = sorted(path.name for path in (DOCS / "tutorial").glob("[0-9]*.md"))
-RUN = [*(f"tutorial/{name}" for name in TUTORIAL), "checkpoints.md", "recipes.md", "serving.md"]
+RUN = [
+    *(f"tutorial/{name}" for name in TUTORIAL),
+    "checkpoints.md",
+    "errata.md",
+    "index.md",
+    "own-scheme.md",
+    "recipes.md",
+    "serving.md",
+    "test-your-kernel.md",
+]
 # Python, and what it prints where a block of text follows.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+# A line of the notes in errata.
+QUOTE = re.compile(r"^> .*$", re.MULTILINE)
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]*)\)")
 
 
@@ -65,13 +76,15 @@ def test_every_block_of_python_is_found(page):
     assert text(page).count("```python") == len(BLOCK.findall(text(page)))
 
 
-def test_the_tutorial_is_the_same_in_both_languages():
+def test_pages_are_the_same_in_both_languages():
     assert sorted(path.name for path in (DOCS / "zh").glob("[0-9]*.md")) == TUTORIAL
-    for name in TUTORIAL:
-        english, chinese = text(f"tutorial/{name}"), text(f"zh/{name}")
+    for name in (*TUTORIAL, "errata.md"):
+        english, chinese = text(name if name == "errata.md" else f"tutorial/{name}"), text(f"zh/{name}")
         assert BLOCK.findall(english) == BLOCK.findall(chinese), name
         assert PICTURE.findall(english) == PICTURE.findall(chinese), name
-        assert english.count("\n## ") == chinese.count("\n## "), name
+        assert QUOTE.findall(english) == QUOTE.findall(chinese), name
+        for heading in ("\n## ", "\n### "):
+            assert english.count(heading) == chinese.count(heading), name
 
 
 def test_pictures_of_pages_are_drawn():
@@ -90,6 +103,37 @@ def test_pictures_of_pages_are_drawn():
         assert target.stem in drawn, page
 
 
+@pytest.mark.parametrize("name", ["counting", "layer_graphs", "t5_buckets"])
+def test_pictures_for_dark_pages(name):
+    pytest.importorskip("matplotlib")
+    draw = script("draw")
+    light, dark = draw.draw(name), draw.draw(name, dark=True)
+    assert sum(light.get_facecolor()[:3]) == 3
+    assert sum(dark.get_facecolor()[:3]) < 1
+    for ax in dark.axes:
+        for word in ax.texts:  # black, on cells that are pale because there is white below
+            assert word.get_color() == "black"
+            assert sum(ax.get_facecolor()[:3]) == 3
+
+
+def test_the_picture_of_paths_counts_them():
+    pytest.importorskip("matplotlib")
+    titles = [ax.get_title() for ax in script("draw").layer_graphs(7).axes]
+    assert titles == ["Convolutions of width 3: 6 steps", "Recurrent layer: 7 steps", "Self-attention: 1 step"]
+
+
+def test_links_of_built_pages(tmp_path):
+    broken = script("links").broken
+    with pytest.raises(FileNotFoundError):
+        broken(tmp_path)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.html").write_text('<p id="here">', encoding="utf-8")
+    links = ["b/c.html", "b/c.html#here", "#own", "https://example.org/x", "b/c.html#nowhere", "d.html", "#none"]
+    page = '<p id="own">' + "".join(f'<a href="{link}">' for link in links)
+    (tmp_path / "a.html").write_text(page, encoding="utf-8")
+    assert broken(tmp_path) == [f"a.html: {link}" for link in links[4:]]
+
+
 def test_the_gallery_has_every_scheme_and_links_to_its_page():
     pytest.importorskip("matplotlib")
     words = script("draw").gallery()
@@ -98,12 +142,36 @@ def test_the_gallery_has_every_scheme_and_links_to_its_page():
         assert f"]({info.docs})" in words
 
 
+@pytest.mark.parametrize("name", rp.SCHEMES)
+def test_pages_of_schemes_show_calls_that_run(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    info = rp.SCHEMES[name]
+    above, _, below = script("pages").page(info).partition("\n## Formula\n")
+    names = {}
+    for code, shown in BLOCK.findall(above):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), rp.use_backend("numpy"):
+            exec(compile(code, name, "exec"), names)  # noqa: S102
+        assert stripped(printed.getvalue()) == stripped(shown)
+        assert "nan" not in shown
+    if len(info.variants) > 1:
+        assert all(re.search(rf"^ *{variant} +\[", above, re.MULTILINE) for variant in info.variants)
+    assert f'@witness("{name}"' in below
+    assert [row.models for row in ROWS if row.scheme == name and f"| {row.models} |" not in below] == []
+
+
 def test_reliability_is_what_the_script_writes():
     """Run `python docs/reliability.py` after a change of the tests, of what was recorded, or of its tables."""
     reliability = script("reliability")
     assert text("reliability.md") == reliability.page()
-    assert set(reliability.ROWS) == set(range(1, 47))
+    assert list(reliability.ROWS) == list(range(1, 1 + len(reliability.ROWS)))
     assert set(reliability.tests_of_rows()) <= set(reliability.ROWS)
+
+
+def test_board_and_ledger_are_what_the_script_writes():
+    """Run `python docs/field.py` after recording what other packages do."""
+    for name, written in script("field").pages().items():
+        assert text(name) == written
 
 
 CHECKPOINTS = script("checkpoints") if DOCS.is_dir() else None
@@ -152,14 +220,18 @@ def test_calls_of_checkpoints(row):
     assert np.abs(out - plain).max() > 1e-3
 
 
+def test_every_model_type_is_in_the_table_of_configurations():
+    from relpos_np.configs import model_types
+
+    table = CHECKPOINTS.families()
+    assert [name for name in model_types() if f"| `{name}`" not in table] == []
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.models)
 def test_what_the_table_says_of_the_scale(row):
     """The column and the call say the same."""
-    said = re.search(r"scale=([\w.]+)", row.options)
-    assert (said.group(1) if said else row.scale) == {"1": "1.0", "1/√(3D)": "position.scale"}.get(row.scale, row.scale)
-    if row.scheme == "deberta":
-        position = eval(row.call, {"rp": rp, **arrays(row, np.random.default_rng(0))})
-        assert position.scale == pytest.approx((3 * row.dim) ** -0.5)
+    said = re.search(r"scale=([\w./]+)", row.options)
+    assert (said.group(1) if said else row.scale) == {"1": "1.0"}.get(row.scale, row.scale)
 
 
 def test_every_row_is_of_a_registered_scheme():
@@ -173,15 +245,17 @@ def test_variants_with_names_are_those_of_the_schemes():
 
 
 def test_models_of_the_register_are_in_the_tables():
-    words = CHECKPOINTS.tables()
+    words = CHECKPOINTS.tables() + CHECKPOINTS.families()
+    # Names of types have no hyphens, or others.
+    words = re.sub("[-_]", "", words).lower()
     asked = re.findall(
         r"\S+",
         "T5 MPNet BLOOM MPT Falcon-RW DeBERTa Transformer-XL XLNet ESPnet NeMo Wav2Vec2-Conformer "
-        "Wav2Vec2-BERT SpeechT5 VITS WavLM Whisper MarianMT Swin RSTT BEiT SAM MViTv2 NAT Graphormer "
+        "Wav2Vec2-BERT SpeechT5 VITS WavLM Whisper Marian Swin RSTT BEiT SAM MViTv2 NAT Graphormer "
         "GPT-J GPT-NeoX Llama Qwen2-VL RetNet",
     )
     for model in asked:
-        assert model in words
+        assert re.sub("[-_]", "", model).lower() in words
         assert any(model in "".join(info.models) for info in rp.SCHEMES.values()), model
 
 

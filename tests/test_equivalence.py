@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np.testing.arguments import arguments
-from tests.strategies import KINDS, LAYOUTS, Case, cases, float64_tolerance
+from tests.strategies import EVERY, KINDS, LAYOUTS, Case, cases, float64_tolerance
 
 EPS32 = np.finfo(np.float32).eps
 
@@ -47,7 +47,7 @@ def test_loops_agree_with_logits(case):
     if batch != case.batch:
         return
     for backend in rp.backend.HOST_BACKENDS:
-        s = rp.logits(q, k, **case.options(np.float64), backend=backend)
+        s = rp.logits(q, k, **case.score_options(np.float64), backend=backend)
         _, tolerance = float64_tolerance(case)
         assert_close(s, expected, tolerance[..., None])
 
@@ -68,9 +68,12 @@ def assert_float32_promise(case):
     actual, actual_lse = case.attention(np.float32, "numba")
     assert actual.dtype == actual_lse.dtype == np.float32
     top, weight = case.sizes(np.float32)
-    assert_close(actual, expected, np.maximum(4 * EPS32 * (1 + top)[..., None] * weight, np.finfo(np.float32).tiny))
+    # All products of PoPE's magnitudes have one sign: their sum is off by more the more there are, as a random walk is.
+    polar = any(position.name == "pope" for position in case.positions)
+    units = max(4.0, (2 * case.depth) ** 0.5) if polar else 4.0
+    assert_close(actual, expected, np.maximum(units * EPS32 * (1 + top)[..., None] * weight, np.finfo(np.float32).tiny))
     size = np.maximum(top, np.abs(np.where(np.isneginf(lse), 0.0, lse)))
-    assert_close(actual_lse, lse, 4 * EPS32 * (1 + size))
+    assert_close(actual_lse, lse, units * EPS32 * (1 + size))
 
 
 @given(cases(small=False))
@@ -91,6 +94,19 @@ def test_float32_error_is_at_most_twice_numpys(name):
     errors = {b: np.abs(case.attention(np.float32, b)[0] - expected).max() for b in ("numpy", "numba")}
     assert errors["numba"] <= 2 * errors["numpy"] + 1e-6, errors
     assert_float32_promise(case)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_layout_of_every_scheme(kind):
+    """Draws of the next test rarely hit a scheme whose own sums over channels depend on how operands are stored."""
+    # Enough channels for sums in several lanes.
+    case = Case(0, ((2,), (2,), (2,)), (2,), 2, 2, 9, 13, 33, 5, positions=(EVERY[kind],))
+    for dtype in (np.float32, np.float64):
+        plain, options = case.operands(dtype), case.options(dtype)
+        expected = rp.attention(*plain, **options, backend="numba")
+        for layout in LAYOUTS.values():
+            found = rp.attention(*map(layout, plain), **options, backend="numba")
+            np.testing.assert_array_equal(found, expected)
 
 
 @given(cases(small=True), st.data())
@@ -185,7 +201,7 @@ def test_float32_weights_sum_to_one(length, rng):
     np.testing.assert_allclose(out, 1, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [[[1], [5]], [[2, 0, 6]], [[1, 2, 3], [4, 5, 6]], [3], [6, 0, 2], 4])
+@pytest.mark.parametrize("lengths", [[[1], [5]], [[2, 0, 6]], [[1, 2, 3], [4, 5, 6]], [6, 0, 2], 4])
 def test_key_lengths_broadcast_to_the_batch_axes(lengths, backend, rng):
     q, k, v = rng.standard_normal((3, 2, 3, 2, 6, 4))
     out = rp.attention(q, k, v, key_lengths=lengths, backend=backend)

@@ -114,10 +114,126 @@ def test_highest_has_the_bits_of_float32(name, shape, rng):
 def test_gradients_have_the_bits_of_float32(shape, rng):
     q, k, v = draw(rng, shape, BRAIN)
     grad = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(BRAIN)
-    found = rp.attention_vjp(q, k, v, grad_out=grad)
     wide = rp.attention_vjp(*(x.astype(np.float32) for x in (q, k, v)), grad_out=grad.astype(np.float32))
+    for dtype, options in ((BRAIN, {"precision": "highest"}), (np.float16, {})):
+        operands = [x.astype(np.float32).astype(dtype) for x in (q, k, v, grad)]
+        found = rp.attention_vjp(*operands[:3], grad_out=operands[3], **options)
+        if dtype != BRAIN:  # which rounds other numbers
+            operands = [x.astype(np.float32) for x in operands]
+            wide = rp.attention_vjp(*operands[:3], grad_out=operands[3])
+        for name in "qkv":
+            np.testing.assert_array_equal(getattr(found, name), getattr(wide, name).astype(dtype))
+
+
+def gradient_bounds(q, k, v, grad, **options):
+    """Gradients in float64, and how far rounded probabilities and slopes may lead away from them."""
+    unit, smallest = UNIT[q.dtype.name], float(ml_dtypes.finfo(q.dtype).smallest_subnormal)
+    q, k, v, grad = (x.astype(np.float64) for x in (q, k, v, grad))
+    truth = rp.attention_vjp(q, k, v, grad_out=grad, **options, backend="numpy")
+    s = rp.logits(q, k, **options, backend="numpy")
+    top = np.maximum(s.max(axis=-1, keepdims=True), -1e300)
+    p = np.exp(s - top)
+    p /= np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
+    products = np.abs(grad) @ np.abs(v).swapaxes(-1, -2)
+    # Of the slopes: products less their mean, which a rounded output gives.
+    slopes = p * (products + (p * products).sum(axis=-1, keepdims=True)) / np.sqrt(q.shape[-1])
+    sizes = {"q": slopes @ np.abs(k), "k": slopes.swapaxes(-1, -2) @ np.abs(q), "v": p.swapaxes(-1, -2) @ np.abs(grad)}
+    return {
+        name: (getattr(truth, name), unit * (2 * size + np.abs(getattr(truth, name))) + 1e-4 * size + smallest)
+        for name, size in sizes.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_of_gradients_are_those_of_rounding(name, shape, dtype, rng):
+    q, k, v = draw(rng, shape, dtype)
+    grad = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(dtype)
+    options = call_of(rng, shape, name)
+    options["position"] = rp.T5(rng.standard_normal((32, shape[1])))
+    found = rp.attention_vjp(q, k, v, grad_out=grad, **options)
+    for letter, (truth, bound) in gradient_bounds(q, k, v, grad, **options).items():
+        own = getattr(found, letter)
+        assert own.dtype == dtype
+        assert (np.abs(own.astype(np.float64) - truth) <= bound).all(), letter
+
+
+@pytest.mark.parametrize("kind", [np.nan, np.inf])
+def test_gradients_of_what_is_excluded_and_of_what_is_not_finite(kind, rng):
+    """An excluded key changes no bit; a number that is not finite reaches the gradients that it has a share in."""
+    q, k, v = draw(rng, (1, 2, 101, 210, 24), BRAIN)
+    grad = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(BRAIN)
+    mask = rng.random((101, 210)) < 0.7
+    mask[:, 0], mask[1::2, -1] = True, False
+    mask[:, 7] = False
+    clean = rp.attention_vjp(q, k, v, grad_out=grad, mask=mask)
+    k[..., 7, :], v[..., 7, 0] = kind, kind
+    found = rp.attention_vjp(q, k, v, grad_out=grad, mask=mask)
     for name in "qkv":
-        np.testing.assert_array_equal(getattr(found, name), getattr(wide, name).astype(BRAIN))
+        np.testing.assert_array_equal(getattr(found, name), getattr(clean, name))
+    k[..., -1, 3], grad[..., 5, 2], q[..., 8, 1] = kind, kind, kind
+    found = rp.attention_vjp(q, k, v, grad_out=grad, mask=mask)
+    with np.errstate(all="ignore"):
+        wide = [x.astype(np.float64) for x in (q, k, v, grad)]
+        truth = rp.attention_vjp(*wide[:3], grad_out=wide[3], mask=mask, backend="numpy")
+    for name in "qkv":
+        own, exact = (np.isfinite(getattr(x, name).astype(np.float64)) for x in (found, truth))
+        np.testing.assert_array_equal(own, exact)
+
+
+def test_gradients_repeat_whatever_the_layout(rng):
+    q, k, v = draw(rng, (3, 2, 200, 300, 24), BRAIN)
+    grad = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(BRAIN)
+    whole = rp.attention_vjp(q, k, v, grad_out=grad, causal=True)
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v, grad)]
+    again = rp.attention_vjp(*turned[:3], grad_out=turned[3], causal=True)
+    for name in "qkv":
+        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
+def test_the_gradient_of_the_output_is_read_as_it_lies(dtype, rng):
+    """In any layout and beside operands of another dtype, with the bits of its numbers in float32."""
+    q, k, v = (x.astype(np.float32) for x in draw(rng, (2, 3, 70, 90, 8), dtype))
+    whole = rng.standard_normal((2, 3, 70, v.shape[-1])).astype(dtype)
+    repeated = np.broadcast_to(whole[:, :1, :1], whole.shape)
+    turned = np.ascontiguousarray(whole.swapaxes(1, 2)).swapaxes(1, 2)
+    for grad in (whole, turned, repeated, repeated[..., ::-1], np.broadcast_to(whole[..., :1], whole.shape)):
+        found = rp.attention_vjp(q, k, v, grad_out=grad)
+        wide = rp.attention_vjp(q, k, v, grad_out=np.ascontiguousarray(grad, np.float32))
+        for name in "qkv":
+            np.testing.assert_array_equal(getattr(found, name), getattr(wide, name))
+    doubles = [x.astype(np.float64) for x in (q, k, v)]
+    found = rp.attention_vjp(*doubles, grad_out=whole)
+    np.testing.assert_array_equal(found.q, rp.attention_vjp(*doubles, grad_out=whole.astype(np.float64)).q)
+
+
+def test_gradients_of_what_is_shared_are_rounded_once(rng):
+    """Heads, batch items and schemes add up gradients in float32, of which one number is rounded."""
+    q, k, v = (rng.standard_normal((2, h, 40, 16)).astype(BRAIN) for h in (4, 2, 2))
+    q, grad = np.broadcast_to(q[:1], q.shape), rng.standard_normal(q.shape).astype(BRAIN)
+    table = rng.standard_normal((9, 16)).astype(np.float32)
+    for position in (None, rp.Shaw(table), rp.Rotary()):
+        found = rp.attention_vjp(q[0], k, v, grad_out=grad, position=position, precision="highest")
+        wide = [x.astype(np.float32) for x in (q[0], k, v, grad)]
+        exact = rp.attention_vjp(*wide[:3], grad_out=wide[3], position=position)
+        for name in "qkv":
+            np.testing.assert_array_equal(getattr(found, name), getattr(exact, name).astype(BRAIN))
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
+def test_gradients_make_nothing_of_the_size_of_an_operand(dtype):
+    """Beside the three gradients themselves; sums of tables are in float64."""
+    q, position = np.ones((1, 8, 1024, 64), dtype), rp.T5(np.ones((32, 8), np.float32))
+    rp.attention_vjp(q, q, q, grad_out=q, position=position)
+    tracemalloc.start()
+    try:
+        rp.attention_vjp(q, q, q, grad_out=q, position=position)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * q.nbytes + q.nbytes // 2
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -168,6 +284,26 @@ def test_nothing_of_the_size_of_an_operand_is_made(dtype, scheme):
         tracemalloc.stop()
     # The cosines and sines of every position and pair are made in float64, of both parts of a product at once.
     assert peak < (2 << 20 if scheme == "t5" else 6 << 20)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "xlnet_uni"])
+def test_rel_shift_moves_half_precision_as_it_lies(variant, dtype, rng):
+    length = 256
+    columns = {"transformer_xl": length, "conformer": 2 * length - 1, "xlnet": 2 * length, "xlnet_uni": length + 1}
+    x = rng.standard_normal((2, length, columns[variant])).astype(dtype)
+    out = np.empty((2, length, length), dtype)
+    rp.rel_shift(x, variant=variant, out=out)
+    expected = rp.rel_shift(x.astype(np.float64), variant=variant, backend="numpy")
+    np.testing.assert_array_equal(out.astype(np.float64), expected)
+    assert rp.rel_shift(x, variant=variant).dtype == dtype
+    tracemalloc.start()
+    try:
+        rp.rel_shift(x, variant=variant, out=out)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < out.nbytes // 8
 
 
 def test_medium_rounds_float32(rng):
@@ -248,7 +384,11 @@ def test_a_unit_that_does_not_exist():
 @pytest.mark.simulator
 def test_matrix_tiles_that_this_processor_lacks():
     """Some tests of this file, and the interpreter's with its checked memory; each operation on a tile is emulated."""
-    files = ["tests/test_half.py", "tests/interpreted/test_interpreted_attention.py"]
+    files = [
+        "tests/test_half.py",
+        "tests/interpreted/test_interpreted_attention.py",
+        "tests/interpreted/test_interpreted_backward.py",
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", "-p", "no:cacheprovider", *files]
     run = subprocess.run(
         [*command, "-k", TILED],
@@ -262,7 +402,10 @@ def test_matrix_tiles_that_this_processor_lacks():
     assert " passed" in run.stdout
 
 
-TILED = "errors_are_those or excluded_changes or layouts_threads or half_precision_of_many or that_turn"
+TILED = (
+    "errors_are_those or errors_of_gradients or gradients_of_what_is_excluded or excluded_changes or layouts_threads "
+    "or half_precision or that_turn"
+)
 
 COMPILED = r"""
 import ctypes, json, re

@@ -23,17 +23,20 @@ LEVELS = (
     {"_files", "backend", "formulas", "kernels"},
     {"schemes"},
     {"_dense"},
-    {"_calls", "complexity", "reference"},
+    {"_calls", "complexity", "reference", "terms"},
     {"api", "versions"},
+    {"configs"},
     {""},
     {"distributed", "interop", "layers"},
     {"testing"},
-    {"plot"},
+    {"conform", "plot"},
     {"_commands"},
-    {"__main__"},
+    {"__main__", "pytest_plugin"},
 )
 # What may be imported late, inside functions: backends find their kernels, versions describe them.
 LATE = dict.fromkeys(("api", "_calls", "backend"), ("kernels", "_dense")) | {"versions": ("", "kernels")}
+# A layer that is bound to weights reads them as whole modules do, and finds rules of masks by their public names.
+LATE["configs"] = ("", "layers")
 
 
 def dotted(path):

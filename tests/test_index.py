@@ -1,7 +1,7 @@
 """Index maps: exact, in bounds, symmetric where claimed, against fractions and loops."""
 
 from fractions import Fraction
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np._contract import index_maps as index
+from relpos_np._contract.borders import borders
 from tests import naive
 
 LENGTHS = st.integers(0, 12)
@@ -102,6 +103,24 @@ def test_t5_thresholds_are_the_first_distances(exact, more, n):
         assert (start / exact) ** (side - exact) >= bound
         before = max(start - 1, Fraction(exact) - 1)
         assert before < exact or (before / exact) ** (side - exact) < bound
+
+
+@given(st.integers(1, 30), st.integers(1, 200), st.integers(1, 12))
+def test_borders_lie_beside_what_they_approximate(first, more, steps):
+    """Also where they are integers: a power of the ratio, and beyond the last."""
+    ratio = Fraction(first + more, first)
+    ups, downs = (borders(first, first + more, steps, up=up) for up in (True, False))
+    for m, above, below in zip(range(1, 2 * steps + 2), ups, downs, strict=False):
+        whole = ratio**m
+        assert Fraction(above, first) ** steps >= whole > Fraction(above - 1, first) ** steps
+        assert Fraction(below, first) ** steps <= whole < Fraction(below + 1, first) ** steps
+
+
+def test_borders_as_far_as_they_are_asked_for():
+    """Numbers with 100,000 digits are not made for tables of which a call sees little."""
+    assert index.t5_thresholds(10_000, 10**18, 8192)[-1] <= 8192
+    assert list(islice(borders(2, 2**61, 60, up=True), 60)) == [2**n for n in range(2, 62)]
+    assert list(islice(borders(3, 3 * 10**18, 9, up=False), 9)) == [3 * 100**n for n in range(1, 10)]
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

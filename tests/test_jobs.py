@@ -67,7 +67,7 @@ CALLS = {
         {"position": rp.Rotary()},
     ),
     "key lengths": lambda rng, sizes: (operands(rng, sizes), {"key_lengths": np.array([7, sizes[1]])}),
-    "mask": lambda rng, sizes: (operands(rng, sizes), {"mask": rng.random(sizes[:2]) < 0.8}),
+    "mask": lambda rng, sizes: (operands(rng, sizes), {"mask": rng.random((1, *sizes[:2])) < 0.8}),
     "shaw": lambda rng, sizes: (
         operands(rng, sizes),
         {"position": rp.Shaw(random(rng, 9, 8), random(rng, 9, sizes[3]))},

@@ -217,7 +217,8 @@ def relative_loops(given, x, context, variant, *, causal=False, clamp=10**9, max
     rows = naive.projected(encoded, pos, heads=HEADS)[0].swapaxes(0, 1)
 
     def terms(q, k):
-        return {"logit": naive.transformer_xl(q, k, u, v, rows, variant=variant, zero_triu=triu)}
+        found = naive.transformer_xl(q, k, u, v, rows, variant=variant, zero_triu=triu)
+        return {"logit": found.logit, "product": found.product}
 
     return loops(parts, x, context, HEADS, terms, causal=causal)
 
@@ -228,7 +229,9 @@ def test_relative_attention(backend, rng, variant, memory):
     given = relative_parts(rng)
     parts, pos, u, v = given
     encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, max_len=9)
-    layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, u=u, v=v, variant=variant, encoding=encoding)
+    layer = layers.RelativeMultiHeadAttention(
+        *parts, pos=pos, content_bias=u, position_bias=v, variant=variant, encoding=encoding
+    )
     x = rng.standard_normal((2, 5 + memory, WIDTH))
     causal = variant == "transformer_xl"
     expected = [relative_loops(given, item[memory:], item, variant, causal=causal, max_len=9) for item in x]
@@ -249,7 +252,7 @@ def test_relative_attention_without_terms_above_the_diagonal(backend, rng, varia
     parts, pos, u, v = given
     encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, max_len=7)
     layer = layers.RelativeMultiHeadAttention(
-        *parts, pos=pos, u=u, v=v, variant=variant, encoding=encoding, zero_triu=True
+        *parts, pos=pos, content_bias=u, position_bias=v, variant=variant, encoding=encoding, zero_triu=True
     )
     x = rng.standard_normal((7, WIDTH))
     expected = relative_loops(given, x[2:], x, variant, max_len=7, triu=True)
@@ -261,7 +264,9 @@ def test_clamped_distances(backend, rng, variant):
     given = relative_parts(rng)
     parts, pos, u, v = given
     encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, clamp_len=2)
-    layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, u=u, v=v, variant=variant, encoding=encoding)
+    layer = layers.RelativeMultiHeadAttention(
+        *parts, pos=pos, content_bias=u, position_bias=v, variant=variant, encoding=encoding
+    )
     x = rng.standard_normal((6, WIDTH))
     expected = relative_loops(given, x, x, variant, causal=True, clamp=2)
     close(layer(x, causal=True, backend=backend), expected)
@@ -272,7 +277,7 @@ def test_clamped_distances(backend, rng, variant):
 @pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "xlnet_uni", "wenet"])
 def test_relative_decoding_in_steps_is_the_whole_pass(backend, rng, variant):
     parts, pos, u, v = relative_parts(rng)
-    layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, u=u, v=v, variant=variant)
+    layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, content_bias=u, position_bias=v, variant=variant)
     x = rng.standard_normal((2, 9, WIDTH))
     whole = layer(x, causal=True, backend=backend)
     cache = layers.Cache()
@@ -464,9 +469,12 @@ def test_bad_weights(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"u": np.ones((2, 3))}, r"u: expected \(2, 4\) from u and query.weight \(8, 8\), found \(2, 3\)"),
-        ({"v": np.ones((1, 4))}, r"v: expected \(2, 4\)"),
-        ({"u": np.ones(8)}, r"u: expected shape \(heads, head_dim\), found \(8,\)"),
+        (
+            {"content_bias": np.ones((2, 3))},
+            r"content_bias: expected \(2, 4\) from content_bias and query.weight \(8, 8\), found \(2, 3\)",
+        ),
+        ({"position_bias": np.ones((1, 4))}, r"position_bias: expected \(2, 4\)"),
+        ({"content_bias": np.ones(8)}, r"content_bias: expected shape \(heads, head_dim\), found \(8,\)"),
         ({"pos": np.ones((6, 8))}, r"pos.weight: expected 8 outputs as the queries have, found shape \(6, 8\)"),
         ({"variant": "shift"}, "variant: expected one of 'transformer_xl'"),
         ({"encoding": layers.RelativePositionalEncoding(8, variant="xlnet")}, "encoding: expected variant 'conformer'"),
@@ -477,7 +485,7 @@ def test_bad_weights(change, message):
 )
 def test_bad_relative_weights(change, message):
     given = {"query": SQUARE, "key": SQUARE, "value": SQUARE, "out": SQUARE, "pos": SQUARE}
-    given |= {"u": np.ones((2, 4)), "v": np.ones((2, 4)), "variant": "conformer"} | change
+    given |= {"content_bias": np.ones((2, 4)), "position_bias": np.ones((2, 4)), "variant": "conformer"} | change
     with pytest.raises(rp.RelposError, match=message):
         layers.RelativeMultiHeadAttention(**given)
 
@@ -526,7 +534,13 @@ def test_states_of_other_widths_must_be_given():
 
 def test_bad_calls_of_relative_attention_and_encodings():
     layer = layers.RelativeMultiHeadAttention(
-        SQUARE, SQUARE, SQUARE, pos=SQUARE, u=np.ones((2, 4)), v=np.ones((2, 4)), variant="conformer"
+        SQUARE,
+        SQUARE,
+        SQUARE,
+        pos=SQUARE,
+        content_bias=np.ones((2, 4)),
+        position_bias=np.ones((2, 4)),
+        variant="conformer",
     )
     with pytest.raises(rp.RelposValueError, match=r"pos_emb: expected \(5, 8\) for variant 'conformer' with L_q = 3"):
         layer(X, pos_emb=np.ones((1, 6, 8)))
@@ -534,7 +548,7 @@ def test_bad_calls_of_relative_attention_and_encodings():
         layers.PositionalEncoding(rp.Plain())
     with pytest.raises(rp.RelposTypeError, match="alpha: expected a real number"):
         layers.PositionalEncoding(8, alpha=np.ones(2))
-    with pytest.raises(rp.RelposValueError, match="dim: layout 'concatenated' needs an even number"):
+    with pytest.raises(rp.RelposValueError, match="dim: variant 'xlnet' needs an even number"):
         layers.RelativePositionalEncoding(7, variant="xlnet")
     with pytest.raises(rp.RelposValueError, match="clamp_len: expected at least 1, found 0"):
         layers.RelativePositionalEncoding(8, clamp_len=0)
@@ -569,7 +583,7 @@ def test_what_modules_print(rng):
     assert repr(layer).startswith("MultiHeadAttention(12 -> 12, heads=3, position=ALiBi(")
     assert repr(layer.query) == "Linear(12 -> 12, bias=True)"
     parts, pos, u, v = relative_parts(rng)
-    layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, u=u, v=v)
+    layer = layers.RelativeMultiHeadAttention(*parts, pos=pos, content_bias=u, position_bias=v)
     assert repr(layer) == (
         "RelativeMultiHeadAttention(12, heads=3, variant='transformer_xl', "
         "encoding=RelativePositionalEncoding(dim=12, variant='transformer_xl', scaled=False))"

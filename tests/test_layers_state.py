@@ -186,3 +186,85 @@ def test_tables_that_are_not_symmetric(rng):
                 p = np.exp(s - s.max())
                 expected[i, cut] = p / p.sum() @ (x @ v.T)[:, cut]
         np.testing.assert_allclose(layer(x, backend="numpy"), expected @ out.T, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------- arrays of schemes
+
+
+def deberta_state(rng, *names, prefix="deberta.encoder.layer.1.attention.self."):
+    state = {"deberta.encoder.rel_embeddings.weight": rng.standard_normal((6, 8)).astype(np.float32)}
+    for name in names:
+        state[f"{prefix}{name}.weight"] = rng.standard_normal((8, 8)).astype(np.float32)
+        state[f"{prefix}{name}.bias"] = rng.standard_normal(8).astype(np.float32)
+    return state
+
+
+def test_arrays_that_layers_share_and_their_own(rng):
+    state = {"model.encoder.layers.0.attention.rel_attn_embed.weight": np.ones((32, 2))}
+    state |= {f"model.encoder.layers.{n}.attention.gru_rel_pos_const": np.full((1, 2, 1, 1), n) for n in (0, 1)}
+    for name, shape in (("weight", (8, 3)), ("bias", (8,))):
+        state[f"model.encoder.layers.1.attention.gru_rel_pos_linear.{name}"] = rng.standard_normal(shape)
+    given = {"source": state, "prefix": "model.encoder.layers.1.attention"}
+    assert layers.scheme_arrays(**given, format="wavlm")["table"].shape == (32, 2)
+    gate = layers.scheme_arrays(**given, format="wavlm_gate")
+    assert gate["const"][0, 0, 0, 0] == 1
+    assert set(gate) == {"weight", "bias", "const"}
+    with pytest.raises(
+        rp.RelposValueError, match=r"layers.0.attention.gru_rel_pos_linear.weight: no such tensor, here"
+    ):
+        layers.scheme_arrays(state, prefix="model.encoder.layers.0.attention", format="wavlm_gate")
+
+
+@pytest.mark.parametrize("table", ["relative_position_bias", "shared_position_bias"])
+@pytest.mark.parametrize("above", ["", "beit.encoder.", "beit.encoder.layer.3.attention.attention."])
+def test_a_table_where_any_version_has_it(table, above):
+    state = {f"{above}{table}.relative_position_bias_table": np.ones((12, 2))}
+    found = layers.scheme_arrays(state, prefix="beit.encoder.layer.3.attention.attention", format="beit")
+    assert rp.BEiT(**found, grid=(2, 2)).table.shape == (12, 2)
+
+
+@pytest.mark.parametrize("names", [("pos_key_proj", "pos_query_proj"), ("key_proj", "query_proj"), ("pos_key_proj",)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_deberta_by_hand(rng, names, norm):
+    """Embedding, normalisation, projection and heads, in float64 and rounded once."""
+    state, prefix = deberta_state(rng, *names), "deberta.encoder.layer.1.attention.self."
+    wide = state["deberta.encoder.rel_embeddings.weight"].astype(np.float64)
+    if norm:
+        state["deberta.encoder.LayerNorm.weight"], state["deberta.encoder.LayerNorm.bias"] = np.full(8, 2.0), np.ones(8)
+        wide = 2 * (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 0.25) + 1
+    given = {"format": "deberta_v2", "heads": 2, "layer_norm_eps": 0.25}
+    found = layers.scheme_arrays(state, prefix=prefix, **given)
+    assert list(found) == ["pos_key", "pos_query"][: len(names)]
+    for array, name in zip(found.values(), names, strict=True):
+        flat = wide @ state[f"{prefix}{name}.weight"].astype(np.float64).T + state[f"{prefix}{name}.bias"]
+        assert array.dtype == np.float32
+        for head in (0, 1):
+            np.testing.assert_allclose(array[head], flat[:, 4 * head : 4 * head + 4], rtol=1e-6, atol=1e-6)
+
+
+def test_arrays_of_half_precision(rng):
+    state = {name: x.astype(ml_dtypes_bfloat16()) for name, x in deberta_state(rng, "pos_proj", "pos_q_proj").items()}
+    found = layers.scheme_arrays(state, prefix="deberta.encoder.layer.1.attention.self", format="deberta", heads=4)
+    assert rp.DeBERTa(**found).pos_key.shape == (4, 6, 2)
+    assert found["pos_query"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"format": "swin"}, "format: expected one of 'wavlm', .*; found 'swin'"),
+        ({"format": "deberta"}, "heads: 'deberta' needs the number of heads"),
+        ({"format": "deberta", "heads": 0}, "heads: expected at least 1"),
+        ({"format": "deberta", "heads": 3}, r"pos_proj.weight: expected \(3 \* D, 8\), found \(8, 8\)"),
+        ({"format": "deberta_v2", "heads": 2}, "key_proj.weight: no such tensor"),
+        ({"format": "deberta", "heads": 2, "layer_norm_eps": 0}, "layer_norm_eps: expected a positive"),
+        ({"format": "sam", "heads": 2}, "heads: only 'deberta' and 'deberta_v2' take it, found 2 for 'sam'"),
+        ({"format": "sam"}, "rel_pos_h: no such tensor, here or above"),
+        ({"format": "vits"}, r"emb_rel_k: expected shape \(1, rows, head_dim\), found \(2, 9, 4\)"),
+    ],
+)
+def test_arrays_that_are_not_there(rng, options, words):
+    prefix = "deberta.encoder.layer.1.attention.self."
+    state = deberta_state(rng, "pos_proj") | {f"{prefix}emb_rel_{x}": np.ones((2, 9, 4)) for x in "kv"}
+    with pytest.raises(rp.RelposError, match=words):
+        layers.scheme_arrays(state, prefix=prefix, **options)

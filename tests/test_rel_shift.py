@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import relpos_np as rp
 from tests import naive
 
-VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet")
+VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni")
 
 
 def published(x, variant):
@@ -18,6 +18,8 @@ def published(x, variant):
     *lead, rows, columns = x.shape
     if variant == "wenet":
         return x
+    if variant == "xlnet_uni":
+        return x.reshape(*lead, columns, rows)[..., 1:, :].reshape(*lead, rows, columns - 1)
     if variant == "xlnet":
         return x.reshape(*lead, columns, rows)[..., 1:, :].reshape(*lead, rows, columns - 1)[..., : columns - rows]
     padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])
@@ -26,7 +28,7 @@ def published(x, variant):
 
 
 def columns(variant, l_q, l_k):
-    return {"conformer": l_q + l_k - 1, "xlnet": l_q + l_k}.get(variant, l_k)
+    return {"conformer": l_q + l_k - 1, "xlnet": l_q + l_k, "xlnet_uni": l_k + 1}.get(variant, l_k)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -68,7 +70,7 @@ def test_general_form_for_any_two_lengths(l_q, l_k):
             np.testing.assert_array_equal(rp.rel_shift(x, variant=variant, backend=backend), expected)
 
 
-@pytest.mark.parametrize("variant", ["conformer", "xlnet", "wenet"])
+@pytest.mark.parametrize("variant", ["conformer", "xlnet", "wenet", "xlnet_uni"])
 def test_numpy_form_is_a_read_only_view(variant):
     x = np.arange(2.0 * 4 * 9).reshape(2, 4, 9)
     y = rp.rel_shift(x, variant=variant, backend="numpy")
@@ -186,6 +188,7 @@ def test_empty_input(variant, shape, backend):
         ("espnet_legacy", (4, 3)),
         ("conformer", (4, 2)),
         ("xlnet", (4, 3)),
+        ("xlnet_uni", (4, 4)),
         ("conformer", (5,)),
     ],
 )

@@ -65,6 +65,9 @@ def test_alibi_refuses():
     for call, words in (
         (lambda: rp.ALiBi(form="decoder"), "form: .*'decoder'"),
         (lambda: rp.ALiBi(np.ones(2), heads=2), "heads: found 2 besides slopes"),
+        (lambda: rp.ALiBi(np.ones(2), bias_max=4), "bias_max: found 4 besides slopes"),
+        (lambda: rp.ALiBi(bias_max=0), "bias_max: expected a positive number, found 0"),
+        (lambda: rp.reference.alibi_slopes(2, bias_max="8"), "bias_max: .*'8'"),
         (lambda: rp.ALiBi(np.ones((2, 1))), r"slopes: .*\(2, 1\)"),
         (lambda: rp.ALiBi(np.array([1.0, np.nan])), "slopes: .*nan"),
         (lambda: rp.ALiBi(np.array([1.0, np.inf])), "slopes: .*inf"),

@@ -111,7 +111,7 @@ def test_sandwich_falls_like_a_logarithm():
 def test_sandwich_refuses():
     q = np.zeros((2, 3, 4))
     for call, words in (
-        (lambda: rp.Sandwich(7), "dim: expected an even number, found 7"),
+        (lambda: rp.Sandwich(7), "dim: expected an even number of at most 65536, found 7"),
         (lambda: rp.Sandwich(0), "dim: .*0"),
         (lambda: rp.Sandwich(8, base=0), "base: expected more than 0"),
         (lambda: rp.Sandwich(8, heads=0), "heads: .*0"),

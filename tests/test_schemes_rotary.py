@@ -1,5 +1,7 @@
 """Rotary positions: angles far away, rules for frequencies, inputs that are turned, and what is refused."""
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from tests.test_schemes import close
 RULES = (
     "linear_frequencies",
     "ntk_frequencies",
+    "ntk_alpha_frequencies",
     "yarn_frequencies",
     "llama3_frequencies",
     "longrope_frequencies",
@@ -33,6 +36,64 @@ def test_pairs_are_turned_where_they_are(layout, rng):
     matrices = rp.reference.rotary_matrices(np.arange(7), rp.reference.rotary_frequencies(6))
     expected, _ = naive.rotary(x, x, dim=6, layout=layout)
     close(rp.reference.rotate_pairs(x, matrices, layout=layout), expected)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_channels_turn(layout, causal, backend, rng):
+    """As DeepSeek's models do; the same as with these channels in front."""
+    q, k, v = make(rng, depth=10)
+    w = rng.standard_normal((2, 4, 7, 5))
+    frequencies = np.array([1.0, 0.3, 0.01])
+    options = {"causal": causal, "backend": backend}
+    last = rp.Rotary(frequencies=frequencies, channels=(4, 10), layout=layout)
+    front = rp.Rotary(frequencies=frequencies, layout=layout)
+    close(
+        rp.attention(q, k, v, position=last, **options),
+        rp.attention(*(np.roll(x, 6, axis=-1) for x in (q, k)), v, position=front, **options),
+    )
+    found = rp.attention_vjp(q, k, v, position=last, grad_out=w, **options)
+    moved = rp.attention_vjp(*(np.roll(x, 6, axis=-1) for x in (q, k)), v, position=front, grad_out=w, **options)
+    close(found.q, np.roll(moved.q, -6, axis=-1), 1e-11)
+    close(found.k, np.roll(moved.k, -6, axis=-1), 1e-11)
+    close(found.position["frequencies"], moved.position["frequencies"], 1e-11)
+    x = rng.standard_normal((3, 10))
+    matrices = rp.reference.rotary_matrices(np.arange(3), frequencies)
+    turned = rp.reference.rotate_pairs(x, matrices, layout=layout, first=1)
+    np.testing.assert_array_equal(turned[:, [0, 7, 8, 9]], x[:, [0, 7, 8, 9]])
+    np.testing.assert_array_equal(turned[:, 1:7], rp.reference.rotate_pairs(x[:, 1:7], matrices, layout=layout))
+
+
+@pytest.mark.parametrize("channels", [(0, 8), (1, 9), (2, 10)])
+def test_blocks_have_halves_of_their_own(channels, backend, rng):
+    """Two heads side by side, each with its frequencies."""
+    q, k, v = make(rng, depth=10)
+    w = rng.standard_normal((2, 4, 7, 5))
+    frequencies = np.array([1.0, 0.3, 0.01, 2.0])
+    order = np.arange(10)
+    inner = channels[0] + np.array([0, 1, 4, 5, 2, 3, 6, 7])  # channels that halves of all have in their places
+    order[channels[0] : channels[1]] = inner
+    parts = rp.Rotary(frequencies=frequencies, channels=channels, blocks=2)
+    whole = rp.Rotary(frequencies=frequencies, channels=channels)
+    close(
+        rp.attention(q, k, v, position=parts, backend=backend),
+        rp.attention(q[..., order], k[..., order], v, position=whole, backend=backend),
+    )
+    found = rp.attention_vjp(q, k, v, position=parts, grad_out=w, backend=backend)
+    moved = rp.attention_vjp(q[..., order], k[..., order], v, position=whole, grad_out=w, backend=backend)
+    close(found.q[..., order], moved.q, 1e-11)
+    close(found.k[..., order], moved.k, 1e-11)
+    close(found.position["frequencies"], moved.position["frequencies"], 1e-11)
+    pairs = rp.Rotary(frequencies=frequencies, channels=channels, layout="interleaved")
+    same = rp.Rotary(frequencies=frequencies, channels=channels, layout="interleaved", blocks=4)
+    close(rp.logits(q, k, position=pairs, backend=backend), rp.logits(q, k, position=same, backend=backend))
+    assert repr(same).endswith(f"channels={channels}, blocks=4)")
+
+
+def test_channels_may_be_said_with_their_number():
+    for scheme in (rp.Rotary(channels=(2, 6)), rp.Rotary(4, channels=[2, 6]), rp.Rotary(channels=np.array([2, 6]))):
+        assert (scheme.dim, scheme.channels) == (4, (2, 6))
+        assert repr(scheme) == "Rotary(4, base=10000.0, layout='half', channels=(2, 6))"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -73,6 +134,7 @@ def test_rules_without_scaling_are_the_papers():
     close(rp.reference.linear_frequencies(16, base=500.0, factor=1.0), plain, 0)
     close(rp.reference.ntk_frequencies(16, base=500.0, factor=3.0, trained_length=64, length=64), plain, 0)
     close(rp.reference.llama3_frequencies(16, **long), plain, 1e-16)
+    close(rp.reference.ntk_alpha_frequencies(16, base=500.0, alpha=1.0), plain, 0)
     found, magnitude = rp.reference.yarn_frequencies(16, **long)
     close(found, plain, 1e-16)
     assert magnitude == 1.0
@@ -95,6 +157,8 @@ def test_ntk_interpolates_the_slowest_pair_by_the_growth():
     assert found[0] == 1
     np.testing.assert_allclose(found[-1] * (2 * 3 - 1), plain[-1], rtol=1e-14)
     np.testing.assert_array_equal(rp.reference.ntk_frequencies(16, length=5, trained_length=32, factor=2.0), plain)
+    fixed = rp.reference.ntk_alpha_frequencies(16, alpha=5.0)
+    np.testing.assert_allclose(fixed * 5.0 ** (np.arange(8) / 7), plain, rtol=1e-14)
 
 
 @pytest.mark.parametrize("rule", ["yarn", "llama3"])
@@ -143,6 +207,7 @@ def test_longrope_divides_each_pair_by_its_own_factor():
         # ln 32 / ln 64 is 5 / 6, for short texts too.
         assert magnitude == pytest.approx((1 + 5 / 6) ** 0.5, rel=1e-15)
     assert longrope(factor=1.0)[1] == 1
+    np.testing.assert_array_equal(longrope(short_factors=[1, 1.5, 2, 4], length=9)[0], longrope(length=9)[0])
 
 
 @pytest.mark.parametrize(("share", "turning"), [(0.0, 0), (0.25, 1), (0.49, 1), (0.5, 2), (1.0, 4)])
@@ -185,6 +250,17 @@ BAD = {
     "dim: float": (lambda: rp.Rotary(4.0), ["dim", "4.0"]),
     "dim: large": (call(rp.Rotary(10)), ["dim", "10", "8"]),
     "dim: head_dim odd": (call(rp.Rotary(), 7), ["dim", "7"]),
+    "channels: odd": (lambda: rp.Rotary(channels=(2, 5)), ["channels", "(2, 5)"]),
+    "channels: order": (lambda: rp.Rotary(channels=(6, 2)), ["channels", "(6, 2)"]),
+    "channels: negative": (lambda: rp.Rotary(channels=(-4, 0)), ["channels", "(-4, 0)"]),
+    "channels: number": (lambda: rp.Rotary(channels=4), ["channels", "()"]),
+    "channels: floats": (lambda: rp.Rotary(channels=(0.0, 4.0)), ["channels", "0.0"]),
+    "channels: dim": (lambda: rp.Rotary(6, channels=(2, 6)), ["dim", "4", "(2, 6)", "6"]),
+    "channels: frequencies": (lambda: rp.Rotary(channels=(2, 6), frequencies=np.ones(3)), ["frequencies", "4", "3"]),
+    "channels: large": (call(rp.Rotary(channels=(6, 10))), ["channels", "(6, 10)", "8"]),
+    "blocks: 0": (lambda: rp.Rotary(blocks=0), ["blocks", "0"]),
+    "blocks: three": (call(rp.Rotary(blocks=3)), ["blocks", "8", "3"]),
+    "blocks: odd": (call(rp.Rotary(6, blocks=2)), ["blocks", "6", "2"]),
     "base: 0": (lambda: rp.Rotary(base=0), ["base", "0"]),
     "base: nan": (lambda: rp.Rotary(base=np.nan), ["base", "nan"]),
     "base: and frequencies": (lambda: rp.Rotary(base=5.0, frequencies=np.ones(4)), ["base", "5.0"]),
@@ -233,6 +309,9 @@ BAD = {
     "longrope: pairs": (lambda: longrope(long_factors=np.ones(3)), ["long_factors", "(4,)", "(3,)"]),
     "longrope: sign": (lambda: longrope(short_factors=np.array([1, 1, 1, -1.0])), ["short_factors", "-1.0"]),
     "longrope: length": (lambda: longrope(trained_length=1), ["trained_length", "1"]),
+    "longrope: list": (lambda: longrope(long_factors=[1.0, "2", 3.0, 4.0]), ["long_factors", "'2'"]),
+    "ntk alpha: dim": (lambda: rp.reference.ntk_alpha_frequencies(2, alpha=2.0), ["dim", "2"]),
+    "ntk alpha: alpha": (lambda: rp.reference.ntk_alpha_frequencies(8, alpha=0.0), ["alpha", "0"]),
     "proportional: share": (lambda: rp.reference.proportional_frequencies(8, share=1.5), ["share", "1.5"]),
     "yarn: mscale": (
         lambda: rp.reference.yarn_frequencies(8, factor=2.0, trained_length=9, mscale=-1.0),
@@ -244,8 +323,26 @@ BAD = {
     "sections: negative": (lambda: rp.reference.section_axes((2, -1)), ["sections", "-1"]),
     "sections: none": (lambda: rp.reference.section_axes((0, 0)), ["sections", "(0, 0)"]),
     "sections: order": (lambda: rp.reference.section_axes((1, 1), order="interleaved"), ["order", "'cyclic'"]),
-    "sections: end": (lambda: rp.reference.section_axes((1, 2, 3), order="cyclic"), ["sections", "3", "6"]),
+    "sections: pairs": (lambda: rp.reference.section_axes((1, 2, 3), pairs=8), ["pairs", "(1, 2, 3)", "6", "8"]),
     "axial: dim": (lambda: rp.reference.axial_frequencies(6), ["dim", "6", "4"]),
+    "axial: odd": (lambda: rp.reference.axial_frequencies((4, 3)), ["dim", "(4, 3)"]),
+    "axial: none": (lambda: rp.reference.axial_frequencies(()), ["dim", "()"]),
+    "axial: axes": (lambda: rp.reference.axial_frequencies((4, 4), 3), ["axes", "2", "3"]),
+    "axial: sizes": (
+        lambda: rp.reference.axial_frequencies((4, 6), spread="alternate"),
+        ["dim", "'alternate'", "[4, 6]"],
+    ),
+    "sections: time last": (
+        lambda: rp.reference.section_axes((1, 2, 3), order="time_last", pairs=8),
+        ["pairs", "6", "8"],
+    ),
+    "randomized: longest": (
+        lambda: rp.reference.randomized_positions(5, 4, rng=np.random.default_rng(0)),
+        ["longest", "5", "4"],
+    ),
+    "randomized: rng": (lambda: rp.reference.randomized_positions(5, 9, rng=3), ["rng", "int"]),
+    "diagonal: grid": (lambda: rp.reference.diagonal_positions((3, 4)), ["grid", "(3, 4)"]),
+    "diagonal: spacing": (lambda: rp.reference.diagonal_positions((3, 4, 2), spacing=np.inf), ["spacing", "inf"]),
     "axial: spread": (lambda: rp.reference.axial_frequencies(8, spread="x"), ["spread", "'x'", "'alternate'"]),
     "pixel: spacing": (lambda: rp.reference.pixel_frequencies(8, spacing="x"), ["spacing", "'x'"]),
     "grid: empty": (lambda: rp.reference.grid_positions(()), ["grid"]),
@@ -269,7 +366,7 @@ BAD = {
         ["truncate"],
     ),
     "llama3: factors": (
-        lambda: rp.reference.llama3_frequencies(8, factor=2.0, trained_length=9, low_factor=4.0),
+        lambda: rp.reference.llama3_frequencies(8, factor=2.0, trained_length=9, low_factor=4.5),
         ["high_factor", "4.0"],
     ),
     "llama3: length": (lambda: rp.reference.llama3_frequencies(8, factor=2.0, trained_length=0), ["trained_length"]),
@@ -287,11 +384,11 @@ def test_bad_input_is_named(name):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_checks_dim_and_base(rule):
-    needed = {"factor": 2.0, "trained_length": 9, "length": 20}
+    needed = {"factor": 2.0, "trained_length": 9, "length": 20, "alpha": 2.0}
     if rule == "longrope_frequencies":
         needed |= {"short_factors": np.ones(4), "long_factors": np.ones(4)}
     function = getattr(rp.reference, rule)
-    options = {n: x for n, x in needed.items() if n in function.__kwdefaults__ or n in function.__annotations__}
+    options = {n: x for n, x in needed.items() if n in inspect.signature(function).parameters}
     for wrong in ({"dim": 5}, {"dim": 8, "base": -1.0}):
         with pytest.raises(rp.RelposValueError, match="dim" if wrong["dim"] == 5 else "base"):
             function(**wrong, **options)

@@ -41,6 +41,12 @@ def test_axis_maps_by_hand():
     assert sections((2, 1, 3)).tolist() == [0, 0, 1, 2, 2, 2]
     assert sections((2, 2, 2), order="cyclic").tolist() == [0, 1, 2, 0, 1, 2]
     assert sections((4, 2, 1), order="cyclic").tolist() == [0, 1, 2, 0, 1, 0, 0]
+    assert sections((3, 5, 5), order="cyclic").tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert sections((1, 1, 2), order="cyclic", pairs=9).tolist() == [0, 1, 2, 0, 0, 2, 0, 0, 0]
+    assert sections((9, 1, 2), order="cyclic", pairs=5).tolist() == [0, 1, 2, 0, 0]
+    assert sections((2, 2, 2), order="time_last").tolist() == [1, 2, 1, 2, 0, 0]
+    assert sections((1, 3, 2), order="time_last").tolist() == [1, 2, 1, 2, 1, 0]
+    assert sections((3,), order="time_last").tolist() == [0, 0, 0]
     omega = np.array([4.0, 3.0, 2.0])
     np.testing.assert_array_equal(
         rp.reference.axis_frequencies(omega, np.array([1, 0, 1]), 3), [[0, 3, 0], [4, 0, 2], [0, 0, 0]]
@@ -49,7 +55,31 @@ def test_axis_maps_by_hand():
     np.testing.assert_array_equal(same, np.kron(np.eye(3), [1.0, 0.25]))
     alternate = rp.reference.axial_frequencies(8, base=16.0, spread="alternate")
     np.testing.assert_array_equal(alternate, [[1, 0.25, 0, 0], [0, 0, 0.5, 0.125]])
+    shares = rp.reference.axial_frequencies((2, 4), base=16.0)
+    np.testing.assert_array_equal(shares, [[1, 0, 0], [0, 1, 0.25]])
     np.testing.assert_array_equal(rp.reference.axial_frequencies(8, 1), [rp.reference.rotary_frequencies(8)])
+
+
+def test_a_video_lies_on_the_diagonal():
+    found = rp.reference.diagonal_positions((2, 3, 2), start=10.0, spacing=2.0)
+    assert found.T.tolist() == [
+        [10 + 2 * t] + [10 + 2 * t + x for x in (h, w)] for t in (0, 1) for h in (-1, 0, 1) for w in (0, 1)
+    ]
+
+
+def test_randomized_positions_are_sorted_and_distinct():
+    draw = rp.reference.randomized_positions
+    found = draw(5, 9, rng=np.random.default_rng(1), batch=(2000,))
+    assert found.shape == (2000, 5)
+    assert found.dtype == np.int64
+    assert (np.diff(found) > 0).all()
+    assert found.min() == 0
+    assert found.max() == 8
+    # Each position is among 5 of 9: 1111 +- 5 times 22.
+    counts = np.bincount(found.ravel())
+    assert np.abs(counts - 10000 / 9).max() < 111
+    np.testing.assert_array_equal(draw(4, 4, rng=np.random.default_rng(1)), np.arange(4))
+    np.testing.assert_array_equal(draw(5, 9, rng=np.random.default_rng(1)), found[0])
 
 
 def test_pixel_frequencies_by_hand():

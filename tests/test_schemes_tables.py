@@ -211,3 +211,17 @@ def test_wavlm_refuses():
         with pytest.raises(rp.RelposError, match=words):
             call()
     assert repr(rp.WavLM(table, gate)).startswith("WavLM(")
+
+
+def test_the_largest_distance_on_the_page_is_the_variants_own():
+    """The function has the defaults of the class: 100 for "udop", 256 for the others."""
+    rng = np.random.default_rng(4)
+    table, x_table, y_table = rng.standard_normal((3, 32, 2))
+    q = np.zeros((2, 6, 4))
+    for variant, furthest in (("udop", 100), ("layoutlmv2", 256), ("layoutlmv3", 256)):
+        boxes = rng.random((6, 4)) * 4 if variant == "udop" else rng.integers(0, 1000, (6, 4))
+        bias = rp.reference.layout_bias(table, x_table, y_table, boxes, variant=variant)
+        given = rp.reference.layout_bias(table, x_table, y_table, boxes, variant=variant, max_box_distance=furthest)
+        np.testing.assert_array_equal(bias, given)
+        scheme = rp.LayoutBias(table, x_table, y_table, boxes, variant=variant)
+        np.testing.assert_allclose(rp.logits(q, q, position=scheme, scale=1.0, backend="terms"), bias, rtol=1e-13)

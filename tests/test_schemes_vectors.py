@@ -71,7 +71,7 @@ def test_transformer_xl_options_refuse():
     for call, words in (
         (lambda: rp.TransformerXL(one, one, np.ones((4, 2, 3)), variant="wenet", zero_triu=True), "zero_triu: .*wenet"),
         (lambda: rp.TransformerXL(one, one, np.ones((4, 2, 3)), zero_triu=1), "zero_triu: expected True or False"),
-        (lambda: rp.rel_shift(one, variant="xlnet_uni"), "variant: .*'xlnet_uni'"),
+        (lambda: rp.rel_shift(one[:, :2], variant="xlnet_uni"), "x: variant 'xlnet_uni' needs more columns"),
         (
             lambda: rp.attention(
                 *np.ones((3, 2, 4, 3)), position=rp.TransformerXL(one, one, np.ones((4, 2, 3)), variant="xlnet_uni")
@@ -181,6 +181,42 @@ def test_graphormer_is_its_dense_bias(backend, rng):
         close(s - rp.logits(q, k, backend=backend), bias)
     masked = rp.attention(q, k, v, mask=bias, backend=backend)
     close(rp.attention(q, k, v, position=scheme, backend=backend), masked)
+
+
+@pytest.mark.parametrize("offsets", ["entity", "chain"])
+def test_labels_of_alphafold_by_loops(offsets, rng):
+    residue, chain, entity, symmetry, token = rng.integers(0, 4, (5, 2, 30))
+    found = rp.reference.alphafold_labels(
+        residue, chain, entity, symmetry, token, residue_bins=2, chain_bins=1, offsets=offsets
+    )
+
+    def bin_of(a, m, known):
+        return min(max(a + m, 0), 2 * m) if known else 2 * m + 1
+
+    for b, i, j in np.ndindex(2, 30, 30):
+        of = [int(x[b, i] - x[b, j]) for x in (residue, chain, entity, symmetry, token)]
+        copies = of[2] == 0 if offsets == "entity" else of[1] != 0
+        expected = (
+            bin_of(of[0], 2, of[1] == 0),
+            bin_of(of[4], 2, of[1] == of[0] == 0),
+            0 if of[2] == 0 else -1,
+            bin_of(of[3], 1, copies),
+        )
+        assert tuple(int(x[b, i, j]) for x in found) == expected
+    assert all(x.dtype == np.int32 for x in found)
+
+
+def test_labels_of_alphafold_refuse():
+    index, labels = np.arange(3), rp.reference.alphafold_labels
+    for call, words in (
+        (lambda: labels(index, index, index, index[:2], index), r"symmetry: expected shape .*found \(2,\)"),
+        (lambda: labels(index, index * 1.0, index, index, index), "chain: expected integers, found dtype float64"),
+        (lambda: labels(index, index, index, index, index, residue_bins=-1), "residue_bins: .*-1"),
+        (lambda: labels(index, index, index, index, index, offsets="sym"), "offsets: .*'sym'"),
+        (lambda: labels(index + 2**62, index, index, index, index), "residue: expected numbers of at most"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()
 
 
 def test_labels_are_kept_as_they_were(rng):

@@ -39,7 +39,7 @@ def test_swin_v2_coordinates_by_hand():
     down, right = rp.reference.swin_v2_coordinates((3, 2))
     close(down, np.log([9, 5, 1, 5, 9]) / np.log(8) * [-1, -1, 0, 1, 1])
     close(right, np.log([9, 1, 9]) / np.log(8) * [-1, 0, 1])
-    down, right = rp.reference.swin_v2_coordinates((3, 2), pretrained_window=(5, 1))
+    down, right = rp.reference.swin_v2_coordinates((3, 2), pretrained_grid=(5, 1))
     close(down, np.log([5, 3, 1, 3, 5]) / np.log(8) * [-1, -1, 0, 1, 1])
     close(right, np.log([9, 1, 9]) / np.log(8) * [-1, 0, 1])
     for variant in ("microsoft", "transformers", "paper"):
@@ -78,10 +78,10 @@ def test_swin_v2_refuses(rng):
         (lambda: rp.SwinV2(w1, b1, w2, t[:1], (2, 3)), "logit_scale: "),
         (lambda: rp.SwinV2(w1, b1, w2, t[:, None], (2, 3)), "logit_scale: "),
         (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), output_bias=b1), "output_bias: "),
-        (lambda: rp.SwinV2(w1, b1, w2, t, 3), "window: expected height and width"),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (0, 3)), "window: .*0"),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_window=(0, 0)), "pretrained_window: .*0"),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_window=(2, 2), variant="paper"), "pretrained_window: "),
+        (lambda: rp.SwinV2(w1, b1, w2, t, 3), "grid: expected height and width"),
+        (lambda: rp.SwinV2(w1, b1, w2, t, (0, 3)), "grid: .*0"),
+        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_grid=(0, 0)), "pretrained_grid: .*0"),
+        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_grid=(2, 2), variant="paper"), "pretrained_grid: "),
         (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), variant="cr"), "variant: .*'cr'"),
         (lambda: rp.logits(*[np.ones((2, 6, 4))] * 2, position=(swin_v2(rng, (2, 3)), rp.Rotary())), "two of the"),
     ):
@@ -206,7 +206,7 @@ def test_decomposed_refuses(rng):
         (lambda: rp.DecomposedBias(h, w, (3, 4), variant="vitdet"), "variant: .*'vitdet'"),
         (lambda: rp.DecomposedBias(h, w, (3, 4), rounding="float16"), "rounding: "),
         (lambda: rp.DecomposedBias(h, w, (3, 4), class_token=1), "class_token: "),
-        (lambda: rp.DecomposedBias(h, w, 12), "query_grid: "),
+        (lambda: rp.DecomposedBias(h, w, 12), "grid: "),
         (lambda: rp.logits(q, q, position=rp.DecomposedBias(h, w, (3, 4))), "height_table: .*vectors of 5"),
         (
             lambda: rp.logits(*[np.zeros((2, 12, 5))] * 2, position=rp.DecomposedBias(h, w, (3, 4), class_token=True)),

@@ -15,7 +15,7 @@ SCHEMES = {
     "t5": lambda a: rp.T5(a["table"]),
     "window": lambda a: rp.WindowBias(a["table"], (7, 7)),
     "rstt": lambda a: rp.WindowBias.rstt(a["table"], 7, 4, (4, 4)),
-    "transformer_xl": lambda a: rp.TransformerXL(a["u"], a["v"], a["rows"]),
+    "transformer_xl": lambda a: rp.TransformerXL(a["content_bias"], a["position_bias"], a["rows"]),
     "shaw": lambda a: rp.Shaw(a["key_table"], a["value_table"]),
     "alibi": lambda a: rp.ALiBi(a["slopes"]),
     "plain": lambda a: None,
@@ -273,7 +273,7 @@ def make(shape):
     q = normal(s.batch, s.heads, s.q_len, s.head_dim)
     k, v = (normal(s.batch, s.heads, s.k_len, s.head_dim) for _ in range(2))
     if s.kind == "transformer_xl":
-        arrays = {"u": normal(s.heads, s.head_dim), "v": normal(s.heads, s.head_dim)}
+        arrays = {name: normal(s.heads, s.head_dim) for name in ("content_bias", "position_bias")}
         arrays["rows"] = normal(s.k_len, s.heads, s.head_dim)
     elif s.kind == "shaw":
         arrays = {name: normal(33, s.head_dim) for name in ("key_table", "value_table")}

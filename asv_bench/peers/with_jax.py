@@ -26,11 +26,11 @@ def prepare(name, task, case, threads, seconds):
     if s.kind == "transformer_xl":
 
         def run(q, k, v, a, hidden):
-            x = jnp.einsum("bhid,rhd->bhir", q + a["v"][:, None], a["rows"])
+            x = jnp.einsum("bhid,rhd->bhir", q + a["position_bias"][:, None], a["rows"])
             *lead, rows, columns = x.shape
             padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)]).reshape(*lead, columns + 1, rows)
             position = padded[..., 1:, :].reshape(*lead, rows, columns)
-            scores = jnp.where(hidden, -jnp.inf, (products(q + a["u"][:, None], k) + position) * scale)
+            scores = jnp.where(hidden, -jnp.inf, (products(q + a["content_bias"][:, None], k) + position) * scale)
             return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
         extra = jnp.asarray(arrays.apart(case) > 0)

@@ -120,8 +120,8 @@ def prepare(name, task, case, threads, seconds):
         u, bias, rows = (
             g.feed(name, x)
             for name, x in (
-                ("u", case.arrays["u"][:, None]),
-                ("bias", case.arrays["v"][:, None]),
+                ("u", case.arrays["content_bias"][:, None]),
+                ("bias", case.arrays["position_bias"][:, None]),
                 ("rows", case.arrays["rows"].transpose(1, 2, 0)),
             )
         )

@@ -30,8 +30,8 @@ def prepare(name, task, case, threads, seconds):
     note = "ScaledDotProductAttention, bias built before the call"
     if s.kind == "transformer_xl":
         note = "ScaledDotProductAttention, its mask built by pad and reshape inside the call"
-        u = feed("u", case.arrays["u"][:, None])
-        bias = feed("bias", case.arrays["v"][:, None])
+        u = feed("u", case.arrays["content_bias"][:, None])
+        bias = feed("bias", case.arrays["position_bias"][:, None])
         rows = feed("rows", case.arrays["rows"].transpose(1, 2, 0))
         hidden = feed("hidden", arrays.minus_infinity(case))
         inputs += [u, bias, rows, hidden]

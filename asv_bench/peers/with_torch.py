@@ -73,13 +73,13 @@ class Operands:
 
     def position(self):
         """Transformer-XL's part from positions, unscaled."""
-        return rel_shift((self.q + self.arrays["v"][:, None]) @ self.rows, self.shape.k_len)
+        return rel_shift((self.q + self.arrays["position_bias"][:, None]) @ self.rows, self.shape.k_len)
 
     def eager(self):
         """Products, softmax, products."""
         kind = self.shape.kind
         if kind == "transformer_xl":
-            content = (self.q + self.arrays["u"][:, None]) @ self.k.transpose(-1, -2)
+            content = (self.q + self.arrays["content_bias"][:, None]) @ self.k.transpose(-1, -2)
             s = ((content + self.position()) * self.scale).masked_fill(self.hidden, -math.inf)
             return torch.softmax(s, dim=-1) @ self.v
         s = self.q @ self.k.transpose(-1, -2)
@@ -99,7 +99,7 @@ class Operands:
         """The fused operator, with the bias built for it."""
         if self.shape.kind == "transformer_xl":
             mask = (self.position() * self.scale).masked_fill(self.hidden, -math.inf)
-            query = self.q + self.arrays["u"][:, None]
+            query = self.q + self.arrays["content_bias"][:, None]
             return functional.scaled_dot_product_attention(query, self.k, self.v, attn_mask=mask)
         return functional.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=self.bias())
 
@@ -124,8 +124,8 @@ def flex(operands):
             return flex_attention(q, k, v, score_mod=score, block_mask=hide)
 
         def inputs():
-            products = (operands.q + a["v"][:, None]) @ operands.rows * operands.scale
-            return operands.q + a["u"][:, None], operands.k, operands.v, products
+            products = (operands.q + a["position_bias"][:, None]) @ operands.rows * operands.scale
+            return operands.q + a["content_bias"][:, None], operands.k, operands.v, products
 
     elif s.kind == "plain":
 

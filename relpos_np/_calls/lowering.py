@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
-from operator import add
+from operator import add, attrgetter
 from typing import Any
 
 import numpy as np
 
+from relpos_np._calls import stated
 from relpos_np._contract.problem import Problem, Site
-from relpos_np._contract.terms import Terms
+from relpos_np._contract.renamed import entries
+from relpos_np._contract.terms import Terms, fit
 from relpos_np._contract.turned import Turning
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 
 
-def checked_schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
-    """The schemes of a call, checked against it."""
+def checked_schemes(
+    position: Any, problem: Problem, backend: str | None = None, *, backward: bool = False
+) -> tuple[Scheme, ...]:
+    """The schemes of a call, checked against it, and against what is to evaluate them."""
     if position is None:
         return ()
     schemes = position if isinstance(position, tuple) else (position,)
@@ -29,9 +33,30 @@ def checked_schemes(position: Any, problem: Problem) -> tuple[Scheme, ...]:
                 f"position: expected a scheme such as relpos_np.T5, found {type(scheme).__name__}{hint}"
             )
         scheme.check(problem.site)
+        if problem.cap_content and scheme.content and type(scheme).transform is Scheme.transform:
+            raise RelposValueError(
+                f'cap_order: "content" caps the products q . k alone, and with {scheme!r} there are none without '
+                'positions; expected "scores"'
+            )
     if sum(scheme.content for scheme in schemes) > 1:
         raise RelposValueError("position: two of the schemes change the content product and cannot be combined")
+    if not problem.site.scores_only:
+        _check_turns(schemes)
+    stated.able(schemes, problem.site, backend, backward)
     return schemes
+
+
+def _check_turns(schemes: tuple[Scheme, ...]) -> None:
+    """Refuse schemes of which one turns the values and the output of another."""
+    turning = [scheme for scheme in schemes if scheme.turns_values]
+    if len(turning) > 1:
+        raise RelposValueError("position: two of the schemes turn values and cannot be combined")
+    for scheme in schemes if turning else ():
+        if scheme is not turning[0] and type(scheme).outputs is not Scheme.outputs:
+            raise RelposValueError(
+                f"position: {turning[0]!r} turns the output, to which {type(scheme).__name__} may add vectors: they "
+                "cannot be combined"
+            )
 
 
 def each_lowered(
@@ -39,7 +64,10 @@ def each_lowered(
 ) -> list[Terms]:
     """Each scheme as terms; `operands` are q and k where they are on a device, `turning` as `lowered` has it."""
     if operands is not None:
-        return [scheme.lower(operands[0], operands[1], problem.site) for scheme in schemes]
+        return [
+            stated.checked(scheme, scheme.lower(operands[0], operands[1], problem.site), problem.site)
+            for scheme in schemes
+        ]
     return [lowered(scheme, problem, problem.site, turning=turning) for scheme in schemes]
 
 
@@ -52,12 +80,13 @@ def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = Fal
         operands: list[Any] = [Turning(problem.stored_q), Turning(problem.stored_k)]
         return scheme.lower(operands[0], operands[1], site)
     if scheme.computes:
-        return scheme.lower(problem.q, problem.k, site)
+        return stated.checked(scheme, scheme.lower(problem.q, problem.k, site), site)
     q, k = problem.stored_q, problem.stored_k
     terms = scheme.lower(q, k, site)
-    terms.queries = tuple(replace(t, query=problem.q) if t.query is q else t for t in terms.queries)
-    terms.keys = tuple(replace(t, key=problem.k) if t.key is k else t for t in terms.keys)
-    return terms
+    if isinstance(terms, Terms):
+        terms.queries = tuple(replace(t, query=problem.q) if t.query is q else t for t in terms.queries)
+        terms.keys = tuple(replace(t, key=problem.k) if t.key is k else t for t in terms.keys)
+    return stated.checked(scheme, terms, site)
 
 
 def all_terms(lowered: list[Terms]) -> Terms:
@@ -86,12 +115,15 @@ def each_lifted(
     arrays = []
     for scheme, terms in zip(schemes, lowered, strict=True):
         own = Terms(*((grads.query, grads.key) if scheme.content else (None, None)))
+        own.turn = None if terms.turn is None else grads.turn
         for slot, left in rest.items():
             setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))
         share = scheme.lift(*operands, problem.site, own)
-        arrays.append(
-            {name: np.asarray(x).astype(getattr(scheme, name).dtype, copy=False) for name, x in share.arrays.items()}
-        )
+        share = stated.checked_lift(scheme, share, tuple(x.shape for x in operands))
+        own_arrays = {
+            name: np.asarray(x).astype(attrgetter(name)(scheme).dtype, copy=False) for name, x in share.arrays.items()
+        }
+        arrays.append(entries(own_arrays, type(scheme)))
         if share.q is not None:
             grad_q = share.q if grad_q is None else grad_q + share.q
         if share.k is not None:
@@ -101,3 +133,9 @@ def each_lifted(
     if grad_k is None:
         grad_k = np.zeros(problem.stored_k.shape, problem.site.dtype)
     return grad_q, grad_k, tuple(arrays) if isinstance(position, tuple) else arrays[0] if arrays else {}
+
+
+def fit_option(x: Array, given: Any, *, per_head: bool) -> Array:
+    """The gradient of an option with a number per query or per head, in its shape and dtype."""
+    shape = (*given.shape, 1) if per_head and given.ndim == 1 else given.shape
+    return fit(x, shape).reshape(given.shape).astype(given.dtype, copy=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract.problem import Problem, Site
-from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm
+from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm, ValueTurn
+from relpos_np._dense import bounds
 from relpos_np._runtime import memory
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -31,9 +33,11 @@ FORMED, SOFTENED, RETURNED = 2, 3, 8
 class Admission:
     """Decides whether a call may take its memory, and keeps the terms that it lowered to find out."""
 
-    def __init__(self, function: str, position: Any, chosen: str | None, out: bool, return_lse: bool) -> None:
+    def __init__(
+        self, function: str, position: Any, chosen: str | None, out: bool, return_lse: bool, return_bound: bool
+    ) -> None:
         self.function, self.position, self.name = function, position, _backend.current(chosen)
-        self.out, self.return_lse = out, return_lse
+        self.out, self.return_lse, self.return_bound = out, return_lse, return_bound
         self.lowered: list[Terms] = []
 
     def __call__(self, problem: Problem, result: np.dtype[Any], converted: int, mask: Any, dropped: bool) -> None:
@@ -42,8 +46,9 @@ class Admission:
         `converted`: bytes of operands in another dtype or layout than that in which they were given.
         """
         site = problem.site
-        schemes = checked_schemes(self.position, problem)
         backward = self.function == "attention_vjp"
+        formulas = self.function == "logits" and self.name != "terms"
+        schemes = checked_schemes(self.position, problem, None if formulas else self.name, backward=backward)
         dense = self.function == "logits" or self.name not in _backend.WITH_KERNELS
         holds = [scheme.held(site) for scheme in schemes]
         parts = {"small things": SMALL, **self._results(problem, result), "copies of operands": converted}
@@ -65,6 +70,8 @@ class Admission:
                 (SOFTENED + extra) * lines * pairs * item,
             )
             parts["dense matrices of scores"] = forward
+        if self.return_bound:
+            parts["bounds"] = _bounded(site, schemes, mask)
         if schemes and (lowering or backward):
             parts["what schemes hold"] = sum(h.lower for h in holds) + 3 * _vectors(site, schemes)
         if backward and schemes:
@@ -79,6 +86,8 @@ class Admission:
                 problem.pack()
             self.lowered = each_lowered(schemes, problem)
             terms = all_terms(self.lowered)
+            if terms.turn is not None:
+                parts["turned values and output"] = _turned(site, terms.turn, backward)
             if dense:
                 parts["what terms hold"] = _dense_terms(terms, site, lines, backward)
                 if backward:
@@ -107,10 +116,16 @@ class Admission:
 
 
 def admission(
-    function: str, position: Any, backend: str | None, *, out: bool = False, return_lse: bool = False
+    function: str,
+    position: Any,
+    backend: str | None,
+    *,
+    out: bool = False,
+    return_lse: bool = False,
+    return_bound: bool = False,
 ) -> Admission | None:
     """What decides for a call; None where there is no limit."""
-    return None if memory.limit() is None else Admission(function, position, backend, out, return_lse)
+    return None if memory.limit() is None else Admission(function, position, backend, out, return_lse, return_bound)
 
 
 def _repeated(site: Site) -> int:
@@ -148,6 +163,27 @@ def _vectors(site: Site, schemes: Sequence[Scheme]) -> int:
         return 0
     count, item = math.prod(site.batch), 2 * site.dtype.itemsize
     return count * site.head_dim * item * (site.heads * site.q_len + site.kv_heads * site.k_len)
+
+
+def _turned(site: Site, turn: ValueTurn, backward: bool) -> int:
+    """Values and the output that have turned, on the way back their gradients or the output once more, and factors."""
+    count, rows, item = math.prod(site.batch), site.heads * site.q_len + site.kv_heads * site.k_len, site.dtype.itemsize
+    pairs = int(turn.key[0].shape[-1])
+    # Factors spread over channels may be one set for all items, or each item's own.
+    size = (2 if backward else 1) * count * rows * site.v_dim * item + 4 * rows * pairs * item
+    # Two channels of vectors and of their gradients, and four products, in float64.
+    return size + (count * rows * 12 * 8 * pairs if backward and turn.trained else 0)
+
+
+def _bounded(site: Site, schemes: Sequence[Scheme], mask: Any) -> int:
+    """Operands, a mask, results and what schemes hold, all in wide arithmetic, and what bounds are made of."""
+    wide = bounds.widest(site.dtype)
+    site = replace(site, dtype=wide)
+    items, width = math.prod(site.batch), site.head_dim + site.v_dim
+    operands = items * (site.heads * site.q_len * site.head_dim + site.kv_heads * site.k_len * width)
+    operands *= 8 + 2 * wide.itemsize
+    lowered = sum(scheme.held(site).lower for scheme in schemes) + 3 * _vectors(site, schemes)
+    return operands + _mask(mask, replace(site, dtype=np.dtype(np.float64)), dense=False) + lowered + bounds.held(site)
 
 
 def _gradients(site: Site, lines: int) -> int:
@@ -198,6 +234,8 @@ def shifted(x: Array, shape: tuple[int, ...], variant: str, kernels: bool, out: 
         straight = x.flags.c_contiguous and x.dtype.isnative
         parts["a contiguous copy of x"] = 0 if straight else math.prod(x.shape) * x.dtype.itemsize
         parts["the result"] = 0 if out is not None and out.flags.c_contiguous else size
+    elif variant == "xlnet_uni" and not x.flags.c_contiguous:
+        parts["a contiguous copy of x"] = math.prod(x.shape) * x.dtype.itemsize
     elif variant in ("transformer_xl", "espnet_legacy"):
         parts["a copy of x with a column more"] = (math.prod(x.shape) + 2 * math.prod(x.shape[:-1])) * x.dtype.itemsize
         parts["the result"] = size

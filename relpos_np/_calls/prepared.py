@@ -11,6 +11,7 @@ from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract import check
+from relpos_np._contract.options import DEFAULTS
 from relpos_np._runtime import memory, results
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.types import Array
@@ -25,8 +26,8 @@ class PreparedAttention:
         q, k, v = (check.array(name, x) for name, x in zip(_NAMES, operands, strict=True))
         self._attention, self._position, self._options = attention, position, options
         admit = memory_bounds.admission("attention", position, options["backend"], out=False, return_lse=True)
-        problem, self._result, flat = check.call(q, k, v, options | {"key_lengths": None, "dropout": 0.0}, admit)
-        self._schemes = checked_schemes(position, problem)
+        problem, self._result, flat = check.call(q, k, v, DEFAULTS | options, admit)
+        self._schemes = checked_schemes(position, problem, options["backend"])
         self._forms = [(x.shape, x.strides, x.dtype) for x in (q, k, v)]
         self._shape = problem.out_shape[1:] if flat else problem.out_shape
         self._batch, self._k_len, self._lse = problem.batch, problem.site.k_len, problem.site.dtype
@@ -43,7 +44,7 @@ class PreparedAttention:
         name = self._options["backend"]
         if name != "numba" or self._result.name not in _backend.kernels(name).WRITES:
             return None
-        if any(scheme.computes for scheme in self._schemes):
+        if any(scheme.computes or scheme.turns_values for scheme in self._schemes):
             return None
         return _backend.kernels(name).prepare(problem, all_terms(each_lowered(self._schemes, problem)), self._result)
 
@@ -95,7 +96,7 @@ class PreparedAttention:
         if result is None:
             result = results.empty(self._shape, self._result)[0]
         else:
-            check.output(result, self._shape, self._result, (*operands, self._options["mask"]))
+            check.output(result, self._shape, self._result, (*operands, *self._options.values(), self._position))
             if not result.flags.c_contiguous:
                 result = np.empty(self._shape, self._result)
         lse = np.empty(self._shape[:-1], self._lse) if return_lse else None

@@ -17,16 +17,21 @@ import numpy as np
 
 import relpos_np as rp
 from relpos_np._commands.common import MISMATCH, positive
-from relpos_np._commands.saved_call import UnusableError, attention_schemes, call_arguments, read
+from relpos_np._commands.saved_call import UnusableError, attention_schemes, call_arguments, needed, read
 from relpos_np._commands.terminal import note, print_json, print_lines
 from relpos_np._commands.terminal import seconds as duration
 from relpos_np.errors import RelposImportError
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend
 
 _T = TypeVar("_T")
 
+# The options of a file that a picture of scores has.
+_DRAWN = {"position", *rp.logits.options}  # type: ignore[attr-defined]
+
 # float32 against float64 on the real example, whose outputs are below 1.
 _REAL_LIMIT = 2e-6
+# From so many times the best on, the median is that of calls that were interrupted.
+_CALM = 2.0
 _REAL_HEADS = ("head 0", "head 3", "head 7", "head 11")
 
 SUMMARY = "attention on real data, or on a file"
@@ -38,11 +43,20 @@ FILE is an .npz archive, which is never unpickled; a compressed one may hold 256
   q k v            (..., H, L_q, D), (..., H_kv, L_k, D), (..., H_kv, L_k, D_v)
   mask             bool (True = may attend) or float (added)          optional
   key_lengths      integers, one per batch item                       optional
-  scale offset     a number                                           optional
+  scale            a number                                           optional
+  offset           an integer, or one per batch item                  optional
   causal           True or False                                      optional
   window           w, or (left, right); a negative entry is no limit  optional
+  rule             chunked, prefix or dilated, with rule.size, rule.left, rule.right (negative: no limit), rule.lengths
+                   or rule.step                                       optional
+  selected         the keys that each query may attend                optional
+  query_scale      factors on queries                                 optional
+  softcap          a number; cap_order: scores or content             optional
+  sinks            one per head, or per query                         optional
+  segments         cumulative lengths of packed sequences; key_segments: of keys, if they have others   optional
   scheme           a name, as in --scheme                             optional
-  position.NAME    parameter NAME of the scheme's constructor; position.key_coords.0 for its axis 0
+  position.NAME    parameter NAME of the scheme's constructor; position.key_coords.0 for its axis 0; for a scheme
+                   within the scheme its name, and position.bias.NAME for its parameters
 The result holds `out` and `lse`.
 """
 EXAMPLE = """\
@@ -60,7 +74,11 @@ examples:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="an .npz archive with q, k and v")
-    parser.add_argument("--scheme", help=f"of a FILE: {', '.join(attention_schemes())}; default: no positions")
+    needs = {name: ", ".join(needed(name)) for name in attention_schemes()}
+    named = ", ".join(f"{name} ({needs[name]})" if needs[name] else name for name in needs)
+    parser.add_argument(
+        "--scheme", help=f"of a FILE, in brackets what it must hold as position.NAME: {named}; default: no positions"
+    )
     parser.add_argument("--out", type=Path, help="where the result of a FILE goes; default FILE-out.npz")
     parser.add_argument(
         "--plot",
@@ -72,7 +90,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def _threads(count: int | None, backend: str) -> Iterator[None]:
+def _threads(count: int | None, backend: Backend) -> Iterator[None]:
     """Run with so many threads."""
     if count is None:
         yield
@@ -97,7 +115,10 @@ def _timed(call: Callable[[], _T]) -> tuple[_T, float]:
 
 
 def _repeated(calls: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 1.0) -> dict[str, list[float]]:
-    """Sorted seconds of each call; they take turns of some calls each, so that a busy machine slows all of them."""
+    """Sorted seconds of each call; they take turns of some calls each, so that a busy machine slows all of them.
+
+    The best of each says how fast it is: it is the time of a call that nobody interrupted.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -112,6 +133,10 @@ def _repeated(calls: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: f
 def run(args: argparse.Namespace) -> int:
     """Attention of the embedded example, or of a file."""
     backend = rp.backend.current(args.backend)
+    if (_load() or 0.0) > 1:
+        # GNU OpenMP reads it when a kernel first runs: threads then sleep while they wait for others, which a turn of
+        # another program keeps from going on, where spinning would take processors from exactly those.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if args.file is not None:
         with _threads(args.threads, backend):
             return _attend_file(args, backend)
@@ -122,19 +147,19 @@ def run(args: argparse.Namespace) -> int:
         return _attend_real(args, backend)
 
 
-def _kernel_facts(backend: str) -> dict[str, Any]:
+def _kernel_facts(backend: Backend) -> dict[str, Any]:
     """Vector unit and threads, which only compiled kernels have."""
     kernels = rp.versions.kernels() if backend == "numba" else "none"
     return {name: None if isinstance(kernels, str) else kernels[name] for name in ("vectors", "threads")}
 
 
-def _announce(args: argparse.Namespace, backend: str) -> None:
+def _announce(args: argparse.Namespace, backend: Backend) -> None:
     """Say why the next seconds pass in silence, to whoever sits there."""
     if backend == "numba" and sys.stderr.isatty() and not args.json:
         note("loading the kernel; the first time it is compiled, in about 10 s ...")
 
 
-def _attend_real(args: argparse.Namespace, backend: str) -> int:
+def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
     """The embedded example: correct, and how fast."""
     from relpos_np.testing import real_example
 
@@ -146,7 +171,7 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
     }
     q, k, v, expected = (real[name] for name in ("q", "k", "v", "expected"))
 
-    def call(name: str) -> Array:
+    def call(name: Backend) -> Array:
         return np.asarray(rp.attention(q, k, v, backend=name, **options))
 
     _announce(args, backend)
@@ -154,9 +179,12 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
     oracle = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="numpy", **options)
     errors = {"transformers": _largest(out, expected), "float64": _largest(out, oracle)}
     ok = all(error <= _REAL_LIMIT for error in errors.values())
-    times = _repeated({name: partial(call, name) for name in (backend, "numpy")})
+    compared: tuple[Backend, ...] = (backend, "numpy")
+    times = _repeated({name: partial(call, name) for name in compared})
     seconds, numpy_seconds = median(times[backend]), median(times["numpy"])
+    best, numpy_best = times[backend][0], times["numpy"][0]
     load = _load()
+    busy = (load or 0.0) > 1 or seconds > _CALM * best
     path, problem = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
     found = {
         "backend": backend,
@@ -164,12 +192,14 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
         "error": errors,
         "limit": _REAL_LIMIT,
         "seconds": seconds,
-        "fastest_seconds": times[backend][0],
+        "fastest_seconds": best,
         "runs": len(times[backend]),
         "numpy_seconds": numpy_seconds,
-        "speedup": numpy_seconds / seconds,
+        "numpy_fastest_seconds": numpy_best,
+        "speedup": numpy_best / best,
         "first_call_seconds": first,
         "load": load,
+        "busy": busy,
         **_kernel_facts(backend),
         "plot": path,
     }
@@ -186,13 +216,17 @@ def _attend_real(args: argparse.Namespace, backend: str) -> int:
         ("max error", f"{errors['transformers']:.1e} from transformers"),
         ("", f"{errors['float64']:.1e} from the float64 reference"),
         ("verdict", f"correct (limit {_REAL_LIMIT:.0e})" if ok else f"MISMATCH: the limit is {_REAL_LIMIT:.0e}"),
-        ("time", f"{duration(seconds)} (median of {len(times[backend])}, fastest {duration(times[backend][0])})"),
+        ("time", f"{duration(best)} (best of {len(times[backend])}, median {duration(seconds)})"),
         ("first call", duration(first)),
     ]
     if backend != "numpy":
-        lines.append(("NumPy", f"{duration(numpy_seconds)}: {backend} is {numpy_seconds / seconds:.1f} times as fast"))
-    if load is not None and load > 1:
-        lines.append(("note", "this machine is busy, so times are longer than they should be"))
+        lines.append(
+            ("NumPy", f"{duration(numpy_best)}: {backend} is {numpy_best / best:.1f} times as fast, by the best")
+        )
+    if busy:
+        lines.append(
+            ("note", "this machine is busy: calls wait for processors, and those of several threads wait longest")
+        )
     if path:
         lines.append(("picture", path))
     print_lines(lines)
@@ -241,7 +275,7 @@ def _draw(target: str | None, picture: Callable[[], Any]) -> tuple[str | None, s
     return target, None
 
 
-def _attend_file(args: argparse.Namespace, backend: str) -> int:
+def _attend_file(args: argparse.Namespace, backend: Backend) -> int:
     """Attention of the arrays in a file."""
     arrays = read(args.file)
     out_path = args.out or args.file.with_name(f"{args.file.stem}-out.npz")
@@ -250,6 +284,9 @@ def _attend_file(args: argparse.Namespace, backend: str) -> int:
             raise UnusableError(f"--out: {out_path} is the input")
     call = call_arguments(arrays, args.scheme, str(args.file))
     q, k, v = (call.pop(name) for name in "qkv")
+    undrawn = [name for name in call if name not in _DRAWN or (name == "offset" and np.ndim(call[name]))]
+    if undrawn and args.plot is not None and args.plot.lower() != "none":
+        raise UnusableError(f"--plot: no picture of a call with {', '.join(undrawn)}; leave --plot out")
     _announce(args, backend)
     (out, lse), seconds = _timed(lambda: rp.attention(q, k, v, backend=backend, return_lse=True, **call))
     try:

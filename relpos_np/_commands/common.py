@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-# Exit codes: 0, what was asked for was done; 1, a wrong number was found; 2, it could not be done.
+# Exit codes: 0, what was asked for was done; 1, a wrong number was found; 2, it could not be done. `relpos conform` has
+# 3: nothing ran.
 MISMATCH, FAILED = 1, 2
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from relpos_np._commands.plot import SHIFT
 from relpos_np._commands.saved_call import attention_schemes
 from relpos_np.errors import RelposImportError
+from relpos_np.schemes.registry import SCHEMES
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -32,7 +34,9 @@ def _describe(parser: argparse.ArgumentParser, file: object) -> None:
                 # Without it shtab takes the line that sums the command up.
                 command.description = None
                 _describe(command, file)
-        elif action.type is Path or action.metavar in {"FILE", "PNG"}:
+        elif action.type is Path or action.metavar in {"FILE", "FUNCTION", "PNG"}:
             action.complete = file  # type: ignore[attr-defined]
         elif "--scheme" in action.option_strings:
             action.choices = attention_schemes()
+        elif action.metavar == "SCHEME":
+            action.choices = (*SCHEMES, SHIFT)

@@ -6,13 +6,23 @@ import argparse
 from collections.abc import Sequence
 
 import relpos_np as rp
-from relpos_np._commands import attend, check, info, plot, vectors, warmup
+from relpos_np._commands import attend, check, config, conform, identify, info, plot, vectors, warmup
 from relpos_np._commands.common import FAILED
 from relpos_np._commands.completion import SHELLS, script
 from relpos_np._commands.terminal import note
 from relpos_np.errors import RelposError
 
-_COMMANDS = {"attend": attend, "plot": plot, "check": check, "vectors": vectors, "warmup": warmup, "info": info}
+_COMMANDS = {
+    "attend": attend,
+    "config": config,
+    "plot": plot,
+    "check": check,
+    "identify": identify,
+    "conform": conform,
+    "vectors": vectors,
+    "warmup": warmup,
+    "info": info,
+}
 
 _COMPLETION_HELP = """\
 Print a script that makes the shell complete commands, options, their values and files. It is written by shtab, which
@@ -30,7 +40,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0; 1 if a wrong number was found; 2 for unusable arguments or files."""
+    """Run one command and return the exit code: 0; 1 for a wrong number; 2 for unusable arguments; 3 if nothing ran."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))

@@ -1,42 +1,82 @@
-"""`relpos plot`: a picture of a scheme."""
+"""`relpos plot`: a picture of a scheme, of its table's rows, or of rel_shift."""
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 import relpos_np as rp
 from relpos_np._commands.common import natural
+from relpos_np._commands.saved_call import UnusableError
 from relpos_np._commands.terminal import print_json, print_lines
+from relpos_np.formulas.relshift import VARIANTS
 
-SUMMARY = "a picture of a scheme"
+SUMMARY = "a picture of a scheme, of its table's rows, or of rel_shift"
+SHIFT = "rel_shift"
 HELP = """\
 What positions do to the scores of a scheme's seeded example, where the content is the same everywhere; of an absolute
-encoding its rows. Trained tables are random numbers. Needs matplotlib: pip install "relpos-np[plot]".
+encoding its rows. Trained tables are random numbers. SCHEME may also be a variant that one scheme alone has, such as
+swin, or rope; and rel_shift, of which is drawn what stands where before and after it. Needs matplotlib:
+pip install "relpos-np[plot]".
 """
 EXAMPLE = """\
 examples:
   relpos plot t5
   relpos plot transformer_xl --variant espnet_legacy --out shift.svg
+  relpos plot rope
+  relpos plot swin --rows
+  relpos plot rel_shift --variant transformer_xl
 """
+# What the field calls a scheme, where that is neither its name nor the name of a variant.
+_SAID = {"rope": "rotary"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
-    parser.add_argument("scheme", choices=tuple(rp.SCHEMES), metavar="SCHEME", help=", ".join(rp.SCHEMES))
+    parser.add_argument("scheme", metavar="SCHEME", help=f"{', '.join(rp.SCHEMES)}, {SHIFT}")
     parser.add_argument("--variant", help="of the scheme; default its first")
+    parser.add_argument("--rows", action="store_true", help="which row of its table each pair of a few tokens takes")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the random numbers; default 0")
     parser.add_argument("--out", metavar="FILE", help="PNG, SVG, PDF ...; default relpos-SCHEME.png")
 
 
+def named(text: str, variant: str | None) -> tuple[str, str | None]:
+    """The scheme and the variant that words mean: names of both, of a class, and of variants that one scheme has."""
+    word = text.lower().replace("-", "_")
+    names = {name: (name, variant) for name in (*rp.SCHEMES, SHIFT)}
+    names |= {info.cls.__name__.lower(): (name, variant) for name, info in rp.SCHEMES.items()}
+    names |= {said: (name, variant) for said, name in _SAID.items()}
+    if variant is None:
+        shared = Counter(v for info in rp.SCHEMES.values() for v in info.variants)
+        owned = {v: (name, v) for name, info in rp.SCHEMES.items() for v in info.variants if shared[v] == 1}
+        names = owned | names
+    if word not in names:
+        raise UnusableError(f"scheme: expected one of {', '.join(rp.SCHEMES)}, {SHIFT}; found {text!r}")
+    return names[word]
+
+
 def run(args: argparse.Namespace) -> int:
-    """The picture of `relpos_np.plot.gallery`."""
+    """The picture of `relpos_np.plot.gallery` or `relpos_np.plot.diagrams`."""
     from relpos_np import plot
+    from relpos_np.plot import diagrams
     from relpos_np.plot import gallery as pictures
 
-    path = args.out or f"relpos-{args.scheme}.png"
-    plot.save(pictures.scheme_picture(args.scheme, variant=args.variant, seed=args.seed), path)
+    name, variant = named(args.scheme, args.variant)
+    path = args.out or f"relpos-{name}.png"
+    if name == SHIFT:
+        if args.rows:
+            raise UnusableError("--rows: rel_shift has no table")
+        variant = variant or VARIANTS[0]
+        if variant not in VARIANTS:
+            raise UnusableError(f"--variant: expected one of {', '.join(VARIANTS)}; found {variant!r}")
+        figure = diagrams.rel_shift_steps(4, 5, variant)  # type: ignore[arg-type]
+    elif args.rows:
+        figure = pictures.rows_picture(name, variant=variant, seed=args.seed)
+    else:
+        figure = pictures.scheme_picture(name, variant=variant, seed=args.seed)
+    plot.save(figure, path)
     if args.json:
-        print_json({"scheme": args.scheme, "variant": args.variant, "seed": args.seed, "plot": path})
+        print_json({"scheme": name, "variant": variant, "seed": args.seed, "plot": path})
     else:
         print_lines([("picture", path)])
     return 0

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relpos_np._files import npz, untrusted
+from relpos_np._contract.problem import Rule
+from relpos_np._contract.renamed import by_new_names
+from relpos_np._contract.rules import Chunked, Dilated, Prefix
+from relpos_np._files.npz import load_npz
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.types import Array
-
-# What a compressed archive may unpack to: so many bytes, or so many times its own size.
-_UNPACKED = 1 << 28
-_TIMES = 16
 
 
 class UnusableError(RelposError):
@@ -27,29 +25,28 @@ def attention_schemes() -> list[str]:
     return [name for name, info in SCHEMES.items() if info.kind == "attention"]
 
 
+def needed(name: str) -> list[str]:
+    """Names of the parameters that a scheme cannot be made without."""
+    constructor: Callable[..., Any] = SCHEMES[name].cls
+    every = inspect.signature(constructor).parameters.values()
+    return [p.name for p in every if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
 def read(path: Path) -> dict[str, Array]:
-    """All arrays of an .npz archive by name; nothing in it is unpickled.
-
-    Arrays of a compressed archive may have 16 times its size, or 256 MiB: a small file can then not use up the memory.
-    Without compression there is no limit but the size of the file.
-    """
+    """All arrays of an .npz archive by name, within the limits of `relpos_np.load_npz`."""
     try:
-        with untrusted.opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            single = file.read(6) == b"\x93NUMPY"
-            if not single:
-                file.seek(0)
-                return npz.read(file, size, max(_UNPACKED, _TIMES * size))
-    except FileNotFoundError as error:
-        raise UnusableError(f"{path}: no such file; relpos attend --help shows how one is made") from error
-    except (OSError, RelposError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UnusableError(f"{path}: not a readable .npz archive: {why}") from error
-    raise UnusableError(f"{path}: not a readable .npz archive: it is a single array; write q, k and v with numpy.savez")
+        return load_npz(path)
+    except RelposError as error:
+        hint = "" if path.exists() else "; relpos attend --help shows how one is made"
+        raise UnusableError(str(error).removeprefix("source: ") + hint) from error
 
 
-_OPTIONS = ("mask", "key_lengths", "scale", "causal", "window", "offset")
+_ARRAYS = ("mask", "key_lengths", "sinks", "query_scale", "selected", "segments")
+_NUMBERS = ("scale", "causal", "softcap", "cap_order")
+_OPTIONS = (*_ARRAYS, *_NUMBERS, "window", "offset", "key_segments", "rule")
 _PREFIX = "position."
+_RULES: dict[str, type[Any]] = {"chunked": Chunked, "dilated": Dilated, "prefix": Prefix}
+_RULE_PREFIX = "rule."
 
 
 def call_arguments(arrays: Mapping[str, Array], scheme: str | None, source: str) -> dict[str, Any]:
@@ -62,32 +59,44 @@ def call_arguments(arrays: Mapping[str, Array], scheme: str | None, source: str)
     if missing:
         raise UnusableError(f"{source}: missing {', '.join(missing)}; found {', '.join(sorted(arrays)) or 'no arrays'}")
     known = ("q", "k", "v", "scheme", *_OPTIONS)
-    unknown = [name for name in arrays if name not in known and not name.startswith(_PREFIX)]
+    unknown = [name for name in arrays if name not in known and not name.startswith((_PREFIX, _RULE_PREFIX))]
     if unknown:
         raise UnusableError(
-            f"{source}: unknown {', '.join(sorted(unknown))}; expected q, k, v, {', '.join(_OPTIONS)}, scheme "
-            f"and {_PREFIX}NAME for parameters of the scheme"
+            f"{source}: unknown {', '.join(sorted(unknown))}; expected q, k, v, {', '.join(_OPTIONS)}, scheme, "
+            f"{_PREFIX}NAME and {_RULE_PREFIX}NAME for parameters of the scheme and the rule"
         )
     call: dict[str, Any] = {}
     for name, value in arrays.items():
-        if name in ("q", "k", "v", "mask", "key_lengths"):
+        if name in ("q", "k", "v", *_ARRAYS):
             call[name] = value
-        elif name in ("scale", "causal", "offset"):
+        elif name in _NUMBERS:
             call[name] = _scalar(name, value)
+        elif name == "offset":
+            call[name] = _scalar(name, value) if value.size == 1 else value
         elif name == "window":
             sides = [None if w < 0 else w for w in _integers(name, value)]
             call[name] = tuple(sides) if value.ndim else sides[0]
+    if "key_segments" in arrays:
+        if "segments" not in arrays:
+            raise UnusableError(f"{source}: key_segments without segments, which are those of queries")
+        call["segments"] = arrays["segments"], arrays["key_segments"]
+    rule = _rule(arrays, source)
+    if rule is not None:
+        call["rule"] = rule
     named = _scalar("scheme", arrays["scheme"]) if "scheme" in arrays else None
     parameters = {name.removeprefix(_PREFIX): value for name, value in arrays.items() if name.startswith(_PREFIX)}
-    call["position"] = _scheme(scheme or named, parameters, source)
+    call["position"] = _scheme(scheme or named, parameters, source, _PREFIX)
     return call
 
 
-def _scheme(name: str | None, parameters: Mapping[str, Array], source: str) -> Any:
-    """A scheme from its name and the arrays of its constructor's parameters."""
+def _scheme(name: str | None, parameters: Mapping[str, Array], source: str, prefix: str) -> Any:
+    """A scheme from its name and the arrays of its constructor's parameters, whose names in the file have a prefix.
+
+    A parameter that is a scheme has its name, and those of its own parameters stand behind a dot.
+    """
     if name is None:
         if parameters:
-            given = ", ".join(_PREFIX + parameter for parameter in parameters)
+            given = ", ".join(prefix + parameter for parameter in parameters)
             raise UnusableError(f"{source}: {given} without a scheme; add an array `scheme`, or --scheme")
         return None
     if name not in SCHEMES:
@@ -97,31 +106,67 @@ def _scheme(name: str | None, parameters: Mapping[str, Array], source: str) -> A
             f"scheme: {name} is added to the inputs before q, k and v are made of them, not to attention"
         )
     constructor: Callable[..., Any] = SCHEMES[name].cls
+    parameters = by_new_names(constructor, parameters)
     known = {n: p for n, p in inspect.signature(constructor).parameters.items() if n != "self"}
     # Without a constructor of its own a class reports (*args, **kwargs).
     known = {n: p for n, p in known.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     values: dict[str, Any] = {}
     axes: dict[int, Any] = {}
+    # What lies within a scheme holds none itself: names in a file must not decide how deep this goes.
+    inner = prefix != _PREFIX
+    within: dict[str, dict[str, Array]] = {n: {} for n, p in known.items() if p.annotation == "Scheme" and not inner}
     for parameter, value in parameters.items():
         base, _, axis = parameter.partition(".")
         if base == "key_coords" in known and axis.isdecimal():
             axes[int(axis)] = value
+        elif base in within and axis:
+            within[base][axis] = value
         elif parameter not in known or parameter == "key_coords":
-            expected = ", ".join(_PREFIX + n + (".0" if n == "key_coords" else "") for n in known) or "none"
-            raise UnusableError(f"{source}: {name} has no parameter {_PREFIX}{parameter}; expected {expected}")
+            expected = ", ".join(prefix + n + (".0" if n == "key_coords" else "") for n in known) or "none"
+            raise UnusableError(f"{source}: {name} has no parameter {prefix}{parameter}; expected {expected}")
         else:
             values[parameter] = _parameter(parameter, value, str(known[parameter].annotation))
-    missing = [_PREFIX + n for n, p in known.items() if p.default is p.empty and n not in values]
+    for parameter, of_parameter in within.items():
+        if parameter in values:
+            chosen = _scalar(prefix + parameter, parameters[parameter])
+            values[parameter] = _scheme(chosen, of_parameter, source, f"{prefix}{parameter}.")
+    missing = [prefix + n for n, p in known.items() if p.default is p.empty and n not in values]
     if missing:
         raise UnusableError(f"{source}: {name} needs {', '.join(missing)}")
     if axes:
-        count = len(values["query_grid"]) if isinstance(values["query_grid"], tuple) else 1
+        count = len(values["grid"]) if isinstance(values["grid"], tuple) else 1
         if max(axes) >= count:
-            raise UnusableError(
-                f"{source}: {_PREFIX}key_coords.{max(axes)}: query_grid has {count} axes, counted from 0"
-            )
+            raise UnusableError(f"{source}: {prefix}key_coords.{max(axes)}: grid has {count} axes, counted from 0")
         values["key_coords"] = tuple(axes.get(n) for n in range(count))
     return constructor(**values)
+
+
+def _rule(arrays: Mapping[str, Array], source: str) -> Rule | None:
+    """A rule from its name and the arrays of its parameters; negative chunks are no limit, as in a window."""
+    given = {name.removeprefix(_RULE_PREFIX): x for name, x in arrays.items() if name.startswith(_RULE_PREFIX)}
+    if "rule" not in arrays:
+        if given:
+            raise UnusableError(f"{source}: {', '.join(_RULE_PREFIX + name for name in given)} without an array `rule`")
+        return None
+    name = _scalar("rule", arrays["rule"])
+    if name not in _RULES:
+        raise UnusableError(f"{source}: rule: expected one of {', '.join(_RULES)}; found {name!r}")
+    known = inspect.signature(_RULES[name]).parameters
+    for parameter in given:
+        if parameter not in known:
+            expected = ", ".join(_RULE_PREFIX + n for n in known)
+            raise UnusableError(f"{source}: {name} has no parameter {_RULE_PREFIX}{parameter}; expected {expected}")
+    missing = [_RULE_PREFIX + n for n, p in known.items() if p.default is p.empty and n not in given]
+    if missing:
+        raise UnusableError(f"{source}: {name} needs {', '.join(missing)}")
+    if name == "prefix":
+        return Prefix(given["lengths"])
+    numbers = {n: _scalar(_RULE_PREFIX + n, x) for n, x in given.items()}
+    for side in {"left", "right"} & numbers.keys():
+        if isinstance(numbers[side], int) and numbers[side] < 0:
+            numbers[side] = None
+    made: Rule = _RULES[name](**numbers)
+    return made
 
 
 def _parameter(name: str, value: Array, kind: str) -> Any:

@@ -21,12 +21,16 @@ One .npz and one .json per record, and a manifest.json with checksums; docs/vect
 
 With --check the set is read back, files are compared with their checksums, and every backend of this machine computes
 each record from its file alone. Exit code 1 if a file is missing or damaged, or a number is not within its tolerance.
+
+--format onnx writes test cases of ONNX in place of records: a folder each, with model.onnx, inputs and output, which
+the runner of the package onnx and those of runtimes execute. docs/onnx.md says how.
 """
 EXAMPLE = """\
 examples:
   relpos vectors golden
   relpos vectors --check golden
   relpos vectors golden-7 --seed 7 --json
+  relpos vectors onnx-cases --format onnx
 """
 
 
@@ -34,6 +38,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="to write to, new or empty; with --check, to read")
     parser.add_argument("--check", action="store_true", help="read DIR back, and compare every backend with it")
+    parser.add_argument(
+        "--format",
+        choices=("npz", "onnx"),
+        default="npz",
+        help='what to write; onnx needs pip install "relpos-np[onnx]"',
+    )
     parser.add_argument("--seed", type=natural, metavar="N", help="of the random numbers; default 0")
     parser.add_argument(
         "--bfloat16", action="store_true", help='also records in bfloat16; needs pip install "relpos-np[safetensors]"'
@@ -42,6 +52,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write a set of golden vectors, or check one."""
+    if args.format == "onnx":
+        return _cases(args)
     from relpos_np.testing import golden
 
     started = time.perf_counter()
@@ -82,3 +94,24 @@ def run(args: argparse.Namespace) -> int:
         f"(largest error {worst:.2f} of it)"
     )
     return MISMATCH if wrong else 0
+
+
+def _cases(args: argparse.Namespace) -> int:
+    """Write test cases of ONNX."""
+    from relpos_np.testing.onnx_cases import writing_onnx
+
+    for name in ("check", "bfloat16"):
+        if getattr(args, name):
+            raise UnusableError(f"--{name}: goes without --format onnx")
+    seed = args.seed or 0
+    found = list(progress(writing_onnx(args.folder, seed=seed), "writing", quiet=args.json))
+    written = sum(case is not None for _, case in found)
+    absent = sorted({name for name, _ in found} - {name for name, case in found if case is not None})
+    size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
+    if args.json:
+        facts = {"folder": str(args.folder), "cases": written, "bytes": size, "seed": seed}
+        print_json({**facts, "schemes_without_a_model": absent})
+    else:
+        print(f"{written} cases, {size / 1e6:.1f} MB, written to {args.folder}")
+        print(f"schemes that no model can say: {', '.join(absent)}")
+    return 0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral, Real
-from typing import Any, Never, Protocol, Unpack, runtime_checkable
+from typing import Any, Never, Protocol, TypeVar, Unpack, runtime_checkable
 
 import numpy as np
 
 from relpos_np._contract.options import DEFAULTS, Options
-from relpos_np._contract.problem import UNBOUNDED, Problem, Site
+from relpos_np._contract.problem import UNBOUNDED, Problem, Rule, Site
 from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
 from relpos_np.types import Array, Bools
+
+_Word = TypeVar("_Word", bound=str)
 
 _FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
 _HALVES = ("float16", "bfloat16")
@@ -20,6 +23,8 @@ _HALVES = ("float16", "bfloat16")
 _ONE_ROW = ((), (1,), (1, 1))
 
 
+# Where arrays of other packages are defined, and which module here takes them.
+_INTEROP = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 # DLPack's numbers for memory that kernels read: of a device, and managed.
 _ON_DEVICE = (2, 13)
 
@@ -66,10 +71,18 @@ def array(name: str, value: Any) -> Array:
                 f"{name}: expected a NumPy array, found {type(value).__name__} on a CUDA device; attention, "
                 'attention_vjp and rel_shift take device arrays with backend="cuda", if all their operands are'
             )
+        package = _INTEROP.get(type(value).__module__.partition(".")[0])
+        remedy = f"relpos_np.interop.{package}.attention takes arrays of {package}; or " if package else ""
         raise RelposTypeError(
-            f"{name}: expected a NumPy array, found {type(value).__name__}; convert it with np.asarray"
+            f"{name}: expected a NumPy array, found {type(value).__name__}; {remedy}convert it with np.asarray"
         )
-    return value.view(np.ndarray)
+    # Nothing else of a subclass is read: its own methods and attributes may say anything.
+    return np.ndarray.view(value, np.ndarray)
+
+
+def _is_stored(x: Array) -> bool:
+    """Whether an array is of half precision that kernels can read where it lies."""
+    return x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned
 
 
 def floating(name: str, value: Any) -> Array:
@@ -100,12 +113,18 @@ def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
     return x
 
 
+# Beyond it, sums of few numbers would leave int64.
+_LARGEST = 1 << 61
+
+
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """An integer, not a bool, at least `least`."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
         raise RelposTypeError(f"{name}: expected an integer, found {value!r} of type {type(value).__name__}")
     if least is not None and value < least:
         raise RelposValueError(f"{name}: expected at least {least}, found {value}")
+    if abs(int(value)) > _LARGEST:
+        raise RelposValueError(f"{name}: {value} is too large")
     return int(value)
 
 
@@ -163,11 +182,13 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+def choice(name: str, value: _Word, allowed: Sequence[str]) -> _Word:
     """One of the named options."""
-    if not isinstance(value, str) or value not in allowed:
-        raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {value!r}")
-    return str(value)
+    found: Any = value
+    if not isinstance(found, str) or found not in allowed:
+        raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {found!r}")
+    # The same word, also from a subclass of str.
+    return str(found)  # type: ignore[return-value]
 
 
 def rate(name: str, value: Any) -> float:
@@ -194,7 +215,7 @@ def _band(causal: bool, window: Any) -> tuple[int, int]:
         pair = window if isinstance(window, tuple) else (window, window)
         if len(pair) != 2:
             raise RelposValueError(f"window: expected w or (left, right), found {window!r}")
-        left, right = (UNBOUNDED if w is None else integer("window", w, 0) for w in pair)
+        left, right = (UNBOUNDED if w is None else min(integer("window", w, 0), UNBOUNDED) for w in pair)
     return left, min(right, 0) if causal else right
 
 
@@ -209,6 +230,11 @@ def _broadcast(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Arr
 def lengths_of_keys(value: Any, batch: tuple[int, ...], k_len: int) -> Array:
     """How many keys exist, for each batch item."""
     lengths = integers("key_lengths", value)
+    if lengths.ndim and lengths.size == 1 < math.prod(batch):
+        raise RelposValueError(
+            f"key_lengths: one entry for the {math.prod(batch)} items of the batch {batch}; pass an integer if all "
+            "have as many keys"
+        )
     if lengths.size and (lengths.min() < 0 or lengths.max() > k_len):
         raise RelposValueError(f"key_lengths: expected 0 ... L_k = {k_len}, found {lengths.min()} ... {lengths.max()}")
     return _broadcast("key_lengths", lengths.astype(np.int64), batch, "the batch axes")
@@ -219,8 +245,85 @@ def _mask(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     if mask.dtype.kind == "f" or mask.dtype.name == "bfloat16":
         mask = floating("mask", mask).astype(dtype, copy=False)
     elif mask.dtype != _BOOL:
-        raise RelposTypeError(f"mask: expected bool (True = may attend) or float (added), found dtype {mask.dtype}")
+        remedy = ""
+        if mask.dtype.kind in "iu":
+            remedy = "; where 1 means 'may attend', as in masks of tokenizers, pass mask.astype(bool)"
+            if mask.ndim < 3:
+                remedy += ", with axes (batch, 1, 1, L_k) if there is a row per batch item"
+        raise RelposTypeError(
+            f"mask: expected bool (True = may attend) or float (added), found dtype {mask.dtype}{remedy}"
+        )
+    clear_mask(mask, shape[:-3], *shape[-2:])
     return _broadcast("mask", mask, shape, "(..., H, L_q, L_k)")
+
+
+def clear_mask(mask: Array, batch: tuple[int, ...], q_len: int, k_len: int) -> None:
+    """Refuse two axes that may be (L_q, L_k), as broadcasting reads them, or a row for each item of a batch."""
+    if batch == (q_len,) and q_len > 1 and mask.shape == (q_len, k_len):
+        raise RelposValueError(
+            f"mask: shape {mask.shape} may be (L_q, L_k) or, with {q_len} items in the batch, (B, L_k); pass "
+            "mask[None] for the first and mask[:, None, None] for the second"
+        )
+
+
+def per_query(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A number per query, (L_q,), or per head and query, broadcast to (..., H, L_q)."""
+    x = floating(name, value).astype(dtype, copy=False)
+    return _broadcast(name, x, shape, "(..., H, L_q)")
+
+
+def per_head(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A number per head, (H,), or per head and query, broadcast to (..., H, L_q)."""
+    x = floating(name, value).astype(dtype, copy=False)
+    return _broadcast(name, x[:, None] if x.ndim == 1 else x, shape, "(..., H, L_q), or (H,)")
+
+
+def _selected_shape(index: Array, scores: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a selection with an axis of heads, which may be one for all."""
+    shape: tuple[int, ...] = index.shape
+    if len(shape) == len(scores) - 1:
+        shape = (*shape[:-2], 1, *shape[-2:])
+    fits = len(shape) == len(scores) and shape[-2] == scores[-2]
+    if not fits or any(n not in (1, size) for n, size in zip(shape[:-2], scores[:-2], strict=True)):
+        raise RelposValueError(
+            f"selected: expected (..., L_q, K) or (..., H, L_q, K) with the batch axes {scores[:-3]}, H = {scores[-3]} "
+            f"and L_q = {scores[-2]} of the call, found {index.shape}"
+        )
+    return shape
+
+
+def _selection_bytes(value: Any, mask: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """What a selection holds as a mask, alone and joined with another one."""
+    shape = _selected_shape(integers("selected", value), scores)
+    alone = math.prod(shape[:-1]) * (scores[-1] + 1) + 8 * math.prod(shape)
+    return alone + (0 if mask is None else math.prod(scores) * (dtype.itemsize + 1))
+
+
+def _only_selected(value: Any, mask: Array | None, scores: tuple[int, ...]) -> Array:
+    """The mask of the selected keys, and with it another one."""
+    index = integers("selected", value)
+    index = index.reshape(_selected_shape(index, scores))
+    rows("selected", index, scores[-1], -1)
+    # A column more takes what stands for no key.
+    seen = np.zeros((*index.shape[:-1], scores[-1] + 1), np.bool_)
+    np.put_along_axis(seen, np.where(index < 0, scores[-1], index), True, axis=-1)
+    seen = seen[..., :-1]
+    if mask is None:
+        return np.broadcast_to(seen, scores)
+    return mask & seen if mask.dtype == np.bool_ else np.where(seen, mask, mask.dtype.type(-np.inf))
+
+
+def _add_rule(problem: Problem, rule: Any, *, causal: bool) -> None:
+    """Set what a rule says of a call."""
+    if not isinstance(rule, Rule):
+        raise RelposTypeError(f"rule: expected one such as relpos_np.Chunked, found {type(rule).__name__}")
+    if rule.causal and causal:
+        raise RelposValueError(f"rule: {rule!r} is causal where it has to be; causal=True would hide its prefix")
+    ranges, site = rule.ranges(problem.site), problem.site
+    problem.step = rule.step
+    if ranges is not None:
+        ranges = np.clip(ranges, 0, site.k_len)
+        problem.ranges = np.broadcast_to(ranges, (*problem.batch, site.q_len, 2))
 
 
 def one_side(named: dict[str, Any]) -> None:
@@ -263,10 +366,7 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     size += sum(x.nbytes for x in given if not (x.flags.aligned and x.dtype.isnative))
     memory.require("attention", {"operands in another dtype or layout": size})
     # Half precision is kept: a kernel may read it as it is.
-    operands = [
-        x if x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned else floating(name, x)
-        for name, x in zip(named, given, strict=True)
-    ]
+    operands = [x if _is_stored(x) else floating(name, x) for name, x in zip(named, given, strict=True)]
     for name, x in zip(named, operands, strict=True):
         if x.ndim < 2:
             raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {x.shape}")
@@ -292,6 +392,8 @@ def call(
     """
     mask, key_lengths, offset, scale = given["mask"], given["key_lengths"], given["offset"], given["scale"]
     dropout = given["dropout"]
+    if type(dropout) is not float:
+        dropout = rate("dropout", dropout)
     named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     operands, result = _operands(named)
     q, k = operands[:2]
@@ -319,6 +421,8 @@ def call(
                 f"q, k, v: batch axes {leads[0]}, {leads[1]} and {leads[2]} do not broadcast"
             ) from None
         q, k, v = (np.broadcast_to(x, (*batch, *x.shape[-3:])) for x in (q, k, v))
+    if given["query_scale"] is not None:
+        q = q.astype(dtype) * per_query("query_scale", given["query_scale"], q.shape[:-1], dtype)[..., None]
     left, right = _band(flag("causal", given["causal"]), given["window"])
     site = Site(
         heads=heads,
@@ -337,7 +441,8 @@ def call(
     if abs(site.offset) >= UNBOUNDED >> 1:
         raise RelposValueError(f"offset: {site.offset} is too large")
     scores = (*batch, heads, q_len, k_len)
-    if mask is not None or len(operands) == 2 or dropout != 0.0:
+    selected = given["selected"]
+    if mask is not None or selected is not None or len(operands) == 2 or dropout != 0.0:
         memory.countable("attention", scores)
     found = Problem(
         stored_q=q,
@@ -352,34 +457,52 @@ def call(
         keep_scale=1.0,
         precision=precision.chosen(given["precision"]),
     )
+    if given["rule"] is not None:
+        _add_rule(found, given["rule"], causal=given["causal"])
+    cap_order = choice("cap_order", given["cap_order"], ("scores", "content"))
+    if given["softcap"] is not None:
+        found.softcap, found.cap_content = positive("softcap", given["softcap"]), cap_order == "content"
+    elif cap_order != "scores":
+        raise RelposValueError(f"cap_order: {cap_order!r} without softcap")
     if admit is not None:
         pairs = zip(operands, named.values(), strict=True)
         converted = sum(x.size * dtype.itemsize for x, own in pairs if x is not own or x.dtype != dtype)
+        if selected is not None:
+            converted += _selection_bytes(selected, mask, scores, dtype)
         admit(found, result, converted, mask, dropout != 0.0)
     if mask is not None:
         found.mask = _mask(mask, scores, dtype)
         # By its shape and never by its strides: layouts change no bits.
         found.mask_of_keys = mask.shape[-3:-1] in _ONE_ROW
+    if selected is not None:
+        found.mask, found.mask_of_keys = _only_selected(selected, found.mask, scores), False
     if dropout != 0.0:
         share, found.keep = survivors(dropout, given["rng"], scores)
         found.keep_scale = 1.0 / (1.0 - share)
     return found, result, flat
 
 
-def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Check the shape of an array that belongs to a result, and return it in the dtype of the computation."""
-    x = floating(name, value.stand_in() if isinstance(value, DeviceOperand) else value)
+def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, stored: bool = False) -> Array:
+    """Check the shape of an array that belongs to a result, and return it in the dtype of the computation.
+
+    `stored`: half precision stays as it is.
+    """
+    x = array(name, value.stand_in() if isinstance(value, DeviceOperand) else value)
+    kept = stored and _is_stored(x)
+    if not kept:
+        x = floating(name, x)
     if x.shape != shape:
         raise RelposValueError(f"{name}: expected shape {shape}, found {x.shape}")
-    return x.astype(dtype, copy=False)
+    return x if kept else x.astype(dtype, copy=False)
 
 
 def output_gradients(named: dict[str, Any], problem: Problem, flat: bool) -> dict[str, Array]:
-    """Check the gradients of the output and, if it is there, of the log-sum-exp."""
-    out = problem.out_shape[1:] if flat else problem.out_shape
-    shapes = {"grad_out": out, "grad_lse": out[:-1]}
-    given = [(name, x) for name, x in named.items() if x is not None or name == "grad_out"]
-    return {name: like(name, x, shapes[name], problem.site.dtype) for name, x in given}
+    """Check the gradients of the output and, if it is there, of the log-sum-exp; the former stays in half precision."""
+    out, own = problem.out_shape[1:] if flat else problem.out_shape, problem.site.dtype
+    found = {"grad_out": like("grad_out", named["grad_out"], out, own, stored=True)}
+    if named.get("grad_lse") is not None:
+        found["grad_lse"] = like("grad_lse", named["grad_lse"], out[:-1], own)
+    return found
 
 
 def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Sequence[Any]) -> None:
@@ -395,14 +518,31 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Seque
         raise RelposValueError("out: the array is read-only")
     if not out.flags.c_contiguous and _repeats(out) if host else out.repeats:
         raise RelposValueError("out: elements of the array share memory")
-    for x in inputs:
-        if (isinstance(x, np.ndarray) and np.may_share_memory(out, x)) if host else out.overlaps(x):
+    for x in arrays_within(inputs) if host else inputs:
+        if np.may_share_memory(out, x) if host else out.overlaps(x):
             raise RelposValueError("out: the array overlaps an input")
 
 
+def arrays_within(value: Any, depth: int = 8) -> Iterator[Array]:
+    """The NumPy arrays among operands and options, and those that schemes hold, also within one another."""
+    if isinstance(value, np.ndarray):
+        yield value
+    elif depth and isinstance(value, tuple | list):
+        for entry in value:
+            yield from arrays_within(entry, depth - 1)
+    elif depth and hasattr(value, "lower") and hasattr(value, "__dict__"):
+        yield from arrays_within([*vars(value).values()], depth - 1)
+
+
 def _repeats(x: Array) -> bool:
-    """Whether elements share memory; NumPy gives arrays without elements strides of 0."""
-    return x.size > 0 and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.strides, strict=True))
+    """Whether elements share memory, or lie between one another; NumPy gives arrays without elements strides of 0."""
+    axes = [(abs(stride), size) for size, stride in zip(x.shape, x.strides, strict=True) if size > 1]
+    reach = x.itemsize
+    for stride, size in sorted(axes):
+        if stride < reach:
+            return x.size > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def heads(name: str, table: Array | None, axis: int, site: Site) -> None:

@@ -19,9 +19,16 @@ class AttentionGradient:
     position : mapping or tuple of mappings
         For the call's scheme the gradient of each of its arrays, by the name of the argument, such as
         ``position["table"]``; one mapping per scheme where the call had a tuple of them.
+    sinks, query_scale : ndarray or None
+        In the shape of the option, where the call had it.
+    mask : ndarray or None
+        In the shape of the mask, if it was asked for.
     """
 
     q: Array
     k: Array
     v: Array
     position: Any
+    sinks: Array | None = None
+    query_scale: Array | None = None
+    mask: Array | None = None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
+from itertools import islice, takewhile
+from math import inf, prod
 
 import numpy as np
 
+from relpos_np._contract.borders import borders
 from relpos_np._contract.terms import Dense, Toeplitz
 from relpos_np.types import Int64
 
@@ -58,28 +60,16 @@ def wrapped_map(q_len: int, k_len: int, offset: int, rows: int, first: int = 2) 
 
 
 @lru_cache(maxsize=256)
-def t5_thresholds(num_buckets: int, max_distance: int) -> Int64:
-    """Smallest distance of each bucket from 1 on, for one direction of `num_buckets` buckets.
+def t5_thresholds(num_buckets: int, max_distance: int, furthest: float = inf) -> Int64:
+    """Smallest distance of each bucket from 1 on, for one direction of `num_buckets` buckets, up to the furthest.
 
     With E = num_buckets // 2 and B = num_buckets - E, bucket E + m starts at the smallest n with
-    ln(n/E) / ln(max_distance/E) * B >= m, that is n**B >= max_distance**m * E**(B - m), in integers.
+    ln(n/E) / ln(max_distance/E) * B >= m, that is n >= E (max_distance/E)**(m/B).
     """
     exact = num_buckets // 2
     wide = num_buckets - exact
-    starts = list(range(1, exact + 1))
-    n = exact
-    for m in range(1, wide):
-        bound = max_distance**m * exact ** (wide - m)
-        high = max(n, 1)
-        while high**wide < bound:
-            high *= 2
-        low = n
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if middle**wide >= bound else (middle + 1, high)
-        n = low
-        starts.append(n)
-    return np.asarray(starts, dtype=np.int64)
+    further = islice(borders(exact, max_distance, wide, up=True), wide - 1)
+    return np.asarray([*range(1, exact + 1), *takewhile(lambda n: n <= furthest, further)], dtype=np.int64)
 
 
 def t5_float32_buckets(distance: Int64, num_buckets: int, max_distance: int) -> Int64:
@@ -103,7 +93,8 @@ def t5_map(
     if rounding == "float32":
         bucket = t5_float32_buckets(distance, side, max_distance)
     else:
-        bucket = np.searchsorted(t5_thresholds(side, max_distance), distance, side="right")
+        starts = t5_thresholds(side, max_distance, _furthest(distance))
+        bucket = np.searchsorted(starts, distance, side="right")
     return _toeplitz(bucket + (side * (d > 0) if bidirectional else 0), num_buckets)
 
 
@@ -135,7 +126,8 @@ def bucket_rows(d: Int64, num_buckets: int, max_distance: int, rounding: str) ->
     if rounding == "float32":
         row = t5_float32_buckets(distance, side, max_distance)
     else:
-        row = np.searchsorted(t5_thresholds(side, max_distance), distance, side="right")
+        starts = t5_thresholds(side, max_distance, _furthest(distance))
+        row = np.searchsorted(starts, distance, side="right")
     index = (row + side * (at > 0)).astype(np.int32)
     if near:
         index = index[np.clip(d, -last, last) + last]
@@ -145,25 +137,20 @@ def bucket_rows(d: Int64, num_buckets: int, max_distance: int, rounding: str) ->
 
 
 @lru_cache(maxsize=256)
-def deberta_thresholds(span: int, max_position: int) -> Int64:
+def deberta_thresholds(span: int, max_position: int, furthest: float = inf) -> Int64:
     """Largest distance of each logarithmic bucket of DeBERTa v2, but for the last, beyond the middle M = span // 2.
 
-    Bucket M + m ends at the largest n with ln(n/M) / ln((max_position-1)/M) * (M-1) <= m, in integers.
+    Bucket M + m ends at the largest n with ln(n/M) / ln((max_position-1)/M) * (M-1) <= m. Those from the furthest
+    distance on are left out.
     """
     middle = span // 2
-    ends = []
-    n = middle
-    for m in range(1, span - middle):
-        # n grows until n**(M-1) * M**m is the last not above (max_position-1)**m * M**(M-1).
-        bound, factor = (max_position - 1) ** m * middle ** (middle - 1), middle**m
-        beyond = n + 1
-        while beyond ** (middle - 1) * factor <= bound:
-            beyond *= 2
-        while beyond - n > 1:
-            half = (n + beyond) // 2
-            n, beyond = (half, beyond) if half ** (middle - 1) * factor <= bound else (n, half)
-        ends.append(n)
-    return np.asarray(ends, dtype=np.int64)
+    ends = islice(borders(middle, max_position - 1, middle - 1, up=False), span - middle - 1)
+    return np.asarray([*takewhile(lambda n: n < furthest, ends)], dtype=np.int64)
+
+
+def _furthest(distance: Int64) -> int:
+    """The largest distance, or up to twice as much: so that a call of one more token asks for the same borders."""
+    return max(1 << int(distance.max(initial=0)).bit_length(), 1024)
 
 
 @lru_cache(maxsize=64)
@@ -173,6 +160,7 @@ def deberta_map(q_len: int, k_len: int, offset: int, span: int, max_position: in
     delta = -delta if from_query else delta
     if max_position is not None:
         middle, n = span // 2, np.abs(delta)
-        far = middle + 1 + np.searchsorted(deberta_thresholds(span, max_position), n, side="left")
+        ends = deberta_thresholds(span, max_position, _furthest(n))
+        far = middle + 1 + np.searchsorted(ends, n, side="left")
         delta = np.where(n <= middle, delta, np.sign(delta) * far)
     return _toeplitz(np.clip(delta, -span, span - 1) + span, 2 * span)

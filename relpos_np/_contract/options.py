@@ -8,12 +8,13 @@ To add an option, add a line to a record and use it where it acts.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Never, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, Never, TypedDict, TypeVar
 
 import numpy as np
 
+from relpos_np._contract.problem import Rule
 from relpos_np.errors import RelposTypeError
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend, Precision
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -37,11 +38,53 @@ class _Band(TypedDict, total=False):
     window: Annotated[int | tuple[int | None, int | None] | None, None]
 
 
-class _Fixed(TypedDict, total=False):
-    """Numbers that a module of `relpos_np.layers` sets itself."""
+class _Rule(TypedDict, total=False):
+    """Which pairs are attended, by a rule."""
+
+    rule: Annotated[Rule | None, None]
+
+
+class _Rules(_Rule, total=False):
+    """Which pairs are attended, by a rule or by name."""
+
+    selected: Annotated[Array | None, None]
+
+
+class _Scale(TypedDict, total=False):
+    """The factor on products."""
 
     scale: Annotated[float | None, None]
-    offset: Annotated[int | None, None]
+
+
+class _Fixed(_Scale, total=False):
+    """Numbers that a module of `relpos_np.layers` sets itself."""
+
+    offset: Annotated[int | Array | None, None]
+
+
+class _Scaled(TypedDict, total=False):
+    """Factors on queries."""
+
+    query_scale: Annotated[Array | None, None]
+
+
+class _Capped(TypedDict, total=False):
+    """A bound on scores."""
+
+    softcap: Annotated[float | None, None]
+    cap_order: Annotated[Literal["scores", "content"], "scores"]
+
+
+class _Packed(TypedDict, total=False):
+    """Several calls in one."""
+
+    segments: Annotated[Any, None]
+
+
+class _Sunk(TypedDict, total=False):
+    """What belongs to a row of scores."""
+
+    sinks: Annotated[Array | None, None]
 
 
 class _Dropout(TypedDict, total=False):
@@ -55,32 +98,46 @@ class _Dropout(TypedDict, total=False):
 class _Backend(TypedDict, total=False):
     """What computes the call."""
 
-    backend: Annotated[str | None, None]
+    backend: Annotated[Backend | None, None]
 
 
 class _Precision(TypedDict, total=False):
     """How exactly products are made."""
 
-    precision: Annotated[str | None, None]
+    precision: Annotated[Precision | None, None]
 
 
-class Options(_Arrays, _Band, _Fixed, _Dropout, _Precision, _Backend, total=False):
+class Options(
+    _Arrays, _Band, _Rules, _Fixed, _Scaled, _Capped, _Packed, _Sunk, _Dropout, _Precision, _Backend, total=False
+):
     """Every option."""
 
 
-class ScoreOptions(_Arrays, _Band, _Fixed, _Backend, total=False):
+class ScoreOptions(_Arrays, _Band, _Rules, _Fixed, _Scaled, _Capped, _Backend, total=False):
     """The options that change the scores."""
+
+
+class PartOptions(_Arrays, _Band, _Fixed, _Backend, total=False):
+    """The options of a part of a call."""
 
 
 class NumberOptions(_Band, _Fixed, _Precision, _Backend, total=False):
     """The options that are not arrays, for functions whose arrays are another package's."""
 
 
-class PreparedOptions(_Mask, _Band, _Fixed, _Precision, _Backend, total=False):
+class ForeignOptions(_Band, _Rule, _Scale, _Capped, _Precision, _Backend, total=False):
+    """The options that are never arrays, for functions which take all others as arrays of another package."""
+
+
+class PreparedOptions(_Mask, _Band, _Rules, _Fixed, _Capped, _Precision, _Backend, total=False):
     """The options that are the same in every run of a prepared call."""
 
 
-class LayerOptions(_Arrays, _Band, _Dropout, _Precision, _Backend, total=False):
+class ModelOptions(_Arrays, _Band, _Rules, _Fixed, _Scaled, _Capped, _Sunk, total=False):
+    """The options that a model of ONNX can say."""
+
+
+class LayerOptions(_Arrays, _Band, _Rules, _Scaled, _Capped, _Sunk, _Dropout, _Precision, _Backend, total=False):
     """The options of a module."""
 
 

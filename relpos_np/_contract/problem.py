@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np.types import Array
+from relpos_np._contract.index_maps import relative_positions
+from relpos_np.types import Array, Int64
 
 # A band without a limit on one side: far beyond any length, far below overflow.
 UNBOUNDED = 1 << 60
@@ -18,8 +19,28 @@ class Site:
     """What a scheme may know of the call it is lowered for.
 
     Query i stands at position i + offset among the keys, so its relative position to key j is
-    j - (i + offset). `right` is the largest relative position that is attended (0 if causal).
-    `scores_only` means that there are no values.
+    j - (i + offset).
+
+    Attributes
+    ----------
+    heads, kv_heads : int
+        Heads H of queries and H_kv of keys and values.
+    q_len, k_len : int
+        Queries L_q and keys L_k.
+    head_dim, v_dim : int
+        Channels D of queries and keys, and D_v of values.
+    offset : int
+        Position of the first query among the keys.
+    right : int
+        The largest relative position that is attended (0 if causal).
+    scale : float
+        Factor of the content product.
+    dtype : dtype
+        Of the computation: float32 or float64.
+    scores_only : bool
+        Whether there are no values.
+    batch : tuple of int
+        Batch axes.
     """
 
     heads: int
@@ -35,10 +56,30 @@ class Site:
     scores_only: bool
     batch: tuple[int, ...]
 
+    def relative_positions(self) -> Int64:
+        """Every j - (i + offset) once, in the order of the lookup of `Toeplitz`.
+
+        Returns
+        -------
+        ndarray of int64, shape (L_q + L_k - 1,)
+            From the smallest one up; none for a call without queries or keys.
+        """
+        return relative_positions(self.q_len, self.k_len, self.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a call: of each batch axis, of the heads of queries and of keys, of queries and of keys."""
+    """A range of a call.
+
+    Attributes
+    ----------
+    batch : tuple of slice
+        Of each batch axis.
+    heads, kv_heads : slice
+        Of the heads of queries and of keys.
+    queries, keys : slice
+        Of queries and of keys.
+    """
 
     batch: tuple[slice, ...]
     heads: slice
@@ -47,13 +88,35 @@ class Part:
     keys: slice
 
     def nearby(self, site: Site) -> tuple[Site, Part]:
-        """The call cut to the part, with all of its heads, and the part as that call sees it."""
+        """The call cut to the part, with all of its heads.
+
+        Parameters
+        ----------
+        site : Site
+            The whole call.
+
+        Returns
+        -------
+        tuple of Site and Part
+            And the part as that call sees it.
+        """
         here, _ = self.alone(site)
         here = replace(here, heads=site.heads, kv_heads=site.kv_heads)
         return here, replace(self.of(here), heads=self.heads, kv_heads=self.kv_heads)
 
     def alone(self, site: Site) -> tuple[Site, Part]:
-        """The call cut to the part, and all of it."""
+        """The call cut to the part.
+
+        Parameters
+        ----------
+        site : Site
+            The whole call.
+
+        Returns
+        -------
+        tuple of Site and Part
+            And all of it.
+        """
         here = replace(
             site,
             batch=tuple(axis.stop - axis.start for axis in self.batch),
@@ -67,9 +130,37 @@ class Part:
 
     @classmethod
     def of(cls, site: Site) -> Part:
-        """All of a call."""
+        """All of a call.
+
+        Parameters
+        ----------
+        site : Site
+            The call.
+
+        Returns
+        -------
+        Part
+            Every range from 0 on.
+        """
         batch = tuple(slice(0, n) for n in site.batch)
         return cls(batch, *(slice(0, n) for n in (site.heads, site.kv_heads, site.q_len, site.k_len)))
+
+
+class Rule:
+    """Which keys a query may attend, by their places; see `rules.py`."""
+
+    # Whether the rule is causal itself.
+    causal = False
+    # Keys are this many positions apart.
+    step = 1
+
+    def ranges(self, site: Site) -> Array | None:  # noqa: ARG002
+        """The first key of each query and the one after its last, int64 (..., L_q, 2); None if it may attend all."""
+        return None
+
+    def of_items(self, items: tuple[slice, ...]) -> Rule:  # noqa: ARG002
+        """The rule for some items along each batch axis."""
+        return self
 
 
 def _converted(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -88,6 +179,8 @@ class Problem:
     the same in the dtype of the computation, converted when they are first asked for. `mask`, bool or float,
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
     `mask_of_keys`: the mask was given with one row for all heads and queries. `precision`: one that was chosen.
+    `ranges`, (*batch, L_q, 2), and `step` are what a rule says: the first key of each query and the one after its last,
+    and the distance between keys. `softcap`: c of c tanh(s / c), 0 for none; `cap_content`: of the products alone.
     """
 
     stored_q: Array
@@ -102,6 +195,10 @@ class Problem:
     keep_scale: float
     mask_of_keys: bool = False
     precision: str | None = None
+    ranges: Array | None = None
+    step: int = 1
+    softcap: float = 0.0
+    cap_content: bool = False
     _q: Array | None = field(init=False, default=None)
     _k: Array | None = field(init=False, default=None)
     _v: Array | None = field(init=False, default=None)
@@ -126,6 +223,12 @@ class Problem:
         if self._v is None:
             self._v = _converted(self.stored_v, self.site.dtype)
         return self._v
+
+    def with_values(self, v: Array) -> Problem:
+        """The call with values that a scheme has made, in the dtype of the computation."""
+        other = replace(self, stored_v=v)
+        other._q, other._k = self._q, self._k
+        return other
 
     def pack(self) -> None:
         """Lay q, k and v out in C order: a BLAS and einsum add in an order that depends on strides."""

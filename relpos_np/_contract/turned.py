@@ -1,9 +1,10 @@
-"""Queries and keys that turn as they are read: what rotary schemes make of operands, before anybody computes it."""
+"""Vectors whose pairs of channels turn: operands before anybody computes them, and values with their output."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,3 +72,26 @@ def turn_pairs(x: Array, cos: Array, sin: Array, layout: str) -> Array:
             turning += source[..., : 2 * pairs] * along[part]
     out[..., 2 * pairs :] = x[..., 2 * pairs :]
     return out
+
+
+def turn_channels(x: Any, cos: Array, sin: Array, layout: str, first: int = 0, blocks: int = 1) -> Any:
+    """Pairs of channels, from one on, times complex numbers (..., L, P); of several blocks each is laid out alone."""
+    if first or blocks > 1:
+        turned = np.array(x)
+        size = cos.shape[-1] // blocks
+        for block in range(blocks):
+            channels = slice(first + 2 * size * block, first + 2 * size * (block + 1))
+            pairs = slice(size * block, size * (block + 1))
+            turned[..., channels] = turn_pairs(turned[..., channels], cos[..., pairs], sin[..., pairs], layout)
+        return turned
+    # On a device, or where a kernel does it, an operand turns itself.
+    return turn_pairs(x, cos, sin, layout) if isinstance(x, np.ndarray) else x.turned(cos, sin, layout)
+
+
+def paired_channels(pairs: int, layout: str, first: int = 0, blocks: int = 1) -> tuple[Array, Array]:
+    """Both channels of each pair: two in a row, or half a block apart."""
+    p, size = np.arange(pairs), pairs // blocks
+    if layout == "half":
+        one = first + p + p // size * size
+        return one, one + size
+    return first + 2 * p, first + 2 * p + 1

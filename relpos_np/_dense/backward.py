@@ -9,7 +9,8 @@ log-sum-exp,
     \mathrm{d}p_{ij} = \frac{\mathrm{keep}_{ij}}{1 - \rho}\, \mathrm{d}P_{ij}, \qquad
     \mathrm{d}s_{ij} = p_{ij} \Big(\mathrm{d}p_{ij} - \sum_l p_{il}\, \mathrm{d}p_{il} + l_i\Big),
 
-and whatever the scores depend on collects ds over the pairs that read it. Nothing that is excluded is multiplied.
+and whatever the scores depend on collects ds over the pairs that read it. Where the scores are a function of others,
+ds is multiplied by its derivative. Nothing that is excluded is multiplied.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, fit
+from relpos_np._dense.slopes import Slopes
 from relpos_np.formulas.softmax import repeat_heads, softmax, weighted_sum
 from relpos_np.types import Array
 
@@ -78,16 +80,27 @@ def _key(term: KeyTerm, ds: Array, problem: Problem) -> KeyTerm:
     return KeyTerm(fit(key, term.key.shape), fit(weights, term.weights.shape), term.index)
 
 
-def backward(problem: Problem, terms: Terms, s: Array, grad_out: Array, grad_lse: Array | None) -> tuple[Terms, Array]:
+def backward(
+    problem: Problem,
+    terms: Terms,
+    s: Array,
+    grad_out: Array,
+    grad_lse: Array | None,
+    slopes: Slopes | None = None,
+) -> tuple[Terms, Array]:
     """Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v.
 
-    s are the scores (*batch, H, L_q, L_k), with -inf where a key is excluded.
+    s are the scores (*batch, H, L_q, L_k), with -inf where a key is excluded; `slopes` the derivatives of what they
+    were changed by.
     """
     site = problem.site
     zero = site.dtype.type(0)
     query = problem.q if terms.query is None else terms.query
     key = repeat_heads(problem.k if terms.key is None else terms.key, site.heads)
-    v = repeat_heads(problem.v, site.heads)
+    turn, to_result = terms.turn, grad_out
+    if turn is not None:
+        grad_out = turn.to_output(grad_out)
+    v = repeat_heads(problem.v if turn is None else turn.of_values(problem.v), site.heads)
     read = s != -np.inf
     # An excluded key has no share of a row whose sum is not a number, either.
     p = np.where(read, softmax(s)[0], zero)
@@ -108,7 +121,12 @@ def backward(problem: Problem, terms: Terms, s: Array, grad_out: Array, grad_lse
         if grad_lse is not None:
             ds = ds + grad_lse[..., None]
         ds = np.where(read, p * ds, zero)
-        scaled, across = ds * site.dtype.type(site.scale), np.swapaxes(read, -1, -2)
+        inner = ds
+        if slopes is not None:
+            for slope in slopes.scores:
+                ds = np.where(ds == 0, zero, ds * slope)
+            inner = ds if slopes.content is None else np.where(ds == 0, zero, ds * slopes.content)
+        scaled, across = inner * site.dtype.type(site.scale), np.swapaxes(read, -1, -2)
         dv = weighted_sum(np.swapaxes(kept, -1, -2), np.broadcast_to(grad_out, problem.out_shape), across)
         dk = weighted_sum(
             np.swapaxes(scaled, -1, -2), np.broadcast_to(query, (*ds.shape[:-1], query.shape[-1])), across
@@ -122,4 +140,9 @@ def backward(problem: Problem, terms: Terms, s: Array, grad_out: Array, grad_lse
             values=tuple(values),
             biases=tuple(fit(ds, bias.shape) for bias in terms.biases),
         )
-    return grads, fit(dv, problem.v.shape)
+        dv = fit(dv, problem.v.shape)
+        if turn is not None:
+            if turn.trained:
+                grads.turn = turn.gradient(problem.v, dv, weighted_sum(kept, v, read), to_result)
+            dv = turn.to_values(dv)
+    return grads, dv

@@ -9,6 +9,7 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, Terms
+from relpos_np._dense.slopes import Slopes
 from relpos_np.types import Array
 
 
@@ -30,31 +31,53 @@ def _heads(x: Array, heads: int) -> Array:
     return x[..., np.arange(heads) // groups, :, :]
 
 
-def scores(problem: Problem, terms: Terms) -> Array:
-    """Scores of every pair, -inf where excluded: (*batch, H, L_q, L_k)."""
+def _before_masks(problem: Problem, terms: Terms, slopes: Slopes) -> Array:
     site = problem.site
     query = problem.q if terms.query is None else terms.query
     key = _heads(problem.k if terms.key is None else terms.key, site.heads)
-    zero = site.dtype.type(0)
+    zero, cap = site.dtype.type(0), site.dtype.type(problem.softcap)
+    s = np.einsum("...ic,...jc->...ij", query, key) * site.dtype.type(site.scale)
+    if problem.cap_content:
+        bent = np.tanh(s / cap)
+        s, slopes.content = cap * bent, 1 - bent**2
+    for table in terms.tables:
+        rows, there = _rows(table.index, problem)
+        values = table.table[:, rows] if rows.ndim == 2 else np.moveaxis(table.table[:, rows], 0, -4)[..., 0, :, :]
+        s = s + np.where(there, values, zero)
+    for term in terms.queries:
+        rows, there = _rows(term.index, problem)
+        products = np.einsum("...ic,...rc->...ir", term.query, term.weights)
+        s = s + np.where(there, _pick(products, rows), zero)
+    for key_term in terms.keys:
+        rows, there = _rows(key_term.index, problem)
+        products = np.einsum("...jc,...rc->...jr", _heads(key_term.key, site.heads), key_term.weights)
+        picked = np.swapaxes(_pick(products, np.swapaxes(rows, -1, -2)), -1, -2)
+        s = s + np.where(there, picked, zero)
+    for bias in terms.biases:
+        s = np.where(np.isneginf(bias), bias, s + bias)
+    for change in terms.changes:
+        if change.slope is not None:
+            slopes.scores.append(change.slope(s))
+        s = change.apply(s)
+    if problem.softcap and not problem.cap_content:
+        bent = np.tanh(s / cap)
+        slopes.scores.append(1 - bent**2)
+        s = cap * bent
+    for bias in terms.biases:
+        s = np.where(np.isneginf(bias), bias, s)
+    return np.asarray(s)
+
+
+def scores(problem: Problem, terms: Terms, slopes: Slopes | None = None) -> Array:
+    """Scores of every pair, -inf where excluded: (*batch, H, L_q, L_k); derivatives of changes go to `slopes`."""
+    site = problem.site
     with np.errstate(all="ignore"):
-        s = np.einsum("...ic,...jc->...ij", query, key) * site.dtype.type(site.scale)
-        for table in terms.tables:
-            rows, there = _rows(table.index, problem)
-            values = table.table[:, rows] if rows.ndim == 2 else np.moveaxis(table.table[:, rows], 0, -4)[..., 0, :, :]
-            s = s + np.where(there, values, zero)
-        for term in terms.queries:
-            rows, there = _rows(term.index, problem)
-            products = np.einsum("...ic,...rc->...ir", term.query, term.weights)
-            s = s + np.where(there, _pick(products, rows), zero)
-        for key_term in terms.keys:
-            rows, there = _rows(key_term.index, problem)
-            products = np.einsum("...jc,...rc->...jr", _heads(key_term.key, site.heads), key_term.weights)
-            picked = np.swapaxes(_pick(products, np.swapaxes(rows, -1, -2)), -1, -2)
-            s = s + np.where(there, picked, zero)
-        for bias in terms.biases:
-            s = np.where(np.isneginf(bias), bias, s + bias)
+        s = _before_masks(problem, terms, Slopes() if slopes is None else slopes)
     i, j = np.arange(site.q_len)[:, None] + site.offset, np.arange(site.k_len)
-    out = (j < i - problem.left) | (j > i + problem.right)
+    out = (j < i - problem.left) | (j > i + problem.right) | ((i - j) % problem.step != 0)
+    if problem.ranges is not None:
+        own = problem.ranges[..., None, :, :]
+        out = out | (j < own[..., :1]) | (j >= own[..., 1:])
     if problem.key_lengths is not None:
         out = out | (j >= problem.key_lengths[..., None, None, None])
     if problem.mask is not None:
@@ -81,7 +104,7 @@ def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
         if problem.keep is not None:
             p = p * (problem.keep * site.dtype.type(problem.keep_scale))
         # Pairs are summed one key at a time so that an excluded key's value is never multiplied.
-        v = _heads(problem.v, site.heads)
+        v = _heads(problem.v if terms.turn is None else terms.turn.of_values(problem.v), site.heads)
         clean = np.isfinite(v).all()
         if clean:
             out = np.einsum("...ij,...jd->...id", p, v)
@@ -99,4 +122,6 @@ def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
                 gain = np.where(there[..., key : key + 1], p[..., key : key + 1], site.dtype.type(0))
                 np.put_along_axis(bins, at, np.take_along_axis(bins, at, -1) + gain, -1)
             out = out + np.einsum("...ir,...rd->...id", bins, term.weights)
+        if terms.turn is not None:
+            out = terms.turn.of_output(out)
     return out, lse

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import re
 import zipfile
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from relpos_np._contract import check
 from relpos_np._files import untrusted as reading
-from relpos_np.errors import RelposValueError
+from relpos_np.errors import RelposMemoryError, RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
 # The directory at the archive's end is read at once; this is room for some ten thousand arrays.
@@ -19,6 +22,10 @@ _PIECE = 1 << 20
 _HEADER = 4096
 # One byte of deflated data holds at most this many.
 _RATIO = 1032
+# What a compressed archive may unpack to: so many bytes, or so many times its own size.
+_UNPACKED = 1 << 28
+_TIMES = 16
+_ADVICE = "; numpy.savez, which does not compress, writes a file that may have any size"
 _FIELD = re.compile(
     r"\s*['\"](descr|fortran_order|shape)['\"]\s*:\s*"
     r"(?:['\"]([^'\"]*)['\"]|(True|False)|\(([0-9L,\s]*)\))\s*,?\s*"
@@ -44,18 +51,88 @@ class _Pieces:
         """Leave the file open: it belongs to the caller."""
 
 
-def read(file: BinaryIO, size: int, limit: int) -> dict[str, Array]:
+def load_npz(source: bytes | str | os.PathLike[str], *, limit: int | None = None) -> dict[str, Array]:
+    """All arrays of an .npz archive that anybody may have written, with its sizes checked before memory is taken.
+
+    Parameters
+    ----------
+    source : bytes or path
+        The archive itself, such as the body of a request, or where it is: a regular file.
+    limit : int, optional
+        Bytes that its arrays may have in all, as its directory and their headers state them. Default: 256 MiB, or 16
+        times the size of the archive where that is more, which an archive that is not compressed never reaches.
+
+    Returns
+    -------
+    dict of str to ndarray
+        The arrays by name, in the order of the archive.
+
+    Raises
+    ------
+    RelposMemoryError
+        If its arrays have more bytes than the limit.
+    RelposValueError
+        If it is damaged or missing, or holds anything but arrays of numbers and strings. Nothing is unpickled.
+    RelposTypeError
+        If `source` is neither bytes nor a path, or `limit` no integer.
+
+    See Also
+    --------
+    relpos_np.memory_limit : The same for what a call then allocates.
+
+    Examples
+    --------
+    >>> import io, numpy as np, relpos_np as rp
+    >>> file = io.BytesIO()
+    >>> np.savez_compressed(file, q=np.zeros((4, 1000, 1000)))
+    >>> len(file.getvalue()) < 100_000
+    True
+    >>> rp.load_npz(file.getvalue(), limit=2**20)
+    Traceback (most recent call last):
+    ...
+    relpos_np.errors.RelposMemoryError: source: not a readable .npz archive: its arrays have 32000128 bytes, and ...
+    """
+    if limit is not None:
+        limit = check.integer("limit", limit, 0)
+    if isinstance(source, bytes):
+        return _read(io.BytesIO(source), len(source), limit, "source")
+    if not isinstance(source, str | os.PathLike):
+        raise RelposTypeError(f"source: expected bytes or a path, found {type(source).__name__}")
+    where = f"source: {os.fspath(source)}"
+    try:
+        with reading.opened(source) as file:
+            return _read(file, os.fstat(file.fileno()).st_size, limit, where)
+    except FileNotFoundError:
+        raise RelposValueError(f"{where}: no such file") from None
+    except OSError as error:
+        raise RelposValueError(f"{where}: not a readable .npz archive: {error.strerror or error}") from error
+
+
+def _read(file: BinaryIO, size: int, limit: int | None, where: str) -> dict[str, Array]:
+    if file.read(6) == b"\x93NUMPY":
+        raise RelposValueError(
+            f"{where}: not a readable .npz archive: it is a single array; write arrays by name with numpy.savez"
+        )
+    file.seek(0)
+    try:
+        return read(file, size, max(_UNPACKED, _TIMES * size), _ADVICE) if limit is None else read(file, size, limit)
+    except (RelposValueError, RelposMemoryError) as error:
+        raise type(error)(f"{where}: not a readable .npz archive: {error}") from error
+
+
+def read(file: BinaryIO, size: int, limit: int, advice: str = "") -> dict[str, Array]:
     """All arrays of an archive by name, in its order.
 
-    The file has `size` bytes, and its arrays may have `limit` bytes in all. A RelposValueError says that it is damaged
-    or holds something else than arrays of numbers and strings.
+    The file has `size` bytes, and its arrays may have `limit` bytes in all; `advice` is for those that have more. A
+    RelposValueError says that it is damaged or holds something else than arrays of numbers and strings, a
+    RelposMemoryError that they have more.
     """
     try:
         with zipfile.ZipFile(_Pieces(file)) as archive:
             members = archive.infolist()
-            _sizes(members, size, limit)
+            _sizes(members, size, limit, advice)
             return {member.filename.removesuffix(".npy"): _array(archive, member) for member in members}
-    except RelposValueError:
+    except (RelposValueError, RelposMemoryError):
         raise
     except MemoryError as error:
         raise RelposValueError("there is not enough memory for its arrays") from error
@@ -64,7 +141,7 @@ def read(file: BinaryIO, size: int, limit: int) -> dict[str, Array]:
         raise RelposValueError(str(error) or type(error).__name__) from error
 
 
-def _sizes(members: list[zipfile.ZipInfo], size: int, limit: int) -> None:
+def _sizes(members: list[zipfile.ZipInfo], size: int, limit: int, advice: str) -> None:
     """Check what the directory says, before anything is unpacked."""
     names = set()
     for member in members:
@@ -85,10 +162,7 @@ def _sizes(members: list[zipfile.ZipInfo], size: int, limit: int) -> None:
             )
     total = sum(member.file_size for member in members)
     if total > limit:
-        raise RelposValueError(
-            f"its arrays have {total} bytes, and {limit} are allowed for a file of {size}; numpy.savez, which does "
-            "not compress, writes a file that may have any size"
-        )
+        raise RelposMemoryError(f"its arrays have {total} bytes, and {limit} are allowed for a file of {size}{advice}")
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:

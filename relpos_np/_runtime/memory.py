@@ -123,6 +123,16 @@ def memory_limit(limit: int | None) -> Iterator[None]:
     ------
     RelposError
         As `relpos_np.set_memory_limit`.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> q = np.ones((1, 2**14, 64), np.float32)
+    >>> with rp.memory_limit(2**24):
+    ...     rp.attention(q, q, q, backend="numpy")
+    Traceback (most recent call last):
+    ...
+    relpos_np.errors.RelposMemoryError: attention: ... bytes, ... limit of 16777216 bytes ...
     """
     global _used
     token = _scoped.set(_checked("limit", limit))

@@ -9,19 +9,20 @@ from contextvars import ContextVar
 from typing import Any
 
 from relpos_np.errors import RelposValueError
+from relpos_np.types import Precision
 
 PRECISIONS = ("highest", "high", "medium")
-_default: str | None = None
-_scoped: ContextVar[str | None] = ContextVar("relpos_np_precision", default=None)
+_default: Precision | None = None
+_scoped: ContextVar[Precision | None] = ContextVar("relpos_np_precision", default=None)
 
 
-def _checked(name: Any) -> str:
+def _checked(name: Any) -> Precision:
     if not isinstance(name, str) or name not in PRECISIONS:
         raise RelposValueError(f"precision: expected one of {', '.join(map(repr, PRECISIONS))}; found {name!r}")
-    return name
+    return name  # type: ignore[return-value]
 
 
-def chosen(name: Any = None) -> str | None:
+def chosen(name: Any = None) -> Precision | None:
     """What a call that asks for `name` uses now; None if nothing was chosen, so that the dtype decides."""
     if name is not None:
         return _checked(name)
@@ -29,7 +30,7 @@ def chosen(name: Any = None) -> str | None:
     return _checked(found) if found else None
 
 
-def set_precision(name: str | None) -> None:
+def set_precision(name: Precision | None) -> None:
     """Choose how exactly all later calls in this process make products.
 
     Parameters
@@ -40,8 +41,9 @@ def set_precision(name: str | None) -> None:
         - "highest": products of float32 numbers. Operands of half precision are widened.
         - "high": products with an error of about 2^-16 at most. No unit of today makes them faster than "highest"
           does, which is what is used.
-        - "medium": products of operands rounded to bfloat16, and of probabilities rounded to bfloat16, with an error of
-          2^-8 each; where the processor multiplies bfloat16 no faster than float32, as "highest".
+        - "medium": products of operands rounded to bfloat16, and of probabilities and (for gradients) slopes of scores
+          rounded to bfloat16, with an error of 2^-8 each; where the processor multiplies bfloat16 no faster than
+          float32, as "highest".
 
         None returns to the environment variable RELPOS_PRECISION. Without one, the dtype of the operands decides:
         "medium" for bfloat16, unless a scheme computes other queries or keys from them, as rotary does; "highest" for
@@ -54,15 +56,21 @@ def set_precision(name: str | None) -> None:
 
     Notes
     -----
-    A precision is a permission, which only the CPU kernels for the forward pass make use of, for more than a few
-    queries; gradients and the other backends always compute with "highest". float64 is never rounded.
+    A precision is a permission, which only the CPU kernels make use of, and with gradients or for more than a few
+    queries; the other backends always compute with "highest". float64 is never rounded.
+
+    Examples
+    --------
+    >>> import relpos_np as rp
+    >>> rp.set_precision("medium")
+    >>> rp.set_precision("highest")  # the default
     """
     global _default
     _default = None if name is None else _checked(name)
 
 
 @contextmanager
-def use_precision(name: str) -> Iterator[None]:
+def use_precision(name: Precision) -> Iterator[None]:
     """Choose how exactly products are made inside a ``with`` block, for the current thread or task only.
 
     Parameters
@@ -74,6 +82,14 @@ def use_precision(name: str) -> Iterator[None]:
     ------
     RelposValueError
         If there is no such precision.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> q = np.ones((1, 8, 16), np.float32)
+    >>> with rp.use_precision("high"):
+    ...     rp.attention(q, q, q).dtype
+    dtype('float32')
     """
     token = _scoped.set(_checked(name))
     try:

@@ -140,6 +140,12 @@ def get_num_threads() -> int:
     ------
     RelposImportError
         If numba is missing.
+
+    Examples
+    --------
+    >>> import relpos_np as rp
+    >>> rp.get_num_threads() >= 1
+    True
     """
     return chosen() or int(_numba().get_num_threads())
 
@@ -175,6 +181,14 @@ def set_num_threads(n: int | None, *, blas: bool = True) -> None:
     it is set for the calling one, for other functions compiled with Numba. PyTorch's own operations keep theirs
     (``torch.set_num_threads``). A child that is forked inherits the choice, one that is spawned does not. Of BLAS
     libraries those are told that are in the process: NumPy's is, SciPy's only once ``scipy.linalg`` was imported.
+
+    Examples
+    --------
+    >>> import relpos_np as rp
+    >>> rp.set_num_threads(1)
+    >>> rp.get_num_threads()
+    1
+    >>> rp.set_num_threads(None)  # as before
     """
     global _default
     numba = _numba()
@@ -220,6 +234,13 @@ def threads(n: int, *, blas: bool = True) -> Iterator[None]:
     where blocks of several threads are open at once, the one opened last counts, and when the last is closed
     everything is as before. A library that is imported later is told with the next block. For servers,
     `set_num_threads` is the better choice.
+
+    Examples
+    --------
+    >>> import relpos_np as rp
+    >>> with rp.threads(1):
+    ...     rp.get_num_threads()
+    1
     """
     numba = _numba()
     count = _checked(n, numba.config.NUMBA_NUM_THREADS)

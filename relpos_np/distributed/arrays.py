@@ -53,6 +53,9 @@ class _Block:
 
     def __call__(self, q: Array, k: Array, v: Array, mask: Array | None, shared: _Schemes) -> tuple[Array, Array]:
         """Output and log-sum-exp of one block."""
+        if mask is not None:
+            # All axes, so that a block of (L_q, L_k) is never mistaken for rows of items.
+            mask = mask.reshape((1,) * (q.ndim - mask.ndim) + mask.shape)
         problem, _, _ = check.call(q, k, v, self.options | {"mask": mask})
         narrowed = tuple(
             (scheme if mine is None else mine, site, part)
@@ -229,7 +232,7 @@ def attention(
     like_q, like_k, like_v = map(_stand_in, operands.values())
     problem, _, _ = check.call(like_q, like_k, like_v, given | {"mask": None if mask is None else _stand_in(mask)})
     site = problem.site
-    schemes = checked_schemes(position, problem)
+    schemes = checked_schemes(position, problem, name)
     operands, chunks = _aligned(da, operands, problem)
     blocks = {key: x.to_delayed() for key, x in operands.items()}
     masks = None

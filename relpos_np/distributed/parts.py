@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
-from relpos_np._contract.options import ScoreOptions, completed, takes
+from relpos_np._contract.options import PartOptions, completed, takes
 from relpos_np._contract.problem import Part, Site
 from relpos_np.distributed.slicing import compute, evaluating, lengths_here
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -45,7 +45,7 @@ def _part(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tuple[
     return part, sizes | {"batch": tuple(n for _, n in axes)}
 
 
-@takes(ScoreOptions)
+@takes(PartOptions)
 def partial(
     q: Array,
     k: Array,
@@ -56,7 +56,7 @@ def partial(
     heads: tuple[int, int] | None = None,
     batch: tuple[tuple[int, int] | None, ...] | None = None,
     position: Position = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[PartOptions],
 ) -> tuple[Array, Array]:
     r"""Attention over some of the keys, for some of the queries, heads and batch items of a larger call.
 
@@ -123,7 +123,7 @@ def partial(
     whole.offset = whole.k_len - whole.q_len if offset is None else whole.offset
     if key_lengths is not None:
         found.key_lengths = lengths_here(check.lengths_of_keys(key_lengths, found.batch, whole.k_len), part.keys)
-    schemes = checked_schemes(position, replace(found, site=whole))
+    schemes = checked_schemes(position, replace(found, site=whole), name)
     found.site = part.alone(whole)[0]
     out, lse = compute(name, found, tuple(scheme.narrow(whole, part) for scheme in schemes))
     return (out[0], lse[0]) if flat else (out, lse)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls import lowering
+from relpos_np._calls import lowering, stated
 from relpos_np._calls.lowering import all_terms
 from relpos_np._contract.problem import Part, Problem, Site
-from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, cut_map, of_batch
+from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, ValueTurn, cut_map, of_batch
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -73,7 +73,19 @@ class _Cut:
             keys=tuple(KeyTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in keys),
             values=tuple(ValueTerm(_of_heads(t.weights, heads), cut_map(t.index, *at)) for t in values),
             biases=tuple(self.bias(x) for x in terms.biases),
+            turn=None if terms.turn is None else self.turn(terms.turn),
         )
+
+    def turn(self, turn: ValueTurn) -> ValueTurn:
+        """The factors of the part's values and of its output."""
+        part = self.part
+
+        def cut(factors: tuple[Array, Array], heads: slice, rows: slice) -> tuple[Array, Array]:
+            real, imaginary = (self.batch_items(_along(x[..., rows, :], -3, heads), 3) for x in factors)
+            return real, imaginary
+
+        key, query = cut(turn.key, part.kv_heads, part.keys), cut(turn.query, part.heads, part.queries)
+        return replace(turn, key=key, query=query)
 
 
 def _stand_ins(site: Site) -> tuple[Array, Array]:
@@ -94,7 +106,7 @@ def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
             "and does not say how it is narrowed"
         )
     q, k = _stand_ins(site)
-    return _Cut(site, part, q, k, problem).terms(scheme.lower(q, k, site))
+    return _Cut(site, part, q, k, problem).terms(stated.checked(scheme, scheme.lower(q, k, site), site))
 
 
 def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Array]:

@@ -5,6 +5,7 @@ r"""Buckets of distances, as a formula: what T5's relatives share.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -84,10 +85,13 @@ def _bucket(n: int, buckets: int, exact: int, max_distance: int, rounding: str) 
         return min(buckets - 1, exact + int(ratio * np.float32(wide)))
     if n >= max_distance:
         return buckets - 1
-    # floor(x) is the largest m with m <= x, and m <= wide * log_{D/E}(n/E) iff D^m E^(wide-m) <= n^wide.
-    steps = 0
-    while steps < wide and max_distance ** (steps + 1) * exact**wide <= n**wide * exact ** (steps + 1):
-        steps += 1
+    # m <= x iff D^m E^(B-E-m) <= n^(B-E). Float64 is sure of the floor but for an x beside an integer.
+    x = wide * math.log1p((n - exact) / exact) / math.log(max_distance / exact)
+    steps = round(x)
+    if abs(x - steps) > 1e-9 * (1 + x):
+        steps = math.floor(x)
+    elif max_distance**steps * exact ** (wide - steps) > n**wide:
+        steps -= 1
     return min(buckets - 1, exact + steps)
 
 

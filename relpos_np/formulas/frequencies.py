@@ -137,6 +137,42 @@ def ntk_frequencies(dim: int, *, length: int, trained_length: int, factor: float
     return rotary_frequencies(dim, base=base * growth ** (dim / (dim - 2)))
 
 
+def ntk_alpha_frequencies(dim: int, *, alpha: float, base: float = 10000.0) -> Array:
+    r"""The first NTK rule: a base that is larger for texts of all lengths.
+
+    .. math::
+
+        \mathrm{base}' = \mathrm{base}\; \alpha^{d / (d - 2)}
+
+    Parameters
+    ----------
+    dim : int
+        Number of rotated channels d, even, at least 4.
+    alpha : float
+        The number :math:`\alpha`, by which the slowest pair is interpolated.
+    base : float
+        See `rotary_frequencies`.
+
+    Returns
+    -------
+    ndarray of float64, shape (d / 2,)
+        Angle per step of position.
+
+    Raises
+    ------
+    RelposValueError
+        If `dim` is odd or below 4, or `alpha` or `base` is not positive.
+
+    References
+    ----------
+    Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", ICLR 2024, definition 1, attribute
+    "NTK-aware" interpolation to a post of 2023; HunYuan's models name the number `alpha`.
+    """
+    dim, base = _rotated(dim, base)
+    check.integer("dim", dim, 4)
+    return rotary_frequencies(dim, base=base * check.positive("alpha", alpha) ** (dim / (dim - 2)))
+
+
 def yarn_frequencies(
     dim: int,
     *,
@@ -212,8 +248,31 @@ def yarn_frequencies(
     # Where the ends meet there is a step; the published code makes it with the same thousandth.
     span = last - first or 0.001
     share = np.clip((np.arange(dim // 2) - first) / span, 0.0, 1.0)
-    over, under = (0.1 * _share("mscale", x, math.inf) * math.log(factor) + 1.0 for x in (mscale, mscale_all))
-    return plain * (1 - share) + plain / factor * share, over / under
+    magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
+    return plain * (1 - share) + plain / factor * share, magnitude
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    r"""What YaRN multiplies queries and keys with, :math:`0.1\, \mu \ln s + 1`.
+
+    Parameters
+    ----------
+    factor : float
+        How many times longer the context becomes, s.
+    mscale : float
+        :math:`\mu`. DeepSeek multiplies the scale of attention with the square for its `mscale_all_dim`.
+
+    Returns
+    -------
+    float
+        The factor.
+
+    Raises
+    ------
+    RelposValueError
+        If `factor` is below 1, or `mscale` negative.
+    """
+    return 0.1 * _share("mscale", mscale, math.inf) * math.log(_factor(factor)) + 1.0
 
 
 def llama3_frequencies(
@@ -237,7 +296,8 @@ def llama3_frequencies(
     dim, factor, trained_length, base
         See `yarn_frequencies`; `base` as in `rotary_frequencies`.
     low_factor, high_factor : float
-        Turns within L_0: l, below which a pair is interpolated, and h, above which it is kept.
+        Turns within L_0: l, below which a pair is interpolated, and h, above which it is kept. Where they are the
+        same, as in Llama 4 Scout, there is a step between.
 
     Returns
     -------
@@ -247,7 +307,7 @@ def llama3_frequencies(
     Raises
     ------
     RelposValueError
-        If `factor` or `trained_length` is below 1, not 0 < `low_factor` < `high_factor`, or as for
+        If `factor` or `trained_length` is below 1, not 0 < `low_factor` <= `high_factor`, or as for
         `rotary_frequencies`.
 
     References
@@ -257,10 +317,12 @@ def llama3_frequencies(
     plain, factor = rotary_frequencies(dim, base=base), _factor(factor)
     trained_length = check.integer("trained_length", trained_length, 1)
     low, high = check.positive("low_factor", low_factor), check.real("high_factor", high_factor)
-    if high <= low:
-        raise RelposValueError(f"high_factor: expected more than low_factor = {low_factor}, found {high_factor}")
-    kept = np.clip((trained_length * plain / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
-    return plain / factor * (1 - kept) + plain * kept
+    if high < low:
+        raise RelposValueError(f"high_factor: expected at least low_factor = {low_factor}, found {high_factor}")
+    turns = trained_length * plain / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else np.where(turns < low, 0.0, 1.0)
+    found: Array = plain / factor * (1 - kept) + plain * kept
+    return found
 
 
 def longrope_frequencies(
@@ -285,7 +347,7 @@ def longrope_frequencies(
     ----------
     dim : int
         Number of rotated channels d, even.
-    short_factors, long_factors : ndarray, shape (d / 2,)
+    short_factors, long_factors : ndarray or sequence of float, shape (d / 2,)
         Factors :math:`\lambda_p`, one per pair, as published with a model (`short_factor`, `long_factor`).
     length : int
         Length L of the text, which chooses between them.
@@ -317,7 +379,9 @@ def longrope_frequencies(
     plain = rotary_frequencies(dim, base=base)
     factors = {"short_factors": short_factors, "long_factors": long_factors}
     for name, value in factors.items():
-        factors[name] = check.table(name, value, "pairs").astype(np.float64)
+        # Configurations are read to lists.
+        listed = np.array([check.real(name, x) for x in value]) if isinstance(value, list | tuple) else value
+        factors[name] = check.table(name, listed, "pairs").astype(np.float64)
         if factors[name].shape != plain.shape:
             raise RelposValueError(f"{name}: expected shape {plain.shape} for dim {dim}, found {factors[name].shape}")
         if not (np.isfinite(factors[name]) & (factors[name] > 0)).all():

@@ -11,7 +11,9 @@ from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
-VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet")
+VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni")
+# Of these the result lies in an input in C order as it is: no kernel moves anything.
+UNMOVED = ("wenet", "xlnet_uni")
 
 
 def shifted_length(shape: tuple[int, ...], variant: str) -> int:
@@ -25,6 +27,10 @@ def shifted_length(shape: tuple[int, ...], variant: str) -> int:
         if rows and k_len < 0:
             raise RelposValueError(f"x: variant {variant!r} needs {least} columns, found shape {shape}")
         return max(k_len, 0)
+    if variant == "xlnet_uni":
+        if rows and columns <= rows:
+            raise RelposValueError(f"x: variant 'xlnet_uni' needs more columns than rows, found shape {shape}")
+        return max(columns - 1, 0)
     if variant != "wenet" and columns < rows:
         raise RelposValueError(f"x: variant {variant!r} needs at least as many columns as rows, found shape {shape}")
     return columns
@@ -44,7 +50,7 @@ def rel_shift(x: Array, variant: str = "transformer_xl") -> Array:
     ----------
     x : ndarray, shape (..., L_q, columns)
         Products with one row per distance.
-    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"}
+    variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni"}
         See `relpos_np.rel_shift`.
 
     Returns
@@ -54,8 +60,11 @@ def rel_shift(x: Array, variant: str = "transformer_xl") -> Array:
     """
     k_len = shifted_length(x.shape, variant)
     *lead, rows, columns = x.shape
-    if variant == "wenet":
+    if variant in UNMOVED:
         out = x.view()
+        if variant == "xlnet_uni":
+            # Without the first L_q products, read in rows of one less.
+            out = out.reshape(*lead, rows * columns)[..., rows:].reshape(*lead, rows, k_len)
         out.flags.writeable = False
         return out
     if variant in ("conformer", "xlnet"):

@@ -56,55 +56,64 @@ def axis_frequencies(frequencies: Any, axes: Any, count: int | None = None) -> A
     return np.where(np.arange(count)[:, None] == axes, omega, 0.0)
 
 
-def section_axes(sections: Sequence[int], *, order: str = "chunks") -> Array:
+def section_axes(sections: Sequence[int], *, order: str = "chunks", pairs: int | None = None) -> Array:
     r"""Axes of the pairs in models with multimodal positions (time, height, width).
 
     Parameters
     ----------
     sections : sequence of int
         How many pairs follow each axis (`mrope_section`).
-    order : {"chunks", "cyclic"}
+    order : {"chunks", "cyclic", "time_last"}
         - "chunks": the first ``sections[0]`` pairs follow axis 0, the next ``sections[1]`` axis 1 ... (Qwen2-VL).
         - "cyclic": axes 0, 1, 2, 0, 1, 2 ... until the pairs of an axis other than 0 are used up, whose places then
-          fall to axis 0 (Qwen3-VL, interleaved).
+          fall to axis 0 (Qwen3-VL, `mrope_interleaved`). Pairs that would lie beyond the last are left out, and axis
+          0 has what remains, whatever its section: (3, 5, 5) has 5, 4 and 4 pairs.
+        - "time_last": axes 1, 2, 1, 2 ... in turn, and then, on the slowest pairs, axis 0 (VideoRoPE, ERNIE 4.5-VL).
+          ERNIE's configurations list their sections in this order, too: height, width and time.
+    pairs : int, optional
+        Number of pairs P, where it is not the sum of the sections ("cyclic" only, as in timm).
 
     Returns
     -------
     ndarray of int64, shape (P,)
-        The axis of each pair, for `axis_frequencies`; P is the sum of the sections.
+        The axis of each pair, for `axis_frequencies`.
 
     Raises
     ------
     RelposValueError
-        If a section is negative, all are 0, there is no such order, or the pairs of an axis end beyond the last
-        pair ("cyclic").
+        If a section is negative, all are 0, there is no such order, or P is not the sum and the order not "cyclic".
 
     References
     ----------
     Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any Resolution", 2024; "cyclic"
-    is the published code of Qwen3-VL, 2025.
+    is the published code of Qwen3-VL, 2025; Wei et al., "VideoRoPE: What Makes for Good Video Rotary Position
+    Embedding?", ICML 2025, for "time_last".
     """
-    check.choice("order", order, ("chunks", "cyclic"))
+    check.choice("order", order, ("chunks", "cyclic", "time_last"))
     counts = [check.integer("sections", n, 0) for n in sections]
     if not sum(counts):
         raise RelposValueError(f"sections: expected at least one pair, found {tuple(counts)}")
+    pairs = sum(counts) if pairs is None else check.integer("pairs", pairs, 1)
+    if order != "cyclic" and pairs != sum(counts):
+        raise RelposValueError(f"pairs: expected {sum(counts)}, the sum of sections {tuple(counts)}, found {pairs}")
     if order == "chunks":
         return np.repeat(np.arange(len(counts)), counts)
-    axes = np.zeros(sum(counts), np.int64)
-    for axis, pairs in enumerate(counts[1:], 1):
-        places = axis + len(counts) * np.arange(pairs)
-        if pairs and places[-1] >= len(axes):
-            raise RelposValueError(
-                f"sections: {pairs} pairs in turn with those of {len(counts)} axes end beyond the {len(axes)} there are"
-            )
-        axes[places] = axis
+    if order == "time_last":
+        others = np.arange(sum(counts[1:])) % max(len(counts) - 1, 1) + 1
+        return np.concatenate([others, np.zeros(counts[0], np.int64)])
+    axes = np.zeros(pairs, np.int64)
+    for axis, count in enumerate(counts[1:], 1):
+        places = axis + len(counts) * np.arange(count)
+        axes[places[places < pairs]] = axis
     return axes
 
 
-def axial_frequencies(dim: int, axes: int = 2, *, base: float = 10000.0, spread: str = "same") -> Array:
-    r"""Frequencies of images and videos: an equal share of the pairs for each axis of a grid, one after the other.
+def axial_frequencies(
+    dim: int | Sequence[int], axes: int | None = None, *, base: float = 10000.0, spread: str = "same"
+) -> Array:
+    r"""Frequencies of images and videos: a share of the pairs for each axis of a grid, one after the other.
 
-    With m = d / 2A pairs per axis, pair p = a m + r follows axis a with
+    With m = d / 2A pairs per axis, or its own number for each, pair r of axis a, as p = a m + r, has
 
     .. math::
 
@@ -114,10 +123,12 @@ def axial_frequencies(dim: int, axes: int = 2, *, base: float = 10000.0, spread:
 
     Parameters
     ----------
-    dim : int
-        Number of rotated channels d, a multiple of 2A.
-    axes : int
-        Number of axes A; positions are rows of coordinates in this order, such as from `grid_positions`.
+    dim : int or sequence of int
+        Number of rotated channels d, a multiple of 2A; or the channels 2m of each axis, such as (44, 42, 42) for Wan's
+        time, height and width, (16, 24, 24) for CogVideoX's and (16, 56, 56) for HunyuanVideo's.
+    axes : int, optional
+        Number of axes A; 2 by default, or as many as `dim` lists. Positions are rows of coordinates in this order, such
+        as from `grid_positions`.
     base : float
         Ratio between the longest and the shortest wavelength, nearly.
     spread : {"same", "alternate"}
@@ -133,8 +144,8 @@ def axial_frequencies(dim: int, axes: int = 2, *, base: float = 10000.0, spread:
     Raises
     ------
     RelposValueError
-        If `dim` is not a positive multiple of 2A, `axes` is below 1, `base` is not positive, or there is no such
-        spread.
+        If `dim` is not a positive multiple of 2A, or lists odd numbers, other than A of them, or different ones with
+        "alternate"; if `axes` is below 1, `base` is not positive, or there is no such spread.
 
     References
     ----------
@@ -142,14 +153,29 @@ def axial_frequencies(dim: int, axes: int = 2, *, base: float = 10000.0, spread:
     Visual Representation for Neon Genesis", 2023.
     """
     check.choice("spread", spread, ("same", "alternate"))
-    axes = check.integer("axes", axes, 1)
+    sizes = _shares(dim, axes)
+    if spread == "same":
+        omega = np.concatenate([rotary_frequencies(size, base=base) for size in sizes])
+    else:
+        if len(set(sizes)) > 1:
+            raise RelposValueError(f"dim: spread 'alternate' needs axes of one size, found {sizes}")
+        omega = rotary_frequencies(sum(sizes), base=base).reshape(-1, len(sizes)).T.reshape(-1)
+    return axis_frequencies(omega, np.repeat(np.arange(len(sizes)), [size // 2 for size in sizes]), len(sizes))
+
+
+def _shares(dim: Any, axes: Any) -> list[int]:
+    """Channels of each axis."""
+    if isinstance(dim, Sequence):
+        sizes = [check.integer("dim", size, 2) for size in dim]
+        if not sizes or any(size % 2 for size in sizes):
+            raise RelposValueError(f"dim: expected even numbers of channels, found {tuple(dim)}")
+        if axes not in (None, len(sizes)):
+            raise RelposValueError(f"axes: expected {len(sizes)} for channels {tuple(dim)}, found {axes}")
+        return sizes
+    axes = 2 if axes is None else check.integer("axes", axes, 1)
     if check.integer("dim", dim, 2) % (2 * axes):
         raise RelposValueError(f"dim: expected a multiple of {2 * axes} for {axes} axes, found {dim}")
-    if spread == "same":
-        omega = np.tile(rotary_frequencies(dim // axes, base=base), axes)
-    else:
-        omega = rotary_frequencies(dim, base=base).reshape(-1, axes).T.reshape(-1)
-    return axis_frequencies(omega, np.repeat(np.arange(axes), dim // (2 * axes)), axes)
+    return [dim // axes] * axes
 
 
 def pixel_frequencies(pairs: int, *, resolution: float = 224.0, spacing: str = "linear") -> Array:

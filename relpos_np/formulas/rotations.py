@@ -54,24 +54,29 @@ def rotary_matrices(positions: Array, frequencies: Array, *, magnitude: float = 
 
 
 @np.errstate(all="ignore")
-def rotate_pairs(x: Array, matrices: Array, *, layout: str = "half") -> Array:
-    r"""Turn the first 2P channels of each vector, pair by pair; the others stay.
+def rotate_pairs(x: Array, matrices: Array, *, layout: str = "half", first: int = 0, blocks: int = 1) -> Array:
+    r"""Turn 2P channels of each vector, pair by pair; the others stay.
 
     .. math::
 
         \begin{pmatrix} y_{t,a(p)} \\ y_{t,b(p)} \end{pmatrix} =
         R_{t,p} \begin{pmatrix} x_{t,a(p)} \\ x_{t,b(p)} \end{pmatrix}
 
-    with (a, b) = (p, p + P) for "half" and (2p, 2p + 1) for "interleaved".
+    with (a, b) = (f + p, f + p + P) for "half" and (f + 2p, f + 2p + 1) for "interleaved". Of several blocks each has
+    its halves: with m = P / blocks pairs in each, pair p = c m + r has (a, b) = (f + 2c m + r, f + 2c m + r + m).
 
     Parameters
     ----------
     x : ndarray, shape (..., L, D)
-        Vectors with D at least 2P.
+        Vectors with D at least f + 2P.
     matrices : ndarray, shape (..., L, P, 2, 2)
         As from `rotary_matrices`; leading axes broadcast.
     layout : {"half", "interleaved"}
         Which channels are partners.
+    first : int
+        The first channel that turns, f.
+    blocks : int
+        Number of equal parts of the channels that turn; "interleaved" has the same partners in any number.
 
     Returns
     -------
@@ -83,14 +88,17 @@ def rotate_pairs(x: Array, matrices: Array, *, layout: str = "half") -> Array:
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 15.
     """
     pairs = matrices.shape[-3]
-    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    before, turning, rest = x[..., :first], x[..., first : first + 2 * pairs], x[..., first + 2 * pairs :]
+    # Halves of each block, or pairs: (..., blocks, 2, m) or (..., P, 2).
+    apart = (blocks, 2, pairs // blocks) if layout == "half" else (pairs, 2)
+    z = turning.reshape(*turning.shape[:-1], *apart)
     if layout == "half":
-        z = np.stack([turning[..., :pairs], turning[..., pairs:]], axis=-1)
-    else:
-        z = turning.reshape(*turning.shape[:-1], pairs, 2)
+        z = z.swapaxes(-1, -2).reshape(*turning.shape[:-1], pairs, 2)
     z = np.matmul(matrices, z[..., None])[..., 0]
-    turned = np.concatenate([z[..., 0], z[..., 1]], axis=-1) if layout == "half" else z.reshape(turning.shape)
-    return np.concatenate([turned, rest], axis=-1).astype(x.dtype, copy=False)
+    if layout == "half":
+        z = z.reshape(*z.shape[:-2], blocks, pairs // blocks, 2).swapaxes(-1, -2)
+    turned = z.reshape(*z.shape[: -len(apart)], 2 * pairs)
+    return np.concatenate([before, turned, rest], axis=-1).astype(x.dtype, copy=False)
 
 
 @np.errstate(all="ignore")

@@ -1,1 +1,1 @@
-"""Attention of this library in other packages: `interop.torch`, `.transformers` and `.jax`, each imported by name."""
+"""Attention of this library in other packages: `interop.torch`, `.transformers`, `.jax` and `.onnx`, each by name."""

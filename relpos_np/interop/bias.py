@@ -1,65 +1,36 @@
-"""A bias that another package has written out, one number per pair, as a scheme with a gradient."""
+"""A float mask with a gradient: a bias that another package has written out, as one more scheme."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+from relpos_np._calls.dense_bias import DenseBias, cap_beside_bias
+from relpos_np.interop.scheme import Trained
 
-from relpos_np._contract import check
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import Terms
-from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.types import Array
+__all__ = ["DenseBias", "with_bias"]
 
 
-class DenseBias(Scheme):
-    """A float mask that has a gradient: added to the scores, and -inf excludes a key.
+def with_bias(positions: tuple[Any, ...], mask: Any, given: dict[str, Any]) -> tuple[Any, ...]:
+    """A call's schemes with its mask as one of them.
 
     Parameters
     ----------
-    bias : ndarray, broadcast to (..., H, L_q, L_k)
-        One number per pair; axes of length 1 are not written out.
+    positions : tuple
+        The schemes.
+    mask : tensor
+        Of floats.
+    given : dict
+        All options of the call; the order of the cap becomes that which leaves the mask outside of it.
+
+    Returns
+    -------
+    tuple
+        The schemes and the mask.
 
     Raises
     ------
     RelposValueError
-        If it does not broadcast to the scores of the call.
+        If there is no such order, or the call is several.
     """
-
-    excludes = True
-    computes = False
-
-    def __init__(self, bias: Any) -> None:
-        self.bias = check.floating("bias", bias)
-
-    def check(self, site: Site) -> None:
-        """The bias must broadcast to the scores."""
-        shape = (*site.batch, site.heads, site.q_len, site.k_len)
-        try:
-            fits = np.broadcast_shapes(self.bias.shape, shape) == shape
-        except ValueError:
-            fits = False
-        if not fits:
-            raise RelposValueError(f"mask: shape {self.bias.shape} does not broadcast to (..., H, L_q, L_k) = {shape}")
-
-    def scores(self, q: Array, k: Array, site: Site) -> Array:
-        """The bias as it is."""
-        return self.bias.astype(site.dtype, copy=False)
-
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One dense bias."""
-        return Terms(biases=(self._all_axes(site),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The gradient of the bias, in its shape."""
-        return SchemeGradient(arrays={"bias": grad.biases[0].reshape(self.bias.shape)})
-
-    def _all_axes(self, site: Site) -> Array:
-        """The bias with all axes of the scores, some of which may have length 1."""
-        missing = len(site.batch) + 3 - self.bias.ndim
-        return self.bias.astype(site.dtype, copy=False).reshape((1,) * missing + self.bias.shape)
-
-    def __repr__(self) -> str:
-        return f"DenseBias(bias={self.bias.shape})"
+    given["cap_order"] = cap_beside_bias("mask", given, len(positions))  # type: ignore[arg-type]
+    return (*positions, Trained(DenseBias, {"bias": mask}, {}))

@@ -8,10 +8,11 @@ import numpy as np
 
 import relpos_np as rp
 from relpos_np._calls.lowering import checked_schemes
+from relpos_np._calls.packed import PackedCall, is_packed
 from relpos_np._contract import check
-from relpos_np._contract.options import NumberOptions, completed, takes
+from relpos_np._contract.options import ForeignOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
-from relpos_np.interop.bias import DenseBias
+from relpos_np.interop.bias import with_bias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array
 
@@ -55,14 +56,29 @@ def _array(name: str, x: Any) -> Any:
     return x
 
 
+def _known(name: str, value: Any) -> Any:
+    """What must be known while a program is traced, with arrays of NumPy in place of JAX's."""
+    if isinstance(value, tuple):
+        return tuple(_known(name, x) for x in value)
+    if isinstance(value, jax.core.Tracer):
+        raise RelposTypeError(
+            f"{name}: expected numbers that are known while the program is traced, found a traced array"
+        )
+    return np.asarray(value) if isinstance(value, jax.Array) else value
+
+
 def _stand_in(x: Any) -> Array:
     """An array of the same shape and dtype, for checks while a program is traced."""
     one: Array = np.ones((), x.dtype)
     return np.broadcast_to(one, x.shape)
 
 
+# Options that are arrays and receive gradients.
+_TRAINED = ("query_scale", "sinks")
+
+
 class _Call:
-    """One call without its arrays; after the operands come those that are named, `mask` and `key_lengths`."""
+    """One call without its arrays: after the operands come those of options, which are named, and those of schemes."""
 
     def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], named: tuple[str, ...]) -> None:
         self.positions, self.options, self.named = positions, options, named
@@ -75,11 +91,18 @@ class _Call:
     def results(self, arrays: Any) -> tuple[Any, Any]:
         """Shapes and dtypes of the output and the log-sum-exp, after the checks of a call."""
         q, k, v, *others = (_stand_in(x) for x in arrays)
-        options = self.arguments(others)
+        options: Any = self.arguments(others)
         position = options.pop("position")
-        if "key_lengths" in self.named:
-            options["key_lengths"] = np.zeros_like(options["key_lengths"])  # their values are not known yet
+        for name, harmless in (("key_lengths", 0), ("selected", -1)):
+            if name in self.named and options[name].dtype.kind in "iu":  # their values are not known yet
+                options[name] = np.broadcast_to(np.int64(harmless), options[name].shape)
+        if is_packed(options):
+            PackedCall(q, k, v, position, options)  # raises what is wrong with how the call is cut
+            # What follows asks for shapes, which are the same for any parts.
+            options |= {"segments": None, "offset": None}
         problem, dtype, flat = check.problem(q, k, v, **options)
+        if options["sinks"] is not None:
+            check.per_head("sinks", options["sinks"], problem.out_shape[:-1], problem.site.dtype)
         checked_schemes(position, problem)
         shape = problem.out_shape[1:] if flat else problem.out_shape
         return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], problem.site.dtype)
@@ -87,22 +110,23 @@ class _Call:
     def forward(self, *arrays: Any) -> tuple[Array, Array]:
         """On the host: the output and the log-sum-exp."""
         q, k, v, *others = (np.asarray(x) for x in arrays)
-        return rp.attention(q, k, v, return_lse=True, **self.arguments(others))
+        found: tuple[Array, Array] = rp.attention(q, k, v, return_lse=True, **self.arguments(others))
+        return found
 
     def backward(self, grad_out: Any, grad_lse: Any, *arrays: Any) -> tuple[Array, ...]:
-        """On the host: gradients of operands and of the schemes' arrays."""
+        """On the host: gradients of operands, of options that have them, and of the schemes' arrays."""
         q, k, v, *others = (np.asarray(x) for x in arrays)
         options = {"grad_lse": np.asarray(grad_lse), **self.arguments(others)}
         found = rp.attention_vjp(q, k, v, grad_out=np.asarray(grad_out), **options)
-        trained_arrays = others[len(self.named) :]
+        options_grads = [getattr(found, name) for name in self.named if name in _TRAINED]
         own = [
             np.zeros_like(x) if g is None else g.astype(x.dtype, copy=False)
-            for g, x in zip(gradients(self.positions, found.position), trained_arrays, strict=True)
+            for g, x in zip(gradients(self.positions, found.position), others[len(self.named) :], strict=True)
         ]
-        return (found.q, found.k, found.v, *own)
+        return (found.q, found.k, found.v, *options_grads, *own)
 
 
-@takes(NumberOptions)
+@takes(ForeignOptions)
 def attention(
     q: Any,
     k: Any,
@@ -111,8 +135,13 @@ def attention(
     position: Any = None,
     mask: Any = None,
     key_lengths: Any = None,
+    selected: Any = None,
+    query_scale: Any = None,
+    sinks: Any = None,
+    segments: Any = None,
+    offset: Any = None,
     return_lse: bool = False,
-    **options: Unpack[NumberOptions],
+    **options: Unpack[ForeignOptions],
 ) -> Any:
     """`relpos_np.attention` of JAX arrays, under `jax.jit`, `jax.grad` and `jax.vmap`.
 
@@ -126,7 +155,11 @@ def attention(
         See `relpos_np.attention`. A float mask receives a gradient.
     key_lengths : int or jax.Array of int, optional
         See `relpos_np.attention`.
-    causal, window, scale, offset, precision
+    selected : jax.Array of int, optional
+        See `relpos_np.attention`.
+    query_scale, sinks : jax.Array, optional
+        See `relpos_np.attention`. They receive gradients.
+    segments, offset, causal, window, rule, scale, softcap, cap_order, precision
         See `relpos_np.attention`; not traced.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`.
@@ -152,19 +185,24 @@ def attention(
     There is neither dropout nor a second derivative.
     """
     given: dict[str, Any] = {**completed(attention, options)}
+    given |= {"offset": _known("offset", offset), "segments": _known("segments", segments)}
     positions = as_tuple(position)
     named: dict[str, Any] = {}
-    if mask is not None:
-        if _array("mask", mask).dtype == np.bool_:
-            named["mask"] = mask
-        else:
-            positions += (Trained(DenseBias, {"bias": mask}, {}),)
+    for name, x in (("query_scale", query_scale), ("sinks", sinks), ("selected", selected)):
+        if x is not None:
+            named[name] = _array(name, x)
     if isinstance(key_lengths, jax.Array):
         named["key_lengths"] = key_lengths
     else:
         given["key_lengths"] = key_lengths
+    if mask is not None:
+        if _array("mask", mask).dtype == np.bool_:
+            named["mask"] = mask
+        else:
+            positions = with_bias(positions, mask, given)
     call = _Call(positions, given, tuple(named))
     arrays = [*map(_array, "qkv", (q, k, v)), *named.values(), *tensors(positions)]
+    has_gradient = [True] * 3 + [name in _TRAINED for name in named] + [True] * len(tensors(positions))
     results = call.results(arrays)
 
     @jax.custom_vjp
@@ -175,10 +213,9 @@ def attention(
         return run(*arrays), arrays
 
     def backward(arrays: Any, grads: Any) -> tuple[Any, ...]:
-        first = 3 + len(named)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*arrays[:3], *arrays[first:])]
-        found = jax.pure_callback(call.backward, tuple(shapes), *grads, *arrays, vmap_method="sequential")
-        return (*found[:3], *(None for _ in named), *found[3:])
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, own in zip(arrays, has_gradient, strict=True) if own]
+        found = iter(jax.pure_callback(call.backward, tuple(shapes), *grads, *arrays, vmap_method="sequential"))
+        return tuple(next(found) if own else None for own in has_gradient)
 
     run.defvjp(forward, backward)
     out, lse = run(*arrays)

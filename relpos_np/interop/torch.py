@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Unpack
 
 import numpy as np
 
 import relpos_np as rp
-from relpos_np._contract.options import NumberOptions, completed, takes
+from relpos_np._contract.options import ForeignOptions, completed, takes
 from relpos_np.errors import RelposImportError, RelposTypeError
-from relpos_np.interop.bias import DenseBias
+from relpos_np.interop.bias import with_bias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array
 
@@ -23,6 +24,14 @@ except ImportError as error:
 __all__ = ["Trained", "attention", "trained"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def outside_graphs(function: Any) -> Any:
+    """A function that `torch.compile` leaves alone: it breaks the graph there, and with ``fullgraph=True`` says why."""
+    try:
+        return torch.compiler.disable(function, reason="relpos_np computes attention in kernels of its own")
+    except TypeError:  # PyTorch 2.6 knows no reasons
+        return torch.compiler.disable(function)
 
 
 def _bfloat16() -> Any:
@@ -53,6 +62,28 @@ def _operand(name: str, x: Any) -> Any:
     return x
 
 
+def _refuse_transformed(named: list[tuple[str, Any]]) -> None:
+    """Refuse tensors whose numbers a tracer or a transformation would take for constants, or that have none."""
+    # What is not loaded is not running.
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    if torch.jit.is_tracing():
+        raise RelposTypeError("q: torch.jit.trace would record this call's result as a constant")
+    if proxies is not None and proxies.get_proxy_mode() is not None:
+        raise RelposTypeError("q: torch.fx and torch.export would record this call's result as a constant")
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    for name, x in named:
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise RelposTypeError(
+                f"{name}: expected a plain tensor, found one inside of torch.func (vmap, grad, jvp, ...); leading "
+                "axes are a batch already, and gradients come from backward()"
+            )
+        if fakes is not None and isinstance(x, fakes.FakeTensor):
+            raise RelposTypeError(f"{name}: expected a tensor with numbers, found a FakeTensor, as of torch.export")
+        if forward_mode and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+            raise RelposTypeError(f"{name}: expected a plain tensor, found a dual one; there is no forward mode here")
+
+
 def _array(x: Any) -> Array:
     """A tensor as an array: its own memory on the host, a copy of what is on a device."""
     x = x.detach().resolve_neg()
@@ -63,6 +94,13 @@ def _array(x: Any) -> Array:
         return half
     own: Array = x.numpy()
     return own
+
+
+def _read(name: str, value: Any) -> Any:
+    """What an option holds, with arrays in place of tensors."""
+    if isinstance(value, tuple):
+        return tuple(_read(name, x) for x in value)
+    return _array(_checked(name, value)) if isinstance(value, torch.Tensor) else value
 
 
 def _tensor(x: Any) -> Any:
@@ -99,16 +137,23 @@ def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
 
 
 class _Call:
-    """One call without its tensors: what autograd keeps beside them for the backward pass."""
+    """One call without its tensors: what autograd keeps beside them for the backward pass.
 
-    def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], seed: int | None) -> None:
-        self.positions, self.options, self.seed = positions, options, seed
+    After the operands come tensors of options, those that are `named`, and then tensors of schemes.
+    """
+
+    def __init__(
+        self, positions: tuple[Any, ...], named: tuple[str, ...], options: dict[str, Any], seed: int | None
+    ) -> None:
+        self.positions, self.named, self.options, self.seed = positions, named, options, seed
 
     def arguments(self, tensors: tuple[Any, ...]) -> dict[str, Any]:
         """Arguments of the library's own functions, with schemes made of the tensors as they are now."""
-        schemes = made(self.positions, map(_array, tensors))
+        arrays = [_array(x) for x in tensors]
+        count = len(self.named)
+        own = dict(zip(self.named, arrays[:count], strict=True))
         rng = None if self.seed is None else np.random.default_rng(self.seed)
-        return {**self.options, "position": schemes, "rng": rng}
+        return {**self.options, **own, "position": made(self.positions, arrays[count:]), "rng": rng}
 
     def forward(self, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[Any, Any]:
         """The output and the log-sum-exp."""
@@ -122,7 +167,7 @@ class _Call:
         return _tensor(rp.attention(read(q), read(k), read(v), **self.arguments(tensors)))
 
     def backward(self, saved: tuple[Any, ...], grad_out: Any, grad_lse: Any) -> list[Any]:
-        """Gradients of q, k, v and of each scheme's tensors."""
+        """Gradients of q, k, v, of options and of each scheme's tensors."""
         q, k, v, *tensors = saved
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
         found = rp.attention_vjp(
@@ -133,7 +178,8 @@ class _Call:
             grad_lse=None if grad_lse is None else read(grad_lse),
             **self.arguments(tuple(tensors)),
         )
-        grads = [found.q, found.k, found.v, *gradients(self.positions, found.position)]
+        own = [getattr(found, name) for name in self.named]
+        grads = [found.q, found.k, found.v, *own, *gradients(self.positions, found.position)]
         return [None if g is None else _tensor(g).to(x) for g, x in zip(grads, saved, strict=True)]
 
 
@@ -159,8 +205,8 @@ class _Attention(torch.autograd.Function):
         return (None, *ctx.call.backward(saved, grad_out, grad_lse))
 
 
-@torch.compiler.disable
-@takes(NumberOptions)
+@outside_graphs
+@takes(ForeignOptions)
 def attention(
     q: Any,
     k: Any,
@@ -169,10 +215,15 @@ def attention(
     position: Any = None,
     mask: Any = None,
     key_lengths: Any = None,
+    selected: Any = None,
+    query_scale: Any = None,
+    sinks: Any = None,
+    segments: Any = None,
+    offset: Any = None,
     dropout: float = 0.0,
     generator: Any = None,
     return_lse: bool = False,
-    **options: Unpack[NumberOptions],
+    **options: Unpack[ForeignOptions],
 ) -> Any:
     """`relpos_np.attention` of tensors, as an operation that autograd differentiates.
 
@@ -186,11 +237,19 @@ def attention(
         See `relpos_np.attention`. A float mask that requires a gradient receives one.
     key_lengths : int or torch.Tensor of int, optional
         See `relpos_np.attention`.
+    selected : torch.Tensor of int, optional
+        See `relpos_np.attention`.
+    query_scale, sinks : torch.Tensor, optional
+        See `relpos_np.attention`. They receive gradients.
+    segments : torch.Tensor of int, or a pair of them, optional
+        See `relpos_np.attention`.
+    offset : int or torch.Tensor of int, optional
+        See `relpos_np.attention`.
     dropout : float
         Rate at which probabilities are dropped.
     generator : torch.Generator, optional
         Source of the dropout mask's seed; default that of PyTorch, so that `torch.manual_seed` repeats it.
-    causal, window, scale, offset, precision
+    causal, window, rule, scale, softcap, cap_order, precision
         See `relpos_np.attention`.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         Default "cuda" for tensors on a device, else as `relpos_np.set_backend` says.
@@ -216,26 +275,34 @@ def attention(
     backward pass computes probabilities again, tile by tile. There are no second derivatives and no `torch.func`.
     """
     given: dict[str, Any] = {**completed(attention, options)}
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    positions = as_tuple(position)
+    trained_options = {name: x for name, x in (("query_scale", query_scale), ("sinks", sinks)) if x is not None}
+    fixed = {"key_lengths": key_lengths, "selected": selected, "offset": offset, "segments": segments}
+    parts = [(name, x) for name, value in fixed.items() for x in (value if isinstance(value, tuple) else (value,))]
+    operands = {"q": q, "k": k, "v": v}
+    named = [*operands.items(), ("mask", mask), *trained_options.items(), *parts]
+    named += [("position", x) for x in tensors(positions)]
+    _refuse_transformed([(name, x) for name, x in named if isinstance(x, torch.Tensor)])
+    for name, x in (operands | trained_options).items():
         _operand(name, x)
+    for name, x in operands.items():
         if x.device != q.device:
             raise RelposTypeError(f"{name}: expected a tensor on {str(q.device)!r} like q, found one on {x.device}")
     if q.device.type == "cuda":
         given["backend"] = given["backend"] or "cuda"
+    given |= {name: _read(name, x) for name, x in fixed.items()}
     grad = torch.is_grad_enabled()
-    positions = as_tuple(position)
     if mask is not None:
         if _checked("mask", mask).requires_grad and grad:
-            positions += (trained(DenseBias, mask),)
+            positions = with_bias(positions, mask, given)
         else:
             given["mask"] = _array(mask)
-    if key_lengths is not None:
-        given["key_lengths"] = _array(key_lengths) if isinstance(key_lengths, torch.Tensor) else key_lengths
     seed = None
     if dropout:
         given["dropout"] = dropout
         seed = int(torch.randint(2**62, (), generator=generator))
-    call, inputs = _Call(positions, given, seed), (q, k, v, *tensors(positions))
+    call = _Call(positions, tuple(trained_options), given, seed)
+    inputs = (q, k, v, *trained_options.values(), *tensors(positions))
     if grad and any(x.requires_grad for x in inputs):
         out, lse = _Attention.apply(call, *inputs)
         return (out, lse) if return_lse else out

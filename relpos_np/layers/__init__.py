@@ -3,6 +3,7 @@
 from relpos_np.layers.encoding import PositionalEncoding, RelativePositionalEncoding
 from relpos_np.layers.linear import Cache, Linear
 from relpos_np.layers.multihead import MultiHeadAttention
+from relpos_np.layers.published import scheme_arrays
 from relpos_np.layers.relative import RelativeMultiHeadAttention
 from relpos_np.layers.state import State, tensors
 from relpos_np.layers.swin import (
@@ -27,6 +28,7 @@ __all__ = [
     "VideoSwinAttention",
     "WindowAttention",
     "cyclic_shift",
+    "scheme_arrays",
     "shift_mask",
     "tensors",
     "truncated_normal",

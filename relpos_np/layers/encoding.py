@@ -9,13 +9,14 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.formulas.relshift import VARIANTS
 from relpos_np.formulas.softmax import drop
 from relpos_np.layers.state import ABSOLUTE, Source, State
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.learned import LearnedAbsolute
 from relpos_np.schemes.sinusoidal import Sinusoidal
-from relpos_np.schemes.transformer_xl import VARIANTS, row_distances
-from relpos_np.types import Array, Int64
+from relpos_np.schemes.transformer_xl import row_distances
+from relpos_np.types import Array, Int64, Layout, Shift
 
 
 class _Weighted(AbsoluteEncoding):
@@ -160,7 +161,7 @@ class RelativePositionalEncoding:
     Parameters
     ----------
     dim : int
-        Number of dimensions D, even for concatenated layouts.
+        Number of dimensions D, even for Transformer-XL and XLNet.
     variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni"}
         See `relpos_np.TransformerXL`.
     layout : str, optional
@@ -202,8 +203,8 @@ class RelativePositionalEncoding:
         self,
         dim: int,
         *,
-        variant: str = "conformer",
-        layout: str | None = None,
+        variant: Shift = "conformer",
+        layout: Layout | None = None,
         base: float = 10000.0,
         clamp_len: int | None = None,
         max_len: int = 5000,
@@ -213,6 +214,8 @@ class RelativePositionalEncoding:
         if layout is None:
             layout = "concatenated" if variant.startswith(("transformer_xl", "xlnet")) else "interleaved"
         self.sinusoids = Sinusoidal(dim, base=base, layout=layout)
+        if dim % 2 and variant.startswith(("transformer_xl", "xlnet")):
+            raise RelposValueError(f"dim: variant {variant!r} needs an even number of dimensions, found {dim}")
         self.clamp_len = None if clamp_len is None else check.integer("clamp_len", clamp_len, 1)
         if self.clamp_len is not None and variant == "espnet_legacy":
             raise RelposValueError(f"clamp_len: expected None for variant {variant!r}, found {clamp_len}")

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relpos_np import api
+from relpos_np._calls.packed import is_packed
+from relpos_np._calls.sinks import sink
 from relpos_np._contract import check
 from relpos_np._contract.options import Options, ScoreOptions
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -339,7 +341,8 @@ class Projected:
         options: Options,
     ) -> Array | tuple[Array, Array]:
         """Project, attend with the schemes that `position` makes of q and k, and project back."""
-        check.flag("return_probabilities", return_probabilities)
+        if check.flag("return_probabilities", return_probabilities) and is_packed(options):
+            raise RelposValueError("return_probabilities: not with segments or offsets of items")
         dtype = check.array("x", given).dtype
         x = sequence("x", given, self.query.inputs)
         if context is None and self.key.inputs != self.query.inputs:
@@ -355,5 +358,7 @@ class Projected:
         if not return_probabilities:
             return y
         scores: Any = {name: x for name, x in options.items() if name in ScoreOptions.__annotations__}
-        p, _ = softmax(api.logits(q, k, position=schemes, **scores))
+        p, lse = softmax(api.logits(q, k, position=schemes, **scores))
+        if options["sinks"] is not None:
+            sink(p, lse, check.per_head("sinks", options["sinks"], lse.shape, lse.dtype))
         return y, p.astype(dtype, copy=False)

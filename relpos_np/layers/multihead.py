@@ -2,7 +2,7 @@ r"""Multi-head attention as a whole module: projections around `relpos_np.attent
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -184,7 +184,8 @@ class MultiHeadAttention(Projected):
         values: Array | None = ...,
         memory: Array | None = ...,
         cache: Cache | None = ...,
-        offset: int | None = ...,
+        offset: int | Array | None = ...,
+        segments: Any = ...,
         return_probabilities: Literal[False] = ...,
         **options: Unpack[LayerOptions],
     ) -> Array: ...
@@ -198,10 +199,26 @@ class MultiHeadAttention(Projected):
         values: Array | None = ...,
         memory: Array | None = ...,
         cache: Cache | None = ...,
-        offset: int | None = ...,
+        offset: int | Array | None = ...,
+        segments: Any = ...,
         return_probabilities: Literal[True],
         **options: Unpack[LayerOptions],
     ) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        context: Array | Cache | None = ...,
+        *,
+        values: Array | None = ...,
+        memory: Array | None = ...,
+        cache: Cache | None = ...,
+        offset: int | Array | None = ...,
+        segments: Any = ...,
+        return_probabilities: bool,
+        **options: Unpack[LayerOptions],
+    ) -> Array | tuple[Array, Array]: ...
 
     @takes(LayerOptions)
     @np.errstate(all="ignore")
@@ -213,7 +230,8 @@ class MultiHeadAttention(Projected):
         values: Array | None = None,
         memory: Array | None = None,
         cache: Cache | None = None,
-        offset: int | None = None,
+        offset: int | Array | None = None,
+        segments: Any = None,
         return_probabilities: bool = False,
         **options: Unpack[LayerOptions],
     ) -> Array | tuple[Array, Array]:
@@ -238,11 +256,11 @@ class MultiHeadAttention(Projected):
             Per batch item, how many keys exist, memory and cache among them.
         causal : bool
             Attend d <= 0 only.
-        window : int or tuple, optional
-            See `relpos_np.attention`.
-        offset : int, optional
+        window, rule, selected, query_scale, softcap, cap_order, sinks, segments
+            See `relpos_np.attention`. `query_scale` is for projected queries; lengths of keys count memory and cache.
+        offset : int or ndarray of int, optional
             Position of the first query among the keys; default L_k - L_q, which is the number of earlier states in
-            self-attention.
+            self-attention. An array has one for each batch item.
         dropout : float
             Rate at which probabilities are dropped; needs `rng`.
         rng : numpy.random.Generator, optional
@@ -251,7 +269,7 @@ class MultiHeadAttention(Projected):
             See `relpos_np.set_backend`.
         return_probabilities : bool
             Also return the probabilities, before dropout. They are computed apart from the output, in memory of
-            L_q L_k.
+            L_q L_k, and not with `segments` or an array as `offset`.
 
         Returns
         -------
@@ -265,7 +283,8 @@ class MultiHeadAttention(Projected):
         RelposError
             Naming the argument, what was found and what was expected. A cache is then left as it was.
         """
-        given = completed(type(self).__call__, options) | {"scale": self.scale, "offset": offset}
+        given = completed(type(self).__call__, options)
+        given |= {"scale": self.scale, "offset": offset, "segments": segments}
         return self._attend(x, context, values, memory, cache, lambda *_: self.position, return_probabilities, given)
 
     def __repr__(self) -> str:

@@ -8,12 +8,13 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.options import LayerOptions, completed, takes
+from relpos_np._contract.renamed import OldName, renamed
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.encoding import RelativePositionalEncoding
 from relpos_np.layers.linear import Cache, Linear, Projected, Weights, thirds
 from relpos_np.layers.state import RELATIVE, Names, Source, State
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
-from relpos_np.types import Array
+from relpos_np.types import Array, Shift
 
 
 class RelativeMultiHeadAttention(Projected):
@@ -34,8 +35,8 @@ class RelativeMultiHeadAttention(Projected):
         Projection of the concatenated heads, weight (d_out, H * D_v); without it they are returned as they are.
     pos : Linear, ndarray or (weight, bias)
         Projection :math:`W_R` of the sinusoids, weight (H * D, d_pos): ``linear_pos``, ``r_net``.
-    u, v : ndarray, shape (H, D)
-        Biases of content and position: ``pos_bias_u`` and ``pos_bias_v``, ``r_w_bias`` and ``r_r_bias``.
+    content_bias, position_bias : ndarray, shape (H, D)
+        The biases u and v: ``pos_bias_u`` and ``pos_bias_v``, ``r_w_bias`` and ``r_r_bias``.
     variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni"}
         Which distances and which shift; see `relpos_np.TransformerXL`.
     encoding : RelativePositionalEncoding, optional
@@ -62,11 +63,15 @@ class RelativeMultiHeadAttention(Projected):
     >>> from relpos_np.layers import RelativeMultiHeadAttention
     >>> rng = np.random.default_rng(0)
     >>> weights, (u, v) = rng.standard_normal((5, 8, 8)), rng.standard_normal((2, 2, 4))
-    >>> layer = RelativeMultiHeadAttention(*weights[:4], pos=weights[4], u=u, v=v, variant="conformer")
+    >>> biases = {"content_bias": u, "position_bias": v}
+    >>> layer = RelativeMultiHeadAttention(*weights[:4], pos=weights[4], **biases, variant="conformer")
     >>> layer(rng.standard_normal((3, 5, 8)), backend="numpy").shape
     (3, 5, 8)
     """
 
+    u, v = OldName("content_bias"), OldName("position_bias")
+
+    @renamed(u="content_bias", v="position_bias")
     def __init__(
         self,
         query: Weights,
@@ -75,21 +80,21 @@ class RelativeMultiHeadAttention(Projected):
         out: Weights | None = None,
         *,
         pos: Weights,
-        u: Any,
-        v: Any,
-        variant: str = "transformer_xl",
+        content_bias: Any,
+        position_bias: Any,
+        variant: Shift = "transformer_xl",
         encoding: RelativePositionalEncoding | None = None,
         zero_triu: bool = False,
         scale: float | None = None,
     ) -> None:
-        self.u = check.table("u", u, "heads head_dim")
-        self.v = check.table("v", v, "heads head_dim")
-        super().__init__(query, key, value, out, len(self.u))
+        self.content_bias = check.table("content_bias", content_bias, "heads head_dim")
+        self.position_bias = check.table("position_bias", position_bias, "heads head_dim")
+        super().__init__(query, key, value, out, len(self.content_bias))
         self.pos = Linear.of(pos, "pos")
-        for name, table in (("u", self.u), ("v", self.v)):
+        for name, table in (("content_bias", self.content_bias), ("position_bias", self.position_bias)):
             if table.shape != (self.heads, self.head_dim):
                 raise RelposValueError(
-                    f"{name}: expected ({self.heads}, {self.head_dim}) from u and query.weight "
+                    f"{name}: expected ({self.heads}, {self.head_dim}) from content_bias and query.weight "
                     f"{self.query.weight.shape}, found {table.shape}"
                 )
         if self.pos.outputs != self.query.outputs:
@@ -130,12 +135,13 @@ class RelativeMultiHeadAttention(Projected):
             See `relpos_np.layers.tensors`: a state dict, or the path of a .safetensors file.
         prefix : str
             That of the attention module, for instance ``"encoder.encoders.0.self_attn"``.
-        format : {"espnet", "espnet_legacy", "wenet", "wav2vec2_conformer", "xlnet", "xlnet_uni", "transformer_xl"}
+        format : str
             Whose names, and which variant: `relpos_np.layers.state.RELATIVE` lists them. Names do not tell ESPnet's
             two and WeNet's apart: the publisher's configuration does.
 
             - "espnet", "espnet_legacy", "wenet", "wav2vec2_conformer": ``linear_q`` ... ``linear_out``,
               ``linear_pos``, ``pos_bias_u``, ``pos_bias_v``. NeMo uses the names and the variant of "espnet".
+            - "parakeet": ``q_proj`` ... ``o_proj``, ``relative_k_proj``, ``bias_u`` and ``bias_v`` of transformers.
             - "xlnet", "xlnet_uni": ``q``, ``k``, ``v``, ``o``, ``r`` as (d_model, H, D), ``r_w_bias``, ``r_r_bias``;
               the second for a model of ``attn_type="uni"``. The biases of segments are not read.
             - "transformer_xl": ``qkv_net``, ``r_net``, ``o_net`` of the authors' code, ``r_w_bias`` and
@@ -177,8 +183,8 @@ class RelativeMultiHeadAttention(Projected):
             value,
             out,
             pos=pos,
-            u=u,
-            v=v,
+            content_bias=u,
+            position_bias=v,
             variant=names.variant,
             encoding=encoding,
             zero_triu=zero_triu,
@@ -222,7 +228,9 @@ class RelativeMultiHeadAttention(Projected):
         """The scheme of one call."""
         q_len, k_len = q.shape[-2], k.shape[-2]
         rows = self.rows(q_len, k_len, pos_emb, q.dtype)
-        return TransformerXL(self.u, self.v, rows, variant=self.variant, zero_triu=self.zero_triu)
+        return TransformerXL(
+            self.content_bias, self.position_bias, rows, variant=self.variant, zero_triu=self.zero_triu
+        )
 
     @overload
     def __call__(
@@ -252,6 +260,20 @@ class RelativeMultiHeadAttention(Projected):
         **options: Unpack[LayerOptions],
     ) -> tuple[Array, Array]: ...
 
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        context: Array | Cache | None = ...,
+        *,
+        values: Array | None = ...,
+        memory: Array | None = ...,
+        cache: Cache | None = ...,
+        pos_emb: Array | None = ...,
+        return_probabilities: bool,
+        **options: Unpack[LayerOptions],
+    ) -> Array | tuple[Array, Array]: ...
+
     @takes(LayerOptions)
     @np.errstate(all="ignore")
     def __call__(
@@ -280,8 +302,10 @@ class RelativeMultiHeadAttention(Projected):
         pos_emb : ndarray, shape (R, d_pos) or (1, R, d_pos), optional
             Encodings of the distances, if not those of the module's `encoding`: what ESPnet's and
             Wav2Vec2-Conformer's modules are given.
-        mask, key_lengths, causal, window, dropout, rng, backend, return_probabilities
+        mask, key_lengths, causal, window, rule, selected, query_scale, softcap, cap_order, sinks
             See `MultiHeadAttention`. Transformer-XL is meant to be used with ``causal=True``.
+        dropout, rng, backend, return_probabilities
+            See `MultiHeadAttention`.
 
         Returns
         -------

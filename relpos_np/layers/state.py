@@ -35,7 +35,7 @@ class Names:
     pos: str = ""
     u: str = ""
     v: str = ""
-    variant: str = ""
+    variant: Any = ""
 
 
 _SPEECH = ("linear_q", "linear_k", "linear_v", "linear_out")
@@ -69,6 +69,8 @@ RELATIVE = {
     "wenet": Names(*_CONFORMER, "wenet"),
     # wav2vec2_conformer.encoder.layers.3.self_attn
     "wav2vec2_conformer": Names(*_CONFORMER, "conformer"),
+    # encoder.layers.3.self_attn of Parakeet; since version 5 layers.3.self_attn
+    "parakeet": Names("q_proj", "k_proj", "v_proj", "o_proj", (), "relative_k_proj", "bias_u", "bias_v", "conformer"),
     # transformer.layer.3.rel_attn; tensors are (d_model, heads, head_dim).
     "xlnet": Names("q", "k", "v", "o", (), "r", "r_w_bias", "r_r_bias", "xlnet"),
     # The same names, attn_type="uni".

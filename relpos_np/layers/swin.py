@@ -14,7 +14,7 @@ from relpos_np.errors import RelposValueError
 from relpos_np.layers.state import Source
 from relpos_np.layers.window import WindowAttention, lengths, read, sizes
 from relpos_np.schemes.window import WindowBias
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend
 
 PAD_ORDERS = ("pad_then_shift", "shift_then_pad")
 SMALL_MAPS = ("axis", "all", "pad", "keep")
@@ -335,7 +335,7 @@ class _ShiftedWindows:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
+        backend: Backend | None = ...,
         return_attention: Literal[False] = ...,
     ) -> Array: ...
 
@@ -346,9 +346,20 @@ class _ShiftedWindows:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
+        backend: Backend | None = ...,
         return_attention: Literal[True],
     ) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        *,
+        train: bool = ...,
+        rng: np.random.Generator | None = ...,
+        backend: Backend | None = ...,
+        return_attention: bool,
+    ) -> Array | tuple[Array, Array]: ...
 
     @np.errstate(all="ignore")
     def __call__(
@@ -357,7 +368,7 @@ class _ShiftedWindows:
         *,
         train: bool = False,
         rng: np.random.Generator | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
         return_attention: bool = False,
     ) -> Array | tuple[Array, Array]:
         """Attend within the windows of a map.

@@ -16,7 +16,7 @@ from relpos_np.formulas.softmax import drop, softmax
 from relpos_np.layers.linear import Linear, merge_heads
 from relpos_np.layers.state import Source, State
 from relpos_np.schemes.window import WindowBias, rstt_frames, window_index
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend
 
 TABLE, INDEX = "relative_position_bias_table", "relative_position_index"
 # The names in each kind of checkpoint: projections of queries, of keys and values, and of the output, and the table.
@@ -291,7 +291,7 @@ class WindowAttention:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
+        backend: Backend | None = ...,
         return_attention: Literal[True] = ...,
     ) -> tuple[Array, Array]: ...
 
@@ -304,9 +304,22 @@ class WindowAttention:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
-        backend: str | None = ...,
+        backend: Backend | None = ...,
         return_attention: Literal[False],
     ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        kv: Array | None = ...,
+        mask: Array | None = ...,
+        *,
+        train: bool = ...,
+        rng: np.random.Generator | None = ...,
+        backend: Backend | None = ...,
+        return_attention: bool,
+    ) -> Array | tuple[Array, Array]: ...
 
     @np.errstate(all="ignore")
     def __call__(
@@ -317,7 +330,7 @@ class WindowAttention:
         *,
         train: bool = False,
         rng: np.random.Generator | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
         return_attention: bool = True,
     ) -> Array | tuple[Array, Array]:
         r"""Attend within each window.
@@ -385,7 +398,7 @@ class WindowAttention:
         *,
         train: bool,
         rng: np.random.Generator | None,
-        backend: str | None,
+        backend: Backend | None,
         return_attention: bool,
     ) -> tuple[Array, Array | None]:
         """The same for windows of another size, with the bias that belongs to it.

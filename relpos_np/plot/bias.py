@@ -118,7 +118,7 @@ def position_bias(scheme: Scheme, q_len: int, k_len: int) -> Array:
     RelposTypeError
         If all that the scheme adds depends on the queries, as in `relpos_np.Shaw`.
     """
-    table, u = getattr(scheme, "table", None), getattr(scheme, "u", None)
+    table, u = getattr(scheme, "table", None), getattr(scheme, "content_bias", None)
     if table is not None:
         heads, dim = table.shape[1], 1
     elif u is not None:

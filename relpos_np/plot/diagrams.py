@@ -12,7 +12,7 @@ from relpos_np.errors import RelposValueError
 from relpos_np.plot.bias import heat_map, new_figure
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.transformer_xl import row_distances
-from relpos_np.types import Array
+from relpos_np.types import Array, Shift
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,7 +156,7 @@ def rotary_angles(rules: Mapping[str, Array], length: int, *, title: str | None 
     return figure
 
 
-def rel_shift_steps(q_len: int, k_len: int, variant: str = "conformer", *, title: str | None = None) -> Figure:
+def rel_shift_steps(q_len: int, k_len: int, variant: Shift = "conformer", *, title: str | None = None) -> Figure:
     """Draw the products of queries and distances before `relpos_np.rel_shift`, and what stands where after it.
 
     Cells are coloured by distance. Before the shift, those that it drops are pale. After it, those that do not

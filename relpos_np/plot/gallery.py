@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relpos_np._contract import check
 from relpos_np.api import logits
+from relpos_np.errors import RelposValueError
 from relpos_np.plot.bias import heat_map, new_figure, span
-from relpos_np.plot.diagrams import encoding_map
+from relpos_np.plot.diagrams import encoding_map, numbered_map
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing.example import Example, example
@@ -17,7 +19,7 @@ from relpos_np.types import Array
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["position_effect", "scheme_picture"]
+__all__ = ["position_effect", "rows_picture", "scheme_picture"]
 
 
 def position_effect(one: Example) -> Array:
@@ -128,3 +130,60 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
         right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     right.locator_params(axis="x", integer=True)
     return figure
+
+
+def rows_picture(name: str, *, variant: str | None = None, seed: int = 0) -> Figure:
+    """Draw which row of its table a scheme takes for each pair of a few tokens.
+
+    Parameters
+    ----------
+    name, variant, seed
+        See `scheme_picture`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A map of `relpos_np.plot.diagrams.numbered_map` for each of the scheme's index maps.
+
+    Raises
+    ------
+    RelposValueError
+        If there is no such scheme or variant, or if it takes no rows of a table.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    one = example(name, dtype="float64", seed=seed, variant=variant, size="tiny")
+    maps = _index_maps(one)
+    if not maps:
+        raise RelposValueError(f"{name}: takes no rows of a table; relpos plot {name} draws what it adds")
+    q_len, k_len = next(iter(maps.values())).shape
+    title = f"{SCHEMES[name].cls.__name__}, {one.variant}" if one.variant else SCHEMES[name].cls.__name__
+    figure = new_figure((0.9 + 0.42 * k_len) * len(maps), 1.5 + 0.42 * q_len, f"{title}: row of the table")
+    axes = np.atleast_1d(figure.subplots(1, len(maps)))
+    for (words, rows), ax in zip(maps.items(), axes, strict=True):
+        numbered_map(rows, ax, title=words)
+    return figure
+
+
+def _index_maps(one: Example) -> dict[str, Array]:
+    """The maps of all terms of an example, of the first batch item, by what their rows meet; equal ones once."""
+    if one.position is None:
+        return {}
+    options: dict[str, Any] = {name: one.kwargs[name] for name in one.kwargs if name not in ("dropout", "rng")}
+    problem, _, _ = check.problem(one.q, one.k, one.v, **options)
+    terms = one.position.lower(problem.q, problem.k, problem.site)
+    parts: dict[str, Any] = {
+        "to scores": terms.tables,
+        "to queries": terms.queries,
+        "to keys": terms.keys,
+        "to values": terms.values,
+    }
+    words: dict[bytes, list[str]] = {}
+    maps: dict[bytes, Array] = {}
+    for what, group in parts.items():
+        for term in group:
+            rows = term.index.dense(problem.site.q_len, problem.site.k_len)
+            rows = rows.reshape(-1, *rows.shape[-2:])[0]
+            maps.setdefault(rows.tobytes(), rows)
+            words.setdefault(rows.tobytes(), []).append(what)
+    return {f"{n}: {', '.join(dict.fromkeys(words[key]))}": rows for n, (key, rows) in enumerate(maps.items(), 1)}

@@ -2,7 +2,7 @@ r"""ALiBi: a penalty that grows linearly with the distance, with one fixed slope
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,12 +19,12 @@ from relpos_np.types import Array
 FORMS = ("symmetric", "causal", "key")
 
 
-def alibi_slopes(heads: int) -> Array:
+def alibi_slopes(heads: int, *, bias_max: float = 8.0) -> Array:
     r"""Slopes of the paper, one per head, from the steepest on.
 
     .. math::
 
-        m_h = 2^{-8 (h + 1) / H}, \quad h = 0 \ldots H - 1
+        m_h = 2^{-b (h + 1) / H}, \quad h = 0 \ldots H - 1, \qquad b = 8
 
     if H is a power of two. Otherwise, as the published code has it, the slopes of c heads are followed
     by the first H - c of every other slope of 2c heads, c being the power of two below H:
@@ -34,6 +34,9 @@ def alibi_slopes(heads: int) -> Array:
     ----------
     heads : int
         Number of heads H, at least 1.
+    bias_max : float
+        b, positive: `alibi_bias_max` of MPT. transformers reads it from the configuration, and computes with 8 all the
+        same.
 
     Returns
     -------
@@ -43,18 +46,19 @@ def alibi_slopes(heads: int) -> Array:
     Raises
     ------
     RelposError
-        If `heads` is not a positive integer.
+        If `heads` is not a positive integer, or `bias_max` no positive number.
 
     References
     ----------
     Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation", ICLR 2022.
     """
-    heads = check.integer("heads", heads, 1)
+    heads, bias_max = check.integer("heads", heads, 1), check.positive("bias_max", bias_max)
     whole = 1 << (heads.bit_length() - 1)
     if whole == heads:
-        return np.array([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)])
-    return np.concatenate([alibi_slopes(whole), alibi_slopes(2 * whole)[0::2][: heads - whole]])
+        return np.array([2.0 ** (-bias_max * (h + 1) / heads) for h in range(heads)])
+    first, second = (alibi_slopes(n, bias_max=bias_max) for n in (whole, 2 * whole))
+    return np.concatenate([first, second[0::2][: heads - whole]])
 
 
 def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: str = "symmetric") -> Array:
@@ -112,11 +116,13 @@ class ALiBi(Scheme):
         Number of heads that the default slopes are for; default that of the call.
     form : {"symmetric", "causal", "key"}
         Which of the published forms.
+    bias_max : float, optional
+        Of the default slopes, see `alibi_slopes`; default 8.
 
     Raises
     ------
     RelposValueError
-        If both slopes and heads are given, a slope is not finite, or the number of heads differs from the
+        If slopes are given along with heads or bias_max, a slope is not finite, or the number of heads differs from the
         call's.
 
     References
@@ -127,10 +133,21 @@ class ALiBi(Scheme):
     """
 
     computes = False
+    restarts = True
 
-    def __init__(self, slopes: Any = None, *, heads: int | None = None, form: str = "symmetric") -> None:
+    def __init__(
+        self,
+        slopes: Any = None,
+        *,
+        heads: int | None = None,
+        form: Literal["symmetric", "causal", "key"] = "symmetric",
+        bias_max: float | None = None,
+    ) -> None:
         if slopes is not None and heads is not None:
             raise RelposValueError(f"heads: found {heads!r} besides slopes, which already say how many heads there are")
+        if slopes is not None and bias_max is not None:
+            raise RelposValueError(f"bias_max: found {bias_max!r} besides slopes, which it would have no part in")
+        self.bias_max = None if bias_max is None else check.positive("bias_max", bias_max)
         self.slopes = None if slopes is None else check.table("slopes", slopes, "heads")
         self.heads = None if heads is None else check.integer("heads", heads, 1)
         self.form = check.choice("form", form, FORMS)
@@ -147,7 +164,7 @@ class ALiBi(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        slopes = alibi_slopes(site.heads) if self.slopes is None else self.slopes
+        slopes = alibi_slopes(site.heads, bias_max=self.bias_max or 8.0) if self.slopes is None else self.slopes
         bias = alibi_bias(slopes, site.q_len, site.k_len, offset=site.offset, form=self.form)
         return bias.astype(site.dtype)
 
@@ -157,7 +174,8 @@ class ALiBi(Scheme):
             # The closed form of both rules: the heads beyond the power of two lie halfway between the others.
             h = np.arange(site.heads)
             whole = 1 << (site.heads.bit_length() - 1)
-            slopes = np.exp2(-8 / whole * np.where(h < whole, h + 1, h - whole + 0.5))
+            last = 8 if self.bias_max is None else self.bias_max
+            slopes = np.exp2(-last / whole * np.where(h < whole, h + 1, h - whole + 0.5))
         else:
             slopes = self.slopes
         if self.form == "key":
@@ -190,15 +208,19 @@ class ALiBi(Scheme):
 
     def __repr__(self) -> str:
         given = f"heads={self.heads}" if self.slopes is None else f"slopes={self.slopes.shape}"
+        given += "" if self.bias_max is None else f", bias_max={self.bias_max:g}"
         return f"ALiBi({given}, form={self.form!r})"
 
 
 def _build(at: Sample) -> dict[str, Any]:
     # As many heads as are no power of two, whose slopes follow another rule.
     parts = at.operands(6 if at.variant == "key" else 4, 2)
-    heads, form = parts["q"].shape[-3], at.variant or "symmetric"
+    heads = parts["q"].shape[-3]
+    form: Literal["symmetric", "causal", "key"] = at.variant or "symmetric"
     if form == "symmetric":
-        return {**parts, "position": ALiBi(np.abs(at.normal(heads))) if at.pick(True, False) else ALiBi()}
+        given = at.pick("slopes", "nothing", "bias_max")
+        slopes = np.abs(at.normal(heads)) if given == "slopes" else None
+        return {**parts, "position": ALiBi(slopes, bias_max=5.0 if given == "bias_max" else None)}
     # Slopes of one's own may be negative.
     given = at.pick("not", "slopes")
     options = {"slopes": at.normal(heads)} if given == "slopes" else {"heads": heads} if form == "key" else {}

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Never, TypeAlias
+
+import numpy as np
 
 from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import Terms
+from relpos_np._contract.terms import Change, Terms
+from relpos_np.errors import RelposTypeError
 from relpos_np.types import Array
 
 
 @dataclass(slots=True, eq=False)
 class SchemeGradient:
-    """What `lift` returns: gradients of q and k, in their shapes, and of the scheme's arrays, by attribute."""
+    """What `Scheme.lift` returns.
+
+    Attributes
+    ----------
+    q, k : ndarray or None
+        What the scheme contributes to the gradients of q and k, in their shapes (..., H, L_q, D) and
+        (..., H_kv, L_k, D).
+    arrays : dict of ndarray
+        Gradients of the scheme's arrays, by the name of the attribute; those of a scheme within the scheme have names
+        with a dot, such as "bias.slopes".
+    """
 
     q: Array | None = None
     k: Array | None = None
@@ -24,8 +37,16 @@ class SchemeGradient:
 class Held:
     """Bytes that a scheme holds at once beside its own arrays, at most, for all batch items and heads of a call.
 
-    `formula`: in `transform`, `scores` and `outputs`, results included. `lower`: in `lower`, and of what it returns.
-    `lift`: in `lift`. Only what grows with the number of pairs of query and key need be counted.
+    Only what grows with the number of pairs of query and key need be counted.
+
+    Attributes
+    ----------
+    formula : int
+        In `Scheme.transform`, `Scheme.scores`, `Scheme.outputs` and where values turn, results included.
+    lower : int
+        In `Scheme.lower`, and of what it returns.
+    lift : int
+        In `Scheme.lift`.
     """
 
     formula: int
@@ -33,58 +54,207 @@ class Held:
     lift: int = 0
 
 
+def in_order(x: Any) -> Any:
+    """An operand whose channels add up in the same order, and so to the same bits, however it was stored."""
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x
+
+
 class Scheme:
     """A way for positions to enter attention; subclasses override what applies.
 
-    `transform`, `scores` and `outputs` are the reference. `lower` states the same formula for the kernels and
-    shares no code with them, so that each can be checked against the other.
+    `transform`, `scores`, `outputs`, `turn_values` and `turn_output` are the reference, which ``backend="numpy"``
+    evaluates. `lower` states the same formula for all other backends and shares no code with them, so that each can be
+    checked against the other. `lift` is the way back, for gradients. `relpos_np.terms` has the records that these
+    methods take and return.
+
+    A subclass needs no registration: its objects are passed as ``position=`` at once.
+
+    Attributes
+    ----------
+    content : bool
+        Whether the scheme changes the content product q . k itself; of several schemes only one may.
+    excludes : bool
+        Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
+    relative : bool
+        Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no
+        effect.
+    restarts : bool
+        Whether a shorter call may use the scheme as it is: positions then count from its own first key, and nothing is
+        held for the tokens or the batch items of one call. So may all that are `relative`.
+    computes : bool
+        Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
+        leaves them out, says False: its terms can then be made without operands, or from operands of half precision,
+        and cut to a part of a call.
+    turns : bool
+        Whether all that `lower` does with q and k is to turn them, which kernels can do as they read.
+    dense : bool
+        Whether `lower` makes an index map that holds a number for every pair.
+    turns_values : bool
+        Whether values turn before they are summed, and the output back; of several schemes only one may, and the others
+        may not override `outputs`.
+    roundings : float or None
+        For ``return_bound``: how many units of roundoff of the call's dtype a number in the terms may be off, relative
+        to itself, or to the norm of the vector it belongs to; 0 if `lower` hands numbers on. None, if it computes more
+        than that or not in this dtype: bounds then hold for the terms as they are.
     """
 
-    # Whether the scheme changes the content product q . k itself; of several schemes only one may.
     content = False
-    # Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
     excludes = False
-    # Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no effect.
     relative = False
-    # Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
-    # leaves them out, says False: its terms can then be made without operands, or from operands of half precision, and
-    # cut to a part of a call.
+    restarts = False
     computes = True
-    # Whether all that `lower` does with q and k is to turn them, which kernels can do as they read.
     turns = False
-    # Whether `lower` makes an index map that holds a number for every pair.
     dense = False
+    turns_values = False
+    roundings: float | None = None
 
     def check(self, site: Site) -> None:
-        """Raise a `RelposError` if the tables do not fit the call."""
+        """Raise a `RelposError` if the tables do not fit the call.
+
+        Parameters
+        ----------
+        site : Site
+            The call.
+        """
 
     def transform(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
-        """The operands of the content product: (..., H, L_q, D) and (..., H, L_k, D), by default as they are."""
+        """The operands of the content product, by default as they are.
+
+        Parameters
+        ----------
+        q, k : ndarray, shapes (..., H, L_q, D) and (..., H, L_k, D)
+            Queries and keys, those of grouped heads repeated.
+        site : Site
+            The call.
+
+        Returns
+        -------
+        tuple of ndarray
+            Both in the shapes that they have, or with another last axis.
+        """
         return q, k
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
-        """Added to the scaled scores: (..., H, L_q, L_k). q (..., H, L_q, D), k (..., H, L_k, D)."""
+        """What is added to the scaled scores; by default nothing.
+
+        Parameters
+        ----------
+        q, k, site
+            See `transform`; q and k as they were given.
+
+        Returns
+        -------
+        ndarray, broadcast to (..., H, L_q, L_k), or None
+            In the dtype of the call, ``site.dtype``.
+        """
         return None
 
+    def turn_values(self, v: Array, site: Site) -> Array:
+        """Values before they are summed, by default as they are.
+
+        Parameters
+        ----------
+        v : ndarray, shape (..., H, L_k, D_v)
+            Values, those of grouped heads repeated. A key that is excluded may hold anything, and so may what becomes
+            of its value alone.
+        site : Site
+            The call.
+
+        Returns
+        -------
+        ndarray, shape (..., H, L_k, D_v)
+            In the dtype of the call.
+        """
+        return v
+
+    def turn_output(self, out: Array, site: Site) -> Array:
+        """The output after all sums, by default as it is.
+
+        Parameters
+        ----------
+        out : ndarray, shape (..., H, L_q, D_v)
+            Sums of what `turn_values` returned, and of what `outputs` adds.
+        site : Site
+            The call.
+
+        Returns
+        -------
+        ndarray, shape (..., H, L_q, D_v)
+            In the dtype of the call.
+        """
+        return out
+
     def outputs(self, p: Array, site: Site) -> Array | None:
-        """Added to the output: (..., H, L_q, D_v), from the probabilities p (..., H, L_q, L_k)."""
+        """What is added to the output; by default nothing.
+
+        Parameters
+        ----------
+        p : ndarray, shape (..., H, L_q, L_k)
+            Probabilities.
+        site : Site
+            The call.
+
+        Returns
+        -------
+        ndarray, shape (..., H, L_q, D_v), or None
+            In the dtype of the call.
+        """
+        return None
+
+    def change(self, site: Site) -> Change | None:
+        """What is made of the scores when all schemes have added theirs, for what no sum can say.
+
+        Only dense evaluations hold the scores: `lower` hands the change on in its terms, and kernels refuse it.
+
+        Parameters
+        ----------
+        site : Site
+            The call.
+
+        Returns
+        -------
+        Change or None
+            By default none.
+        """
         return None
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """The same as terms; k still has its grouped heads (..., H_kv, L_k, D).
+        """The same as terms.
 
-        Both may be on a device. They can be handed on, added to and multiplied there; everything else that NumPy does
-        with them works on a copy on the host.
+        Parameters
+        ----------
+        q, k : ndarray, shapes (..., H, L_q, D) and (..., H_kv, L_k, D)
+            Queries, and keys that still have their grouped heads. Both may be on a device. They can be handed on, added
+            to and multiplied there; everything else that NumPy does with them works on a copy on the host.
+        site : Site
+            The call.
+
+        Returns
+        -------
+        Terms
+            With arrays in the dtype of the call.
         """
-        raise NotImplementedError
+        lacks(self, "lower")
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """What lowers a part of a call: a scheme, the call it is to be lowered for, and the part as that call sees it.
+        """What lowers a part of a call.
 
         The call that is returned may be anything between the part and all of `site`. If it is more than the part,
         `lower` gets stand-ins for q and k, and its terms are cut to the part: this is refused for a scheme that
         `computes`. The scheme that is returned travels to where the part is computed, so it should hold little
         more than the part needs. It is used for nothing but `lower`.
+
+        Parameters
+        ----------
+        site : Site
+            The whole call.
+        part : Part
+            What of it is wanted.
+
+        Returns
+        -------
+        tuple of Scheme, Site and Part
+            A scheme, the call it is to be lowered for, and the part as that call sees it.
         """
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
@@ -93,17 +263,50 @@ class Scheme:
 
         The formula then holds for every pair two integers, a number of float64 and half of one per head, and two of
         the call's dtype per head and batch item; a `dense` map is five integers while it is made.
+
+        Parameters
+        ----------
+        site : Site
+            The call.
+
+        Returns
+        -------
+        Held
+            Bytes.
         """
         pairs = site.q_len * site.k_len
         per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
         return Held(pairs * (16 + 12 * site.heads + per_item), 40 * pairs if self.dense else 0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The backward pass of `lower`: from gradients of the terms, in a record like them, to those of its arguments.
+        """The backward pass of `lower`: from gradients of the terms to those of its arguments.
 
-        `grad.query` and `grad.key` are set only where the scheme changes the content product.
+        Parameters
+        ----------
+        q, k, site
+            See `lower`.
+        grad : Terms
+            Gradients, in a record like that which `lower` returned. `grad.query` and `grad.key` are set only where the
+            scheme changes the content product.
+
+        Returns
+        -------
+        SchemeGradient
+            Of q and k, and of the scheme's arrays.
         """
-        raise NotImplementedError
+        lacks(self, "lift")
+
+
+_WITHOUT = {
+    "lower": "lower(q, k, site), which states its formula as terms: only attention and logits with backend='numpy' "
+    "can do without",
+    "lift": "lift(q, k, site, grad), the way back of lower, which gradients need",
+}
+
+
+def lacks(scheme: Any, method: str) -> Never:
+    """Raise what a class without that method gets."""
+    raise RelposTypeError(f"position: {type(scheme).__name__} has no {_WITHOUT[method]}")
 
 
 # What the argument `position` of a call may be.

@@ -105,6 +105,7 @@ class BEiT(Scheme):
     """
 
     computes = False
+    roundings = 0.0
     dense = True
 
     def __init__(self, table: Any, grid: Sequence[int]) -> None:

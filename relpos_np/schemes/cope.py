@@ -3,7 +3,7 @@ r"""CoPE: positions that count only the keys which a query wants counted, and fa
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
@@ -127,7 +127,14 @@ class CoPE(Scheme):
     Golovneva et al., "Contextual Position Encoding: Learning to Count What's Important", 2024.
     """
 
-    def __init__(self, table: Any, *, variant: str = "paper", gate_key: Any = None, counted: Any = None) -> None:
+    @property
+    def restarts(self) -> bool:  # type: ignore[override]
+        """Gates and pairs that are given belong to the tokens of one call."""
+        return self.gate_key is None and self.counted is None
+
+    def __init__(
+        self, table: Any, *, variant: Literal["paper", "ram"] = "paper", gate_key: Any = None, counted: Any = None
+    ) -> None:
         self.table = check.table("table", table, "npos head_dim | heads npos head_dim")
         self.variant = check.choice("variant", variant, VARIANTS)
         self.gate_key = None if gate_key is None else check.floating("gate_key", gate_key)
@@ -175,6 +182,7 @@ class CoPE(Scheme):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One dense bias."""
+        q, k = in_order(q), in_order(k)
         _, _, whole, row, part = self._steps(q, k, site)
         low = np.take_along_axis(whole, row, axis=-1)
         bias = low + part * (np.take_along_axis(whole, self._next(row), axis=-1) - low)

@@ -2,8 +2,9 @@ r"""DeBERTa: content to position and position to content, with linear or logarit
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,16 +60,17 @@ def deberta_bucket(distance: Array, *, span: int, max_position: int | None = Non
 
 @lru_cache(maxsize=1 << 16)
 def _log_bucket(n: int, span: int, max_position: int) -> int:
-    """The bucket of a distance n >= 0; the smallest m that is enough is found by halving."""
+    """The bucket of a distance n >= 0; float64 is sure of the rounding up but for what lies beside an integer."""
     middle = span // 2
     if n <= middle:
         return n
-    low, high = 1, span - middle
-    while low < high:
-        m = (low + high) // 2
-        enough = n ** (middle - 1) * middle**m <= (max_position - 1) ** m * middle ** (middle - 1)
-        low, high = (low, m) if enough else (m + 1, high)
-    return middle + low
+    x = (middle - 1) * math.log1p((n - middle) / middle) / math.log((max_position - 1) / middle)
+    m = round(x)
+    if abs(x - m) > 1e-9 * (1 + x):
+        m = math.ceil(x)
+    elif n ** (middle - 1) * middle**m > (max_position - 1) ** m * middle ** (middle - 1):
+        m += 1
+    return middle + min(max(m, 1), span - middle)
 
 
 def deberta_scores(
@@ -186,9 +188,15 @@ class DeBERTa(Scheme):
 
     relative = True
     computes = False
+    roundings = 1.0
 
     def __init__(
-        self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: str = "code"
+        self,
+        pos_key: Any = None,
+        pos_query: Any = None,
+        *,
+        max_position: Any = None,
+        p2c: Literal["code", "paper"] = "code",
     ) -> None:
         if pos_key is None and pos_query is None:
             raise RelposValueError("DeBERTa: expected pos_key, pos_query or both, found neither")

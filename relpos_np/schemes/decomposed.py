@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.problem import Site
+from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.resize_tables import resize_matrix
@@ -61,11 +62,12 @@ def axis_rows(q_size: int, k_size: int, *, rounding: str = "exact") -> Int64:
     return rows
 
 
+@renamed(query_grid="grid")
 def decomposed_scores(
     q: Array,
     height_table: Array,
     width_table: Array,
-    query_grid: Sequence[int],
+    grid: Sequence[int],
     key_grid: Sequence[int],
     *,
     rounding: str = "exact",
@@ -85,7 +87,7 @@ def decomposed_scores(
         Queries on their grid, without a class token.
     height_table, width_table : ndarray, shape (rows, D)
         Vectors of differences, along height and along width.
-    query_grid, key_grid : tuple of int
+    grid, key_grid : tuple of int
         Heights and widths (Q_h, Q_w) and (K_h, K_w).
     rounding : {"exact", "float32"}
         See `DecomposedBias`.
@@ -100,13 +102,13 @@ def decomposed_scores(
     Li et al., "MViTv2: Improved Multiscale Vision Transformers for Classification and Detection", CVPR 2022.
     """
     vectors = []
-    for table, q_size, k_size in zip((height_table, width_table), query_grid, key_grid, strict=True):
+    for table, q_size, k_size in zip((height_table, width_table), grid, key_grid, strict=True):
         rows, old = 2 * max(q_size, k_size) - 1, len(table)
         # Hats over the old rows, at the new rows' centres; places in halves of a new row, exactly.
         place = np.clip((2 * np.arange(rows) + 1) * old - rows, 0, 2 * rows * (old - 1))
         hats = np.maximum(0, 1 - np.abs(place[:, None] - 2 * rows * np.arange(old)) / (2 * rows))
         vectors.append((hats @ table).astype(q.dtype)[axis_rows(q_size, k_size, rounding=rounding)])
-    image = q.reshape(*q.shape[:-2], *query_grid, q.shape[-1])
+    image = q.reshape(*q.shape[:-2], *grid, q.shape[-1])
     down = np.einsum("...yxd,yud->...yxu", image, vectors[0])
     right = np.einsum("...yxd,xvd->...yxv", image, vectors[1])
     both = down[..., :, None] + right[..., None, :]
@@ -155,10 +157,10 @@ class DecomposedBias(Scheme):
     ----------
     height_table, width_table : ndarray, shape (rows, D)
         `rel_pos_h` and `rel_pos_w` of checkpoints; rows is 2 max(Q, K) - 1 along their axis.
-    query_grid : tuple of int
+    grid : tuple of int
         Height and width of the queries' grid; tokens are counted row by row.
     key_grid : tuple of int, optional
-        The same for keys, where they are pooled; default `query_grid`.
+        The same for keys, where they are pooled; default `grid`.
     variant : {"sam", "mvit"}
         - "sam": a table with another number of rows is interpolated linearly (SAM, ViTDet).
         - "mvit": it is refused (MViTv2, whose code would read the wrong rows or beyond the table).
@@ -183,22 +185,24 @@ class DecomposedBias(Scheme):
 
     computes = False
     dense = True
+    query_grid = OldName("grid")
 
+    @renamed(query_grid="grid")
     def __init__(
         self,
         height_table: Any,
         width_table: Any,
-        query_grid: Sequence[int],
+        grid: Sequence[int],
         key_grid: Sequence[int] | None = None,
         *,
-        variant: str = "sam",
+        variant: Literal["sam", "mvit"] = "sam",
         class_token: bool = False,
-        rounding: str = "exact",
+        rounding: Literal["exact", "float32"] = "exact",
     ) -> None:
         self.height_table = check.table("height_table", height_table, "rows head_dim")
         self.width_table = check.table("width_table", width_table, "rows head_dim")
-        self.query_grid = _grid("query_grid", query_grid)
-        self.key_grid = self.query_grid if key_grid is None else _grid("key_grid", key_grid)
+        self.grid = _grid("grid", grid)
+        self.key_grid = self.grid if key_grid is None else _grid("key_grid", key_grid)
         self.variant = check.choice("variant", variant, VARIANTS)
         self.class_token = check.flag("class_token", class_token)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
@@ -210,13 +214,13 @@ class DecomposedBias(Scheme):
         for name, table, rows in self._tables():
             if variant == "mvit" and len(table) != rows:
                 raise RelposValueError(
-                    f"{name}: grids {self.query_grid} and {self.key_grid} need {rows} rows, found shape {table.shape}; "
+                    f"{name}: grids {self.grid} and {self.key_grid} need {rows} rows, found shape {table.shape}; "
                     "resize it, or use variant='sam'"
                 )
 
     def _tables(self) -> list[tuple[str, Array, int]]:
         """Name, table and needed rows along each axis."""
-        rows = [2 * max(sizes) - 1 for sizes in zip(self.query_grid, self.key_grid, strict=True)]
+        rows = [2 * max(sizes) - 1 for sizes in zip(self.grid, self.key_grid, strict=True)]
         return [("height_table", self.height_table, rows[0]), ("width_table", self.width_table, rows[1])]
 
     def check(self, site: Site) -> None:
@@ -227,7 +231,7 @@ class DecomposedBias(Scheme):
                 f"the call needs {site.head_dim}"
             )
         for name, grid, length in (
-            ("query_grid", self.query_grid, site.q_len),
+            ("grid", self.grid, site.q_len),
             ("key_grid", self.key_grid, site.k_len),
         ):
             if prod(grid) + self.class_token != length:
@@ -243,7 +247,7 @@ class DecomposedBias(Scheme):
             q[..., start:, :],
             self.height_table,
             self.width_table,
-            self.query_grid,
+            self.grid,
             self.key_grid,
             rounding=self.rounding,
         )
@@ -253,7 +257,7 @@ class DecomposedBias(Scheme):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One query term along each axis."""
-        maps = _maps(self.query_grid, self.key_grid, self.rounding, self.class_token)
+        maps = _maps(self.grid, self.key_grid, self.rounding, self.class_token)
         terms = []
         for index, (_, table, rows) in zip(maps, self._tables(), strict=True):
             weights = table if len(table) == rows else resize_matrix(len(table), rows, "linear") @ table
@@ -271,7 +275,7 @@ class DecomposedBias(Scheme):
     def __repr__(self) -> str:
         return (
             f"DecomposedBias(height_table={self.height_table.shape}, width_table={self.width_table.shape}, "
-            f"query_grid={self.query_grid}, key_grid={self.key_grid}, variant={self.variant!r})"
+            f"grid={self.grid}, key_grid={self.key_grid}, variant={self.variant!r})"
         )
 
 

@@ -131,6 +131,7 @@ class FIRE(Scheme):
     """
 
     computes = False
+    restarts = True
 
     def __init__(self, w1: Any, b1: Any, w2: Any, b2: Any, c: Any, threshold: Any, *, eps: float = 0.0) -> None:
         self.w1 = check.table("w1", w1, "hidden | hidden one")

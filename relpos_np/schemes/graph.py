@@ -70,6 +70,85 @@ def label_vectors(table: Array, labels: Array) -> Array:
     return np.where((labels >= 0)[..., None, :, :, None], vectors, table.dtype.type(0))
 
 
+def alphafold_labels(
+    residue: Any,
+    chain: Any,
+    entity: Any,
+    symmetry: Any,
+    token: Any,
+    *,
+    residue_bins: int = 32,
+    chain_bins: int = 2,
+    offsets: str = "entity",
+) -> tuple[Int32, Int32, Int32, Int32]:
+    r"""Labels of AlphaFold's relative positions: residue, token, same entity and chain.
+
+    .. math::
+
+        r_{ij} = \begin{cases} \mathrm{clip}(a_i - a_j + m,\ 0,\ 2m) & \text{i and j are comparable} \\
+        2m + 1 & \text{else} \end{cases}
+
+    with a the index of the residue in its chain (comparable within a chain), of the token (within a residue of a
+    chain), or of the copy of an entity that the chain is; m is `residue_bins` for the first two, `chain_bins` for
+    the last. The label of the same entity is 0, that of different ones -1.
+
+    Parameters
+    ----------
+    residue, chain, entity, symmetry, token : ndarray of int, shape (..., L)
+        For each token the index of its residue, and the numbers of its chain (`asym_id`), of the chain's sequence
+        (`entity_id`), of the chain among those of this sequence (`sym_id`), and of the token.
+    residue_bins, chain_bins : int
+        Largest differences m that are told apart.
+    offsets : {"entity", "chain"}
+        Which copies are comparable: "entity" says chains of one sequence (published code of AlphaFold-Multimer and
+        AlphaFold 3; Boltz with `fix_sym_check`), "chain" tokens of different chains (ESMFold2, Boltz without).
+
+    Returns
+    -------
+    tuple of four ndarray of int32, shape (..., L, L)
+        Labels of residue, token, entity and chain, for a `GraphLabels` each. The columns of a trained weight are
+        those of residues, 2m + 2, of tokens, as many, one for the same entity, and of chains; AlphaFold-Multimer has
+        no token labels.
+
+    Raises
+    ------
+    RelposValueError
+        If shapes differ, a number of bins is negative, an index is beyond :math:`2^{61}`, or there are no such offsets.
+    RelposTypeError
+        If indices are no integers.
+
+    References
+    ----------
+    Abramson et al., "Accurate structure prediction of biomolecular interactions with AlphaFold 3", Nature 2024,
+    algorithm 3; Evans et al., "Protein complex prediction with AlphaFold-Multimer", 2021.
+    """
+    given = {"residue": residue, "chain": chain, "entity": entity, "symmetry": symmetry, "token": token}
+    found = {name: check.integers(name, value).astype(np.int64) for name, value in given.items()}
+    for name, index in found.items():
+        if not index.ndim or index.shape != found["residue"].shape:
+            raise RelposValueError(f"{name}: expected shape (..., L), that of residue, found {index.shape}")
+        if index.size and max(-int(index.min()), int(index.max())) > 1 << 61:  # differences would overflow
+            raise RelposValueError(f"{name}: expected numbers of at most 2^61, found {index.min()} ... {index.max()}")
+    near, far = check.integer("residue_bins", residue_bins, 0), check.integer("chain_bins", chain_bins, 0)
+    check.choice("offsets", offsets, ("entity", "chain"))
+
+    def difference(name: str) -> Array:
+        between: Array = found[name][..., :, None] - found[name][..., None, :]
+        return between
+
+    def label(name: str, bins: int, comparable: Array) -> Int32:
+        labels = np.where(comparable, np.clip(difference(name), -bins, bins) + bins, 2 * bins + 1)
+        return labels.astype(np.int32)
+
+    same = {name: found[name][..., :, None] == found[name][..., None, :] for name in ("residue", "chain", "entity")}
+    return (
+        label("residue", near, same["chain"]),
+        label("token", near, same["chain"] & same["residue"]),
+        np.where(same["entity"], 0, -1).astype(np.int32),
+        label("symmetry", far, same["entity"] if offsets == "entity" else ~same["chain"]),
+    )
+
+
 class GraphLabels(Scheme):
     r"""A bias or vectors for the label between each query and key: relations in an arbitrary graph.
 
@@ -87,6 +166,9 @@ class GraphLabels(Scheme):
     Funnel's attention, whose queries may be pooled and whose class token has no position, is labels, too: with its
     content bias u added to the queries, ``key_table`` holds its projected position rows R and ``table``
     :math:`\sigma (v - u) \cdot R_r`; segments are a second scheme of the same form.
+
+    AlphaFold's relative positions of residues, tokens and chains are four schemes with the labels of
+    `alphafold_labels`.
 
     Labels are stored per batch item as they are: L_q L_k integers of 32 bits.
 
@@ -115,6 +197,7 @@ class GraphLabels(Scheme):
     """
 
     computes = False
+    roundings = 1.0
 
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:
@@ -307,6 +390,6 @@ register(
     adds="a scalar or vectors per label of an edge",
     paper="Shaw et al., NAACL 2018; Ying et al., NeurIPS 2021",
     variants=("graphormer", "shaw"),
-    models="Graphormer, relation-aware self-attention, Funnel",
+    models="Graphormer, relation-aware self-attention, Funnel, AlphaFold 3, Boltz",
     far=True,
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -220,6 +220,7 @@ class IRPE(Scheme):
     """
 
     computes = False
+    roundings = 1.0
     dense = True
 
     def __init__(
@@ -229,8 +230,8 @@ class IRPE(Scheme):
         query_table: Any = None,
         value_table: Any = None,
         *,
-        mode: str = "contextual",
-        method: str = "product",
+        mode: Literal["contextual", "bias"] = "contextual",
+        method: Literal["product", "euclidean", "quantization", "cross"] = "product",
         alpha: float = 1.9,
         beta: float = 3.8,
         gamma: float = 15.2,
@@ -392,7 +393,9 @@ def _build(at: Sample) -> dict[str, Any]:
     tokens = at.pick(1, 0, 2)
     length = tokens + at.grid[0] * at.grid[1]
     parts = at.operands(4, 2, length, length)
-    mode, method = ("bias", "product") if at.variant == "bias" else ("contextual", at.variant or "product")
+    mode: Literal["contextual", "bias"] = "bias" if at.variant == "bias" else "contextual"
+    method: Literal["product", "euclidean", "quantization", "cross"]
+    method = "product" if mode == "bias" else at.variant or "product"
     buckets = (49 if method == "product" else 7) + (tokens > 0)
     maps = (2,) if method == "cross" else ()
     vectors = () if mode == "bias" else (at.dim,)

@@ -2,7 +2,7 @@ r"""KERPLE: a penalty that grows with the distance like a logarithm or a power, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class KERPLE(Scheme):
     relative = True
     computes = False
 
-    def __init__(self, a: Any, b: Any, *, form: str = "log") -> None:
+    def __init__(self, a: Any, b: Any, *, form: Literal["log", "power"] = "log") -> None:
         self.a = check.table("a", a, "heads")
         self.b = check.table("b", b, "heads")
         self.form = check.choice("form", form, FORMS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def layout_bias(
     positions: Int64 | None = None,
     variant: str = "layoutlmv2",
     max_distance: int = 128,
-    max_box_distance: int = 256,
+    max_box_distance: int | None = None,
     factor: float = 100.0,
     rounding: str = "exact",
 ) -> Array:
@@ -81,8 +81,10 @@ def layout_bias(
         Positions of the tokens in the text; default 0 ... L - 1.
     variant : {"layoutlmv2", "layoutlmv3", "udop"}
         Which point of a box counts; see `LayoutBias`.
-    max_distance, max_box_distance : int
-        Distances from here on share a bucket, in the text and on the page.
+    max_distance : int
+        Distances in the text from here on share a bucket.
+    max_box_distance : int, optional
+        The same on the page; default 256, for "udop" 100.
     factor : float
         Only for "udop", whose boxes are fractions of the page.
     rounding : {"exact", "float32"}
@@ -99,7 +101,8 @@ def layout_bias(
         distances = [layout_distance(c, factor=factor) for c in ((left + right) / 2, (top + bottom) / 2)]
     else:
         distances = [layout_distance(c) for c in (left, bottom)]
-    tables, furthest = [x_table, y_table], [max_box_distance, max_box_distance]
+    on_page = _BOX_DISTANCE[variant] if max_box_distance is None else max_box_distance
+    tables, furthest = [x_table, y_table], [on_page, on_page]
     if table is not None:
         distances.append(layout_distance(np.arange(boxes.shape[-2]) if positions is None else positions))
         tables, furthest = [*tables, table], [*furthest, max_distance]
@@ -173,6 +176,7 @@ class LayoutBias(Scheme):
     """
 
     computes = False
+    roundings = 1.0
 
     def __init__(
         self,
@@ -182,11 +186,11 @@ class LayoutBias(Scheme):
         boxes: Any,
         *,
         positions: Any = None,
-        variant: str = "layoutlmv2",
+        variant: Literal["layoutlmv2", "layoutlmv3", "udop"] = "layoutlmv2",
         max_distance: int = 128,
         max_box_distance: int | None = None,
         factor: float | None = None,
-        rounding: str = "exact",
+        rounding: Literal["exact", "float32"] = "exact",
     ) -> None:
         self.variant = check.choice("variant", variant, VARIANTS)
         self.rounding = check.choice("rounding", rounding, ROUNDING)

@@ -167,6 +167,7 @@ class NeighborhoodBias(Scheme):
 
     excludes = True
     computes = False
+    roundings = 0.0
     dense = True
 
     def __init__(

@@ -140,6 +140,7 @@ class Plain(Scheme):
 
     relative = True
     computes = False
+    roundings = 0.0
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """No terms."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from relpos_np._contract.backends import BACKENDS
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.sample import Builder
+from relpos_np.types import Backend
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SchemeInfo:
     """What is registered of a scheme.
 
@@ -55,7 +56,7 @@ class SchemeInfo:
     variants: tuple[str, ...]
     options: str
     models: tuple[str, ...]
-    backends: tuple[str, ...]
+    backends: tuple[Backend, ...]
     docs: str
     far: bool
     build: Builder = field(repr=False)
@@ -71,8 +72,47 @@ class SchemeInfo:
         }
 
 
-_registered: dict[str, SchemeInfo] = {}
-SCHEMES: Mapping[str, SchemeInfo] = MappingProxyType(_registered)
+class _Schemes(Mapping[str, SchemeInfo]):
+    """What is registered by name, old before new; the files of schemes are imported when it is first read."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, SchemeInfo] = {}
+        self._sorted: dict[str, SchemeInfo] = {}
+        self._complete = False
+
+    def _all(self) -> dict[str, SchemeInfo]:
+        if not self._complete:
+            import pkgutil  # with what it imports, a tenth of what importing the package costs
+
+            package = __name__.rpartition(".")[0]
+            for module in pkgutil.iter_modules(sys.modules[package].__path__):
+                importlib.import_module(f"{package}.{module.name}")
+            self._complete = True
+        if len(self._sorted) < len(self.found):
+            self._sorted = dict(sorted(self.found.items(), key=lambda item: _place(item[1])))
+        return self._sorted
+
+    def __getitem__(self, name: str) -> SchemeInfo:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __repr__(self) -> str:
+        return f"SCHEMES({list(self)})"
+
+
+_schemes = _Schemes()
+SCHEMES: Mapping[str, SchemeInfo] = _schemes
+_classes: set[type] = set()
+
+
+def is_registered(cls: type) -> bool:
+    """Whether a class is a scheme of this package, whose terms its tests check: one that has an instance has been."""
+    return cls in _classes
 
 
 def register(
@@ -103,7 +143,8 @@ def register(
         Where it is found, between commas.
     """
     absolute = issubclass(cls, AbsoluteEncoding)
-    _registered[name] = SchemeInfo(
+    _classes.add(cls)
+    _schemes.found[name] = SchemeInfo(
         name,
         cls,
         "absolute" if absolute else "attention",
@@ -117,8 +158,6 @@ def register(
         far,
         build,
     )
-    for key in sorted(_registered, key=lambda key: _place(_registered[key])):
-        _registered[key] = _registered.pop(key)
 
 
 def _place(info: SchemeInfo) -> tuple[bool, int, str]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import Terms, of_batch
-from relpos_np._contract.turned import turn_pairs
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np._contract.terms import Terms, ValueTurn
+from relpos_np._contract.turned import paired_channels, turn_channels
+from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.placed import Placed
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
@@ -26,25 +27,20 @@ XPOS_LAYOUTS = ("interleaved", "half")
 _LARGEST = {"float32": 60.0, "float64": 600.0}
 
 
-def _places(name: str, value: Any) -> Array:
-    """Positions as float64: finite numbers, at least one axis."""
-    x = check.array(name, value)
-    if (x.dtype.kind not in "iuf" and x.dtype.name != "bfloat16") or x.itemsize > 8:
-        raise RelposTypeError(f"{name}: expected integers or floats of at most 64 bits, found dtype {x.dtype}")
-    x = x.astype(np.float64)
-    if not x.ndim or not np.isfinite(x).all():
-        raise RelposValueError(f"{name}: expected finite positions (..., L), found shape {x.shape} or NaN or infinity")
-    x.flags.writeable = False
-    return x
+def _channels(value: Any, dim: Any) -> tuple[int, int]:
+    """A range with an even number of channels, which may be said twice."""
+    bounds = check.integers("channels", value)
+    if bounds.shape != (2,):
+        raise RelposValueError(f"channels: expected (first, stop), found shape {bounds.shape}")
+    first, stop = bounds.tolist()
+    if not 0 <= first < stop or (stop - first) % 2:
+        raise RelposValueError(f"channels: expected (first, stop) with an even number between, found {(first, stop)}")
+    if dim not in (None, stop - first):
+        raise RelposValueError(f"dim: expected {stop - first} for channels {(first, stop)}, found {dim}")
+    return first, stop
 
 
-def _turn(x: Any, cos: Array, sin: Array, layout: str) -> Any:
-    """Pairs of channels times complex numbers (..., L, P)."""
-    # On a device, or where a kernel does it, an operand turns itself.
-    return turn_pairs(x, cos, sin, layout) if isinstance(x, np.ndarray) else x.turned(cos, sin, layout)
-
-
-class Rotary(Scheme):
+class Rotary(Placed):
     r"""Rotary positions (RoPE): a pair of channels is a plane in which queries and keys turn.
 
     .. math::
@@ -82,13 +78,29 @@ class Rotary(Scheme):
     key_positions : ndarray of int or float, shape (..., L_k) or (..., A, L_k), optional
         Positions of the keys, where those of the queries are others; then `positions` are those of the queries,
         L = L_q, whatever M.
+    channels : pair of int, optional
+        First channel that turns, and the one after the last, in place of the first d: d is their difference. DeepSeek's
+        models turn the last channels of a head.
+    blocks : int
+        Number of equal parts of the d channels, each laid out on its own: with 2 and "half", channel p of either half
+        turns with p + d/4 (vision of Gemma 4; Allegro has 3). Without effect on "interleaved".
+    values : bool
+        Whether the same channels of the values turn too, and those of the output back (DeepSeek V4):
+
+        .. math::
+
+            o_i = R_{i + M}^\top \sum_j p_{ij}\, R_j\, v_j = m^2 \sum_j p_{ij}\, \hat R_{j - i - M}\, v_j
+
+        with :math:`R_t = m \hat R_t` and m the `magnitude`, which values and output both get in that model's code. The
+        second form holds where distances alone decide. :math:`D_v` may be any number that has these channels.
 
     Raises
     ------
     RelposValueError
-        If d is odd, larger than the call's head_dim or in disagreement with `frequencies`; if `base` is not positive,
-        or is given along with `frequencies`; if positions do not fit the call, are missing where `frequencies` have
-        several axes, or `key_positions` stand alone.
+        If d is odd or in disagreement with `frequencies` or `channels`; if a head of the call, or of its values where
+        these turn too, has fewer channels than are to turn; if `base` is not positive, or is given along with
+        `frequencies`; if positions do not fit the call, are missing where `frequencies` have several axes, or
+        `key_positions` stand alone.
 
     Notes
     -----
@@ -96,36 +108,56 @@ class Rotary(Scheme):
     half precision), in which the products are made. Angles are those of absolute positions: at position t they are
     exact to about :math:`10^{-16}\, t`.
 
+    Where the first channel turns, kernels turn queries and keys as they read them; elsewhere turned copies are made. Of
+    values and of the output turned copies are made, in the dtype of the computation, and each result is rounded once.
+    A scheme that adds vectors to the output cannot be combined with `values`: nobody has said how these would turn.
+
     All keys are turned in every call. Who keeps a cache of turned keys turns new ones with `rotate_pairs` and needs no
     scheme.
 
     References
     ----------
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (Neurocomputing 2024). Several
-    coordinates: Heo et al., "Rotary Position Embedding for Vision Transformer", ECCV 2024.
+    coordinates: Heo et al., "Rotary Position Embedding for Vision Transformer", ECCV 2024. Values: DeepSeek V4 in
+    transformers, 2026.
     """
 
     content = True
     turns = True
+
+    @property
+    def restarts(self) -> bool:  # type: ignore[override]
+        """Positions that are given belong to the tokens of one call."""
+        return self.positions is None
 
     def __init__(
         self,
         dim: int | None = None,
         *,
         base: float = 10000.0,
-        layout: str = "half",
+        layout: Literal["half", "interleaved"] = "half",
         frequencies: Any = None,
         magnitude: float = 1.0,
         positions: Any = None,
         key_positions: Any = None,
+        channels: tuple[int, int] | None = None,
+        blocks: int = 1,
+        values: bool = False,
     ) -> None:
+        self.values = check.flag("values", values)
+        self.turns_values = self.values
         self.layout = check.choice("layout", layout, LAYOUTS)
         self.magnitude = check.real("magnitude", magnitude)
-        self.dim = dim
         self.base = check.positive("base", base)
         self.frequencies: Array | None = None
-        if dim is not None:
-            self.dim = 2 * len(rotary_frequencies(dim, base=base))
+        self.channels = None if channels is None else _channels(channels, dim)
+        self._first = 0
+        if self.channels is not None:
+            self._first, dim = self.channels[0], self.channels[1] - self.channels[0]
+        self.dim = dim if dim is None else 2 * len(rotary_frequencies(dim, base=base))
+        self.blocks = check.integer("blocks", blocks, 1)
+        # Kernels turn what they read from the first channel on, laid out as one.
+        self.turns = self._first == 0 and self.blocks == 1
         if frequencies is not None:
             self.frequencies = check.table("frequencies", frequencies, "pairs | axes pairs | axes kv_heads pairs")
             if not np.isfinite(self.frequencies).all():
@@ -138,10 +170,7 @@ class Rotary(Scheme):
                     f"frequencies: expected {dim // 2} pairs for dim {dim}, found {self.dim // 2}, "
                     f"shape {self.frequencies.shape}"
                 )
-        self.positions = None if positions is None else _places("positions", positions)
-        self.key_positions = None if key_positions is None else _places("key_positions", key_positions)
-        if self.positions is None and self.key_positions is not None:
-            raise RelposValueError("positions: key_positions need those of the queries; alone, positions are the keys'")
+        self._place(positions, key_positions)
 
     @property
     def _axes(self) -> int | None:
@@ -152,36 +181,22 @@ class Rotary(Scheme):
         """The turning channels must exist, in pairs, and every query and key needs a position."""
         if self.dim is None and site.head_dim % 2:
             raise RelposValueError(f"dim: head_dim {site.head_dim} of the call is odd; say how many channels turn")
+        dim = site.head_dim if self.dim is None else self.dim
+        if dim % (2 * self.blocks):
+            raise RelposValueError(f"blocks: {dim} channels do not fall into pairs of {self.blocks} blocks")
+        if self.channels is not None and self.channels[1] > site.head_dim:
+            raise RelposValueError(f"channels: {self.channels} are to turn, head_dim of the call is {site.head_dim}")
         if self.dim is not None and self.dim > site.head_dim:
             raise RelposValueError(f"dim: {self.dim} channels are to turn, head_dim of the call is {site.head_dim}")
+        if self.values and not site.scores_only and self._first + dim > site.v_dim:
+            raise RelposValueError(
+                f"values: channels {(self._first, self._first + dim)} are to turn, v of the call has {site.v_dim}"
+            )
         if self.frequencies is not None and self.frequencies.ndim == 3 and self.frequencies.shape[1] != site.kv_heads:
             raise RelposValueError(
                 f"frequencies: expected one set for each of {site.kv_heads} key heads, found {self.frequencies.shape}"
             )
-        if self.positions is None:
-            if self._axes is not None:
-                raise RelposValueError(f"positions: frequencies of {self._axes} axes need positions with coordinates")
-            return
-        last = site.offset + site.q_len
-        if self.key_positions is None and not 0 <= site.offset <= last <= site.k_len:
-            raise RelposValueError(
-                f"positions: queries {site.offset} ... {last - 1} are not among {site.k_len} keys; give key_positions"
-            )
-        lengths = {"positions": site.k_len if self.key_positions is None else site.q_len, "key_positions": site.k_len}
-        for name, length in lengths.items():
-            found = getattr(self, name)
-            if found is None:
-                continue
-            wanted = (length,) if self._axes is None else (self._axes, length)
-            batch = found.shape[: -len(wanted)]
-            if found.shape[len(batch) :] != wanted:
-                words = ", ".join(map(str, wanted))
-                raise RelposValueError(f"{name}: expected shape (..., {words}), found {found.shape}")
-            # Axes of size 1, or missing in front, stand for any size.
-            if len(batch) > len(site.batch) or any(
-                a not in (1, b) for a, b in zip(batch[::-1], site.batch[::-1], strict=False)
-            ):
-                raise RelposValueError(f"{name}: batch axes {batch} of shape {found.shape} do not fit {site.batch}")
+        self._check_places(site)
 
     def _omega(self, site: Site) -> Array:
         if self.frequencies is not None:
@@ -199,46 +214,62 @@ class Rotary(Scheme):
     def transform(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
         """Both operands turned, each by the matrices of its positions."""
         omega = self._omega(site)
-        if self.positions is None:
-            rows, columns = np.arange(site.q_len) + site.offset, np.arange(site.k_len)
-        elif self.key_positions is None:
-            rows, columns = self.positions[..., np.arange(site.q_len) + site.offset], self.positions
-        else:
-            rows, columns = self.positions, self.key_positions
+        rows, columns = self._stand(site)
         scales = self._scales(rows, columns, omega.shape[-1])
         operands = []
         for x, t, scale in ((q, rows, scales[0]), (k, columns, scales[1])):
-            matrices = rotary_matrices(t, omega, magnitude=self.magnitude) * scale[..., None, None]
-            if omega.ndim < 3:  # the same for all heads
-                matrices = np.expand_dims(matrices, -5)
-            else:  # those of a key head for all that read it
-                matrices = np.repeat(matrices, site.heads // site.kv_heads, axis=-5)
-            operands.append(rotate_pairs(x, matrices, layout=self.layout))
+            operands.append(self._rotated(x, self._matrices(t, omega, site, scale)))
         return operands[0], operands[1]
+
+    def turn_values(self, v: Array, site: Site) -> Array:
+        """Values turned by the matrices of their keys."""
+        return self._rotated(v, self._matrices(self._stand(site)[1], self._omega(site), site)) if self.values else v
+
+    def turn_output(self, out: Array, site: Site) -> Array:
+        """The output turned by the transposed matrices of its queries."""
+        if not self.values:
+            return out
+        matrices = self._matrices(self._stand(site)[0], self._omega(site), site)
+        return self._rotated(out, np.swapaxes(matrices, -1, -2))
+
+    def _matrices(self, t: Array, omega: Array, site: Site, scale: Array | None = None) -> Array:
+        """For the formula: one matrix per position and pair, (..., H or 1, L, P, 2, 2)."""
+        matrices = rotary_matrices(t, omega, magnitude=self.magnitude)
+        matrices = matrices if scale is None else matrices * scale[..., None, None]
+        if omega.ndim < 3:  # the same for all heads
+            return np.expand_dims(matrices, -5)
+        # Those of a key head for all that read it.
+        return np.repeat(matrices, site.heads // site.kv_heads, axis=-5)
+
+    def _rotated(self, x: Array, matrices: Array) -> Array:
+        return rotate_pairs(x, matrices, layout=self.layout, first=self._first, blocks=self.blocks)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with tables of cosines and sines, on the keys before their heads are repeated."""
         turns = self._tables(site)
-        return Terms(query=_turn(q, *turns[0], self.layout), key=_turn(k, *turns[1], self.layout))
+        terms = Terms(*(self._turned(x, *turn) for x, turn in zip((q, k), turns, strict=True)))
+        if self.values and not site.scores_only:
+            of_query, of_key = turns
+            trained = self.frequencies is not None
+            terms.turn = ValueTurn(of_key, of_query, self.layout, self._first, self.blocks, trained)
+        return terms
+
+    def _turned(self, x: Any, cos: Array, sin: Array) -> Any:
+        return turn_channels(x, cos, sin, self.layout, self._first, self.blocks)
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and frequencies of the heads; without positions, distances decide."""
         cut = copy.copy(self)
         if self.frequencies is not None and self.frequencies.ndim == 3:
             cut.frequencies = self.frequencies[:, part.kv_heads]
-        if self.positions is not None:
-            inner = 1 if self._axes is None else 2
-            columns = self.positions if self.key_positions is None else self.key_positions
-            first = site.offset if self.key_positions is None else 0
-            queries = slice(part.queries.start + first, part.queries.stop + first)
-            cut.positions = of_batch(self.positions, inner, part.batch)[..., queries]
-            cut.key_positions = of_batch(columns, inner, part.batch)[..., part.keys]
+        cut.positions, cut.key_positions = self._cut_places(site, part)
         return (cut, *part.alone(site))
 
     def held(self, site: Site) -> Held:
-        """Turned queries and keys, what they are made of, and a matrix of float64 for every position and pair."""
+        """Turned vectors, what they are made of, and a matrix of float64 for every position and pair."""
         per_item = 4 * math.prod(site.batch) * site.heads * site.dtype.itemsize
-        return Held((site.q_len + site.k_len) * site.head_dim * (32 + per_item))
+        channels = max(site.head_dim, site.v_dim) if self.values else site.head_dim
+        return Held((site.q_len + site.k_len) * channels * (32 + per_item))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""
@@ -247,48 +278,44 @@ class Rotary(Scheme):
         assert to_key is not None
         turns = self._tables(site)
         (cos_q, sin_q), (cos_k, sin_k) = turns
-        lifted = SchemeGradient(_turn(to_query, cos_q, -sin_q, self.layout), _turn(to_key, cos_k, -sin_k, self.layout))
+        lifted = SchemeGradient(self._turned(to_query, cos_q, -sin_q), self._turned(to_key, cos_k, -sin_k))
         if self.frequencies is not None:
             total = np.zeros(())
-            for x, to, turn, at in zip((q, k), (to_query, to_key), turns, self._at(site), strict=True):
-                turned = np.asarray(_turn(x, *turn, self.layout))
+            operands: tuple[Any, Any] = (q, k)
+            for x, to, turn, at in zip(operands, (to_query, to_key), turns, self._at(site), strict=True):
+                # Where nothing but this needs their numbers, operands are of half precision.
+                own: Any = x
+                if isinstance(own, np.ndarray):
+                    own = own.astype(site.dtype, copy=False)
+                turned = np.asarray(self._turned(own, *turn))
                 total = total + self._spun(turned, np.asarray(to), at, site)
+            if grad.turn is not None:
+                for (cos, sin), to, at in zip(turns, (grad.turn.query, grad.turn.key), self._at(site), strict=True):
+                    total = total + self._summed(to[1] * cos - to[0] * sin, at, site)
             lifted.arrays["frequencies"] = total.reshape(self.frequencies.shape)
         return lifted
 
     def _spun(self, turned: Array, grad: Array, at: Array, site: Site) -> Array:
         """Gradient of the frequencies through one operand, (A, H_kv or 1, P)."""
-        omega = np.asarray(self.frequencies)
-        pairs = omega.shape[-1]
-        first, second = slice(0, pairs), slice(pairs, 2 * pairs)
-        if self.layout == "interleaved":
-            first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+        pairs = np.asarray(self.frequencies).shape[-1]
+        first, second = paired_channels(pairs, self.layout, self._first, self.blocks)
 
         def product(g: Array, y: Array) -> Array:
             return np.where(g == 0, 0.0, g.astype(np.float64) * y)  # an excluded key may hold anything
 
         angle = product(grad[..., second], turned[..., first]) - product(grad[..., first], turned[..., second])
-        heads = site.kv_heads if omega.ndim == 3 else 1
+        return self._summed(angle, at, site)
+
+    def _summed(self, angle: Array, at: Array, site: Site) -> Array:
+        """Gradient of the frequencies, (A, H_kv or 1, P), from that of angles (..., H or 1, L, P)."""
+        heads = site.kv_heads if np.asarray(self.frequencies).ndim == 3 else 1
         # Query heads that share frequencies, and all batch items, are summed.
-        count = math.prod(site.batch)
-        length = angle.shape[-2]
+        batch, (length, pairs) = angle.shape[:-3], angle.shape[-2:]
+        count = math.prod(batch)
         angle = angle.reshape(count, heads, angle.shape[-3] // heads, length, pairs).sum(axis=2)
-        at = np.broadcast_to(at, (*site.batch, *at.shape[-2:])).reshape(count, at.shape[-2], length)
+        at = np.broadcast_to(at, (*batch, *at.shape[-2:])).reshape(count, at.shape[-2], length)
         spun: Array = np.einsum("bhlp,bal->ahp", angle, at)
         return spun
-
-    def _at(self, site: Site) -> tuple[Array, Array]:
-        """Positions of queries and of keys, (..., A, L)."""
-        if self.positions is None:
-            at_query = np.arange(site.offset, site.offset + site.q_len, dtype=np.float64)
-            at_key = np.arange(site.k_len, dtype=np.float64)
-        elif self.key_positions is None:
-            at_query, at_key = self.positions[..., site.offset : site.offset + site.q_len], self.positions
-        else:
-            at_query, at_key = self.positions, self.key_positions
-        if self._axes is None:
-            at_query, at_key = at_query[..., None, :], at_key[..., None, :]
-        return at_query, at_key
 
     def _tables(self, site: Site) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Cosines and sines of queries and of keys, (..., H or 1, L, P) in the dtype of the call.
@@ -328,6 +355,9 @@ class Rotary(Scheme):
         words = "" if self.dim is None else f"{self.dim}, "
         words = f"{words}base={self.base}" if self.frequencies is None else f"frequencies={self.frequencies.shape}"
         words += f", layout={self.layout!r}"
+        words += "" if self.channels is None else f", channels={self.channels}"
+        words += "" if self.blocks == 1 else f", blocks={self.blocks}"
+        words += ", values=True" if self.values else ""
         for name in ("positions", "key_positions"):
             if getattr(self, name) is not None:
                 words += f", {name}={getattr(self, name).shape}"
@@ -389,7 +419,7 @@ class XPos(Rotary):
         base: float = 10000.0,
         scale_base: float = 512.0,
         gamma: float = 0.4,
-        layout: str = "interleaved",
+        layout: Literal["interleaved", "half"] = "interleaved",
         positions: Any = None,
         key_positions: Any = None,
     ) -> None:
@@ -451,8 +481,11 @@ def _turned_of(at: Sample) -> int:
 
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
-    dim = _turned_of(at)
-    options: dict[str, Any] = {"layout": at.variant or "half", "magnitude": at.pick(1.125, 1.0)}
+    dim, of_values = _turned_of(at), at.variant == "values"
+    if of_values:  # they have these channels too
+        dim = min(dim, at.v_dim // 2 * 2)
+    layout = "interleaved" if of_values else at.variant or "half"
+    options: dict[str, Any] = {"layout": layout, "magnitude": at.pick(1.125, 1.0), "values": of_values}
     axes = at.pick(0, 2, 3, 1, None)
     if axes is None:
         options |= {"frequencies": at.normal(dim // 2), **_places_of(at)}
@@ -463,6 +496,11 @@ def _build(at: Sample) -> dict[str, Any]:
         options["key_positions"] = _quarters(at.normal(*at.batch, axes, at.k_len), 3)
     else:
         options |= {"dim": dim, "base": at.pick(500.0, 10000.0, 2.0), **_places_of(at)}
+    spare = (min(at.dim, at.v_dim) if of_values else at.dim) - dim
+    first = at.pick(None, spare, min(1, spare))
+    if first is not None:
+        options["channels"] = (first, first + dim)
+    options["blocks"] = at.pick(1, 2 if dim % 4 == 0 else dim // 2)
     return {**parts, "position": Rotary(**options), "kwargs": {"causal": True}}
 
 
@@ -481,8 +519,8 @@ register(
     _build,
     adds="queries and keys turned by angles that grow with position",
     paper="Su et al., 2021 (Neurocomputing 2024)",
-    variants=LAYOUTS,
-    options="positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
+    variants=(*LAYOUTS, "values"),
+    options="any channels; positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
     models="RoFormer, GPT-J, GPT-NeoX, Llama, Mistral, Qwen, Qwen2-VL, Phi-3, Gemma, EVA-02, DINOv3, Pixtral",
 )
 register(

@@ -26,7 +26,7 @@ class Sample:
     v_dim: int
     grid: tuple[int, int]
     frames: tuple[int, int] = (3, 2)
-    variant: str | None = None
+    variant: Any = None
     batch: tuple[int, ...] = (2,)
     heads: tuple[int, int] | None = None
     choices: Iterable[int] = ()

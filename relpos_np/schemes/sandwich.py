@@ -2,7 +2,7 @@ r"""Sandwich: the inner product of the sinusoids of two positions, as a fixed bi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "nemo")
+# A call takes time for each wave and relative position, whatever its operands are.
+MOST = 1 << 16
+_WAVES = 64
 
 
 def sandwich_bias(
@@ -61,9 +64,12 @@ def sandwich_bias(
     """
     first = 0 if variant == "paper" else 1
     waves = base ** (-2.0 * (np.arange(dim // 2) + first) / dim)
-    here, there = (np.outer(t, waves) for t in (np.arange(q_len) + offset, np.arange(k_len)))
-    vectors = [np.concatenate([np.sin(angle), np.cos(angle)], axis=1) for angle in (here, there)]
-    product = vectors[0] @ vectors[1].T - (0 if variant == "paper" else dim / 2)
+    product = np.full((q_len, k_len), 0.0 if variant == "paper" else -dim / 2)
+    for start in range(0, dim // 2, _WAVES):  # long vectors part by part
+        part = waves[start : start + _WAVES]
+        here, there = (np.outer(t, part) for t in (np.arange(q_len) + offset, np.arange(k_len)))
+        vectors = [np.concatenate([np.sin(angle), np.cos(angle)], axis=1) for angle in (here, there)]
+        product += vectors[0] @ vectors[1].T
     return np.asarray(product / (8.0 * np.arange(1, heads + 1) / heads)[:, None, None])
 
 
@@ -91,7 +97,8 @@ class Sandwich(Scheme):
     Parameters
     ----------
     dim : int
-        Length :math:`\bar d` of the vectors, even; 128 in the paper. It shapes the fall, and is no width of the model.
+        Length :math:`\bar d` of the vectors, even, at most 65,536; 128 in the paper. It shapes the fall, and is no
+        width of the model.
     heads : int, optional
         Number of heads H, to be held against the call's; default the call's.
     base : float
@@ -102,7 +109,7 @@ class Sandwich(Scheme):
     Raises
     ------
     RelposError
-        If dim is odd or not positive, base is not positive, or the call has another number of heads.
+        If dim is odd, not positive or too large, base is not positive, or the call has another number of heads.
 
     References
     ----------
@@ -114,11 +121,16 @@ class Sandwich(Scheme):
     computes = False
 
     def __init__(
-        self, dim: int = 128, *, heads: int | None = None, base: float = 10000.0, variant: str = "paper"
+        self,
+        dim: int = 128,
+        *,
+        heads: int | None = None,
+        base: float = 10000.0,
+        variant: Literal["paper", "nemo"] = "paper",
     ) -> None:
         self.dim = check.integer("dim", dim, 2)
-        if self.dim % 2:
-            raise RelposValueError(f"dim: expected an even number, found {dim}")
+        if self.dim % 2 or self.dim > MOST:
+            raise RelposValueError(f"dim: expected an even number of at most {MOST}, found {dim}")
         self.heads = heads if heads is None else check.integer("heads", heads, 1)
         self.base = check.real("base", base)
         if self.base <= 0:

@@ -3,7 +3,7 @@ r"""Shaw et al.: a learned vector per clipped relative position, added to keys a
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -240,9 +240,15 @@ class Shaw(Scheme):
 
     relative = True
     computes = False
+    roundings = 1.0
 
     def __init__(
-        self, key_table: Any = None, value_table: Any = None, *, outside: str = "clip", left: Any = None
+        self,
+        key_table: Any = None,
+        value_table: Any = None,
+        *,
+        outside: Literal["clip", "zero"] = "clip",
+        left: Any = None,
     ) -> None:
         if key_table is None and value_table is None:
             raise RelposValueError("Shaw: expected key_table, value_table or both, found neither")

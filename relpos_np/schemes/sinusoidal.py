@@ -11,7 +11,7 @@ from relpos_np.errors import RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample, encoded
-from relpos_np.types import Array
+from relpos_np.types import Array, Layout
 
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
 
@@ -31,14 +31,14 @@ def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: str
     positions : ndarray, shape (L,)
         Positions t; integers or not, in any order, negative ones included.
     dim : int
-        Number of dimensions D. Odd ones work with "interleaved" and "dimension_index".
+        Number of dimensions D. If it is odd, there is a sine more than cosines, except in "tensor2tensor".
     base : float
         Ratio between the longest and the shortest wavelength.
     layout : {"interleaved", "concatenated", "tensor2tensor", "dimension_index"}
         - "interleaved": the paper, as above.
-        - "concatenated": the same numbers, all sines before all cosines (Transformer-XL, XLNet).
-        - "tensor2tensor": concatenated with :math:`\omega_p = \mathrm{base}^{-p/(D/2-1)}`
-          (tensor2tensor, Whisper).
+        - "concatenated": the same numbers, all sines before all cosines (Transformer-XL, XLNet, MarianMT).
+        - "tensor2tensor": concatenated with :math:`\omega_p = \mathrm{base}^{-p/(\lfloor D/2 \rfloor-1)}`
+          (tensor2tensor, fairseq, Whisper); the last of an odd number of dimensions is 0.
         - "dimension_index": :math:`\omega_i = \mathrm{base}^{-2i/D}` with i the dimension, sine at even
           i and cosine at odd i, as some notes print the formula. Partners then differ in frequency, so
           no rotation moves one position to another. Kept under its own name, not recommended.
@@ -60,11 +60,12 @@ def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: str
     if layout == "interleaved":
         angle = t * base ** (-2.0 * (np.arange(dim) // 2) / dim)
         return np.where(np.arange(dim) % 2 == 0, np.sin(angle), np.cos(angle))
-    p = np.arange(dim // 2)
+    if layout == "concatenated":
+        angle = t * base ** (-2.0 * np.arange((dim + 1) // 2) / dim)
+        return np.concatenate([np.sin(angle), np.cos(angle[..., : dim // 2])], axis=-1)
     # With one pair tensor2tensor's denominator is 0; its published code guards it as max(..., 1).
-    exponent = -2.0 * p / dim if layout == "concatenated" else -p / max(dim // 2 - 1, 1)
-    angle = t * base**exponent
-    return np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
+    angle = t * base ** (-np.arange(dim // 2) / max(dim // 2 - 1, 1))
+    return np.concatenate([np.sin(angle), np.cos(angle), np.zeros((*angle.shape[:-1], dim % 2))], axis=-1)
 
 
 def rotation_matrix(delta: float, dim: int, *, base: float = 10000.0) -> Array:
@@ -137,19 +138,23 @@ class Sinusoidal(AbsoluteEncoding):
     Raises
     ------
     RelposValueError
-        If a concatenated layout is asked for an odd number of dimensions.
+        If `dim` is below 1, `base` is not positive, or there is no such layout.
 
     References
     ----------
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
     """
 
-    def __init__(self, dim: int, *, base: float = 10000.0, layout: str = "interleaved") -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        base: float = 10000.0,
+        layout: Layout = "interleaved",
+    ) -> None:
         self.dim = check.integer("dim", dim, 1)
         self.base = check.positive("base", base)
         self.layout = check.choice("layout", layout, LAYOUTS)
-        if layout in ("concatenated", "tensor2tensor") and dim % 2:
-            raise RelposValueError(f"dim: layout {layout!r} needs an even number of dimensions, found {dim}")
 
     def encode(self, positions: Any, dtype: Any = np.float64) -> Array:
         """Encodings of positions.
@@ -187,5 +192,5 @@ register(
     adds="sines added to the inputs",
     paper="Vaswani et al., NeurIPS 2017",
     variants=LAYOUTS,
-    models="Transformer, Whisper, MarianMT, ESPnet encoders",
+    models="Transformer, fairseq, Whisper, MarianMT, ESPnet encoders",
 )

@@ -6,21 +6,24 @@ import copy
 from collections.abc import Sequence
 from functools import cached_property
 from math import log, prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.schemes.base import Scheme, SchemeGradient, in_order
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 VARIANTS = ("microsoft", "transformers", "paper")
+# Of arguments, before grids had one name everywhere; `window` is also an option of every call.
+_OLD = {"window": "grid", "pretrained_window": "pretrained_grid"}
 # Norms are at least this; logit_scale counts up to the logarithm of 100.
 _LEAST_NORM, _LARGEST_SCALE = 1e-12, log(100.0)
 
@@ -46,8 +49,9 @@ def unit_vectors(x: Array) -> Array:
     return np.asarray(x / np.maximum(norm, 1e-12), dtype=x.dtype)
 
 
+@renamed(**_OLD)
 def swin_v2_coordinates(
-    window: Sequence[int], *, pretrained_window: Sequence[int] | None = None, variant: str = "microsoft"
+    grid: Sequence[int], *, pretrained_grid: Sequence[int] | None = None, variant: str = "microsoft"
 ) -> list[Array]:
     r"""What the network reads for each difference of coordinates, axis by axis.
 
@@ -63,9 +67,9 @@ def swin_v2_coordinates(
 
     Parameters
     ----------
-    window : tuple of int
+    grid : tuple of int
         Height and width W.
-    pretrained_window : tuple of int, optional
+    pretrained_grid : tuple of int, optional
         Height and width P.
     variant : {"microsoft", "transformers", "paper"}
         See `SwinV2`.
@@ -79,24 +83,25 @@ def swin_v2_coordinates(
     ----------
     Liu et al., "Swin Transformer V2: Scaling Up Capacity and Resolution", CVPR 2022.
     """
-    differences = [np.arange(1 - w, w, dtype=np.float64) for w in window]
+    differences = [np.arange(1 - w, w, dtype=np.float64) for w in grid]
     if variant == "paper":
         return [np.sign(d) * np.log1p(np.abs(d)) for d in differences]
-    spans = [max(p - 1, 1) for p in (window if pretrained_window is None else pretrained_window)]
-    if variant == "transformers" and pretrained_window is None and window[0] == 1:
+    spans = [max(p - 1, 1) for p in (grid if pretrained_grid is None else pretrained_grid)]
+    if variant == "transformers" and pretrained_grid is None and grid[0] == 1:
         spans = [1, 1]
     ratios = [8 * d / span for d, span in zip(differences, spans, strict=True)]
     return [np.sign(r) * np.log2(1 + np.abs(r)) / np.log2(8) for r in ratios]
 
 
+@renamed(**_OLD)
 def swin_v2_bias(
     hidden_weight: Array,
     hidden_bias: Array,
     output_weight: Array,
-    window: Sequence[int],
+    grid: Sequence[int],
     *,
     output_bias: Array | None = None,
-    pretrained_window: Sequence[int] | None = None,
+    pretrained_grid: Sequence[int] | None = None,
     variant: str = "microsoft",
 ) -> Array:
     r"""The bias of every pair of tokens, row by row of the window.
@@ -116,11 +121,11 @@ def swin_v2_bias(
         b_1.
     output_weight : ndarray, shape (H, M)
         W_2.
-    window : tuple of int
+    grid : tuple of int
         Height and width.
     output_bias : ndarray, shape (H,), optional
         b_2; default 0.
-    pretrained_window, variant
+    pretrained_grid, variant
         See `swin_v2_coordinates`.
 
     Returns
@@ -132,15 +137,15 @@ def swin_v2_bias(
     ----------
     Liu et al., "Swin Transformer V2: Scaling Up Capacity and Resolution", CVPR 2022.
     """
-    down, right = swin_v2_coordinates(window, pretrained_window=pretrained_window, variant=variant)
+    down, right = swin_v2_coordinates(grid, pretrained_grid=pretrained_grid, variant=variant)
     c = np.stack(np.broadcast_arrays(down[:, None], right[None, :]), axis=-1)
     hidden = np.maximum(0, np.einsum("yxa,ma->yxm", c, hidden_weight) + hidden_bias)
     z = np.einsum("yxm,hm->hyx", hidden, np.asarray(output_weight, np.float64))
     if output_bias is not None:
         z = z + np.asarray(output_bias)[:, None, None]
     image = z if variant == "paper" else 8 * (1 + np.tanh(z / 2))
-    y, x = (axis.ravel() for axis in np.indices(tuple(window)))
-    return np.asarray(image[:, y[:, None] - y + window[0] - 1, x[:, None] - x + window[1] - 1])
+    y, x = (axis.ravel() for axis in np.indices(tuple(grid)))
+    return np.asarray(image[:, y[:, None] - y + grid[0] - 1, x[:, None] - x + grid[1] - 1])
 
 
 class SwinV2(Scheme):
@@ -167,17 +172,17 @@ class SwinV2(Scheme):
         Last layer (`cpb_mlp.2.weight`).
     logit_scale : ndarray, shape (H,) or (H, 1, 1)
         t, as checkpoints store it; above ln 100 it has no effect and no gradient.
-    window : tuple of int
+    grid : tuple of int
         Height and width of the window; queries and keys are its tokens row by row.
     output_bias : ndarray, shape (H,), optional
         Bias of the last layer; the published network has none, timm's "cr" models have one.
-    pretrained_window : tuple of int, optional
+    pretrained_grid : tuple of int, optional
         Window that the network was trained on, if it was another one.
     variant : {"microsoft", "transformers", "paper"}
         - "microsoft": the published code, and timm's swin_transformer_v2. Each axis is divided by its own
           length less 1, but never by 0: in an axis of length 1 the coordinate is 0, as in timm, where the
           published code has 0/0, which is NaN.
-        - "transformers": in a window of height 1 without `pretrained_window` nothing is divided. Other windows as
+        - "transformers": in a window of height 1 without `pretrained_grid` nothing is divided. Other windows as
           above, also those of width 1, where transformers finds NaN.
         - "paper": the coordinates of the text, and no sigmoid, as in timm's swin_transformer_v2_cr.
 
@@ -188,8 +193,10 @@ class SwinV2(Scheme):
 
     Notes
     -----
-    The bias is computed in float64 and rounded once. transformers adds its mask of shifted windows twice, which
-    makes no difference to numbers as large as -100.
+    The bias is computed in float64 and rounded once. transformers adds its mask of shifted windows, -100, twice; the
+    published code once. Where t is at its limit that matters, since products then reach from -100 to 100: of two keys,
+    one opposite to the query in its own region and one along it in another, the other region gets all of the
+    probability with -100, and half of it with -200. Pass the mask that the model adds.
 
     References
     ----------
@@ -198,29 +205,31 @@ class SwinV2(Scheme):
 
     content = True
     dense = True
+    window, pretrained_window = OldName("grid"), OldName("pretrained_grid")
 
+    @renamed(**_OLD)
     def __init__(
         self,
         hidden_weight: Any,
         hidden_bias: Any,
         output_weight: Any,
         logit_scale: Any,
-        window: Sequence[int],
+        grid: Sequence[int],
         *,
         output_bias: Any = None,
-        pretrained_window: Sequence[int] | None = None,
-        variant: str = "microsoft",
+        pretrained_grid: Sequence[int] | None = None,
+        variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
     ) -> None:
         self.hidden_weight = check.table("hidden_weight", hidden_weight, "hidden 2")
         self.hidden_bias = check.table("hidden_bias", hidden_bias, "hidden")
         self.output_weight = check.table("output_weight", output_weight, "heads hidden")
         self.logit_scale = check.table("logit_scale", logit_scale, "heads | heads 1 1")
         self.output_bias = None if output_bias is None else check.table("output_bias", output_bias, "heads")
-        self.window = _window("window", window)
-        self.pretrained_window = None if pretrained_window is None else _window("pretrained_window", pretrained_window)
+        self.grid = _grid("grid", grid)
+        self.pretrained_grid = None if pretrained_grid is None else _grid("pretrained_grid", pretrained_grid)
         self.variant = check.choice("variant", variant, VARIANTS)
-        if variant == "paper" and pretrained_window is not None:
-            raise RelposValueError("pretrained_window: the coordinates of variant 'paper' are not divided by a window")
+        if variant == "paper" and pretrained_grid is not None:
+            raise RelposValueError("pretrained_grid: the coordinates of variant 'paper' are not divided by a window")
         heads, hidden = self.output_weight.shape
         for name, found, expected in (
             ("hidden_weight", self.hidden_weight.shape, (hidden, 2)),
@@ -236,15 +245,15 @@ class SwinV2(Scheme):
     # Made by the first call that has as many tokens: a window in a file can be of any size.
     @cached_property
     def _map(self) -> IndexMap:
-        side = [np.arange(n) for n in self.window]
-        return grid_map(side, side, self.window)
+        side = [np.arange(n) for n in self.grid]
+        return grid_map(side, side, self.grid)
 
     def check(self, site: Site) -> None:
         """There must be a row of weights per head, and the tokens of one window."""
         check.heads("output_weight", self.output_weight, 0, site)
-        if not prod(self.window) == site.q_len == site.k_len:
+        if not prod(self.grid) == site.q_len == site.k_len:
             raise RelposValueError(
-                f"window: {self.window} has {prod(self.window)} tokens, the call has {site.q_len} queries and "
+                f"grid: {self.grid} has {prod(self.grid)} tokens, the call has {site.q_len} queries and "
                 f"{site.k_len} keys"
             )
 
@@ -259,15 +268,16 @@ class SwinV2(Scheme):
             self.hidden_weight,
             self.hidden_bias,
             self.output_weight,
-            self.window,
+            self.grid,
             output_bias=self.output_bias,
-            pretrained_window=self.pretrained_window,
+            pretrained_grid=self.pretrained_grid,
             variant=self.variant,
         )
         return bias.astype(site.dtype)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """Operands of length 1, and the network's answers as a table with a row per difference."""
+        q, k = in_order(q), in_order(k)
         table = self._network()[-1]
         with np.errstate(all="ignore"):  # an excluded key may hold anything
             query = q * (self._factors(site) / self._lengths(q)).astype(site.dtype)
@@ -321,7 +331,8 @@ class SwinV2(Scheme):
         """Lengths of vectors, in float64 so that squares of small components do not vanish: (..., L, 1)."""
         wide = x.astype(np.float64, copy=False)
         squares = np.einsum("...d,...d->...", wide, wide)
-        return np.asarray(np.maximum(np.sqrt(squares), _LEAST_NORM))[..., None]
+        lengths: Array = np.maximum(np.sqrt(squares), _LEAST_NORM)
+        return lengths[..., None]
 
     def _through_length(self, x: Array, grad: Array) -> tuple[Array, Array]:
         """Gradients of x from those of x / length(x), and each one's product with that unit vector (..., L, 1)."""
@@ -336,12 +347,12 @@ class SwinV2(Scheme):
     def _network(self) -> tuple[Array, Array, Array, Array]:
         """Coordinates (rows, 2), hidden layer (rows, M), last layer and bias (rows, H), in float64."""
         w1, b1, w2 = (x.astype(np.float64) for x in (self.hidden_weight, self.hidden_bias, self.output_weight))
-        window, trained = np.array(self.window), np.array(self.pretrained_window or self.window)
+        window, trained = np.array(self.grid), np.array(self.pretrained_grid or self.grid)
         c = np.stack(np.divmod(np.arange(prod(2 * window - 1)), 2 * window[1] - 1), axis=-1) - (window - 1.0)
         if self.variant == "paper":
             c = np.copysign(np.log(1 + np.abs(c)), c)
         else:
-            flat = self.variant == "transformers" and self.pretrained_window is None and window[0] == 1
+            flat = self.variant == "transformers" and self.pretrained_grid is None and window[0] == 1
             c = c * 8 / (1 if flat else np.maximum(trained - 1, 1))
             c = np.copysign(np.log1p(np.abs(c)) / np.log(8), c)
         hidden = np.maximum(c @ w1.T + b1, 0)
@@ -349,13 +360,11 @@ class SwinV2(Scheme):
         return c, hidden, z, z if self.variant == "paper" else 8 + 8 * np.tanh(z / 2)
 
     def __repr__(self) -> str:
-        trained = "" if self.pretrained_window is None else f", pretrained_window={self.pretrained_window}"
-        return (
-            f"SwinV2(output_weight={self.output_weight.shape}, window={self.window}{trained}, variant={self.variant!r})"
-        )
+        trained = "" if self.pretrained_grid is None else f", pretrained_grid={self.pretrained_grid}"
+        return f"SwinV2(output_weight={self.output_weight.shape}, grid={self.grid}{trained}, variant={self.variant!r})"
 
 
-def _window(name: str, value: Any) -> tuple[int, int]:
+def _grid(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise RelposTypeError(f"{name}: expected height and width such as (8, 8), found {value!r}")
     return check.integer(name, value[0], 1), check.integer(name, value[1], 1)
@@ -376,7 +385,7 @@ def _build(at: Sample) -> dict[str, Any]:
         scale.astype(dtype),
         window,
         output_bias=at.normal(heads) if bias else None,
-        pretrained_window=at.pick(None, None if at.variant == "paper" else (7, 9)),
+        pretrained_grid=at.pick(None, None if at.variant == "paper" else (7, 9)),
         variant=at.variant or "microsoft",
     )
     return {**parts, "position": position}

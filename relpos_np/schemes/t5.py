@@ -2,7 +2,7 @@ r"""T5: one learned scalar per head and bucket of relative positions, added to t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -93,9 +93,15 @@ class T5(Scheme):
 
     relative = True
     computes = False
+    roundings = 0.0
 
     def __init__(
-        self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: str = "exact"
+        self,
+        table: Any,
+        *,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        rounding: Literal["exact", "float32"] = "exact",
     ) -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.bidirectional = check.flag("bidirectional", bidirectional)

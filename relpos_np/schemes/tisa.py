@@ -2,7 +2,7 @@ r"""TISA: a sum of bell curves of the relative position, with three learned numb
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -100,7 +100,9 @@ class TISA(Scheme):
     relative = True
     computes = False
 
-    def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: str = "paper") -> None:
+    def __init__(
+        self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: Literal["paper", "published"] = "paper"
+    ) -> None:
         self.amplitudes = check.table("amplitudes", amplitudes, "curves heads")
         self.sharpness = check.table("sharpness", sharpness, "curves heads")
         self.offsets = check.table("offsets", offsets, "curves heads")

@@ -11,16 +11,17 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import distance_map, wrapped_map
 from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import QueryTerm, Terms, fit
 from relpos_np.errors import RelposValueError
-from relpos_np.formulas.relshift import VARIANTS as SHIFTS
-from relpos_np.formulas.relshift import rel_shift
+from relpos_np.formulas.relshift import VARIANTS, rel_shift
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
-from relpos_np.types import Array, Int64
+from relpos_np.types import Array, Int64, Shift
 
-VARIANTS = (*SHIFTS, "xlnet_uni")
+# Of arguments: v is also the values of every call.
+_OLD = {"u": "content_bias", "v": "position_bias"}
 
 
 def row_distances(q_len: int, k_len: int, variant: str = "transformer_xl", *, clamp: int | None = None) -> Int64:
@@ -59,8 +60,16 @@ def row_distances(q_len: int, k_len: int, variant: str = "transformer_xl", *, cl
     return np.clip(distances, -most, most)
 
 
+@renamed(**_OLD)
 def transformer_xl_scores(
-    q: Array, k: Array, u: Array, v: Array, rows: Array, *, variant: str = "transformer_xl", zero_triu: bool = False
+    q: Array,
+    k: Array,
+    content_bias: Array,
+    position_bias: Array,
+    rows: Array,
+    *,
+    variant: str = "transformer_xl",
+    zero_triu: bool = False,
 ) -> tuple[Array, Array]:
     r"""The two parts of the unscaled scores.
 
@@ -74,8 +83,8 @@ def transformer_xl_scores(
     ----------
     q, k : ndarray, shapes (..., H, L_q, D) and (..., H, L_k, D)
         Projected queries and keys.
-    u, v : ndarray, shape (H, D)
-        Global content and position biases.
+    content_bias, position_bias : ndarray, shape (H, D)
+        Global biases u and v.
     rows : ndarray, shape (R, H, D)
         Projected position encodings W_R R, one row per entry of `row_distances`.
     variant : {"transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni"}
@@ -92,20 +101,14 @@ def transformer_xl_scores(
     ----------
     Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019.
     """
-    ac = np.matmul(q + u[:, None, :], np.swapaxes(k, -1, -2))
-    return ac, _position_scores(q, v, rows, variant, zero_triu)
+    ac = np.matmul(q + content_bias[:, None, :], np.swapaxes(k, -1, -2))
+    return ac, _position_scores(q, position_bias, rows, variant, zero_triu)
 
 
 def _position_scores(q: Array, v: Array, rows: Array, variant: str, zero_triu: bool) -> Array:
     """The position part alone."""
     products = np.matmul(q + v[:, None, :], np.transpose(rows, (1, 2, 0)))
-    if variant == "xlnet_uni":
-        # The published steps of "xlnet" on fewer columns: without the first L_q products, in rows of one less.
-        *lead, q_len, columns = products.shape
-        run = products.reshape(*lead, q_len * columns)[..., q_len:]
-        bd: Array = run.reshape(*lead, q_len, columns - 1)
-    else:
-        bd = rel_shift(products, variant)
+    bd = rel_shift(products, variant)
     if not zero_triu:
         return bd
     q_len, k_len = bd.shape[-2:]
@@ -179,7 +182,8 @@ def absolute_terms(e: Array, u: Array, w_q: Array | None = None, w_k: Array | No
     return AbsoluteTerms(*(query @ key for query in queries for key in keys))
 
 
-def relative_terms(q: Array, k: Array, u: Array, v: Array, rows: Array) -> RelativeTerms:
+@renamed(**_OLD)
+def relative_terms(q: Array, k: Array, content_bias: Array, position_bias: Array, rows: Array) -> RelativeTerms:
     r"""What the unscaled scores with relative positions consist of.
 
     .. math::
@@ -194,8 +198,8 @@ def relative_terms(q: Array, k: Array, u: Array, v: Array, rows: Array) -> Relat
     ----------
     q, k : ndarray, shapes (..., L_q, D) and (..., L_k, D)
         Queries and keys.
-    u, v : ndarray, shape (..., D)
-        Global biases of content and position: (D,), or (H, D) where axis -3 of `q` is heads.
+    content_bias, position_bias : ndarray, shape (..., D)
+        Global biases u and v: (D,), or (H, D) where axis -3 of `q` is heads.
     rows : ndarray, shape (..., L_q + L_k - 1, D)
         Encodings R of the distances L_k-1 ... -(L_q-1), as `row_distances` gives them for "conformer".
 
@@ -221,8 +225,8 @@ def relative_terms(q: Array, k: Array, u: Array, v: Array, rows: Array) -> Relat
     keys, distances = np.swapaxes(k, -1, -2), np.swapaxes(rows, -1, -2)
     a, b = q @ keys, rel_shift(q @ distances, "conformer")
     # The last two do not depend on the query's content: one row each, the same for all queries before the shift.
-    c = np.broadcast_to(u[..., None, :] @ keys, a.shape)
-    d = v[..., None, :] @ distances
+    c = np.broadcast_to(content_bias[..., None, :] @ keys, a.shape)
+    d = position_bias[..., None, :] @ distances
     d = rel_shift(np.broadcast_to(d, (*d.shape[:-2], q_len, d.shape[-1])), "conformer")
     return RelativeTerms(a, b.copy(), c.copy(), np.broadcast_to(d, a.shape).copy())
 
@@ -236,8 +240,8 @@ class TransformerXL(Scheme):
 
     Parameters
     ----------
-    u, v : ndarray, shape (H, D)
-        Global biases of content and position (`r_w_bias` and `r_r_bias`, or `pos_bias_u` and `pos_bias_v`).
+    content_bias, position_bias : ndarray, shape (H, D)
+        Global biases u and v (`r_w_bias` and `r_r_bias`, or `pos_bias_u` and `pos_bias_v`).
     rows : ndarray, shape (R, H, D)
         Position encodings after their projection W_R, one per distance, in the order of
         `row_distances`. They fix L_q + L_k of the call.
@@ -267,6 +271,11 @@ class TransformerXL(Scheme):
         If `rows` does not fit the lengths of the call, or the call moves the queries (``offset``
         other than L_k - L_q).
 
+    Notes
+    -----
+    A call's ``cap_order="content"`` caps :math:`\sigma\,(q_i + u) \cdot k_j`; with "wenet", whose rows are further
+    channels of the keys, the sum.
+
     References
     ----------
     Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019.
@@ -274,29 +283,44 @@ class TransformerXL(Scheme):
     """
 
     content = True
+    roundings = 2.0
+    u, v = OldName("content_bias"), OldName("position_bias")
 
-    def __init__(self, u: Any, v: Any, rows: Any, *, variant: str = "transformer_xl", zero_triu: bool = False) -> None:
+    @renamed(**_OLD)
+    def __init__(
+        self,
+        content_bias: Any,
+        position_bias: Any,
+        rows: Any,
+        *,
+        variant: Shift = "transformer_xl",
+        zero_triu: bool = False,
+    ) -> None:
         self.variant = check.choice("variant", variant, VARIANTS)
         self.zero_triu = check.flag("zero_triu", zero_triu)
         if zero_triu and variant == "wenet":
             raise RelposValueError("zero_triu: variant 'wenet' has no positions that are relative, found True")
-        self.u = check.table("u", u, "heads head_dim")
-        self.v = check.table("v", v, "heads head_dim")
+        self.content_bias = check.table("content_bias", content_bias, "heads head_dim")
+        self.position_bias = check.table("position_bias", position_bias, "heads head_dim")
         self.rows = check.table("rows", rows, "rows heads head_dim", empty=True)
-        if self.u.shape != self.v.shape:
-            raise RelposValueError(f"v: expected the shape of u {self.u.shape}, found {self.v.shape}")
-        if self.rows.shape[1:] != self.u.shape:
+        shape = self.content_bias.shape
+        if self.position_bias.shape != shape:
             raise RelposValueError(
-                f"rows: expected (R, {self.u.shape[0]}, {self.u.shape[1]}) as in u, found {self.rows.shape}"
+                f"position_bias: expected the shape of content_bias {shape}, found {self.position_bias.shape}"
+            )
+        if self.rows.shape[1:] != shape:
+            raise RelposValueError(
+                f"rows: expected (R, {shape[0]}, {shape[1]}) as in content_bias, found {self.rows.shape}"
             )
         # The row of a query's own position, where it does not follow from the lengths: in a part of a call.
         self._row: int | None = None
 
     def check(self, site: Site) -> None:
         """Heads, head_dim and the number of rows must match the call."""
-        if self.u.shape != (site.heads, site.head_dim):
+        if self.content_bias.shape != (site.heads, site.head_dim):
             raise RelposValueError(
-                f"u: expected (heads, head_dim) = ({site.heads}, {site.head_dim}) of the call, found {self.u.shape}"
+                f"content_bias: expected (heads, head_dim) = ({site.heads}, {site.head_dim}) of the call, found "
+                f"{self.content_bias.shape}"
             )
         if site.offset != site.k_len - site.q_len:
             raise RelposValueError(
@@ -312,17 +336,25 @@ class TransformerXL(Scheme):
                 f"found shape {self.rows.shape}"
             )
 
-    def scores(self, q: Array, k: Array, site: Site) -> Array:
-        """What u and the position part add to the scaled products."""
-        u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.u, self.v, self.rows))
-        bd = _position_scores(q, v, rows, self.variant, self.zero_triu)
-        # q . k is already among the scores: of the content part only u . k is left to add.
-        content = np.einsum("hd,...hjd->...hj", u, k)[..., None, :]
-        return np.asarray((content + bd) * site.dtype.type(site.scale)) if bd.size else bd
+    def transform(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
+        """The content part is (q + u) . k; without a shift, the rows are further channels of the keys."""
+        u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.content_bias, self.position_bias, self.rows))
+        content = q + u[:, None, :]
+        if self.variant != "wenet":
+            return content, k
+        rows = np.broadcast_to(rows.swapaxes(0, 1), k.shape)
+        return np.concatenate([content, q + v[:, None, :]], axis=-1), np.concatenate([k, rows], axis=-1)
+
+    def scores(self, q: Array, k: Array, site: Site) -> Array | None:
+        """The position part, (q + v) . R."""
+        if self.variant == "wenet":
+            return None
+        v, rows = (x.astype(site.dtype, copy=False) for x in (self.position_bias, self.rows))
+        return np.asarray(_position_scores(q, v, rows, self.variant, self.zero_triu) * site.dtype.type(site.scale))
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """U joins the query; the position part is a query term with a row per distance."""
-        u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.u, self.v, self.rows))
+        u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.content_bias, self.position_bias, self.rows))
         content = q + u[:, None, :]
         position = q + v[:, None, :]
         position *= site.dtype.type(site.scale)
@@ -361,7 +393,7 @@ class TransformerXL(Scheme):
         """Rows of the distances that occur, or of the keys, and vectors of the heads."""
         here, rest = part.alone(site)
         cut = copy.copy(self)
-        cut.u, cut.v = self.u[part.heads], self.v[part.heads]
+        cut.content_bias, cut.position_bias = self.content_bias[part.heads], self.position_bias[part.heads]
         if self.variant == "wenet":
             cut.rows = self.rows[part.keys, part.heads]
             return cut, here, rest
@@ -383,8 +415,9 @@ class TransformerXL(Scheme):
 
     def held(self, site: Site) -> Held:
         """The formula shifts products with rows for distances in both directions, more than there are keys."""
-        if self.variant == "wenet":
-            return super().held(site)
+        if self.variant == "wenet":  # wider queries and keys, and what they are made of
+            tokens = math.prod(site.batch) * site.heads * (site.q_len + site.k_len)
+            return Held(4 * tokens * site.head_dim * site.dtype.itemsize)
         products = math.prod(site.batch) * site.heads * site.q_len * (site.q_len + site.k_len) * site.dtype.itemsize
         return Held(super().held(site).formula + products)
 
@@ -405,8 +438,8 @@ class TransformerXL(Scheme):
                 weights = weights + grad.queries[1].weights
                 position[..., 1:, :] += np.asarray(grad.queries[1].query)[..., :-1, :] * scale
         arrays = {
-            "u": fit(content.sum(axis=-2), self.u.shape),
-            "v": fit(position.sum(axis=-2), self.v.shape),
+            "content_bias": fit(content.sum(axis=-2), self.content_bias.shape),
+            "position_bias": fit(position.sum(axis=-2), self.position_bias.shape),
             "rows": weights.transpose(1, 0, 2),
         }
         return SchemeGradient(content + position, to_key, arrays)
@@ -414,7 +447,7 @@ class TransformerXL(Scheme):
     def _absolute(self, q: Array, k: Array, content: Array, weights: Array, site: Site) -> Terms:
         """Without a shift the rows belong to keys: append them to the keys and q + v to the queries."""
         keys = k if site.kv_heads == site.heads else np.repeat(k, site.heads // site.kv_heads, axis=-3)
-        position = q + self.v.astype(site.dtype, copy=False)[:, None, :]
+        position = q + self.position_bias.astype(site.dtype, copy=False)[:, None, :]
         return Terms(
             query=np.concatenate([content, position], axis=-1),
             key=np.concatenate([keys, np.broadcast_to(weights, keys.shape)], axis=-1),
@@ -426,7 +459,8 @@ class TransformerXL(Scheme):
 
 
 def _build(at: Sample) -> dict[str, Any]:
-    parts, variant = at.operands(3, 3), at.variant or "transformer_xl"
+    parts = at.operands(3, 3)
+    variant: Shift = at.variant or "transformer_xl"
     heads = parts["q"].shape[-3]
     rows = len(row_distances(at.q_len, at.k_len, variant))
     u, v, r = at.normal(heads, at.dim), at.normal(heads, at.dim), at.normal(rows, heads, at.dim)

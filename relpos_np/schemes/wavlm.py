@@ -3,7 +3,7 @@ r"""WavLM's gated bias: T5's buckets, times a number per query and head that the
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -181,8 +181,11 @@ class WavLM(Scheme):
     """
 
     computes = False
+    roundings = 0.0
 
-    def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: str = "exact") -> None:
+    def __init__(
+        self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Literal["exact", "float32"] = "exact"
+    ) -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
         self.table = bucket_table("table", table, self.max_distance)
@@ -241,7 +244,9 @@ def _build(at: Sample) -> dict[str, Any]:
     hidden = at.normal(*at.batch, at.q_len, heads * at.dim) * dtype.type(0.25)
     gate = wavlm_gate(hidden, at.normal(8, at.dim), at.normal(8), np.abs(at.normal(heads)))
     buckets, most = at.pick((320, 800), (8, 20))
-    position = WavLM(at.normal(buckets, heads), gate.astype(dtype), max_distance=most, rounding=at.pick(*ROUNDING))
+    position = WavLM(
+        at.normal(buckets, heads), gate.astype(dtype), max_distance=most, rounding=at.pick("exact", "float32")
+    )
     return {**parts, "position": position, "kwargs": {"scale": 0.25}}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Site
+from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme, SchemeGradient
@@ -99,15 +100,15 @@ class WindowBias(Scheme):
     ----------
     table : ndarray, shape (rows, H)
         rows is the product of 2E-1 over the axes, E being `extent`.
-    query_grid : tuple of int
+    grid : tuple of int
         Lengths of the query grid along each axis, such as (Wh, Ww) or (frames, Wh, Ww).
     key_grid : tuple of int, optional
-        The same for keys; default `query_grid`.
+        The same for keys; default `grid`.
     key_coords : tuple, optional
         For each axis None, meaning 0, 1, 2 ..., or the coordinates of the keys in units of the query
         grid, such as the frames that keys come from.
     extent : tuple of int, optional
-        Extent of the table's grid along each axis; default `query_grid`. A larger one serves
+        Extent of the table's grid along each axis; default `grid`. A larger one serves
         a table trained on a larger window.
 
     Raises
@@ -123,34 +124,37 @@ class WindowBias(Scheme):
     """
 
     computes = False
+    roundings = 0.0
     dense = True
+    query_grid = OldName("grid")
 
+    @renamed(query_grid="grid")
     def __init__(
         self,
         table: Any,
-        query_grid: Sequence[int],
+        grid: Sequence[int],
         key_grid: Sequence[int] | None = None,
         *,
         key_coords: Sequence[Any] | None = None,
         extent: Sequence[int] | None = None,
     ) -> None:
         self.table = check.table("table", table, "rows heads")
-        self.query_grid = _grid("query_grid", query_grid)
-        coords = _coords(key_coords, len(self.query_grid))
+        self.grid = _grid("grid", grid)
+        coords = _coords(key_coords, len(self.grid))
         self.key_coords = None if key_coords is None else tuple(coords)
         if key_grid is None:
-            key_grid = [n if c is None else len(c) for n, c in zip(self.query_grid, coords, strict=True)]
+            key_grid = [n if c is None else len(c) for n, c in zip(self.grid, coords, strict=True)]
         self.key_grid = _grid("key_grid", key_grid)
-        self.extent = self.query_grid if extent is None else _grid("extent", extent)
-        for name, grid in (("key_grid", self.key_grid), ("extent", self.extent)):
-            if len(grid) != len(self.query_grid):
-                raise RelposValueError(f"{name}: expected {len(self.query_grid)} axes as in query_grid, found {grid}")
+        self.extent = self.grid if extent is None else _grid("extent", extent)
+        for name, sizes in (("key_grid", self.key_grid), ("extent", self.extent)):
+            if len(sizes) != len(self.grid):
+                raise RelposValueError(f"{name}: expected {len(self.grid)} axes as in grid, found {sizes}")
         self._coords = coords
         for axis, (n, given) in enumerate(zip(self.key_grid, coords, strict=True)):
             if given is not None and len(given) != n:
                 raise RelposValueError(f"key_coords: axis {axis} has {len(given)} coordinates, key_grid has {n}")
             first, last = (0, n - 1) if given is None else (int(given.min()), int(given.max()))
-            low, high = -last, self.query_grid[axis] - 1 - first
+            low, high = -last, self.grid[axis] - 1 - first
             reach = self.extent[axis] - 1
             if low < -reach or high > reach:
                 raise RelposValueError(
@@ -163,7 +167,7 @@ class WindowBias(Scheme):
 
     @cached_property
     def _query(self) -> list[Int64]:
-        return [np.arange(n) for n in self.query_grid]
+        return [np.arange(n) for n in self.grid]
 
     @cached_property
     def _key(self) -> list[Int64]:
@@ -175,8 +179,9 @@ class WindowBias(Scheme):
         return grid_map(self._query, self._key, self.extent)
 
     @classmethod
+    @renamed(window_size="grid")
     def rstt(
-        cls, table: Any, num_frames_q: int, num_frames_kv: int, window_size: Sequence[int], frames: Any = None
+        cls, table: Any, num_frames_q: int, num_frames_kv: int, grid: Sequence[int], frames: Any = None
     ) -> WindowBias:
         """RSTT's window attention between video frames, self or cross.
 
@@ -186,7 +191,7 @@ class WindowBias(Scheme):
             `relative_position_bias_table` of the published module.
         num_frames_q, num_frames_kv : int
             Number of query frames F_q and key frames F_kv.
-        window_size : tuple of int
+        grid : tuple of int
             Window height and width (Wh, Ww).
         frames : sequence of int, optional
             Coordinates of the key frames among the query frames; default `rstt_frames`.
@@ -196,7 +201,7 @@ class WindowBias(Scheme):
         WindowBias
             With grids (F_q, Wh, Ww) and (F_kv, Wh, Ww).
         """
-        window = _grid("window_size", window_size)
+        window = _grid("grid", grid)
         f_q = check.integer("num_frames_q", num_frames_q, 1)
         f_kv = check.integer("num_frames_kv", num_frames_kv, 1)
         coords = (rstt_frames(f_q, f_kv) if frames is None else frames, *([None] * len(window)))
@@ -206,7 +211,7 @@ class WindowBias(Scheme):
         """The grids must hold the call's tokens, and the table a column per head."""
         check.heads("table", self.table, 1, site)
         for name, grid, length in (
-            ("query_grid", self.query_grid, site.q_len),
+            ("grid", self.grid, site.q_len),
             ("key_grid", self.key_grid, site.k_len),
         ):
             if prod(grid) != length:
@@ -226,7 +231,7 @@ class WindowBias(Scheme):
         return SchemeGradient(arrays={"table": grad.tables[0].table.T})
 
     def __repr__(self) -> str:
-        return f"WindowBias(table={self.table.shape}, query_grid={self.query_grid}, key_grid={self.key_grid})"
+        return f"WindowBias(table={self.table.shape}, grid={self.grid}, key_grid={self.key_grid})"
 
 
 def _grid(name: str, value: Any) -> tuple[int, ...]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np.errors import RelposError
+from relpos_np.errors import RelposError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing._sizes import SIZES, Size, lengths
-from relpos_np.testing.example import Example, build
+from relpos_np.testing.example import Example, accepted, build
+from relpos_np.testing.families import FAMILIES, of_family
 
 # By the name of the edge: lengths of queries and of keys, head_dim and D_v.
 _SMALL = SIZES["small"]
@@ -36,10 +37,32 @@ _OTHERS = ("one_key_head", "large_logits")
 EDGES = (*_SIZES, *_MASKS, *_OTHERS)
 
 
+# What `supports` may name: options of a call, and shapes that are not ordinary.
+FEATURES = (
+    "causal",
+    "cross",
+    "float_mask",
+    "grouped_heads",
+    "key_lengths",
+    "mask",
+    "offset",
+    "scale",
+    "value_dim",
+    "window",
+)
+
+
 def cases(
-    scheme: str, *, variant: str | None = None, dtype: Any = "float32", seed: int = 0, long: bool = True
+    scheme: str,
+    *,
+    variant: str | None = None,
+    dtype: Any = "float32",
+    seed: int = 0,
+    long: bool = True,
+    families: str | Iterable[str] | None = None,
+    supports: Iterable[str] | Callable[[Example], bool] | None = None,
 ) -> Iterator[Example]:
-    """Examples of a scheme: ordinary ones, then edges, as far as the scheme allows them.
+    """Examples of a scheme: self-attention, ordinary ones, then edges, as far as the scheme allows them.
 
     Parameters
     ----------
@@ -53,12 +76,20 @@ def cases(
         Of the numbers.
     long : bool
         Whether to include those with `Example.long`, of 1023 queries and keys.
+    families : str or iterable of str, optional
+        Those of `FAMILIES` that are wanted, and nothing else; of each the smallest case comes first. "self" is what
+        every implementation begins with: L_q = L_k > 1, H = H_kv, D = D_v and no option, from ``self_2`` on, which is
+        (1, 2, 2, 8). Default: "self", and then what is listed below.
+    supports : iterable of str or callable, optional
+        What the implementation under test can do: the cases whose `Example.needs` are among these names. Or a function
+        of an example that says whether it can. Default all cases.
 
     Yields
     ------
     Example
         Its `edge` says what is special, and `where` describes it for a failed test:
 
+        - "self_2", "self_5", "self_16", "self_40": ordinary self-attention.
         - "own": what `example` makes, with L_q other than L_k and D_v other than D where the scheme allows it.
         - "length_1", "length_7", "length_63", "length_65", "length_1023": lengths beside powers of two; "blocks":
           some hundred, more than a kernel takes at a time; "one_query": the last query only, as in decoding;
@@ -74,24 +105,81 @@ def cases(
     Raises
     ------
     RelposValueError
-        If there is no such scheme or variant.
+        If there is no such scheme, variant, family or name in `supports`; if the scheme has none of the families that
+        are asked for; and, when the last case has been taken, if there was none: a test that ran nothing did not pass.
     """
     check.choice("scheme", scheme, tuple(SCHEMES))
     info = SCHEMES[scheme]
-    absolute = info.kind == "absolute"
-    for one in (variant,) if variant is not None else info.variants or (None,):
-        base = build(scheme, _SIZES["own"], dtype=dtype, seed=seed, variant=one)
-        shapes = set()
-        for edge, size in _SIZES.items():
-            if (absolute and edge not in _ABSOLUTE) or (not long and edge == "length_1023"):
+    if variant is not None and variant not in info.variants:
+        raise RelposValueError(
+            f"variant: {scheme} has {', '.join(map(repr, info.variants)) or 'none'}; found {variant!r}"
+        )
+    if families is not None:
+        families = (families,) if isinstance(families, str) else tuple(families)
+        for one in families:
+            check.choice("families", one, tuple(FAMILIES))
+        if not families:
+            raise RelposValueError("families: expected at least one, found none")
+        if info.kind == "absolute":
+            raise RelposValueError(f"families: {scheme} is added to inputs, and has none; found {families}")
+    if supports is not None and not callable(supports):
+        supports = frozenset((supports,) if isinstance(supports, str) else supports)
+        for one in sorted(supports):
+            check.choice("supports", one, FEATURES)
+    return _chosen(scheme, variant, dtype, seed, long, families, supports)
+
+
+def _chosen(
+    scheme: str,
+    variant: str | None,
+    dtype: Any,
+    seed: int,
+    long: bool,
+    families: tuple[str, ...] | None,
+    supports: frozenset[str] | Callable[[Example], bool] | None,
+) -> Iterator[Example]:
+    """The cases that are asked for; none at all is an error."""
+    count = 0
+    for one in SCHEMES[scheme].variants or (None,) if variant is None else (variant,):
+        made = (
+            _all(scheme, one, dtype, seed, long)
+            if families is None
+            else (
+                case for family in families for case in of_family(family, scheme, variant=one, dtype=dtype, seed=seed)
+            )
+        )
+        for case in made:
+            if not long and case.long:
                 continue
-            found = base if edge == "own" else sized(base, size, edge, dtype, seed)
-            # A scheme with lengths of its own makes the same of several sizes.
-            if found is not None and (key := (found.q.shape, found.v.shape)) not in shapes:
-                shapes.add(key)
-                yield found
-        if not absolute:
-            yield from edges(base)
+            if supports is not None and not (supports(case) if callable(supports) else case.needs <= supports):
+                continue
+            count += 1
+            yield case
+    if not count:
+        wanted = "" if families is None else f" of {', '.join(families)}"
+        raise RelposValueError(
+            f"{'families' if supports is None else 'supports'}: no case{wanted} of {scheme} is left, and a test of "
+            "none proves nothing; see testing.FAMILIES and Example.needs"
+        )
+
+
+def _all(scheme: str, variant: str | None, dtype: Any, seed: int, long: bool) -> Iterator[Example]:
+    """Self-attention, and then the scheme's own example with every edge."""
+    absolute = SCHEMES[scheme].kind == "absolute"
+    if not absolute:
+        yield from of_family("self", scheme, variant=variant, dtype=dtype, seed=seed)
+    base = build(scheme, _SIZES["own"], dtype=dtype, seed=seed, variant=variant)
+    shapes = set()
+    for edge, size in _SIZES.items():
+        if (absolute and edge not in _ABSOLUTE) or (not long and edge == "length_1023"):
+            continue
+        found = base if edge == "own" else sized(base, size, edge, dtype, seed)
+        # A scheme with lengths of its own makes the same of several sizes.
+        if found is not None and (key := (found.q.shape, found.v.shape)) not in shapes:
+            shapes.add(key)
+            yield found
+    if not absolute:
+        yield from edges(base)
 
 
 def edges(base: Example) -> Iterator[Example]:
@@ -108,18 +196,7 @@ def sized(base: Example, size: Size, edge: str, dtype: Any, seed: int) -> Exampl
         found = build(base.name, size, dtype=dtype, seed=seed, variant=base.variant)
     except RelposError:
         return None
-    return _valid(replace(found, edge=edge))
-
-
-def _valid(one: Example) -> Example | None:
-    """The example, if its scheme accepts the call."""
-    try:
-        problem, _, _ = check.problem(one.q, one.k, one.v, **one.kwargs)
-        if one.position is not None:
-            one.position.check(problem.site)
-    except RelposError:
-        return None
-    return one
+    return accepted(replace(found, edge=edge))
 
 
 def _edge(base: Example, edge: str) -> Example | None:
@@ -155,4 +232,4 @@ def _edge(base: Example, edge: str) -> Example | None:
         kept, arrays = dict(base.kwargs), {"k": base.k[:, :1], "v": base.v[:, :1]}
     else:
         kept = {**base.kwargs, "scale": 64.0 * base.kwargs.get("scale", dim**-0.5)}
-    return _valid(replace(base, kwargs=kept, edge=edge, **arrays))
+    return accepted(replace(base, kwargs=kept, edge=edge, **arrays))

@@ -13,7 +13,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np.api import attention, attention_vjp, logits
-from relpos_np.errors import RelposValueError
+from relpos_np.errors import RelposError, RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
 from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.plain import Plain
@@ -22,7 +22,7 @@ from relpos_np.schemes.sample import Sample
 from relpos_np.testing._sizes import SIZES, Size
 from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import EPS, SMALLEST, ratio, tolerance
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,8 @@ class Example:
         The absolute scheme: q is ``encoding(x)``, rounded to the dtype of x.
     edge : str
         What is special about it: a name from `cases`, or "own" for what `example` makes.
+    family : str or None
+        The family of `cases` that it was made for.
     """
 
     name: str
@@ -59,6 +61,21 @@ class Example:
     x: Array | None = None
     encoding: Callable[[Array], Array] | None = None
     edge: str = "own"
+    family: str | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What an implementation must support to run it: options of the call, and shapes that are not ordinary.
+
+        Names of options that are set, with "float_mask" for a mask of floats; "cross" where L_q is not L_k,
+        "grouped_heads" where H is not H_kv, and "value_dim" where D_v is not D.
+        """
+        found = {name for name, value in self.kwargs.items() if value is not None and value is not False}
+        if "mask" in found and np.asarray(self.kwargs["mask"]).dtype != np.bool_:
+            found = found - {"mask"} | {"float_mask"}
+        (_, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = self.q.shape, self.v.shape
+        shapes = {"cross": q_len != k_len, "grouped_heads": heads != kv_heads, "value_dim": dim != v_dim}
+        return frozenset(found | {name for name, there in shapes.items() if there})
 
     @property
     def where(self) -> str:
@@ -73,7 +90,7 @@ class Example:
         """Whether a plain loop over all pairs would take long: True from a thousand queries or keys on."""
         return bool(max(self.q.shape[-2], self.k.shape[-2]) >= 1000)
 
-    def run(self, backend: str | None = None) -> tuple[Array, Array]:
+    def run(self, backend: Backend | None = None) -> tuple[Array, Array]:
         """Output and log-sum-exp of one backend.
 
         Parameters
@@ -86,15 +103,19 @@ class Example:
         out, lse : ndarray
             As `relpos_np.attention` returns them.
         """
-        return attention(
+        found: tuple[Array, Array] = attention(
             self.q, self.k, self.v, position=self.position, backend=backend, return_lse=True, **self.kwargs
         )
+        return found
 
     @cached_property
     def _expected(self) -> tuple[Array, Array]:
         """Output and log-sum-exp in float64."""
         q, k, v = (x.astype(np.float64) for x in (self.q, self.k, self.v))
-        return attention(q, k, v, position=self.position, backend="numpy", return_lse=True, **self.kwargs)
+        found: tuple[Array, Array] = attention(
+            q, k, v, position=self.position, backend="numpy", return_lse=True, **self.kwargs
+        )
+        return found
 
     @property
     def expected(self) -> Array:
@@ -154,7 +175,6 @@ class Example:
         weights = np.exp(s - np.where(np.isfinite(lse), lse, 0.0)[..., None])
         # What is excluded has weight 0, whatever it holds.
         values = np.nan_to_num(np.abs(self.v.astype(np.float64)), posinf=0.0)
-        magnitude = weights @ repeat_heads(values, s.shape[-3])
         problem, _, _ = check.problem(q, k, self.v.astype(np.float64), **self.kwargs)
         site, position = problem.site, self.position or Plain()
         k = repeat_heads(k, s.shape[-3])
@@ -165,10 +185,16 @@ class Example:
         total = sum(np.abs(part) for part in parts if part is not None)
         bound = float(np.where(np.isfinite(s), total, 0.0).max(initial=0.0))
         terms = position.lower(problem.q, problem.k, site)
+        turn = None if terms.turn is None else terms.turn.sizes()
+        if turn is not None:
+            values = np.maximum(turn.of_values(values), turn.to_values(values))
+        magnitude = weights @ repeat_heads(values, s.shape[-3])
         vectors = [x.weights for x in terms.queries] + [x.weights for x in terms.keys]
         products = (q if terms.query is None else terms.query).shape[-1] + sum(w.shape[-1] for w in vectors)
         for term in terms.values:
             magnitude += np.abs(term.weights).max(initial=0.0) * weights.sum(axis=-1, keepdims=True)
+        if turn is not None:
+            magnitude = np.maximum(turn.of_output(magnitude), turn.to_output(magnitude))
         return bound, products, magnitude
 
     @property
@@ -232,7 +258,7 @@ class Example:
         worst = ratio(out, self.expected, allowed)
         return worst if lse is None else max(worst, ratio(lse, self.expected_lse, slack))
 
-    def backend_error(self, backend: str) -> float:
+    def backend_error(self, backend: Backend) -> float:
         """Run the example on one backend, and judge the answer.
 
         Parameters
@@ -304,8 +330,28 @@ def example(
     return build(name, SIZES[size], dtype=dtype, seed=seed, variant=variant)
 
 
-def build(name: str, size: Size, *, dtype: Any, seed: int, variant: str | None) -> Example:
-    """An example of about these lengths; see `example`.
+def accepted(one: Example) -> Example | None:
+    """The example, if its scheme accepts the call."""
+    try:
+        problem, _, _ = check.problem(one.q, one.k, one.v, **one.kwargs)
+        if one.position is not None:
+            one.position.check(problem.site)
+    except RelposError:
+        return None
+    return one
+
+
+def build(
+    name: str,
+    size: Size,
+    *,
+    dtype: Any,
+    seed: int,
+    variant: str | None,
+    heads: tuple[int, int] | None = None,
+    batch: tuple[int, ...] = (2,),
+) -> Example:
+    """An example of about these lengths, with other heads and batch axes if they are given; see `example`.
 
     A RelposError says that there is no such scheme or variant, or none with such lengths.
     """
@@ -319,5 +365,5 @@ def build(name: str, size: Size, *, dtype: Any, seed: int, variant: str | None) 
     def draw(*shape: int) -> Array:
         return rng.standard_normal(shape).astype(dtype)
 
-    sample = Sample(draw, **asdict(size), variant=variant)
+    sample = Sample(draw, **asdict(size), variant=variant, heads=heads, batch=batch)
     return Example(name=name, variant=variant or next(iter(variants), None), **SCHEMES[name].build(sample))

@@ -13,7 +13,7 @@ import numpy as np
 from relpos_np._files import npz as npzfile
 from relpos_np._files import safetensors as tensorfile
 from relpos_np._files.safetensors import INSTALL, bfloat16
-from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposImportError, RelposMemoryError, RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
 # What a file may hold, by its name in the JSON beside it; all numbers are little-endian.
@@ -51,7 +51,7 @@ def read_npz(data: bytes, declared: Mapping[str, Any]) -> dict[str, Array]:
     """The arrays of an archive that `npz` wrote, each of the dtype and shape that are declared for it."""
     try:
         found = npzfile.read(io.BytesIO(data), len(data), len(data))
-    except RelposValueError as error:
+    except (RelposMemoryError, RelposValueError) as error:
         raise DamagedError(f"not a readable .npz archive: {error}") from error
     _same_names(list(found), declared)
     for name, x in found.items():

@@ -14,6 +14,7 @@ from relpos_np import layers, reference
 from relpos_np.errors import RelposError, RelposValueError
 from relpos_np.formulas.relshift import VARIANTS
 from relpos_np.schemes.sinusoidal import LAYOUTS as SINUSOIDAL
+from relpos_np.types import Backend
 
 # What a file may ask for, and nothing else.
 _LAYERS = ("SwinAttention", "cyclic_shift", "shift_mask", "window_partition")
@@ -35,7 +36,7 @@ class Call:
     arguments: Mapping[str, Any]
     then: Mapping[str, Any] | None = None
 
-    def run(self, backend: str = "numpy") -> Any:
+    def run(self, backend: Backend = "numpy") -> Any:
         """Make the call, on this backend where the function has the choice.
 
         Returns an array or a tuple of results; the name of the error, if it is one that the library raises.
@@ -50,7 +51,7 @@ class Call:
             return type(error).__name__
 
     @property
-    def backends(self) -> tuple[str, ...]:
+    def backends(self) -> tuple[Backend, ...]:
         """Names of the backends that can differ in the answer."""
         chosen = self.then is not None or "backend" in inspect.signature(FUNCTIONS[self.function]).parameters
         return rp.backend.BACKENDS if chosen else ("numpy",)
@@ -124,8 +125,7 @@ def _buckets() -> Iterator[Divergence]:
 def _tables() -> Iterator[Divergence]:
     t = np.array([0.0, 1.0, 2.0, 5.0, 63.0, 1000.0, -3.0, 2.5])
     for layout in SINUSOIDAL:
-        dims = (2, 10, 7) if layout in ("interleaved", "dimension_index") else (2, 10)
-        calls = [_reference("sinusoidal", positions=t, dim=dim, layout=layout) for dim in dims]
+        calls = [_reference("sinusoidal", positions=t, dim=dim, layout=layout) for dim in (2, 10, 7)]
         yield Divergence(
             f"sinusoidal.{layout}",
             "The paper's layout is interleaved. dimension_index is what some notes print by mistake: no rotation "
@@ -142,6 +142,11 @@ def _tables() -> Iterator[Divergence]:
         "Numbers of heads that are no power of two: the slopes of the power below, then every other one of the power "
         "above; not sorted.",
         [_reference("alibi_slopes", heads=heads) for heads in (1, 2, 3, 5, 6, 7, 8, 12, 16, 20, 25, 32, 40, 71, 112)],
+    )
+    yield Divergence(
+        "alibi_slopes.bias_max",
+        "MPT's alibi_bias_max in place of the paper's 8.",
+        [_reference("alibi_slopes", heads=heads, bias_max=bias_max) for heads in (3, 8) for bias_max in (4.0, 16.0)],
     )
     slopes = np.array([0.5, 0.125, 0.3])
     for form in ("symmetric", "causal", "key"):
@@ -234,8 +239,12 @@ def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
     for order in ("chunks", "cyclic"):
         yield Divergence(
             f"section_axes.{order}",
-            "Multimodal sections: one axis after the other (Qwen2-VL), or in turn (Qwen3-VL).",
-            [_reference("section_axes", sections=sections, order=order) for sections in ((4, 3, 1), (24, 20, 20))],
+            "Multimodal sections: one axis after the other (Qwen2-VL), or in turn (Qwen3-VL); in turn, the last ones "
+            "may not find room.",
+            [
+                _reference("section_axes", sections=sections, order=order)
+                for sections in ((4, 3, 1), (24, 20, 20), (3, 5, 5))
+            ],
         )
     yield Divergence(
         "xpos_scales",
@@ -303,7 +312,7 @@ def _terms(rng: np.random.Generator) -> Iterator[Divergence]:
     yield Divergence(
         "relative_terms",
         "The four parts of Transformer-XL's scores; rows for the distances 4 ... -2.",
-        [_reference("relative_terms", q=q, k=k, u=a, v=b, rows=rows)],
+        [_reference("relative_terms", q=q, k=k, content_bias=a, position_bias=b, rows=rows)],
     )
 
 
@@ -340,7 +349,7 @@ def _rows() -> Iterator[Divergence]:
             "Coordinates of the network of Swin V2, also for a window other than the trained one; in an axis of "
             "length 1, where the published formula is 0/0, they are 0.",
             [
-                _reference("swin_v2_coordinates", window=window, pretrained_window=trained, variant=variant)
+                _reference("swin_v2_coordinates", grid=window, pretrained_grid=trained, variant=variant)
                 for window, trained in windows
             ],
         )

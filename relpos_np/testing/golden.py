@@ -31,7 +31,7 @@ from relpos_np.testing.compare import ratio
 from relpos_np.testing.files import DamagedError
 from relpos_np.testing.functions import FUNCTIONS, Call
 from relpos_np.testing.records import Record, encoding_gradients, gradients, plain, records
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend
 
 FORMAT, VERSION = "relpos-vectors", 1
 MANIFEST = "manifest.json"
@@ -266,7 +266,7 @@ class Finding:
         return self.error <= 1
 
 
-def check_vectors(folder: Any, *, backends: Sequence[str] | None = None) -> list[Finding]:
+def check_vectors(folder: Any, *, backends: Sequence[Backend] | None = None) -> list[Finding]:
     """Read a set back, compute every answer again from the files alone, and compare.
 
     Parameters
@@ -291,7 +291,7 @@ def check_vectors(folder: Any, *, backends: Sequence[str] | None = None) -> list
     return [x for x in found if not x.ok]
 
 
-def check_record(folder: Any, name: str, entry: Mapping[str, Any], backends: Sequence[str]) -> list[Finding]:
+def check_record(folder: Any, name: str, entry: Mapping[str, Any], backends: Sequence[Backend]) -> list[Finding]:
     """Read one record, compute its answers again from its files alone, and compare.
 
     Returns all comparisons; one with an infinite error for files that cannot be used. A RelposImportError says that a
@@ -312,7 +312,7 @@ def check_record(folder: Any, name: str, entry: Mapping[str, Any], backends: Seq
     return found or [Finding(name, f"{name}.json: nothing to compare", np.inf)]
 
 
-def _comparisons(record: Record, backends: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _comparisons(record: Record, backends: Sequence[Backend]) -> Iterator[tuple[str, float]]:
     kind = record.about.get("kind")
     if kind == "attention":
         return _check_attention(record, backends)
@@ -343,7 +343,7 @@ def _in(x: Array, precise: bool) -> Array:
     return x.astype(np.float64) if precise else x
 
 
-def _check_attention(record: Record, backends: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _check_attention(record: Record, backends: Sequence[Backend]) -> Iterator[tuple[str, float]]:
     about, arrays = record.about, record.arrays
     stored = decode(about["position"], arrays)
     call = {name: decode(node, arrays) for name, node in about["call"].items()}
@@ -374,7 +374,7 @@ def _check_encoding(record: Record) -> Iterator[tuple[str, float]]:
         yield from _compared(record, found, precise, f" in {x.dtype}")
 
 
-def _check_function(record: Record, backends: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _check_function(record: Record, backends: Sequence[Backend]) -> Iterator[tuple[str, float]]:
     for n, entry in enumerate(record.about["calls"]):
         arguments, then = (
             {name: decode(node, record.arrays) for name, node in entry[key].items()} if key in entry else None

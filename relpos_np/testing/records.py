@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,14 @@ class _Writer:
         }
 
 
+def name_of(one: Example) -> str:
+    """Scheme, variant, edge and dtype of an example."""
+    return ".".join(part for part in (one.name, one.variant, one.edge, str(one.q.dtype)) if part)
+
+
 def _attention(one: Example, seed: int) -> Record:
     dtype = str(one.q.dtype)
-    name = ".".join(part for part in (one.name, one.variant, one.edge, dtype) if part)
+    name = name_of(one)
     writer = _Writer(dtype)
     writer.arrays |= {"q": one.q, "k": one.k, "v": one.v}
     position = encode(one.position, "position", writer.arrays)
@@ -191,21 +196,27 @@ def _smallest(name: str, dtype: Any, seed: int, variant: str | None) -> Example:
         return example(name, dtype=dtype, seed=seed, variant=variant, size="small")
 
 
+def examples(name: str, *, seed: int, dtypes: Sequence[Any]) -> Iterator[Example]:
+    """Every variant of a scheme in these dtypes, and its edges in float32."""
+    info = SCHEMES[name]
+    for variant in info.variants or (None,):
+        for dtype in dtypes:
+            yield _smallest(name, dtype, seed, variant)
+        base = _smallest(name, "float32", seed, variant)
+        for edge, size in _SIZES.items():
+            found = sized(base, size, edge, "float32", seed)
+            if found is not None and (info.kind == "attention" or edge == "length_1"):
+                yield found
+        if info.kind == "attention":
+            yield from edges(base)
+
+
 def records(*, seed: int = 0, bfloat16: bool = False) -> Iterator[Record]:
     """All records of a set, in its order; those in bfloat16 only if asked for."""
     kinds: list[Any] = [*DTYPES, *([tensorfile.bfloat16()] if bfloat16 else [])]
     for name, info in SCHEMES.items():
         record = _encoding if info.kind == "absolute" else _attention
-        for variant in info.variants or (None,):
-            for dtype in kinds:
-                yield record(_smallest(name, dtype, seed, variant), seed)
-            base = _smallest(name, "float32", seed, variant)
-            for edge, size in _SIZES.items():
-                found = sized(base, size, edge, "float32", seed)
-                if found is not None and (info.kind == "attention" or edge == "length_1"):
-                    yield record(found, seed)
-            if info.kind == "attention":
-                for one in edges(base):
-                    yield record(one, seed)
+        for one in examples(name, seed=seed, dtypes=kinds):
+            yield record(one, seed)
     for divergence in divergences(seed):
         yield _function(divergence)

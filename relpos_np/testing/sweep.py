@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing import Example
 from relpos_np.testing import cases as examples
+from relpos_np.types import Backend
 
 __all__ = ["DTYPES", "Case", "cases", "parts"]
 
@@ -27,7 +28,7 @@ class Case:
     """
 
     example: Example
-    backend: str
+    backend: Backend
 
     @property
     def dtype(self) -> str:
@@ -56,7 +57,7 @@ def parts() -> list[tuple[str, str | None]]:
     return [(name, variant) for name, info in SCHEMES.items() for variant in info.variants or (None,)]
 
 
-def cases(name: str, variant: str | None, backends: Sequence[str], seed: int) -> Iterator[Case]:
+def cases(name: str, variant: str | None, backends: Sequence[Backend], seed: int) -> Iterator[Case]:
     """All cases of one scheme and variant.
 
     Parameters

@@ -49,7 +49,7 @@ def arguments(operand, real):
 
 def scales(kind):
     """Numba's type of the factors of a call."""
-    return record(Scales, kind, kind)
+    return record(Scales, kind, kind, kind)
 
 
 def compiled(kernel, *kinds):

@@ -11,6 +11,7 @@ from offline import arguments, compiled, flat, integers, record, scales
 from relpos_np.kernels._cuda import attend as forward
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.records import Call, Results
+from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED
 
 # What a block may have without asking the driver for more.
 SHARED = 48 * 1024
@@ -23,17 +24,23 @@ def vector_loads(code, kind):
     return code.count("ld.shared.v4.f32") if kind is types.float32 else code.count("ld.shared.v2.f64")
 
 
+SIZES = [(size, size, stored, False) for size in (64, 128) for stored in FORMATS]
+SIZES += [(size, size, stored, True) for size in (64, 128) for stored in ("float32", "float64")]
+SIZES += [(32, 32, "float32", False), (80, 100, "bfloat16", False), (5, 3, "float64", False)]
+SIZES += [(256, 256, "float32", True)]
+# Of what is capped one size of each format, and the largest: each is a kernel of its own.
+OFTEN = [*SIZES[len(FORMATS) : 2 * len(FORMATS)], (128, 128, "float64", True), SIZES[-1]]
+
+
 @pytest.mark.parametrize(
-    ("depth", "v_dim", "stored", "skewed"),
-    [(size, size, stored, False) for size in (64, 128) for stored in FORMATS]
-    + [(size, size, stored, True) for size in (64, 128) for stored in ("float32", "float64")]
-    + [(32, 32, "float32", False), (80, 100, "bfloat16", False), (5, 3, "float64", False), (256, 256, "float32", True)],
+    ("depth", "v_dim", "stored", "skewed", "capped"),
+    [*((*size, UNCAPPED) for size in SIZES), *((*size, capped) for size in OFTEN for capped in (SCORES, CONTENT))],
 )
-def test_forward(depth, v_dim, stored, skewed):
+def test_forward(depth, v_dim, stored, skewed, capped):
     dtype = np.dtype(stored if stored == "float64" else "float32")
     width = forward.value_width(dtype, v_dim)
     tiling = forward.tiling(dtype, width, skewed)
-    kernel = forward.attend(tiling, (stored,) * 4, depth, width, skewed)
+    kernel = forward.attend(tiling, (stored,) * 4, depth, width, skewed, capped)
     operand, real = flat(FORMATS[stored][0]), flat(tiling.kind)
     code = compiled(
         kernel,

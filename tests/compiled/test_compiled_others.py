@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numba import types
-from offline import arguments, compiled, flat, integers, record
+from offline import arguments, compiled, flat, integers, record, scales
 
-from relpos_np.kernels._cuda import attend, decode, elementwise, product, rotate, shift
+from relpos_np.kernels._cuda import attend, decode, elementwise, product, rotate, shift, sinks
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.records import Call, Results
 
@@ -50,7 +50,7 @@ def test_decoding(stored, threads, rows, depth, wide):
     code = compiled(
         decode.decode(block, (stored,) * 4),
         *(*arguments(operand, real), record(Results, operand, real, real), integers(Call)),
-        *(integers(decode.Ranges), block.kind),
+        *(integers(decode.Ranges), scales(block.kind)),
     )
     assert code.spilled == 0
     assert code.count(".local") == 0
@@ -69,6 +69,20 @@ def test_merging(stored):
     )
     assert code.spilled == 0
     assert code.registers <= 64
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_sinks(name):
+    dtype, real, word = np.dtype(name), array(name), types.int64
+    pair, triple = types.UniTuple(real, 2), types.UniTuple(real, 3)
+    for code in (
+        compiled(sinks.sink_kernel(dtype), real, real, real, word),
+        compiled(sinks.before_kernel(dtype), pair, real, pair, triple, *[word] * 3),
+    ):
+        assert code.spilled == 0
+        assert code.registers <= 64
+        # Exponentials of float32 are not made in float64.
+        assert (".f64" in code.ptx) == (name == "float64")
 
 
 @pytest.mark.parametrize("across", [1, 8, 256])

@@ -217,7 +217,7 @@ def test_gradients_of_outputs_are_checked(monkeypatch, rng):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float64", "complex128"])
-@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "wenet"])
+@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "wenet", "xlnet_uni"])
 def test_rel_shift(variant, dtype, rng, transfers):
     x = (100 * rng.random((2, 3, 7))).astype(DTYPES.get(dtype, dtype))
     expected = rp.rel_shift(x, variant=variant, backend="numpy")

@@ -251,10 +251,10 @@ def test_results_repeat_bit_by_bit(rng):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", "complex128"])
-@pytest.mark.parametrize("variant", ["transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"])
+@pytest.mark.parametrize("variant", ["transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni"])
 def test_rel_shift(variant, dtype, rng):
     for lead, q_len, k_len in (((2,), 3, 5), ((), 1, 1), ((), 4, 300)):
-        columns = {"conformer": q_len + k_len - 1, "xlnet": q_len + k_len}.get(variant, k_len)
+        columns = {"conformer": q_len + k_len - 1, "xlnet": q_len + k_len, "xlnet_uni": k_len + 1}.get(variant, k_len)
         x = (100 * rng.random((*lead, q_len, columns))).astype(dtype)
         expected = rp.rel_shift(x, variant=variant, backend="numpy")
         np.testing.assert_array_equal(rp.rel_shift(x, variant=variant, backend="cuda"), expected)

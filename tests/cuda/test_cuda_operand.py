@@ -11,11 +11,11 @@ import pytest
 from relpos_np import testing
 from relpos_np._calls import lowering
 from relpos_np._contract import check
+from relpos_np._contract.turned import turn_channels
 from relpos_np.kernels._cuda import intrinsics
 from relpos_np.kernels._cuda.elementwise import elementwise
 from relpos_np.kernels._cuda.operand import Operand
 from relpos_np.kernels._cuda.result import DeviceArray
-from relpos_np.schemes.rotary import _turn
 from tests.cuda.doubles import (
     ATTENTION,
     DTYPES,
@@ -54,7 +54,8 @@ def test_terms_are_those_of_the_host(name, variant, transfers):
             largest = np.abs(b[np.isfinite(b)]).max(initial=1)
             np.testing.assert_allclose(np.asarray(a), b, rtol=0, atol=4 * EPS["float32"] * largest)
     wraps = name == "transformer_xl" and len(expected.queries) > 1
-    assert stayed == (name not in {"swin_v2", "cope"} and not wraps and variant != "wenet")
+    copied = {"swin_v2", "cope", "selective", "dape", "path", "pope", "liere"}
+    assert stayed == (name not in copied and not wraps and variant != "wenet")
     if stayed:
         assert not holds(transfers.up, one.q)
 
@@ -67,7 +68,7 @@ def test_rotation(layout, dtype, rng):
     for shape in ((1, 5, 4), (3, 5, 3), (1, 1, 5, 4), (2, 1, 1, 5, 1), (2, 3, 3, 5, 2)):
         cos, sin = rng.standard_normal((2, *shape)).astype(real)
         found = Operand.of(There(x), "x").turned(cos, sin, layout)
-        expected = _turn(x.astype(real), cos, sin, layout)
+        expected = turn_channels(x.astype(real), cos, sin, layout)
         np.testing.assert_allclose(found.host(), expected, rtol=0, atol=16 * EPS[real.name])
         rest = x[..., 2 * shape[-1] :].astype(real)
         np.testing.assert_array_equal(found.host()[..., 2 * shape[-1] :], rest)
@@ -174,6 +175,25 @@ def test_strides_are_never_negative(rng):
     found = Operand.of(odd, "x")
     assert found.strides == (4, 0, 1)
     np.testing.assert_array_equal(found.host(), x)
+
+
+@pytest.mark.parametrize("layout", [np.ascontiguousarray, heads_last, with_gaps])
+def test_ranges_of_axes_are_views(layout, rng):
+    x = layout(rng.standard_normal((2, 3, 5, 4)))
+    a = Operand.of(There(x), "x")
+    every = slice(None)
+    for index in (
+        (slice(1, 2), ..., slice(2, 4), every), (..., slice(4, 5), every), (every,) * 3 + (slice(1, 3),), (...,),
+        (slice(0, 1), ...), (..., slice(3, 3), every), (..., slice(5, 9)), (slice(1, 2), ..., slice(0, 3)),
+    ):  # fmt: skip
+        found = a.cut(index)
+        np.testing.assert_array_equal(found.host(), x[index])
+        if found.size:
+            assert np.shares_memory(found.flat._ary, a.flat._ary)
+    a.cut((..., slice(1, 3), every)).fill(7)
+    x[..., 1:3, :] -= 7
+    assert (x[..., 1:3, :] == 0).all()
+    assert (x[..., 3:, :] != 0).all()
 
 
 def test_an_operand_keeps_its_owner(rng):

@@ -41,6 +41,8 @@ def rare_schemes():
     yield rp.SwinV2(draw(6, 2), draw(6), draw(2, 6), np.ones(2), (2, 3), output_bias=draw(2))
     yield rp.GraphLabels(np.zeros((5, 7), int), draw(3, 2))
     yield rp.ALiBi(np.ones(2))
+    yield rp.PoPE(draw(8), frequencies=draw(8), positions=positions, key_positions=np.arange(7.0))
+    yield rp.Selective(past=draw(7))
 
 
 def remade(cls, given, name, other):
@@ -101,8 +103,15 @@ def of_layers():
     yield Place("MultiHeadAttention()(x)", "x", x, attend)
     yield Place("PositionalEncoding()(x)", "x", x, layers.PositionalEncoding(rp.Sinusoidal(8)))
     u, rel = draw(2, 4), layers.RelativeMultiHeadAttention
-    yield Place("RelativeMultiHeadAttention(u)", "u", u, lambda y: rel(w, w, w, pos=w, u=y, v=u))
-    yield Place("RelativeMultiHeadAttention(pos)", "pos", w, lambda y: rel(w, w, w, pos=y, u=u, v=u))
+    yield Place(
+        "RelativeMultiHeadAttention(content_bias)",
+        "content_bias",
+        u,
+        lambda y: rel(w, w, w, pos=w, content_bias=y, position_bias=u),
+    )
+    yield Place(
+        "RelativeMultiHeadAttention(pos)", "pos", w, lambda y: rel(w, w, w, pos=y, content_bias=u, position_bias=u)
+    )
     swin = layers.SwinAttention(8, (2, 2), 2, rng=np.random.default_rng(0), dtype=np.float64)
     yield Place("SwinAttention()(x)", "x", draw(1, 4, 4, 8), swin)
     yield Place("window_partition(x)", "x", draw(1, 4, 4, 8), lambda y: layers.window_partition(y, (2, 2)))

@@ -36,7 +36,8 @@ def one(place):
     kind = pick("none", "none", "t5", "shaw", "grid", "conformer", "wenet", "alibi", "rotary", "cope")
     if pick(0, 0, 1) and kind not in ("conformer", "wenet", "rotary", "cope"):
         options["offset"] = int(pick(0, -5, 5, -k_len, k_len))
-    shape = pick(None, (b, h, q_len, k_len), (q_len, k_len), (k_len,), (b, 1, 1, k_len), (q_len, 1), (b, 1, q_len, 1))
+    shapes = (b, h, q_len, k_len), (1, q_len, k_len), (k_len,), (b, 1, 1, k_len), (q_len, 1), (b, 1, q_len, 1)
+    shape = pick(None, *shapes)
     if shape:
         seen = rng.random(shape) < 0.7
         options["mask"] = place(seen if pick(0, 1) else np.where(seen, 0.5, -np.inf).astype(dtype))

@@ -194,6 +194,44 @@ def test_row_43_another_user_s_entry_is_not_run(entry, caplog):
     assert made(new()) == "loaded"
 
 
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links cannot be told from files")
+def test_row_43_links_are_not_followed(entry, tmp_path):
+    """A right entry that lies elsewhere."""
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    assert made(new()) == "compiled"
+    assert not entry.is_symlink()
+    assert made(new()) == "loaded"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files on this system")
+def test_row_43_a_folder_that_others_may_write_to_is_not_used(entry, monkeypatch, caplog):
+    """Whoever may put files there might have put any; a folder like /tmp, where each keeps his own, is used."""
+    caplog.set_level(logging.WARNING, "relpos_np")
+    entry.parent.chmod(0o1777)
+    assert made(new()) == "loaded"
+    entry.parent.chmod(0o775)
+    with pytest.warns(cache.CacheWarning, match="others may write to it"):
+        assert made(new()) == "compiled"
+    assert f"the kernel cache {entry.parent} is not used: others may write to it" in caplog.text
+    entry.parent.chmod(0o755)
+    monkeypatch.setattr(cache, "_not_kept", False)
+    assert made(new()) == "loaded"
+
+
+SETTINGS = {"BOUNDSCHECK": "1", "DEBUGINFO": "1", "LOOP_VECTORIZE": "0", "SLP_VECTORIZE": "1", "OPT": "2"}
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS.items())
+def test_row_43_settings_that_change_code_have_entries_of_their_own(name, value):
+    """An entry that was compiled with checks is not run without them, nor the reverse."""
+    code = "from relpos_np.kernels._numba.cache import _stamp; print(_stamp())"
+    (_, plain, _), (status, changed, log) = child(code, bare=True), child(code, bare=True, **{f"NUMBA_{name}": value})
+    assert status == 0, log
+    assert plain != changed
+    assert len(changed) == len(plain) == 21
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no modes of files")
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
 def test_row_43_entries_are_written_by_their_owner_alone(umask, folder):

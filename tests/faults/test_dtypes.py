@@ -145,6 +145,32 @@ def test_row_31_subclasses_on_every_backend(backend, rng):
     np.testing.assert_array_equal(out, rp.attention(q, k, v, backend=backend))
 
 
+class Liar(np.ndarray):
+    """An array whose methods and attributes say what is not so."""
+
+    shape = strides = property(lambda self: (1 << 40,) * 4)
+    dtype, ndim, size, nbytes = (property(lambda self, x=x: x) for x in (np.dtype(np.int8), 1, 0, 0))
+
+    def view(self, *args):
+        return np.zeros(1)
+
+    astype = copy = reshape = transpose = __getitem__ = __array_ufunc__ = __array_function__ = view
+
+
+def test_row_31_what_a_subclass_says_of_itself_is_not_believed(backend, rng):
+    q, k, v = make(rng)
+    table, mask = rng.standard_normal((9, 3)), rng.random((5, 6)) < 0.8
+
+    def lying(x):
+        return np.ndarray.view(x, Liar)
+
+    expected = rp.attention(q, k, v, position=rp.Shaw(value_table=table), mask=mask, backend=backend)
+    found = rp.attention(
+        lying(q), lying(k), lying(v), position=rp.Shaw(value_table=lying(table)), mask=lying(mask), backend=backend
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["masked", "object", "list", "longdouble", "complex"])
 def test_row_30_every_backend_refuses(kind, backend, rng):
     q, k, v = make(rng)
@@ -212,7 +238,7 @@ def test_row_26_half_precision_is_computed_in_float32(dtype, backend, rng):
     eps = 2.0**-8 if out.dtype.name == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(out.astype(np.float32), expected, rtol=eps, atol=1e-5)
     grad = rng.standard_normal(out.shape).astype(dtype)
-    found = rp.attention_vjp(q, k, v, grad_out=grad, backend=backend)
+    found = rp.attention_vjp(q, k, v, grad_out=grad, backend=backend, precision="highest")
     exact = rp.attention_vjp(*wide, grad_out=grad.astype(np.float32), backend=backend)
     for name in "qkv":
         assert getattr(found, name).dtype == np.dtype(dtype)

@@ -94,8 +94,8 @@ def test_row_42_nan_in_is_nan_out(kind, dtype, backend):
         if name in "qk":
             assert np.isnan(lse[0, 1, 0])
             assert np.isnan(found[0, 1, 0]).all()
-    mask = np.ones((q.shape[2], k.shape[2]), bool)
-    mask[1] = False
+    mask = np.ones((1, q.shape[2], k.shape[2]), bool)
+    mask[0, 1] = False
     found, lse = rp.attention(
         q, k, v, mask=mask, position=scheme(table) if scheme else None, backend=backend, return_lse=True
     )
@@ -185,6 +185,11 @@ NEEDS = {
     "numba gradients": ("rp.attention_vjp(q, k, v, grad_out=v)", ("numba",), ["pip install numba"]),
     "numba shift": ("rp.rel_shift(q[..., :4, :])", ("numba",), ["pip install numba", "backend='numpy'"]),
     "cuda": ("rp.attention(q, k, v, backend='cuda')", ("numba",), ['pip install "relpos-np[cuda]"']),
+    "onnx": (
+        "rp.to_onnx(None, q=(1, 2, 3, 4), k=(1, 2, 3, 4), v=(1, 2, 3, 4))",
+        ("onnx",),
+        ['pip install "relpos-np[onnx]"'],
+    ),
     "safetensors": (
         "from relpos_np.testing import files; files.safetensors({})",
         ("safetensors",),
@@ -211,6 +216,25 @@ def test_row_44_what_is_missing_is_named_with_its_remedy(name, tmp_path):
     said = printed(code)
     for word in words:
         assert word in said, said
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("NUMBA_DISABLE_JIT", "1", "unset it before Python starts"),
+        ("NUMBA_THREADING_LAYER", "no such layer", "unset NUMBA_THREADING_LAYER"),
+    ],
+)
+def test_row_44_settings_of_numba_that_leave_no_kernels(setting, value, remedy):
+    code = (
+        "q = rng.standard_normal((1, 2, 64, 8))\n"
+        "try:\n    rp.attention(q, q, q, backend='numba')\nexcept rp.RelposImportError as error:\n    print(error)\n"
+        "assert np.isfinite(rp.attention(q, q, q, backend='numpy')).all()\n"
+    )
+    status, said, log = child(code, **{setting: value})
+    assert status == 0, log
+    assert setting in said
+    assert remedy in said
 
 
 def test_row_44_every_extra_is_here():
@@ -287,7 +311,7 @@ def test_row_46_strict_floating_point_in_encodings_and_layers(rng):
         layers.PositionalEncoding(rp.Sinusoidal(8)),
         *(layers.MultiHeadAttention(w, w, w, w, heads=2, position=p) for p in (None, rp.ALiBi(heads=2), rp.Rotary())),
     ]
-    relative = layers.RelativeMultiHeadAttention(w, w, w, pos=w, u=u, v=u, variant="conformer")
+    relative = layers.RelativeMultiHeadAttention(w, w, w, pos=w, content_bias=u, position_bias=u, variant="conformer")
     encoding = layers.RelativePositionalEncoding(8, variant="conformer")
     same_when_strict(lambda: [relative(x, pos_emb=encoding(x)[1])])
     swin = layers.SwinAttention(8, (2, 2), 2, shift_size=(1, 1), rng=np.random.default_rng(0), dtype=np.float64)

@@ -43,6 +43,8 @@ def measured(name, variant, size):
     all_k = repeat_heads(k, site.heads)
     run("transform", q, all_k, site)
     run("scores", q, all_k, site)
+    run("turn_values", repeat_heads(problem.v, site.heads), site)
+    run("turn_output", np.ones(problem.out_shape, np.float32), site)
     run("outputs", np.ones((*site.batch, site.heads, site.q_len, site.k_len), np.float32), site)
     scheme, _ = call_of(name, variant, size)
     run("lower", q, k, site)
@@ -67,7 +69,7 @@ def test_row_37_what_a_scheme_holds_for_pairs(name, variant, size):
         pytest.skip(f"not a call of this scheme: {error}")
     grown = {method: used_twice[method] - 2 * used[method] for method in used}
     for side, methods in {
-        "formula": ("transform", "scores", "outputs"),
+        "formula": ("transform", "scores", "turn_values", "turn_output", "outputs"),
         "lower": ("lower",),
         "lift": ("lift",),
     }.items():

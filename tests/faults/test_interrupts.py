@@ -92,7 +92,8 @@ def assert_prompt(found):
     """On a busy machine processor time counts: of that a long call takes as much as of other time."""
     for name, (seconds, cpu, chunk, quiet) in found.items():
         assert seconds < 1.0 or cpu < 0.5, (name, seconds, cpu, chunk)
-        assert chunk < 0.5, (name, chunk)
+        # A core that is shared with another thread takes longer for the same.
+        assert chunk < 0.5 or cpu < 0.25, (name, chunk, cpu)
         assert quiet < 0.1, f"{name}: something goes on running"
 
 

@@ -34,7 +34,9 @@ def laid_out(position, view):
         rp.T5: lambda p: rp.T5(view(p.table)),
         rp.GraphLabels: lambda p: rp.GraphLabels(p.labels, view(p.table)),
         rp.Shaw: lambda p: rp.Shaw(view(p.key_table), view(p.value_table)),
-        rp.TransformerXL: lambda p: rp.TransformerXL(view(p.u), view(p.v), view(p.rows), variant=p.variant),
+        rp.TransformerXL: lambda p: rp.TransformerXL(
+            view(p.content_bias), view(p.position_bias), view(p.rows), variant=p.variant
+        ),
         rp.ALiBi: lambda p: rp.ALiBi(view(p.slopes), form=p.form),
         rp.CoPE: lambda p: rp.CoPE(view(p.table)),
         rp.Rotary: copy.copy,

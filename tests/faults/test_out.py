@@ -48,15 +48,38 @@ def test_row_23_out_that_overlaps_an_input(which, backend, rng):
 
 
 def test_row_23_out_that_overlaps_a_table(backend, rng):
-    """A table is an input as well: its memory may not be written while it is read."""
+    """A table is an input as well, also one of a scheme within another, or the numbers of an option."""
     q, k, v = (x.astype(np.float64) for x in make(rng, heads=4, batch=(), q_len=8, k_len=8, v_dim=4))
     memory = rng.standard_normal((32, 4))
-    expected = rp.attention(q, k, v, position=rp.T5(memory.copy()), backend=backend)
-    try:
-        out = rp.attention(q, k, v, position=rp.T5(memory), out=memory.reshape(4, 8, 4), backend=backend)
-    except rp.RelposValueError:
-        return
-    np.testing.assert_array_equal(out, expected)
+    copy, out = memory.copy(), memory.reshape(4, 8, 4)
+    inner = [rng.standard_normal(shape) for shape in ((8, 8), (8,), (4, 8), (4,))]
+    for options in (
+        {"position": rp.T5(memory)},
+        {"position": (rp.ALiBi(), rp.T5(memory))},
+        {"sinks": memory.reshape(-1)[:4]},
+        {"query_scale": memory.reshape(4, 32)[:, :8]},
+        {"position": rp.DAPE(rp.T5(memory), *inner)} if backend in ("numpy", "terms") else {"position": rp.T5(memory)},
+    ):
+        with pytest.raises(rp.RelposValueError, match=r"^out: the array overlaps an input"):
+            rp.attention(q, k, v, **options, out=out, backend=backend)
+    np.testing.assert_array_equal(memory, copy)
+
+
+def test_row_23_out_whose_elements_share_memory(backend, rng):
+    """Also where rows only reach into one another; those of a part of an array, in any order, do not."""
+    q, k, v = (x.astype(np.float64) for x in make(rng, heads=4, batch=(), q_len=8, k_len=8, v_dim=4))
+    memory = np.full(4 * 8 * 4, 7.0)
+    for strides in ((256, 24, 8), (128, 32, 8), (8, 8, 8), (0, 32, 8), (256, -24, 8)):
+        out = np.lib.stride_tricks.as_strided(memory[32:], (4, 8, 4), strides) if strides[0] < 256 else None
+        if out is None:
+            out = np.lib.stride_tricks.as_strided(np.full(512, 7.0)[200:], (4, 8, 4), strides)
+        with pytest.raises(rp.RelposValueError, match=r"^out: elements of the array share memory"):
+            rp.attention(q, k, v, out=out, backend=backend)
+    assert (memory == 7).all()
+    out = np.empty((8, 4, 9, 6))[:, ::-1, 1:, 1:5][3:7].transpose(1, 0, 2, 3)[2]
+    np.testing.assert_array_equal(
+        rp.attention(q, k, v, out=out, backend=backend), rp.attention(q, k, v, backend=backend)
+    )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "every other", "reversed", "big-endian", "misaligned"])

@@ -1,13 +1,9 @@
 """A web server that forks its workers after kernels have run, under load: every answer is the right one."""
 
-import contextlib
-import http.client
 import io
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,71 +12,16 @@ import pytest
 
 import relpos_np as rp
 from tests.faults.layers import LAYERS, environment
-from tests.processes import ROOT
+from tests.faults.service import FOLDER, POSITION, packed, post, request, server
 
 pytest.importorskip("numba")
-config = pytest.importorskip("gunicorn.config")
+pytest.importorskip("gunicorn")
 pytest.importorskip("threadpoolctl")
-FOLDER = ROOT / "docs" / "examples"
 pytestmark = [
     pytest.mark.stress,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
     pytest.mark.skipif(not FOLDER.is_dir(), reason="not a checkout"),
 ]
-POSITION = rp.T5(np.random.default_rng(0).standard_normal((32, 4)).astype(np.float32))
-
-
-@contextlib.contextmanager
-def server(log, *options, **variables):
-    """Gunicorn with the program of the documentation, on a free port; stopped in the end, with nothing left."""
-    argv = [sys.executable, "-m", "gunicorn", "--chdir", str(FOLDER), "--bind", "127.0.0.1:0", "--preload", *options]
-    if "control_socket" in {setting.name for setting in config.KNOWN_SETTINGS}:  # of newer versions, in the home folder
-        argv.append("--no-control-socket")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*argv, "serve:application"],
-            stdout=file, stderr=file, start_new_session=True, env=os.environ | variables | {"PYTHONPATH": path},
-        )  # fmt: skip
-    try:
-        stop = time.monotonic() + 200
-        while not (found := re.search(r"Listening at: http://127.0.0.1:(\d+)", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < stop, log.read_text()
-            time.sleep(0.1)
-        yield int(found[1])
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)  # nobody is left in its session's group
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
-def post(port, body):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
-    try:
-        connection.request("POST", "/", body)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
-def packed(**arrays):
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
-
-
-def request(seed):
-    """Arrays of a request: a step of decoding, windows, and calls for one thread and for several."""
-    rng = np.random.default_rng(seed)
-    q_len, k_len = ((1, 500), (49, 49), (20, 60), (300, 300))[seed % 4]
-    dtype = np.float64 if seed % 7 == 0 else np.float32
-    return [rng.standard_normal((4, n, 32)).astype(dtype) for n in (q_len, k_len, k_len)]
 
 
 def load(port, clients, count):
@@ -113,7 +54,7 @@ def test_row_39_preloaded_workers_under_load(worker, tmp_path):
         ):
             status, words = post(port, body)
             assert (status, bool(words)) == (400, True)
-        assert post(port, b"")[0] == 413
+        assert post(port, b"")[0] == 400
         assert load(port, 8, 20) == []
     assert "Traceback" not in (tmp_path / "log").read_text()
 

@@ -70,9 +70,16 @@ def _file(data, name):
 # ---------------------------------------------------------------------------------------------- .npz
 
 OPTIONS = ["q", "k", "v", "mask", "key_lengths", "scale", "causal", "window", "offset", "scheme", "extra"]
-PARAMETERS = ["table", "key_table", "max_distance", "bidirectional", "slopes", "query_grid", "key_grid", "key_coords.0"]
+PARAMETERS = ["table", "key_table", "max_distance", "bidirectional", "slopes", "grid", "key_grid", "key_coords.0"]
 PARAMETERS += ["dim", "base", "left"]
 NAMES = [*OPTIONS, *(f"position.{name}" for name in PARAMETERS)]
+NAMES += ["sinks", "query_scale", "selected", "softcap", "cap_order", "segments", "key_segments"]
+NAMES += ["rule", "rule.size", "rule.lengths", "rule.step", "rule.left"]
+WORDS = {
+    "scheme": list(rp.SCHEMES),
+    "rule": ["chunked", "dilated", "prefix", "none"],
+    "cap_order": ["scores", "content"],
+}
 DTYPES = ["<f4", "<f8", "<f2", "|b1", "<i8", "<i4", "|u1", "<U12", ">f8", "<c8", "|V2", "|O", "|S3", "<f16"]
 
 
@@ -128,10 +135,10 @@ def built(data):
             shape = [1 + choices.below(2), heads, length, dim] if at < 3 else []
             if at >= 3 or not choices.below(6):
                 shape = [choices.below(9) for _ in range(choices.below(5))]
-            if NAMES[at] == "scheme":
+            if words := WORDS.get(NAMES[at]):
                 content = io.BytesIO()
-                np.save(content, np.array(list(rp.SCHEMES)[choices.below(len(rp.SCHEMES))]))
-                file.writestr("scheme.npy", content.getvalue())
+                np.save(content, np.array(words[choices.below(len(words))]))
+                file.writestr(f"{NAMES[at]}.npy", content.getvalue())
                 continue
             claimed = shape if choices.below(16) else [n << choices.below(64) for n in shape]
             said = f"({', '.join(map(str, claimed))}{',' if len(claimed) == 1 else ''})"
@@ -170,7 +177,11 @@ def npz(data):
         assert out.dtype == call["q"].dtype.newbyteorder("=")
         assert lse.shape == out.shape[:-1]
         small = all(np.isfinite(call[name]).all() and np.abs(call[name]).max(initial=0) < 1e3 for name in "qkv")
-        small &= abs(call.get("scale", 1)) < 1e3 and call.get("mask", np.ones(1, bool)).dtype == bool
+        small &= (
+            not call.keys() & {"sinks", "query_scale"}
+            and abs(call.get("scale", 1)) < 1e3
+            and call.get("mask", np.ones(1, bool)).dtype == bool
+        )
         assert np.isfinite(out).all() or not small or call["position"] is not None
     return True
 

@@ -26,7 +26,7 @@ from tests.interpreted.vectors import Vectors
 # The package has kernels by the names of their modules.
 MODULES = {
     name: sys.modules[f"{host.__name__}.{name}"]
-    for name in ("attend", "backward", "decode", "pack", "pieces", "product", "scores", "shift", "window")
+    for name in ("attend", "backpairs", "backward", "decode", "pack", "pieces", "product", "scores", "shift", "window")
 }
 # What lies behind the address that a kernel is called with, by the first word of its name.
 RECORDS = {
@@ -40,7 +40,7 @@ RECORDS = {
 KINDS_OF_ORDER = ("in turn", "backwards", "one takes all")
 INPUTS = {
     *("q", "k", "v", "bias", "allowed", "soft", "skew_q", "skew_w", "skew_index", "batches", "adds", "values", "keep"),
-    *("q_turn", "k_turn"),
+    *("q_turn", "k_turn", "ranges", "inner"),
     *("grad_out", "delta", "sinks", "dp_adds", "src", "map", "runs", "weights", "x", "table"),
 }
 # Results that one piece of work fills, of memory that holds anything before; then sums that begin at 0.
@@ -127,6 +127,9 @@ class Machine:
     def _map(self, fields, held):
         """Make the arrays that a record names legal, and nothing else."""
         uses = [(name, fields[name]) for name in fields if name in INPUTS | RESULTS | SUMS and fields[name]]
+        for name in fields.keys() - INPUTS - RESULTS - SUMS - {"work"}:
+            if any(low <= fields[name] < high for low, high, _ in held):
+                raise Fault(f"{self.memory.kernel}: the record's {name} is an address; name it among the inputs")
         # The backward pass reads what the forward one has left.
         results = set() if self.memory.kernel.startswith("backward") else RESULTS
         for name in TABLES:
@@ -192,7 +195,7 @@ class Machine:
     def _pieces(self, fields, threads):
         """The pieces of work of each thread."""
         # Where a record counts in smaller units than pieces.
-        unit = fields.get("run") or ("lines" not in fields and fields.get("step")) or 1
+        unit = fields.get("run") or 1
         todo = list(range(fields["counter"], -(-fields["stop"] // unit)))
         if self.order == "one takes all":
             return [todo, *([] for _ in range(threads - 1))]

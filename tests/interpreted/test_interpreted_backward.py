@@ -1,5 +1,6 @@
 """The backward kernel interpreted: gradients of every kind of term, divided into parts or not, with checked memory."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +8,8 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import testing
-from relpos_np.kernels._numba.target import BLOCK_KEYS
+from relpos_np.kernels._numba import job
+from relpos_np.kernels._numba.target import BLOCK_KEYS, TILED
 from tests.interpreted.agreement import assert_gradients_agree, assert_same_arrays, gradients, shut_keys
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
 from tests.interpreted.test_interpreted_attention import DTYPES, STRESS, case_of
@@ -98,6 +100,53 @@ def test_masks(kind, rng):
     options = {"dropout": 0.4, "state": 2} if kind == "dropout" else {"mask": masks[kind]}
     position = rp.Shaw(rng.standard_normal((5, 5)), rng.standard_normal((5, 5)))
     assert_gradients_agree(q, k, v, {**options, "position": position})
+
+
+@pytest.mark.parametrize("unit", ["emulated tiles" if TILED else "emulated", "none"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision(name, dtype, unit, monkeypatch):
+    """Read and written as it lies, with and without products of pairs, on any processor."""
+    monkeypatch.setattr(job, "UNIT", unit)
+    case, operands, options = call_of(name, np.float32)
+    half = [x.astype(dtype) for x in operands]
+    shape = (*np.broadcast_shapes(*(x.shape[:-3] for x in half)), *half[0].shape[-3:-1], half[2].shape[-1])
+    grad = np.random.default_rng(3).standard_normal(shape).astype(dtype)
+    with interpreted(threads=(None, 3)[len(name) % 2], excluded=shut_keys(case)) as machine:
+        found = gradients(rp.attention_vjp(*half, grad_out=grad, **options, backend="numba"))
+    # Queries that a scheme has changed are not rounded again.
+    made = name in {"turned", "transformer_xl", "conformer and a bias"}
+    paired = unit != "none" and dtype == ml_dtypes.bfloat16 and not made
+    assert machine.launches["backward_bfloat16" if paired else "backward_float32"] == 1
+    expected = gradients(rp.attention_vjp(*half, grad_out=grad, **options, backend="terms"))
+    assert found.keys() == expected.keys()
+    for key, x in expected.items():
+        assert found[key].dtype == x.dtype
+        wide, given = x.astype(np.float64), found[key].astype(np.float64)
+        assert np.abs(given - wide).max(initial=0) <= 0.02 * max(np.abs(wide).max(initial=0), 1.0), key
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_queries_and_keys_that_turn_as_they_are_read(layout, dtype, monkeypatch, rng):
+    """With trained frequencies, channels that do not turn, grouped heads and positions; in pairs if that is allowed."""
+    monkeypatch.setattr(job, "UNIT", "emulated tiles" if TILED else "emulated")
+    q, (k, v) = rng.standard_normal((2, 4, 30, 11)), rng.standard_normal((2, 2, 2, 210, 11))
+    position = rp.Rotary(
+        frequencies=rng.uniform(0.001, 1, (1, 2, 5)), layout=layout, positions=rng.integers(0, 900, (2, 1, 210))
+    )
+    q, k, v, grad = (x.astype(dtype) for x in (q, k, v, rng.standard_normal(q.shape)))
+    lengths = np.array([210, 201])
+    options = {"position": position, "key_lengths": lengths, "grad_out": grad, "causal": True, "precision": "medium"}
+    with interpreted(threads=2, excluded=np.arange(210) >= lengths[:, None]) as machine:
+        found = gradients(rp.attention_vjp(q, k, v, **options, backend="numba"))
+    kernel = "float64" if dtype == np.float64 else "bfloat16"
+    assert machine.launches[f"backward_{kernel}"] == 1
+    expected = gradients(rp.attention_vjp(q, k, v, **options, backend="terms"))
+    for name, x in expected.items():
+        wide, given = x.astype(np.float64), found[name].astype(np.float64)
+        rounding = 1e-12 if dtype == np.float64 else 0.03
+        assert np.abs(given - wide).max() <= rounding * max(np.abs(wide).max(), 1.0), name
 
 
 @pytest.mark.parametrize("threads", [None, 3])

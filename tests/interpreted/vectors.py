@@ -124,6 +124,22 @@ class Vectors:
         source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
         target[...] = np.where(source == -np.inf, source, target + source * source.dtype.type(factor))
 
+    def cap_row(self, out, n, cap, inverse, slopes, sloped):
+        target = self.m.row(out, 0, n, write=True)
+        real = target.dtype.type
+        bent = np.tanh(target * real(inverse))
+        target[...] = bent * real(cap)
+        if sloped:
+            self.m.row(slopes, 0, n, write=True)[...] = 1 - bent * bent
+
+    def multiply_row(self, out, x, n):
+        source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
+        target[...] = np.where(target == 0, target, target * source)
+
+    def shut_row(self, out, x, n):
+        source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
+        target[...] = np.where(source == -np.inf, source, target)
+
     def add_constant(self, out, n, value):
         self.m.row(out, 0, n, write=True)[...] += out.kind.type(value)
 
@@ -326,6 +342,14 @@ class Vectors:
 
     def accumulate_transposed(self, a, lda, b, ldb, c, ldc, count, width, depth):
         self._accumulate(lambda n, k: self.m.grid(a, 0, k, lda, n).T, b, ldb, c, ldc, None, count, width, depth)
+
+    def accumulate_transposed_pairs(self, a, lda, b, ldb, c, ldc, count, width, depth):
+        lanes = TARGET.lanes(b.size)
+        for column, vectors in self._strips(width, lanes):
+            rows, columns = up(count, TARGET.value_rows(vectors)), vectors * lanes
+            left, right = self.m.grid(a, 0, depth, lda, rows), self.m.grid(b, column, depth, ldb, columns)
+            target = self.m.grid(c, column, rows, ldc, columns, write=True)
+            target[...] = target + unpaired(left, 0).T @ unpaired(right, 0)
 
     def average_pairs(self, *args):
         self.average(*args, True)

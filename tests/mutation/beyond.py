@@ -76,7 +76,7 @@ BEYOND: list[Bug] = [
         "rows[starts] >= 0", "(rows[starts] >= 0) & (rows[starts] < 512)",
         "slopes(draw(1, heads=1, q_len=320, dim=8), position=rp.Shaw(table(601, 8)))"),
     Bug("beyond: borders of buckets from 1,024 on", "_contract.index_maps:t5_thresholds",
-        "starts.append(n)", "starts.append(n if n < 1024 else n + 1)",
+        "takewhile(lambda n: n <= furthest, further)", "(n + (n >= 1024) for n in further)",
         "same(draw(1, heads=2, q_len=4, k_len=2000), 'terms', position=rp.T5(table(32, 2), max_distance=4096))"),
     Bug("beyond: grids of more than 16", "_contract.index_maps:grid_map",
         "total * (2 * size - 1)", "total * (2 * min(size, 16) - 1)",

@@ -22,7 +22,7 @@ _SILENT = (
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
 QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
 PYTEST = ("-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
-MARKERS = "not slow and not stress and not models and not mutation and not parity"
+MARKERS = "not slow and not stress and not models and not mutation and not parity and not sweep"
 
 
 def copy_tree(to: Path) -> None:

@@ -16,12 +16,17 @@ class Loops(NamedTuple):
     q: Any = None
     k: Any = None
     scale: Any = None
+    # In place of the scaled product of query and key.
+    product: Any = None
+    # Other values, and a closure of (b, h, i, row) that is applied to each row of the output.
+    v: Any = None
+    back: Any = None
 
 
 def witness(name):
     """These are the loops of the scheme of that name.
 
-    They take what they need of a call (q, k, l_q, l_k, heads, offset, scale, batch, last: the largest d that is
+    They take what they need of a call (q, k, v, l_q, l_k, heads, offset, scale, batch, last: the largest d that is
     attended, or None; positions, for what is added to inputs) and *all* arguments of the constructor, by name. They
     return `Loops`, or its first fields, or for an absolute scheme a vector per position.
     """

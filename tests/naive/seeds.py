@@ -38,8 +38,12 @@ def add(*logits):
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def score_of(q, k, *, logit=None, allowed=None, scale=None):
-    """Closure: s_ij = scale q_i . k_j + logit(b,h,i,j) + mask, -inf where excluded (Vaswani 2017, eq. 1)."""
+def score_of(q, k, *, logit=None, allowed=None, scale=None, softcap=None, cap_order="scores", product=None):
+    """Closure: s_ij = scale q_i . k_j + logit(b,h,i,j) + mask, -inf where excluded (Vaswani 2017, eq. 1).
+
+    softcap c: c tanh(x / c) of all but the mask (Gemma 2), or with cap_order "content" of the product alone.
+    product(b, h, i, j): in place of scale q_i . k_j.
+    """
     (_, n_h, _, dim), h_kv = np.shape(q), np.shape(k)[1]
     scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
     q, k = floats(q), floats(k)
@@ -48,8 +52,17 @@ def score_of(q, k, *, logit=None, allowed=None, scale=None):
         extra = 0.0 if allowed is None else allowed(b, h, i, j)
         if extra == NEG_INF:  # neither the key nor its position is looked at
             return NEG_INF
-        content = scale * dot(q[b][h][i], k[b][h // (n_h // h_kv)][j])
-        return (content if logit is None else content + logit(b, h, i, j)) + extra
+        pair = q[b][h][i], k[b][h // (n_h // h_kv)][j]
+        content = scale * dot(*pair) if product is None else product(b, h, i, j)
+        if softcap is not None and cap_order == "content":
+            content = softcap * math.tanh(content / softcap)
+        added = 0.0 if logit is None else logit(b, h, i, j)
+        if added == NEG_INF:  # a scheme excludes keys too
+            return NEG_INF
+        whole = content + added
+        if softcap is not None and cap_order == "scores":
+            whole = softcap * math.tanh(whole / softcap)
+        return whole + extra
 
     return score
 
@@ -63,11 +76,12 @@ def logits(q, k, **terms):
     return out
 
 
-def attention(q, k, v, *, value=None, rows=None, **terms):
+def attention(q, k, v, *, value=None, rows=None, sinks=None, back=None, **terms):
     """out_i = sum_j softmax_j(s_ij) (v_j + value(b,h,i,j)) and lse_i = log sum_j exp s_ij (Vaswani 2017, eq. 1).
 
     Keys at -inf are never touched, so NaN in them stays there. A row without keys gives zeros and lse = -inf.
-    `rows`: some (b, h, i), in place of which the results have one axis.
+    `rows`: some (b, h, i), in place of which the results have one axis. sinks[b][h][i]: one more score, which has no
+    value (gpt-oss). back(b, h, i, row): what becomes of a row of the output.
     """
     (n_b, n_h, l_q, _), (_, h_kv, l_k, d_v) = np.shape(q), np.shape(v)
     score, v = score_of(q, k, **terms), floats(v)
@@ -78,14 +92,18 @@ def attention(q, k, v, *, value=None, rows=None, **terms):
         out, lse = [0.0] * d_v, NEG_INF
         if seen:
             top = max(row[j] for j in seen)
+            if sinks is not None:
+                top = max(top, sinks[b][h][i])
             weight = {j: math.exp(row[j] - top) for j in seen}
-            total = math.fsum(weight.values())
+            total = math.fsum(weight.values()) + (0.0 if sinks is None else math.exp(sinks[b][h][i] - top))
             lse = top + math.log(total)
             for j in seen:
                 moved = None if value is None else value(b, h, i, j)
                 for c, x in enumerate(v[b][h // (n_h // h_kv)][j]):
                     out[c] += weight[j] / total * (x if moved is None else x + moved[c])
-        outs.append(out)
+        elif sinks is not None:
+            lse = sinks[b][h][i]
+        outs.append(out if back is None else back(b, h, i, out))
         lses.append(lse)
     shape = (n_b, n_h, l_q) if rows is None else (len(lses),)
     return np.reshape(np.array(outs), (*shape, d_v)), np.reshape(lses, shape)
@@ -110,11 +128,24 @@ def self_attention(x, w_query, w_key, w_value):
     return out
 
 
-def allowed(l_q, l_k, *, mask=None, causal=False, window=None, key_lengths=None, offset=None):
+def ruled_out(rule, b, n, j):
+    """Whether a rule excludes key j for a query at position n: ("chunked", size, left, right) and so on."""
+    kind, *numbers = rule
+    if kind == "chunked":
+        size, left, right = numbers
+        apart = math.floor(Fraction(j, size)) - math.floor(Fraction(n, size))
+        return (left is not None and apart < -left) or (right is not None and apart > right)
+    if kind == "prefix":
+        lengths = numbers[0]
+        return j > n and j >= (lengths if isinstance(lengths, int) else lengths[b])
+    return (j - n) % numbers[0] != 0
+
+
+def allowed(l_q, l_k, *, mask=None, causal=False, window=None, key_lengths=None, offset=None, rule=None, selected=None):
     """Closure: -inf for an excluded pair, otherwise the float mask's term (0 without one).
 
     Bool mask: True may attend. causal: d <= 0. window w: |d| <= w; (left, right): -left <= d <= right, None unbounded.
-    key_lengths[b]: keys from there on are padding.
+    key_lengths[b]: keys from there on are padding. rule: see `ruled_out`. selected[b][h][i]: keys, -1 for none.
     """
     offset = l_k - l_q if offset is None else offset
     left, right = (window, window) if window is None or isinstance(window, int) else window
@@ -129,6 +160,10 @@ def allowed(l_q, l_k, *, mask=None, causal=False, window=None, key_lengths=None,
         if right is not None and d > right:
             return NEG_INF
         if key_lengths is not None and j >= key_lengths[b]:
+            return NEG_INF
+        if rule is not None and ruled_out(rule, b, i + offset, j):
+            return NEG_INF
+        if selected is not None and j not in selected[b][h][i]:
             return NEG_INF
         if table is None:
             return 0.0
@@ -164,11 +199,11 @@ def shaw(q, l_k, key_table=None, value_table=None, *, outside="clip", left=None,
     key_left, value_left = left if isinstance(left, tuple) else (left, left)
 
     def row(table, before, h, i, j):
-        table = table[h] if np.ndim(table) == 3 else table
+        table = table[h] if isinstance(table[0][0], list) else table
         before = (len(table) - 1) // 2 if before is None else before
         at = j - (i + offset) + before
         if outside == "zero" and not 0 <= at < len(table):
-            return [0.0] * np.shape(table)[1]
+            return [0.0] * len(table[0])
         return table[max(0, min(len(table) - 1, at))]
 
     key_rows = None if key_table is None else floats(key_table)
@@ -281,14 +316,14 @@ def rel_shift(x, variant="transformer_xl"):
 
 
 @witness("transformer_xl")
-def transformer_xl(q, k, u, v, rows, *, variant="transformer_xl", zero_triu=False, scale=None):
-    """scale [u . k_j + shift((q + v) rows^T)_ij], to be added to scale q_i . k_j (Dai 2019, section 3.3).
+def transformer_xl(q, k, content_bias, position_bias, rows, *, variant="transformer_xl", zero_triu=False, scale=None):
+    """scale [(q_i + u) . k_j + shift((q + v) rows^T)_ij] (Dai 2019, section 3.3).
 
-    zero_triu (ESPnet): nothing but u . k_j for keys j > i + M.
+    zero_triu (ESPnet): nothing but (q_i + u) . k_j for keys j > i + M. WeNet has one product, of keys with their rows.
     """
     (_, n_h, l_q, dim), (_, h_kv, l_k, _) = np.shape(q), np.shape(k)
     scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
-    q, k, u, v, rows = floats(q), floats(k), floats(u), floats(v), floats(rows)
+    q, k, u, v, rows = map(floats, (q, k, content_bias, position_bias, rows))
 
     @cache
     def shifted(b, h):
@@ -299,10 +334,15 @@ def transformer_xl(q, k, u, v, rows, *, variant="transformer_xl", zero_triu=Fals
         return shift_rows(products, variant)
 
     def logit(b, h, i, j):
-        position = 0.0 if zero_triu and j > i + l_k - l_q else shifted(b, h)[i][j]
-        return scale * (dot(u[h], k[b][h // (n_h // h_kv)][j]) + position)
+        return 0.0 if zero_triu and j > i + l_k - l_q else scale * shifted(b, h)[i][j]
 
-    return logit
+    def content(b, h, i, j):
+        biased = [q[b][h][i][p] + u[h][p] for p in range(dim)]
+        return scale * dot(biased, k[b][h // (n_h // h_kv)][j])
+
+    if variant == "wenet":
+        return Loops(product=lambda *at: content(*at) + logit(*at))
+    return Loops(logit, product=content)
 
 
 def relative_terms(q, k, u, v, encode):
@@ -415,9 +455,9 @@ def rstt_index(num_frames_q, num_frames_kv, window_size, frames=None):
 
 
 @witness("window")
-def window(table, query_grid, key_grid, key_coords, extent):
+def window(table, grid, key_grid, key_coords, extent):
     """`window_bias` of a `window_index` (Liu 2021, eq. 4; Geng 2022)."""
-    return window_bias(table, window_index(query_grid, key_grid, key_coords=key_coords, extent=extent))
+    return window_bias(table, window_index(grid, key_grid, key_coords=key_coords, extent=extent))
 
 
 def window_bias(table, index):
@@ -429,22 +469,22 @@ def window_bias(table, index):
 # ---------------------------------------------------------------------------------------------- biases by formula
 
 
-def alibi_slope(h, heads):
+def alibi_slope(h, heads, bias_max=8.0):
     """2^(-8(h+1)/H), or for other H those of c heads, then the odd-numbered of 2c heads (Press 2022, section 3)."""
     below = 1
     while 2 * below <= heads:
         below *= 2
     if h < below:
-        return 2.0 ** (-8.0 * (h + 1) / below)
+        return 2.0 ** (-bias_max * (h + 1) / below)
     counted_from_one = 2 * (h - below) + 1
-    return 2.0 ** (-8.0 * counted_from_one / (2 * below))
+    return 2.0 ** (-bias_max * counted_from_one / (2 * below))
 
 
 @witness("alibi")
-def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", offset=None):
+def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", bias_max=None, offset=None):
     """-m_h |i+M-j|; causal: m_h (j-i-M); key: m_h j (Press 2022, section 3)."""
     offset = l_k - l_q if offset is None else offset
-    m = [alibi_slope(h, heads) for h in range(heads)] if slopes is None else floats(slopes)
+    m = [alibi_slope(h, heads, bias_max or 8.0) for h in range(heads)] if slopes is None else floats(slopes)
 
     def logit(b, h, i, j):
         if form == "key":
@@ -476,8 +516,8 @@ def sinusoidal(positions, dim, *, base=10000.0, layout="interleaved"):
     """Sine and cosine of t w, one row per position t (an int means 0 ... positions-1).
 
     interleaved: column 2p sin, 2p+1 cos, w = base^(-2p/D) (Vaswani 2017, section 3.5).
-    concatenated: the same w, all sines then all cosines (Transformer-XL code).
-    tensor2tensor: sines then cosines, w = base^(-p/(D/2-1)).
+    concatenated: the same w, all sines then all cosines (Transformer-XL code); of an odd D a sine more (MarianMT).
+    tensor2tensor: sines then cosines, w = base^(-p/(D/2-1)); of an odd D the last is 0 (fairseq).
     dimension_index: column i even sin, odd cos, w = base^(-2i/D) with i the column itself.
     """
     times = range(positions) if isinstance(positions, int) else np.asarray(positions).tolist()
@@ -490,8 +530,12 @@ def sinusoidal(positions, dim, *, base=10000.0, layout="interleaved"):
             elif layout == "dimension_index":
                 exponent, wave = -2.0 * c / dim, math.cos if c % 2 else math.sin
             elif layout == "concatenated":
-                exponent, wave = -2.0 * (c % half) / dim, math.cos if c >= half else math.sin
+                sines = dim - half
+                exponent, wave = -2.0 * (c % sines) / dim, math.cos if c >= sines else math.sin
             elif layout == "tensor2tensor":
+                if c == 2 * half:
+                    out[row, c] = 0.0
+                    continue
                 exponent, wave = -(c % half) / max(half - 1, 1), math.cos if c >= half else math.sin
             else:
                 raise ValueError(layout)

@@ -8,43 +8,82 @@ from tests.naive.by_name import Loops, flat, witness
 from tests.naive.seeds import floats, rotary
 
 
-def _turned(vector, waves, layout, magnitude=1.0, sizes=None):
-    """Pair p as a complex number times m s_p e^(i angle_p)."""
+def _turned(vector, waves, layout, magnitude=1.0, sizes=None, first=0, blocks=1):
+    """Pair p, from channel `first` on, as a complex number times m s_p e^(i angle_p).
+
+    Of several blocks, each has a first and a second half.
+    """
     out = list(vector)
     for p, angle in enumerate(waves):
-        a, b = (p, p + len(waves)) if layout == "half" else (2 * p, 2 * p + 1)
+        a, b = 2 * p, 2 * p + 1
+        if layout == "half":
+            size = len(waves) // blocks
+            block, r = divmod(p, size)
+            a, b = 2 * block * size + r, 2 * block * size + size + r
+        a, b = first + a, first + b
         z = complex(vector[a], vector[b]) * magnitude * cmath.exp(1j * angle)
         z = z if sizes is None else z * sizes[p]
         out[a], out[b] = z.real, z.imag
     return out
 
 
-def turns(q, k, at_query, at_key, waves, *, layout="half", magnitude=1.0):
+def turns(q, k, at_query, at_key, waves, **options):
     """The angle of pair p is the sum over axes a of t_a w[a][h][p] (Heo 2024, RoPE-Mixed; one axis: Su 2021).
 
     at_query (B, A, L_q) and at_key (B, A, L_k) are the coordinates; waves (A, H_kv, P), those of a key head for all
     the queries that read it.
     """
-    waves = floats(waves)
+    return tuple(_each(x, _row_turned(at, waves, np.shape(x)[1], **options)) for x, at in ((q, at_query), (k, at_key)))
+
+
+def _row_turned(at, waves, heads, sign=1, layout="half", magnitude=1.0, first=0, blocks=1):
+    """Closure of (b, h, t, row): the row of head h, of so many, turned by sign times the angles of place t."""
+    at, waves = floats(at), floats(waves)
     axes, kv_heads, pairs = len(waves), len(waves[0]), len(waves[0][0])
 
-    def each(x, at):
-        out = np.empty(np.shape(x))
-        at = floats(at)
-        for b, item in enumerate(floats(x)):
-            for h, head in enumerate(item):
-                g = h // (len(item) // kv_heads)
-                for t, row in enumerate(head):
-                    angles = [sum(at[b][a][t] * waves[a][g][p] for a in range(axes)) for p in range(pairs)]
-                    out[b, h, t] = _turned(row, angles, layout, magnitude)
-        return out
+    def turned(b, h, t, row):
+        g = h // (heads // kv_heads)
+        angles = [sign * sum(at[b][a][t] * waves[a][g][p] for a in range(axes)) for p in range(pairs)]
+        return _turned(row, angles, layout, magnitude, first=first, blocks=blocks)
 
-    return each(q, at_query), each(k, at_key)
+    return turned
+
+
+def _each(x, turned):
+    """Every row of (B, H, L, D), turned."""
+    out = np.empty(np.shape(x))
+    for b, item in enumerate(floats(x)):
+        for h, head in enumerate(item):
+            for t, row in enumerate(head):
+                out[b, h, t] = turned(b, h, t, row)
+    return out
 
 
 @witness("rotary")
-def rotary_of(q, k, dim, base, layout, frequencies, magnitude, positions, key_positions, offset, batch):
-    """Positions i + M and j (Su 2021), or those that are given, as numbers or as coordinates (Heo 2024)."""
+def rotary_of(
+    q,
+    k,
+    v,
+    dim,
+    base,
+    layout,
+    frequencies,
+    magnitude,
+    positions,
+    key_positions,
+    channels,
+    blocks,
+    values,
+    offset,
+    batch,
+):
+    """Positions i + M and j (Su 2021), or those that are given, as numbers or as coordinates (Heo 2024).
+
+    Those of DeepSeek (2024) turn channels of their own, at the end of a head; those of Gemma 4 (2026) halves of halves.
+    In DeepSeek V4 (2026) values turn as keys do, and the output turns by minus the angles of its query.
+    """
+    if positions is None and (channels is not None or blocks > 1 or values):
+        positions, key_positions = np.arange(offset, offset + np.shape(q)[2]), np.arange(np.shape(k)[2])
     if positions is None:
         waves = None if frequencies is None else {"frequencies": frequencies}
         q, k = rotary(q, k, layout=layout, magnitude=magnitude, offset=offset, **(waves or {"dim": dim, "base": base}))
@@ -60,7 +99,13 @@ def rotary_of(q, k, dim, base, layout, frequencies, magnitude, positions, key_po
     if there is None:
         here, there = here[..., offset : offset + l_q], here
     here, there = (flat(x[..., None, :] if single else x, batch, 2) for x in (here, there))
-    return Loops(**dict(zip("qk", turns(q, k, here, there, waves, layout=layout, magnitude=magnitude), strict=True)))
+    first = 0 if channels is None else channels[0]
+    options = {"layout": layout, "magnitude": magnitude, "first": first, "blocks": blocks}
+    q_turned, k_turned = turns(q, k, here, there, waves, **options)
+    if not values:
+        return Loops(q=q_turned, k=k_turned)
+    back = _row_turned(here, waves, np.shape(q)[1], sign=-1, **options)
+    return Loops(q=q_turned, k=k_turned, v=_each(v, _row_turned(there, waves, heads, **options)), back=back)
 
 
 @witness("xpos")

@@ -84,7 +84,7 @@ def graph_labels(q, labels, table=None, key_table=None, value_table=None, *, sca
         return int(labels[i, j] if labels.ndim == 2 else labels[min(b, len(labels) - 1), i, j])
 
     def vector(rows, h, r):
-        return (rows[h] if np.ndim(rows) == 3 else rows)[r]
+        return (rows[h] if isinstance(rows[0][0], list) else rows)[r]
 
     def logit(b, h, i, j):
         r = label(b, i, j)
@@ -95,7 +95,8 @@ def graph_labels(q, labels, table=None, key_table=None, value_table=None, *, sca
 
     def value(b, h, i, j):
         r = label(b, i, j)
-        return [0.0] * np.shape(value_rows)[-1] if r < 0 else vector(value_rows, h, r)
+        found = vector(value_rows, h, max(r, 0))
+        return [0.0] * len(found) if r < 0 else found
 
     return logit, None if value_rows is None else value
 
@@ -139,6 +140,7 @@ def cope(q, k, table, *, variant="paper", gate_key=None, counted=None, last=None
     offset = l_k - l_q if offset is None else offset
     scale = 1.0 / math.sqrt(dim) if scale is None else float(scale)
     queries, keys, rows = floats(q), floats(k if gate_key is None else gate_key), floats(table)
+    per_head = isinstance(rows[0][0], list)
 
     full = (np.shape(q)[0], np.shape(q)[1], l_q, l_k)
     counted = None if counted is None else np.broadcast_to(counted, full).tolist()
@@ -156,7 +158,7 @@ def cope(q, k, table, *, variant="paper", gate_key=None, counted=None, last=None
         return list(accumulate(reversed(gates)))[::-1]
 
     def logit(b, h, i, j):
-        own = rows[h] if np.ndim(rows) == 3 else rows
+        own = rows[h] if per_head else rows
         p = min(counts(b, h, i)[j], float(len(own) - 1))
         below, above = math.floor(p), math.ceil(p)
         z = [dot(queries[b][h][i], own[at]) for at in (below, above)]

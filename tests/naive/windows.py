@@ -56,16 +56,16 @@ def swin_v2(w1, b1, w2, window, *, b2=None, pretrained=None, variant="microsoft"
 
 @witness("swin_v2")
 def swin_v2_of(
-    q, k, hidden_weight, hidden_bias, output_weight, logit_scale, window, output_bias, pretrained_window, variant, scale
+    q, k, hidden_weight, hidden_bias, output_weight, logit_scale, grid, output_bias, pretrained_grid, variant, scale
 ):
     """Cosines of queries and keys, and the bias of `swin_v2` (Liu 2022, section 3.2 and 3.3).
 
     The usual scale of a call stands for none, and any other multiplies the product in proportion.
     """
     sharp, units = swin_v2_operands(q, k, logit_scale)
-    options = {"b2": output_bias, "pretrained": pretrained_window, "variant": variant}
+    options = {"b2": output_bias, "pretrained": pretrained_grid, "variant": variant}
     return Loops(
-        swin_v2(hidden_weight, hidden_bias, output_weight, window, **options),
+        swin_v2(hidden_weight, hidden_bias, output_weight, grid, **options),
         q=sharp,
         k=units,
         scale=scale * math.sqrt(np.shape(q)[3]),
@@ -189,11 +189,11 @@ def decomposed(q, height_table, width_table, grid_q, grid_k=None, *, class_token
 
 
 @witness("decomposed")
-def decomposed_of(q, height_table, width_table, query_grid, key_grid, variant, class_token, rounding):
+def decomposed_of(q, height_table, width_table, grid, key_grid, variant, class_token, rounding):
     """`decomposed`; its variants differ only in the tables that they accept (Li 2022; Kirillov 2023)."""
     assert variant in ("sam", "mvit")
     assert rounding == "exact"
-    return decomposed(q, height_table, width_table, query_grid, key_grid, class_token=class_token)
+    return decomposed(q, height_table, width_table, grid, key_grid, class_token=class_token)
 
 
 # ---------------------------------------------------------------------------------------------- neighbourhoods

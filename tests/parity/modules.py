@@ -1,9 +1,37 @@
 """Modules of other packages and their inputs, as the comparisons need them."""
 
+import contextlib
+import sys
+from unittest import mock
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+
+@contextlib.contextmanager
+def without_torchvision():
+    """Lets timm be imported where torchvision is not installed.
+
+    timm's attention uses nothing of it, but its data pipeline and its batch norms import it. The stub is gone again
+    afterwards, so that packages which look for torchvision still see that it is missing.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        names = [f"torchvision{part}" for part in ("", ".datasets", ".ops", ".ops.misc", ".transforms")]
+        names.append("torchvision.transforms.functional")
+        modules = {name: mock.MagicMock(name=name) for name in names}
+        modules["torchvision.ops.misc"].FrozenBatchNorm2d = torch.nn.Identity  # timm asks isinstance of it
+        sys.modules.update(modules)
+        try:
+            yield
+        finally:
+            for name in names:
+                del sys.modules[name]
+    else:
+        yield
 
 
 def randomised(module, std=0.4):

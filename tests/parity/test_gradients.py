@@ -174,8 +174,8 @@ def shaw(c):
 
 
 def xl_parts(c):
-    content = c.scale * (c.q + c.t["u"][:, None]) @ c.k.mT
-    return content, c.scale * torch.einsum("bhid,rhd->bhir", c.q + c.t["v"][:, None], c.t["rows"])
+    content = c.scale * (c.q + c.t["content_bias"][:, None]) @ c.k.mT
+    return content, c.scale * torch.einsum("bhid,rhd->bhir", c.q + c.t["position_bias"][:, None], c.t["rows"])
 
 
 def xl_future(c, bd):
@@ -324,6 +324,51 @@ def wavlm(c):
     return c.product + c.t["gate"][..., None] * looked_up(c, c.t["table"], c.d, c.p.max_distance)
 
 
+def inkling(c):
+    """A profile over the distance per query, gathered."""
+    profiles, n = c.t["relative_states"] @ c.t["proj"], -c.d
+    column = n.clamp(0, profiles.shape[-1] - 1).expand(*profiles.shape[:-1], -1)
+    return c.product + profiles.gather(-1, column) * ((n >= 0) & (n < profiles.shape[-1]))
+
+
+def fox(c):
+    """Differences of sums of logarithms."""
+    g = c.t["gates"]
+    logs = {"fox": functional.logsigmoid(g), "cable": -functional.softplus(g), "log": g}[c.p.variant].cumsum(-1)
+    return c.product + logs[..., c.i[:, 0], None] - logs[..., None, :]
+
+
+def path(c):
+    """From the query's position to the first key, a factor at a time."""
+    w, beta = (
+        x.repeat_interleave(c.q.shape[-3] // x.shape[at], dim=at) for x, at in ((c.t["w"], -3), (c.t["beta"], -2))
+    )
+    x, columns = c.q, []
+    for j in reversed(range(c.k.shape[-2])):
+        columns.append((torch.where(c.i >= j, x, c.q) * c.k[..., j, None, :]).sum(-1))
+        axis = w[..., j, None, :]
+        x = torch.where(c.i >= j, x - beta[..., j, None, None] * (x * axis).sum(-1, keepdim=True) * axis, x)
+    return c.scale * torch.stack(columns[::-1], dim=-1)
+
+
+def selective(c):
+    """Sums of what earlier queries say against a key."""
+    hidden = (c.d == 0) | (c.j == 0 if c.p.variant == "paper" else c.j <= c.offset)
+    if c.last is not None:
+        hidden = hidden | (c.d > c.last)
+    said = c.product[..., c.p.head : c.p.head + 1, :, :].relu().masked_fill(hidden, 0)
+    return c.product - (said.cumsum(-2) - said)
+
+
+def dape(c):
+    """Layers of a network on the pairs of ALiBi's bias and the scores."""
+    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / c.q.shape[-3]) for h in range(c.q.shape[-3])])
+    bias = -slopes.double()[:, None, None] * c.d.abs()
+    pair = torch.cat([c.product, bias.expand_as(c.product)], dim=-3).movedim(-3, -1)
+    hidden = functional.leaky_relu(functional.linear(pair, c.t["w1"], c.t["b1"]), c.p.slope)
+    return c.product + bias + functional.linear(hidden, c.t["w2"], c.t["b2"]).movedim(-1, -3)
+
+
 def layout(c):
     """Distances in the text, across and down the page."""
     boxes = torch.tensor(c.p.boxes)
@@ -423,7 +468,7 @@ def window(c):
     coordinates = c.p.key_coords or [None] * len(c.p.key_grid)
     axes = [range(n) if at is None else at.tolist() for n, at in zip(c.p.key_grid, coordinates, strict=True)]
     rows = per_pair(
-        cells(c.p.query_grid),
+        cells(c.p.grid),
         list(itertools.product(*axes)),
         lambda a, b: row_of([x - y for x, y in zip(a, b, strict=True)], c.p.extent),
     )
@@ -432,13 +477,13 @@ def window(c):
 
 def swin_v2(c):
     """Cosines with a learned factor; a network of coordinates on a logarithmic scale."""
-    tokens = cells(c.p.window)
+    tokens = cells(c.p.grid)
     apart = torch.tensor([[[y - u, x - w] for u, w in tokens] for y, x in tokens], dtype=torch.float64)
     if c.p.variant == "paper":
         z = apart.sign() * torch.log(1 + apart.abs())
     else:
-        spans = [max(n - 1, 1) for n in c.p.pretrained_window or c.p.window]
-        if c.p.variant == "transformers" and c.p.pretrained_window is None and c.p.window[0] == 1:
+        spans = [max(n - 1, 1) for n in c.p.pretrained_grid or c.p.grid]
+        if c.p.variant == "transformers" and c.p.pretrained_grid is None and c.p.grid[0] == 1:
             spans = [1, 1]
         z = 8 * apart / torch.tensor(spans, dtype=torch.float64)
         z = z.sign() * torch.log2(1 + z.abs()) / math.log2(8)
@@ -467,7 +512,7 @@ def decomposed(c):
     start, s = int(c.p.class_token), c.product
     q = c.q[:, :, start:]
     for axis, name in enumerate(("height_table", "width_table")):
-        big, small = c.p.query_grid[axis], c.p.key_grid[axis]
+        big, small = c.p.grid[axis], c.p.key_grid[axis]
         rows, table = 2 * max(big, small) - 1, c.t[name]
         table = functional.interpolate(table.T[None], size=rows, mode="linear")[0].T
         up, down = max(Fraction(small, big), 1), max(Fraction(big, small), 1)
@@ -475,7 +520,7 @@ def decomposed(c):
         def rule(a, b, axis=axis, up=up, down=down, small=small):
             return math.floor(a[axis] * up + (small - 1 - b[axis]) * down)
 
-        vectors = table[per_pair(cells(c.p.query_grid), cells(c.p.key_grid), rule)]
+        vectors = table[per_pair(cells(c.p.grid), cells(c.p.key_grid), rule)]
         s = s + functional.pad((q[..., None, :] * vectors).sum(-1), (start, 0, start, 0))
     return s
 
@@ -566,6 +611,11 @@ FORMULAS = {
     "graph": {"graphormer": graph, "shaw": graph},
     "cope": {"paper": cope, "ram": cope},
     "wavlm": {None: wavlm},
+    "inkling": {None: inkling},
+    "dape": {None: dape},
+    "fox": {"fox": fox, "cable": fox, "log": fox},
+    "path": {None: path},
+    "selective": {"paper": selective, "x_transformers": selective},
     "fire": {None: fire},
     "sandwich": {"paper": sandwich, "nemo": sandwich},
     "tisa": {"paper": tisa, "published": tisa},

@@ -106,6 +106,113 @@ def test_dtypes_and_long_operands(rng, dtype):
     close(out.astype(np.float64), plain(*wide), atol=8 * eps)
 
 
+OPTIONS = {
+    "sinks": ({"causal": True}, {"sinks": (4,)}),
+    "sinks of items": ({"softcap": 1.5}, {"sinks": (2, 1, 1)}),
+    "query_scale": ({"scale": 0.3, "rule": rp.Chunked(4)}, {"query_scale": (9,)}),
+    "selected": ({"causal": True}, {"sinks": (2, 4, 9), "query_scale": (4, 1)}),
+    "segments": ({"segments": np.array([0, 4, 4, 9]), "causal": True}, {"sinks": (4,), "query_scale": (2, 1, 9)}),
+    "offsets": ({"offset": np.array([0, 2]), "causal": True}, {"sinks": (4,)}),
+    "cap and mask": ({"softcap": 2.0}, {"sinks": (4,), "mask": (9, 9)}),
+}
+
+
+def with_options(q, k, v, seen, *, scale=None, softcap=None, sinks=None, query_scale=None, mask=0.0, **_):
+    """The formula in JAX with options, those that exclude as one mask."""
+    q = q if query_scale is None else q * query_scale[..., None]
+    s = jnp.einsum("...id,...jd->...ij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = (s if softcap is None else softcap * jnp.tanh(s / softcap)) + mask
+    s = jnp.where(seen, s, -jnp.inf)
+    if sinks is not None:
+        z = sinks[:, None] if sinks.ndim == 1 else sinks
+        s = jnp.concatenate([s, jnp.broadcast_to(z, s.shape[:-1])[..., None]], axis=-1)
+    p = jax.nn.softmax(s, axis=-1)[..., : k.shape[-2]]
+    return jnp.einsum("...ij,...jd->...id", p, v), jax.nn.logsumexp(s, axis=-1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_their_gradients(rng, name, compiled):
+    fixed, shapes = OPTIONS[name]
+    own = {key: jnp.asarray(rng.standard_normal(shape)) for key, shape in shapes.items()}
+    q, k, v = operands(rng, 2)
+    selected = jnp.asarray(np.where(rng.random((2, 9, 4)) < 0.9, rng.integers(0, 9, (2, 9, 4)), -1)).at[..., 0].set(0)
+    arrays = {"selected": selected} if name == "selected" else {}
+    place = np.arange(9)[:, None] + fixed.get("offset", np.zeros(1, int))[:, None, None]
+    seen = (np.arange(9) <= place)[:, None] if fixed.get("causal") else np.True_
+    if name == "segments":
+        part = np.searchsorted(fixed["segments"][1:], np.arange(9), side="right")
+        seen = seen & (part == part[:, None])
+    if name == "query_scale":
+        seen = np.arange(9) // 4 == np.arange(9)[:, None] // 4
+    if name == "selected":
+        seen = seen & (np.asarray(selected)[..., None] == np.arange(9)).any(axis=-2)[:, None]
+
+    def loss(call):
+        def run(operands, own):
+            out, lse = call(operands, own)
+            return (out**2).sum() + (lse**2).sum(), (out, lse)
+
+        return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+
+    ours = loss(lambda x, own: attention(*x, return_lse=True, **fixed, **arrays, **own))
+    theirs = loss(lambda x, own: with_options(*x, seen, **fixed, **own))
+    found = (jax.jit(ours) if compiled else ours)((q, k, v), own)
+    expected = theirs((q, k, v), own)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(y).max() > 1e-3
+        close(x, y, atol=1e-12 * max(1, float(np.abs(y).max())))
+
+
+def test_options_under_vmap(rng):
+    """Sinks of a batch that are mapped over, forward and back."""
+    q, k, v = operands(rng)
+    many = jnp.asarray(rng.standard_normal((3, 4)))
+    seen = np.tri(9, dtype=bool)
+
+    def ours(sinks):
+        return (attention(q, k, v, sinks=sinks, causal=True) ** 2).sum()
+
+    def theirs(sinks):
+        return (with_options(q, k, v, seen, sinks=sinks)[0] ** 2).sum()
+
+    for transform in (lambda f: f, jax.grad):
+        close(jax.vmap(transform(ours))(many), jax.vmap(transform(theirs))(many))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sinks": np.zeros(3)}, "sinks: shape"),
+        ({"sinks": [0.0] * 4}, "sinks: expected an array of JAX or NumPy, found list"),
+        ({"query_scale": np.zeros(3)}, "query_scale: shape"),
+        ({"selected": np.zeros((2, 8, 1), int)}, "selected: expected"),
+        ({"selected": np.zeros((2, 9, 1))}, "selected: expected integers"),
+        ({"segments": [0, 5]}, "segments: expected cumulative lengths from 0 to the 9 queries"),
+        ({"segments": [0, 9], "key_lengths": 3}, "key_lengths: cannot be combined with segments"),
+        ({"segments": [0, 9], "position": rp.Rotary(8, positions=np.arange(9))}, "position: .* belongs to the tokens"),
+        ({"segments": [0, 9], "mask": np.zeros((9, 9))}, "mask: no gradient of a float mask with segments"),
+        ({"offset": np.array([0, 1, 2])}, "offset: batch axes"),
+        ({"softcap": 0.0}, "softcap: expected a positive number"),
+        ({"softcap": 1.0, "position": rp.ALiBi(), "mask": np.zeros((9, 9))}, "mask: no gradient where a cap"),
+        ({"dropout": 0.1}, "dropout: attention has no such argument"),
+    ],
+)
+def test_options_are_checked_while_tracing(rng, options, message):
+    q, k, v = operands(rng, 2)
+    with pytest.raises(rp.RelposError, match=message):
+        jax.eval_shape(lambda q: attention(q, k, v, **options), q)
+
+
+def test_segments_must_be_known_while_tracing(rng):
+    q, k, v = operands(rng)
+    with pytest.raises(rp.RelposTypeError, match="segments: expected numbers that are known while the program is"):
+        jax.jit(lambda n: attention(q, k, v, segments=n))(jnp.asarray([0, 9]))
+    with pytest.raises(rp.RelposTypeError, match="segments: expected numbers that are known while the program is"):
+        jax.jit(lambda n: attention(q, k, v, segments=(n, n)))(jnp.asarray([0, 9]))
+    close(attention(q, k, v, segments=jnp.asarray([0, 9])), attention(q, k, v))
+
+
 def test_errors_come_while_tracing(rng):
     q, k, v = operands(rng)
     with pytest.raises(rp.RelposValueError, match="the call has 4"):

@@ -1,9 +1,7 @@
 """ONNX: the standard's own test cases of Attention (opsets 23 to 25) and RotaryEmbedding, inputs and tolerances too.
 
 ONNX counts query i from the first key unless there is a cache: offset 0, the number of cached keys, or the number of
-real keys minus L_q, one per batch item. Here that is always given as ``offset``. A softcap c, which is no matter of
-positions and no option of the API, is applied to the public scores, c tanh(s / c), and the result attended as a float
-mask with scale 0: masks, windows and lengths then act on it as on any scores.
+real keys minus L_q, one per batch item. Here that is always given as ``offset``.
 """
 
 import warnings
@@ -101,8 +99,8 @@ def split_heads(x, heads):
     return x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3)
 
 
-def as_calls(case):
-    """The arguments of rp.attention: one set, or one per batch item where each item has its own offset."""
+def as_call(case):
+    """The arguments of rp.attention."""
     options, node = attributes(case), case.model.graph.node[0]
     given = named(node.input, case.data_sets[0][0])
     q = split_heads(given["Q"], options.get("q_num_heads"))
@@ -122,68 +120,35 @@ def as_calls(case):
         mask = np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
     left, right = options.get("left_window_size", -1), options.get("right_window_size", -1)
     window = (left if left >= 0 else None, right if right >= 0 else None)
-    shared = {
+    lengths = given.get("nonpad_kv_seqlen")
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask,
         "causal": bool(options.get("is_causal", 0)),
         "window": None if window == (None, None) else window,
         "scale": options.get("scale"),
+        "softcap": options.get("softcap") or None,
+        "offset": offset if lengths is None else lengths - q.shape[2],
+        "key_lengths": lengths,
     }
-    lengths = given.get("nonpad_kv_seqlen")
-    if lengths is None:
-        return [(slice(None), {"q": q, "k": k, "v": v, "mask": mask, "offset": offset, **shared})]
-    calls = []
-    for b, length in enumerate(lengths.tolist()):
-        item = slice(b, b + 1)
-        own = {
-            "mask": None if mask is None else mask[item],
-            "offset": length - q.shape[2],
-            "key_lengths": np.array([length]),
-        }
-        calls.append((item, {"q": q[item], "k": k[item], "v": v[item], **own, **shared}))
-    return calls
-
-
-def capped(call, softcap, backend):
-    """The same call with scores c tanh(s / c) in place of s, and these scores."""
-    scores = rp.logits(call["q"], call["k"], scale=call["scale"], backend=backend)
-    scores = softcap * np.tanh(scores / np.float32(softcap))
-    mask = call["mask"]
-    if mask is None:
-        bias = scores
-    elif mask.dtype == bool:
-        bias = np.where(mask, scores, np.float32(-np.inf))
-    else:
-        bias = scores + mask
-    return call | {"mask": bias, "scale": 0.0}, scores
 
 
 def run(case, backend):
     """Output Y, and qk_matmul_output: raw, after the softcap, with mask, or after the softmax."""
-    options = attributes(case)
-    mode, softcap = options.get("qk_matmul_output_mode", 0), options.get("softcap")
-    outputs, matrices = [], []
-    for _, arguments in as_calls(case):
-        v = arguments.pop("v")
-        call = arguments
-        scores = raw = rp.logits(call["q"], call["k"], scale=call["scale"], backend=backend)
-        if softcap:
-            call, scores = capped(call, softcap, backend)
-        outputs.append(rp.attention(**call, v=v, backend=backend))
-        length = call["k"].shape[2]
-        if mode == 3:  # the probabilities are what attention makes of unit vectors
-            units = np.broadcast_to(np.eye(length, dtype=v.dtype), (*v.shape[:3], length))
-            matrices.append(rp.attention(**call, v=units, backend=backend))
-        else:
-            matrices.append((raw, scores, rp.logits(**call, backend=backend) if mode == 2 else None)[mode])
-    y = np.concatenate(outputs)
+    mode, call = attributes(case).get("qk_matmul_output_mode", 0), as_call(case)
+    y = rp.attention(**call, backend=backend)
+    k, v = call["k"], call.pop("v")
+    if mode == 3:  # the probabilities are what attention makes of unit vectors
+        units = np.broadcast_to(np.eye(k.shape[2], dtype=v.dtype), (*v.shape[:3], k.shape[2]))
+        matrix = rp.attention(**call, v=units, backend=backend)
+    else:
+        kept = (("q", "k", "scale"), ("q", "k", "scale", "softcap"), call)[mode]
+        matrix = rp.logits(**{name: call[name] for name in kept}, backend=backend)
     if case.data_sets[0][0][0].ndim == 3:
         y = y.transpose(0, 2, 1, 3).reshape(y.shape[0], y.shape[2], -1)
-    first = as_calls(case)[0][1]
-    return {
-        "Y": y,
-        "qk_matmul_output": np.concatenate(matrices).astype(y.dtype),
-        "present_key": first["k"],
-        "present_value": first["v"],
-    }
+    return {"Y": y, "qk_matmul_output": matrix.astype(y.dtype), "present_key": k, "present_value": v}
 
 
 @pytest.mark.parametrize("backend", ["numpy", "terms", "numba"])

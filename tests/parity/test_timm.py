@@ -1,45 +1,15 @@
 """timm: Swin's window attention with its shift mask, rectangular windows, and the index map itself."""
 
-import contextlib
-import sys
-from unittest import mock
-
 import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import randomised
+from tests.parity.modules import randomised, without_torchvision
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 
-
-@contextlib.contextmanager
-def torchvision_stub():
-    """Lets timm be imported where torchvision is not installed.
-
-    timm's attention uses nothing of it, but its data pipeline and its batch norms import it. The stub is gone again
-    afterwards, so that packages which look for torchvision still see that it is missing.
-    """
-    names = [f"torchvision{part}" for part in ("", ".datasets", ".ops", ".ops.misc", ".transforms")]
-    names.append("torchvision.transforms.functional")
-    modules = {name: mock.MagicMock(name=name) for name in names}
-    modules["torchvision.ops.misc"].FrozenBatchNorm2d = torch.nn.Identity  # timm asks isinstance of it
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in names:
-            del sys.modules[name]
-
-
-try:
-    import torchvision  # noqa: F401
-except ImportError:
-    surroundings = torchvision_stub()
-else:
-    surroundings = contextlib.nullcontext()
-with surroundings:
+with without_torchvision():
     timm_swin = pytest.importorskip("timm.models.swin_transformer")
     timm_pos = pytest.importorskip("timm.layers.pos_embed_rel")
 

@@ -225,6 +225,10 @@ def test_xlnet_rel_shift(rng, length, keys):
     x = rng.standard_normal((BATCH, HEADS, length, length + keys))
     expected = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.from_numpy(x), klen=keys).numpy()
     np.testing.assert_array_equal(rp.rel_shift(x, variant="xlnet", backend="numpy"), expected)
+    one_way = x[..., : keys + 1]
+    expected = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.from_numpy(one_way), klen=keys).numpy()
+    for backend in rp.backend.HOST_BACKENDS:
+        np.testing.assert_array_equal(rp.rel_shift(one_way, variant="xlnet_uni", backend=backend), expected)
 
 
 def published_shift(x):
@@ -312,13 +316,24 @@ def test_wav2vec2_bert_is_shaw_clipped(agrees):
 # ---------------------------------------------------------------------------------------------- absolute
 
 
+@pytest.mark.parametrize("dim", [24, 25])
+def test_tensor2tensor_sinusoids_of_fairseq(dim):
+    """M2M-100's; they count from 2, and the padding's row is 0."""
+    m2m = pytest.importorskip("transformers.models.m2m_100.modeling_m2m_100")
+    expected = m2m.M2M100SinusoidalPositionalEmbedding.get_embedding(200, dim, 1).numpy()
+    own = rp.Sinusoidal(dim, layout="tensor2tensor").encode(200)
+    np.testing.assert_allclose(own[2:], expected[2:], rtol=0, atol=4 * EPS32 * 200)
+    assert not expected[1].any()
+
+
 def test_tensor2tensor_sinusoids_of_whisper():
     expected = whisper.sinusoids(200, 24).numpy()
     own = rp.Sinusoidal(24, layout="tensor2tensor").encode(200)
     np.testing.assert_allclose(own, expected, rtol=0, atol=4 * EPS32 * 200)
 
 
-def test_concatenated_sinusoids_of_marian():
-    expected = marian.MarianSinusoidalPositionalEmbedding(200, 24).create_weight().numpy()
-    own = rp.Sinusoidal(24, layout="concatenated").encode(200)
+@pytest.mark.parametrize("dim", [24, 25])
+def test_concatenated_sinusoids_of_marian(dim):
+    expected = marian.MarianSinusoidalPositionalEmbedding(200, dim).create_weight().numpy()
+    own = rp.Sinusoidal(dim, layout="concatenated").encode(200)
     np.testing.assert_allclose(own, expected, rtol=0, atol=EPS32)

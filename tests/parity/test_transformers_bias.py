@@ -30,11 +30,26 @@ def test_key_form_is_that_of_bloom(heads):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_causal_form_is_that_of_mpt(heads):
+@pytest.mark.parametrize("bias_max", [8, 4, 16])
+def test_causal_form_is_that_of_mpt(heads, bias_max):
     """MPT has the row of the last query, and words the rule for slopes in another way."""
-    expected = mpt.build_mpt_alibi_tensor(heads, 33).numpy()
-    found = bias(rp.ALiBi(form="causal"), heads, 1, 33)
+    expected = mpt.build_mpt_alibi_tensor(heads, 33, alibi_bias_max=bias_max).numpy()
+    found = bias(rp.ALiBi(form="causal", bias_max=bias_max), heads, 1, 33)
     np.testing.assert_allclose(found, expected, rtol=4 * np.finfo(np.float32).eps, atol=0)
+    if bias_max == 8:
+        np.testing.assert_array_equal(bias(rp.ALiBi(form="causal"), heads, 1, 33), found)
+
+
+def test_mpt_of_transformers_computes_with_8_whatever_its_configuration_says():
+    outputs = []
+    for bias_max in (8, 2):
+        torch.manual_seed(0)
+        settings = {"d_model": 12, "n_heads": 3, "n_layers": 1, "vocab_size": 7, "max_seq_len": 16}
+        settings["attn_config"] = {"alibi_bias_max": bias_max}
+        model = mpt.MptModel(mpt.MptConfig(**settings)).eval()
+        assert model.config.attn_config.alibi_bias_max == bias_max
+        outputs.append(model(torch.arange(7)[None]).last_hidden_state)
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -138,7 +138,7 @@ def test_every_rule_of_theirs_is_ours():
     assert all(f"test_{name}" in globals() for name in rules)
 
 
-@pytest.mark.parametrize("bands", [(1.0, 4.0), (2.0, 16.0)])
+@pytest.mark.parametrize("bands", [(1.0, 4.0), (2.0, 16.0), (1.0, 1.0)])
 @pytest.mark.parametrize(("factor", "length"), [(8.0, 8192), (32.0, 8192), (4.0, 512)])
 def test_llama3(factor, length, bands):
     low, high = bands
@@ -398,9 +398,9 @@ def test_wav2vec2_conformer_turns_its_inputs(rng):
 
 @pytest.fixture
 def timm_rope():
-    from tests.parity.test_timm import torchvision_stub
+    from tests.parity.modules import without_torchvision
 
-    with torchvision_stub():
+    with without_torchvision():
         return pytest.importorskip("timm.layers.pos_embed_sincos")
 
 

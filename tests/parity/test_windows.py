@@ -83,7 +83,7 @@ def test_swin_v2_of_transformers(agrees, wide, window, pretrained):
     agrees(
         split_heads(module(x)[0]),
         *qkv,
-        position=lambda dtype: scheme(dtype, window, pretrained_window=trained, variant="transformers"),
+        position=lambda dtype: scheme(dtype, window, pretrained_grid=trained, variant="transformers"),
     )
 
 
@@ -103,6 +103,29 @@ def test_swin_v2_of_transformers_adds_its_mask_twice(agrees, wide):
     agrees(split_heads(module(x, soft)[0]), *qkv, position=position, mask=2 * tiled)
     hidden = split_heads(module(x, torch.where(seen, 0.0, -100.0))[0])
     agrees(hidden, *qkv, position=position, mask=np.tile(seen.numpy(), (2, 1, 1))[:, None])
+
+
+def test_swin_v2_of_transformers_at_the_limit_of_its_temperature(agrees, wide):
+    """A key opposite to the query, and one along it in another region: there the doubled mask changes everything."""
+    module = theirs((1, 2))
+    for layer, sign in ((module.query, -1.0), (module.key, 1.0), (module.value, 1.0)):
+        layer.weight.copy_(sign * torch.eye(WIDTH))
+        if layer.bias is not None:
+            layer.bias.zero_()
+    module.logit_scale.fill_(9.0)
+    module.continuous_position_bias_mlp[2].weight.zero_()
+    x = torch.randn(1, 1, WIDTH) * torch.tensor([1.0, -1.0])[:, None]
+    regions = torch.tensor([[[0.0, -100.0], [-100.0, 0.0]]])
+    (q, k, v), scheme = from_transformers(module, x)
+    expected, added = split_heads(module(x, regions)[0]), regions.numpy()[:, None]
+
+    def position(dtype):
+        return scheme(dtype, (1, 2))
+
+    agrees(expected, q, k, v, position=position, mask=2 * added)
+    np.testing.assert_allclose(expected, 0, atol=1e-10)  # equal shares of x and -x
+    once = rp.attention(q, k, v, position=position(np.float64), mask=added, backend="numpy")
+    np.testing.assert_allclose(once, v[..., ::-1, :], rtol=1e-12)
 
 
 def test_swin_v2_without_patches(rng):
@@ -143,7 +166,7 @@ def test_swin_v2_of_timm(agrees, wide, window, pretrained):
         split_heads(module(x)),
         *qkv,
         position=lambda dtype: rp.SwinV2(
-            *(w.astype(dtype) for w in weights), window, pretrained_window=pretrained if pretrained[0] else None
+            *(w.astype(dtype) for w in weights), window, pretrained_grid=pretrained if pretrained[0] else None
         ),
     )
 

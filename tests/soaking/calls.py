@@ -80,6 +80,8 @@ def _mask(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
     """Full, by row, by key or for all heads; bool, or added with -inf; at times it excludes all."""
     axes = int(rng.integers(1, len(shape) + 1))
     kept = tuple(n if rng.random() < 0.7 else 1 for n in shape[len(shape) - axes :])
+    if len(shape) == 4 and kept == (shape[0], shape[-1]):
+        kept = (1, *kept)  # where it may be a row for each item of the batch, two axes are refused
     seen = rng.random(kept) < pick(rng, (0.0, 0.3, 0.7, 0.95, 1.0))
     if rng.random() < 0.5:
         return seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from relpos_np.backend import WITH_KERNELS
 from relpos_np.errors import RelposError
 from relpos_np.formulas.relshift import VARIANTS as SHIFTS
 from relpos_np.testing import Example, tolerance
+from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import EPS, ratio
 from relpos_np.testing.records import gradients
 from tests import strategies
@@ -103,12 +105,18 @@ def drawn_case(buffer: bytes) -> strategies.Case | None:
 _drawing = threading.Lock()
 
 
-def structured(rng: np.random.Generator, report: Report) -> None:
-    """Batch axes that broadcast, several schemes at once, offsets far away: what tests/strategies.py draws."""
+def _drawn(rng: np.random.Generator) -> strategies.Case:
+    """What tests/strategies.py draws."""
     case = None
     with _drawing:
         while case is None:
             case = drawn_case(rng.bytes(1 << 12))
+    return case
+
+
+def structured(rng: np.random.Generator, report: Report) -> None:
+    """Batch axes that broadcast, several schemes at once, offsets far away: what tests/strategies.py draws."""
+    case = _drawn(rng)
     report.where = repr(case)
     backend = pick(rng, ("numba", "numba", "terms"))
     expected, lse = case.attention(np.float64, "numpy", rounded=np.float32)
@@ -121,6 +129,80 @@ def structured(rng: np.random.Generator, report: Report) -> None:
     worst = ratio(actual_lse, lse, 4 * eps * (1 + size))
     report.judge(backend, "float32", fair(backend, worst, case.k_len), "log-sum-exp")
     report.calls += 1
+
+
+def structured_gradient(rng: np.random.Generator, report: Report) -> None:
+    """Gradients of the same, of sinks and of factors on queries too: no worse than NumPy's, or a few roundings."""
+    case = _drawn(rng)
+    report.where = repr(case)
+    backend = pick(rng, ("numba", "numba", "terms"))
+    rows = (*case.batch, case.heads, case.q_len)
+    grad_out = rng.standard_normal((*rows, case.v_dim)).astype(np.float32)
+    grad_lse = rng.standard_normal(rows).astype(np.float32)
+
+    def found(by: str, dtype: Any, grads: tuple[Any, Any] = (grad_out, grad_lse)) -> dict[str, Any]:
+        own = rp.attention_vjp(
+            *case.operands(dtype, np.float32),
+            **case.options(dtype, np.float32),
+            grad_out=grads[0].astype(dtype),
+            grad_lse=grads[1].astype(dtype),
+            backend=by,
+        )
+        named = {name: getattr(own, name) for name in ("q", "k", "v", "sinks", "query_scale")}
+        each = own.position if isinstance(own.position, tuple) else (own.position,)
+        named |= {f"{at}.{name}": x for at, arrays in enumerate(each) for name, x in arrays.items()}
+        return {name: x for name, x in named.items() if x is not None}
+
+    expected, trusted = found("numpy", np.float64), found("numpy", np.float32)
+    # As in `gradient`: what a row's delta is rounded by is added to all of its scores.
+    delta = np.abs(grad_out).sum(-1) * np.abs(case.operands(np.float32)[2]).max(initial=0)
+    rounded = found("numpy", np.float64, (0 * grad_out, delta))
+    bound = float(case.sizes(np.float32)[0].max(initial=0))
+    for name, actual in found(backend, np.float32).items():
+        largest = max(1.0, *(float(np.abs(x[name]).max(initial=0)) for x in (expected, rounded)))
+        floor = 2 * tolerance("float32", logit_bound=bound, depth=case.depth, magnitude=largest)
+        allowed = floor + 4 * ratio(trusted[name], expected[name], 1.0)
+        report.judge(backend, "float32", ratio(actual, expected[name], allowed), name)
+    report.calls += 1
+
+
+# Of schemes that begin anew in each sequence.
+_RESTARTING: tuple[Callable[[np.random.Generator, int], Any], ...] = (
+    lambda rng, heads: None,
+    lambda rng, heads: rp.T5(rng.standard_normal((8, heads)), max_distance=20),
+    lambda rng, heads: rp.Shaw(rng.standard_normal((9, 8)), rng.standard_normal((9, 8))),
+    lambda rng, heads: (rp.Rotary(8), rp.ALiBi()),
+)
+
+
+def packed(rng: np.random.Generator, report: Report) -> None:
+    """Sequences one after the other, or items with offsets of their own: the bits of separate calls, and back."""
+    backend, dtype = pick(rng, BACKENDS), pick(rng, ("float16", "float32", "float64"))
+    counts = rng.integers(0, 80, int(rng.integers(1, 7)))
+    bounds, length = np.cumsum([0, *counts]), int(counts.sum())
+    q, k, v = (rng.standard_normal((2, heads, length, 8)).astype(dtype) for heads in (4, 2, 2))
+    call: dict[str, Any] = {"position": pick(rng, _RESTARTING)(rng, 4), "backend": backend}
+    if isinstance(call["position"], rp.Scheme):
+        call["position"] = rebuilt(call["position"], np.dtype(dtype))
+    call |= {"causal": bool(rng.integers(2)), "softcap": pick(rng, (None, 3.0)), "window": pick(rng, (None, 11))}
+    by_offset = rng.random() < 0.3
+    report.where = f"{'offsets' if by_offset else 'segments'} {bounds.tolist()}, {dtype}, {backend}: {call}"
+    if by_offset:
+        given: dict[str, Any] = {"offset": rng.integers(-3, 4, 2)}
+        parts = [((slice(b, b + 1),), {"offset": int(given["offset"][b])}) for b in range(2)]
+    else:
+        given = {"segments": bounds}
+        parts = [((..., slice(a, b), slice(None)), {}) for a, b in pairwise(bounds)]
+    out = rp.attention(q, k, v, **given, **call)
+    grads = rp.attention_vjp(q, k, v, grad_out=v.repeat(2, axis=1), **given, **call)
+    for at, own in parts:
+        operands = [x[at] for x in (q, k, v)]
+        report.expect(bits(out[at]) == bits(rp.attention(*operands, **own, **call)), f"other bits at {at}")
+        one = rp.attention_vjp(*operands, grad_out=v[at].repeat(2, axis=1), **own, **call)
+        for name in "qkv":
+            same = bits(getattr(grads, name)[at]) == bits(getattr(one, name))
+            report.expect(same, f"other bits of the gradient of {name} at {at}")
+        report.calls += 2
 
 
 def gradient(rng: np.random.Generator, report: Report) -> None:
@@ -172,7 +254,7 @@ def shift(rng: np.random.Generator, report: Report) -> None:
     variant = pick(rng, SHIFTS)
     q_len, k_len = pick(rng, calls.SHORT + calls.LONG), pick(rng, calls.SHORT + calls.LONG)
     k_len = max(k_len, q_len)
-    columns = {"conformer": q_len + k_len - 1, "xlnet": q_len + k_len}.get(variant, k_len)
+    columns = {"conformer": q_len + k_len - 1, "xlnet": q_len + k_len, "xlnet_uni": k_len + 1}.get(variant, k_len)
     lead = pick(rng, ((), (2,), (2, 3)))
     dtype = pick(rng, ("float16", "bfloat16", "float32", "float64", "int64", "complex64"))
     x = (rng.standard_normal((*lead, q_len, columns)) * 100).astype(dtype)

@@ -49,8 +49,8 @@ def _relative(rng: np.random.Generator) -> tuple[Any, tuple[int, ...], dict[str,
     layer = layers.RelativeMultiHeadAttention(
         *parts,
         pos=_weights(rng, width, width),
-        u=_weights(rng, heads, dim),
-        v=_weights(rng, heads, dim),
+        content_bias=_weights(rng, heads, dim),
+        position_bias=_weights(rng, heads, dim),
         variant=variant,
     )
     return layer, (2, length, width), {}

@@ -18,6 +18,8 @@ q: np.ndarray[Any, np.dtype[np.float32]] = rng.standard_normal((2, 4, 5, 8), dty
 # Options change what comes back.
 assert_type(rp.attention(q, q, q, position=rp.ALiBi(heads=4)), Array)
 assert_type(rp.attention(q, q, q, return_lse=True), tuple[Array, Array])
+chosen: bool = len(q) > 1
+assert_type(rp.attention(q, q, q, return_lse=chosen), Array | tuple[Array, Array])
 assert_type(rp.logits(q, q, causal=True, window=(3, None)), Array)
 gradient = rp.attention_vjp(q, q, q, grad_out=q)
 assert_type(gradient, rp.AttentionGradient)
@@ -26,7 +28,25 @@ attention = layers.MultiHeadAttention.from_state_dict(Path("model.safetensors"),
 assert_type(attention, layers.MultiHeadAttention)
 assert_type(attention(q), Array)
 assert_type(attention(q, return_probabilities=True), tuple[Array, Array])
+assert_type(attention(q, return_probabilities=chosen), Array | tuple[Array, Array])
 assert_type(testing.real_example()["q"], Array)
+
+
+class Own(rp.Scheme):
+    """A scheme of the user's."""
+
+    def scores(self, q: Array, k: Array, site: rp.terms.Site) -> Array:
+        """Nothing."""
+        return np.zeros((site.q_len, site.k_len), site.dtype)
+
+    def lower(self, q: Array, k: Array, site: rp.terms.Site) -> rp.terms.Terms:
+        """No term."""
+        return rp.terms.Terms()
+
+
+assert_type(rp.attention(q, q, q, position=(Own(), rp.ScoreMod(lambda s, b, h, i, j: s - i))), Array)
+assert_type(testing.check_scheme(Own(), q, q, q, gradients=False), dict[str, float])
+rp.WindowBias(q, query_grid=(2, 2))  # type: ignore[call-arg]
 
 with rp.use_backend("numpy"):
     rp.set_backend(None)
@@ -36,4 +56,11 @@ rp.attention(q, q)  # type: ignore[call-overload]
 rp.attention(q, q, q, position="t5")  # type: ignore[call-overload]
 rp.attention(q, q, q, casual=True)  # type: ignore[call-overload]
 rp.Shaw(left=2, outsde="zero")  # type: ignore[call-arg]
+rp.Shaw(left=2, outside="wrap")  # type: ignore[arg-type]
+rp.Sandwich(variant="published")  # type: ignore[arg-type]
+rp.rel_shift(q, variant="conformers")  # type: ignore[arg-type]
+rp.attention(q, q, q, backend="torch")  # type: ignore[call-overload]
+rp.logits(q, q, cap_order="content first")  # type: ignore[arg-type]
+rp.set_backend("cupy")  # type: ignore[arg-type]
+rp.set_precision("low")  # type: ignore[arg-type]
 layers.MultiHeadAttention(q, q, q)  # type: ignore[call-arg]

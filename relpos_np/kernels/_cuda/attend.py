@@ -18,7 +18,7 @@ from relpos_np.kernels._cuda import tile
 from relpos_np.kernels._cuda.device import inline, jit, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import BINS, BINS_SIZE
-from relpos_np.kernels._cuda.scores import complete, stage_strip, survives
+from relpos_np.kernels._cuda.scores import UNCAPPED, complete, stage_strip, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 # Value channels that a block makes: the sizes of fragments.
@@ -209,10 +209,12 @@ def _write(tiling: Tiling, of_out: str, width: int) -> Any:
 
 
 @cache
-def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width: int, skewed: bool) -> Any:
+def attend(
+    tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width: int, skewed: bool, capped: int = UNCAPPED
+) -> Any:
     """The kernel for a tiling, formats of queries, keys, values and results, head size and value channels.
 
-    `skewed` if there are products with a row for each relative position.
+    `skewed` if there are products with a row for each relative position; `capped`: what a cap is for.
     """
     rows, kind, columns = tiling.rows, tiling.kind, width // tile.ACROSS
     of_query, of_key, of_value, of_out = stored
@@ -226,7 +228,8 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
     zero, one, least = real(0), real(1), real(-np.inf)
     number, stage_query = tile.thread_of(tiling), tile.stage_turned(tiling, of_query)
     products, strip_of = _products(tiling, of_query, of_key, depth, skewed), stage_strip(tiling)
-    finish_scores, softmax = complete(tiling, keys_first=True, skewed=skewed), _softmax(tiling)
+    finish_scores, softmax = complete(tiling, keys_first=True, skewed=skewed, capped=capped), _softmax(tiling)
+    slopes_shape = (tiling.high, tiling.wide) if capped else (1, 1)
     weigh, clear_results = (
         tile.add_bins(tiling, by_query=True, skipped=EXCLUDED),
         tile.clear(high, columns, tiling.dtype),
@@ -253,6 +256,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
         held = cuda.local.array(k_size, kind)
         q_held = cuda.local.array(k_size, kind)
         v_held = cuda.local.array(v_size, kind)
+        slopes = cuda.local.array(slopes_shape, kind)
         room, space = tile.Room(tile.Space(left, right, s, a, b), strip, starts), tile.Space(ps, right, o, a, b)
 
         thread = number(u32(cuda.threadIdx.x))
@@ -283,7 +287,7 @@ def attend(tiling: Tiling, stored: tuple[str, str, str, str], depth: int, width:
             if call.strip >= 0:
                 strip_of(strip, tables.data, call, here, me)
             products(room.space, q, tile.Rows(operands.k, starts[tile.K], key, stop, depth), held, q_held, thread)
-            finish_scores(ps, room, tables, call, here, scales.scores, thread)
+            finish_scores(ps, room, tables, call, here, scales, slopes, thread)
             careful = 0
             if mine:
                 top, total, careful = softmax(ps, factors, top, total, tables, call, here, scales.kept, me)

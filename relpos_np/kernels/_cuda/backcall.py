@@ -21,12 +21,15 @@ from relpos_np.kernels._cuda.tile import OWN_SIZE, STARTS, Tiling
 SHARED = 48 * 1024
 
 
-def query_side(dtype: np.dtype[Any], depth: int, skewed: bool = False) -> tuple[Tiling, int]:
-    """Sizes of a block that makes gradients of queries, and how many of their channels it makes."""
+def query_side(dtype: np.dtype[Any], depth: int, crowded: bool = False) -> tuple[Tiling, int]:
+    """Sizes of a block that makes gradients of queries, and how many of their channels it makes.
+
+    `crowded` if its threads hold more than scores and gradients: products by position, or the slopes of a cap.
+    """
     width = width_of(depth)
     if simulated():
         return Tiling(dtype, 32, 32), width
-    return Tiling(dtype, 128 if width == 128 or skewed else 64, 32 if dtype.itemsize == 8 else 64), width
+    return Tiling(dtype, 128 if width == 128 or crowded else 64, 32 if dtype.itemsize == 8 else 64), width
 
 
 def key_side(dtype: np.dtype[Any], depth: int, v_dim: int) -> tuple[Tiling, int]:

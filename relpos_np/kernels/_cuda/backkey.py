@@ -14,7 +14,7 @@ from relpos_np.kernels._cuda.backcall import fits
 from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wipe, write
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
-from relpos_np.kernels._cuda.scores import survives
+from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED, steepen, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 # Marks an excluded pair where probabilities after dropout stand, which are at least 0.
@@ -68,11 +68,13 @@ def _probabilities(tiling: Tiling) -> Any:
 
 
 @cache
-def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int, skewed: bool = False) -> Any:
+def key_gradient(
+    tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int, skewed: bool = False, capped: int = UNCAPPED
+) -> Any:
     """The kernel for a tiling, formats of queries, keys and values, head size, and channels that a block makes.
 
-    `skewed` if there are products that are made tile by tile. Rows of fragments are keys; of scores the
-    columns are queries.
+    `skewed` if there are products that are made tile by tile; `capped`: what a cap is for. Rows of fragments are keys;
+    of scores the columns are queries.
     """
     rows, kind, columns = tiling.rows, tiling.kind, width // tile.ACROSS
     of_query, of_key, of_value = stored
@@ -84,7 +86,9 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
     zero, one, left_out = real(0), real(1), real(LEFT_OUT)
     number, clear_gradients = tile.thread_of(tiling), tile.clear(high, columns, tiling.dtype)
     wipe_all, fetch_queries, probabilities = wipe(tiling), _fetch_queries(tiling), _probabilities(tiling)
-    scores = make_scores(tiling, (of_key, of_query), depth, keys_first=False, skewed=skewed)
+    scores = make_scores(tiling, (of_key, of_query), depth, keys_first=False, skewed=skewed, capped=capped)
+    steep, all_capped, content_capped = steepen(tiling), capped == SCORES, capped == CONTENT
+    slopes_shape = (tiling.high, tiling.wide) if capped else (1, 1)
     turn_to_ds = make_ds(tiling, (of_value, tiling.dtype.name), keys_first=False)
     add_bins_of_keys = tile.add_bins(tiling, by_query=False, skipped=0)
     add_gradients = tile.combine(tiling, tile.stage_rows(tiling, tiling.dtype.name, width), columns)
@@ -111,6 +115,7 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
         dv = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
+        slopes = cuda.local.array(slopes_shape, kind)
         room = tile.Room(tile.Space(left, right, s, a, b), strip, starts)
 
         thread = number(u32(cuda.threadIdx.x))
@@ -140,17 +145,23 @@ def key_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width
             fetch_queries(lses, deltas, upstream, first_line, last - first, me)
             q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
             k = tile.Rows(operands.k, starts[tile.K], key, stop, depth)
-            scores(ps, room, k, q, tables, call, here, scales.scores, thread)
+            scores(ps, room, k, q, tables, call, here, scales, slopes, thread)
             careful = wait_or(probabilities(ps, ds, lses, tables, call, here, scales.kept, me))
             grad = tile.Rows(upstream.grad_out, starts[tile.GRAD], first, last, v_dim)
             if channel < v_dim:
                 add_gradients(tile.Space(ps, right, dv, a, b), grad, last - first, channel, careful, left_out, thread)
             v = tile.Rows(operands.v, starts[tile.V], key, stop, v_dim)
             turn_to_ds(ds, deltas, room.space, v, grad, tables, back, here, scales.kept, thread)
+            if all_capped:
+                steep(ds, slopes, thread)
             wait()
             if channel == 0 and me < rows and key + me < stop:
                 bins = back.key_bins + (own[tile.LINE] + me) * back.n_key_bins
                 add_bins_of_keys(ds, work, bins, tables, back.keys, back.n_keys, here, 1, me)
+            if content_capped:
+                wait()
+                steep(ds, slopes, thread)
+                wait()
             if channel < depth:
                 add_queries(tile.Space(ds, right, dk, a, b), q, last - first, channel, careful, zero, thread)
             first += rows

@@ -16,25 +16,22 @@ from relpos_np.kernels._cuda.backsums import (
     THREADS,
     Private,
     Seen,
+    blocks_for,
     delta_kernel,
     group_kernel,
     reduce_kernel,
     seen_kernel,
 )
-from relpos_np.kernels._cuda.device import download, empty, launch, simulated, upload
+from relpos_np.kernels._cuda.device import download, empty, launch, upload
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.plan import Forward
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.records import Add, Back, Bins, Call, Upstream
+from relpos_np.kernels._cuda.scores import UNCAPPED
 from relpos_np.types import Array
 
 # Most bytes of sums that the blocks of one launch have of their own; further blocks wait for the next launch.
 PRIVATE_BYTES = 256 << 20
-
-
-def _blocks(size: int) -> int:
-    """Blocks for a kernel with a thread per element, or that takes several turns."""
-    return min(-(-size // THREADS), 8 if simulated() else 1 << 16)
 
 
 class Backward(Forward):
@@ -57,6 +54,7 @@ class Backward(Forward):
         self.depth = self.query.shape[-1]
         self.maps: dict[int, tuple[int, int, int, int]] = {}
         self.skewed = [query for query in terms.queries if self._is_fused(query)]
+        self.crowded = bool(self.skewed) or self.capped != UNCAPPED
 
     def _map(self, index: IndexMap) -> tuple[int, int, int, int]:
         # Terms of the forward and of the backward pass share maps.
@@ -80,7 +78,7 @@ class Backward(Forward):
         for value in terms.values:
             start, batch, head, row = self._product(self.grad_out, value.weights)
             gathered.append(Add(start, batch, head, row, 0, 1, *self._map(value.index)))
-        tiling, _ = query_side(self.dtype, self.depth, bool(self.skewed))
+        tiling, _ = query_side(self.dtype, self.depth, self.crowded)
         dense = [term for term in terms.tables if not isinstance(term.index, Toeplitz)]
         along = len(dense) < len(terms.tables)
         mapped = [query for query in terms.queries if not self._is_fused(query)]
@@ -133,7 +131,7 @@ class Backward(Forward):
         if self.grad_lse is not None:
             grad_lse = self._whole(self.grad_lse, self.problem.out_shape[:-1])
         launch(
-            *(delta_kernel(dtype), _blocks(queries), THREADS, self.upstream, out, grad_lse, delta),
+            *(delta_kernel(dtype), blocks_for(queries), THREADS, self.upstream, out, grad_lse, delta),
             *(queries, site.v_dim, int(given)),
         )
         shared = self.operands, self.tables, Upstream(self.upstream, lse, delta), self.work
@@ -142,9 +140,9 @@ class Backward(Forward):
             for size in (site.q_len * self.depth, site.k_len * self.depth, site.k_len * site.v_dim)
         )
         stored, skewed = self.formats, bool(self.skewed)
-        tiling, width = query_side(dtype, self.depth, skewed)
+        tiling, width = query_side(dtype, self.depth, self.crowded)
         parts = -(-self.depth // width)
-        kernel = query_gradient(tiling, stored, self.depth, width, skewed)
+        kernel = query_gradient(tiling, stored, self.depth, width, skewed, self.capped)
         per_head = -(-site.q_len // tiling.rows)
         columns = site.q_len + site.k_len - 1
         self.of_diagonals = empty(site.heads * columns, np.dtype(np.float64))
@@ -176,14 +174,14 @@ class Backward(Forward):
             ):
                 if private.start >= 0:
                     launch(
-                        *(reduce_kernel(), _blocks(site.heads * private.columns), THREADS, self.work, totals),
+                        *(reduce_kernel(), blocks_for(site.heads * private.columns), THREADS, self.work, totals),
                         *(private, begin, end, site.heads, per_head, tiling.rows),
                     )
 
         tiling, width = key_side(dtype, self.depth, site.v_dim)
         parts = -(-max(self.depth, site.v_dim) // width)
         launch(
-            key_gradient(tiling, stored, self.depth, width, skewed),
+            key_gradient(tiling, stored, self.depth, width, skewed, self.capped),
             *(lines * parts * -(-site.k_len // tiling.rows), tiling.threads),
             *(*shared, self.dk, self.dv, self.record, back, self.scales),
         )
@@ -216,7 +214,7 @@ class Backward(Forward):
         if shared != heads:
             size, step = self.count * shared * length * depth, length * depth
             total = empty(size, self.dtype)
-            launch(group_kernel(self.dtype), _blocks(size), THREADS, x, total, size, step, heads // shared)
+            launch(group_kernel(self.dtype), blocks_for(size), THREADS, x, total, size, step, heads // shared)
             x = total
         shape = (*self.problem.batch, shared, length, depth)
         return Operand(x, shape, contiguous_strides(shape), self.dtype)
@@ -245,7 +243,7 @@ class Backward(Forward):
         out = empty(heads * rows * depth, self.dtype)
         if seen.size and rows:
             launch(
-                *(seen_kernel(self.dtype), _blocks(self.lines * length), THREADS, vectors, self.work, seen),
+                *(seen_kernel(self.dtype), blocks_for(self.lines * length), THREADS, vectors, self.work, seen),
                 Seen(bins, step, rows, self.lines * length, heads, group, length, depth),
             )
         by_sums = 0, length * step, heads * length * step, 1, step

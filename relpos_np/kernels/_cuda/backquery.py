@@ -16,7 +16,7 @@ from relpos_np.kernels._cuda.backtile import EXCLUDED, add_diagonals, make_ds, m
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import SKEW, SKEW_SIZE
-from relpos_np.kernels._cuda.scores import survives
+from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED, steepen, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 
@@ -113,10 +113,12 @@ def _join_tables(tiling: Tiling) -> Any:
 
 
 @cache
-def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int, skewed: bool = False) -> Any:
+def query_gradient(
+    tiling: Tiling, stored: tuple[str, str, str], depth: int, width: int, skewed: bool = False, capped: int = UNCAPPED
+) -> Any:
     """The kernel for a tiling, formats of queries, keys and values, head size, and channels that a block makes.
 
-    `skewed` if there are products that are made tile by tile.
+    `skewed` if there are products that are made tile by tile; `capped`: what a cap is for.
     """
     rows, kind, parts, columns = tiling.rows, tiling.kind, -(-depth // width), width // tile.ACROSS
     of_query, of_key, of_value = stored
@@ -128,7 +130,9 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
     b_size, zero = max(tiling.wide, columns), tiling.dtype.type(0)
     number, clear_gradients = tile.thread_of(tiling), tile.clear(high, columns, tiling.dtype)
     wipe_sums, probabilities, add_to_sums = _wipe_sums(tiling, skewed), _probabilities(tiling), _add_to_sums(tiling)
-    scores = make_scores(tiling, (of_query, of_key), depth, keys_first=True, skewed=skewed)
+    scores = make_scores(tiling, (of_query, of_key), depth, keys_first=True, skewed=skewed, capped=capped)
+    steep, all_capped, content_capped = steepen(tiling), capped == SCORES, capped == CONTENT
+    slopes_shape = (tiling.high, tiling.wide) if capped else (1, 1)
     turn_to_ds = make_ds(tiling, (tiling.dtype.name, of_value), keys_first=True)
     weigh = tile.add_bins(tiling, by_query=True, skipped=EXCLUDED, survivors=True)
     add_keys = tile.combine(tiling, tile.stage_rows(tiling, of_key, width), columns)
@@ -152,6 +156,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
         o = cuda.local.array(o_shape, kind)
         a = cuda.local.array(high, kind)
         b = cuda.local.array(b_size, kind)
+        slopes = cuda.local.array(slopes_shape, kind)
         space, room = tile.Space(ps, right, o, a, b), tile.Room(tile.Space(left, right, s, a, b), strip, starts)
 
         thread = number(u32(cuda.threadIdx.x))
@@ -181,7 +186,7 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
             here = tile.Tile(own, first, last, key, stop)
             q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
             k = tile.Rows(operands.k, starts[tile.K], key, stop, depth)
-            scores(ps, room, q, k, tables, call, here, scales.scores, thread)
+            scores(ps, room, q, k, tables, call, here, scales, slopes, thread)
             careful = probabilities(ps, row_lse, tables, call, here, me)
             if call.n_values > 0:
                 wait()
@@ -191,11 +196,17 @@ def query_gradient(tiling: Tiling, stored: tuple[str, str, str], depth: int, wid
             grad = tile.Rows(upstream.grad_out, starts[tile.GRAD], first, last, v_dim)
             v = tile.Rows(operands.v, starts[tile.V], key, stop, v_dim)
             turn_to_ds(ps, deltas, room.space, grad, v, tables, back, here, scales.kept, thread)
+            if all_capped:
+                steep(ps, slopes, thread)
             careful = wait_or(careful)
             if part == 0:
                 add_to_sums(ps, work, tables, call, back, here, me)
                 if skewed:
                     add_skewed(skews, ps, room, work, tables, call, back, here, careful, thread)
+            if content_capped:
+                wait()
+                steep(ps, slopes, thread)
+                wait()
             add_keys(space, k, min(rows, stop - key), part * width, careful, zero, thread)
             key += rows
 

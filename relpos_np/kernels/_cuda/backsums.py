@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from relpos_np.kernels._cuda.device import jit
+from relpos_np.kernels._cuda.device import jit, simulated
 from relpos_np.kernels._cuda.intrinsics import u64
 
 # Threads of a block; a grid that is too small for all elements goes over them in several turns.
 THREADS = 64
+
+
+def blocks_for(size: int) -> int:
+    """Blocks for a kernel with a thread per element, or that takes several turns."""
+    return min(-(-size // THREADS), 8 if simulated() else 1 << 16)
 
 
 @cache

@@ -19,17 +19,19 @@ EXCLUDED = -2
 
 
 @cache
-def make_scores(tiling: Tiling, formats: tuple[str, str], depth: int, *, keys_first: bool, skewed: bool) -> Any:
+def make_scores(
+    tiling: Tiling, formats: tuple[str, str], depth: int, *, keys_first: bool, skewed: bool, capped: int
+) -> Any:
     """Fill shared memory with the scores of a tile, and wait for them. x: the rows of fragments, y: the columns."""
     left, right = (stage_turned(tiling, stored) for stored in formats)
     products, strip_of = multiply(tiling, left, right, depth % DEPTH == 0), stage_strip(tiling)
-    finish = complete(tiling, keys_first=keys_first, skewed=skewed)
+    finish = complete(tiling, keys_first=keys_first, skewed=skewed, capped=capped)
 
-    def make(scores, room, x, y, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
+    def make(scores, room, x, y, tables, call, here, scales, slopes, thread):  # type: ignore[no-untyped-def]
         if call.strip >= 0:
             strip_of(room.strip, tables.data, call, here, thread.me)
         products(room.space, x, y, thread)
-        finish(scores, room, tables, call, here, scale, thread)
+        finish(scores, room, tables, call, here, scales, slopes, thread)
 
     return inline(make)
 

@@ -29,7 +29,7 @@ from relpos_np.kernels._cuda.decodetile import (
 )
 from relpos_np.kernels._cuda.device import empty, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import FORMATS, converters, elements, u32, u64, wait
-from relpos_np.kernels._cuda.records import VECTORS, Call, Operands, Results, Tables
+from relpos_np.kernels._cuda.records import VECTORS, Call, Operands, Results, Scales, Tables
 from relpos_np.kernels._cuda.tile import ALIGNED, keys_of, origin, share
 from relpos_np.types import Array
 
@@ -58,7 +58,7 @@ def decode(block: Block, stored: tuple[str, ...]) -> Any:
     values, write = add_values(block, of_value), finish(block, of_out)
 
     @jit()
-    def kernel(operands, tables, results, call, ranges, scale):  # type: ignore[no-untyped-def]
+    def kernel(operands, tables, results, call, ranges, scales):  # type: ignore[no-untyped-def]
         operands, tables, results = elements(operands), elements(tables), elements(results)
         qs = cuda.shared.array(q_size, kind, ALIGNED)
         tile = cuda.shared.array(tile_size, kind, ALIGNED)
@@ -95,7 +95,7 @@ def decode(block: Block, stored: tuple[str, ...]) -> Any:
         fetch_queries(qs, operands.q, meta, call, own, key < stop, me)
         wait()
         while key < stop:
-            scores(ps, space, k, key, stop, tables, call, own, scale, me)
+            scores(ps, space, k, key, stop, tables, call, own, scales, me)
             top, careful = weights(ps, space, top, own.rows, key + me < stop, me)
             values(o, ps, space, v, key, stop, channel, v_dim, careful, me)
             key += threads
@@ -177,7 +177,7 @@ def run(
     formats: tuple[str, ...],
     steps: list[Array],
     queries: int,
-    scale: Any,
+    scales: Scales,
 ) -> None:
     """Attend ranges of keys, and merge them if there are several.
 
@@ -197,8 +197,8 @@ def run(
         Starts per batch item and steps per head and row, of keys and of values.
     queries : int
         Of all heads and batch items.
-    scale : float32 or float64
-        Of the products of queries and keys.
+    scales : Scales
+        Of the products of queries and keys, and a cap.
     """
     dtype, threads = block.dtype, block.threads
     k_word, v_word = (
@@ -210,7 +210,7 @@ def run(
     work = empty(queries * parts * (2 + call.v_dim) if parts > 1 else 1, dtype)
     block = block._replace(k_word=k_word, v_word=v_word)
     blocks = queries // (call.k_group * call.q_len) * slices * parts
-    given = operands, tables, Results(out, lse, work), call, Ranges(parts, queries), scale
+    given = operands, tables, Results(out, lse, work), call, Ranges(parts, queries), scales
     launch(decode(block, formats), blocks, threads, *given)
     if parts > 1:
         sizes = queries, parts, call.v_dim, call.wants_lse

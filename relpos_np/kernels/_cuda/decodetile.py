@@ -12,6 +12,7 @@ from numba import types
 from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import converters, neighbours, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import ADD, ADD_SIZE, PAIRS, VECTORS
+from relpos_np.kernels._cuda.scores import is_ruled_out
 from relpos_np.kernels._cuda.tile import PAD, origin
 
 # Bytes of shared memory that every device has for a block.
@@ -186,10 +187,26 @@ def _products(rows: int, stride: int) -> Any:
 @cache
 def _add_terms(block: Block) -> Any:
     """Add to the scores of a thread's key what terms say."""
-    least, stride = block.dtype.type(-np.inf), block.threads + PAD
+    real, stride = block.dtype.type, block.threads + PAD
+    least = real(-np.inf)
 
-    def add(scores, tables, call, own, j, me):  # type: ignore[no-untyped-def]
+    def cap(scores, own, limit, me):  # type: ignore[no-untyped-def]
+        for r in range(own.rows):
+            to = u32(r * stride + me)
+            # -inf excludes.
+            if scores[to] != least:
+                scores[to] = real(math.tanh(scores[to] / limit)) * limit
+
+    within = inline(cap)
+
+    def add(scores, tables, call, own, j, limit, me):  # type: ignore[no-untyped-def]
         data, meta, batch = tables.data, tables.meta, own.batch
+        inner = -1
+        if limit > 0:
+            inner = call.n_adds - call.n_outer
+            if call.cap_content != 0:
+                inner = -1
+                within(scores, own, limit, me)
         if call.strip >= 0:
             i, head = 0, own.head
             for r in range(own.rows):
@@ -198,6 +215,8 @@ def _add_terms(block: Block) -> Any:
                 if i == call.q_len:
                     i, head = 0, head + 1
         for n in range(call.n_adds):
+            if n == inner:
+                within(scores, own, limit, me)
             at = call.adds + n * ADD_SIZE
             start = origin(meta, at, batch, 0) + j * meta[at + ADD.key]
             by_head, by_query, by_row = meta[at + ADD.head], meta[at + ADD.query], meta[at + ADD.row]
@@ -222,6 +241,8 @@ def _add_terms(block: Block) -> Any:
                 i += 1
                 if i == call.q_len:
                     i, head = 0, head + 1
+        if inner == call.n_adds:
+            within(scores, own, limit, me)
 
     return inline(add)
 
@@ -236,7 +257,7 @@ def _exclude(block: Block) -> Any:
         i, head = 0, own.head
         for r in range(own.rows):
             distance = j - (i + call.offset)
-            if j >= stop or distance < -call.left or distance > call.right:
+            if j >= stop or distance < -call.left or distance > call.right or is_ruled_out(meta, call, own.batch, i, j):
                 scores[u32(r * stride + me)] = least
             elif call.mask >= 0:
                 at_pair = origin(meta, call.mask, own.batch, head)
@@ -277,7 +298,7 @@ def make_scores(block: Block, of_key: str) -> Any:
     stage, products = _stage(block, of_key, block.k_word, threads, chunk), _products(rows, 1)
     add_terms, exclude = _add_terms(block), _exclude(block)
 
-    def scores(ps, space, x, key, stop, tables, call, own, scale, me):  # type: ignore[no-untyped-def]
+    def scores(ps, space, x, key, stop, tables, call, own, scales, me):  # type: ignore[no-untyped-def]
         s, left = space.s, stop - key
         for r in range(rows):
             s[r] = zero
@@ -288,10 +309,10 @@ def make_scores(block: Block, of_key: str) -> Any:
                 products(s, space.qs, c + d, wide, space.tile, me * (chunk + PAD) + d, space.b)
             wait()
         for r in range(rows):
-            ps[u32(r * stride + me)] = s[r] * scale
+            ps[u32(r * stride + me)] = s[r] * scales.scores
         if key + me < stop:
-            add_terms(ps, tables, call, own, key + me, me)
-        whole = key + threads <= stop and call.mask < 0
+            add_terms(ps, tables, call, own, key + me, scales.cap, me)
+        whole = key + threads <= stop and call.mask < 0 and call.ranges < 0 and call.step <= 1
         whole = whole and key - (call.q_len - 1 + call.offset) >= -call.left
         if not (whole and key + threads - 1 - call.offset <= call.right):
             exclude(ps, tables, call, own, key + me, stop, me)

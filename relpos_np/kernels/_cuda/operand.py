@@ -352,6 +352,16 @@ class Operand(NDArrayOperatorsMixin):
         strides = (*[0] * lead, *self.strides) if lead >= 0 else self.strides[-lead:]
         return Operand(self.flat, shape, strides, self.dtype, readonly=self.readonly)
 
+    def cut(self, index: tuple[Any, ...]) -> Operand:
+        """The same memory in ranges of its axes; an ellipsis stands for axes as they are."""
+        at = index.index(...) if ... in index else len(index)
+        index = (*index[:at], *[slice(None)] * (self.ndim - len(index) + (at < len(index))), *index[at + 1 :])
+        ranges = [one.indices(n)[:2] for one, n in zip(index, self.shape, strict=True)]
+        shape = tuple(max(stop - begin, 0) for begin, stop in ranges)
+        start = sum(begin * step for (begin, _), step in zip(ranges, self.strides, strict=True))
+        flat = self.flat[start:] if start and math.prod(shape) else self.flat
+        return Operand(flat, shape, self.strides, self.dtype, readonly=self.readonly)
+
     def contiguous(self, dtype: Any = None) -> Operand:
         """In C order and in a dtype, by default its own; itself if it already is."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)

@@ -18,6 +18,7 @@ from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.records import Add, Bins, Call, Operands, Pairs, Results, Scales, Skew, Tables, Vectors
+from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED
 from relpos_np.types import Array, Int64
 
 
@@ -57,6 +58,19 @@ def values_along(term: TableTerm) -> Array:
     lookup = term.index.lookup
     picked: Array = term.table[:, np.maximum(lookup, 0)]
     return np.where(lookup < 0, term.table.dtype.type(0), picked) if term.index.gaps else picked
+
+
+def strides_of_keys(step: int, offset: int, q_len: int, k_len: int) -> tuple[int, int]:
+    """The `step` and `phase` of a `Call` whose attended keys are at distances that are multiples of a step.
+
+    Both are below 3 (L_q + L_k), however large the step and the offset are: kernels divide 32 bits.
+    """
+    span, attended = q_len + k_len, offset % step
+    if step > span:
+        # At most one difference j - i is attended: this one, or one that no pair has.
+        attended -= 0 if attended < k_len else step
+        step, attended = span, max(attended, -q_len)
+    return step, -attended + step * -(-(attended + q_len) // step)
 
 
 # Toeplitz maps with more rows than this have their products made tile by tile: a tile has this many positions.
@@ -256,6 +270,21 @@ class Forward:
             return -1
         return self.meta.record(*self._pairs(x, self.flags))
 
+    def _ranges(self) -> tuple[int, int]:
+        """Where the range of keys of the first query is that a rule leaves, or -1, and the step per batch item."""
+        ranges = self.problem.ranges
+        if ranges is None:
+            return -1, 0
+        flat, steps = compact(ranges, len(self.problem.batch) + 2)
+        if any(steps[:-2]):
+            flat = np.ascontiguousarray(ranges)
+        return self.meta.add(flat.astype(np.int64)), 2 * self.site.q_len if any(steps[:-2]) else 0
+
+    @property
+    def capped(self) -> int:
+        """Which kernels: without a cap, with one for all scores, or for products alone."""
+        return (CONTENT if self.problem.cap_content else SCORES) if self.problem.softcap else UNCAPPED
+
     def call(self) -> Call:
         """The integers of the call. Fills the pools."""
         problem, site = self.problem, self.site
@@ -263,6 +292,8 @@ class Forward:
         if problem.key_lengths is not None:
             lengths = self.meta.add(np.broadcast_to(problem.key_lengths, problem.batch).astype(np.int64))
         strip, strip_head = self._strip()
+        ranges, ranges_batch = self._ranges()
+        step, phase = strides_of_keys(problem.step, site.offset, site.q_len, site.k_len)
         values, n_values, n_bins = self.values()
         skews, n_skews = self.skews()
         adds, n_adds = self.adds()
@@ -286,6 +317,12 @@ class Forward:
             n_skews=n_skews,
             adds=adds,
             n_adds=n_adds,
+            n_outer=int(problem.mask is not None and problem.mask.dtype != np.bool_),
+            cap_content=int(problem.cap_content),
+            ranges=ranges,
+            ranges_batch=ranges_batch,
+            step=step,
+            phase=phase,
             mask=self._flags(problem.mask),
             keep=self._flags(problem.keep),
             values=values,
@@ -308,19 +345,20 @@ class Forward:
         sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
         formats = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
         call = call._replace(wants_lse=int(wants_lse))
-        self.scales = Scales(site.dtype.type(site.scale), site.dtype.type(self.problem.keep_scale))
+        real = site.dtype.type
+        self.scales = Scales(real(site.scale), real(self.problem.keep_scale), real(self.problem.softcap))
         depth = self.query.shape[-1]
         block = decode.block_for(call, depth, site.dtype)
         if block is not None:
             steps = [np.append(integers[-1][x.batch : x.batch + self.count], (x.head, x.row)) for x in self.strides[1:]]
-            given = self.operands, self.tables, (result, sums), call, formats, steps, queries, self.scales.scores
+            given = self.operands, self.tables, (result, sums), call, formats, steps, queries, self.scales
             decode.run(block, *given)
             return result, sums
         width, skewed = value_width(site.dtype, site.v_dim), call.n_skews > 0
         sizes, parts = tiling(site.dtype, width, skewed), -(-site.v_dim // width)
         results = Results(result, sums, empty(queries * parts * call.n_bins, site.dtype))
         launch(
-            attend(sizes, formats, depth, width, skewed),
+            attend(sizes, formats, depth, width, skewed, self.capped),
             *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads),
             *(self.operands, self.tables, results, call, self.scales),
         )

@@ -116,6 +116,15 @@ class Call(NamedTuple):
     n_skews: int
     adds: int
     n_adds: int
+    # How many of them, the last ones, are added after a cap; whether the cap is for products alone.
+    n_outer: int
+    cap_content: int
+    # The first key of each query and the one after its last, in `meta`, and the step per batch item. Key j may be
+    # attended by query i if j - i + phase, which is never negative, is a multiple of step.
+    ranges: int
+    ranges_batch: int
+    step: int
+    phase: int
     # `Pairs` in `meta`.
     mask: int
     keep: int
@@ -200,7 +209,8 @@ class Results(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Factors: of products of queries and keys, and of probabilities that dropout keeps."""
+    """Factors: of products of queries and keys, of probabilities that dropout keeps; a cap of scores, or 0."""
 
     scores: Any
     kept: Any
+    cap: Any

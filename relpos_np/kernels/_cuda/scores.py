@@ -5,6 +5,7 @@ Shared scores are [key, row] where `keys_first`, the columns of fragments being 
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +25,10 @@ class Positions(NamedTuple):
     first: int
     call: Any
     depth: int
+
+
+# What a kernel's scores are capped for: nothing, all that is added to products, or products alone.
+UNCAPPED, SCORES, CONTENT = range(3)
 
 
 @cache
@@ -115,18 +120,29 @@ def add_skews(tiling: Tiling, *, keys_first: bool) -> Any:
 
 
 @cache
-def put(tiling: Tiling, *, keys_first: bool) -> Any:
-    """Write a fragment of a tile to shared memory, its columns as rows there, times a factor and plus the strip."""
-    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+def put(tiling: Tiling, *, keys_first: bool, capped: int) -> Any:
+    """Write a fragment of a tile to shared memory, its columns as rows there, times a factor and plus the strip.
 
-    def put(shared, s, factor, strip, biased, thread):  # type: ignore[no-untyped-def]
-        down, across = thread.down, thread.across
+    Where it is `capped` as content, it is so before the strip is added, and `slopes` gets the derivatives.
+    """
+    high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+    real, plain = tiling.dtype.type, capped != CONTENT
+
+    def put(shared, s, scales, strip, biased, slopes, thread):  # type: ignore[no-untyped-def]
+        down, across, factor = thread.down, thread.across, scales.scores
+        if not plain:
+            for c in range(wide):
+                for r in range(high):
+                    t = real(math.tanh(s[r, c] * factor / scales.cap))
+                    slopes[r, c] = real(1) - t * t
+                    s[r, c] = t * scales.cap
+            factor = real(1)
         if biased:
             for c in range(wide):
                 for r in range(high):
                     x, y = (r // run) * low + down + r % run, (c // 4) * 32 + across + c % 4
                     s[r, c] = s[r, c] * factor + strip[(y - x if keys_first else x - y) + rows - 1]
-        else:
+        elif plain:
             for c in range(wide):
                 for r in range(high):
                     s[r, c] *= factor
@@ -138,17 +154,54 @@ def put(tiling: Tiling, *, keys_first: bool) -> Any:
 
 
 @cache
-def add_terms(tiling: Tiling, *, keys_first: bool) -> Any:
-    """Add to shared scores what is given per pair, or by an index map. Neighbouring threads have neighbouring keys.
+def cap_scores(tiling: Tiling) -> Any:
+    """Cap shared scores, each at the place where its thread's fragment was; `slopes` gets the derivatives."""
+    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
+    real = tiling.dtype.type
+    least = real(-np.inf)
 
-    Only pairs of the tile are read.
+    def cap(shared, scales, slopes, thread):  # type: ignore[no-untyped-def]
+        for c in range(wide):
+            for r in range(high):
+                x, y = (r // run) * low + thread.down + r % run, (c // 4) * 32 + thread.across + c % 4
+                value = shared[y, x]
+                t = real(math.tanh(value / scales.cap))
+                slopes[r, c] = real(1) - t * t
+                # -inf excludes.
+                if value != least:
+                    shared[y, x] = t * scales.cap
+
+    return inline(cap)
+
+
+@cache
+def steepen(tiling: Tiling) -> Any:
+    """Turn shared gradients of capped scores into those of what was capped; what is 0 stays 0."""
+    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
+    zero = tiling.dtype.type(0)
+
+    def steepen(shared, slopes, thread):  # type: ignore[no-untyped-def]
+        for c in range(wide):
+            for r in range(high):
+                x, y = (r // run) * low + thread.down + r % run, (c // 4) * 32 + thread.across + c % 4
+                if shared[y, x] != zero:
+                    shared[y, x] *= slopes[r, c]
+
+    return inline(steepen)
+
+
+@cache
+def add_terms(tiling: Tiling, *, keys_first: bool) -> Any:
+    """Add to shared scores what is given per pair, or by an index map: the summands from `begin` to `end`.
+
+    Neighbouring threads have neighbouring keys. Only pairs of the tile are read.
     """
     rows, threads = tiling.rows, tiling.threads
     least, turns = tiling.dtype.type(-np.inf), rows * rows // threads
 
-    def add(scores, tables, call, here, me):  # type: ignore[no-untyped-def]
+    def add(scores, tables, call, here, begin, end, me):  # type: ignore[no-untyped-def]
         meta = tables.meta
-        for n in range(call.n_adds):
+        for n in range(begin, end):
             at = call.adds + n * ADD_SIZE
             start = origin(meta, at, here.own[BATCH], here.own[HEAD])
             by_query, by_key, by_row = meta[at + ADD.query], meta[at + ADD.key], meta[at + ADD.row]
@@ -176,6 +229,21 @@ def add_terms(tiling: Tiling, *, keys_first: bool) -> Any:
     return inline(add)
 
 
+def _is_ruled_out(meta, call, batch, i, j):  # type: ignore[no-untyped-def]
+    out = False
+    if call.ranges >= 0:
+        at = call.ranges + batch * call.ranges_batch + 2 * i
+        out = j < meta[u64(at)] or j >= meta[u64(at + 1)]
+    # In 32 bits: a remainder of 64 takes so many registers that others are spilled.
+    if call.step > 1 and u32(j - i + call.phase) % u32(call.step) != u32(0):
+        out = True
+    return out
+
+
+# Whether a rule excludes a pair.
+is_ruled_out = inline(_is_ruled_out)
+
+
 @cache
 def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
     """Set the shared scores of excluded pairs to -inf, whatever they are: excluded vectors may hold NaN."""
@@ -189,7 +257,8 @@ def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
             i, j = here.first + x, here.key + y
             u, w = (y, x) if keys_first else (x, y)
             distance = j - (i + call.offset)
-            if i >= here.last or j >= here.stop or distance < -call.left or distance > call.right:
+            out = i >= here.last or j >= here.stop or distance < -call.left or distance > call.right
+            if out or is_ruled_out(meta, call, here.own[BATCH], i, j):
                 scores[u, w] = least
             elif call.mask >= 0:
                 at_pair = origin(meta, call.mask, here.own[BATCH], here.own[HEAD])
@@ -201,22 +270,31 @@ def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
 
 
 @cache
-def complete(tiling: Tiling, *, keys_first: bool, skewed: bool) -> Any:
+def complete(tiling: Tiling, *, keys_first: bool, skewed: bool, capped: int) -> Any:
     """Turn a fragment of products into complete scores in shared memory, and wait for them."""
-    rows = tiling.rows
-    share_products, skews = put(tiling, keys_first=keys_first), add_skews(tiling, keys_first=keys_first)
+    rows, all_capped, cap = tiling.rows, capped == SCORES, cap_scores(tiling)
+    share_products = put(tiling, keys_first=keys_first, capped=capped)
+    skews = add_skews(tiling, keys_first=keys_first)
     terms, leave_out = add_terms(tiling, keys_first=keys_first), exclude(tiling, keys_first=keys_first)
 
-    def complete(scores, room, tables, call, here, scale, thread):  # type: ignore[no-untyped-def]
-        share_products(scores, room.space.s, scale, room.strip, call.strip >= 0, thread)
+    def complete(scores, room, tables, call, here, scales, slopes, thread):  # type: ignore[no-untyped-def]
+        share_products(scores, room.space.s, scales, room.strip, call.strip >= 0, slopes, thread)
         wait()
         if skewed:
             skews(scores, room, tables, call, here, thread)
+        first = 0
+        if all_capped:
+            first = call.n_adds - call.n_outer
+            terms(scores, tables, call, here, 0, first, thread.me)
+            wait()
+            cap(scores, scales, slopes, thread)
+            wait()
         i, j = here.first + call.offset, here.key
         whole = here.last - here.first == rows and j + rows <= here.stop and call.mask < 0
         whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
-        if call.n_adds > 0 or not whole:
-            terms(scores, tables, call, here, thread.me)
+        whole = whole and call.ranges < 0 and call.step <= 1
+        if call.n_adds > first or not whole:
+            terms(scores, tables, call, here, first, call.n_adds, thread.me)
             leave_out(scores, tables, call, here, thread.me)
             wait()
 

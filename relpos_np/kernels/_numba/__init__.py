@@ -12,7 +12,7 @@ from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms, nothing
 from relpos_np.kernels._numba import job
 from relpos_np.kernels._numba.attend import attend
-from relpos_np.kernels._numba.backjob import BackwardJob
+from relpos_np.kernels._numba.backjob import BackwardJob, readable_gradient
 from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.cache import cache_folder
 from relpos_np.kernels._numba.decode import decode
@@ -36,7 +36,7 @@ KERNELS = {
     **{f"attention {name}": kernel for name, kernel in attend.items() if name != "bfloat16" or UNIT != "none"},
     **{f"windows {name}": kernel for name, kernel in windows.items() if name != "bfloat16" or UNIT != "none"},
     **{f"products float{8 * size}": product[size] for size in product},
-    **{f"backward float{8 * size}": backward_kernel[size] for size in backward_kernel},
+    **{f"backward {name}": kernel for name, kernel in backward_kernel.items() if name != "bfloat16" or UNIT != "none"},
     **{f"decoding {name}": kernel for name, kernel in decode.items()},
 }
 
@@ -63,15 +63,24 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, uni
     job.attention(problem, terms, out, lse, unit)
 
 
-def backward(problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None) -> tuple[Terms, Array]:
-    """Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v."""
+def backward(
+    problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None, *, stored: bool = False
+) -> tuple[Terms, Array]:
+    """Gradients of the terms, in a record of their own form with `query` and `key` always set, and that of v.
+
+    `stored`: where nothing is to be added to a gradient of q, k or v, it is in the dtype in which that is stored.
+    """
     dtype = problem.site.dtype
-    out, lse = np.empty(problem.out_shape, dtype), np.empty(problem.out_shape[:-1], dtype)
+    lse, delta = np.empty(problem.out_shape[:-1], dtype), np.zeros(problem.out_shape[:-1], dtype)
     if not (lse.size and problem.site.k_len):
         return nothing(terms, problem.q, problem.k, problem.v)
+    grad_out = readable_gradient(problem, terms, grad_out)
     # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
-    attention(replace(problem, precision="highest"), terms, out, lse, 1.0)
-    work = BackwardJob(problem, terms, out, lse, grad_out, grad_lse)
+    if problem.site.v_dim:
+        job.attention(problem, terms, delta, lse, 1.0, grad_out)
+    else:
+        _lse_only(problem, terms, lse, 1.0)
+    work = BackwardJob(problem, terms, lse, delta, grad_out, grad_lse, stored=stored)
     work.run()
     return work.gradients()
 

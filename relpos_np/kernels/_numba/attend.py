@@ -16,8 +16,9 @@ from numba import carray
 from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.halves import as_integers, halve_row
-from relpos_np.kernels._numba.pack import load_queries, load_rows, load_values, pack_keys, store_row
+from relpos_np.kernels._numba.pack import load_queries, load_rows, load_values, pack_keys, store_delta, store_row
 from relpos_np.kernels._numba.pieces import (
+    DELTA,
     LOG2E,
     MINUS_INFINITY,
     PANEL_VECTORS,
@@ -52,7 +53,7 @@ from relpos_np.kernels._numba.rows import (
     sum_row,
     take,
 )
-from relpos_np.kernels._numba.scores import complete_scores, in_band, score_pairs, score_plain, skew_block
+from relpos_np.kernels._numba.scores import complete_scores, in_band, range_of, score_pairs, score_plain, skew_block
 from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_ROWS, ROW_QUANTUM, SUM_VECTORS
 from relpos_np.kernels._numba.tiles import accumulate, accumulate_pairs, pair_panel_max, score_panel_max
 
@@ -70,7 +71,7 @@ GROUP_KEYS = 32 * BLOCK_KEYS
 Layout = namedtuple(  # noqa: PYI024
     "Layout",
     "queries keys scratch scores values far_out far_total far_bins far_fade out total tops best top fade "
-    "skew_q skew_w skew bins end",
+    "skew_q skew_w skew bins caps end",
 )
 
 
@@ -99,7 +100,7 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     end = binned + (block * bins + 63) // 64 * 64
     return Layout(
         0, keys, scratch, scores, values, far_out, far_total, far_bins, far_fade, out, total, tops, best, top, fade,
-        skew_q, skew_w, skew, binned, end,
+        skew_q, skew_w, skew, binned, 0, end,
     )  # fmt: skip
 
 
@@ -234,9 +235,10 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
     unit = PAIR_ROWS if pairs else SCORE_ROWS
     pack_keys(p, at(base, w.keys), at(base, w.scratch), head, j0, cols, pairs)
     # That needs all keys open to all queries, no column left over, and one bias at most.
-    plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and not (p.skew_depth and p.bias_row)
+    plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.cap == 0.0
+    plain = plain and not (p.skew_depth and p.bias_row)
     whole = whole_columns(cols, lanes) == cols or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
-    fused = plain and in_band(p, tile) and whole
+    fused = plain and in_band(p, head.b, tile) and whole
     fill_row(tops, 0, round_up(rows, unit) * lanes, MINUS_INFINITY)
     if p.skew_depth:
         skew_block(p, base, w, p.skew_depth, head, tile, moved)
@@ -344,8 +346,12 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
     for i in range(rows):
         total = lane_sum(at(base, w.total + i * lanes))
         factor = 0.0 if total == 0.0 else 1.0 / total
-        own = p.out + (out + (i0 + i) * p.out_row) * size
-        store_row(at(sums, i * v_width), own, p.out_kind, p.v_depth, factor)
+        line, own = at(sums, i * v_width), p.out + (out + (i0 + i) * p.out_row) * size
+        if p.out_kind == DELTA:
+            scale_row(line, line, p.v_depth, factor)
+            store_delta(p, line, own, head, i0 + i)
+        else:
+            store_row(line, own, p.out_kind, p.v_depth, factor)
         write_lse(p, base, (b * p.heads + h) * p.q_len + i0 + i, get(base, w.top + i), total)
 
 
@@ -362,8 +368,11 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     origin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
     end = min(get(batches, KEY_END * p.count + b), p.q_len + p.offset + p.right)
     panels_end = origin + (end - origin) // width * width
-    last = min(end, i0 + rows + p.offset + p.right)
-    j0 = origin + max(i0 + p.offset - p.left - origin, 0) // BLOCK_KEYS * BLOCK_KEYS
+    first, last = i0 + p.offset - p.left, min(end, i0 + rows + p.offset + p.right)
+    if p.ranges:
+        begin, stop = range_of(p, b, i0, rows)
+        first, last = max(first, begin), min(last, stop)
+    j0 = origin + max(first - origin, 0) // BLOCK_KEYS * BLOCK_KEYS
     # Groups lie on the same grid.
     moved, v_width, far = 0, round_up(p.v_depth, lanes), (last - 1 - origin) // GROUP_KEYS > (j0 - origin) // GROUP_KEYS
     if far:

@@ -9,14 +9,16 @@ import numpy as np
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms
 from relpos_np.kernels._numba import launch
-from relpos_np.kernels._numba.arrays import address_of, aligned
+from relpos_np.kernels._numba.arrays import address_of, aligned, rowwise
 from relpos_np.kernels._numba.backward import back_layout, backward
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import query_add
 from relpos_np.kernels._numba.gradients import Sums
-from relpos_np.kernels._numba.plan import fill, readable
+from relpos_np.kernels._numba.job import in_pairs
+from relpos_np.kernels._numba.pieces import OWN, pair_steps
+from relpos_np.kernels._numba.plan import KINDS, fill, readable
 from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK, table
-from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
+from relpos_np.kernels._numba.target import BLOCK_KEYS, CONVERTS_HALF, ROW_QUANTUM, TARGET
 from relpos_np.types import Array
 
 # Queries of one tile: two tiles of scores, their operands and their gradients together fill the cache.
@@ -33,19 +35,41 @@ def part_count(heads: int, threads: int) -> int:
     return 1 if heads >= 2 * threads else -(-PIECES * threads // heads)
 
 
+def readable_gradient(problem: Problem, terms: Terms, grad_out: Array) -> Array:
+    """The gradient of the output as kernels read it, in half precision if it is stored so and no term multiplies it."""
+    own = problem.site.dtype
+    reads = own.itemsize == 4 and not terms.values and (CONVERTS_HALF or grad_out.dtype.name != "float16")
+    if not (reads and grad_out.dtype.name in KINDS):
+        grad_out = grad_out.astype(own, copy=False)
+    return rowwise(np.broadcast_to(grad_out, problem.out_shape))
+
+
 class BackwardJob:
-    """One backward pass; `out` and `lse` are those of the forward pass, the latter in units of log 2."""
+    """One backward pass.
+
+    Of the forward pass are `lse`, in units of log 2, and `delta`, the product of each row of the output with that of
+    `grad_out`; `stored` is that of `backward`.
+    """
 
     def __init__(
-        self, problem: Problem, terms: Terms, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None
+        self,
+        problem: Problem,
+        terms: Terms,
+        lse: Array,
+        delta: Array,
+        grad_out: Array,
+        grad_lse: Array | None,
+        *,
+        stored: bool,
     ) -> None:
-        self.call = call = Call(problem, terms, launch.available_threads())
-        fill(call, out, lse, stored=readable(problem))
-        self.grad_out = np.ascontiguousarray(np.broadcast_to(grad_out, problem.out_shape))
-        delta = np.einsum("...d,...d->...", self.grad_out, out)
-        self.delta = np.ascontiguousarray(delta if grad_lse is None else delta - grad_lse)
+        self.call = call = Call(problem, terms, launch.available_threads(), grad_out=grad_out)
+        fill(call, delta, lse, stored=readable(problem))
+        call.fields["cap_slopes"] = int(problem.softcap > 0)
+        self.grad_out, self.paired = grad_out, in_pairs(problem, terms)
+        self.kernel = backward["bfloat16" if self.paired else problem.site.dtype.name]
+        self.delta = delta if grad_lse is None else np.ascontiguousarray(delta - grad_lse)
         self.extra = _EMPTY.copy()
-        self.sums = Sums(call, self._divide())
+        self.sums = Sums(call, self._divide(), stored=stored)
         self.pieces = self.sums.tasks * (1 if self.extra["parts"] == 1 else 2)
         self._fill()
 
@@ -65,10 +89,12 @@ class BackwardJob:
     def _fill(self) -> None:
         """Set the fields that name arrays."""
         call, sums, e = self.call, self.sums, self.extra
-        e["grad_out"], e["delta"] = call.keep(self.grad_out), call.keep(self.delta)
+        e["delta"] = call.keep(self.delta)
         for name in ("dq", "dk", "dv", "diag", "dense", "skew_dq", "skew_dw"):
             x = getattr(sums, name)
             e[name] = call.keep(x) if x.size else 0
+            if name + "_kind" in e:
+                e[name + "_kind"] = KINDS.get(x.dtype.name, OWN)
         if sums.diag.size:
             e["diag_task"] = sums.diag.shape[1]
         if sums.skew_dw.size:
@@ -89,7 +115,9 @@ class BackwardJob:
         call, site, f, e, item = self.call, self.call.site, self.call.fields, self.extra, self.call.dtype.itemsize
         span = e["query_step"] if e["parts"] > 1 else site.q_len
         lanes, skew = TARGET.lanes(item), f["skew_depth"]
-        size = back_layout.py_func(f["block_queries"], span, f["depth"], site.v_dim, skew, lanes).end * item
+        steps = [pair_steps.py_func(n) if self.paired else 0 for n in (f["depth"], site.v_dim)]
+        sizes = f["depth"], site.v_dim, skew, f["cap_slopes"], lanes, *steps
+        size = back_layout.py_func(f["block_queries"], span, *sizes).end * item
         pairs = call.count * site.heads * site.q_len * site.k_len
         flops = 2.0 * pairs * (3 * f["depth"] + 2 * site.v_dim + 3 * skew)
         threads = 1 if flops < launch.SERIAL_FLOPS else min(call.threads, self.pieces)
@@ -98,7 +126,7 @@ class BackwardJob:
             self._run_cuts(size, flops / most, threads)
             return
         chunk = int(threads * most * self.pieces / flops)
-        launch.run_pieces(backward[item], self.pack(), self.pieces, chunk, threads, workspace=size)
+        launch.run_pieces(self.kernel, self.pack(), self.pieces, chunk, threads, workspace=size)
 
     def _run_cuts(self, size: int, calls: float, threads: int) -> None:
         """Cut pieces of work that take long by their keys; each has a workspace, where its sums wait between calls."""
@@ -115,7 +143,7 @@ class BackwardJob:
             e["origin"] = start
             for cut in range(e["cuts"]):
                 e["cut"], f["counter"], f["stop"] = cut, start, min(start + chunk, pieces)
-                launch.run(backward[call.dtype.itemsize], self.pack(), threads)
+                launch.run(self.kernel, self.pack(), threads)
 
     def gradients(self) -> tuple[Terms, Array]:
         """Gradients of the terms and of v."""

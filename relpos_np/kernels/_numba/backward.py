@@ -17,10 +17,31 @@ from typing import Any
 
 from numba import carray
 
+from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.attend import add_binned
+from relpos_np.kernels._numba.backpairs import (
+    add_pairs_to_keys,
+    add_pairs_to_queries,
+    clear_steps,
+    load_unscaled,
+    pair_block,
+    pair_lines,
+    pair_panels,
+)
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.pack import load_block, load_queries, load_rows, pack_panels
-from relpos_np.kernels._numba.pieces import LOG2, LOG2E, PANEL_VECTORS, Tile, head_of, round_up, size_of
+from relpos_np.kernels._numba.pack import load_block, load_queries, load_rows, load_turned, pack_panels, store_row
+from relpos_np.kernels._numba.pieces import (
+    LOG2,
+    LOG2E,
+    OWN,
+    PANEL_VECTORS,
+    SCORE_ROWS,
+    Tile,
+    head_of,
+    pair_steps,
+    round_up,
+    size_of,
+)
 from relpos_np.kernels._numba.records import ADD, BACKWARD, CALL, KEY_BEGIN, KEY_END, SINK
 from relpos_np.kernels._numba.rows import (
     add_row,
@@ -35,6 +56,7 @@ from relpos_np.kernels._numba.rows import (
     lanes_of,
     longs,
     mask_row,
+    multiply_row,
     opaque,
     pointer_like,
     put,
@@ -43,9 +65,17 @@ from relpos_np.kernels._numba.rows import (
     sum_row,
     take,
 )
-from relpos_np.kernels._numba.scores import add_all_gathered, complete_scores, in_band, score_plain, skew_block
+from relpos_np.kernels._numba.scores import (
+    add_all_gathered,
+    complete_scores,
+    in_band,
+    range_of,
+    score_pairs,
+    score_plain,
+    skew_block,
+)
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
-from relpos_np.kernels._numba.tiles import accumulate, accumulate_transposed, score_panel_max
+from relpos_np.kernels._numba.tiles import accumulate, accumulate_transposed, pair_panel_max, score_panel_max
 
 CALL_BYTES, VECTOR_BYTES = CALL.itemsize, TARGET.vector_bytes
 # Blocks of queries whose gradients of a block of keys are summed before they are added to those of earlier queries, as
@@ -54,11 +84,13 @@ GROUP_BLOCKS = 32
 
 
 # As `Layout`. `grads` and `slopes` are gradients of the output and of the scores; `skew_rows` the weights of distances,
-# row by row, and `moved` the slopes, each row shifted by its query. `far_dk`, `far_dv`: from earlier groups of queries.
+# row by row, and `moved` the slopes, each row shifted by its query; `caps` the derivatives of capped scores.
+# `far_dk`, `far_dv`: from earlier groups of queries. Where pairs are multiplied (`backpairs.py`), `..._pairs` are pairs
+# of channels and `..._lines` pairs of rows, and the panels of `keys` and `value_panels` are made by way of `spare`.
 BackLayout = namedtuple(  # noqa: PYI024
     "BackLayout",
     "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv far_dk far_dv dq ones "
-    "skew_rows skew_dq moved end",
+    "skew_rows skew_dq moved caps query_pairs grad_pairs spare key_lines query_lines grad_lines tile_lines end",
 )
 # A piece of work: its number among the partial sums, its head, its queries and its keys. `side`: 0 if it owns the
 # queries, 1 if it owns the keys, 2 if both.
@@ -66,13 +98,19 @@ Task = namedtuple("Task", "number side b h first stop key_first key_stop")  # no
 
 
 @helper
-def back_layout(block: int, span: int, depth: int, v_depth: int, skew: int, lanes: int) -> BackLayout:
-    """The workspace for blocks of `block` queries, of `span` queries in all. The host calls it as plain Python."""
+def back_layout(
+    block: int, span: int, depth: int, v_depth: int, skew: int, capped: int, lanes: int, steps: int, v_steps: int
+) -> BackLayout:
+    """The workspace for blocks of `block` queries, of `span` queries in all. The host calls it as plain Python.
+
+    `capped`: 1 if derivatives of a cap are kept, else 0. `steps`, `v_steps`: pairs of channels, 0 unless they are
+    multiplied.
+    """
     reach = (block + PANEL_VECTORS * lanes - 1) // (PANEL_VECTORS * lanes) * PANEL_VECTORS * lanes
     q_width, v_width = (depth + lanes - 1) // lanes * lanes, (v_depth + lanes - 1) // lanes * lanes
     s_width, shifted = (skew + lanes - 1) // lanes * lanes, reach + BLOCK_KEYS
     keys = block * q_width
-    scores = keys + BLOCK_KEYS * depth
+    scores = keys + BLOCK_KEYS * max(depth, steps)
     tops = scores + block * BLOCK_KEYS
     skew_q = tops + block * lanes
     skew_w = skew_q + block * s_width
@@ -81,7 +119,7 @@ def back_layout(block: int, span: int, depth: int, v_depth: int, skew: int, lane
     slopes = grads + block * v_width
     key_rows = slopes + block * BLOCK_KEYS
     value_panels = key_rows + BLOCK_KEYS * q_width
-    dk = value_panels + BLOCK_KEYS * v_depth
+    dk = value_panels + BLOCK_KEYS * max(v_depth, v_steps)
     dv = dk + BLOCK_KEYS * q_width
     far_dk = dv + BLOCK_KEYS * v_width
     far_dv = far_dk + BLOCK_KEYS * q_width
@@ -90,10 +128,20 @@ def back_layout(block: int, span: int, depth: int, v_depth: int, skew: int, lane
     skew_rows = ones + block
     skew_dq = skew_rows + shifted * s_width
     moved = skew_dq + (span + ROW_QUANTUM) * s_width
-    end = moved + (block * (shifted + ROW_QUANTUM) if skew else 0)
+    caps = moved + (block * (shifted + ROW_QUANTUM) if skew else 0)
+    query_pairs = caps + capped * block * BLOCK_KEYS
+    grad_pairs = query_pairs + block * steps
+    spare = grad_pairs + block * v_steps
+    key_lines = spare + BLOCK_KEYS * max(steps, v_steps)
+    paired = 1 if steps else 0
+    query_lines = key_lines + paired * BLOCK_KEYS // 2 * q_width
+    grad_lines = query_lines + paired * block // 2 * q_width
+    tile_lines = grad_lines + paired * block // 2 * v_width
+    end = tile_lines + paired * block // 2 * BLOCK_KEYS
     return BackLayout(
         0, keys, scores, tops, skew_q, skew_w, skewed, grads, slopes, key_rows, value_panels,
-        dk, dv, far_dk, far_dv, dq, ones, skew_rows, skew_dq, moved, end,
+        dk, dv, far_dk, far_dv, dq, ones, skew_rows, skew_dq, moved, caps, query_pairs, grad_pairs, spare, key_lines,
+        query_lines, grad_lines, tile_lines, end,
     )  # fmt: skip
 
 
@@ -205,36 +253,61 @@ def collect_skewed(p: Any, e: Any, base: Any, w: Any, head: Any, tile: Any, task
 
 
 @inlined
-def score_again(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) -> None:
+def score_again(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, pairs: bool) -> None:
     """Scores of a tile as in the forward pass."""
     i0, rows, j0, cols, _ = tile
     depth, lanes, queries, scores = p.depth, lanes_of(base), at(base, w.queries), at(base, w.scores)
-    width, q_width = PANEL_VECTORS * lanes, round_up(depth, lanes)
-    plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0
-    if plain and in_band(p, tile) and cols % width == 0:
+    width, q_width, steps = PANEL_VECTORS * lanes, round_up(depth, lanes), pair_steps(depth)
+    plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.skew_depth == 0 and p.cap == 0.0
+    if plain and in_band(p, head.b, tile) and cols % width == 0:
         for c in range(0, cols, width):
             bias, row = at(head.bias, i0 * p.bias_row + (j0 + c if p.bias_row else 0)), p.bias_row
-            panel, s, tops = at(base, w.keys + c * depth), at(scores, c), at(base, w.tops)
-            score_panel_max(queries, q_width, panel, depth, s, BLOCK_KEYS, rows, width, bias, row, tops)
+            panel, s, tops = at(base, w.keys + c * (steps if pairs else depth)), at(scores, c), at(base, w.tops)
+            if pairs:
+                q = at(base, w.query_pairs)
+                pair_panel_max(q, steps, panel, steps, s, BLOCK_KEYS, rows, width, bias, row, tops, p.scale)
+            else:
+                score_panel_max(queries, q_width, panel, depth, s, BLOCK_KEYS, rows, width, bias, row, tops)
     else:
         for c in range(0, cols, width):
-            panel = at(base, w.keys + c * depth)
-            score_plain(queries, q_width, panel, depth, at(scores, c), BLOCK_KEYS, rows, min(width, cols - c))
+            panel, s, seen = at(base, w.keys + c * (steps if pairs else depth)), at(scores, c), min(width, cols - c)
+            if pairs:
+                score_pairs(at(base, w.query_pairs), steps, panel, steps, s, BLOCK_KEYS, rows, seen, p.scale)
+            else:
+                score_plain(queries, q_width, panel, depth, s, BLOCK_KEYS, rows, seen)
         if p.skew_depth:
             skew_block(p, base, w, round_up(p.skew_depth, lanes), head, tile, 0)
         complete_scores(p, adds, base, w, head, tile)
 
 
 @helper
-def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head: Any, tile: Any) -> None:
+def go_below_cap(base: Any, w: Any, tile: Any) -> None:
+    """Turn gradients of capped scores into those of what was capped."""
+    for i in range(tile.rows):
+        multiply_row(at(base, w.slopes + i * BLOCK_KEYS), at(base, w.caps + i * BLOCK_KEYS), tile.cols)
+
+
+@inlined
+def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head: Any, tile: Any, pairs: bool) -> None:
     """Probabilities and gradients of the scores of one tile; the packed operands are in place."""
-    score_again(p, adds, base, w, head, tile)
+    score_again(p, adds, base, w, head, tile, pairs)
     lanes, cols = lanes_of(base), tile.cols
-    v_width, wide = round_up(p.v_depth, lanes), round_up(cols, lanes)
-    width = PANEL_VECTORS * lanes
+    v_width, steps, width = round_up(p.v_depth, lanes), pair_steps(p.v_depth), PANEL_VECTORS * lanes
     for c in range(0, cols, width):
-        panel, out, seen = at(base, w.value_panels + c * p.v_depth), at(base, w.slopes + c), min(width, cols - c)
-        score_plain(at(base, w.grads), v_width, panel, p.v_depth, out, BLOCK_KEYS, tile.rows, seen)
+        panel, out = at(base, w.value_panels + c * (steps if pairs else p.v_depth)), at(base, w.slopes + c)
+        seen = min(width, cols - c)
+        if pairs:
+            score_pairs(at(base, w.grad_pairs), steps, panel, steps, out, BLOCK_KEYS, tile.rows, seen, 1.0)
+        else:
+            score_plain(at(base, w.grads), v_width, panel, p.v_depth, out, BLOCK_KEYS, tile.rows, seen)
+    soften_tile(p, e, dp_adds, base, w, head, tile)
+
+
+@helper
+def soften_tile(p: Any, e: Any, dp_adds: Any, base: Any, w: Any, head: Any, tile: Any) -> None:
+    """From scores and products of the output's gradient with values to probabilities and gradients of scores."""
+    cols = tile.cols
+    wide = round_up(cols, lanes_of(base))
     for i in range(tile.rows):
         q = tile.i0 + i
         row = (head.b * p.heads + head.h) * p.q_len + q
@@ -248,67 +321,105 @@ def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head:
         if p.keep:
             scale_row(s, s, cols, p.keep_scale)
             mask_row(s, keep, cols, 0.0)
+    if p.cap_slopes and p.cap_content == 0:
+        go_below_cap(base, w, tile)
 
 
 @helper
-def key_at(p: Any, like: Any, head: Any, j: int) -> Any:
-    """The address of a key."""
-    return head.k + j * p.k_row * size_of(like, p.k_kind)
+def load_key_rows(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int) -> bool:
+    """Copy a block of keys, turned if they turn; whether one of them may not be finite."""
+    out, width = at(base, w.key_rows), round_up(p.depth, lanes_of(base))
+    own = head.k + j0 * p.k_row * size_of(base, p.k_kind)
+    if p.turn:
+        turns = head.k_turn + j0 * 2 * p.turn_pairs * size_of(base, OWN)
+        load_turned(p, out, width, own, p.k_kind, p.k_row, turns, cols, p.depth)
+        return not math.isfinite(sum_row(out, cols * width))
+    return math.isnan(load_block(out, width, own, p.k_kind, p.k_row, cols, p.depth))
 
 
 @inlined
-def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int) -> bool:
+def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: bool) -> bool:
     """Pack a block of keys and values and clear their gradients; whether a key is not finite."""
     lanes = lanes_of(base)
     q_width, v_width = round_up(p.depth, lanes), round_up(p.v_depth, lanes)
     key_rows, value_rows = at(base, w.key_rows), at(base, w.dv)
-    check = load_block(key_rows, q_width, key_at(p, base, head, j0), p.k_kind, p.k_row, cols, p.depth)
+    bypassed: bool = load_key_rows(p, base, w, head, j0, cols)
     own = head.v + j0 * p.v_row * size_of(base, p.v_kind)
     load_block(value_rows, v_width, own, p.v_kind, p.v_row, cols, p.v_depth)
-    pack_panels(at(base, w.keys), key_rows, q_width, 0, cols, cols, p.depth)
-    pack_panels(at(base, w.value_panels), value_rows, v_width, 0, cols, cols, p.v_depth)
+    if pairs:
+        pair_panels(base, w.keys, w.spare, w.key_rows, q_width, cols, p.depth)
+        pair_panels(base, w.value_panels, w.spare, w.dv, v_width, cols, p.v_depth)
+        clear_steps(base, w.key_lines, q_width, cols)
+        pair_lines(base, w.key_lines, w.key_rows, q_width, cols)
+    else:
+        pack_panels(at(base, w.keys), key_rows, q_width, 0, cols, cols, p.depth)
+        pack_panels(at(base, w.value_panels), value_rows, v_width, 0, cols, cols, p.v_depth)
     fill_row(base, w.dk, w.dk + BLOCK_KEYS * q_width, 0.0)
     fill_row(base, w.dv, w.dv + BLOCK_KEYS * v_width, 0.0)
-    return math.isnan(check)
+    return bypassed
 
 
 @inlined
-def begin_rows(p: Any, e: Any, base: Any, w: Any, head: Any, i0: int, rows: int) -> None:
+def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Copy a block of queries and of the output's gradient."""
     lanes, row = lanes_of(base), (head.b * p.heads + head.h) * p.q_len + i0
-    v_width, s_width, grads = round_up(p.v_depth, lanes), round_up(p.skew_depth, lanes), pointer_like(base, e.grad_out)
-    queries = at(base, w.queries)
-    load_queries(p, queries, queries, round_up(p.depth, lanes), head, i0, rows, False)
-    load_rows(at(base, w.grads), v_width, at(grads, row * p.v_depth), p.v_depth, rows, p.v_depth, 1.0)
+    v_width, s_width, padded = round_up(p.v_depth, lanes), round_up(p.skew_depth, lanes), round_up(rows, SCORE_ROWS)
+    q_width, queries, own = (
+        round_up(p.depth, lanes),
+        at(base, w.queries),
+        head.grad + i0 * p.grad_row * size_of(base, p.grad_kind),
+    )
+    if pairs:
+        load_unscaled(p, base, w, head, i0, rows)
+    else:
+        load_queries(p, queries, queries, q_width, head, i0, rows, False)
+    load_block(at(base, w.grads), v_width, own, p.grad_kind, p.grad_row, rows, p.v_depth)
+    fill_row(at(base, w.grads), rows * v_width, padded * v_width, 0.0)
+    if pairs:
+        pair_block(base, w.query_pairs, w.query_lines, w.queries, q_width, rows, p.depth)
+        pair_block(base, w.grad_pairs, w.grad_lines, w.grads, v_width, rows, p.v_depth)
     if p.skew_depth:
         skew_q = at(pointer_like(base, p.skew_q), row * p.skew_depth)
         load_rows(at(base, w.skew_q), s_width, skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
 
 
 @inlined
-def add_to_keys(p: Any, base: Any, w: Any, rows: int, cols: int) -> None:
+def add_to_keys(p: Any, base: Any, w: Any, rows: int, cols: int, pairs: bool) -> None:
     """Add dS^T Q to dK, and P^T g to dV."""
     q_width, v_width = round_up(p.depth, lanes_of(base)), round_up(p.v_depth, lanes_of(base))
     slopes, queries, dk = at(base, w.slopes), at(base, w.queries), at(base, w.dk)
     scores, grads, dv = at(base, w.scores), at(base, w.grads), at(base, w.dv)
     if not math.isfinite(sum_row(queries, rows * q_width)):
         bypass_rows(slopes, 1, BLOCK_KEYS, queries, q_width, rows, dk, cols)
-    add_transposed(slopes, BLOCK_KEYS, queries, dk, cols, q_width, rows)
+        if pairs:
+            pair_lines(base, w.query_lines, w.queries, q_width, rows)
     if not math.isfinite(sum_row(grads, rows * v_width)):
         bypass_rows(scores, 1, BLOCK_KEYS, grads, v_width, rows, dv, cols)
-    add_transposed(scores, BLOCK_KEYS, grads, dv, cols, v_width, rows)
+        if pairs:
+            pair_lines(base, w.grad_lines, w.grads, v_width, rows)
+    if pairs:
+        add_pairs_to_keys(base, w, w.slopes, w.query_lines, w.dk, q_width, rows, cols)
+        add_pairs_to_keys(base, w, w.scores, w.grad_lines, w.dv, v_width, rows, cols)
+    else:
+        add_transposed(slopes, BLOCK_KEYS, queries, dk, cols, q_width, rows)
+        add_transposed(scores, BLOCK_KEYS, grads, dv, cols, v_width, rows)
 
 
 @inlined
-def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, bypassed: bool) -> None:
+def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, bypassed: bool, pairs: bool) -> None:
     """Add dS K to dQ, for a task whose first query is `first`; `bypassed` if a key is not finite."""
     q_width, slopes, keys = round_up(p.depth, lanes_of(base)), at(base, w.slopes), at(base, w.key_rows)
     own = at(base, w.dq + (tile.i0 - first) * q_width)
     if bypassed:
         # Copied again, because `bypass_rows` has emptied rows that these queries may read.
-        load_block(keys, q_width, key_at(p, base, head, tile.j0), p.k_kind, p.k_row, tile.cols, p.depth)
+        load_key_rows(p, base, w, head, tile.j0, tile.cols)
         bypass_rows(slopes, BLOCK_KEYS, 1, keys, q_width, tile.cols, own, tile.rows)
-    add_product(slopes, BLOCK_KEYS, keys, own, at(base, w.ones), tile.rows, q_width, tile.cols)
+        if pairs:
+            pair_lines(base, w.key_lines, w.key_rows, q_width, tile.cols)
+    if pairs:
+        add_pairs_to_queries(base, w, own, q_width, tile.rows, tile.cols)
+    else:
+        add_product(slopes, BLOCK_KEYS, keys, own, at(base, w.ones), tile.rows, q_width, tile.cols)
 
 
 @helper
@@ -330,14 +441,16 @@ def add_far(base: Any, w: Any, size: int, v_size: int) -> None:
 
 
 @inlined
-def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int) -> None:
+def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: bool) -> None:
     """Write the gradients of a block of keys and values."""
     q_width, v_width = round_up(p.depth, lanes_of(base)), round_up(p.v_depth, lanes_of(base))
     for j in range(cols):
         row = (head.b * p.heads + head.h) * p.k_len + j0 + j
-        # The queries of the products hold the scale, in units of log 2.
-        scale_row(at(pointer_like(base, e.dk), row * p.depth), at(base, w.dk + j * q_width), p.depth, LOG2)
-        scale_row(at(pointer_like(base, e.dv), row * p.v_depth), at(base, w.dv + j * v_width), p.v_depth, 1.0)
+        # The queries of the products hold the scale, in units of log 2, unless they were paired.
+        of_key = e.dk + row * p.depth * size_of(base, e.dk_kind)
+        of_value = e.dv + row * p.v_depth * size_of(base, e.dv_kind)
+        store_row(at(base, w.dk + j * q_width), of_key, e.dk_kind, p.depth, p.scale * LOG2 if pairs else LOG2)
+        store_row(at(base, w.dv + j * v_width), of_value, e.dv_kind, p.v_depth, 1.0)
 
 
 @inlined
@@ -346,18 +459,22 @@ def write_queries(p: Any, e: Any, base: Any, w: Any, task: Any) -> None:
     q_width, s_width = round_up(p.depth, lanes_of(base)), round_up(p.skew_depth, lanes_of(base))
     for i in range(task.first, task.stop):
         row, own = (task.b * p.heads + task.h) * p.q_len + i, at(base, w.dq + (i - task.first) * q_width)
-        scale_row(at(pointer_like(base, e.dq), row * p.depth), own, p.depth, p.scale * LOG2)
+        store_row(own, e.dq + row * p.depth * size_of(base, e.dq_kind), e.dq_kind, p.depth, p.scale * LOG2)
         if p.skew_depth:
             own = at(base, w.skew_dq + (i - task.first) * s_width)
             scale_row(at(pointer_like(base, e.skew_dq), row * p.skew_depth), own, p.skew_depth, 1.0)
 
 
 @inlined
-def backward_task(p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: Any, base: Any, t: int) -> None:
+def backward_task(
+    p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: Any, base: Any, t: int, pairs: bool
+) -> None:
     """All tiles of one piece of work."""
     block, lanes, task = p.block_queries, lanes_of(base), task_of(p, e, t)
     first, stop, side = task.first, task.stop, task.side
-    w = back_layout(block, e.query_step if e.parts > 1 else p.q_len, p.depth, p.v_depth, p.skew_depth, lanes)
+    steps, v_steps = (pair_steps(p.depth), pair_steps(p.v_depth)) if pairs else (0, 0)
+    span = e.query_step if e.parts > 1 else p.q_len
+    w = back_layout(block, span, p.depth, p.v_depth, p.skew_depth, p.cap_slopes, lanes, steps, v_steps)
     head = head_of(p, batches, base, task.b, task.h)
     fill_row(base, w.ones, w.ones + block, 1.0)
     if side != 1 and e.cut == 0:
@@ -376,59 +493,80 @@ def backward_task(p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: 
     begin += tiles * e.cut // e.cuts * BLOCK_KEYS
     for j0 in range(begin, end, BLOCK_KEYS):
         cols = min(BLOCK_KEYS, end - j0)
-        bypassed = load_keys(p, base, w, head, j0, cols)
+        bypassed = load_keys(p, base, w, head, j0, cols, pairs)
         for i0 in range(first, stop, block):
             rows = min(block, stop - i0)
             for i in range(rows, round_up(rows, ROW_QUANTUM)):
                 fill_row(at(base, w.slopes), i * BLOCK_KEYS, (i + 1) * BLOCK_KEYS, 0.0)
             if j0 + cols <= i0 + p.offset - p.left or j0 > i0 + rows - 1 + p.offset + p.right:
                 continue
+            if p.ranges:
+                low, high = range_of(p, task.b, i0, rows)
+                if j0 + cols <= low or j0 >= high:
+                    continue
             tile = Tile(i0, rows, j0, cols, 0)
-            begin_rows(p, e, base, w, head, i0, rows)
-            slope_tile(p, e, adds, dp_adds, base, w, head, tile)
-            if side != 0:
-                if far and (i0 - first) % (GROUP_BLOCKS * block) == 0:
-                    end_group(base, w, size, v_size)
-                add_to_keys(p, base, w, rows, cols)
-            if side != 1:
-                add_to_queries(p, base, w, head, tile, first, bypassed)
+            begin_rows(p, base, w, head, i0, rows, pairs)
+            slope_tile(p, e, adds, dp_adds, base, w, head, tile, pairs)
             collect(p, e, sinks, base, w, head, tile, task)
             if p.skew_depth and side != 1:
                 collect_skewed(p, e, base, w, head, tile, task)
+            if p.cap_slopes and p.cap_content:
+                go_below_cap(base, w, tile)
+            if side != 0:
+                if far and (i0 - first) % (GROUP_BLOCKS * block) == 0:
+                    end_group(base, w, size, v_size)
+                add_to_keys(p, base, w, rows, cols, pairs)
+            if side != 1:
+                add_to_queries(p, base, w, head, tile, first, bypassed, pairs)
         if far:
             add_far(base, w, size, v_size)
         if side != 0:
-            write_keys(p, e, base, w, head, j0, cols)
+            write_keys(p, e, base, w, head, j0, cols, pairs)
     if side != 1 and e.cut == e.cuts - 1:
         write_queries(p, e, base, w, task)
 
 
 @inlined
-def backward_all(call: int, work: Any, thread: int) -> None:
-    """Take pieces of work from the shared counter while there are any."""
+def backward_all(call: int, work: Any, thread: int, pairs: bool) -> None:
+    """Take pieces of work from the shared counter while there are any; `pairs`, a constant, is compiled in."""
     p = carray(opaque(call), 1, CALL)[0]
     e = carray(opaque(call + CALL_BYTES), 1, BACKWARD)[0]
     adds = carray(opaque(p.adds), p.add_count, ADD)
     dp_adds = carray(opaque(e.dp_adds), e.dp_add_count, ADD)
     sinks = carray(opaque(e.sinks), e.sink_count, SINK)
+    if pairs:
+        open_tiles()
     t = take(call)
     while t < p.stop:
         workspace = thread if e.cuts == 1 else t - e.origin
         base = at(work, workspace * (p.work_stride * lanes_of(work) // VECTOR_BYTES))
-        backward_task(p, e, adds, dp_adds, sinks, longs(p.batches), base, t)
+        backward_task(p, e, adds, dp_adds, sinks, longs(p.batches), base, t, pairs)
         t = take(call)
+    if pairs:
+        close_tiles()
 
 
 def _backward_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        backward_all(call, floats(p.work), get(get(arrays, 0), n))
+        backward_all(call, floats(p.work), get(get(arrays, 0), n), False)
 
 
 def _backward_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        backward_all(call, doubles(p.work), get(get(arrays, 0), n))
+        backward_all(call, doubles(p.work), get(get(arrays, 0), n), False)
 
 
-backward = {4: Kernel(_backward_float32), 8: Kernel(_backward_float64)}
+def _backward_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    p = carray(opaque(call), 1, CALL)[0]
+    for n in range(get(lengths, 0)):
+        backward_all(call, floats(p.work), get(get(arrays, 0), n), True)
+
+
+# By what is multiplied, as in `attend.py`.
+backward = {
+    "float32": Kernel(_backward_float32),
+    "float64": Kernel(_backward_float64),
+    "bfloat16": Kernel(_backward_bfloat16),
+}

@@ -5,8 +5,9 @@ would run old code; it unpickles what it finds; and loading from it costs half a
 in preparing a compiler that is then not used. Here an entry is an object file behind a digest, and
 its name holds a digest of every kernel source, the versions and the processor.
 
-What an entry holds is run as it is, so that it must belong to this user or to root, and nobody else may write to it.
-The digest tells damage, not intent: LLVM would crash on code that is none behind a digest that is right.
+What an entry holds is run as it is, so that it and its folder must belong to this user or to root, and nobody else may
+write to them; a link to a file elsewhere is not followed. The digest tells damage, not intent: LLVM would crash on code
+that is none behind a digest that is right.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ from relpos_np.kernels._numba.target import TARGET, UNIT, host_features
 log = logging.getLogger("relpos_np")
 
 _not_kept = False
+
+# Numba's settings that decide the machine code, beside the versions and the processor.
+_SETTINGS = (
+    "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "CPU_NAME", "CPU_FEATURES",
+    "ENABLE_AVX", "DISABLE_INTEL_SVML", "LLVM_REFPRUNE_PASS", "LLVM_REFPRUNE_FLAGS",
+    "EXTEND_VARIABLE_LIFETIMES", "ENABLE_PROFILING",
+)  # fmt: skip
 
 
 class CacheWarning(UserWarning):
@@ -62,8 +70,9 @@ def cache_folder() -> Path | None:
 def _stamp() -> str:
     """Digest of everything that decides the machine code."""
     versions = (numba.__version__, llvmlite.__version__, platform.python_version(), platform.machine())
-    processor = (llvm.get_host_cpu_name(), sorted(host_features().items()), TARGET, UNIT, numba.config.OPT)
-    digest = hashlib.sha256(repr((versions, processor)).encode())
+    processor = (llvm.get_host_cpu_name(), sorted(host_features().items()), TARGET, UNIT)
+    settings = [str(getattr(numba.config, name, None)) for name in _SETTINGS]
+    digest = hashlib.sha256(repr((versions, processor, settings)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:20]
@@ -74,25 +83,40 @@ def _path(kernel: str) -> Path | None:
     return None if folder is None else folder / f"{kernel}-{_stamp()}.bin"
 
 
+def _distrust(found: os.stat_result) -> str | None:
+    """Why somebody else may have written to a file, or put one into a folder."""
+    if not hasattr(os, "geteuid"):
+        return None
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}"
+    # In a folder like /tmp nobody replaces what is another's, and each file's owner is looked at.
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    return "others may write to it" if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky else None
+
+
+@cache
+def _warn(folder: Path, why: str) -> None:
+    log.warning("the kernel cache %s is not used: %s", folder, why)
+
+
 def _content(path: Path) -> bytes | None:
     """The bytes of a file; None if there is none, or one that another user may have written."""
+    # A pipe in its place would be waited for.
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
-        # A pipe in its place would be waited for.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+        if why := _distrust(path.parent.stat()):
+            _warn(path.parent, why)
+            return None
+        descriptor = os.open(path, flags)
     except OSError:
         return None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             return None
-        if hasattr(os, "geteuid"):
-            others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if found.st_uid not in (0, os.geteuid()) or others:
-                log.warning(
-                    "the entry %s of the kernel cache is not used: %s", path,
-                    "others may write to it" if others else f"it belongs to user {found.st_uid}",
-                )  # fmt: skip
-                return None
+        if why := _distrust(found):
+            log.warning("the entry %s of the kernel cache is not used: %s", path, why)
+            return None
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     except OSError:
@@ -148,10 +172,12 @@ def write(kernel: str, name: str, needed: list[str], code: bytes) -> None:
 
 def _store(path: Path, content: bytes) -> None:
     if os.environ.get("RELPOS_CACHE_DIR"):
-        # Whoever chose it may mean to share it, as an image does that root has made.
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever chose it may mean others to read it, as an image does that root has made.
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     else:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if why := _distrust(path.parent.stat()):
+        raise PermissionError(0, f"it would not be trusted: {why}")
     begun = path.parent / f".{path.stem}-{secrets.token_hex(8)}"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)

@@ -25,8 +25,15 @@ assert UNBOUNDED < 1 << 62  # positions are added to it in int64
 class Call:
     """The fields of a call's record, and what they are made of."""
 
-    def __init__(self, problem: Problem, terms: Terms, threads: int, fields: dict[str, Any] = _EMPTY) -> None:
-        self.problem, self.terms, self.threads = problem, terms, threads
+    def __init__(
+        self,
+        problem: Problem,
+        terms: Terms,
+        threads: int,
+        fields: dict[str, Any] = _EMPTY,
+        grad_out: Array | None = None,
+    ) -> None:
+        self.problem, self.terms, self.threads, self.grad_out = problem, terms, threads, grad_out
         self.site, self.dtype = problem.site, problem.site.dtype
         self.fields = fields.copy()
         self.kept: list[Array] = []

@@ -66,7 +66,7 @@ def decode_layout(depth: int, v_depth: int, lanes: int) -> Layout:
     best = tops + MOST_ROWS * lanes
     top = best + 64
     fade = top + 64
-    return Layout(0, 0, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, fade + 64)
+    return Layout(0, 0, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, fade + 64)
 
 
 @helper
@@ -101,13 +101,25 @@ def decode_tile(p: Any, adds: Any, base: Any, ks: Any, vs: Any, w: Any, head: An
     score_rows(base, w, at(pointer_like(ks, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
-        one = Head(head.b, head.h + g, head.q, head.k, head.v, at(head.bias, g * p.bias_head), head.mask, 0, 0)
+        one = Head(
+            head.b,
+            head.h + g,
+            head.q,
+            head.k,
+            head.v,
+            head.grad,
+            at(head.bias, g * p.bias_head),
+            head.mask,
+            0,
+            0,
+            head.inner + g * p.inner_head,
+        )
         complete_scores(p, adds, base, w, one, Tile(0, p.q_len, tile.j0, cols, g * p.q_len))
     for i in range(rows):
         put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
     advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
     # Where every row may attend every key, values are read where they lie.
-    in_place = p.soft == 0 and p.allowed == 0 and in_band(p, tile)
+    in_place = p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, head.b, tile)
     bypassed = False
     if not in_place:
         bypassed = math.isnan(copy_block(at(base, w.values), width, values, p.v_row, cols, v_depth))

@@ -10,6 +10,7 @@ from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Term
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import map_record, products
 from relpos_np.kernels._numba.pieces import LOG2E
+from relpos_np.kernels._numba.plan import readable
 from relpos_np.kernels._numba.records import SinkRecord
 from relpos_np.kernels._numba.skew import is_skewed
 from relpos_np.kernels._numba.target import ROW_QUANTUM, TARGET
@@ -20,19 +21,25 @@ BLAS_ALONE = 1 << 19
 
 
 class Sums:
-    """Arrays for the gradients of operands, and sums for those of terms; `parts` partial sums for each head."""
+    """Arrays for the gradients of operands, and sums for those of terms; `parts` partial sums for each head.
 
-    def __init__(self, call: Call, parts: int) -> None:
+    `stored` is that of `backward`.
+    """
+
+    def __init__(self, call: Call, parts: int, *, stored: bool) -> None:
         site, dtype, shape = call.site, call.dtype, call.shape
         self.call, self.parts = call, parts
         self.tasks = call.count * site.heads * parts
         depth, skew = call.fields["depth"], call.fields["skew_depth"]
         self.span = site.q_len + site.k_len - 1
-        self.dq = np.zeros(shape(site.q_len, depth), dtype)
-        self.dk = np.zeros(shape(site.k_len, depth), dtype)
-        self.dv = np.zeros(shape(site.k_len, site.v_dim), dtype)
+        problem, terms = call.problem, call.terms
+        # What schemes and other heads add to is rounded by whoever has the sum.
+        alone = stored and not (terms.queries or terms.keys)
+        self.dq = self._of(problem.stored_q, site.q_len, depth, stored=alone and terms.query is None)
+        self.dk = self._of(problem.stored_k, site.k_len, depth, stored=alone and terms.key is None)
+        self.dv = self._of(problem.stored_v, site.k_len, site.v_dim, stored=stored)
         self.diag = self.dense = self.skew_dq = self.skew_dw = np.empty(0, dtype)
-        if any(isinstance(term.index, Toeplitz) for term in call.terms.tables):
+        if [term for term in call.terms.tables if isinstance(term.index, Toeplitz)]:
             self.diag = np.zeros((self.tasks, self.span), dtype)
         if call.terms.biases:
             self.dense = np.zeros(shape(site.q_len, site.k_len), dtype)
@@ -44,6 +51,13 @@ class Sums:
         # Of gathered terms, by term.
         self.gathered: dict[Any, Array] = {}
         self.sinks = self._sinks()
+
+    def _of(self, x: Array, length: int, width: int, *, stored: bool) -> Array:
+        """For the gradient of an operand, in its own dtype if nothing is left to sum."""
+        shape = self.call.shape(length, width)
+        repeated = any(size > 1 and step == 0 for size, step in zip(x.shape, x.strides, strict=True))
+        kept = stored and x.shape == shape and not repeated and readable(self.call.problem)
+        return np.zeros(shape, x.dtype if kept else self.call.dtype)
 
     def _sinks(self) -> list[SinkRecord]:
         """Allocate sums for the gathered terms, and say where they are."""
@@ -78,15 +92,15 @@ class Sums:
         """Gradients of the terms and of v, from that of the output."""
         problem, terms = self.call.problem, self.call.terms
         grads = Terms(
-            query=fit(self.dq, (problem.q if terms.query is None else terms.query).shape),
-            key=fit(self.dk, (problem.k if terms.key is None else terms.key).shape),
+            query=fit(self.dq, (problem.stored_q if terms.query is None else terms.query).shape),
+            key=fit(self.dk, (problem.stored_k if terms.key is None else terms.key).shape),
             tables=tuple(map(self._table, terms.tables)),
             queries=self._queries(),
             keys=tuple(map(self._key, terms.keys)),
             values=tuple(ValueTerm(self._weights(t, grad_out), t.index) for t in terms.values),
             biases=tuple(fit(self.dense, bias.shape) for bias in terms.biases),
         )
-        return grads, fit(self.dv, problem.v.shape)
+        return grads, fit(self.dv, problem.stored_v.shape)
 
     def _table(self, term: TableTerm) -> TableTerm:
         if isinstance(term.index, Toeplitz):

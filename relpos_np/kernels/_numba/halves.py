@@ -84,6 +84,11 @@ def pair_rows(typingctx: Any, out: Any, width: Any, x: Any, stride: Any, rows: A
             second = v.at(first, stride)
 
             def pair(u: Vectors, k: ir.Value, c: list[Any]) -> list[Any]:
+                if both and u is v and kind.name == "float32":
+                    made = _beside(v, v.load(first, k), v.load(second, k))
+                    v.store(made, target, k)
+                    low, high = v.halves_of(made)
+                    return [v.fma(high, v.const(0), v.fma(low, v.const(0), c[0]))]
                 low = b.zext(_bits(u, first, k, kind), u.integers)
                 made = low
                 if both:
@@ -141,6 +146,14 @@ def _pairs(v: Vectors, x: ir.Value, y: ir.Value) -> ir.Value:
         return b.call(function, [y, x])
     both = ir.Constant(ir.VectorType(I32, 2 * v.lanes), list(range(2 * v.lanes)))
     return b.shuffle_vector(v.rounded(x), v.rounded(y), both)
+
+
+def _beside(v: Vectors, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Two vectors as bfloat16 in each other's elements, the first in the lower halves."""
+    b, lanes = v.b, v.lanes
+    made = b.bitcast(_pairs(v, x, y), ir.VectorType(I16, 2 * lanes))
+    order = ir.Constant(ir.VectorType(I32, 2 * lanes), [n // 2 + lanes * (n % 2) for n in range(2 * lanes)])
+    return b.bitcast(b.shuffle_vector(made, made, order), v.vector)
 
 
 @intrinsic

@@ -10,7 +10,9 @@ from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, part_count
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.biases import GATHER_BYTES
+from relpos_np.kernels._numba.job import in_pairs
 from relpos_np.kernels._numba.launch import available_threads
+from relpos_np.kernels._numba.pieces import pair_steps
 from relpos_np.kernels._numba.product import BLOCK_ROWS
 from relpos_np.kernels._numba.skew import is_skewed
 from relpos_np.kernels._numba.target import BLOCK_KEYS, MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
@@ -124,7 +126,8 @@ def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int,
         # Sums, products of them, rows that have a share, a total per head and batch item in float64.
         sums += lines * length * (2 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
     dense = 2 * lines * site.q_len * site.k_len * item if terms.biases else 0
-    size = back_layout.py_func(BLOCK_QUERIES, site.q_len + BLOCK_QUERIES, depth, site.v_dim, skew, lanes).end
+    steps = [pair_steps.py_func(n) if in_pairs(problem, terms) else 0 for n in (depth, site.v_dim)]
+    size = back_layout.py_func(BLOCK_QUERIES, site.q_len + BLOCK_QUERIES, depth, site.v_dim, skew, 1, lanes, *steps).end
     return {
         "gradients": 2 * lines * (site.q_len * (depth + 2 * site.v_dim + 4) + site.k_len * (depth + site.v_dim)) * item,
         "sums of gradients": sums,

@@ -22,10 +22,10 @@ from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.decode import MOST_ROWS, PACK_DECODE, decode, merge
 from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
-from relpos_np.kernels._numba.pieces import OWN
+from relpos_np.kernels._numba.pieces import OWN, pair_steps
 from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.skew import is_skewed
-from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_STEPS, TARGET, UNIT
+from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -52,9 +52,14 @@ class Plan:
 _known: dict[Hashable, Plan] = {}
 
 
-def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float) -> None:
-    """Fill `out` and `lse`, of a call that has queries, keys and values; lse in units of log 2, times `unit`."""
-    plan, call = planned(problem, terms, out, lse)
+def attention(
+    problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float, grad_out: Array | None = None
+) -> None:
+    """Fill `out` and `lse`, of a call that has queries, keys and values; lse in units of log 2, times `unit`.
+
+    With `grad_out`, `out` (..., H, L_q) becomes the product of each row of the output with that of its gradient.
+    """
+    plan, call = planned(problem, terms, out, lse, grad_out)
     call.fields["lse_unit"] = unit
     run_plan(plan, call.pack(), call.dtype, out, lse, unit)
 
@@ -71,13 +76,16 @@ def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, ls
         merge(partial, out, lse, unit)
 
 
-def planned(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tuple[Plan, Call]:
+def planned(
+    problem: Problem, terms: Terms, out: Array, lse: Array | None, grad_out: Array | None = None
+) -> tuple[Plan, Call]:
     """The plan of a call, and its record with the arrays that it names."""
-    if isinstance(terms.query, Turned) and (_is_decoding(problem, terms) or _is_windowed(problem, terms)):
+    decoding = grad_out is None and _is_decoding(problem, terms)
+    if isinstance(terms.query, Turned) and (decoding or _is_windowed(problem, terms)):
         # Their kernels read queries or keys where they lie.
         terms = replace(terms, query=terms.query.made(), key=terms.key.made())
     threads = launch.available_threads()
-    key = _sizes(problem, terms, out.dtype.char, lse is None, threads)
+    key = None if grad_out is not None else _sizes(problem, terms, out.dtype.char, lse is None, threads)
     plan = None if key is None else _known.get(key)
     if plan is not None:
         call = Call(problem, terms, threads, plan.fields)
@@ -86,8 +94,8 @@ def planned(problem: Problem, terms: Terms, out: Array, lse: Array | None) -> tu
         if terms.tables:
             biases.fuse_tables(call, windowed=plan.windowed)
         return plan, call
-    call = Call(problem, terms, threads)
-    plan = (_decoding if _is_decoding(problem, terms) else _streaming)(call, out, lse)
+    call = Call(problem, terms, threads, grad_out=grad_out)
+    plan = (_decoding if decoding else _streaming)(call, out, lse)
     # What is gathered in the kernel has records of its own.
     if key is not None and not call.fields["add_count"] and call.count <= MOST_ITEMS:
         if len(_known) >= MOST_PLANS:
@@ -102,6 +110,8 @@ def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: i
         return None
     if problem.mask is not None or problem.key_lengths is not None or problem.keep is not None:
         return None
+    if problem.ranges is not None or problem.step > 1:
+        return None
     site = problem.site
     turned = isinstance(terms.query, Turned)
     q = problem.stored_q if terms.query is None or turned else terms.query
@@ -110,7 +120,19 @@ def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: i
     # The axes of strides are those of shapes; the lengths of v's are among the others.
     return (
         *(site.batch, site.heads, site.kv_heads, site.q_len, site.k_len, site.v_dim, site.offset, site.scale),
-        *(problem.left, problem.right, site.dtype.char, result, problem.precision, no_lse, threads, maps, turned),
+        *(
+            problem.left,
+            problem.right,
+            site.dtype.char,
+            result,
+            problem.precision,
+            problem.softcap,
+            problem.cap_content,
+            no_lse,
+            threads,
+            maps,
+            turned,
+        ),
         *(q.shape, q.strides, q.dtype.char, k.shape, k.strides, k.dtype.char, v.strides, v.dtype.char),
     )
 
@@ -131,6 +153,8 @@ def _is_windowed(problem: Problem, terms: Terms) -> bool:
     if site.k_len > BLOCK_KEYS or site.q_len < TARGET.accumulators or site.v_dim % lanes:
         return False
     if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
+        return False
+    if problem.softcap or problem.ranges is not None or problem.step > 1:
         return False
     # The last query must reach the first key, and the first query the last key.
     first, last = site.q_len - 1 + site.offset, site.k_len - 1 - site.offset
@@ -165,7 +189,7 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     fill(call, out, lse, stored=stored, windowed=windowed)
     name = call.dtype.name
     if in_pairs(call.problem, call.terms):
-        name, f["steps"] = "bfloat16", -(-f["depth"] // (2 * PAIR_STEPS)) * PAIR_STEPS
+        name, f["steps"] = "bfloat16", pair_steps.py_func(f["depth"])
     if windowed and f["out_kind"] != OWN:
         f["bins"] = call.site.v_dim
     division = into_blocks(call, windowed=windowed)

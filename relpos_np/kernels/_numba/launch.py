@@ -18,6 +18,7 @@ import numpy as np
 
 from relpos_np._runtime.forks import preparing
 from relpos_np._runtime.threadcount import chosen
+from relpos_np.errors import RelposImportError
 from relpos_np.kernels._numba.arrays import address_of
 from relpos_np.kernels._numba.build import Kernel
 from relpos_np.kernels._numba.openmp import Pool, torch_library
@@ -74,7 +75,14 @@ def _symbol(name: str) -> int | None:
     with preparing:
         from numba.np.ufunc.parallel import _launch_threads
 
-        _launch_threads()
+        try:
+            _launch_threads()
+        except ValueError as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise RelposImportError(
+                f"backend 'numba': Numba's threading layer {numba.config.THREADING_LAYER!r} does not start ({said}); "
+                "install it (`pip install tbb` for 'tbb'), or unset NUMBA_THREADING_LAYER"
+            ) from error
         address: int | None = llvm.address_of_symbol(name)
         return address
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from relpos_np.kernels._numba.arrays import batch_offsets, strides
 from relpos_np.kernels._numba.call import Call
-from relpos_np.kernels._numba.records import BATCH_MASK, KEY_BEGIN, KEY_END
+from relpos_np.kernels._numba.records import BATCH_INNER, BATCH_MASK, KEY_BEGIN, KEY_END
 from relpos_np.types import Array
 
 
@@ -18,7 +18,12 @@ def add_masks(call: Call, batches: Array, *, windowed: bool) -> None:
     batches[KEY_END] = site.k_len
     if problem.key_lengths is not None:
         batches[KEY_END] = problem.key_lengths.ravel()
-    mask = _with_biases(call, problem.mask)
+    _add_rule(call)
+    mask = problem.mask
+    if problem.softcap and not problem.cap_content:
+        _add_inner(call, batches)
+    else:
+        mask = _with_biases(call, mask)
     if mask is None or not mask.size:
         return
     if mask.dtype == np.bool_ and problem.mask_of_keys and not windowed:
@@ -38,6 +43,35 @@ def add_masks(call: Call, batches: Array, *, windowed: bool) -> None:
     if mask.shape[-1] == 1:
         f["mask_col"] = 1
     batches[BATCH_MASK] = batch_offsets(mask, len(site.batch))
+
+
+def _add_rule(call: Call) -> None:
+    """Set each query's range of keys, and the distance between keys."""
+    problem, f = call.problem, call.fields
+    f["step"] = problem.step
+    ranges = problem.ranges
+    if ranges is None:
+        return
+    lead = ranges.shape[:-2]
+    if all(stride == 0 or size == 1 for size, stride in zip(lead, ranges.strides, strict=False)):
+        ranges = ranges[(0,) * len(lead)] if 0 not in lead else ranges
+    else:
+        f["ranges_batch"] = 2 * call.site.q_len
+    f["ranges"] = call.keep(np.ascontiguousarray(ranges))
+
+
+def _add_inner(call: Call, batches: Array) -> None:
+    """Set the bias of every pair that is within the cap."""
+    if not call.terms.biases:
+        return
+    total = reduce(np.add, call.terms.biases)
+    if total.shape[-1] != call.site.k_len or total.strides[-1] != total.itemsize:
+        total = np.ascontiguousarray(np.broadcast_to(total, (*total.shape[:-1], call.site.k_len)))
+    total = np.broadcast_to(total, call.shape(call.site.q_len, call.site.k_len))
+    f = call.fields
+    f["inner"] = call.keep(total)
+    f["inner_head"], f["inner_row"], _ = strides(total)[-3:]
+    batches[BATCH_INNER] = batch_offsets(total, len(call.site.batch))
 
 
 def _with_biases(call: Call, mask: Array | None) -> Array | None:

@@ -20,6 +20,7 @@ from relpos_np.kernels._numba.rows import (
     at,
     brains,
     copy_block,
+    dots_of_one,
     fill_row,
     get,
     halves,
@@ -113,6 +114,18 @@ def store_row(x: Any, out: int, kind: int, n: int, factor: float) -> None:
         narrow_row(halves(out), x, n, factor)
     else:
         scale_row(pointer_like(x, out), x, n, factor)
+
+
+@helper
+def store_delta(p: Any, x: Any, own: int, head: Any, i: int) -> None:
+    """Write to an address the product of a row of the result with that of its gradient, for query i."""
+    out, grad, depth = pointer_like(x, own), head.grad + i * p.grad_row * size_of(x, p.grad_kind), p.v_depth
+    if p.grad_kind == BRAIN:
+        dots_of_one(x, depth, brains(grad), depth, 1, depth, out, 1)
+    elif CONVERTS_HALF and p.grad_kind == HALF:
+        dots_of_one(x, depth, halves(grad), depth, 1, depth, out, 1)
+    else:
+        dots_of_one(x, depth, pointer_like(x, grad), depth, 1, depth, out, 1)
 
 
 @helper

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from relpos_np._contract.problem import Problem
-from relpos_np.kernels._numba.arrays import batch_offsets
+from relpos_np.kernels._numba.arrays import batch_offsets, strides
 from relpos_np.kernels._numba.biases import fuse_tables
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import key_add, query_add, table_add, value_records
 from relpos_np.kernels._numba.masks import add_masks
-from relpos_np.kernels._numba.pieces import BRAIN, HALF, LOG2E, OWN
-from relpos_np.kernels._numba.records import ADD, VALUE, table
+from relpos_np.kernels._numba.pieces import BRAIN, DELTA, HALF, LOG2E, OWN
+from relpos_np.kernels._numba.records import ADD, BATCH_GRAD, BATCH_ROWS, VALUE, table
 from relpos_np.kernels._numba.skew import add_skewed, is_skewed
 from relpos_np.kernels._numba.target import CONVERTS_HALF
 from relpos_np.types import Array
@@ -28,11 +28,11 @@ def readable(problem: Problem) -> bool:
 def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: bool = False) -> None:
     """Set every field of a call's record but those that divide the work.
 
-    `out` and `lse` are C-contiguous. `stored`: operands are read in half precision, if they are stored so. `windowed`:
-    the kernel for windows will run.
+    `out` and `lse` are C-contiguous; with a gradient of the output, `out` has a number for each of its rows. `stored`:
+    operands are read in half precision, if they are stored so. `windowed`: the kernel for windows will run.
     """
     problem, site, f, count = call.problem, call.site, call.fields, call.count
-    batches = np.zeros((6, count), np.int64)
+    batches = np.zeros((len(BATCH_ROWS), count), np.int64)
     f["batches"], f["count"] = call.keep_for_all(batches), count
     operands = call.operands(out, lse, stored=stored)
     for name, x in zip(("q", "k", "v", "out"), (*operands, out), strict=True):
@@ -41,18 +41,32 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
         f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
         if count > 1:
             batches[row] = batch_offsets(x, len(site.batch))
-    f["out_batch"] = site.heads * site.q_len * site.v_dim
-    f["out_head"], f["out_row"] = site.q_len * site.v_dim, site.v_dim
+    if call.grad_out is not None:
+        _add_gradient(call, call.grad_out, batches)
+    width = site.v_dim if call.grad_out is None else 1
+    f["out_batch"], f["out_head"], f["out_row"] = site.heads * site.q_len * width, site.q_len * width, width
     f["heads"], f["v_group"] = site.heads, site.heads // max(site.kv_heads, 1)
     f["k_group"] = site.heads // max(operands[1].shape[-3], 1)
     f["q_len"], f["k_len"], f["depth"], f["v_depth"] = site.q_len, site.k_len, operands[0].shape[-1], site.v_dim
     f["steps"] = f["depth"]
     f["offset"], f["left"], f["right"] = site.offset, problem.left, problem.right
     f["scale"] = site.scale * LOG2E
+    if problem.softcap:
+        f["cap"], f["cap_inverse"] = problem.softcap * LOG2E, 1 / (problem.softcap * LOG2E)
+        f["cap_content"] = int(problem.cap_content)
     if problem.keep is not None:
         f["keep"], f["keep_scale"] = call.keep(problem.keep), problem.keep_scale
     add_masks(call, batches, windowed=windowed)
     _add_gathered(call, windowed=windowed)
+
+
+def _add_gradient(call: Call, grad_out: Array, batches: Array) -> None:
+    """Set the fields of the output's gradient, whose rows the kernel multiplies with those of the output."""
+    f = call.fields
+    f["grad_out"], f["grad_kind"], f["out_kind"] = call.keep(grad_out), KINDS.get(grad_out.dtype.name, OWN), DELTA
+    *_, f["grad_head"], f["grad_row"], _ = strides(grad_out)
+    if call.count > 1:
+        batches[BATCH_GRAD] = batch_offsets(grad_out, len(call.site.batch))
 
 
 def _add_gathered(call: Call, *, windowed: bool) -> None:

@@ -27,6 +27,8 @@ CALL = np.dtype(
         # pieces of work that a thread takes at a time, as one count (windows only)
         *_integers("run"),
         *_integers("q", "k", "v", "out", "lse"),
+        # for gradients: that of the output, and how it is stored
+        *_integers("grad_out", "grad_head", "grad_row", "grad_kind"),
         # what the log-sum-exp, in units of log 2, is multiplied by
         ("lse_unit", "<f8"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
@@ -41,6 +43,13 @@ CALL = np.dtype(
         *_integers("bias", "bias_head", "bias_row", "bias_tail"),
         # `allowed`: bytes of a boolean mask; `soft`: a mask that is added; they share the strides
         *_integers("allowed", "soft", "mask_head", "mask_row", "mask_col"),
+        # c of c tanh(s / c), in units of log 2, or 0, and 1 / c; `cap_content`: it is for products alone; `cap_slopes`:
+        # its derivatives are wanted; `inner`: a bias of every pair that is within the cap, rows of adjacent elements
+        ("cap", "<f8"),
+        ("cap_inverse", "<f8"),
+        *_integers("cap_content", "cap_slopes", "inner", "inner_head", "inner_row"),
+        # the first key of each query and the one after its last, as pairs of int64; attended keys are `step` apart
+        *_integers("ranges", "ranges_batch", "step"),
         # a query term with one row of weights per distance, multiplied tile by tile: distance j - i has the row
         # skew_index[j - i + q_len - 1], or none
         *_integers("skew_q", "skew_w", "skew_index", "skew_depth", "skew_head", "skew_row"),
@@ -117,13 +126,13 @@ def table(kind: np.dtype[Any], records: Sequence[AddRecord | ValueRecord | SinkR
     return np.array([(*record.map, *record[1:]) for record in records], kind)
 
 
-# What the backward pass needs too, right behind its CALL, in which `lse` is an input in units of log 2: the gradient of
-# the output; what is subtracted from each row of dp; where gradients go; records of what is gathered and added to dp.
+# What the backward pass needs too, right behind its CALL, in which `lse` is an input in units of log 2: what is
+# subtracted from each row of dp; where gradients go, stored how; records of what is gathered and added to dp.
 # The work is divided into `parts` ranges of keys and then as many of queries, or with one part into whole heads.
 # `diag`, `skew_dw` and sinks with a `dst_task` hold one partial sum per task. A call may do one of several `cuts` of
 # each piece's keys only: each piece from `origin` on then has a workspace of its own.
 BACKWARD = np.dtype(
-    _integers("grad_out", "delta", "dq", "dk", "dv", "dense")
+    _integers("delta", "dq", "dk", "dv", "dq_kind", "dk_kind", "dv_kind", "dense")
     + _integers("parts", "query_step", "key_step", "diag", "diag_task", "skew_dq", "skew_dw", "skew_dw_task")
     + _integers("sinks", "sink_count", "dp_adds", "dp_add_count", "cut", "cuts", "origin")
 )
@@ -133,7 +142,7 @@ BACKWARD = np.dtype(
 DECODE = np.dtype(_integers("parts", "partial"))
 
 # Rows of the int64 table with one column per batch item: offsets of its arrays, and its range of keys.
-BATCH_Q, BATCH_K, BATCH_V, BATCH_MASK, KEY_BEGIN, KEY_END = range(6)
+BATCH_Q, BATCH_K, BATCH_V, BATCH_GRAD, BATCH_MASK, BATCH_INNER, KEY_BEGIN, KEY_END = BATCH_ROWS = range(8)
 
 # Products of vectors with rows of a table: out[b, h, i, r] = scale * x[b, h, i] . table[h, r].
 PRODUCT = np.dtype(

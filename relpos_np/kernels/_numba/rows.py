@@ -155,6 +155,52 @@ def add_mask(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
 
 
 @intrinsic
+def cap_row(typingctx: Any, out: Any, n: Any, cap: Any, inverse: Any, slopes: Any, sloped: Any) -> Any:
+    """out[:n] = cap * tanh(out * inverse); where `sloped` is not 0, slopes[:n] is the derivative."""
+
+    def generate(v: Vectors, out: Any, n: Any, cap: Any, inverse: Any, slopes: Any, sloped: Any) -> None:
+        def body(u: Vectors, k: ir.Value) -> None:
+            t = u.tanh(u.b.fmul(u.load(out, k), u.splat(inverse)))
+            u.store(u.b.fmul(t, u.splat(cap)), out, k)
+            with u.b.if_then(u.b.icmp_signed("!=", sloped, index(0))):
+                u.store(u.fma(u.b.fneg(t), t, u.const(1.0)), slopes, k)
+
+        v.each(n, body)
+
+    return types.void(out, _i8, out.dtype, out.dtype, out, _i8), code(generate)
+
+
+@intrinsic
+def multiply_row(typingctx: Any, out: Any, x: Any, n: Any) -> Any:
+    """out[:n] *= x[:n], but what is 0 stays 0, whatever x is."""
+
+    def generate(v: Vectors, out: Any, x: Any, n: Any) -> None:
+        def body(u: Vectors, k: ir.Value) -> None:
+            own = u.load(out, k)
+            nothing = u.b.fcmp_ordered("==", own, u.const(0.0))
+            u.store(u.b.select(nothing, own, u.b.fmul(own, u.load(x, k))), out, k)
+
+        v.each(n, body)
+
+    return types.void(out, x, _i8), code(generate)
+
+
+@intrinsic
+def shut_row(typingctx: Any, out: Any, x: Any, n: Any) -> Any:
+    """out[:n] = -inf where x is -inf."""
+
+    def generate(v: Vectors, out: Any, x: Any, n: Any) -> None:
+        def body(u: Vectors, k: ir.Value) -> None:
+            shut = u.const(float("-inf"))
+            closed = u.b.fcmp_ordered("==", u.load(x, k), shut)
+            u.store(u.b.select(closed, shut, u.load(out, k)), out, k)
+
+        v.each(n, body)
+
+    return types.void(out, x, _i8), code(generate)
+
+
+@intrinsic
 def add_constant(typingctx: Any, out: Any, n: Any, value: Any) -> Any:
     """out[:n] += value."""
 

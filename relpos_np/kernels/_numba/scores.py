@@ -13,15 +13,18 @@ from relpos_np.kernels._numba.rows import (
     add_row,
     at,
     bytes_,
+    cap_row,
     fill_row,
     get,
     integers,
     lanes_of,
+    longs,
     mask_row,
     max_row,
     pointer_like,
     put,
     scale_row,
+    shut_row,
 )
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 from relpos_np.kernels._numba.tiles import pair_panel, score_panel
@@ -102,6 +105,33 @@ def add_all_gathered(adds: Any, count: int, s: Any, head: Any, q: int, tile: Any
 
 
 @helper
+def add_within_cap(p: Any, base: Any, s: Any, slopes: Any, head: Any, q: int, tile: Any) -> None:
+    """Add a bias of every pair, if there is one, and cap the scores s of query q and all that was added to them."""
+    inner = at(pointer_like(base, p.inner), head.inner + q * p.inner_row + tile.j0)
+    if p.inner:
+        add_row(s, inner, tile.cols, LOG2E)
+    cap_row(s, tile.cols, p.cap, p.cap_inverse, slopes, p.cap_slopes)
+    if p.inner:
+        shut_row(s, inner, tile.cols)
+
+
+@helper
+def exclude_by_rule(p: Any, s: Any, b: int, q: int, tile: Any) -> None:
+    """Exclude the keys of a tile that a rule leaves out for query q."""
+    j0, cols = tile.j0, tile.cols
+    if p.ranges:
+        own = at(longs(p.ranges), b * p.ranges_batch + 2 * q)
+        begin, end = min(max(get(own, 0) - j0, 0), cols), max(min(get(own, 1) - j0, cols), 0)
+        fill_row(s, 0, begin, MINUS_INFINITY)
+        fill_row(s, end, cols, MINUS_INFINITY)
+    if p.step > 1:
+        rest = (q + p.offset - j0) % p.step
+        for j in range(cols):
+            if j % p.step != rest:
+                put(s, j, MINUS_INFINITY)
+
+
+@helper
 def complete_scores(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) -> None:
     """Complete a tile of plain products: bias, gathered terms, masks, and the maximum of each row."""
     lanes, j0, cols = lanes_of(base), tile.j0, tile.cols
@@ -109,11 +139,16 @@ def complete_scores(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) 
     for i in range(tile.rows):
         q = tile.i0 + i
         s = at(base, w.scores + (tile.first + i) * BLOCK_KEYS)
+        slopes = at(base, w.caps + i * BLOCK_KEYS)
+        if p.cap_content:
+            cap_row(s, cols, p.cap, p.cap_inverse, slopes, p.cap_slopes)
         if p.bias_row:
             add_row(s, at(head.bias, q * p.bias_row + j0), cols, 1.0)
         if p.skew_depth:
             add_row(s, at(base, w.skew + i * (reach + BLOCK_KEYS) + reach - 1 - i), cols, 1.0)
         add_all_gathered(adds, p.add_count, s, head, q, tile)
+        if p.cap > 0.0 and p.cap_content == 0:
+            add_within_cap(p, base, s, slopes, head, q, tile)
         mask = head.mask + head.h * p.mask_head + q * p.mask_row + j0 * p.mask_col
         if p.soft:
             soft = at(pointer_like(base, p.soft), mask)
@@ -129,6 +164,7 @@ def complete_scores(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) 
                 mask_row(s, allowed, cols, MINUS_INFINITY)
             elif get(allowed, 0) == 0:
                 fill_row(s, 0, cols, MINUS_INFINITY)
+        exclude_by_rule(p, s, head.b, q, tile)
         # Excluded keys are overwritten, not added to, so that what they hold never matters.
         begin = min(max(q + p.offset - p.left - j0, 0), cols)
         end = max(min(q + p.offset + p.right + 1 - j0, cols), 0)
@@ -138,8 +174,26 @@ def complete_scores(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) 
 
 
 @helper
-def in_band(p: Any, tile: Any) -> bool:
-    """Whether the band lets every query of a tile attend every key of it."""
+def range_of(p: Any, b: int, i0: int, rows: int) -> tuple[int, int]:
+    """The first key that a rule lets any of these queries attend, and the one after the last."""
+    own = at(longs(p.ranges), b * p.ranges_batch + 2 * i0)
+    first, stop = get(own, 0), get(own, 1)
+    for i in range(1, rows):
+        first, stop = min(first, get(own, 2 * i)), max(stop, get(own, 2 * i + 1))
+    return first, stop
+
+
+@helper
+def in_band(p: Any, b: int, tile: Any) -> bool:
+    """Whether the band and a rule let every query of a tile, of batch item b, attend every key of it."""
+    if p.step > 1:
+        return False
+    if p.ranges:
+        own = longs(p.ranges)
+        for q in range(tile.i0, tile.i0 + tile.rows):
+            n = b * p.ranges_batch + 2 * q
+            if tile.j0 < get(own, n) or tile.j0 + tile.cols > get(own, n + 1):
+                return False
     if tile.j0 < tile.i0 + tile.rows - 1 + p.offset - p.left:
         return False
     last: bool = tile.j0 + tile.cols <= tile.i0 + p.offset + p.right + 1

@@ -244,6 +244,8 @@ _accumulate, _accumulate_transposed = _accumulation(transposed=False), _accumula
 _average = _accumulation(transposed=False, inside=True)
 _sums_of_pairs = amx.accumulation if TILED else partial(_accumulation, transposed=False, pairs=True)
 _accumulate_pairs, _average_pairs = _sums_of_pairs(), _sums_of_pairs(inside=True)
+# No tile can be loaded transposed: vectors make this product on every unit.
+_transposed_pairs = _accumulation(transposed=True, pairs=True)
 
 
 @intrinsic
@@ -287,6 +289,15 @@ def accumulate_pairs(
     """As `accumulate`, where each element of A and B is a pair of bfloat16."""
     i8 = types.int64
     return types.void(a, i8, b, i8, c, i8, fade, i8, i8, i8), _accumulate_pairs
+
+
+@intrinsic
+def accumulate_transposed_pairs(
+    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, count: Any, width: Any, depth: Any
+) -> Any:
+    """As `accumulate_transposed`, where each element of A and B is a pair of bfloat16."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, i8, i8, i8), _transposed_pairs
 
 
 @intrinsic

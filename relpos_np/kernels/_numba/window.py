@@ -15,8 +15,9 @@ from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.attend import bypass_pairs, bypass_values, layout, write_lse
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.halves import halve_row
-from relpos_np.kernels._numba.pack import load_block, load_pairs, load_values, pack_keys, store_row
+from relpos_np.kernels._numba.pack import load_block, load_pairs, load_values, pack_keys, store_delta, store_row
 from relpos_np.kernels._numba.pieces import (
+    DELTA,
     LOG2E,
     MINUS_INFINITY,
     OWN,
@@ -172,7 +173,10 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
     if bypassed:
         for i in range(rows):
             add_row(at(out, i * out_row), at(base, w.out + i * v_depth), v_depth, 1.0)
-    if p.out_kind != OWN:
+    if p.out_kind == DELTA:
+        for i in range(rows):
+            store_delta(p, at(out, i * v_depth), own + i * p.out_row * size, head, i0 + i)
+    elif p.out_kind != OWN:
         for i in range(rows):
             store_row(at(out, i * v_depth), own + i * p.out_row * size, p.out_kind, v_depth, 1.0)
 

@@ -1,0 +1,102 @@
+"""A bias that another package has written out, one number per pair, as a scheme with a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relpos_np._calls.packed import is_packed
+from relpos_np._contract import check
+from relpos_np._contract.options import Options
+from relpos_np._contract.problem import Site
+from relpos_np._contract.terms import Terms
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.types import Array
+
+
+class DenseBias(Scheme):
+    """A float mask that has a gradient: added to the scores, and -inf excludes a key.
+
+    Parameters
+    ----------
+    bias : ndarray, broadcast to (..., H, L_q, L_k)
+        One number per pair; axes of length 1 are not written out.
+
+    Raises
+    ------
+    RelposValueError
+        If it does not broadcast to the scores of the call.
+    """
+
+    excludes = True
+    computes = False
+
+    def __init__(self, bias: Any) -> None:
+        self.bias = check.floating("bias", bias)
+
+    def check(self, site: Site) -> None:
+        """The bias must broadcast to the scores."""
+        shape = (*site.batch, site.heads, site.q_len, site.k_len)
+        try:
+            fits = np.broadcast_shapes(self.bias.shape, shape) == shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise RelposValueError(f"mask: shape {self.bias.shape} does not broadcast to (..., H, L_q, L_k) = {shape}")
+
+    def scores(self, q: Array, k: Array, site: Site) -> Array:
+        """The bias as it is."""
+        return self.bias.astype(site.dtype, copy=False)
+
+    def lower(self, q: Array, k: Array, site: Site) -> Terms:
+        """One dense bias."""
+        return Terms(biases=(self._all_axes(site),))
+
+    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
+        """The gradient of the bias, in its shape."""
+        return SchemeGradient(arrays={"bias": grad.biases[0].reshape(self.bias.shape)})
+
+    def _all_axes(self, site: Site) -> Array:
+        """The bias with all axes of the scores, some of which may have length 1."""
+        missing = len(site.batch) + 3 - self.bias.ndim
+        return self.bias.astype(site.dtype, copy=False).reshape((1,) * missing + self.bias.shape)
+
+    def __repr__(self) -> str:
+        return f"DenseBias(bias={self.bias.shape})"
+
+
+def cap_beside_bias(name: str, given: Options, schemes: int) -> str:
+    """The order of the cap in a call whose float mask is one more scheme, a `DenseBias`, beside so many others.
+
+    Parameters
+    ----------
+    name : str
+        The argument that asks for the gradient of the mask.
+    given : mapping
+        All options of the call.
+    schemes : int
+        How many schemes it has.
+
+    Returns
+    -------
+    {"scores", "content"}
+        The order that leaves the mask outside of the cap, as it is in the call.
+
+    Raises
+    ------
+    RelposValueError
+        If there is none, or if the call is several.
+    """
+    if is_packed(given):
+        raise RelposValueError(f"{name}: no gradient of a float mask with segments or offsets of items")
+    order: str = given["cap_order"]
+    if given["softcap"] is None or order != "scores":
+        return order
+    if schemes:
+        raise RelposValueError(
+            f"{name}: no gradient where a cap is for what positions add, but not for the mask; "
+            'cap_order="content" has both outside'
+        )
+    return "content"

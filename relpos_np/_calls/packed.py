@@ -1,0 +1,322 @@
+"""Several calls in one: packed sequences, and offsets that differ between batch items.
+
+Each part is computed as a call of its own, with the same schemes: results are those of separate calls, bit for bit, and
+nothing is held for pairs of different sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from relpos_np._contract import check
+from relpos_np._contract.gradient import AttentionGradient
+from relpos_np._contract.options import Options
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.base import Position, Scheme
+from relpos_np.types import Array, Int64
+
+_ALL = slice(None)
+
+
+def is_packed(given: Options) -> bool:
+    """Whether a call is several."""
+    offset = given["offset"]
+    if given["segments"] is not None or isinstance(offset, np.ndarray | list | tuple):
+        return True
+    return offset is not None and type(offset) is not int and check.on_device(offset)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """One call: its items along each batch axis (none for all), its queries, its keys and its offset."""
+
+    items: tuple[slice, ...]
+    queries: slice
+    keys: slice
+    offset: int | None
+
+    def vectors(self, rows: slice) -> Any:
+        """What selects its part of (..., rows, channels)."""
+        return (*self.items, ..., rows, _ALL)
+
+    @property
+    def numbers(self) -> Any:
+        """What selects its part of (..., queries)."""
+        return (*self.items, ..., self.queries)
+
+    def of(self, x: Any, batch: int, inner: tuple[slice, ...]) -> Any:
+        """What an option holds, with `batch` axes, any of them missing or of length 1, and some ranges after them."""
+        if x is None:
+            return None
+        x = x.reshape((1,) * (batch + len(inner) - x.ndim) + x.shape)
+        index = (*(self.items or (_ALL,) * batch), *inner)
+        return x[tuple(_ALL if n == 1 else own for own, n in zip(index, x.shape, strict=True))]
+
+
+class Host:
+    """Arrays in NumPy's memory, as a packed call needs them."""
+
+    @staticmethod
+    def checked(name: str, x: Any) -> Array:
+        """An operand."""
+        return check.array(name, x)
+
+    @staticmethod
+    def view(x: Array, index: Any) -> Array:
+        """Part of an array, without a copy."""
+        return np.asarray(x[index])
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A new array with anything in it."""
+        return np.empty(shape, dtype)
+
+    @staticmethod
+    def put(x: Any, target: Array, index: Any) -> None:
+        """Overwrite part of an array."""
+        target[index] = x
+
+
+@dataclass(slots=True, eq=False)
+class PackedCall:
+    """A call that is several.
+
+    Parameters
+    ----------
+    q, k, v : array
+        Operands of all of them.
+    position : scheme or tuple of schemes or None
+        Of each of them.
+    given : mapping
+        The options of all; arrays among them are NumPy's.
+    memory : Host or what has its functions
+        Where the operands and results are.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    position: Position
+    given: Options
+    memory: Any = Host
+    _calls: list[tuple[_Part, dict[str, Any]]] = field(init=False)
+    _lengths: Array | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
+            if self.memory.checked(name, x).ndim < 2:
+                raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {x.shape}")
+        if isinstance(self.given["mask"], np.ndarray):
+            check.clear_mask(self.given["mask"], self.q.shape[:-3], self.q.shape[-2], self.k.shape[-2])
+        self._calls = [(part, self._options(part)) for part in self._parts()]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the output."""
+        return _result_shape(self.q, self.k, self.v)
+
+    def _operands(self, part: _Part) -> tuple[Any, Any, Any]:
+        rows = (self.q, part.queries), (self.k, part.keys), (self.v, part.keys)
+        q, k, v = (self.memory.view(x, part.vectors(own)) for x, own in rows)
+        return q, k, v
+
+    @property
+    def _batch(self) -> int:
+        """Batch axes."""
+        most: int = max(x.ndim for x in (self.q, self.k, self.v))
+        return most - 3
+
+    def _parts(self) -> list[_Part]:
+        return self._items() if self.given["segments"] is None else self._segments()
+
+    def _segments(self) -> list[_Part]:
+        for name in ("key_lengths", "selected", "rule"):
+            if self.given[name] is not None:
+                raise RelposValueError(f"{name}: cannot be combined with segments; make a call for each sequence")
+        offset = None if self.given["offset"] is None else check.integer("offset", self.given["offset"])
+        self._must_restart("segments")
+        queries, keys = segment_bounds(self.given["segments"], self.q.shape[-2], self.k.shape[-2])
+        ends = zip(pairwise(queries), pairwise(keys), strict=True)
+        return [_Part((), slice(a, b), slice(c, d), offset) for (a, b), (c, d) in ends]
+
+    def _items(self) -> list[_Part]:
+        """Runs of batch items that have the same offset: views of the operands, not copies."""
+        batch = self.q.shape[:-3]
+        if any(x.shape[:-3] != batch or x.ndim < 3 for x in (self.k, self.v)) or not batch:
+            raise RelposValueError(
+                "offset: one for each item needs q, k and v with the same batch axes, found shapes "
+                f"{self.q.shape}, {self.k.shape} and {self.v.shape}"
+            )
+        given = check.integers("offset", self.given["offset"]).astype(np.int64)
+        check.fits_batch("offset", given.shape, batch)
+        offsets = np.broadcast_to(given, batch)
+        if self.given["key_lengths"] is not None:
+            self._lengths = check.lengths_of_keys(self.given["key_lengths"], batch, self.k.shape[-2])
+        self._must_restart("an offset for each item")
+        parts = []
+        for line in np.ndindex(batch[:-1]):
+            own = offsets[line]
+            starts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+            lead = tuple(slice(n, n + 1) for n in line)
+            for a, b in pairwise(starts):
+                if b > a:
+                    parts.append(_Part((*lead, slice(a, b)), _ALL, _ALL, int(own[a])))
+        return parts
+
+    def _must_restart(self, what: str) -> None:
+        """Refuse schemes that hold something for the tokens or the items of the whole call."""
+        schemes = self.position if isinstance(self.position, tuple) else (self.position,)
+        for scheme in schemes:
+            if isinstance(scheme, Scheme) and not (scheme.relative or scheme.restarts):
+                raise RelposValueError(
+                    f"position: {scheme!r} belongs to the tokens of one call and cannot be used with {what}; make a "
+                    "call for each sequence"
+                )
+
+    def _options(self, part: _Part) -> dict[str, Any]:
+        """The options of one of the calls."""
+        given, batch, rows = self.given, max(self._batch, 0), part.queries
+        own: dict[str, Any] = {**given, "segments": None, "offset": part.offset}
+        sinks = given["sinks"]
+        if isinstance(sinks, np.ndarray):
+            own["sinks"] = sinks if sinks.ndim < 2 else part.of(sinks, batch, (_ALL, rows))
+        if isinstance(given["query_scale"], np.ndarray):
+            own["query_scale"] = part.of(given["query_scale"], batch, (_ALL, rows))
+        if isinstance(given["mask"], np.ndarray):
+            own["mask"] = part.of(given["mask"], batch, (_ALL, rows, part.keys))
+        if part.items:
+            if self._lengths is not None:
+                own["key_lengths"] = self._lengths[part.items]
+            if given["selected"] is not None:
+                selected = check.integers("selected", given["selected"])
+                inner = (_ALL,) * (2 if selected.ndim == batch + 2 else 3)
+                own["selected"] = part.of(selected, batch, inner)
+            if given["rule"] is not None:
+                own["rule"] = given["rule"].of_items(part.items)
+        return own
+
+    def checked_out(self, out: Array | None) -> Array:
+        """An array of the host for the output: the caller's, or a new one."""
+        dtype = self.q.dtype.newbyteorder("=")
+        if out is None:
+            return np.empty(self.shape, dtype)
+        check.output(out, self.shape, dtype, (self.q, self.k, self.v, *self.given.values(), self.position))
+        return out
+
+    def attention(self, compute: Callable[..., Any], return_lse: bool, result: Any, return_bound: bool = False) -> Any:
+        """`relpos_np.attention` of each part, into `result`; also the log-sum-exps and bounds if they are wanted."""
+        memory, lse = self.memory, None
+        if return_bound:
+            return self._bounded(compute, return_lse, result)
+        if return_lse:
+            dtype = self.q.dtype.newbyteorder("=")
+            lse = memory.empty(self.shape[:-1], np.dtype(np.float32) if dtype.itemsize == 2 else dtype)
+        for part, own in self._calls:
+            found = compute(*self._operands(part), position=self.position, return_lse=return_lse, **own)
+            if return_lse:
+                found, sums = found
+                memory.put(sums, lse, part.numbers)
+            memory.put(found, result, part.vectors(part.queries))
+        return (result, lse) if return_lse else result
+
+    def _bounded(self, compute: Callable[..., Any], return_lse: bool, result: Array) -> tuple[Array, ...]:
+        half, own_dtype = result.dtype.itemsize == 2, result.dtype
+        lse = [np.empty(self.shape[:-1], np.float32 if half else own_dtype)] if return_lse else []
+        kept = [result, *lse, np.empty(self.shape), *(np.empty(x.shape) for x in lse)]
+        for part, own in self._calls:
+            operands, wanted = self._operands(part), {"return_lse": return_lse, "return_bound": True}
+            for found, target in zip(compute(*operands, position=self.position, **wanted, **own), kept, strict=True):
+                target[part.vectors(part.queries) if target.ndim == result.ndim else part.numbers] = found
+        return tuple(kept)
+
+    def attention_vjp(
+        self, compute: Callable[..., AttentionGradient], grad_out: Any, grad_lse: Any, mask_gradient: bool
+    ) -> AttentionGradient:
+        """`relpos_np.attention_vjp` of each part, and sums of what parts share."""
+        memory, shape = self.memory, self.shape
+        grad_out = memory.checked("grad_out", grad_out)
+        grad_lse = None if grad_lse is None else memory.checked("grad_lse", grad_lse)
+        for name, x, expected in (("grad_out", grad_out, shape), ("grad_lse", grad_lse, shape[:-1])):
+            if x is not None and x.shape != expected:
+                raise RelposValueError(f"{name}: expected shape {expected}, found {x.shape}")
+        if mask_gradient:
+            raise RelposValueError("mask_gradient: cannot be combined with segments or offsets of items")
+        # Every row belongs to one part.
+        grads = [memory.empty(x.shape, x.dtype.newbyteorder("=")) for x in (self.q, self.k, self.v)]
+        shared: dict[str, Any] = {"position": None, "sinks": None, "query_scale": None}
+        for part, own in self._calls:
+            found = compute(
+                *self._operands(part),
+                position=self.position,
+                grad_out=memory.view(grad_out, part.vectors(part.queries)),
+                grad_lse=None if grad_lse is None else memory.view(grad_lse, part.numbers),
+                **own,
+            )
+            for whole, own_grad, rows in zip(
+                grads, (found.q, found.k, found.v), (part.queries, part.keys, part.keys), strict=True
+            ):
+                memory.put(own_grad, whole, part.vectors(rows))
+            shared["position"] = _sum(shared["position"], found.position)
+            for name in ("sinks", "query_scale"):
+                given = self.given[name]  # type: ignore[literal-required]
+                if given is not None:
+                    self._spread(shared, name, given, part, getattr(found, name))
+        position = {} if shared["position"] is None else shared["position"]
+        to_q, to_k, to_v = grads
+        return AttentionGradient(to_q, to_k, to_v, position, sinks=shared["sinks"], query_scale=shared["query_scale"])
+
+    def _spread(self, shared: dict[str, Any], name: str, given: Array, part: _Part, own: Array) -> None:
+        """Add the gradient of a part to that of an option which holds a number per head or per query."""
+        if shared[name] is None:
+            shared[name] = np.zeros_like(given)
+        if name == "sinks" and given.ndim < 2:
+            shared[name] += own
+        else:
+            target = part.of(shared[name], max(self._batch, 0), (_ALL, part.queries))
+            target += own.reshape(target.shape)
+
+
+def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[list[int], list[int]]:
+    """Cumulative lengths of segments of queries and of keys."""
+    pair = value if isinstance(value, tuple) else (value, value)
+    if len(pair) != 2:
+        raise RelposValueError(f"segments: expected cumulative lengths, or a pair of them, found {len(pair)} arrays")
+    bounds = []
+    for given, length, what in zip(pair, (q_len, k_len), ("queries", "keys"), strict=True):
+        own: Int64 = check.integers("segments", given).astype(np.int64)
+        if own.ndim != 1 or not own.size or own[0] != 0 or own[-1] != length or (np.diff(own) < 0).any():
+            raise RelposValueError(
+                f"segments: expected cumulative lengths from 0 to the {length} {what}, found {own.tolist()!r:.100}"
+            )
+        bounds.append(own.tolist())
+    if len(bounds[0]) != len(bounds[1]):
+        raise RelposValueError(
+            f"segments: {len(bounds[0]) - 1} of queries, but {len(bounds[1]) - 1} of keys; expected as many"
+        )
+    return bounds[0], bounds[1]
+
+
+def _result_shape(q: Any, k: Any, v: Any) -> tuple[int, ...]:
+    try:
+        batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except ValueError:
+        raise RelposValueError(
+            f"q, k, v: batch axes {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]} do not broadcast"
+        ) from None
+    flat = q.ndim == k.ndim == v.ndim == 2
+    heads = () if flat else (q.shape[-3] if q.ndim > 2 else 1,)
+    return (*batch, *heads, q.shape[-2], v.shape[-1])
+
+
+def _sum(total: Any, own: Any) -> Any:
+    """The sum of gradients of schemes: a mapping, or a tuple of mappings."""
+    if total is None:
+        return own
+    if isinstance(own, tuple):
+        return tuple(_sum(a, b) for a, b in zip(total, own, strict=True))
+    return {name: total[name] + x for name, x in own.items()}

@@ -1,0 +1,103 @@
+"""`relpos conform`: an implementation in any framework against a scheme."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+from relpos_np.errors import RelposValueError
+
+SUMMARY = "your implementation, in any framework, against a scheme"
+HELP = """\
+Calls FUNCTION, f(q, k, v, ...) in torch, JAX or NumPy, or an ONNX model, on seeded cases, family by family:
+self-attention, causal, cross, decoding, windows, masks, grouped heads, odd sizes, queries without keys, NaN in
+excluded keys, long, large scores. Further arguments are given by name as far as it takes them: arrays of the scheme
+(table, slopes), options of relpos_np.attention (mask, causal, window, key_lengths, scale, return_lse).
+
+An answer may be 2 times as far from float64 as a straightforward implementation in its dtype, a gradient 3 times. A
+wrong one is compared with what known mistakes lead to, and the one that gives the same numbers is named.
+
+Exit code 0 if all that ran is right, 1 if something is wrong, 2 if the arguments cannot be used, 3 if no case ran.
+"""
+EXAMPLE = """\
+examples:
+  relpos conform mypackage.attention:t5 --scheme t5
+  relpos conform mypackage.attention:t5 --scheme t5 --dtype float16 --families self,cross --json
+  relpos conform mypackage.attention:alibi --scheme alibi --supports causal,cross --junit found.xml --badge found.svg
+  relpos conform mypackage.attention:unscaled --scheme plain --always scale=1.0
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("callable", metavar="FUNCTION", help="its module and name, or a file that ends in .onnx")
+    parser.add_argument("--scheme", required=True, help="what it should compute, such as t5 or rotary")
+    parser.add_argument("--variant", help="one of its variants; default the first")
+    parser.add_argument("--framework", metavar="NAME", help="numpy, torch, jax or onnx; default what its file imports")
+    parser.add_argument(
+        "--dtype", default="float32", help="float64, float32, float16, bfloat16, float8_e4m3fn or _e5m2"
+    )
+    parser.add_argument("--grad", action="store_true", help="compare gradients too, by autograd of torch or JAX")
+    parser.add_argument("--families", metavar="A,B", help="those that it must pass; default all that it can run")
+    parser.add_argument(
+        "--supports", metavar="A,B", help="what it supports, such as causal,mask; default found by trying"
+    )
+    parser.add_argument(
+        "--always",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="what it does unasked; may be repeated",
+    )
+    parser.add_argument("--layout", default="bhld", help="axes of its arrays: bhld, or blhd with lengths before heads")
+    parser.add_argument("--device", help="of torch, such as cuda")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers; default 0")
+    for name, what in (("junit", "XML for a continuous integration"), ("badge", "an SVG")):
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"also write {what}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Test the function, print a table or JSON, and write files."""
+    from relpos_np.conform import conform
+    from relpos_np.conform.files import as_json, written
+
+    # A module beside the caller, as `python -m` finds it.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        report = conform(
+            args.callable,
+            args.scheme,
+            variant=args.variant,
+            framework=args.framework,
+            dtype=args.dtype,
+            grad=args.grad,
+            families=_names(args.families),
+            supports=_names(args.supports),
+            always=dict(map(_value, args.always)),
+            layout=args.layout,
+            device=args.device,
+            seed=args.seed,
+        )
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    written(report, junit=args.junit, badge=args.badge)
+    print(as_json(report) if args.json else report.text())
+    return report.exit_code
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _value(text: str) -> tuple[str, Any]:
+    """A name and a literal of Python, or a word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise RelposValueError(f"--always: expected NAME=VALUE, found {text!r}")
+    try:
+        return name, ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+    except (ValueError, SyntaxError):
+        return name, value

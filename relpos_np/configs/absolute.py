@@ -1,0 +1,282 @@
+"""Models whose positions are added to the inputs: their layers have plain attention, with some masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs.decoders import sizes
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.learned import LearnedAbsolute
+
+
+def learned(table: str, skip: int = 0, remark: str = "") -> SchemePlan:
+    """A trained table, of which the first rows may belong to no position."""
+
+    def make(given: Given) -> Any:
+        return LearnedAbsolute(given.arrays["table"].reshape(-1, given.arrays["table"].shape[-1])[skip:])
+
+    words = f"without the first {skip} rows" if skip else ""
+    return SchemePlan(
+        "LearnedAbsolute", weights={"table": table}, remark="; ".join(filter(None, (words, remark))), make=make
+    )
+
+
+def sinusoidal(dim: int, layout: str, first: int = 0) -> SchemePlan:
+    """Sines and cosines, perhaps from another position on."""
+    remark = f"positions count from {first}" if first else ""
+    return SchemePlan("Sinusoidal", {"dim": dim, "layout": layout}, remark=remark)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What sets one model type apart.
+
+    Attributes
+    ----------
+    causal : bool or None
+        None where `is_decoder` says it.
+    table : str
+        Name of the trained table of positions, if there is one.
+    skip : int
+        Rows of it in front that belong to no position.
+    remark : str
+        What to mind about it.
+    sinusoids : callable, optional
+        From the keys to the plan in place of a table.
+    finish : callable, optional
+        From the keys and the layer's number to fields that differ.
+    ignored : tuple of str
+        Keys that touch nothing in this model.
+    notes : tuple of str
+        What to mind.
+    """
+
+    causal: bool | None = False
+    table: str = ""
+    skip: int = 0
+    remark: str = ""
+    sinusoids: Callable[[Keys], SchemePlan | None] | None = None
+    finish: Callable[[Keys, int], Mapping[str, Any]] | None = None
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def read(self, keys: Keys, layer: int, part: str) -> LayerAttention:
+        """The layer of a configuration."""
+        found = sizes(keys) | {"notes": self.notes}
+        keys.only("add_cross_attention", False, None)
+        keys.only("position_embedding_type", "absolute", None)
+        keys.ignore(*self.ignored)
+        decoding = keys.flag("is_decoder", False)
+        found["causal"] = decoding if self.causal is None else self.causal
+        if self.table:
+            found["added"] = learned(self.table, self.skip, self.remark)
+        elif self.sinusoids is not None:
+            found["added"] = self.sinusoids(keys)
+        if self.finish is not None:
+            found |= self.finish(keys, layer)
+        return LayerAttention(keys.model_type, part, layer, **found)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An encoder and a decoder, as BART has them.
+
+    Attributes
+    ----------
+    skip : int
+        Rows of the trained table that belong to no position.
+    sinusoids : tuple, optional
+        Layout of the sinusoids in place of a table, and where positions begin.
+    ignored : tuple of str
+        Keys that touch nothing in this model.
+    """
+
+    skip: int = 0
+    sinusoids: tuple[str, int] | None = None
+    ignored: tuple[str, ...] = ()
+
+    def read(self, keys: Keys, layer: int, part: str) -> LayerAttention:
+        """The layer of a configuration."""
+        keys.ignore(*self.ignored)
+        counted = {side: self._counted(keys, side) for side in ("encoder", "decoder")}
+        side = "encoder" if part == "encoder" else "decoder"
+        heads, layers = counted[side]
+        width = keys.integer("d_model")
+        if width % heads:
+            raise RelposValueError(f"d_model: {width} is no multiple of {heads} heads")
+        table = f"{side}.embed_positions.weight"
+        added = learned(table, self.skip) if self.sinusoids is None else sinusoidal(width, *self.sinusoids)
+        return LayerAttention(
+            keys.model_type,
+            part,
+            layer,
+            layers=layers,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width // heads,
+            value_dim=width // heads,
+            scale=(width // heads) ** -0.5,
+            causal=part == "decoder",
+            added=None if part == "cross" else added,
+        )
+
+    @staticmethod
+    def _counted(keys: Keys, side: str) -> tuple[int, int]:
+        return keys.integer(f"{side}_attention_heads"), keys.integer(f"{side}_layers")
+
+
+def _gpt2(keys: Keys, layer: int) -> dict[str, Any]:
+    """Scores may be left as they are, or divided by the number of the layer too."""
+    dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    scale = dim**-0.5 if keys.flag("scale_attn_weights") else 1.0
+    return {"scale": scale / (layer + 1) if keys.flag("scale_attn_by_inverse_layer_idx") else scale}
+
+
+def _gpt_neo(keys: Keys, layer: int) -> dict[str, Any]:
+    """Not scaled; every other layer has a window, as `attention_types` repeat."""
+    keys.ignore("attention_layers")
+    repeats = keys.get("attention_types")
+    repeats = keys.defaults["attention_types"] if repeats is None else repeats
+    try:
+        pattern = [
+            kind for kinds, times in repeats for kind in list(kinds) * check.integer("attention_types", times, 1)
+        ]
+    except (TypeError, ValueError):
+        raise RelposValueError(f"attention_types: expected [[kinds, times], ...], found {repeats!r}") from None
+    layers = keys.integer("num_hidden_layers")
+    if len(pattern) != layers or any(kind not in ("global", "local") for kind in pattern):
+        raise RelposValueError(f"attention_types: expected global or local for {layers} layers, found {pattern}")
+    size = keys.integer("window_size")
+    return {"scale": 1.0, "window": (size - 1, None) if pattern[layer] == "local" else None}
+
+
+def _xglm(keys: Keys) -> SchemePlan:
+    return sinusoidal(keys.integer("hidden_size"), "tensor2tensor", 2)
+
+
+def _distilbert(keys: Keys) -> SchemePlan:
+    if keys.flag("sinusoidal_pos_embds", False):
+        return learned("embeddings.position_embeddings.weight", remark="sinusoids, as stored")
+    return learned("embeddings.position_embeddings.weight")
+
+
+def _vision(dim: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+def _text(dim: int, layers: int, heads: int) -> dict[str, Any]:
+    return _vision(dim, layers, heads) | {"max_position_embeddings": 512}
+
+
+_BERT = "embeddings.position_embeddings.weight"
+_ROBERTA = Plain(None, _BERT, 2, "positions count tokens that are no padding")
+_GPT = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+_GRID = "rows of another size are interpolated"
+
+_TEXT: dict[str, tuple[Plain, dict[str, Any], dict[str, str]]] = {
+    "bert": (Plain(None, _BERT), _text(768, 12, 12), {}),
+    "ernie": (Plain(None, _BERT, ignored=("use_task_id",)), _text(768, 12, 12), {}),
+    "megatron-bert": (Plain(None, _BERT), _text(1024, 24, 16), {}),
+    "electra": (Plain(None, _BERT), _text(256, 12, 4), {}),
+    "albert": (Plain(False, _BERT), _text(4096, 12, 64), {}),
+    "roberta": (_ROBERTA, _text(768, 12, 12), {}),
+    "xlm-roberta": (_ROBERTA, _text(768, 12, 12), {}),
+    "xlm-roberta-xl": (_ROBERTA, _text(2560, 36, 32), {}),
+    "camembert": (_ROBERTA, _text(768, 12, 12), {}),
+    "roberta-prelayernorm": (_ROBERTA, _text(768, 12, 12), {}),
+    "data2vec-text": (_ROBERTA, _text(768, 12, 12), {}),
+    "layoutlm": (
+        Plain(None, _BERT, remark="and tables of the page's coordinates"),
+        _text(768, 12, 12),
+        {},
+    ),
+    "distilbert": (
+        Plain(False, sinusoids=_distilbert),
+        _text(768, 6, 12),
+        {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+    ),
+    "gpt2": (
+        Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
+        _text(768, 12, 12) | {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        _GPT,
+    ),
+    "gpt_neo": (
+        Plain(True, "wpe.weight", finish=_gpt_neo),
+        _text(2048, 24, 16) | {"window_size": 256, "attention_types": [[["global", "local"], 12]]},
+        {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+    ),
+    "opt": (Plain(True, "embed_positions.weight", 2), _text(768, 12, 12), {}),
+    "biogpt": (Plain(True, "embed_positions.weight", 2), _text(1024, 24, 16), {}),
+    "xglm": (
+        Plain(True, sinusoids=_xglm),
+        _text(1024, 24, 16),
+        {"num_attention_heads": "attention_heads", "hidden_size": "d_model", "num_hidden_layers": "num_layers"},
+    ),
+    "clip_text_model": (Plain(True, "embeddings.position_embedding.weight"), _text(512, 12, 8), {}),
+    "siglip_text_model": (Plain(False, "embeddings.position_embedding.weight"), _text(768, 12, 12), {}),
+}
+_VISION: dict[str, tuple[Plain, dict[str, Any]]] = {
+    "vit": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
+    "deit": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
+    "vit_msn": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
+    "ijepa": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
+    "dinov2": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
+    "dinov2_with_registers": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
+    "clip_vision_model": (Plain(False, "embeddings.position_embedding.weight"), _vision(768, 12, 12)),
+    "siglip_vision_model": (Plain(False, "embeddings.position_embedding.weight"), _vision(768, 12, 12)),
+}
+_SPEECH = "a convolution of the inputs, which is no position scheme, stands for positions"
+_CONVOLVED = ("hubert", "wav2vec2", "unispeech", "unispeech-sat", "data2vec-audio")
+
+for _name, (_traits, _defaults, _aliases) in _TEXT.items():
+    register(_traits.read, {_name: _defaults}, kind="Text", aliases=_aliases)
+for _name, (_traits, _defaults) in _VISION.items():
+    register(_traits.read, {_name: _defaults}, kind="Images and video")
+for _name in _CONVOLVED:
+    register(
+        Plain(notes=(_SPEECH,)).read,
+        {_name: _vision(768, 12, 12)},
+        kind="Speech and music",
+    )
+
+
+def _both(dim: int, layers: tuple[int, int], heads: int, longest: int) -> dict[str, Any]:
+    sides = {f"{side}_layers": n for side, n in zip(("encoder", "decoder"), layers, strict=True)}
+    return {
+        "d_model": dim,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "max_position_embeddings": longest,
+    } | sides
+
+
+_PAIRS: dict[str, tuple[Pair, dict[str, Any]]] = {
+    "bart": (Pair(2), _both(1024, (12, 12), 16, 1024)),
+    "mbart": (Pair(2), _both(1024, (12, 12), 16, 1024)),
+    "plbart": (Pair(2), _both(768, (6, 6), 12, 1024)),
+    "blenderbot": (Pair(), _both(2560, (2, 24), 32, 128)),
+    "blenderbot-small": (Pair(), _both(512, (8, 8), 16, 512)),
+    "pegasus": (Pair(0, ("concatenated", 0), ("static_position_embeddings",)), _both(1024, (12, 12), 16, 1024)),
+    "marian": (Pair(0, ("concatenated", 0), ("static_position_embeddings",)), _both(1024, (12, 12), 16, 1024)),
+    "m2m_100": (Pair(0, ("tensor2tensor", 2)), _both(1024, (12, 12), 16, 1024)),
+}
+for _name, (_pair, _defaults) in _PAIRS.items():
+    register(_pair.read, {_name: _defaults}, kind="Text", parts=("encoder", "decoder", "cross"))
+register(
+    Pair().read,
+    {"whisper": _both(384, (4, 4), 6, 448)},
+    kind="Speech and music",
+    parts=("encoder", "decoder", "cross"),
+)

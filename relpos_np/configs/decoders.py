@@ -1,0 +1,373 @@
+"""Rotary models of one stack: what their readers have in common, from the traits of each model type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs import rope
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import Rule, Temperature
+from relpos_np.errors import RelposValueError
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a reader is: the keys of the model, a layer's number and its type, and what is known of it already."""
+
+    keys: Keys
+    layer: int
+    layers: int
+    kind: str = ""
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+
+Pattern = Callable[[At], str]
+
+
+@dataclass(frozen=True)
+class Rotating:
+    """What sets one model type of rotary decoders or encoders apart.
+
+    Attributes
+    ----------
+    theta, share : float
+        Defaults of the base, which may be given per type of layer, and of the share of channels that turn.
+    theta_keys, share_key : str
+        Where they are stored in older configurations.
+    plain : tuple of str
+        Types of layers to which `rope_scaling` does not apply.
+    layout : {"half", "interleaved"}
+        Which pairs turn.
+    causal : bool
+        Whether the model is a decoder.
+    window : {"none", "all", "types"}
+        No window; `sliding_window` for all layers; for those whose type says so.
+    pattern : callable, optional
+        Types of layers where `layer_types` are not stored.
+    switch : bool
+        Whether `sliding_window` needs `use_sliding_window`.
+    still : callable, optional
+        Whether a layer has no positions.
+    norm : str
+        What is done to queries and keys; "?KEY text" if KEY of the configuration asks for it.
+    mrope : tuple, optional
+        Default sections and their order.
+    elsewhere : tuple of str
+        Parameters among the rotary ones that have another meaning, or none.
+    ignored : tuple of str
+        Keys that have no effect in this model.
+    finish : callable, optional
+        To the fields of the layer that differ.
+    """
+
+    theta: float | Mapping[str, float] = 10000.0
+    share: float = 1.0
+    theta_keys: str | Mapping[str, str] = "rope_theta"
+    share_key: str = "partial_rotary_factor"
+    plain: tuple[str, ...] = ()
+    layout: str = "half"
+    causal: bool = True
+    window: str = "none"
+    pattern: Pattern | None = None
+    switch: bool = False
+    still: Callable[[At], bool] | None = None
+    norm: str = ""
+    mrope: tuple[tuple[int, ...], str] | None = None
+    elsewhere: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    finish: Callable[[At], Mapping[str, Any]] | None = None
+
+    def read(self, keys: Keys, layer: int, part: str) -> LayerAttention:
+        """The layer of a configuration."""
+        keys.ignore(*self.ignored)
+        found = sizes(keys)
+        layers = found["layers"]
+        keys.only("is_decoder", False, None, self.causal)
+        keys.only("add_cross_attention", False, None)
+        at = At(keys, layer, layers)
+        kind = self._type(at)
+        at = replace(at, kind=kind)
+        still = self.still is not None and self.still(at)
+        sections, order = self.mrope or (None, "chunks")
+        ropes = rope.parameters(
+            keys,
+            kind,
+            theta=self.theta,
+            share=self.share,
+            theta_keys=self.theta_keys,
+            share_key=self.share_key,
+            elsewhere=self.elsewhere,
+            plain=self.plain,
+            sections=sections,
+            order=order,
+        )
+        if not still:
+            found["schemes"] = (rope.plan(ropes, found["head_dim"], layout=self.layout),)
+        found["window"] = self._window(keys, kind)
+        found["causal"] = self.causal
+        found["before"] = normed(keys, self.norm)
+        if self.finish is not None:
+            found |= self.finish(replace(at, found=found))
+        return LayerAttention(keys.model_type, part, layer, **found)
+
+    def _type(self, at: At) -> str:
+        keys, layer, layers = at.keys, at.layer, at.layers
+        if self.window != "types" and self.pattern is None:
+            return FULL
+        types = keys.get("layer_types", None)
+        if types is None:
+            if self.pattern is None:
+                raise RelposValueError(f"layer_types: the configuration of {keys.model_type} has none, and no default")
+            return self.pattern(at)
+        for name in (
+            "max_window_layers",
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            "global_attn_every_n_layers",
+        ):
+            keys.ignore(name)
+        if not isinstance(types, list | tuple) or len(types) < layers:
+            raise RelposValueError(f"layer_types: expected one for each of {layers} layers, found {types!r}")
+        found = types[layer]
+        if found not in (FULL, SLIDING, CHUNKED):
+            raise RelposValueError(f"layer_types: {found!r} is not understood")
+        return str(found)
+
+    def _window(self, keys: Keys, kind: str) -> tuple[int | None, int | None] | None:
+        if self.window == "none":
+            return None
+        size = keys.get("sliding_window", None)
+        if self.switch and not keys.flag("use_sliding_window", False):
+            size = None
+        if self.window == "types":
+            if kind != SLIDING:
+                return None
+            if not size:
+                raise RelposValueError(f"sliding_window: {size!r}, though layer_types have {SLIDING}")
+        return (
+            None if size is None else (check.integer("sliding_window", size, 1) - 1, None if self.causal else size - 1)
+        )
+
+
+def sizes(keys: Keys, width: str = "hidden_size") -> dict[str, Any]:
+    """Numbers of layers, heads and channels, and the usual scale; `width` is the key of all heads' channels."""
+    heads = keys.integer("num_attention_heads")
+    kv_heads = keys.get("num_key_value_heads", None)
+    head_dim = keys.get("head_dim", None)
+    if head_dim is None:
+        hidden = keys.integer(width)
+        if hidden % heads:
+            raise RelposValueError(f"{width}: {hidden} is no multiple of {heads} heads, and there is no head_dim")
+        head_dim = hidden // heads
+    head_dim = check.integer("head_dim", head_dim, 1)
+    return {
+        "layers": keys.integer("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": heads if kv_heads is None else check.integer("num_key_value_heads", kv_heads, 1),
+        "head_dim": head_dim,
+        "value_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+
+
+def normed(keys: Keys, norm: str) -> tuple[str, ...]:
+    """What is done to queries and keys, if the configuration asks for it."""
+    if norm.startswith("?"):
+        key, _, norm = norm[1:].partition(" ")
+        return (norm,) if keys.flag(key) else ()
+    return (norm,) if norm else ()
+
+
+def alternating(every: int, key: str = "", *, first: bool = False) -> Pattern:
+    """One full layer in `every`: the last of each group, or the first; `key` may store another number."""
+
+    def pattern(at: At) -> str:
+        n = at.keys.integer(key, every) if key else every
+        return SLIDING if (at.layer + (not first)) % n else FULL
+
+    return pattern
+
+
+def late_windows(at: At) -> str:
+    """Qwen2: windows from layer `max_window_layers` on, if they are switched on at all."""
+    used = at.keys.flag("use_sliding_window", False) and at.keys.get("sliding_window", None) is not None
+    start = at.keys.integer("max_window_layers", at.layers, 0)
+    return SLIDING if used and at.layer >= start else FULL
+
+
+def early_windows(at: At) -> str:
+    """Qwen2-MoE: every other layer before `max_window_layers`."""
+    used = at.keys.flag("use_sliding_window", False)
+    start = at.keys.integer("max_window_layers", at.layers, 0)
+    return SLIDING if used and (at.layer + 1) % 2 and at.layer < start else FULL
+
+
+def windows_if_any(at: At) -> str:
+    """Ministral: all layers have the window, if there is one."""
+    return FULL if at.keys.get("sliding_window", None) is None else SLIDING
+
+
+def _turning(at: At) -> bool:
+    """`no_rope_layers`: 1 for layers that turn, in spite of the name."""
+    every = at.keys.integer("no_rope_layer_interval", 4)
+    listed = at.keys.get("no_rope_layers", None)
+    if not listed:
+        return (at.layer + 1) % every != 0
+    if not isinstance(listed, list | tuple) or at.layer >= len(listed) or listed[at.layer] not in (0, 1):
+        raise RelposValueError(f"no_rope_layers: expected 0 or 1 for each layer, found {listed!r}")
+    return bool(listed[at.layer])
+
+
+def listed_still(at: At) -> bool:
+    """SmolLM3, Llama 4: the layers that `no_rope_layers` has a 0 for."""
+    return not _turning(at)
+
+
+def full_still(at: At) -> bool:
+    """Cohere 2: layers without a window have no positions."""
+    return at.kind != SLIDING
+
+
+def exaone_still(at: At) -> bool:
+    """EXAONE 4: the same, unless no layer has a window."""
+    return at.keys.get("sliding_window", None) is not None and at.kind != SLIDING
+
+
+def exaone_pattern(at: At) -> str:
+    """EXAONE 4: a number as usual, or one letter per layer, L for local and G for global."""
+    value = at.keys.get("sliding_window_pattern", 4)
+    if at.keys.get("sliding_window", None) is None:
+        return FULL
+    if isinstance(value, str):
+        raise RelposValueError(f"sliding_window_pattern: {value!r} is understood with layer_types only")
+    return SLIDING if (at.layer + 1) % check.integer("sliding_window_pattern", value, 1) else FULL
+
+
+def smollm_pattern(at: At) -> str:
+    """SmolLM3: windows where nothing turns, if they are switched on."""
+    used = at.keys.flag("use_sliding_window", False) and at.keys.get("sliding_window", None) is not None
+    return SLIDING if used and not _turning(at) else FULL
+
+
+def llama4_pattern(at: At) -> str:
+    """Llama 4: chunks where queries and keys turn."""
+    return CHUNKED if _turning(at) else FULL
+
+
+def llama4(at: At) -> dict[str, Any]:
+    """Chunks, the norm of turned queries and keys, and the temperature of layers without positions."""
+    new: dict[str, Any] = {}
+    turning = _turning(at)
+    size = at.keys.get("attention_chunk_size", None)
+    if at.kind == CHUNKED:
+        new["rule"] = Rule("Chunked", {"size": check.integer("attention_chunk_size", size, 1)})
+    if at.keys.flag("use_qk_norm") and turning:
+        # Turning changes no length: the norm may as well come before.
+        new["before"] = ("q and k divided by their root mean square, per head (qk_norm)",)
+    tuned = at.keys.get("attn_temperature_tuning", None)
+    scale, floor = at.keys.real("attn_scale"), at.keys.integer("floor_scale")
+    if tuned and not turning:
+        new["query_scale"] = Temperature("llama4", floor, scale)
+    return new
+
+
+def ministral3(at: At) -> dict[str, Any]:
+    """The temperature by `llama_4_scaling_beta`, counted from position 0."""
+    raw = rope.stored(at.keys)
+    beta = raw.get("llama_4_scaling_beta")
+    if beta is None:
+        return {}
+    length = check.integer("original_max_position_embeddings", raw.get("original_max_position_embeddings"), 1)
+    return {"query_scale": Temperature("ministral3", length, check.real("llama_4_scaling_beta", beta))}
+
+
+def phimoe(at: At) -> dict[str, Any]:
+    """Phi-3.5-MoE: published codes differ in what they take for long texts."""
+    raw = rope.stored(at.keys)
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    if kind != "default":
+        raise RelposValueError(f"rope_type: {kind!r} is read in several ways by published codes of phimoe")
+    return {}
+
+
+def phi3(at: At) -> dict[str, Any]:
+    """Phi-3: an early name of its rule is now that of another one."""
+    raw = rope.stored(at.keys)
+    if "yarn" in (raw.get("rope_type"), raw.get("type")):
+        raise RelposValueError("rope_type: 'yarn' in a configuration of phi3 stands for longrope; write longrope")
+    return {}
+
+
+def scaled_by(at: At) -> dict[str, Any]:
+    """Granite: the factor itself is stored."""
+    return {"scale": at.keys.real("attention_multiplier")}
+
+
+def _prefixed(at: At) -> dict[str, Any]:
+    """Both ways in a prefix, within PaliGemma; a decoder elsewhere."""
+    if at.keys.within != "paligemma":
+        at.keys.only("use_bidirectional_attention", False, None)
+        return {}
+    at.keys.only("use_bidirectional_attention", True, None)
+    # Of a longer prefix, the model's mask sees more than the window.
+    window = at.found["window"]
+    rule = Rule("Prefix", inputs={"lengths": "prefix_lengths"}, most=None if window is None else window[0] + 1)
+    note = "prefix_lengths: how many tokens of each batch item are seen both ways, those of the image and the prompt"
+    return {"causal": False, "rule": rule, "notes": (note,)}
+
+
+def gemma(at: At) -> dict[str, Any]:
+    """Gemma: decoders, but for the prefix of PaliGemma."""
+    return _prefixed(at)
+
+
+def gemma2(at: At) -> dict[str, Any]:
+    """Gemma 2: a scale of its own, and a soft cap. Early files store the window twice."""
+    at.keys.only("sliding_window_size", at.keys.get("sliding_window"), None)
+    cap = at.keys.get("attn_logit_softcapping")
+    new: dict[str, Any] = {
+        "scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5
+    }
+    if cap is not None:
+        new["softcap"] = check.positive("attn_logit_softcapping", cap)
+    return new | _prefixed(at)
+
+
+def gemma3(at: At) -> dict[str, Any]:
+    """Gemma 3: a scale of its own; both ways in embedding models, whose windows are half as wide."""
+    at.keys.only("attn_logit_softcapping", None)
+    new: dict[str, Any] = {
+        "scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5
+    }
+    if at.keys.flag("use_bidirectional_attention"):
+        half = at.keys.integer("sliding_window") // 2
+        new |= {"causal": False, "window": (half, half) if at.kind == SLIDING else None}
+    return new
+
+
+def gpt_oss(at: At) -> dict[str, Any]:
+    """Sinks, one per head."""
+    return {"sinks": f"layers.{at.layer}.self_attn.sinks"}
+
+
+def modernbert(at: At) -> dict[str, Any]:
+    """Windows of half of `local_attention` on both sides."""
+    half = at.keys.integer("local_attention") // 2
+    return {"window": (half, half) if at.kind == SLIDING else None}
+
+
+def clipped(at: At) -> dict[str, Any]:
+    """OLMo: queries, keys and values may be clipped."""
+    clip = at.keys.get("clip_qkv", None)
+    return {} if clip is None else {"before": (*at.found["before"], clipped_to(clip))}
+
+
+def clipped_to(clip: Any) -> str:
+    """What is done to queries, keys and values before they are passed to the call."""
+    return f"q, k and v clipped to ±{check.positive('clip_qkv', clip):g}"

@@ -1,0 +1,151 @@
+"""Rotary models from before configurations agreed on names, and DeepSeek's, which turn the last channels of a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs import rope
+from relpos_np.configs.absolute import learned
+from relpos_np.configs.decoders import sizes
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import SchemePlan
+from relpos_np.errors import RelposValueError
+from relpos_np.formulas.frequencies import yarn_magnitude
+
+
+def _gptj(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """The first `rotary_dim` channels, interleaved, base 10000."""
+    found = sizes(keys)
+    keys.only("is_decoder", False, None, True)
+    keys.only("add_cross_attention", False, None)
+    plan = SchemePlan("Rotary", {"dim": keys.integer("rotary_dim"), "layout": "interleaved"})
+    return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), **found)
+
+
+def _roformer(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Interleaved; values may turn with queries and keys, without turning back."""
+    found = sizes(keys)
+    keys.only("add_cross_attention", False, None)
+    keys.only("rotary_value", False)
+    plan = SchemePlan("Rotary", {"layout": "interleaved"})
+    decoding = keys.flag("is_decoder", False)
+    return LayerAttention(keys.model_type, part, layer, causal=decoding, schemes=(plan,), **found)
+
+
+def _esm(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """ESM-2 turns in halves; ESM-1b has a trained table."""
+    found = sizes(keys)
+    kind = keys.only("position_embedding_type", "rotary", "absolute")
+    keys.only("add_cross_attention", False, None)
+    keys.only("is_folding_model", False, None)
+    base = keys.real("rope_theta")
+    if kind == "absolute":
+        found["added"] = learned("embeddings.position_embeddings.weight", 2, "positions count tokens, not padding")
+    else:
+        found["schemes"] = (SchemePlan("Rotary", {"base": base}),)
+    keys.ignore("emb_layer_norm_before", "mask_token_id")
+    found["causal"] = keys.flag("is_decoder", False)
+    return LayerAttention(keys.model_type, part, layer, **found)
+
+
+def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Latent attention, written out: heads of channels that stand still, and then of some that turn."""
+    heads = keys.integer("num_attention_heads")
+    still, turning = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
+    if keys.model_type not in ("deepseek_v3", "kimi_k2"):
+        keys.only("rope_interleave", True, default=True)
+    interleaved = keys.flag("rope_interleave", True)
+    ropes = rope.parameters(keys)
+    scale = (still + turning) ** -0.5
+    every = ropes.stored.get("mscale_all_dim")
+    if ropes.rule != "default" and every:
+        scale *= yarn_magnitude(check.real("factor", ropes.stored.get("factor")), every) ** 2
+    # Of the projections: they are done before.
+    keys.ignore(
+        "num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "kv_lora_rank", "routed_scaling_factor"
+    )
+    needs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    if keys.model_type in ("deepseek_v32", "glm_moe_dsa"):
+        keys.ignore(*_INDEXERS)
+        needs = ("selected",)
+        notes = (f"selected: the {keys.integer('index_topk')} keys that the layer's indexer chooses for a query",)
+        if keys.model_type == "glm_moe_dsa":
+            notes = (f"{notes[0]}, or that of a layer before",)
+        types = keys.get("layer_types", None)
+        if types is not None and (not isinstance(types, list | tuple) or {*map(str, types)} != {"indexed_attention"}):
+            raise RelposValueError(f"layer_types: expected indexed_attention, found {types!r}")
+    plan = rope.plan(ropes, turning, layout="interleaved" if interleaved else "half", before=still)
+    return LayerAttention(
+        keys.model_type,
+        part,
+        layer,
+        layers=keys.integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=still + turning,
+        value_dim=keys.integer("v_head_dim"),
+        scale=scale,
+        causal=True,
+        schemes=(plan,),
+        needs=needs,
+        before=("keys and values from their latent vectors, the turning channels of a key the same for all heads",),
+        notes=notes,
+    )
+
+
+# Of indexers: which layers take what another one chose, and how they turn queries and keys of their own.
+_INDEXERS = (
+    *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+    *("indexer_rope_interleave", "index_head_dim", "index_n_heads"),
+)
+_GPT = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+
+def _gpt(hidden: int) -> dict[str, Any]:
+    return {"hidden_size": hidden, "num_hidden_layers": 28, "num_attention_heads": 16, "rotary_dim": 64}
+
+
+def _base(longest: int) -> dict[str, Any]:
+    return {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": longest,
+    }
+
+
+def _latent(layers: int, heads: int, longest: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": longest,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+
+
+register(_gptj, {"gptj": _gpt(4096), "codegen": _gpt(4096)}, kind="Text", aliases=_GPT)
+register(_roformer, {"roformer": _base(1536) | {"rotary_value": False}}, kind="Text")
+register(_esm, {"esm": _base(1026) | {"position_embedding_type": "absolute", "rope_theta": 10000.0}}, kind="Text")
+register(
+    _deepseek,
+    {
+        "deepseek_v2": _latent(32, 32, 2048),
+        "deepseek_v3": _latent(61, 128, 4096) | {"rope_interleave": True},
+        "deepseek_v32": _latent(61, 128, 163840) | {"index_topk": 2048},
+        "glm_moe_dsa": _latent(78, 64, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk": 2048},
+        # The code beside its weights is that of DeepSeek-V3.
+        "kimi_k2": _latent(61, 128, 4096) | {"rope_interleave": True},
+    },
+    kind="Text",
+)

@@ -1,0 +1,320 @@
+"""Rotary positions over grids of patches: image encoders and the transformers of video diffusion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from relpos_np._contract import check
+from relpos_np.configs.absolute import learned
+from relpos_np.configs.decoders import sizes
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.formulas.rotary_axes import axial_frequencies, grid_positions
+from relpos_np.schemes.rotary import Rotary
+from relpos_np.types import Array
+
+
+def on_grid(
+    frequencies: Array,
+    remark: str,
+    *,
+    layout: str = "half",
+    others: str = "",
+    coordinates: str = "index",
+    blocks: tuple[int, ...] = (),
+    known: tuple[int, ...] = (),
+) -> SchemePlan:
+    """Patches turn by their rows and columns, and frames; other tokens do not turn.
+
+    Parameters
+    ----------
+    frequencies : ndarray, shape (A, P)
+        Angles per step along each axis.
+    remark : str
+        What `grid` of a call means.
+    layout : {"half", "interleaved"}
+        Which pairs turn.
+    others : {"", "before", "after"}
+        Where tokens stand that are no patches.
+    coordinates : {"index", "centered"}
+        See `relpos_np.reference.grid_positions`.
+    blocks : tuple of int
+        Patches of each block of so many rows and columns follow one another, the largest blocks first.
+    known : tuple of int
+        The only sizes of the last axes whose coordinates are known; empty for any.
+    """
+    make = partial(_make, others=others, coordinates=coordinates, blocks=blocks, known=known)
+    shown: dict[str, Any] = {"frequencies": frequencies} | ({} if layout == "half" else {"layout": layout})
+    return SchemePlan("Rotary", shown, inputs=("grid",), remark=remark, make=make, varies=True)
+
+
+def _make(given: Given, *, others: str, coordinates: str, blocks: tuple[int, ...], known: tuple[int, ...]) -> Rotary:
+    axes, grid = len(given.options["frequencies"]), given.inputs["grid"]
+    if not isinstance(grid, Sequence | np.ndarray):
+        raise RelposTypeError(f"grid: expected {axes} numbers of patches, found {grid!r}")
+    counts = [check.integer("grid", n, 1) for n in grid]
+    if len(counts) != axes:
+        raise RelposValueError(f"grid: expected {axes} numbers of patches, found {tuple(counts)}")
+    spare = given.k_len - math.prod(counts)
+    if spare < 0 or (spare and not others):
+        raise RelposValueError(f"grid: {tuple(counts)} are {math.prod(counts)} patches of {given.k_len} tokens")
+    if known and tuple(counts[-len(known) :]) != known:
+        raise RelposValueError(
+            f"grid: expected {known} as rows and columns, found {tuple(counts)}; the model scales and crops other sizes"
+        )
+    if blocks and any(n % blocks[-1] for n in counts):
+        raise RelposValueError(f"grid: expected multiples of {blocks[-1]}, found {tuple(counts)}")
+    positions = grid_positions(counts, coordinates=coordinates)
+    if blocks:
+        order = [cell // size for size in (*blocks, 1) for cell in grid_positions(counts)]
+        positions = positions[:, np.lexsort(order[::-1])]
+    still = (spare, 0) if others == "before" else (0, spare)
+    return Rotary(positions=np.pad(positions, [(0, 0), still]), **given.options)
+
+
+def _base(keys: Keys) -> float:
+    """The base of an image encoder, of which rules for long texts make nothing."""
+    stored = keys.get("rope_parameters", None) or {}
+    if not isinstance(stored, dict):
+        raise RelposValueError(f"rope_parameters: expected an object, found {stored!r}")
+    kinds = {stored.get(name) for name in ("rope_type", "type")} - {None, "default", "axial"}
+    unknown = stored.keys() - {"rope_type", "type", "rope_theta"}
+    if kinds or unknown:
+        raise RelposValueError(f"rope_parameters: {stored!r} is not understood in {keys.model_type}")
+    beside = keys.get("rope_theta", None)
+    base = stored.get("rope_theta", 10000.0 if beside is None else beside)
+    return check.positive("rope_theta", 10000.0 if base is None else base)
+
+
+_CLASS = "grid: rows and columns of patches; class and register tokens come first and do not turn"
+_MERGED = "grid: rows and columns of patches, those of each block of {n} x {n} one after the other"
+_FRAMES = "a call takes frames side by side, as batch items: in none of them is another one seen"
+
+
+def _dinov3(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Centres of patches between -1 and 1; tokens in front of them do not turn."""
+    found = sizes(keys)
+    base = check.positive("rope_theta", keys.get("rope_theta"))
+    omega = 2 * math.pi * axial_frequencies(found["head_dim"], base=base)
+    keys.ignore("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale", "num_register_tokens")
+    words = f"{_CLASS}; base {base:g}, 2 pi times centres of patches between -1 and 1"
+    found["schemes"] = (on_grid(omega, words, others="before", coordinates="centered"),)
+    return LayerAttention(keys.model_type, part, layer, causal=False, **found)
+
+
+def _qwen(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Patches in blocks that are merged afterwards; Qwen2.5-VL looks into windows in most layers."""
+    # Qwen2-VL's `hidden_size` is the width after merging.
+    found = sizes(keys, "embed_dim" if keys.model_type == "qwen2_vl_vision" else "hidden_size")
+    block = keys.integer("spatial_merge_size")
+    base = _base(keys)
+    omega = axial_frequencies(found["head_dim"], base=base)
+    words, notes = _MERGED.format(n=block), [_FRAMES]
+    blocks: tuple[int, ...] = (block,)
+    if keys.model_type == "qwen2_5_vl_vision":
+        everywhere = keys.get("fullatt_block_indexes")
+        if not isinstance(everywhere, list | tuple):
+            raise RelposValueError(f"fullatt_block_indexes: expected a list, found {everywhere!r}")
+        size = keys.integer("window_size") // block // keys.integer("patch_size") * block
+        windows = f"windows of {size} x {size} patches, smaller at the edges"
+        if layer in [check.integer("fullatt_block_indexes", n, 0) for n in everywhere]:
+            words, blocks = f"{words}, in {windows}", (max(size, block), block)
+        else:
+            words = words.replace("patches", "patches of a window", 1)
+            notes = [f"{windows}: a call takes those of one size, as batch items"]
+    if keys.model_type == "qwen3_vl_vision":
+        keys.ignore("num_position_embeddings", "deepstack_visual_indexes")
+        found["added"] = learned("pos_embed.weight", remark="a square of rows, interpolated to the grid")
+    found["schemes"] = (on_grid(omega, f"{words}; base {base:g}", blocks=blocks),)
+    return LayerAttention(keys.model_type, part, layer, causal=False, notes=tuple(notes), **found)
+
+
+def _pixtral(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Frequencies of all channels, dealt out to rows and columns in turn."""
+    found = sizes(keys)
+    base = _base(keys)
+    omega = axial_frequencies(found["head_dim"], base=base, spread="alternate")
+    words = f"grid: rows and columns of patches; base {base:g}, frequencies dealt out to them in turn"
+    found["schemes"] = (on_grid(omega, words),)
+    return LayerAttention(
+        keys.model_type, part, layer, causal=False, notes=("a call takes images of one size, as batch items",), **found
+    )
+
+
+def _video(shares: Sequence[int], base: float, text: str = "", known: tuple[int, ...] = ()) -> SchemePlan:
+    """A share of the channels for frames, rows and columns each; the text comes before or after, if it is there."""
+    numbers = ", ".join(map(str, shares))
+    words = f"grid: frames, rows and columns of patches; {numbers} channels, base {base:g}"
+    where = {"before": "; the text comes first and does not turn", "after": "; the text comes last and does not turn"}
+    omega = axial_frequencies(shares, base=base)
+    return on_grid(omega, words + where.get(text, ""), layout="interleaved", others=text, known=known)
+
+
+def _diffusers(keys: Keys) -> dict[str, Any]:
+    """Sizes as diffusers names them; the words for norms are those of its modules."""
+    heads, dim = keys.integer("num_attention_heads"), keys.integer("attention_head_dim")
+    return {
+        "layers": keys.integer("num_layers"),
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": dim,
+        "value_dim": dim,
+        "scale": dim**-0.5,
+        "causal": False,
+    }
+
+
+def _wan(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Two thirds of the channels for rows and columns, rounded down to pairs, the others for frames."""
+    found, dim = _diffusers(keys), keys.integer("attention_head_dim", least=6)
+    keys.only("qk_norm", "rms_norm_across_heads")
+    keys.ignore("cross_attn_norm", "pos_embed_seq_len", "rope_max_seq_len")
+    found["before"] = ("RMS norm of q and k, over all heads (norm_q, norm_k)",)
+    image = keys.get("added_kv_proj_dim") is not None
+    if part == "cross":
+        notes = ("a second call, with the image's keys and values, is added to that with the text's",)
+        return LayerAttention(keys.model_type, part, layer, notes=notes if image else (), **found)
+    if dim % 2:
+        raise RelposValueError(f"attention_head_dim: expected an even number, found {dim}")
+    side = dim // 6 * 2
+    found["schemes"] = (_video((dim - 2 * side, side, side), 10000.0),)
+    return LayerAttention(keys.model_type, part, layer, **found)
+
+
+def _cogvideox(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """A quarter of the channels for frames; the text comes first. The smallest model adds sinusoids instead."""
+    found, dim = _diffusers(keys), keys.integer("attention_head_dim", least=16)
+    keys.ignore("spatial_interpolation_scale", "temporal_interpolation_scale", "max_text_seq_length", "patch_bias")
+    found["before"] = ("layer norm of q and k, per head (norm_q, norm_k)",)
+    patch = keys.integer("patch_size")
+    shape = (keys.integer("sample_height") // patch, keys.integer("sample_width") // patch)
+    if keys.flag("use_learned_positional_embeddings"):
+        found["added"] = learned("patch_embed.pos_embedding", remark="of text and patches")
+    if not keys.flag("use_rotary_positional_embeddings"):
+        found["notes"] = ("sines and cosines of frames, rows and columns are added to the inputs",)
+        return LayerAttention(keys.model_type, part, layer, **found)
+    if dim % 16:
+        raise RelposValueError(f"attention_head_dim: expected a multiple of 16, found {dim}")
+    # Of the first version, other sizes are scaled to this one and cropped.
+    known = shape if keys.get("patch_size_t") is None else ()
+    found["schemes"] = (_video((dim // 4, dim // 8 * 3, dim // 8 * 3), 10000.0, "before", known),)
+    return LayerAttention(keys.model_type, part, layer, **found)
+
+
+def _hunyuan(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Shares of the channels as configured; the text comes last. Layers of one stream follow those of two."""
+    found = _diffusers(keys)
+    found["layers"] += keys.integer("num_single_layers", least=0)
+    keys.only("qk_norm", "rms_norm")
+    keys.ignore("num_refiner_layers")
+    shares = keys.get("rope_axes_dim")
+    if not isinstance(shares, list | tuple) or len(shares) != 3:
+        raise RelposValueError(f"rope_axes_dim: expected three numbers of channels, found {shares!r}")
+    shares = [check.integer("rope_axes_dim", n, 2) for n in shares]
+    if sum(shares) != found["head_dim"] or any(n % 2 for n in shares):
+        raise RelposValueError(f"rope_axes_dim: expected even numbers with sum {found['head_dim']}, found {shares}")
+    found["schemes"] = (_video(shares, check.positive("rope_theta", keys.get("rope_theta")), "after"),)
+    found["before"] = ("RMS norm of q and k, per head (norm_q, norm_k)",)
+    return LayerAttention(keys.model_type, part, layer, **found)
+
+
+_KIND = "Images and video"
+_TOWER = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+
+
+def _tower(width: int, layers: int, patch: int, name: str = "hidden_size") -> dict[str, Any]:
+    return {
+        name: width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+    }
+
+
+register(
+    _dinov3,
+    {
+        "dinov3_vit": {
+            "hidden_size": 384,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 6,
+            "image_size": 224,
+            "patch_size": 16,
+            "rope_theta": 100.0,
+        }
+    },
+    kind=_KIND,
+)
+register(
+    _qwen,
+    {
+        "qwen2_vl_vision": _tower(1280, 32, 14, "embed_dim"),
+        "qwen2_5_vl_vision": _tower(3584, 32, 14) | {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
+        "qwen3_vl_vision": _tower(1152, 27, 16),
+    },
+    kind=_KIND,
+    aliases=_TOWER,
+)
+register(
+    _pixtral,
+    {"pixtral": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}},
+    kind=_KIND,
+)
+register(
+    _wan,
+    {
+        "WanTransformer3DModel": {
+            "num_attention_heads": 40,
+            "attention_head_dim": 128,
+            "num_layers": 40,
+            "qk_norm": "rms_norm_across_heads",
+            "added_kv_proj_dim": None,
+        }
+    },
+    kind=_KIND,
+    parts=("", "cross"),
+    package="diffusers",
+)
+register(
+    _cogvideox,
+    {
+        "CogVideoXTransformer3DModel": {
+            "num_attention_heads": 30,
+            "attention_head_dim": 64,
+            "num_layers": 30,
+            "sample_width": 90,
+            "sample_height": 60,
+            "patch_size": 2,
+            "patch_size_t": None,
+            "use_rotary_positional_embeddings": False,
+            "use_learned_positional_embeddings": False,
+        }
+    },
+    kind=_KIND,
+    package="diffusers",
+)
+register(
+    _hunyuan,
+    {
+        "HunyuanVideoTransformer3DModel": {
+            "num_attention_heads": 24,
+            "attention_head_dim": 128,
+            "num_layers": 20,
+            "num_single_layers": 40,
+            "qk_norm": "rms_norm",
+            "rope_theta": 256.0,
+            "rope_axes_dim": (16, 56, 56),
+        }
+    },
+    kind=_KIND,
+    package="diffusers",
+)

@@ -1,0 +1,239 @@
+"""What a configuration says of one attention layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relpos_np.configs.plans import Given, Rule, SchemePlan, Temperature, first
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.absolute import AbsoluteEncoding
+from relpos_np.types import Array
+
+if TYPE_CHECKING:
+    from relpos_np.configs.bound import BoundAttention
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Everything that a layer's attention is, between its projections and the projection of its output.
+
+    Attributes
+    ----------
+    model_type, part, layer, layers
+        Which layer: `model_type` of the configuration, "encoder", "decoder", "cross" or "" of a model that has one
+        stack, the layer's number, and how many there are.
+    heads, kv_heads, head_dim, value_dim : int
+        H, H_kv, D and D_v.
+    schemes : tuple of SchemePlan
+        What positions contribute to the scores.
+    added : SchemePlan or None
+        What positions contribute to the inputs of the first layer; a call of the layer has nothing to do with it.
+    scale : float
+        The factor on q · k, or NaN where a scheme holds its own.
+    causal : bool
+        Whether a query attends the past only.
+    window : tuple of (int or None) or None
+        How far it attends, (left, right).
+    rule : Rule or None
+        Any other rule of what it attends.
+    softcap, cap_order
+        c of c·tanh(s / c), and what comes first.
+    sinks : str
+        Name of the weight that holds a score per head without a value; "" for none.
+    query_scale : Temperature or None
+        Factors on the queries.
+    needs : tuple of str
+        Options of `relpos_np.attention` that every call must give, as the model computes them.
+    before : tuple of str
+        What is done to queries and keys, besides their projection, before they are passed to the call.
+    notes : tuple of str
+        What else to mind.
+    """
+
+    model_type: str
+    part: str
+    layer: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    causal: bool
+    schemes: tuple[SchemePlan, ...] = ()
+    added: SchemePlan | None = None
+    window: tuple[int | None, int | None] | None = None
+    rule: Rule | None = None
+    softcap: float | None = None
+    cap_order: str = "scores"
+    sinks: str = ""
+    query_scale: Temperature | None = None
+    needs: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of all weights that `bind` reads, without the model's prefix."""
+        names = [first(name) for plan in self.schemes for name in plan.weights.values()]
+        return (*names, self.sinks) if self.sinks else tuple(names)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What a call must give besides q, k and v, for the schemes and the rule."""
+        ruled = () if self.rule is None else self.rule.inputs.values()
+        return tuple(dict.fromkeys([*(name for plan in self.schemes for name in plan.inputs), *ruled]))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """What a call may give besides."""
+        return tuple(dict.fromkeys(name for plan in self.schemes for name in plan.optional))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The layer as what JSON can say, arrays as lists.
+
+        Returns
+        -------
+        dict
+            Names of attributes to values.
+        """
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plans = fields.pop("schemes")
+        fields["schemes"] = [plan.as_dict() for plan in plans]
+        fields["added"] = None if self.added is None else self.added.as_dict()
+        for name in ("rule", "query_scale"):
+            fields[name] = None if fields[name] is None else asdict(fields[name])
+        fields["scale"] = None if math.isnan(self.scale) else self.scale
+        return fields
+
+    def describe(self) -> str:
+        """The layer in lines of text.
+
+        Returns
+        -------
+        str
+            One line for each thing that the configuration decides, without those that are absent.
+        """
+        part = f", {self.part}" if self.part else ""
+        head = f"{self.model_type}{part}, layer {self.layer} of {self.layers}"
+        rows = [("heads", f"{self.heads} of {self.head_dim} channels")]
+        if self.kv_heads != self.heads:
+            rows.append(("key heads", str(self.kv_heads)))
+        if self.value_dim != self.head_dim:
+            rows.append(("value channels", str(self.value_dim)))
+        rows.append(("positions", " + ".join(plan.words() for plan in self.schemes) or "none"))
+        rows += [("", plan.remark) for plan in self.schemes if plan.remark]
+        if self.added is not None:
+            rows.append(("added to inputs", self.added.words()))
+        rows.append(("scale", "of the scheme" if math.isnan(self.scale) else f"{self.scale:.8g}"))
+        rows.append(("attends", _reach(self)))
+        if self.softcap is not None:
+            rows.append(("soft cap", f"{self.softcap:g}, order {self.cap_order}"))
+        if self.sinks:
+            rows.append(("sinks", f"[{self.sinks}]"))
+        if self.query_scale is not None:
+            rows.append(("query times", self.query_scale.words()))
+        if self.before:
+            rows.append(("before", ", ".join(self.before)))
+        if needed := (*self.inputs, *self.needs):
+            rows.append(("a call needs", ", ".join(needed)))
+        if self.optional:
+            rows.append(("a call may give", ", ".join(self.optional)))
+        rows += [("note", note) for note in self.notes]
+        return "\n".join([head, *(f"  {name:<16}{text}" for name, text in rows)])
+
+    def bind(self, weights: Any = None, *, prefix: str = "") -> BoundAttention:
+        """Read the weights that the layer's positions need.
+
+        Parameters
+        ----------
+        weights : mapping, str or path-like, optional
+            A state dict, or the path of a .safetensors file; see `relpos_np.layers.tensors`. Not needed where
+            `weights` of this layer is empty.
+        prefix : str
+            What precedes the names of this part of the model, where more than one tensor would fit.
+
+        Returns
+        -------
+        BoundAttention
+            The call.
+
+        Raises
+        ------
+        RelposError
+            If a weight is missing, or several tensors have its name.
+        """
+        from relpos_np.configs.bound import BoundAttention
+
+        arrays = [_read(plan.weights, weights, prefix) for plan in self.schemes]
+        sinks = _read({"sinks": self.sinks}, weights, prefix)["sinks"].reshape(-1) if self.sinks else None
+        return BoundAttention(self, arrays, sinks)
+
+    def encoding(self, weights: Any = None, *, prefix: str = "") -> AbsoluteEncoding | None:
+        """What positions add to the inputs of the first layer, read from the weights.
+
+        Parameters
+        ----------
+        weights, prefix
+            See `bind`; not needed for sinusoids.
+
+        Returns
+        -------
+        LearnedAbsolute, Sinusoidal or None
+            None where nothing is added. The plan `added` says in its remark if positions do not count from 0.
+
+        Raises
+        ------
+        RelposError
+            As `bind`.
+        """
+        if self.added is None:
+            return None
+        arrays = _read(self.added.weights, weights, prefix)
+        width = self.heads * self.head_dim
+        given = Given(self.added.options, arrays, 0, 0, np.zeros(0, np.int64), 0, width, np.dtype(np.float64), {})
+        encoding: AbsoluteEncoding = self.added.build(given)
+        return encoding
+
+
+def _reach(layer: LayerAttention) -> str:
+    words = "the past" if layer.causal else "both ways"
+    if layer.rule is not None and layer.rule.name == "Prefix":
+        words = "the past and the prefix"
+    if layer.part == "cross":
+        words = "all keys of the encoder"
+    if layer.window is not None:
+        left, right = layer.window
+        sides = [
+            f"{n} {way}" for n, way in ((left, "back"), (None if layer.causal else right, "ahead")) if n is not None
+        ]
+        words += f", at most {' and '.join(sides)}"
+    return words if layer.rule is None else f"{words}, {layer.rule.words()}"
+
+
+def _read(names: Mapping[str, str | tuple[str, ...]], weights: Any, prefix: str) -> dict[str, Array]:
+    """The tensors of these names, behind whatever prefix the model has."""
+    if not names:
+        return {}
+    if weights is None:
+        raise RelposValueError(f"weights: needed for {', '.join(map(first, names.values()))}")
+    from relpos_np.layers import State
+
+    state = State(weights)
+    stored = state.names()
+    found = {}
+    for argument, known in names.items():
+        tails = [prefix + name for name in ((known,) if isinstance(known, str) else known)]
+        every = ([full for full in stored if full == tail or full.endswith("." + tail)] for tail in tails)
+        fits = next(filter(None, every), [])
+        if not fits:
+            raise RelposValueError(f"{tails[0]}: no such tensor; {state.nearest(tails[0])}")
+        if len(fits) > 1:
+            raise RelposValueError(f"prefix: {len(fits)} tensors end in {tails[0]}: {', '.join(sorted(fits)[:5])}")
+        found[argument] = state.take(fits[0])
+    return found

@@ -1,0 +1,235 @@
+"""`from_config`: a configuration, a part of the model and the number of a layer to what its attention is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from relpos_np._contract import check
+from relpos_np.errors import RelposTypeError, RelposValueError
+
+if TYPE_CHECKING:
+    from relpos_np.configs.families import Family
+    from relpos_np.configs.keys import Keys
+    from relpos_np.configs.layer import LayerAttention
+
+# Beyond any model: a damaged file shall not make a list of all its layers.
+_MOST = 1 << 14
+# Files that register model types.
+_FILES = (
+    "decoder_types",
+    "early_rotary",
+    "deepseek_v4",
+    "alibi",
+    "t5_like",
+    "absolute",
+    "relative_vectors",
+    "speech",
+    "windows",
+    "grids",
+    "inkling",
+)
+
+
+def _families() -> Mapping[str, Family]:
+    """The register, filled on first use: most programs never read a configuration."""
+    from importlib import import_module
+
+    from relpos_np.configs.families import FAMILIES
+
+    for name in _FILES:
+        import_module(f"relpos_np.configs.{name}")
+    return FAMILIES
+
+
+def model_types() -> tuple[str, ...]:
+    """All model types whose configurations are understood.
+
+    Returns
+    -------
+    tuple of str
+        In alphabetical order.
+    """
+    return tuple(sorted(_families()))
+
+
+# What the parts of a composite model are, where a stored part does not say it.
+_PARTS = {
+    "clip": {"text_config": "clip_text_model", "vision_config": "clip_vision_model"},
+    "gemma3": {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
+    "inkling": {"text_config": "inkling_text"},
+    "kimi_k25": {"text_config": "deepseek_v3"},
+    "llama4": {"text_config": "llama4_text"},
+    "mistral3": {"text_config": "mistral", "vision_config": "pixtral"},
+    "paligemma": {"text_config": "gemma", "vision_config": "siglip_vision_model"},
+    "qwen2_5_vl": {"text_config": "qwen2_5_vl_text", "vision_config": "qwen2_5_vl_vision"},
+    "qwen2_vl": {"text_config": "qwen2_vl_text", "vision_config": "qwen2_vl_vision"},
+    "qwen3_vl": {"text_config": "qwen3_vl_text", "vision_config": "qwen3_vl_vision"},
+    "sam": {"vision_config": "sam_vision_model"},
+    "siglip": {"text_config": "siglip_text_model", "vision_config": "siglip_vision_model"},
+}
+
+# Early files have the keys of the text beside those of the vision model.
+_FLAT = ("qwen2_5_vl", "qwen2_vl")
+
+
+class _Stack(NamedTuple):
+    """One stack of layers: who reads it, its configuration, its name in the family, and the model it is a part of."""
+
+    family: Family
+    config: Mapping[str, Any]
+    part: str
+    within: str
+
+    def _keys(self) -> Keys:
+        from relpos_np.configs.keys import Keys
+
+        return Keys(self.config, self.family.defaults, self.family.aliases, self.within)
+
+    def layers(self) -> int:
+        """How many layers there are."""
+        count = self.family.count
+        return self.read(0).layers if count is None else count(self._keys())
+
+    def read(self, layer: int) -> LayerAttention:
+        """A layer, of which every key that may change attention is understood."""
+        keys = self._keys()
+        found = self.family.read(keys, layer, self.part)
+        keys.close()
+        return found
+
+
+def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> dict[str, _Stack]:
+    """Every stack of layers of a model by its name."""
+    from relpos_np.configs.keys import named as name_of
+
+    families, model_type = _families(), name_of(config)
+    if model_type in families:
+        family = families[model_type]
+        names = {part: ".".join(filter(None, (prefix, part))) for part in family.parts}
+        return {names[part]: _Stack(family, config, part, within) for part in family.parts}
+    named = _PARTS.get(model_type, {})
+    inner = {key: value for key, value in config.items() if isinstance(value, Mapping) and key.endswith("_config")}
+    if model_type in _FLAT and "text_config" not in inner:
+        inner["text_config"] = {key: value for key, value in config.items() if key not in inner}
+    found: dict[str, _Stack] = {}
+    for key, value in inner.items():
+        stored = value.get("model_type")
+        kind = stored if stored and stored != model_type else named.get(key)
+        if kind is not None:
+            name = key.removesuffix("_config")
+            found |= _parts({**value, "model_type": kind}, f"{prefix}.{name}" if prefix else name, model_type)
+    return found
+
+
+def _known(config: Any) -> dict[str, _Stack]:
+    from relpos_np.configs.keys import loaded, named
+
+    stored = loaded(config)
+    found = _parts(stored)
+    if not found:
+        from difflib import get_close_matches
+
+        name = named(stored)
+        near = get_close_matches(name, model_types(), 3)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        key = "_class_name" if "model_type" not in stored and "_class_name" in stored else "model_type"
+        raise RelposValueError(f"{key}: {stored.get(key)!r} is not understood{hint}")
+    return found
+
+
+def parts_of(config: Any) -> tuple[str, ...]:
+    """The stacks of layers that a configuration describes.
+
+    Parameters
+    ----------
+    config : mapping, str, path-like or object
+        See `from_config`.
+
+    Returns
+    -------
+    tuple of str
+        Values of `part`; ("",) where there is one stack.
+
+    Raises
+    ------
+    RelposError
+        If the model type is not understood.
+    """
+    return tuple(_known(config))
+
+
+def layers_of(config: Any, *, part: str = "") -> tuple[LayerAttention, ...]:
+    """What the attention of every layer of a stack is.
+
+    Parameters
+    ----------
+    config, part
+        See `from_config`.
+
+    Returns
+    -------
+    tuple of LayerAttention
+        From the first layer on.
+
+    Raises
+    ------
+    RelposError
+        As `from_config`.
+    """
+    from relpos_np.configs.keys import loaded
+
+    stored = loaded(config)
+    first = from_config(stored, layer=0, part=part)
+    return (first, *(from_config(stored, layer=n, part=part) for n in range(1, first.layers)))
+
+
+def from_config(config: Any, *, layer: int, part: str = "") -> LayerAttention:
+    """What the attention of a published model's layer is, from the model's configuration.
+
+    Parameters
+    ----------
+    config : mapping, str, path-like or object
+        A configuration as transformers or diffusers store it: a dictionary, the path of a config.json or of its
+        folder, or an object with `to_dict`. Neither package is needed.
+    layer : int
+        Which layer, from 0.
+    part : str
+        Which stack of a model that has several, such as "encoder", "decoder", "cross" or "text": see `parts_of`.
+
+    Returns
+    -------
+    LayerAttention
+        Schemes, scale, masks, and the weights that the schemes want. ``bind`` makes a call of it, ``describe`` says
+        it in words.
+
+    Raises
+    ------
+    RelposError
+        If the model type or a value is not understood, or a key that may change attention is not known: nothing is
+        ignored silently but keys that are known not to matter.
+
+    Examples
+    --------
+    >>> import relpos_np as rp
+    >>> config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 500000.0}
+    >>> layer = rp.from_config(config, layer=0)
+    >>> layer.heads, layer.head_dim, layer.causal, layer.schemes[0].words()
+    (4, 16, True, 'Rotary(base=500000)')
+    """
+    found = _known(config)
+    if not isinstance(part, str):
+        raise RelposTypeError(f"part: expected a string, found {part!r}")
+    if part not in found:
+        if part == "" and len(found) == 1:
+            part = next(iter(found))
+        else:
+            raise RelposValueError(f"part: expected one of {', '.join(map(repr, found))}, found {part!r}")
+    number = check.integer("layer", layer, 0)
+    # Counted first, so that a reader may index its lists.
+    layers = found[part].layers()
+    if layers > _MOST:
+        raise RelposValueError(f"layers: expected at most {_MOST}, found {layers}")
+    if number >= layers:
+        raise RelposValueError(f"layer: expected 0 ... {layers - 1}, found {number}")
+    return found[part].read(number)

@@ -1,0 +1,151 @@
+"""Text models whose relative positions have vectors: DeBERTa and XLNet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs.absolute import learned
+from relpos_np.configs.decoders import sizes
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.configs.speech import projected_rows
+from relpos_np.errors import RelposValueError
+from relpos_np.formulas.layer_norm import layer_norm
+from relpos_np.schemes.deberta import DeBERTa
+from relpos_np.schemes.transformer_xl import TransformerXL
+from relpos_np.types import Array
+
+
+def _tables(given: Given) -> DeBERTa:
+    """The embedding of relative positions, normalised if the model does, after a layer's projections."""
+    arrays, options = given.arrays, given.options
+    rows = arrays["rel_embeddings"][: options["rows"]]
+    if "norm_weight" in arrays:
+        rows = layer_norm(rows, arrays["norm_weight"], arrays["norm_bias"], options["layer_norm_eps"])
+
+    def table(name: str) -> Array | None:
+        if f"{name}_weight" not in arrays:
+            return None
+        projected: Array = rows @ arrays[f"{name}_weight"].T + arrays.get(f"{name}_bias", rows.dtype.type(0))
+        return projected.reshape(len(rows), -1, given.head_dim).transpose(1, 0, 2)
+
+    return DeBERTa(table("pos_key"), table("pos_query"), max_position=options["max_position"])
+
+
+def _deberta(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Content to position and position to content, scaled by the number of terms."""
+    found = sizes(keys)
+    second = keys.model_type == "deberta-v2"
+    longest = keys.integer("max_position_embeddings")
+    kinds = keys.get("pos_att_type", None) or []
+    kinds = [kind.strip() for kind in kinds.lower().split("|")] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list | tuple) or any(kind not in ("c2p", "p2c") for kind in kinds):
+        raise RelposValueError(f"pos_att_type: expected c2p and p2c, found {kinds!r}")
+    keys.only("talking_head", False, None)
+    relative = keys.flag("relative_attention")
+    farthest = keys.integer("max_relative_positions", least=-1)
+    farthest = longest if farthest < 1 else farthest
+    buckets = keys.integer("position_buckets", -1, least=-1) if second else -1
+    shared = keys.flag("share_att_key", False)
+    norm = str(keys.get("norm_rel_ebd", "none")).lower()
+    eps = keys.real("layer_norm_eps")
+    if not set(norm.split("|")) <= {"none", "layer_norm"}:
+        raise RelposValueError(f"norm_rel_ebd: {norm!r} is not understood")
+    if not second and (shared or norm != "none"):
+        raise RelposValueError("share_att_key, norm_rel_ebd: of deberta-v2, found in a configuration of deberta")
+    own = keys.get("attention_head_size", None)
+    own = found["head_dim"] if own is None else check.integer("attention_head_size", own, 1)
+    keys.ignore("position_buckets", "conv_kernel_size")
+    # v1 counts the kinds that are named, whether or not positions are used; so does v2.
+    found |= {"head_dim": own, "value_dim": own, "scale": (own * (1 + len(kinds))) ** -0.5}
+    if keys.flag("position_biased_input"):
+        found["added"] = learned("embeddings.position_embeddings.weight")
+    if relative and kinds:
+        weights = {"rel_embeddings": "encoder.rel_embeddings.weight"}
+        if "layer_norm" in norm:
+            weights |= {"norm_weight": "encoder.LayerNorm.weight", "norm_bias": "encoder.LayerNorm.bias"}
+        names = {"c2p": ("pos_key", "pos_proj"), "p2c": ("pos_query", "pos_q_proj")}
+        if second:
+            names = {"c2p": ("pos_key", "pos_key_proj"), "p2c": ("pos_query", "pos_query_proj")}
+        if shared:
+            names = {"c2p": ("pos_key", "key_proj"), "p2c": ("pos_query", "query_proj")}
+        for kind in kinds:
+            argument, stored = names[kind]
+            path = f"encoder.layer.{layer}.attention.self.{stored}"
+            weights[f"{argument}_weight"] = f"{path}.weight"
+            if stored != "pos_proj":
+                weights[f"{argument}_bias"] = f"{path}.bias"
+        options = {
+            "max_position": farthest if buckets > 0 else None,
+            "rows": 2 * (buckets if buckets > 0 else farthest),
+            "layer_norm_eps": eps,
+        }
+        remark = "pos_key and pos_query: the embedding of relative positions, projected"
+        found["schemes"] = (SchemePlan("DeBERTa", options, weights, remark=remark, make=_tables),)
+    return LayerAttention(keys.model_type, part, layer, causal=False, **found)
+
+
+def _xlnet_rows(given: Given) -> TransformerXL:
+    options, arrays = given.options, given.arrays
+    weight = arrays["r"].reshape(len(arrays["r"]), -1).T
+    rows = projected_rows(given, weight, options["variant"], "concatenated", options["clamp"])
+    return TransformerXL(arrays["u"], arrays["v"], rows, variant=options["variant"])
+
+
+def _xlnet(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Transformer-XL's terms with rows for both directions; segments add another term, which is not here."""
+    found = sizes(keys)
+    both = keys.only("attn_type", "bi", "uni") == "bi"
+    keys.only("bi_data", False)
+    keys.only("same_length", False, None)
+    clamp = keys.integer("clamp_len", least=-1)
+    keys.ignore("mem_len", "reuse_len", "d_head", "untie_r")
+    own = f"layer.{layer}.rel_attn"
+    weights = {"u": f"{own}.r_w_bias", "v": f"{own}.r_r_bias", "r": f"{own}.r"}
+    options = {"variant": "xlnet" if both else "xlnet_uni", "clamp": clamp if clamp > 0 else None}
+    plan = SchemePlan(
+        "TransformerXL",
+        options,
+        weights,
+        remark="rows: sinusoids of the distances, projected with r",
+        make=_xlnet_rows,
+        varies=True,
+    )
+    note = "token_type_ids add a term by segments: without them"
+    return LayerAttention(keys.model_type, part, layer, causal=not both, schemes=(plan,), notes=(note,), **found)
+
+
+def _defaults(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 512,
+        "relative_attention": False,
+        "max_relative_positions": -1,
+        "position_biased_input": True,
+        "pos_att_type": None,
+        "layer_norm_eps": 1e-7,
+    }
+
+
+register(_deberta, {"deberta": _defaults(768, 12, 12), "deberta-v2": _defaults(1536, 24, 24)}, kind="Text")
+register(
+    _xlnet,
+    {
+        "xlnet": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "attn_type": "bi",
+            "bi_data": False,
+            "same_length": False,
+            "clamp_len": -1,
+        }
+    },
+    kind="Text",
+    aliases={"hidden_size": "d_model", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+)

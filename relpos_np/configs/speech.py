@@ -1,0 +1,240 @@
+"""Speech models with relative positions: Conformers, WavLM, Wav2Vec2-BERT, SeamlessM4T, SpeechT5 and VITS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs.absolute import sinusoidal
+from relpos_np.configs.decoders import sizes
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import Given, Rule, SchemePlan
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.shaw import Shaw
+from relpos_np.schemes.sinusoidal import Sinusoidal
+from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
+from relpos_np.schemes.wavlm import WavLM, wavlm_gate
+from relpos_np.types import Layout
+
+_TURNED = "inputs of the projections of q and k turned, rp.reference.rotate_inputs with base {base:g}"
+
+
+def projected_rows(given: Given, weight: Any, variant: str, layout: Layout, clamp: int | None = None) -> Any:
+    """Sinusoids of the distances of a call, projected to every head: (R, H, D)."""
+    heads = given.arrays["u"].shape[0]
+    width = weight.shape[-1]
+    distances = row_distances(given.q_len, given.k_len, variant, clamp=clamp)
+    rows = Sinusoidal(width, layout=layout).encode(distances).astype(given.dtype, copy=False)
+    return (rows @ weight.T).reshape(len(distances), heads, given.head_dim)
+
+
+def _conformer(given: Given) -> TransformerXL:
+    rows = projected_rows(given, given.arrays["rows"], "conformer", "interleaved")
+    return TransformerXL(given.arrays["u"], given.arrays["v"], rows, variant="conformer")
+
+
+def _relative(prefix: str) -> SchemePlan:
+    weights = {"u": f"{prefix}.pos_bias_u", "v": f"{prefix}.pos_bias_v", "rows": f"{prefix}.linear_pos.weight"}
+    remark = "rows: sinusoids of the distances, projected"
+    return SchemePlan("TransformerXL", {"variant": "conformer"}, weights, remark=remark, make=_conformer, varies=True)
+
+
+def _relative_key(keys: Keys, prefix: str) -> SchemePlan:
+    left = keys.integer("left_max_position_embeddings", least=0)
+    keys.integer("right_max_position_embeddings", least=0)
+    return SchemePlan("Shaw", {"left": left}, {"key_table": f"{prefix}.distance_embedding.weight"})
+
+
+def _conformer_layer(keys: Keys, prefix: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Whichever positions `position_embeddings_type` names."""
+    kind = keys.only("position_embeddings_type", "relative", "relative_key", "rotary", None)
+    if kind == "relative":
+        found["schemes"] = (_relative(prefix),)
+    elif kind == "relative_key":
+        found["schemes"] = (_relative_key(keys, prefix),)
+    elif kind == "rotary":
+        found["before"] = (_TURNED.format(base=keys.real("rotary_embedding_base")),)
+    keys.ignore(
+        "rotary_embedding_base",
+        "left_max_position_embeddings",
+        "right_max_position_embeddings",
+    )
+    return found
+
+
+def _wav2vec2(keys: Keys, layer: int, part: str) -> LayerAttention:
+    found = _conformer_layer(keys, f"encoder.layers.{layer}.self_attn", sizes(keys))
+    if keys.model_type == "wav2vec2-conformer":
+        keys.only("position_embeddings_type", "relative", "rotary", None)
+    return LayerAttention(keys.model_type, part, layer, causal=False, **found)
+
+
+def _wavlm_scheme(given: Given) -> WavLM:
+    arrays = given.arrays
+    hidden = check.floating("hidden", given.inputs["hidden"]).astype(given.dtype, copy=False)
+    gate = wavlm_gate(hidden, arrays["weight"], arrays["bias"], arrays["const"])
+    return WavLM(arrays["table"], gate, max_distance=given.options["max_distance"], rounding="float32")
+
+
+def _wavlm(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """The first layer's table, and a gate of each layer's own, which its input opens."""
+    own = f"encoder.layers.{layer}.attention.gru_rel_pos"
+    weights = {
+        "table": "encoder.layers.0.attention.rel_attn_embed.weight",
+        "weight": f"{own}_linear.weight",
+        "bias": f"{own}_linear.bias",
+        "const": f"{own}_const",
+    }
+    keys.integer("num_buckets")
+    options = {"max_distance": keys.integer("max_bucket_distance")}
+    plan = SchemePlan(
+        "WavLM",
+        options,
+        weights,
+        inputs=("hidden",),
+        remark="hidden: the input of the layer's projections, for the gate",
+        make=_wavlm_scheme,
+        varies=True,
+    )
+    return LayerAttention(keys.model_type, part, layer, causal=False, schemes=(plan,), **sizes(keys))
+
+
+def _counted(keys: Keys, side: str, width: int) -> dict[str, Any]:
+    heads = keys.integer(f"{side}_attention_heads")
+    if width % heads:
+        raise RelposValueError(f"hidden_size: {width} is no multiple of {heads} heads")
+    dim = width // heads
+    return {
+        "layers": keys.integer(f"{side}_layers"),
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": dim,
+        "value_dim": dim,
+        "scale": dim**-0.5,
+    }
+
+
+_SEAMLESS_SIDES = ("encoder", "decoder", "speech_encoder", "t2u_encoder", "t2u_decoder")
+
+
+def _seamless(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """A text encoder and decoder with sinusoids, and a Conformer for speech."""
+    width = keys.integer("hidden_size")
+    second = keys.model_type == "seamless_m4t_v2"
+    for side in _SEAMLESS_SIDES:
+        keys.ignore(f"{side}_attention_heads", f"{side}_layers")
+    keys.ignore("t2u_max_position_embeddings", "adaptor_stride")
+    keys.ignore("position_embeddings_type", "rotary_embedding_base")
+    keys.ignore("left_max_position_embeddings", "right_max_position_embeddings")
+    keys.ignore("speech_encoder_chunk_size", "speech_encoder_left_chunk_num")
+    if part == "speech_encoder":
+        found = _counted(keys, part, width) | {"causal": False}
+        allowed = ("relative_key", None) if second else ("relative", "rotary", None)
+        keys.only("position_embeddings_type", *allowed)
+        found = _conformer_layer(keys, f"speech_encoder.encoder.layers.{layer}.self_attn", found)
+        size = keys.get("speech_encoder_chunk_size", None)
+        if second and size is not None:
+            left = keys.integer("speech_encoder_left_chunk_num", least=-1)
+            options = {
+                "size": check.integer("speech_encoder_chunk_size", size, 1),
+                "left": None if left < 0 else left,
+            }
+            found["rule"] = Rule("Chunked", options)
+        return LayerAttention(keys.model_type, part, layer, **found)
+    found = _counted(keys, "encoder" if part == "encoder" else "decoder", width)
+    added = None if part == "cross" else sinusoidal(width, "tensor2tensor", 2)
+    return LayerAttention(keys.model_type, part, layer, causal=part == "decoder", added=added, **found)
+
+
+def _reversed(given: Given) -> Shaw:
+    return Shaw(given.arrays["pe_k"][::-1], left=given.options["left"])
+
+
+def _speecht5(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Shaw's keys in the encoder, counted the other way and with one row too many in front."""
+    width = keys.integer("hidden_size")
+    for side in ("encoder", "decoder"):
+        keys.ignore(f"{side}_attention_heads", f"{side}_layers")
+    farthest = keys.integer("encoder_max_relative_position")
+    found = _counted(keys, "encoder" if part == "encoder" else "decoder", width)
+    if part == "encoder":
+        table = "encoder.wrapped_encoder.embed_positions.pe_k.weight"
+        plan = SchemePlan(
+            "Shaw",
+            {"left": farthest - 1},
+            {"pe_k": table},
+            remark="rows in reverse: key_table=pe_k[::-1]",
+            make=_reversed,
+        )
+        found["schemes"] = (plan,)
+    return LayerAttention(keys.model_type, part, layer, causal=part == "decoder", **found)
+
+
+def _windowed(given: Given) -> Shaw:
+    return Shaw(given.arrays["emb_rel_k"][0], given.arrays["emb_rel_v"][0], outside="zero")
+
+
+def _vits(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Shaw's keys and values within a window, nothing beyond it."""
+    found = sizes(keys)
+    size = keys.get("window_size")
+    if size:
+        own = f"text_encoder.encoder.layers.{layer}.attention"
+        weights = {name: f"{own}.{name}" for name in ("emb_rel_k", "emb_rel_v")}
+        remark = f"window {check.integer('window_size', size, 1)}"
+        found["schemes"] = (SchemePlan("Shaw", {"outside": "zero"}, weights, remark=remark, make=_windowed),)
+    keys.ignore("depth_separable_channels", "wavenet_dilation_rate", "use_stochastic_duration_prediction")
+    return LayerAttention(keys.model_type, part, layer, causal=False, **found)
+
+
+def _base(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+_CONFORMER = {"rotary_embedding_base": 10000, "max_source_positions": 5000}
+_REACH = {"left_max_position_embeddings": 64, "right_max_position_embeddings": 8}
+_KIND = "Speech and music"
+register(
+    _wav2vec2,
+    {
+        "wav2vec2-conformer": _base(768, 12, 12) | _CONFORMER | {"position_embeddings_type": "relative"},
+        "wav2vec2-bert": _base(1024, 24, 16) | _CONFORMER | _REACH | {"position_embeddings_type": "relative_key"},
+    },
+    kind=_KIND,
+)
+register(_wavlm, {"wavlm": _base(768, 12, 12) | {"num_buckets": 320, "max_bucket_distance": 800}}, kind=_KIND)
+_SEAMLESS = {
+    "hidden_size": 1024,
+    **{f"{side}_layers": 24 for side in _SEAMLESS_SIDES[:3]},
+    **{f"{side}_attention_heads": 16 for side in _SEAMLESS_SIDES[:3]},
+}
+register(
+    _seamless,
+    {
+        "seamless_m4t": _SEAMLESS | _CONFORMER | {"position_embeddings_type": "relative", "max_source_positions": 4096},
+        "seamless_m4t_v2": _SEAMLESS
+        | _REACH
+        | {"position_embeddings_type": "relative_key"}
+        | {"speech_encoder_chunk_size": 20000, "speech_encoder_left_chunk_num": 128},
+    },
+    kind=_KIND,
+    parts=("encoder", "decoder", "cross", "speech_encoder"),
+)
+register(
+    _speecht5,
+    {
+        "speecht5": {
+            "hidden_size": 768,
+            "encoder_layers": 12,
+            "encoder_attention_heads": 12,
+            "decoder_layers": 6,
+            "decoder_attention_heads": 12,
+            "encoder_max_relative_position": 160,
+        }
+    },
+    kind=_KIND,
+    parts=("encoder", "decoder", "cross"),
+)
+register(_vits, {"vits": _base(192, 6, 2) | {"window_size": 4}}, kind=_KIND)

@@ -1,0 +1,92 @@
+"""Models with T5's buckets: T5 and its successors, and MPNet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relpos_np.configs.absolute import learned
+from relpos_np.configs.decoders import sizes
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import SchemePlan
+
+
+def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """One table for all layers of a stack, umT5 one per layer; not scaled; none in cross-attention."""
+    keys.only("add_cross_attention", False, None)
+    keys.ignore(
+        "is_decoder", "relative_attention_num_buckets", "num_sparse_encoder_layers", "num_sparse_decoder_layers"
+    )
+    buckets = keys.integer("relative_attention_num_buckets")
+    last = keys.integer("relative_attention_max_distance")
+    heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
+    decoding = keys.get("num_decoder_layers", None)
+    layers = keys.integer("num_layers") if part == "encoder" or decoding is None else keys.integer("num_decoder_layers")
+    plans: tuple[SchemePlan, ...] = ()
+    if part != "cross":
+        block = layer if keys.model_type == "umt5" else 0
+        options = {"max_distance": last, "bidirectional": part == "encoder", "rounding": "float32"}
+        table = f"{part}.block.{block}.layer.0.SelfAttention.relative_attention_bias.weight"
+        plans = (SchemePlan("T5", options, {"table": table}, remark=f"{buckets} buckets"),)
+    return LayerAttention(
+        keys.model_type,
+        part,
+        layer,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        value_dim=dim,
+        scale=1.0,
+        causal=part == "decoder",
+        schemes=plans,
+    )
+
+
+def _mpnet(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """One table for all layers, of 32 buckets up to 128 whatever the configuration says."""
+    found = sizes(keys)
+    keys.ignore("relative_attention_num_buckets", "max_position_embeddings")
+    plan = SchemePlan("T5", {"rounding": "float32"}, {"table": "encoder.relative_attention_bias.weight"})
+    added = learned("embeddings.position_embeddings.weight", 2, "positions count tokens that are no padding")
+    return LayerAttention(keys.model_type, part, layer, causal=False, schemes=(plan,), added=added, **found)
+
+
+def _defaults(dim: int, layers: int, heads: int, decoder: int | None = None) -> dict[str, Any]:
+    return {
+        "d_model": dim,
+        "d_kv": 64,
+        "num_layers": layers,
+        "num_decoder_layers": decoder,
+        "num_heads": heads,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+    }
+
+
+register(
+    _t5,
+    {
+        "t5": _defaults(512, 6, 8),
+        "mt5": _defaults(512, 8, 6),
+        "umt5": _defaults(512, 8, 6),
+        "switch_transformers": _defaults(768, 12, 12, 12),
+    },
+    kind="Text",
+    parts=("encoder", "decoder", "cross"),
+)
+register(_t5, {"pop2piano": _defaults(512, 6, 8)}, kind="Speech and music", parts=("encoder", "decoder", "cross"))
+register(
+    _mpnet,
+    {
+        "mpnet": {
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 512,
+            "relative_attention_num_buckets": 32,
+        }
+    },
+    kind="Text",
+)

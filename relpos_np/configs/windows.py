@@ -1,0 +1,240 @@
+"""Vision models with relative positions: Swin, Swin V2, BEiT and SAM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs.absolute import learned
+from relpos_np.configs.decoders import sizes
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.beit import BEiT
+from relpos_np.schemes.decomposed import DecomposedBias
+from relpos_np.schemes.swin_v2 import SwinV2
+from relpos_np.schemes.window import WindowBias
+
+_SHIFTED = "windows shifted by {shift}: pass the mask of the shift, see layers"
+_WINDOWS = "a call takes windows side by side: (batch * windows, H, {tokens}, D)"
+
+
+def _pair(keys: Keys, name: str) -> tuple[int, int]:
+    value = keys.get(name)
+    both = tuple(value) if isinstance(value, Sequence) else (value, value)
+    if len(both) != 2:
+        raise RelposValueError(f"{name}: expected one number or two, found {value!r}")
+    return check.integer(name, both[0], 1), check.integer(name, both[1], 1)
+
+
+def _integers(keys: Keys, name: str) -> list[int]:
+    value = keys.get(name)
+    if not isinstance(value, list | tuple):
+        raise RelposValueError(f"{name}: expected a list, found {value!r}")
+    return [check.integer(name, n, 0) for n in value]
+
+
+def _grid(keys: Keys) -> tuple[int, int]:
+    (height, width), (rows, columns) = _pair(keys, "image_size"), _pair(keys, "patch_size")
+    return height // rows, width // columns
+
+
+def _stage(keys: Keys, layer: int) -> tuple[int, int, dict[str, Any]]:
+    """The stage of a layer and its number there, and the numbers of its heads."""
+    depths, heads = _integers(keys, "depths"), _integers(keys, "num_heads")
+    if len(depths) != len(heads):
+        raise RelposValueError(f"num_heads: expected one for each of {len(depths)} stages, found {heads}")
+    keys.ignore("num_attention_heads", "num_hidden_layers", "hidden_size", "use_absolute_embeddings")
+    block, stage = layer, 0
+    while stage < len(depths) - 1 and block >= depths[stage]:
+        block -= depths[stage]
+        stage += 1
+    width = keys.integer("embed_dim") << stage
+    if width % heads[stage]:
+        raise RelposValueError(f"embed_dim: {width} channels of stage {stage} are no multiple of {heads[stage]} heads")
+    dim = width // heads[stage]
+    found: dict[str, Any] = {
+        "layers": sum(depths),
+        "heads": heads[stage],
+        "kv_heads": heads[stage],
+        "head_dim": dim,
+        "value_dim": dim,
+        "causal": False,
+    }
+    if keys.flag("use_absolute_embeddings"):
+        found["added"] = learned("embeddings.position_embeddings")
+    return stage, block, found
+
+
+def _notes(shift: int, tokens: int) -> tuple[str, ...]:
+    return (_WINDOWS.format(tokens=tokens), *((_SHIFTED.format(shift=shift),) if shift else ()))
+
+
+def _window_bias(given: Given) -> WindowBias:
+    return WindowBias(given.arrays["table"], given.options["window"])
+
+
+def _swin(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """A table per layer; every other layer is shifted by half a window, unless the window is the whole image."""
+    stage, block, found = _stage(keys, layer)
+    size = keys.integer("window_size")
+    sides = [n >> stage for n in _grid(keys)]
+    if min(sides) < size:
+        raise RelposValueError(f"window_size: {size} is more than the {min(sides)} rows or columns of stage {stage}")
+    shift = size // 2 if block % 2 and min(sides) > size else 0
+    own = f"encoder.layers.{stage}.blocks.{block}.attention"
+    names = (f"{own}.relative_position_bias.{_TABLE}", f"{own}.self.{_TABLE}", f"{own}.{_TABLE}")
+    plan = SchemePlan("WindowBias", {"window": (size, size)}, {"table": names}, make=_window_bias)
+    return LayerAttention(
+        keys.model_type,
+        part,
+        layer,
+        schemes=(plan,),
+        scale=found["head_dim"] ** -0.5,
+        notes=_notes(shift, size * size),
+        **found,
+    )
+
+
+def _swin_v2_scheme(given: Given) -> SwinV2:
+    arrays, options = given.arrays, given.options
+    return SwinV2(
+        arrays["hidden_weight"],
+        arrays["hidden_bias"],
+        arrays["output_weight"],
+        arrays["logit_scale"],
+        options["window"],
+        pretrained_grid=options["pretrained_grid"],
+        variant=options["variant"],
+    )
+
+
+def _swin_v2(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Cosines, and a bias that a small network makes of the coordinates."""
+    stage, block, found = _stage(keys, layer)
+    size = keys.integer("window_size")
+    sides = [n >> stage for n in _grid(keys)]
+    window = (min(size, sides[0]), min(size, sides[1]))
+    shift = size // 2 if block % 2 and min(sides) > size else 0
+    sizes_then = _integers(keys, "pretrained_window_sizes")
+    if len(sizes_then) <= stage:
+        raise RelposValueError(f"pretrained_window_sizes: expected one for each stage, found {sizes_then}")
+    trained = sizes_then[stage]
+    own = f"encoder.layers.{stage}.blocks.{block}.attention.self"
+    weights = {
+        "hidden_weight": f"{own}.continuous_position_bias_mlp.0.weight",
+        "hidden_bias": f"{own}.continuous_position_bias_mlp.0.bias",
+        "output_weight": f"{own}.continuous_position_bias_mlp.2.weight",
+        "logit_scale": f"{own}.logit_scale",
+    }
+    pretrained = (trained, trained) if trained else None
+    options = {"window": window, "pretrained_grid": pretrained, "variant": "transformers"}
+    plan = SchemePlan("SwinV2", options, weights, make=_swin_v2_scheme)
+    return LayerAttention(
+        keys.model_type,
+        part,
+        layer,
+        schemes=(plan,),
+        scale=math.nan,
+        notes=_notes(shift, window[0] * window[1]),
+        **found,
+    )
+
+
+def _beit_scheme(given: Given) -> BEiT:
+    return BEiT(given.arrays["table"], given.options["grid"])
+
+
+def _beit(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """A table per layer, or one for all, with rows for the class token; or positions added to the inputs."""
+    found = sizes(keys)
+    grid = _grid(keys)
+    own, shared = keys.flag("use_relative_position_bias"), keys.flag("use_shared_relative_position_bias")
+    if own and shared:
+        raise RelposValueError("use_shared_relative_position_bias: expected False besides use_relative_position_bias")
+    if own or shared:
+        name = f"relative_position_bias.{_TABLE}"
+        paths = (
+            (f"encoder.{name}", name)
+            if shared
+            else tuple(
+                f"{stem}.{layer}.{middle}{name}"
+                for stem in ("encoder.layer", "encoder.layers", "layers", "layer")
+                for middle in ("attention.attention.", "")
+            )
+        )
+        found["schemes"] = (SchemePlan("BEiT", {"grid": grid}, {"table": paths}, make=_beit_scheme),)
+    if keys.flag("use_absolute_position_embeddings"):
+        found["added"] = learned("embeddings.position_embeddings")
+    return LayerAttention(keys.model_type, part, layer, causal=False, **found)
+
+
+def _decomposed(given: Given) -> DecomposedBias:
+    return DecomposedBias(given.arrays["rel_pos_h"], given.arrays["rel_pos_w"], given.options["grid"])
+
+
+def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """A vector per row and per column difference, in windows or over the whole image."""
+    found = sizes(keys)
+    size, everywhere = keys.integer("window_size", least=0), _integers(keys, "global_attn_indexes")
+    whole = layer in everywhere or not size
+    grid = _grid(keys) if whole else (size, size)
+    keys.ignore("scale", "num_pos_feats")
+    if keys.flag("use_rel_pos"):
+        weights = {name: f"layers.{layer}.attn.{name}" for name in ("rel_pos_h", "rel_pos_w")}
+        found["schemes"] = (SchemePlan("DecomposedBias", {"grid": grid}, weights, make=_decomposed),)
+    if keys.flag("use_abs_pos"):
+        found["added"] = learned("pos_embed")
+    notes = () if whole else _notes(0, size * size)
+    return LayerAttention(keys.model_type, part, layer, causal=False, notes=notes, **found)
+
+
+_TABLE = "relative_position_bias_table"
+_SWIN = {
+    "image_size": 224,
+    "patch_size": 4,
+    "embed_dim": 96,
+    "depths": (2, 2, 6, 2),
+    "num_heads": (3, 6, 12, 24),
+    "window_size": 7,
+    "use_absolute_embeddings": False,
+}
+
+
+def _vit(width: int, heads: int, image: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": 12,
+        "num_attention_heads": heads,
+        "image_size": image,
+        "patch_size": 16,
+    }
+
+
+_KIND = "Images and video"
+register(_swin, {"swin": _SWIN}, kind=_KIND)
+register(_swin_v2, {"swinv2": _SWIN | {"pretrained_window_sizes": (0, 0, 0, 0)}}, kind=_KIND)
+register(
+    _beit,
+    {
+        "beit": _vit(768, 12, 224)
+        | {
+            "use_relative_position_bias": False,
+            "use_shared_relative_position_bias": False,
+            "use_absolute_position_embeddings": False,
+        }
+    },
+    kind=_KIND,
+)
+register(
+    _sam,
+    {
+        "sam_vision_model": _vit(768, 12, 1024)
+        | {"window_size": 14, "global_attn_indexes": (2, 5, 8, 11), "use_rel_pos": True, "use_abs_pos": True}
+    },
+    kind=_KIND,
+)

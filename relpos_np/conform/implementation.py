@@ -1,0 +1,210 @@
+"""What is tested: a function, which arguments it takes, and how a case is put to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from relpos_np._contract import check
+from relpos_np._contract.options import ScoreOptions
+from relpos_np.conform.formats import Format, format_of
+from relpos_np.conform.frameworks import Framework
+from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
+from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.plain import Plain
+from relpos_np.schemes.registry import SCHEMES
+from relpos_np.testing.arguments import arguments
+from relpos_np.testing.example import Example
+from relpos_np.types import Array
+
+LAYOUTS = ("bhld", "blhd")
+
+
+class Implementation:
+    """A function ``f(q, k, v, ...)`` that takes, by their names, arguments of a scheme and options of a call.
+
+    Parameters
+    ----------
+    function : callable
+        Its first three parameters are q, k and v, whatever they are called.
+    scheme : str
+        Key in `SCHEMES`.
+    framework : Framework
+        Of its arrays.
+    stored : Format
+        Of its arrays of numbers.
+    always : mapping
+        Arguments that it does not take, with what it does as if they were given.
+    layout : {"bhld", "blhd"}
+        Order of the axes batch, heads, length and head_dim of its operands and of its output.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        scheme: str,
+        framework: Framework,
+        stored: Format,
+        always: Mapping[str, Any],
+        layout: str,
+    ) -> None:
+        self.function, self.framework, self.stored = function, framework, stored
+        self.layout = check.choice("layout", layout, LAYOUTS)
+        self.always = dict(always)
+        self.scheme = SCHEMES[scheme].cls
+        self._constructor = {
+            name: one
+            for name, one in inspect.signature(self.scheme).parameters.items()
+            if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        }
+        unknown = [name for name in self.always if name not in self._constructor and name not in _OPTIONS]
+        if unknown:
+            raise RelposValueError(
+                f"always: {unknown[0]} is no argument of {self.scheme.__name__} and no option; "
+                f"expected one of {', '.join([*self._constructor, *_OPTIONS])}"
+            )
+        self.takes, self.anything = _parameters(function)
+        self.lse = "return_lse" in self.takes
+        for name, one in self._constructor.items():
+            if one.default is one.empty and not self._knows(name):
+                raise RelposTypeError(
+                    f"callable: {self.scheme.__name__} needs {name}, but the function takes {_listed(self.takes)} "
+                    f"after q, k and v; wrap it in one that takes {name} by this name, or say always={{{name!r}: ...}}"
+                )
+
+    def _knows(self, name: str) -> bool:
+        return self.anything or name in self.takes or name in self.always
+
+    def fitted(self, one: Example) -> tuple[Example | None, str]:
+        """The case as the function can be asked it, or None and the reason why it cannot.
+
+        Arguments of the scheme that the function does not take are left at their defaults.
+        """
+        options = dict(one.kwargs)
+        for name, value in self.always.items():
+            if name not in _OPTIONS:
+                continue
+            if name in options and not np.array_equal(options[name], value):
+                return None, f"always does {name}={value}"
+            options[name] = value
+        missing = [name for name in options if not self._knows(name)]
+        if missing:
+            return None, f"takes no argument {missing[0]}"
+        position = one.position
+        if position is not None and self._constructor:
+            given = arguments(position)
+            for name, parameter in self._constructor.items():
+                if name in self.always:
+                    given[name] = self.always[name]
+                elif not self._knows(name) and not isinstance(given[name], str):
+                    if one.family == "borders" and not np.array_equal(given[name], parameter.default):
+                        return None, f"takes no argument {name}"
+                    given[name] = parameter.default
+            try:
+                position = self.scheme(**given)
+            except RelposError as error:
+                return None, str(error)
+        found = replace(one, position=self._rounded(position), kwargs=options)
+        try:
+            problem, _, _ = check.problem(one.q, one.k, one.v, **options)
+            (found.position or Plain()).check(problem.site)
+        except RelposError as error:
+            return None, f"without what the function does not take: {error}"
+        return found, ""
+
+    def _rounded(self, position: Scheme | None) -> Scheme | None:
+        """The scheme with its arrays rounded to the format that the function gets them in."""
+        if position is None or not self._constructor:
+            return position
+        kept = format_of(self.stored.computed)
+        given = {
+            name: kept.rounded(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+            for name, value in arguments(position).items()
+        }
+        return self.scheme(**given)  # type: ignore[no-any-return]
+
+    def arrays(self, one: Example) -> dict[str, Array]:
+        """What may have gradients: q, k and v, and the scheme's arrays that the function takes."""
+        found = {"q": one.q, "k": one.k, "v": one.v}
+        return found | {n: x for n, x in self._named(one).items() if isinstance(x, np.ndarray) and x.dtype.kind == "f"}
+
+    def _named(self, one: Example) -> dict[str, Any]:
+        """Arguments of the scheme by name."""
+        given = {} if one.position is None or not self._constructor else arguments(one.position)
+        return {
+            name: value
+            for name, value in given.items()
+            if (name in self.takes or (self.anything and value is not None)) and name not in self.always
+        }
+
+    def run(self, one: Example, grad_out: Array | None = None) -> dict[str, tuple[Array, str]]:
+        """Results by name, each in float64 and with the dtype it had: out, lse, and gradients by ``grad_`` and name."""
+        kept = format_of(self.stored.computed)
+        to = self.framework.array
+        given = {
+            name: to(self._turned(x), self.stored) if name in "qkv" else to(x, kept)
+            for name, x in self.arrays(one).items()
+        }
+        others: dict[str, Any] = {
+            name: to(value, kept) if isinstance(value, np.ndarray) else value
+            for name, value in {**self._named(one), **one.kwargs}.items()
+            if name not in given and (self.anything or name in self.takes)
+        }
+        names = list(given)
+
+        def function(*arrays: Any, **more: Any) -> Any:
+            named = dict(zip(names[3:], arrays[3:], strict=True))
+            return self.function(*arrays[:3], **named, **others, **more)
+
+        found = {}
+        out = function(*given.values(), **({"return_lse": True} if self.lse else {}))
+        if self.lse:
+            if not isinstance(out, tuple | list) or len(out) != 2:
+                raise RelposTypeError("callable: expected (out, lse) with return_lse=True")
+            out, lse = out
+            found["lse"] = self.framework.back("lse", lse)
+        found = {"out": self._returned("out", out)} | found
+        if grad_out is not None:
+            pulled = self.framework.pulled(function, list(given.values()), to(self._turned(grad_out), kept))[1]
+            for name, x in zip(names, pulled, strict=True):
+                back = self._returned if name in "qkv" else self.framework.back
+                found[f"grad_{name}"] = back(f"grad_{name}", x)
+        return found
+
+    def _turned(self, x: Array) -> Array:
+        return x if self.layout == "bhld" else np.ascontiguousarray(x.swapaxes(1, 2))
+
+    def _returned(self, name: str, x: Any) -> tuple[Array, str]:
+        found, dtype = self.framework.back(name, x)
+        return (found.swapaxes(1, 2) if self.layout == "blhd" and found.ndim == 4 else found), dtype
+
+
+# Options of a call that a case may have, or that an implementation may always set.
+_OPTIONS = tuple(name for name in ScoreOptions.__annotations__ if name != "backend")
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """Names of the parameters after the first three, and whether there are any others."""
+    try:
+        found = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RelposTypeError(
+            f"callable: its parameters cannot be found out ({error}); wrap it in a function"
+        ) from error
+    positional = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3 and not any(one.kind is one.VAR_POSITIONAL for one in found):
+        raise RelposTypeError(f"callable: expected f(q, k, v, ...), found parameters {[one.name for one in found]}")
+    named = [
+        one.name
+        for one in found
+        if one not in positional[:3] and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    return tuple(named), any(one.kind is one.VAR_KEYWORD for one in found)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "nothing"

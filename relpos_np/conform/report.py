@@ -1,0 +1,272 @@
+"""What a test of conformance found, by family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Exit codes: every case that ran is right; one is wrong; (2: unusable arguments;) nothing ran.
+CONFORMS, WRONG, NOTHING_RAN = 0, 1, 3
+# Of a reason in a table.
+_WIDTH = 72
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case.
+
+    Attributes
+    ----------
+    family, edge : str
+        Of the `Example`.
+    where : str
+        Its sizes.
+    work : int
+        Scores times head_dim: what "smallest" goes by.
+    verdict : {"right", "wrong", "refused", "not run"}
+        "refused": the function raised an error. "not run": it does not take what the case needs.
+    errors, allowed : mapping of str to float
+        Largest error of each result, and what is allowed.
+    reason : str
+        Why it was refused or not run, or what is wrong in words.
+    """
+
+    family: str
+    edge: str
+    where: str
+    work: int
+    verdict: str
+    errors: Mapping[str, float] = field(default_factory=dict)
+    allowed: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The largest error in units of what is allowed."""
+        return max((_ratio(self.errors[name], self.allowed[name]) for name in self.errors), default=0.0)
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """Names of the results that are wrong."""
+        return tuple(name for name, error in self.errors.items() if not error <= self.allowed[name])
+
+
+def _ratio(error: float, allowed: float) -> float:
+    return error / allowed if allowed else (np.inf if error else 0.0)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The cases of one family, and why they are wrong.
+
+    Attributes
+    ----------
+    name : str
+        Key in `testing.FAMILIES`.
+    findings : tuple of Finding
+        Smallest first.
+    cause : str
+        What the wrong answers equal instead; empty if nothing that is known.
+    required : bool
+        Whether it was asked for, so that not running it is an error.
+    """
+
+    name: str
+    findings: tuple[Finding, ...]
+    cause: str = ""
+    required: bool = False
+
+    def _of(self, *verdicts: str) -> list[Finding]:
+        return [one for one in self.findings if one.verdict in verdicts]
+
+    @property
+    def ran(self) -> int:
+        """How many cases gave an answer."""
+        return len(self._of("right", "wrong"))
+
+    @property
+    def smallest(self) -> Finding | None:
+        """The smallest case that is wrong."""
+        return min(self._of("wrong"), key=lambda one: one.work, default=None)
+
+    @property
+    def verdict(self) -> str:
+        """One of "right", "wrong", "partly" (right where it ran), "not run"."""
+        if self._of("wrong") or (self.required and len(self._of("right")) < len(self.findings)):
+            return "wrong"
+        if not self.ran:
+            return "not run"
+        return "partly" if self._of("refused", "not run") else "right"
+
+    @property
+    def reason(self) -> str:
+        """Why cases did not run: the first reason, and how many others there are."""
+        found = dict.fromkeys(one.reason for one in self._of("refused", "not run"))
+        first = next(iter(found), "")
+        return f"{first} (and {len(found) - 1} more)" if len(found) > 1 else first
+
+    @property
+    def ratio(self) -> float:
+        """The largest error of its cases in units of what is allowed."""
+        return max((one.ratio for one in self._of("right", "wrong")), default=0.0)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `conform` found.
+
+    Attributes
+    ----------
+    subject : str
+        Name of the function.
+    scheme, variant : str
+        What it was compared with; variant is None for a scheme without.
+    framework, version, dtype : str
+        What ran it, and the format of its operands.
+    grad : bool
+        Whether gradients were compared.
+    families : tuple of Family
+        In their order.
+    seed : int
+        Of the numbers.
+    """
+
+    subject: str
+    scheme: str
+    variant: str | None
+    framework: str
+    version: str
+    dtype: str
+    grad: bool
+    families: tuple[Family, ...]
+    seed: int = 0
+
+    @property
+    def ran(self) -> int:
+        """How many cases gave an answer."""
+        return sum(one.ran for one in self.families)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all that ran is right, 1 if something is wrong, 3 if nothing ran."""
+        if any(one.verdict == "wrong" for one in self.families):
+            return WRONG
+        return CONFORMS if self.ran else NOTHING_RAN
+
+    @property
+    def ok(self) -> bool:
+        """Whether something ran, and all of it is right."""
+        return self.exit_code == CONFORMS
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What wrong answers equal instead, each once."""
+        return tuple(dict.fromkeys(one.cause for one in self.families if one.cause))
+
+    def family(self, name: str) -> Family:
+        """One family.
+
+        Parameters
+        ----------
+        name : str
+            Key in `testing.FAMILIES`.
+
+        Returns
+        -------
+        Family
+            Its cases.
+
+        Raises
+        ------
+        KeyError
+            If it was not asked for, or the scheme has no such case.
+        """
+        return {one.name: one for one in self.families}[name]
+
+    @property
+    def title(self) -> str:
+        """What was compared with what."""
+        scheme = f"{self.scheme} ({self.variant})" if self.variant else self.scheme
+        what = "output and gradients" if self.grad else "output"
+        return f"{self.subject} against {scheme}: {what} in {self.dtype}, {self.framework} {self.version}"
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        wrong = [one.name for one in self.families if one.verdict == "wrong"]
+        skipped = [one.name for one in self.families if one.verdict == "not run"]
+        if not self.ran and not wrong:
+            return "NOTHING RAN: no case proves anything; the reasons are above"
+        some = [one.name for one in self.families if one.verdict == "partly"]
+        tail = "".join(
+            f"; {words}: {', '.join(names)}" for words, names in (("in part", some), ("not run", skipped)) if names
+        )
+        if wrong:
+            return f"WRONG in {', '.join(wrong)} ({self.ran} cases ran{tail})"
+        return f"conforms in {self.ran} cases of {sum(bool(one.ran) for one in self.families)} families{tail}"
+
+    def text(self) -> str:
+        """A table of families, and what to know of each that is wrong.
+
+        Returns
+        -------
+        str
+            Several lines.
+        """
+        rows = [("family", "cases", "verdict", "error", "")]
+        for one in self.families:
+            error = f"{one.ratio:.2g} of allowed" if one.ran else ""
+            verdict = one.verdict.upper() if one.verdict == "wrong" else one.verdict
+            reason = one.reason if len(one.reason) <= _WIDTH else one.reason[: _WIDTH - 1] + "…"
+            rows.append((one.name, f"{one.ran}/{len(one.findings)}", verdict, error, reason))
+        widths = [max(len(row[n]) for row in rows) for n in range(4)]
+        lines = [self.title, ""]
+        lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
+        for cause in dict.fromkeys(one.cause for one in self.families if one.smallest is not None):
+            lines += ["", *_explained(cause, [one for one in self.families if one.cause == cause and one.smallest])]
+        return "\n".join([*lines, "", self.summary])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs.
+
+        Returns
+        -------
+        dict
+            Of strings, numbers, lists and dicts.
+        """
+        head = ("subject", "scheme", "variant", "framework", "version", "dtype", "grad", "seed")
+        families = [
+            {
+                "name": one.name,
+                "verdict": one.verdict,
+                "ran": one.ran,
+                "cause": one.cause,
+                "reason": one.reason,
+                "cases": [
+                    {
+                        "edge": case.edge,
+                        "where": case.where,
+                        "verdict": case.verdict,
+                        "reason": case.reason,
+                        "results": {n: {"error": case.errors[n], "allowed": case.allowed[n]} for n in case.errors},
+                    }
+                    for case in one.findings
+                ],
+            }
+            for one in self.families
+        ]
+        found = {name: getattr(self, name) for name in head}
+        return {"ok": self.ok, "exit_code": self.exit_code, "ran": self.ran, **found, "families": families}
+
+
+def _explained(cause: str, families: list[Family]) -> list[str]:
+    """Families that are wrong for one reason, and their smallest case."""
+    smallest = min((one.smallest for one in families if one.smallest is not None), key=lambda one: one.work)
+    lines = [f"{', '.join(one.name for one in families)}: {cause or 'no known mistake gives these numbers'}"]
+    lines.append(f"    the smallest case: {smallest.edge} ({smallest.where})")
+    off = [(name, smallest.errors[name], smallest.allowed[name]) for name in smallest.wrong]
+    lines += [f"    {name} is off by {error:.3g}, allowed {allowed:.3g}" for name, error, allowed in off]
+    return [*lines, f"    {smallest.reason}"] if smallest.reason else lines

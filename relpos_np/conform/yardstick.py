@@ -1,0 +1,213 @@
+r"""How wrong a straightforward implementation is in a format, which is what others are measured by.
+
+That implementation holds the scores as an array, computes step by step with one operation of a framework each, and
+rounds what each step returns to the format: products, what positions add, their sum, what is scaled, probabilities,
+output. In float32 NumPy really is this implementation, and is run. For all formats its roundings are put into the exact
+formula: an error of a score, or a relative one of a probability, is a number that a float mask adds to the score. So a
+few lines say for every scheme what the output, the log-sum-exp and each gradient may be off by.
+
+Like the tests of FlashAttention, an implementation may be `FORWARD` times as wrong in its results, `BACKWARD` times in
+gradients: sums in another order make other errors of the same size, and the largest of some hundred errors of one size
+rarely differs by more than that between two orders. One rounding of the largest result is always allowed, for what is
+exact by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relpos_np.api import attention, attention_vjp, logits
+from relpos_np.conform.formats import Format, format_of
+from relpos_np.errors import RelposError
+from relpos_np.formulas.frequencies import rotary_frequencies
+from relpos_np.formulas.softmax import repeat_heads
+from relpos_np.schemes.base import Position
+from relpos_np.schemes.placed import Placed
+from relpos_np.schemes.rotary import Rotary
+from relpos_np.testing.arguments import arguments, rebuilt
+from relpos_np.testing.example import Example
+from relpos_np.types import Array
+
+FORWARD, BACKWARD = 2.0, 3.0
+# Where scores are large, one query between two keys decides what the largest error is, so that a few choices of
+# roundings may all be lucky: up to `_DRAWS` are tried, fewer where a call has so many rows that some never are.
+_DRAWS, _SCORES = 32, 1 << 18
+# A turn rounds cosine and sine, two products and their sum: of two channels of any angle, as much as three roundings.
+_ROUNDINGS_OF_A_TURN = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """What is right for a case by the names of its results, and how far off a straightforward implementation is."""
+
+    expected: Mapping[str, Array]
+    straightforward: Mapping[str, float]
+    stored: Format
+
+    def allowed(self, name: str, dtype: str) -> float:
+        """How far off a result that has this dtype may be.
+
+        The dtype decides nothing about the output, lest rounding on the way be excused; but log-sum-exps are kept in
+        float32 by some and not by others, and what only stores its operands may store its output too.
+        """
+        kept, returned = format_of(self.stored.computed), format_of(dtype)
+        eps = kept.eps
+        if name == "lse":
+            eps = min(kept.eps, returned.eps)
+        elif self.stored.name != kept.name:
+            eps = max(kept.eps, returned.eps)
+        factor = BACKWARD if name.startswith("grad_") else FORWARD
+        return factor * self.straightforward[name] + eps * largest(self.expected[name])
+
+
+def truth(one: Example, stored: Format, grad_out: Array | None, trained: tuple[str, ...]) -> Truth:
+    """Exact results of a case whose numbers the format holds, and the errors that are allowed in it."""
+    kept = format_of(stored.computed)
+    expected = {"out": one.expected, "lse": one.expected_lse}
+    if grad_out is not None:
+        expected |= _gradients(one, grad_out, trained)
+    worst = dict.fromkeys(expected, 0.0)
+    for found in _straightforward(one, kept, grad_out, trained):
+        for name, x in found.items():
+            worst[name] = max(worst[name], distance(x, expected[name]))
+    pairs = one.q.shape[0] * one.q.shape[1] * one.q.shape[2] * one.k.shape[2]
+    for name, x in expected.items():
+        if name.startswith("grad_") and name not in ("grad_q", "grad_k", "grad_v"):
+            # Autograd adds the gradient of a row up pair by pair, and rounds each sum: errors in all directions, a
+            # quarter of eps in the mean over sums that grow.
+            added = max(1.0, pairs / max(len(x), 1)) if x.ndim else pairs
+            worst[name] = max(worst[name], kept.eps / 4 * float(np.sqrt(added)) * largest(x))
+    return Truth(expected, worst, stored)
+
+
+def distance(x: Array, y: Array) -> float:
+    """The largest difference; none between infinities that are equal, infinite for NaN and for another shape."""
+    if x.shape != y.shape:
+        return np.inf
+    with np.errstate(all="ignore"):
+        off = np.where(x == y, 0.0, np.abs(x - y))
+    return float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))
+
+
+def largest(x: Array) -> float:
+    """The largest finite number."""
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+
+def _straightforward(one: Example, kept: Format, grad_out: Array | None, trained: tuple[str, ...]) -> Any:
+    """Results of the straightforward implementation, several times where roundings can fall otherwise."""
+    batch, heads, q_len, _ = one.q.shape
+    draws = min(_DRAWS, max(2, _SCORES // (batch * heads * q_len * one.k.shape[2])))
+    for seed in range(draws):
+        rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1)
+        out, lse = attention(rough.q, rough.k, rough.v, position=rough.position, return_lse=True, **_exact(rough))
+        found = {"out": kept.rounded(out + _summed(one, kept, np.random.default_rng(seed))), "lse": lse}
+        if grad_out is not None:
+            # What reaches a score is a product with values, which is rounded before a sum is subtracted from it.
+            turn = kept.eps * np.random.default_rng(seed).uniform(-1, 1, grad_out.shape)
+            back = _gradients(rough, grad_out * (1 + turn), trained)
+            found |= {name: kept.rounded(x) for name, x in back.items()}
+        yield found
+    if kept.name in ("float32", "float64"):
+        # In float64 the reference is the answer, and the same formula in terms has errors of its own.
+        backend = "numpy" if kept.name == "float32" else "terms"
+        try:
+            yield _in_numpy(one, np.dtype(kept.name), backend, grad_out, trained)
+        except RelposError:
+            return  # reference only: no terms
+
+
+def _summed(one: Example, kept: Format, rng: np.random.Generator) -> Array | float:
+    """Errors of adding up values key by key: of sums that grow to their size, each rounded in any direction.
+
+    Half precision is added up in float32, whose errors do not show.
+    """
+    if kept.name not in ("float32", "float64"):
+        return 0.0
+    sizes = attention(one.q, one.k, np.abs(one.v), position=one.position, **_exact(one))
+    return np.asarray(kept.eps / 2 * np.sqrt(one.k.shape[2] / 3) * np.abs(sizes) * rng.uniform(-1, 1, sizes.shape))
+
+
+def _exact(one: Example) -> dict[str, Any]:
+    return {**one.kwargs, "backend": "numpy"}
+
+
+def _gradients(one: Example, grad_out: Array, trained: tuple[str, ...]) -> dict[str, Array]:
+    found = attention_vjp(one.q, one.k, one.v, position=one.position, grad_out=grad_out, **_exact(one))
+    named = {"q": found.q, "k": found.k, "v": found.v} | dict(found.position)
+    return {f"grad_{name}": named[name] for name in trained if name in named}
+
+
+def _in_numpy(
+    one: Example, dtype: Any, backend: str, grad_out: Array | None, trained: tuple[str, ...]
+) -> dict[str, Array]:
+    """NumPy, operation by operation."""
+    q, k, v = (x.astype(dtype) for x in (one.q, one.k, one.v))
+    options = {name: _cast(x, dtype) for name, x in one.kwargs.items()} | {"backend": backend}
+    position = rebuilt(one.position, dtype)
+    out, lse = attention(q, k, v, position=position, return_lse=True, **options)
+    found = {"out": out.astype(np.float64), "lse": lse.astype(np.float64)}
+    if grad_out is not None:
+        back = attention_vjp(q, k, v, position=position, grad_out=grad_out.astype(dtype), **options)
+        named = {"q": back.q, "k": back.k, "v": back.v} | dict(back.position)
+        found |= {f"grad_{name}": named[name].astype(np.float64) for name in trained if name in named}
+    return found
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+
+
+@np.errstate(all="ignore")
+def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_last: bool) -> Example:
+    """The case with the roundings of each step as a float mask, and operands rounded after a step of their own."""
+    steps = _ROUNDINGS_OF_A_TURN if isinstance(one.position, Placed) else 1
+
+    def shaken(x: Array) -> Array:
+        return np.asarray(x * (1 + kept.eps / 2 * np.sqrt(steps) * rng.uniform(-1, 1, x.shape)))
+
+    position = _angles_in_float32(one, rng) if kept.eps >= 2.0**-23 else one.position
+    q, k = shaken(one.q), shaken(one.k)
+    hidden = ("mask", "key_lengths", "causal", "window", "scale")
+    plain = {name: value for name, value in one.kwargs.items() if name not in hidden}
+    scores = {name: value for name, value in one.kwargs.items() if name != "sinks"}
+    scale = one.kwargs.get("scale", one.q.shape[-1] ** -0.5)
+    s = logits(q, k, position=position, backend="numpy", **scores)
+    products = q @ repeat_heads(k, q.shape[1]).swapaxes(-1, -2) * scale
+    mask = one.kwargs.get("mask")
+    # Papers that multiply queries with vectors of positions scale the sum, others products before anything is added.
+    # What a step gets was rounded before, so the exact score tells nothing about how the step rounds it: it is off by
+    # any part of half a unit.
+    unscaled = [products, s - products, s] if scaled_last else [products]
+    scaled = [s] if scaled_last else [products, s - products, s]
+    half_units = [kept.unit(x) / 2 for x in scaled] + [kept.unit(x / scale) / 2 * scale for x in unscaled]
+    error = np.sum([unit * rng.uniform(-1, 1, s.shape) for unit in half_units], axis=0)
+    error = np.where(np.isfinite(s) & np.isfinite(error), error, 0.0)
+    p = np.exp(s + error - _log_sum(s + error))
+    error = error + np.where(p > 0, np.nan_to_num(np.log(kept.rounded(p) / p), posinf=0.0, neginf=0.0), 0.0)
+    if mask is not None and mask.dtype == np.bool_:
+        error = np.where(mask, error, -np.inf)
+    elif mask is not None:
+        error = error + mask
+    kwargs = plain | {name: one.kwargs[name] for name in hidden if name in one.kwargs} | {"mask": error}
+    return Example(one.name, one.variant, q, k, one.v, position, kwargs)  # type: ignore[arg-type]
+
+
+def _log_sum(s: Array) -> Array:
+    top = s.max(axis=-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0.0)
+    return np.asarray(np.log(np.exp(s - top).sum(axis=-1, keepdims=True)) + top)
+
+
+def _angles_in_float32(one: Example, rng: np.random.Generator) -> Position:
+    """Rotary positions with angles as frameworks compute them: in float32, from frequencies in float32."""
+    position = one.position
+    if type(position) is not Rotary or position.frequencies is not None:
+        return position
+    exact = rotary_frequencies(position.dim or one.q.shape[-1], base=position.base)
+    given = arguments(position) | {"base": 10000.0, "dim": None}
+    return Rotary(**given | {"frequencies": exact * (1 + 2.0**-23 * rng.uniform(-1, 1, exact.shape))})

@@ -1,0 +1,166 @@
+"""How far an answer is from the one that is looked for, what precision explains that, and why two are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relpos_np.testing._conventions import Convention, Operands, computed
+from relpos_np.testing._identified import Match
+from relpos_np.testing._positions import Candidate
+from relpos_np.testing.compare import EPS, tolerance
+from relpos_np.types import Array
+
+# What a framework writes for a score that is excluded, if not -inf.
+_EXCLUDED = -1e4
+_REASONS = 40
+
+
+@dataclass(eq=False)
+class Fit:
+    """A candidate with a convention, and how far from the answer it is."""
+
+    candidate: Candidate
+    how: Convention
+    at: Operands
+    error: float
+    relative: float
+    answer: Array
+    rung: int = 99
+
+
+def _part(at: Operands, x: Array, axes: int) -> Array:
+    """The part of an answer with so many axes from the heads on that is computed."""
+    batch, rows = at.cut
+    return x[(*batch, slice(None), rows)] if axes > 1 else x[batch]
+
+
+def distance(at: Operands, answer: Array, lse: Array | None) -> tuple[float, float]:
+    """The largest difference, and the root mean square relative to that of what is to be explained."""
+    if at.scores is not None:
+        wanted = _part(at, at.scores, 3)
+        shut = ~(wanted > _EXCLUDED)
+        if (np.isneginf(answer) != shut).any():
+            return np.inf, np.inf
+        return relative_to(answer, np.where(shut, -np.inf, wanted))
+    assert at.out is not None
+    error, relative = relative_to(answer, _part(at, at.out, 3))
+    if at.lse is not None and lse is not None:
+        more, other = relative_to(lse, _part(at, at.lse, 2), 1.0)
+        error, relative = max(error, more), max(relative, other)
+    return error, relative
+
+
+def relative_to(found: Array, wanted: Array, least: float = 0.0) -> tuple[float, float]:
+    """Of finite elements; what is infinite must be so in both."""
+    there = np.isfinite(wanted)
+    if (np.isinf(wanted) & (found != wanted)).any() or not there.any():
+        return np.inf, np.inf
+    difference = np.abs(found[there] - wanted[there])
+    size = float(np.sqrt(np.mean(wanted[there] ** 2))) + least
+    return float(difference.max()), float(np.sqrt(np.mean(difference**2))) / (size or 1.0)
+
+
+# Precisions in which an answer can have been computed, the finest first.
+RUNGS = ("float64", "float32", "float16", "bfloat16", "float16 inside", "bfloat16 inside")
+# With scores and probabilities rounded to half precision too, errors may be so large in units of the answer.
+_INSIDE = 2.0**-5
+
+
+def rung_of(stored: np.dtype[Any], fit: Fit, sinks: Array | None) -> int:
+    """The finest precision whose rounding explains the difference."""
+    at = fit.at
+    s, _ = computed(at, fit.candidate.made, fit.how, sinks, scores=True)
+    bound = 2 * float(np.abs(s[s > _EXCLUDED]).max(initial=0.0))
+    size = 1.0
+    if at.v is not None:
+        size = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (fit.answer, at.v))
+    wanted = at.out if at.out is not None else at.scores
+    assert wanted is not None
+    magnitude = 1 + bound if at.out is None else size if at.lse is None else max(size, 1.0)
+    for n, label in enumerate(RUNGS):
+        name, _, inside = label.partition(" ")
+        if stored.name in EPS and EPS[name] < EPS[stored.name]:
+            continue
+        if EPS[name] > EPS["float32"] and not stored_in(wanted, name):
+            continue
+        if inside:
+            allowed = EPS[name] * (1 + bound) * magnitude if fit.relative <= _INSIDE else 0.0
+        else:
+            allowed = float(tolerance(name, logit_bound=bound, depth=at.q.shape[-1], magnitude=magnitude))
+        if fit.error <= allowed:
+            return n
+    return len(RUNGS)
+
+
+def stored_in(x: Array, name: str) -> bool:
+    """Whether numbers have no more digits than a format of half precision keeps."""
+    digits = {"float16": 11, "bfloat16": 8}[name]
+    fraction, _ = np.frexp(x[np.isfinite(x)])
+    scaled = np.ldexp(fraction, digits)
+    return bool((scaled == np.round(scaled)).all())
+
+
+def grouped(best: list[Fit]) -> list[list[Fit]]:
+    """Fits of one scheme and variant whose answers are the same numbers, together."""
+    groups: list[list[Fit]] = []
+    for fit in best:
+        key = (fit.candidate.scheme, fit.candidate.variant, fit.candidate.arrays, fit.at.layout)
+        for group in groups:
+            one = group[0]
+            own = (one.candidate.scheme, one.candidate.variant, one.candidate.arrays, one.at.layout)
+            if own == key and _same(one.answer, fit.answer):
+                group.append(fit)
+                break
+        else:
+            groups.append([fit])
+    return groups
+
+
+def _same(a: Array, b: Array) -> bool:
+    """Whether numbers differ by rounding of float64 at most."""
+    return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-11, atol=1e-12, equal_nan=True))
+
+
+def match(group: list[Fit], why: str) -> Match:
+    fit = group[0]
+    at, own = fit.at, fit.candidate
+    sizes = (at.q.shape[-1], at.q.shape[-2], at.k.shape[-2])
+    call = fit.how.shown(*sizes)
+    same: dict[str, list[Any]] = {}
+    for one in group[1:]:
+        shown = one.candidate.settings | one.how.shown(*sizes)
+        for name, value in (own.settings | call).items():
+            other = shown.get(name)
+            if other != value and not name.endswith("_is") and other not in same.setdefault(name, []):
+                same[name].append(other)
+        for name in shown.keys() - (own.settings | call).keys():
+            if not name.endswith("_is") and shown[name] not in same.setdefault(name, []):
+                same[name].append(shown[name])
+    same = {name: values for name, values in same.items() if values}
+    return Match(own.scheme, own.variant, own.settings, own.arrays, call, at.layout, same, fit.error, fit.relative, why)
+
+
+def why(first: Fit, other: Fit, rank: int) -> str:
+    """Why a fit cannot be told apart from the first, from the scores of both."""
+    if rank > _REASONS:
+        return "not looked into"
+    if not _same(first.answer, other.answer):
+        gap = float(np.nanmax(np.abs(first.answer - other.answer)))
+        return f"the answers differ by {gap:.1e}, less than the rounding that is seen"
+    if first.at.out is None:
+        return "the scores are the same numbers for these operands"
+    a, b = (computed(fit.at, fit.candidate.made, fit.how, None, scores=True)[0] for fit in (first, other))
+    if (np.isneginf(a) != np.isneginf(b)).any():
+        return "other keys are excluded, and they have no weight here"
+    if _same(a, b):
+        return "the scores are the same numbers for these operands"
+    open_ = np.isfinite(a)
+    gaps = np.where(open_, np.where(open_, a, 0) - np.where(open_, b, 0), np.nan)
+    with np.errstate(all="ignore"):
+        spread = np.nanmax(gaps, axis=-1) - np.nanmin(gaps, axis=-1)
+    if np.nanmax(spread) <= 1e-10 * max(1.0, float(np.nanmax(np.abs(gaps)))):
+        return "scores differ by one number per query, which the softmax takes out; lse or scores would tell"
+    return "scores differ, and the outputs are the same numbers for these operands"

@@ -1,0 +1,460 @@
+"""Find which scheme, variant and conventions produced the arrays that somebody saved."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from relpos_np._contract import check
+from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
+from relpos_np.testing._conventions import Convention, Operands, computed, conventions, readings, swapped
+from relpos_np.testing._fits import RUNGS, Fit, distance, grouped, match, relative_to, rung_of, stored_in, why
+from relpos_np.testing._identified import Identification, Match
+from relpos_np.testing._positions import Candidate, Lengths, candidates, parameter_names, setting_names
+from relpos_np.testing.compare import EPS
+from relpos_np.types import Array
+
+# Calls that are made at most, and arrays of its own that a scheme may have.
+_CALLS, _ARRAYS = 30_000, 12
+_NEAREST = 5
+# Calls in which widths of windows are tried, and the widest.
+_SCANNED, _WIDEST = 6_000, 512
+# Gemma 2 and Grok, and round numbers below.
+_COMMON_CAPS = (50.0, 30.0, 20.0, 10.0)
+# An error of the size of the answer's tenth is no rounding.
+_NEAR = 0.1
+# Fits whose error is larger than the best one's by more than this factor are no fits.
+_AS_GOOD = 1.25
+_OPTIONS = ("scale", "offset", "causal", "window", "softcap", "cap_order", "mask", "key_lengths")
+
+
+@dataclass(eq=False)
+class _Search:
+    """What is compared, and what has been found so far."""
+
+    dtype: np.dtype[Any]
+    stated: Mapping[str, Any]
+    given: Mapping[str, Array]
+    settings: Mapping[str, Any]
+    calls: int = 0
+    complete: bool = True
+    untried: dict[str, str] = field(default_factory=dict)
+    fits: list[Fit] = field(default_factory=list)
+
+
+def identify(
+    q: Array | None = None,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
+    out: Array | None = None,
+    scores: Array | None = None,
+    lse: Array | None = None,
+    x: Array | None = None,
+    given: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Identification:
+    """Find which scheme, variant and conventions produced an output or scores.
+
+    Every scheme of the register that takes the arrays is tried in all its variants, with scale 1/sqrt(D), none and
+    twice, positions and causal masks aligned at the first or at the last key, and what is stated as it may have been
+    meant. If nothing fits, the arrays are read in other orders, and windows of every width are tried.
+
+    Parameters
+    ----------
+    q, k, v : ndarray, shapes (..., H, L_q, D), (..., H_kv, L_k, D) and (..., H_kv, L_k, D_v)
+        Operands. Axes (..., L, H, D) are found out.
+    out : ndarray, shape (..., H, L_q, D_v)
+        The output of attention, or x with an encoding added.
+    scores : ndarray, shape (..., H, L_q, L_k)
+        Scores before the softmax, in place of an output; what is excluded is -inf or below -10000.
+    lse : ndarray, shape (..., H, L_q), optional
+        The log-sum-exp, which tells apart what differs by a number per query.
+    x : ndarray, shape (..., L, D)
+        Inputs that an absolute encoding was added to, in place of q, k and v.
+    given : mapping, optional
+        Trained arrays of the positions under any names, all of which must be used; and settings under the names of
+        constructors' parameters, such as ``base`` or ``grid``, which are used as they are.
+    **options
+        What is known of the call: scale, offset, causal, window, softcap, cap_order, mask, key_lengths. A window is
+        also tried one shorter and longer, half as wide and on one side; a cap before and after positions.
+
+    Returns
+    -------
+    Identification
+        What fits, or what is nearest.
+
+    Raises
+    ------
+    RelposError
+        If arrays are missing or do not belong together, an answer has no finite number, or a name means nothing.
+
+    Notes
+    -----
+    Of large operands the last queries of the first batch item are compared, so that time does not grow with the length
+    squared. A scheme with numbers of its own that are neither defaults nor stated, such as a rotary base, is nearest
+    and does not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 7, 4))
+    >>> out = rp.attention(q, k, v, position=rp.ALiBi(form="symmetric"), causal=True, scale=1.0)
+    >>> found = rp.testing.identify(q, k, v, out=out, lse=None)
+    >>> [(match.scheme, match.call["scale_is"]) for match in found.matches][0]
+    ('alibi', 'none')
+    """
+    stated, arrays, settings = _checked_names(given, options)
+    if x is not None:
+        return _absolute(x, out, arrays, settings, {"q": q, "k": k, "v": v, "scores": scores, "lse": lse} | stated)
+    named = {"q": q, "k": k, "v": v, "out": out, "scores": scores, "lse": lse}
+    readable = list(_read(named, stated))
+    search = _Search(_answer(named).dtype, stated, arrays, settings)
+    for at in readable:
+        _look(search, at, arrays)
+        if _best(search):
+            return _result(search, readable[0])
+    for at in readable:
+        for other, tables in readings(at, arrays):
+            _look(search, other, tables)
+            if _best(search):
+                return _result(search, readable[0])
+    _scan(search, readable[0], partial(_caps, search))
+    if stated.get("window") is None and out is not None and not _best(search):
+        _scan(search, readable[0], partial(_widths, readable[0]))
+    return _result(search, readable[0])
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _checked_names(
+    given: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Array], dict[str, Any]]:
+    """Options that are stated, arrays of positions, and settings of positions."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise RelposTypeError(f"{name}: identify has no such argument; expected {', '.join(_OPTIONS)}")
+    stated = {name: value for name, value in options.items() if value is not None}
+    for name in ("scale", "softcap"):
+        if name in stated:
+            stated[name] = check.positive(name, stated[name])
+    if "offset" in stated:
+        stated["offset"] = check.integer("offset", stated["offset"])
+    if "causal" in stated:
+        stated["causal"] = check.flag("causal", stated["causal"])
+    if "cap_order" in stated:
+        check.choice("cap_order", stated["cap_order"], ("scores", "content"))
+        if "softcap" not in stated:
+            raise RelposValueError(f"cap_order: {stated['cap_order']!r} without softcap")
+    if "window" in stated:
+        window = stated["window"]
+        sides = window if isinstance(window, tuple) else (window,)
+        if len(sides) not in (1, 2) or (isinstance(window, tuple) and len(sides) != 2):
+            raise RelposValueError(f"window: expected w or (left, right), found {window!r}")
+        for side in sides:
+            if side is not None or len(sides) == 1:
+                check.integer("window", side, 0)
+    arrays: dict[str, Array] = {}
+    settings: dict[str, Any] = {}
+    for name, value in (given or {}).items():
+        _sort(name, value, arrays, settings)
+    if len(arrays) > _ARRAYS:
+        raise RelposValueError(f"given: no scheme has more than {_ARRAYS} arrays; found {', '.join(arrays)}")
+    return stated, arrays, settings
+
+
+def _sort(name: Any, value: Any, arrays: dict[str, Array], settings: dict[str, Any]) -> None:
+    """Put what was given where it belongs."""
+    if not isinstance(name, str):
+        raise RelposTypeError(f"given: expected names, found {name!r}")
+    own = name.removeprefix("position.")
+    last = own.rpartition(".")[2]
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray):
+        if last in setting_names() and value.ndim <= 1 and value.dtype.kind in "iufbU":
+            settings[own] = value.tolist()
+        elif value.dtype.kind in "iufb" or value.dtype.name in EPS:
+            arrays[name] = value.astype(np.float64) if value.dtype.kind not in "iub" else value
+        else:
+            raise RelposTypeError(f"{name}: expected an array of numbers, found {value.dtype}")
+    elif value is None or isinstance(value, bool | int | float | str | list | tuple):
+        if last not in parameter_names():
+            near = difflib.get_close_matches(last, sorted(parameter_names()), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RelposTypeError(f"{name}: no scheme has a parameter of this name{hint}")
+        settings[own] = list(value) if isinstance(value, tuple) else value
+    else:
+        raise RelposTypeError(f"{name}: expected an array or a setting, found {type(value).__name__}")
+
+
+def _answer(named: Mapping[str, Any]) -> Array:
+    """What is to be explained."""
+    answer = named.get("out") if named.get("out") is not None else named["scores"]
+    return check.array("out", answer)
+
+
+def _read(named: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[Operands]:
+    """The operands in float64, in every order of axes that their shapes allow."""
+    missing = [name for name in ("q", "k") if named[name] is None]
+    if named["out"] is None and named["scores"] is None:
+        missing.append("out or scores")
+    if named["out"] is not None and named["v"] is None:
+        missing.append("v")
+    if missing:
+        raise RelposValueError(f"{missing[0]}: is missing; expected q, k, v and out, or q, k and scores, or x and out")
+    if named["out"] is not None and named["scores"] is not None:
+        raise RelposValueError("scores: expected either out or scores, found both")
+    if named["scores"] is not None and named["lse"] is not None:
+        raise RelposValueError("lse: goes with out; scores say all that it does")
+    found: dict[str, Array | None] = {}
+    for name, x in named.items():
+        own = None if x is None else check.floating(name, x)
+        if own is not None and own.ndim < (1 if name == "lse" else 2):
+            raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {own.shape}")
+        found[name] = None if own is None else own.astype(np.float64)
+        if own is not None and not own.size:
+            raise RelposValueError(f"{name}: expected at least one entry, found shape {own.shape}")
+    answer = found["out"] if found["out"] is not None else found["scores"]
+    assert answer is not None
+    if not np.isfinite(answer).any():
+        raise RelposValueError("out: holds no finite number")
+    ways = list(swapped(found))
+    if not ways:
+        shapes = ", ".join(f"{name} {x.shape}" for name, x in found.items() if x is not None)
+        raise RelposValueError(
+            f"out: shapes do not belong together: found {shapes}; expected q (..., H, L_q, D), k (..., H_kv, L_k, D), "
+            "v (..., H_kv, L_k, D_v), out (..., H, L_q, D_v), scores (..., H, L_q, L_k), lse (..., H, L_q)"
+        )
+    refused: RelposError | None = None
+    usable = False
+    for layout, way in ways:
+        one = {
+            name: x[None] if x is not None and (x.ndim == 2 or (name == "lse" and way["q"].ndim == 2)) else x  # type: ignore[union-attr]
+            for name, x in way.items()
+        }
+        try:
+            masks = {name: stated[name] for name in ("mask", "key_lengths") if name in stated}
+            problem, _, _ = check.problem(one["q"], one["k"], one["v"], **masks)
+        except RelposError as error:
+            refused = refused or error
+            continue
+        usable = True
+        yield Operands(**one, mask=problem.mask, key_lengths=problem.key_lengths, layout=layout)  # type: ignore[arg-type]
+    if not usable and refused is not None:
+        raise refused
+
+
+# ---------------------------------------------------------------------------------------------- searching
+
+
+def _look(search: _Search, at: Operands, tables: Mapping[str, Array]) -> None:
+    """Compare every candidate under every convention with the answer."""
+    shape, v = at.sizes, at.v
+    lengths = Lengths(
+        shape[:-3], shape[-3], at.k.shape[-3], shape[-2], shape[-1], at.q.shape[-1], 1 if v is None else v.shape[-1]
+    )
+    for sink in (None, *_sinks(at, tables)):
+        own = {name: x for name, x in tables.items() if name != sink}
+        found = candidates(lengths, own, search.settings, "attention")
+        if sink is None:
+            search.untried |= {name: why for name, why in found.untried.items() if name not in search.untried}
+        search.complete &= found.complete
+        hows = list(conventions(at, search.stated, sink))
+        for candidate in found.found:
+            _compare(search, at, candidate, hows, None if sink is None else tables[sink])
+
+
+def _sinks(at: Operands, tables: Mapping[str, Array]) -> list[str]:
+    """Arrays that may be sinks: a number per head, or per head and query."""
+    heads, q_len = at.sizes[-3:-1]
+    if at.out is None:
+        return []
+    return [name for name, x in tables.items() if x.dtype.kind == "f" and x.shape in ((heads,), (heads, q_len))]
+
+
+def _compare(
+    search: _Search, at: Operands, candidate: Candidate, hows: Iterable[Convention], sinks: Array | None
+) -> None:
+    """One candidate under some conventions."""
+    refused = ""
+    tried = False
+    for how in hows:
+        if search.calls >= _CALLS:
+            search.complete = False
+            return
+        search.calls += 1
+        try:
+            answer, lse = computed(at, candidate.made, how, sinks)
+        except (RelposError, ArithmeticError, IndexError, MemoryError, ValueError) as error:
+            refused = refused or str(error)
+            continue
+        tried = True
+        largest, relative = distance(at, answer, lse)
+        if np.isfinite(relative):
+            fit = Fit(candidate, how, at, largest, relative, answer)
+            if relative < _NEAR:
+                fit.rung = rung_of(search.dtype, fit, sinks)
+            _keep(search, fit)
+    if not tried and refused and not any(one.candidate.scheme == candidate.scheme for one in search.fits):
+        search.untried.setdefault(candidate.scheme, refused)
+    elif tried:
+        search.untried.pop(candidate.scheme, None)
+
+
+def _keep(search: _Search, fit: Fit) -> None:
+    """All that fit, and of the others the nearest of each candidate."""
+    if fit.rung < len(RUNGS):
+        search.fits.append(fit)
+        return
+    for n, one in enumerate(search.fits):
+        if one.candidate is fit.candidate and one.at is fit.at and one.rung == fit.rung:
+            if fit.relative < one.relative:
+                search.fits[n] = fit
+            return
+    search.fits.append(fit)
+
+
+def _best(search: _Search) -> list[Fit]:
+    """The fits that cannot be told apart from the best one."""
+    fits = [fit for fit in search.fits if fit.rung < len(RUNGS)]
+    if not fits:
+        return []
+    rung = min(fit.rung for fit in fits)
+    fits = [fit for fit in fits if fit.rung == rung]
+    least = min(fit.relative for fit in fits)
+    noise = 64 * EPS["float64" if rung == 0 else "float32"]
+    return sorted((fit for fit in fits if fit.relative <= _AS_GOOD * least + noise), key=_plainness)
+
+
+def _plainness(fit: Fit) -> tuple[int, ...]:
+    """Fewest settings and conventions that are not the usual ones first."""
+    how, dim = fit.how, fit.at.q.shape[-1]
+    last = fit.at.k.shape[-2] - fit.at.q.shape[-2]
+    unusual = (how.scale != dim**-0.5) + (how.offset != last) + (how.hidden not in (None, how.offset))
+    return (unusual + (how.window is not None) + (how.softcap is not None), len(fit.candidate.settings))
+
+
+def _caps(search: _Search, how: Convention) -> list[Convention]:
+    """The convention with caps that models have, unless one was stated."""
+    if "softcap" in search.stated:
+        return []
+    return [replace(how, softcap=cap, cap_order=order) for cap in _COMMON_CAPS for order in ("scores", "content")]
+
+
+def _widths(at: Operands, how: Convention) -> list[Convention]:
+    """The convention with windows of every width."""
+    widths = range(min(at.k.shape[-2] - 1, _WIDEST))
+    return [replace(how, window=(left, None if how.hidden is not None else left)) for left in widths]
+
+
+def _scan(search: _Search, at: Operands, changed: Callable[[Convention], list[Convention]]) -> None:
+    """Conventions that nobody stated, for the nearest position of each scheme and variant."""
+    by_name: dict[tuple[str, str | None], Fit] = {}
+    for fit in sorted(search.fits, key=lambda one: one.relative):
+        if fit.how.sinks is None and fit.at is at:
+            by_name.setdefault((fit.candidate.scheme, fit.candidate.variant), fit)
+    before, most = list(search.fits), search.calls + _SCANNED
+    for how in conventions(at, search.stated, None):
+        hows = changed(how)
+        for fit in by_name.values():
+            if search.calls + len(hows) > most:
+                search.complete = False
+                break
+            _compare(search, at, fit.candidate, hows, None)
+        if _best(search):
+            return
+    # One that does not explain the answer says nothing.
+    search.fits = before
+
+
+# ---------------------------------------------------------------------------------------------- telling
+
+
+def _result(search: _Search, first: Operands) -> Identification:
+    best = _best(search)
+    groups = grouped(best)
+    matches = [match(group, "" if n == 0 else why(groups[0][0], group[0], n)) for n, group in enumerate(groups)]
+    nearest: list[Match] = []
+    if not matches:
+        by_name: dict[tuple[str, str | None], Fit] = {}
+        for fit in sorted(search.fits, key=lambda one: one.relative):
+            by_name.setdefault((fit.candidate.scheme, fit.candidate.variant), fit)
+        nearest = [match([fit], "") for fit in list(by_name.values())[:_NEAREST]]
+    precision = RUNGS[best[0].rung] if best else None
+    return Identification(
+        tuple(matches), tuple(nearest), precision, search.untried, tuple(_notes(search, first)), search.calls
+    )
+
+
+def _notes(search: _Search, at: Operands) -> Iterator[str]:
+    q_len, k_len = at.sizes[-2:]
+    if q_len == k_len:
+        yield "L_q = L_k, so that alignment at the first and at the last key are the same"
+    if q_len == 1:
+        yield "L_q = 1, so that a causal mask that is aligned at the last key hides nothing"
+    if at.k.shape[-3] in (1, at.q.shape[-3]):
+        yield "H_kv is 1 or H, so that the order of grouped heads cannot be seen"
+    if not at.whole:
+        batch, rows = at.cut
+        yield f"large operands: queries from {rows.start} on of {'the first batch item' if batch else 'the call'}"
+    wanted = at.out if at.out is not None else at.scores
+    if wanted is not None and np.isnan(wanted).any():
+        yield f"{int(np.isnan(wanted).sum())} numbers are NaN and were not compared"
+    if not search.complete:
+        yield "the search was cut short: these arrays can be used in more ways than are tried; name them or state more"
+
+
+# ------------------------------------------------------------------------------------------- absolute
+
+
+def _absolute(
+    x: Array, out: Array | None, arrays: Mapping[str, Array], settings: Mapping[str, Any], others: Mapping[str, Any]
+) -> Identification:
+    """The same for what is added to inputs."""
+    for name, value in others.items():
+        if value is not None:
+            raise RelposValueError(f"{name}: does not go with x, to which an encoding was added; expected x and out")
+    if out is None:
+        raise RelposValueError("out: is missing; expected x and out, which is x with an encoding added")
+    inputs, wanted = (check.floating(name, value) for name, value in (("x", x), ("out", out)))
+    if inputs.ndim < 2 or inputs.shape != wanted.shape or not inputs.size:
+        raise RelposValueError(f"out: expected the shape of x, (..., L, D), found {wanted.shape} and {inputs.shape}")
+    dtype = check.array("out", out).dtype
+    inputs, wanted = inputs.astype(np.float64), wanted.astype(np.float64)
+    if not np.isfinite(wanted).any():
+        raise RelposValueError("out: holds no finite number")
+    length, dim = inputs.shape[-2:]
+    lengths = Lengths(inputs.shape[:-2], 1, 1, length, length, dim, dim)
+    found = candidates(lengths, arrays, settings, "absolute")
+    search = _Search(dtype, {}, arrays, settings, complete=found.complete, untried=dict(found.untried))
+    heads = inputs[..., None, :, :]
+    at = Operands(heads, heads, heads, wanted[..., None, :, :], None, None, None, None)
+    size = float(np.abs(inputs[np.isfinite(inputs)]).max(initial=0.0)) + 1.0
+    for candidate in found.found:
+        search.calls += 1
+        try:
+            answer = candidate.made(inputs)
+        except (RelposError, ArithmeticError, IndexError, ValueError) as error:
+            search.untried.setdefault(candidate.scheme, str(error))
+            continue
+        largest, relative = relative_to(answer, wanted)
+        if np.isfinite(relative):
+            fit = Fit(candidate, Convention(1.0, 0), at, largest, relative, answer)
+            for n, name in enumerate(RUNGS[:4]):
+                coarser = dtype.name not in EPS or EPS[name] >= EPS[dtype.name]
+                kept = EPS[name] <= EPS["float32"] or stored_in(wanted, name)
+                if coarser and kept and largest <= 8 * EPS[name] * size:
+                    fit.rung = n
+                    break
+            search.fits.append(fit)
+    found_as = _result(search, at)
+    bare = [tuple(replace(one, call={}) for one in group) for group in (found_as.matches, found_as.nearest)]
+    notes = tuple(note for note in found_as.notes if "cut short" in note or "NaN" in note)
+    return replace(found_as, matches=bare[0], nearest=bare[1], notes=notes)

@@ -1,0 +1,118 @@
+"""The service of the documentation under load, where many requests are damaged or made to do harm."""
+
+import collections
+import io
+import itertools
+import os
+import re
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests.faults.bodies import mixed
+from tests.faults.service import FOLDER, POSITION, post, server
+
+pytest.importorskip("numba")
+pytest.importorskip("threadpoolctl")
+pytestmark = [
+    pytest.mark.stress,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc"),
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="not a checkout"),
+]
+COUNT = int(os.environ.get("RELPOS_SERVICE_REQUESTS", "1500"))
+# What requests may have in each process, and what its threads may keep between them beside.
+MEMORY, KEPT = 320 << 20, 48 << 20
+
+
+def raw(port, data):
+    """The status that answers bytes on a connection, or None if none comes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=100) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        try:
+            found = connection.recv(12)
+        except ConnectionResetError:
+            return None
+    return int(found[9:]) if len(found) == 12 else None
+
+
+def peaks(process):
+    """The largest memory so far of each process of a tree, by its id."""
+    found, todo = {}, [process]
+    while todo:
+        pid = todo.pop()
+        status = Path(f"/proc/{pid}/status").read_text()
+        found[pid] = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
+        todo += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return found
+
+
+def wrong(port, kind, name, body, statuses):
+    """What is wrong with the answer to a request, if anything is, and its status."""
+    if kind == "raw":
+        status = raw(port, body)
+        return status, None if status in statuses else f"{name}: status {status}"
+    status, answer = post(port, body)
+    if status not in statuses:
+        return status, f"{kind} {name}: status {status}: {answer[:200]}"
+    if status == 200:
+        with np.load(io.BytesIO(body)) as arrays:
+            expected = rp.attention(*(arrays[name] for name in "qkv"), position=POSITION)
+        found = np.load(io.BytesIO(answer))
+        if found.dtype != expected.dtype or not np.array_equal(found, expected, equal_nan=True):
+            return status, f"{kind} {name}: another answer than that of a direct call"
+    return status, None
+
+
+def counted(port):
+    """Requests by status, as the service has counted them."""
+    status, text = post(port, None, "/metrics", "GET")
+    assert status == 200
+    return {int(code): int(n) for code, n in re.findall(r'relpos_requests_total\{code="(\d+)"\} (\d+)', text.decode())}
+
+
+SERVERS = {
+    "gunicorn": ("--workers", "2", "--worker-class", "gthread", "--threads", "4"),
+    "uvicorn": (),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_row_47_requests_of_all_kinds(name, tmp_path):
+    """No status 500, every right answer equal to a direct call, memory within its limit, and all is counted."""
+    pytest.importorskip(name)
+    log = tmp_path / "log"
+    statuses, lock = collections.Counter(), threading.Lock()
+    requests = mixed(0, COUNT)
+
+    def one(_):
+        with lock:
+            given = next(requests)
+        status, problem = wrong(port, *given)
+        with lock:
+            statuses[given[0], status] += 1
+        return problem
+
+    with server(log, *SERVERS[name], name=name, SERVE_MEMORY=str(MEMORY)) as port:
+        pid = int(re.search(r"(?:Listening at: .* \(|Started server process \[)(\d+)", log.read_text())[1])
+        for path in ("/healthz", "/readyz"):
+            assert post(port, None, path, "GET") == (200, b"ok")
+        idle = max(peaks(pid).values())
+        with ThreadPoolExecutor(8) as pool:
+            problems = list(itertools.islice(filter(None, pool.map(one, range(COUNT))), 20))
+        assert problems == []
+        used = max(peaks(pid).values()) - idle
+        assert used <= MEMORY + KEPT, f"{used} bytes beyond the {idle} of an idle process"
+        assert post(port, None, "/readyz", "GET") == (200, b"ok")
+        found = counted(port)
+    assert found[200] == sum(n for (_, status), n in statuses.items() if status == 200)
+    assert found[413] == sum(n for (_, status), n in statuses.items() if status == 413)
+    assert {status for _, status in statuses} <= {200, 400, 404, 405, 411, 413, None}
+    assert statuses["good", 200] > COUNT // 2
+    assert "Traceback" not in log.read_text()
+    print(f"{name}: {used >> 20} MiB beyond the {idle >> 20} of an idle process;", dict(statuses))

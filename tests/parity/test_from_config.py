@@ -1,0 +1,194 @@
+"""`rp.from_config` on tiny random models of transformers: every layer equals the model's own eager attention."""
+
+import json
+from operator import attrgetter
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.23")
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+from relpos_np.configs import model_types  # noqa: E402
+from relpos_np.configs.families import FAMILIES  # noqa: E402
+from tests.parity import attention_calls  # noqa: E402
+from tests.parity.config_models import MODELS  # noqa: E402
+
+LENGTH = 37
+CONFIGS = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+AUTO = transformers.models.auto.modeling_auto.MODEL_MAPPING
+
+
+def settings_of(model):
+    settings = CONFIGS[model.model_type](**json.loads(json.dumps(model.config)))
+    settings._attn_implementation = model.attention
+    return settings
+
+
+def build(model):
+    """The model with weights large enough that scores are of order 1: position and masks are seen in the output."""
+    settings = settings_of(model)
+    net = (attrgetter(model.net)(transformers) if model.net else AUTO[type(settings)])(settings).eval()
+    generator = torch.Generator().manual_seed(7)
+    for name, x in net.named_parameters():
+        if not x.requires_grad:
+            continue  # sinusoids
+        if x.ndim >= 2:
+            fan = x.shape[-1] if "embed" not in name else 1
+            x.copy_(torch.randn(x.shape, generator=generator) * 1.4 / fan**0.5)
+        elif "sinks" in name or "bias" in name:
+            x.copy_(torch.randn(x.shape, generator=generator) * 0.5)
+    return net, settings
+
+
+def inputs_of(model, settings):
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(length):
+        return torch.randint(3, 50, (2, length), generator=generator)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    if model.inputs == "text":
+        return {"input_ids": ids(LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
+    if model.inputs == "ids":
+        return {"input_ids": ids(LENGTH)}
+    if model.inputs == "pair":
+        return {"input_ids": ids(LENGTH), "decoder_input_ids": ids(23)}
+    if model.inputs == "mel":
+        return {"input_features": normal(2, settings.num_mel_bins, 80), "decoder_input_ids": ids(23)}
+    if model.inputs == "pixels":
+        return {"pixel_values": normal(1 if model.model_type == "pixtral" else 2, 3, *[settings.image_size] * 2)}
+    if model.inputs == "frames":
+        # Windows of one size, or frames.
+        rows, columns = (
+            (8, 12) if "fullatt_block_indexes" in model.config and not settings.fullatt_block_indexes else (8, 14)
+        )
+        channels = settings.in_channels * settings.temporal_patch_size * settings.patch_size**2
+        return {"hidden_states": normal(2 * rows * columns, channels), "grid_thw": torch.tensor([[2, rows, columns]])}
+    if model.inputs == "prefix":
+        patches = (settings.vision_config.image_size // settings.vision_config.patch_size) ** 2
+        text = ids(LENGTH)
+        text[:, :patches] = settings.image_token_id
+        prefix = dict(model.given)["prefix_lengths"]
+        kinds = (torch.arange(LENGTH) >= prefix).long().expand(2, -1)
+        pixels = normal(2, 3, *[settings.vision_config.image_size] * 2)
+        return {"input_ids": text, "token_type_ids": kinds, "pixel_values": pixels}
+    if model.inputs == "wave":
+        return {"input_values": normal(2, 320)}
+    if model.inputs == "features":
+        return {"input_features": normal(2, LENGTH, settings.feature_projection_input_dim)}
+    if model.inputs == "hidden":
+        return {"input_values": normal(2, LENGTH, 64), "decoder_input_values": normal(2, 23, 64)}
+    if model.inputs == "decoding":
+        return {"input_ids": ids(23), "encoder_hidden_states": normal(2, LENGTH, 64)}
+    if model.inputs == "vits":
+        return {"input_ids": ids(LENGTH), "padding_mask": torch.ones(2, LENGTH, 1)}
+    raise AssertionError(model.inputs)
+
+
+def run(net, settings, model):
+    if model.calls in ("wavlm", "xlnet"):
+        recording = getattr(attention_calls, model.calls)(net)
+    elif model.calls == "interface":
+        recording = attention_calls.interface(net, last=model.last)
+    else:
+        recording = attention_calls.hooks(net, *attention_calls.HOOKS[model.calls])
+    with recording as seen:
+        net.get_submodule(model.via)(**inputs_of(model, settings))
+    return seen
+
+
+def in_order(stored, parts):
+    """Parts and numbers of layers in the order in which a model runs through them."""
+    layers = {part: rp.from_config(stored, layer=0, part=part).layers for part in parts}
+    if "cross" not in parts:
+        return [(part, n) for part in parts for n in range(layers[part])]
+    both = [(part, n) for n in range(layers["decoder"]) for part in ("decoder", "cross")]
+    return [("encoder", n) for n in range(layers.get("encoder", 0))] + both
+
+
+def merged(call, out):
+    """(B, H, L, D) as the model has it."""
+    out = np.moveaxis(out, -3, -2)
+    out = out.reshape(*out.shape[:-2], -1)
+    return call.project(out) if call.project is not None else out
+
+
+def name_of(model):
+    return f"{model.model_type}-{MODELS.index(model)}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=name_of)
+def test_layers_are_those_of_the_model(model, record_property):
+    net, settings = build(model)
+    weights = {name: x.numpy() for name, x in net.state_dict().items()}
+    stored = json.loads(settings.to_json_string(use_diff=False))
+    brief = json.loads(settings.to_json_string(use_diff=True))
+    for config in (stored, brief) if model.published else ():
+        config["model_type"] = model.published
+    seen = run(net, settings, model)
+    order = in_order(stored, model.parts)
+    assert len(seen) == len(order)
+    for (part, number), call in zip(order, seen, strict=True):
+        layer = rp.from_config(stored, layer=number, part=part)
+        assert rp.from_config(brief, layer=number, part=part).describe() == layer.describe()
+        bound = layer.bind(weights)
+        if model.scaled:
+            call.q /= layer.scale
+        takes = (*layer.inputs, *layer.optional)
+        inputs = {name: x for name, x in model.given if name in takes}
+        inputs |= {name: x for name, x in call.inputs.items() if name in takes}
+        needed = {name: call.inputs[name] for name in layer.needs}
+        found = merged(call, bound(call.q, call.k, call.v, mask=call.mask, backend="numpy", **inputs, **needed))
+        size = max(np.abs(call.v).max(), np.abs(call.out).max())
+        error = np.abs(found - call.out).max() / size
+        record_property("error", error)
+        position = bound.position(call.q, call.k, **inputs) or None
+        scale = None if np.isnan(layer.scale) else layer.scale
+        scores = rp.logits(call.q, call.k, position=position, scale=scale)
+        eps = np.finfo(np.float32).eps
+        assert error < 8 * eps * (1 + np.abs(scores).max()), f"{part} layer {number}: {error}\n{layer.describe()}"
+        # Without its positions, its masks or another of its options it would be seen to differ.
+        options = bound.options(call.q, call.k, **inputs) | {"mask": call.mask} | needed
+        lacking = [{"position": None}] if layer.schemes else []
+        lacking += [{name: None} for name in ("sinks", "query_scale", "selected") if name in options]
+        if layer.softcap is not None:
+            lacking.append({"softcap": None, "cap_order": "scores"})
+        ruled = layer.rule is not None and layer.rule.options.get("size", 0) < call.k.shape[-2]
+        if layer.causal or layer.window is not None or ruled:
+            lacking.append({"causal": False, "window": None, "rule": None})
+        for left_out in lacking:
+            other = rp.attention(call.q, call.k, call.v, **{"position": position, **options, **left_out})
+            assert np.abs(merged(call, other) - call.out).max() / size > 1e-3, left_out
+
+
+@pytest.mark.parametrize("name", [name for name in model_types() if name in CONFIGS])
+def test_defaults_are_those_of_the_configuration_class(name):
+    """A configuration that stores nothing means what the model's class says."""
+    if name == "glm4_moe":  # 4096 channels of 96 heads, and no head_dim
+        with pytest.raises(rp.RelposError, match="head_dim"):
+            rp.from_config({"model_type": name}, layer=0)
+        return
+    if name == "deepseek_v4":  # all of whose layers compress keys, unless it says otherwise
+        for number in (0, 1, 2, 42):
+            with pytest.raises(rp.RelposError, match=f"layer {number} is {CONFIGS[name]().layer_types[number]}"):
+                rp.from_config({"model_type": name}, layer=number)
+        return
+    settings = CONFIGS[name]()
+    whole = json.loads(settings.to_json_string(use_diff=False))
+    for part in rp.configs.parts_of(whole):
+        nothing = rp.from_config({"model_type": name}, layer=0, part=part)
+        for number in {0, 1, nothing.layers // 2, nothing.layers - 1}:
+            told = rp.from_config(whole, layer=number, part=part).as_dict()
+            assert rp.from_config({"model_type": name}, layer=number, part=part).as_dict() == told
+
+
+def test_every_model_type_is_swept():
+    swept = {model.published or model.model_type for model in MODELS} - {"paligemma"}
+    # Those of diffusers are in test_video.py.
+    assert swept == {name for name in model_types() if FAMILIES[name].package == "transformers"}

@@ -1,0 +1,244 @@
+"""Patched models of transformers in several threads: a forward pass is all its own or all this library's."""
+
+import copy
+import inspect
+import threading
+
+import pytest
+
+import relpos_np as rp
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("numba")
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+from relpos_np.interop import torch as interop_torch  # noqa: E402
+from relpos_np.interop.transformers import NAME, patch, patched, switch, unpatch, used  # noqa: E402
+
+SIZES = {
+    "T5": {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 64, "num_layers": 2},
+    "MPNet": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+    "Bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
+}
+LAYERS = {"T5": 6, "MPNet": 2, "Bloom": 2}
+IDS = torch.arange(2, 26).reshape(2, 12)
+
+
+def model_of(name, own="eager"):
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, **SIZES[name])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation=own).eval()
+    for key, x in model.named_parameters():
+        if "relative" in key:
+            torch.nn.init.normal_(x)
+    return model
+
+
+def states(model):
+    decoder = {"decoder_input_ids": IDS} if model.config.model_type == "t5" else {}
+    with torch.no_grad():
+        return model(IDS, **decoder).last_hidden_state
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the threads that called this library's attention, one each time."""
+    names = []
+    original = interop_torch.rp.attention
+
+    def record(*args, **options):
+        names.append(threading.current_thread().name)
+        return original(*args, **options)
+
+    monkeypatch.setattr(interop_torch.rp, "attention", record)
+    return names
+
+
+@pytest.mark.parametrize(("name", "own"), [("T5", "eager"), ("T5", "sdpa"), ("MPNet", "eager"), ("Bloom", "eager")])
+def test_patch_lasts_until_unpatch_in_every_thread(name, own, calls):
+    model = model_of(name, own)
+    before = {key: dict(vars(x)) for key, x in model.named_modules()}
+    expected = states(model)
+    assert used(model).here == ()
+    assert patch(model) is model
+    assert len(used(model).here) == LAYERS[name]
+    found = []
+    for run in range(2):
+        thread = threading.Thread(target=lambda: found.append(states(model)), name=f"run {run}")
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-5)
+    assert torch.equal(found[1], found[0])
+    assert calls == ["run 0"] * LAYERS[name] + ["run 1"] * LAYERS[name]
+    with pytest.raises(rp.RelposValueError, match=f"{name}Model is patched already"):
+        patch(model)
+    assert unpatch(model) is model
+    assert torch.equal(states(model), expected)
+    assert len(calls) == 2 * LAYERS[name]
+    assert model.config._attn_implementation == own
+    for key, x in model.named_modules():
+        assert vars(x).keys() == before[key].keys(), key
+    with pytest.raises(rp.RelposValueError, match=f"{name}Model is not patched"):
+        unpatch(model)
+    assert switch._switched == {}
+
+
+@pytest.mark.parametrize(("name", "own"), [("T5", "eager"), ("T5", "sdpa"), ("MPNet", "eager"), ("Bloom", "eager")])
+def test_a_block_counts_for_its_own_thread(name, own, calls):
+    model = model_of(name, own)
+    expected = states(model)
+    found = {}
+    with patched(model):
+        assert len(used(model).here) == LAYERS[name]
+        found["inside"] = states(model)
+
+        def other():
+            found["used"] = used(model)
+            found["outside"] = states(model)
+
+        thread = threading.Thread(target=other, name="other")
+        thread.start()
+        thread.join()
+        assert model.config._attn_implementation == NAME
+    assert torch.equal(found["outside"], expected)
+    assert found["used"].here == ()
+    assert "other" not in calls
+    assert len(calls) == LAYERS[name]
+    torch.testing.assert_close(found["inside"], expected, rtol=0, atol=1e-5)
+
+
+def test_blocks_of_two_threads_and_within_each_other(calls):
+    model = model_of("MPNet")
+    expected = states(model)
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with patched(model):
+            entered.set()
+            leave.wait(60)
+            states(model)
+
+    thread = threading.Thread(target=other, name="other")
+    with patched(model), patched(model):
+        thread.start()
+        entered.wait(60)
+        states(model)
+    # This thread's block has ended, the other's has not.
+    assert torch.equal(states(model), expected)
+    assert len(calls) == 2
+    leave.set()
+    thread.join()
+    assert calls[2:] == ["other"] * 2
+    assert torch.equal(states(model), expected)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("change", [patch, unpatch])
+def test_a_pass_that_is_under_way_ends_as_it_began(change, calls):
+    """The model is patched, or the patch taken back, while another thread stands between its two layers."""
+    model = model_of("MPNet")
+    expected = states(model)
+    if change is unpatch:
+        patch(model)
+    between, go_on, found = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        if threading.current_thread().name == "other":
+            between.set()
+            assert go_on.wait(60)
+
+    hook = model.encoder.layer[1].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=lambda: found.append(states(model)), name="other")
+    thread.start()
+    assert between.wait(60)
+    change(model)
+    now = states(model)
+    go_on.set()
+    thread.join()
+    hook.remove()
+    if change is patch:
+        assert torch.equal(found[0], expected)
+        assert calls == ["MainThread"] * 2
+        unpatch(model)
+    else:
+        assert torch.equal(now, expected)
+        assert calls == ["other"] * 2
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.encoder.layer[0].attention.attn)
+    assert switch._switched == {}
+
+
+def test_many_threads_patch_and_run_one_model():
+    model = model_of("T5")
+    expected = states(model)
+    worst, errors = [], []
+
+    def work(seed):
+        try:
+            for turn in range(6):
+                if (seed + turn) % 2:
+                    with patched(model):
+                        worst.append(float((states(model) - expected).abs().max()))
+                else:
+                    worst.append(float((states(model) - expected).abs().max()))
+        except Exception as error:  # noqa: BLE001 - shown below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(worst) == 24
+    assert max(worst) < 1e-5
+    assert torch.equal(states(model), expected)
+    assert switch._switched == {}
+
+
+def test_a_copy_of_a_patched_model_is_its_own(calls):
+    model = patch(model_of("MPNet"))
+    expected = states(model)
+    other = copy.deepcopy(model)
+    unpatch(model)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.zero_()
+    assert torch.equal(states(other), expected)
+    assert len(calls) == 4
+    unpatch(other)
+    torch.testing.assert_close(states(other), expected, rtol=0, atol=1e-5)
+    assert len(calls) == 4
+
+
+def test_generation_sees_the_signature_of_a_patched_model():
+    config = transformers.T5Config(
+        vocab_size=50, **SIZES["T5"], pad_token_id=0, eos_token_id=None, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(IDS), "eos_token_id": None}
+    own, expected = inspect.signature(model.forward), model.generate(IDS, **options)
+    patch(model)
+    assert inspect.signature(model.forward) == own
+    assert torch.equal(model.generate(IDS, **options), expected)
+
+
+def test_a_method_that_somebody_else_replaced_stays():
+    model = model_of("MPNet")
+    attention = model.encoder.layer[0].attention.attn
+    attention.forward = own = attention.forward
+    with pytest.raises(rp.RelposValueError, match=r"MPNetSelfAttention\.forward of this model was replaced already"):
+        patch(model)
+    assert attention.forward is own
+    assert model.config._attn_implementation == "eager"
+    states(model)
+
+
+def test_two_models_with_one_configuration():
+    model = model_of("MPNet")
+    other = transformers.MPNetModel(model.config).eval()
+    with patched(model), pytest.raises(rp.RelposValueError, match="MPNetConfig is that of another model"):
+        patch(other)
+    patch(other)
+    unpatch(other)

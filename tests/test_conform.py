@@ -1,0 +1,325 @@
+"""`conform` and its command: on functions of NumPy, what is told of them, written, returned and refused."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import entry_points
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np._commands import main as cli
+from relpos_np.conform import conform, files
+from relpos_np.conform.formats import DTYPES, format_of
+from relpos_np.conform.frameworks import framework_of, loaded
+from relpos_np.conform.yardstick import distance, truth
+from relpos_np.testing.families import of_family
+from tests.every import ATTENTION
+from tests.processes import child
+
+SMALL = ("self", "cross")
+
+
+def attend(q, k, v):
+    """Self-attention and nothing else."""
+    if q.shape != k.shape or k.shape != v.shape:
+        raise NotImplementedError("one shape only")
+    s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
+def broken(q, k, v):
+    raise ZeroDivisionError("of course")
+
+
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_our_own_terms_conform(name, variant, dtype):
+    if name == "path":
+        pytest.skip("it has no terms")
+
+    def function(q, k, v, return_lse=False, causal=False, **given):
+        position = rp.SCHEMES[name].cls(**given)
+        return rp.attention(q, k, v, position=position, return_lse=return_lse, causal=causal, backend="terms")
+
+    wanted = "cross" if (name, variant) in {("window", "rstt"), ("decomposed", "mvit")} else "self"
+    report = conform(function, name, variant=variant, dtype=dtype, families=wanted)
+    assert report.ok, report.text()
+    assert {"out", "lse"} == set(report.family(wanted).findings[0].errors)
+
+
+def test_a_function_that_does_little_is_told_what_was_not_run():
+    report = conform(attend, "plain")
+    assert report.ok
+    assert report.exit_code == 0
+    assert report.family("self").verdict == "right"
+    assert report.family("causal").reason == "takes no argument causal"
+    assert "raises NotImplementedError: one shape only" in report.family("cross").reason
+    assert report.family("odd_sizes").verdict == "partly"
+    text = report.text()
+    assert "conforms in" in text
+    assert "not run: causal, cross" in text
+    # What it is said to support must not be refused, nor what is asked for.
+    assert conform(attend, "plain", supports=["cross"]).family("cross").verdict == "wrong"
+    assert conform(attend, "plain", families="cross").exit_code == 1
+
+
+def test_nothing_that_ran_is_not_a_pass():
+    report = conform(broken, "plain")
+    assert report.exit_code == 3
+    assert not report.ok
+    assert "NOTHING RAN" in report.text()
+    assert "raises ZeroDivisionError: of course" in report.text()
+
+
+def test_wrong_answers_are_explained_by_kind():
+    def inverted(q, k, v, mask=None):
+        return rp.attention(q, k, v, mask=None if mask is None else ~mask, backend="numpy")
+
+    def unguarded(q, k, v, mask=None):
+        s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
+        with np.errstate(all="ignore"):
+            p = np.exp(s if mask is None else np.where(mask, s, -np.inf))
+            return p / p.sum(-1, keepdims=True) @ v
+
+    def averaging(q, k, v, mask=None):
+        s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
+        s = s if mask is None else np.where(mask, s, np.float32(-1e9))
+        p = np.exp(s - s.max(-1, keepdims=True))
+        return p / p.sum(-1, keepdims=True) @ v
+
+    report = conform(inverted, "plain", supports=["mask"])
+    assert report.family("masks").cause == "takes True in a mask for excluded"
+    report = conform(unguarded, "plain", supports=["mask"])
+    assert "largest score is not subtracted" in report.family("large_scores").cause
+    assert "sum of 0" in report.family("excluded_rows").cause
+    assert "0 times NaN" in report.family("nan_excluded").cause
+    report = conform(averaging, "plain", supports=["mask"])
+    assert "large negative number" in report.family("excluded_rows").cause
+    assert report.family("masks").verdict == "partly"  # without key_lengths
+    shape = conform(lambda q, k, v: q[..., :1], "plain", families="self")
+    assert "out has shape (1, 2, 2, 1), expected (1, 2, 2, 8)" in shape.text()
+
+
+def test_units_are_distances_to_the_next_number():
+    x = np.array([1.0, 1.5, -3.99, 1000.0, 0.0])
+    assert format_of("float16").unit(x).tolist() == [2.0**-10, 2.0**-10, 2.0**-9, 0.5, 0.0]
+    assert np.array_equal(format_of("float64").unit(x[:4]), np.spacing(np.abs(x[:4])))
+
+
+def test_what_it_always_does():
+    def unscaled(q, k, v):
+        return rp.attention(q, k, v, scale=1.0, causal=True, backend="numpy")
+
+    always = {"scale": 1.0, "causal": True}
+    assert conform(unscaled, "plain", always=always, supports=["scale", "causal"]).ok
+    assert conform(unscaled, "plain", families="self").exit_code == 1
+
+    def fixed(q, k, v, table):
+        return rp.attention(q, k, v, position=rp.T5(table, max_distance=64), backend="numpy")
+
+    assert conform(fixed, "t5", always={"max_distance": 64}, families=SMALL).ok
+    assert conform(fixed, "t5", families="self").exit_code == 1
+
+
+def test_arguments_that_are_not_taken_are_left_at_their_defaults():
+    def keys_only(q, k, v, key_table):
+        return rp.attention(q, k, v, position=rp.Shaw(key_table), backend="numpy")
+
+    def slopes(q, k, v):
+        return rp.attention(q, k, v, position=rp.ALiBi(), backend="numpy")
+
+    assert conform(keys_only, "shaw", families=SMALL).ok
+    assert conform(slopes, "alibi", families=SMALL).ok
+    report = conform(lambda q, k, v, table: attend(q, k, v), "t5")
+    assert report.family("borders").reason == "takes no argument max_distance"
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("scheme", {"scheme": "rope"}),
+        ("added to inputs", {"scheme": "sinusoidal"}),
+        ("variant", {"scheme": "t5", "variant": "wrap"}),
+        ("dtype", {"dtype": "int8"}),
+        ("families", {"families": "selfish"}),
+        ("families", {"families": ()}),
+        ("no case of borders", {"families": "borders"}),
+        ("supports", {"supports": ["grouped"]}),
+        ("framework", {"framework": "tinygrad"}),
+        ("layout", {"layout": "lbhd"}),
+        ("device", {"device": "cuda"}),
+        ("no autograd", {"grad": True}),
+        ("always", {"always": {"tables": 1}}),
+        ("needs table", {"scheme": "t5"}),
+        ("expected a callable", {"function": 3}),
+        ("package.module:name", {"function": "attention"}),
+        ("has no nothing", {"function": "relpos_np:nothing"}),
+        ("cannot import", {"function": "no_such_package:f"}),
+        ("expected a function", {"function": "relpos_np:SCHEMES"}),
+        ("expected f(q, k, v, ...)", {"function": lambda q, k: q}),
+    ],
+)
+def test_what_is_refused(words, call):
+    given = {"function": attend, "scheme": "plain", **call}
+    with pytest.raises(rp.RelposError) as found:
+        conform(given.pop("function"), given.pop("scheme"), **given)
+    assert words in str(found.value)
+
+
+def test_results_that_are_no_arrays():
+    with pytest.raises(rp.RelposTypeError, match="expected an array"):
+        conform(lambda q, k, v: "out", "plain")
+    with pytest.raises(rp.RelposTypeError, match="found int64"):
+        conform(lambda q, k, v: q.astype(np.int64), "plain")
+    with pytest.raises(rp.RelposTypeError, match=r"\(out, lse\)"):
+        conform(lambda q, k, v, return_lse=False: q, "plain")
+
+    class Foreign:
+        """An array of a package that nobody knows."""
+
+        def __init__(self, x):
+            self.x = x
+
+        def __dlpack__(self, **options):
+            return self.x.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.x.__dlpack_device__()
+
+    assert conform(lambda q, k, v: Foreign(attend(q, k, v)), "plain", families="self").ok
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_formats_round_as_they_should(dtype):
+    one = format_of(dtype)
+    if one.name not in ("float16", "float32", "float64"):
+        pytest.importorskip("ml_dtypes")
+    x = np.array([1.0, 1 + one.eps, 1 + one.eps / 4])
+    np.testing.assert_array_equal(one.rounded(x), [1.0, 1 + one.eps, 1.0 if dtype != "float64" else x[2]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_yardstick_is_of_the_size_of_a_rounding(dtype):
+    """Not so small that right ones fail, and not so large that anything passes."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    stored = format_of(dtype)
+    for name in ("plain", "t5", "shaw", "rotary"):
+        for one in of_family("self", name, variant=None, dtype=np.float64, seed=0):
+            right = truth(one, stored, one.expected, ("q", "k", "v"))
+            for result, exact in right.expected.items():
+                allowed = right.allowed(result, dtype) / np.abs(exact).max()
+                # Angles that are rounded to float32 are wrong in proportion to the position.
+                roundings = 60 + (3 * one.q.shape[2] if name == "rotary" else 0)
+                assert stored.eps <= allowed <= roundings * stored.eps, (name, one.edge, result)
+    assert distance(np.ones(2), np.array([1.0, np.nan])) == np.inf
+    assert distance(np.ones(2), np.ones(3)) == np.inf
+    assert distance(np.array([-np.inf]), np.array([-np.inf])) == 0
+
+
+# ---------------------------------------------------------------------------------------------- command and files
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of a stranger's in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stranger.py").write_text(
+        textwrap.dedent(
+            """
+            import numpy as np
+
+            def right(q, k, v):
+                s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
+                p = np.exp(s - s.max(-1, keepdims=True))
+                return p / p.sum(-1, keepdims=True) @ v
+
+            def unscaled(q, k, v):
+                return right(q * q.dtype.type(q.shape[-1] ** 0.5), k, v)
+
+            def broken(q, k, v):
+                raise ValueError("no")
+            """
+        ),
+        encoding="utf-8",
+    )
+    yield "stranger"
+    sys.modules.pop("stranger", None)
+
+
+def test_the_command(module, capsys, tmp_path):
+    paths = tmp_path / "conform.xml", tmp_path / "conform.svg"
+    files_of = ["--junit", str(paths[0]), "--badge", str(paths[1])]
+    assert cli.main(["conform", f"{module}:right", "--scheme", "plain", *files_of]) == 0
+    out = capsys.readouterr().out
+    assert "stranger:right against plain: output in float32, numpy" in out
+    suite = ET.fromstring(paths[0].read_text(encoding="utf-8"))
+    assert suite.get("failures") == "0"
+    assert int(suite.get("tests")) == len(suite.findall("testcase"))
+    assert int(suite.get("skipped")) == len(suite.findall("testcase/skipped")) > 0
+    assert "conforms: " in paths[1].read_text(encoding="utf-8")
+
+    assert cli.main(["conform", f"{module}:unscaled", "--scheme", "plain", "--json", *files_of]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    assert found["exit_code"] == 1
+    assert {one["cause"] for one in found["families"] if one["verdict"] == "wrong"} == {"scale missing"}
+    suite = ET.fromstring(paths[0].read_text(encoding="utf-8"))
+    assert int(suite.get("failures")) == len(suite.findall("testcase/failure")) > 0
+    assert suite.find("testcase/failure").get("message") == "scale missing"
+    assert "wrong: " in paths[1].read_text(encoding="utf-8")
+    assert cli.main(["conform", f"{module}:unscaled", "--scheme", "plain", "--always", "scale=1.0"]) == 0
+
+    assert cli.main(["conform", f"{module}:broken", "--scheme", "plain", "--badge", str(paths[1])]) == 3
+    assert "nothing ran" in paths[1].read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert cli.main(["conform", f"{module}:none", "--scheme", "plain"]) == 2
+    assert "has no none" in capsys.readouterr().err
+    assert cli.main(["conform", f"{module}:right", "--scheme", "plain", "--always", "scale"]) == 2
+
+
+def test_json_has_no_infinity():
+    report = conform(lambda q, k, v: q * np.float32(np.nan), "plain", families="self")
+    assert json.loads(files.as_json(report))["families"][0]["cases"][0]["results"]["out"]["error"] is None
+
+
+def test_the_fixture_of_pytest(module, tmp_path):
+    (tmp_path / "test_stranger.py").write_text(
+        textwrap.dedent(
+            """
+            import stranger
+
+            def test_right(relpos_conform):
+                assert relpos_conform(stranger.right, "plain").ok
+
+            def test_unscaled(relpos_conform):
+                relpos_conform(stranger.unscaled, "plain")
+            """
+        ),
+        encoding="utf-8",
+    )
+    # An installed package is found by its entry point.
+    known = any(point.value == "relpos_np.pytest_plugin" for point in entry_points(group="pytest11"))
+    plugin = [] if known else ["-p", "relpos_np.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugin, "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 passed" in done.stdout
+    assert "scale missing" in done.stdout
+
+
+def test_the_framework_is_that_of_the_file():
+    assert framework_of(None, attend, None).name == "numpy"
+    assert loaded("relpos_np:attention", None) is rp.attention
+
+
+def test_the_package_may_be_imported_before_pytest():
+    """Where warnings are errors, too: pytest warns of plugins that it can no longer rewrite."""
+    code = "import sys, relpos_np, pytest; sys.exit(pytest.main(['-q', '--co', '-n0', 'tests/test_renamed.py']))"
+    status, out, log = child(code, bare=True)
+    assert status == 0, out + log

@@ -1,0 +1,180 @@
+"""Positions that come from the text: Inkling's relative logits, forget gates; what long texts cost, what is refused."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+
+
+def test_inkling_refuses():
+    states, proj, q = np.ones((2, 5, 3)), np.ones((3, 4)), np.ones((1, 2, 5, 3))
+    for call, words in (
+        (lambda: rp.Inkling(states, proj[0]), r"proj: expected shape \(channels, distances\), found \(4,\)"),
+        (lambda: rp.Inkling(states[0], proj), r"relative_states: expected shape .* found \(5, 3\)"),
+        (lambda: rp.Inkling(states, proj.T), r"relative_states: expected shape \(\.\.\., H, L_q, 4\)"),
+        (lambda: rp.attention(q, q, q, position=rp.Inkling(states[:1], proj)), "for 1 heads, the call has 2"),
+        (lambda: rp.attention(q, q, q, position=rp.Inkling(states[:, 1:], proj)), "L_q = 5"),
+        (lambda: rp.attention(q, q, q, position=rp.Inkling(np.ones((3, 2, 5, 3)), proj)), "batch axes"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()
+    assert repr(rp.Inkling(states, proj)) == "Inkling(relative_states=(2, 5, 3), proj=(3, 4))"
+
+
+def test_inkling_of_a_query_that_is_nan_reaches_no_other(backend, rng):
+    q, k, v = rng.standard_normal((3, 1, 2, 9, 4))
+    states, proj = rng.standard_normal((2, 9, 3)), rng.standard_normal((3, 4))
+    clean = rp.attention(q, k, v, position=rp.Inkling(states, proj), causal=True, backend=backend)
+    states[:, 4] = np.nan
+    found = rp.attention(q, k, v, position=rp.Inkling(states, proj), causal=True, backend=backend)
+    others = np.arange(9) != 4
+    np.testing.assert_allclose(found[:, :, others], clean[:, :, others], rtol=0, atol=1e-12)
+    assert np.isnan(found[:, :, 4]).all()
+
+
+def test_fox_refuses():
+    gates, q = np.ones((2, 5)), np.ones((1, 2, 5, 3))
+    for call, words in (
+        (lambda: rp.FoX(gates[0]), r"gates: expected shape \(\.\.\., H, L_k\), found \(5,\)"),
+        (lambda: rp.FoX(gates, variant="sigmoid"), "variant: .*'sigmoid'"),
+        (lambda: rp.FoX(np.array([[0.0, -np.inf]]), variant="log"), "gates: expected finite numbers, found -inf"),
+        (lambda: rp.attention(q, q, q, position=rp.FoX(gates[:1])), "for 1 heads, the call has 2"),
+        (lambda: rp.attention(q, q, q, position=rp.FoX(gates[:, 1:])), "L_k = 5"),
+        (lambda: rp.attention(q, q, q, position=rp.FoX(np.ones((3, 2, 5)))), "batch axes"),
+        (lambda: rp.attention(q, q, q, position=rp.FoX(gates), offset=1), r"offset: queries stand at 1 \.\.\. 5"),
+        (lambda: rp.attention(q, q, q, position=rp.FoX(gates), offset=-1), r"offset: queries stand at -1 \.\.\. 3"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()
+    assert repr(rp.FoX(gates)) == "FoX(gates=(2, 5), variant='fox')"
+
+
+def test_fox_loses_no_digits_in_a_long_text(rng):
+    """The last queries of 100,000 keys in float32, whose sums alone would be off by thousands of roundings."""
+    length, queries = 100_000, 8
+    q, k, v = (rng.standard_normal((2, n, 8)).astype(np.float32) for n in (queries, length, length))
+    gates = rng.standard_normal((2, length)).astype(np.float32)
+    wide = [x.astype(np.float64) for x in (q, k, v, gates)]
+    options = {"causal": True, "return_lse": True}
+    expected = rp.attention(*wide[:3], position=rp.FoX(wide[3]), backend="numpy", **options)
+    found = rp.attention(q, k, v, position=rp.FoX(gates), backend="numba", **options)
+    sums = np.cumsum(rp.reference.forget_gates(gates).astype(np.float32), axis=-1)
+    lost = rp.attention(q, k, v, mask=sums[:, -queries:, None] - sums[:, None], backend="numba", **options)
+    for x, y, z in zip(found, expected, lost, strict=True):
+        assert np.abs(x - y).max() < 2e-6
+        assert np.abs(z - y).max() > 1e-3
+
+
+def test_fox_takes_no_memory_of_pairs(rng):
+    """Nor do its gradients."""
+    n = 4096
+    q, k, v = rng.standard_normal((3, 1, n, 4)).astype(np.float32)
+    with rp.memory_limit(n * n):
+        scheme = rp.FoX(rng.standard_normal((1, n)).astype(np.float32))
+        out = rp.attention(q, k, v, position=scheme, causal=True, backend="numba")
+        rp.attention_vjp(q, k, v, position=scheme, causal=True, grad_out=out, backend="numba")
+
+
+# ---------------------------------------------------------------------------------------------- selective attention
+
+
+@pytest.mark.parametrize("variant", ["paper", "x_transformers"])
+def test_selective_decodes_with_the_sums_of_votes(variant, backend, rng):
+    """Queries in pieces, with what was said before, are all queries at once."""
+    q, k, v = (rng.standard_normal((2, n, 9, 5)) for n in (4, 2, 2))
+    whole = rp.attention(q, k, v, position=rp.Selective(2, variant="paper"), causal=True, backend=backend)
+    past = np.zeros((2, 9))
+    for first, last in ((0, 4), (4, 5), (5, 9)):
+        if variant == "x_transformers" and first:
+            break  # keys of memory are spared there, whatever was said
+        new, seen = slice(first, last), slice(last)
+        step = rp.Selective(2, variant=variant, past=past[:, seen])
+        options = {"causal": True, "backend": backend}
+        out = rp.attention(q[:, :, new], k[:, :, seen], v[:, :, seen], position=step, **options)
+        np.testing.assert_allclose(out, whole[:, :, new], rtol=0, atol=1e-12)
+        scores = rp.logits(q[:, :, new], k[:, :, seen], causal=True)[:, 2]
+        past[:, seen] += rp.reference.selective_votes(scores, offset=first, variant=variant).sum(axis=-2)
+    assert past.max() > 0.5
+
+
+def test_selective_refuses():
+    q = np.ones((1, 2, 5, 3))
+    for call, words in (
+        (lambda: rp.Selective(-1), "head: expected at least 0"),
+        (lambda: rp.Selective(True), "head: expected an integer"),
+        (lambda: rp.Selective(variant="code"), "variant: .*'code'"),
+        (lambda: rp.Selective(past=np.ones((), np.float64)), r"past: expected shape \(\.\.\., L_k\)"),
+        (lambda: rp.Selective(past=np.ones(5, int)), "past: expected dtype"),
+        (lambda: rp.attention(q, q, q, position=rp.Selective(2)), r"head: expected 0 \.\.\. 1, found 2"),
+        (lambda: rp.attention(q, q, q, position=rp.Selective(past=np.ones(4))), "L_k = 5"),
+        (lambda: rp.attention(q, q, q, position=rp.Selective(past=np.ones((3, 5)))), "batch axes"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()
+
+
+# ---------------------------------------------------------------------------------------------- DAPE
+
+
+def network(rng, heads, hidden=5):
+    shapes = (hidden, 2 * heads), (hidden,), (heads, hidden), (heads,)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def test_dape_of_a_network_of_zeros_is_its_bias(backend, rng):
+    q, k, v = rng.standard_normal((3, 2, 4, 7, 5))
+    zeros = [np.zeros_like(x) for x in network(rng, 4)]
+    for bias in (rp.ALiBi(form="causal"), rp.FIRE(*(rng.standard_normal(s) for s in (3, 3, (4, 3), 4)), 1.0, 2.5)):
+        found = rp.attention(q, k, v, position=rp.DAPE(bias, *zeros), backend=backend)
+        np.testing.assert_allclose(found, rp.attention(q, k, v, position=bias), rtol=0, atol=1e-12)
+
+
+def test_dape_refuses(rng):
+    w1, b1, w2, b2 = network(rng, 2)
+    q = np.ones((1, 2, 5, 3))
+    for call, words in (
+        (lambda: rp.DAPE("alibi", w1, b1, w2, b2), "bias: expected ALiBi, KERPLE, FIRE or T5, found str"),
+        (lambda: rp.DAPE(rp.Shaw(np.ones((3, 3))), w1, b1, w2, b2), "found Shaw"),
+        (lambda: rp.DAPE(rp.ALiBi(form="key"), w1, b1, w2, b2), "found its form 'key'"),
+        (lambda: rp.DAPE(rp.ALiBi(), w1[:, 1:], b1, w2, b2), r"expected \(E, 2 H\), \(E,\), \(H, E\) and \(H,\)"),
+        (lambda: rp.DAPE(rp.ALiBi(), w1, b1, w2, b2, slope=np.inf), "slope: expected a finite number"),
+        (lambda: rp.attention(q[:, :1], q, q, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2)), "k: 2 heads do not"),
+        (lambda: rp.attention(*(q[:, :1],) * 3, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2)), "for 2 heads"),
+        (lambda: rp.attention(q, q, q, position=rp.DAPE(rp.ALiBi(heads=3), w1, b1, w2, b2)), "for 3 heads"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()
+
+
+# ---------------------------------------------------------------------------------------------- PaTH
+
+
+def test_path_of_reflections_that_undo_each_other(backend, rng):
+    """The same reflection again and again: what lies an even number of keys apart has the plain product."""
+    q, k, v = rng.standard_normal((3, 1, 2, 70, 4))
+    axis = rng.standard_normal(4)
+    w = np.broadcast_to(axis / np.linalg.norm(axis), (2, 70, 4))
+    scheme = rp.PaTH(w, np.full((2, 70), 2.0))
+    even = (np.arange(70)[:, None] - np.arange(70)) % 2 == 0
+    options = {"mask": even, "causal": True, "backend": backend}
+    found = rp.attention(q, k, v, position=scheme, **options)
+    np.testing.assert_allclose(found, rp.attention(q, k, v, **options), rtol=0, atol=1e-12)
+    other = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
+    assert np.abs(other - rp.attention(q, k, v, causal=True)).max() > 0.1
+
+
+def test_path_refuses():
+    w, beta, q = np.ones((2, 5, 3)), np.ones((2, 5)), np.ones((1, 2, 5, 3))
+    for call, words in (
+        (lambda: rp.PaTH(w[0], beta), r"w: expected shape \(\.\.\., H, L_k, D\), found \(5, 3\)"),
+        (lambda: rp.PaTH(w, beta[0]), r"beta: expected shape \(\.\.\., H, L_k\), found \(5,\)"),
+        (lambda: rp.PaTH(w * np.inf, beta), "w: expected finite numbers, found inf"),
+        (lambda: rp.attention(q, q, q, position=rp.PaTH(w, beta[:1])), "are for 2 and 1 heads"),
+        (lambda: rp.attention(q, q, q, position=rp.PaTH(w[:1], beta[:1])), "are for 1 and 1 heads"),
+        (lambda: rp.attention(q, q, q, position=rp.PaTH(w[:, 1:], beta)), r"expected \(\.\.\., 5, 3\)"),
+        (lambda: rp.attention(q, q, q, position=rp.PaTH(w, beta[:, 1:])), r"and \(\.\.\., 5\)"),
+        (lambda: rp.attention(q, q, q, position=rp.PaTH(w, beta), offset=1), r"queries stand at 1 \.\.\. 5"),
+        (lambda: rp.attention(q, q, q, position=(rp.PaTH(w, beta), rp.XPos(2))), "cannot be combined"),
+    ):
+        with pytest.raises(rp.RelposError, match=words):
+            call()

@@ -1,0 +1,120 @@
+"""Rotations by exponentials: special cases that are known, relative positions, and what is refused."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from tests.test_schemes import close
+
+Q = np.zeros((2, 4, 3, 8))
+F = rp.reference
+
+
+def test_blocks_of_two_are_rotary_positions(backend, rng):
+    """A generator has -t above its diagonal where a turn by t has its sine below."""
+    q, k = rng.standard_normal((2, 2, 4, 9, 10))
+    omega = np.array([1.0, 0.3, 0.01, 2.0])
+    generators = np.zeros((4, 2, 2))
+    generators[:, 0, 1] = -omega
+    found = rp.logits(q, k, position=rp.LieRE(generators), backend=backend)
+    rotary = rp.Rotary(frequencies=omega, layout="interleaved")
+    close(found, rp.logits(q, k, position=rotary, backend=backend), 1e-13)
+
+
+def test_one_axis_is_relative(backend, rng):
+    q, k = rng.standard_normal((2, 4, 9, 8))
+    g = rng.standard_normal((2, 4, 4))
+    here = rp.logits(q, k, position=rp.LieRE(g), backend=backend)
+    close(rp.logits(q, k, position=rp.LieRE(g, positions=np.arange(9) - 3.5), backend=backend), here, 1e-12)
+    alone = rp.logits(q[:, 6:], k[:, :4], position=rp.LieRE(g), offset=6, backend=backend)
+    close(alone, here[:, 6:, :4], 1e-12)
+
+
+def test_planes_of_grape():
+    """e^(tL) turns by t in the plane, and leaves what is across it."""
+    a, b = np.eye(5)[[1, 3]]
+    rotation = F.exponential_rotations(np.array([0.7]), F.plane_generators(a, b)[None])[0, 0]
+    expected = np.eye(5)
+    expected[1, 1] = expected[3, 3] = np.cos(0.7)
+    expected[1, 3], expected[3, 1] = np.sin(0.7), -np.sin(0.7)
+    close(rotation, expected, 1e-15)
+
+
+def test_rotations_of_several_axes_do_not_commute(rng):
+    g = rng.standard_normal((2, 1, 3, 3))
+    skew = F.skew_generators(g)
+    close(skew, -np.swapaxes(skew, -1, -2), 0)
+    both = F.exponential_rotations(np.ones((2, 1)), skew)[0, 0]
+    one, two = (F.exponential_rotations(np.ones(1), x)[0, 0] for x in skew)
+    assert np.abs(both - one @ two).max() > 1e-2
+    close(both @ both.T, np.eye(3), 1e-14)
+
+
+def test_equal_and_zero_eigenvalues_have_gradients(backend, rng):
+    """Divided differences where there is nothing to divide by: all generators 0, and two planes of one frequency."""
+    q, k, v, w = rng.standard_normal((4, 1, 2, 4, 4))
+    for upper in (np.zeros((1, 4, 4)), np.kron(np.eye(2), [[0, 1.0], [0, 0]])[None]):
+        grad = rp.attention_vjp(q, k, v, position=rp.LieRE(upper), grad_out=w, backend=backend).position["generators"]
+        for s, t in ((0, 1), (0, 2), (1, 3)):
+            moved = []
+            for step in (1e-5, -1e-5):
+                near = upper.copy()
+                near[0, s, t] += step
+                moved.append((w * rp.attention(q, k, v, position=rp.LieRE(near), backend="numpy")).sum())
+            assert abs((moved[0] - moved[1]) / 2e-5 - grad[0, s, t]) < 1e-8
+        assert not np.tril(grad[0]).any()
+
+
+def test_positions_per_item_are_those_of_calls_of_their_own(backend, rng):
+    q, k, v, w = rng.standard_normal((4, 2, 3, 5, 8))
+    places, g = rng.standard_normal((2, 2, 5)), rng.standard_normal((2, 3, 2, 4, 4))
+    both = rp.attention_vjp(q, k, v, position=rp.LieRE(g, positions=places), grad_out=w, backend=backend)
+    alone = [
+        rp.attention_vjp(
+            q[n : n + 1],
+            k[n : n + 1],
+            v[n : n + 1],
+            position=rp.LieRE(g, positions=x),
+            grad_out=w[n : n + 1],
+            backend=backend,
+        )
+        for n, x in enumerate(places)
+    ]
+    close(both.position["generators"], sum(one.position["generators"] for one in alone), 1e-12)
+    close(both.q, np.concatenate([one.q for one in alone]), 1e-13)
+
+
+def test_repr():
+    scheme = rp.LieRE(np.ones((2, 1, 3, 3)), positions=np.ones((2, 4)), key_positions=np.ones((2, 5)))
+    assert repr(scheme) == "LieRE(generators=(2, 1, 3, 3), positions=(2, 4), key_positions=(2, 5))"
+
+
+BAD = {
+    "square": (lambda: rp.LieRE(np.ones((1, 2, 3))), ["generators", "(1, 2, 3)"]),
+    "size": (lambda: rp.LieRE(np.ones((3, 1, 1))), ["generators", "(3, 1, 1)"]),
+    "rank": (lambda: rp.LieRE(np.ones((2, 2))), ["generators", "(2, 2)"]),
+    "nan": (lambda: rp.LieRE(np.full((1, 2, 2), np.nan)), ["generators", "NaN"]),
+    "channels": (lambda: rp.logits(Q, Q, position=rp.LieRE(np.ones((3, 3, 3)))), ["generators", "9", "8"]),
+    "heads": (
+        lambda: rp.logits(Q, Q, position=rp.LieRE(np.ones((1, 3, 1, 2, 2)), positions=np.ones((1, 3)))),
+        ["generators", "4 key heads", "(1, 3, 1, 2, 2)"],
+    ),
+    "positions: missing": (lambda: rp.logits(Q, Q, position=rp.LieRE(np.ones((2, 1, 2, 2)))), ["positions", "2 axes"]),
+    "positions: far": (
+        lambda: rp.logits(Q, Q, position=rp.LieRE(np.ones((1, 2, 2)), positions=np.array([0, 1, 1e300]))),
+        ["positions", "1e+300", "generators"],
+    ),
+    "positions: length": (
+        lambda: rp.logits(Q, Q, position=rp.LieRE(np.ones((1, 2, 2)), positions=np.ones(4))),
+        ["positions", "(4,)", "(..., 3)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    attempt, words = BAD[name]
+    with pytest.raises(rp.RelposError) as raised:
+        attempt()
+    for word in words:
+        assert word in str(raised.value)
