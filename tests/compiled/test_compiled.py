@@ -19,11 +19,6 @@ SHARED = 48 * 1024
 REGISTERS = {64: 255, 128: 255}
 
 
-def vector_loads(code, kind):
-    """Shared loads of 16 bytes."""
-    return code.count("ld.shared.v4.f32") if kind is types.float32 else code.count("ld.shared.v2.f64")
-
-
 SIZES = [(size, size, stored, False) for size in (64, 128) for stored in FORMATS]
 SIZES += [(size, size, stored, True) for size in (64, 128) for stored in ("float32", "float64")]
 SIZES += [(32, 32, "float32", False), (80, 100, "bfloat16", False), (5, 3, "float64", False)]
@@ -51,8 +46,7 @@ def test_forward(depth, v_dim, stored, skewed, capped):
     assert code.registers <= REGISTERS[tiling.threads]
     assert code.shared <= SHARED
     # Operands of a step of scores and of values: 16 numbers, or 8 and as many channels.
-    steps = 4 * (tiling.high + tiling.wide + tiling.high + width // 8) * dtype.itemsize // 16
-    assert vector_loads(code, tiling.kind) >= steps
+    assert code.reads_wide(4 * (tiling.high + tiling.wide + tiling.high + width // 8), dtype)
     assert code.count(".local") == 0
 
 

@@ -42,9 +42,7 @@ def check(code, tiling, width, allowed=0):
     assert code.count(".local") == 0
     assert code.registers <= 255
     assert code.shared <= SHARED
-    numbers = 4 * (tiling.high + tiling.wide + tiling.high + width // 8)
-    found = code.count("ld.shared.v4.f32") if tiling.kind is types.float32 else code.count("ld.shared.v2.f64")
-    assert found >= numbers * tiling.dtype.itemsize // 16
+    assert code.reads_wide(4 * (tiling.high + tiling.wide + tiling.high + width // 8), tiling.dtype)
 
 
 @pytest.mark.parametrize(("depth", "v_dim", "stored", "skewed", "capped"), CAPPED)

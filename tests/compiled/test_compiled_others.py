@@ -28,7 +28,7 @@ def test_products(stored):
     assert code.spilled == 0
     assert code.count(".local") == 0
     assert code.shared <= SHARED
-    assert code.count("ld.shared.v4.f32") + code.count("ld.shared.v2.f64") >= 16
+    assert code.reads_wide(64 if tiling.dtype == np.float32 else 32, tiling.dtype)
     code = compiled(product.joined(tiling.dtype), real, real, types.int64, integers(product.Product))
     assert code.spilled == 0
 
