@@ -22,6 +22,7 @@ from relpos_np._contract.terms import ValueTurn
 from relpos_np._dense import from_terms
 from relpos_np.errors import RelposError
 from relpos_np.schemes.liere import _blockwise, _Spectrum
+from relpos_np.schemes.pope import _polar
 from relpos_np.schemes.sample import Sample
 from relpos_np.testing._sizes import lengths as sizes_of
 from relpos_np.testing.arguments import arguments, rebuilt
@@ -324,7 +325,7 @@ class Case:
         terms = all_terms(each_lowered(self.schemes(np.float64, rounded), problem))
         whole, turn = _absolute(terms, problem), None if terms.turn is None else terms.turn.sizes()
         for scheme in self.schemes(np.float64, rounded):
-            whole = replace(whole, **_turned_sizes(scheme, np.abs(problem.q), np.abs(problem.k), problem.site))
+            whole = replace(whole, **_turned_sizes(scheme, problem.q, problem.k, problem.site))
         # What scales queries rounds them, before anything is made of them.
         counted = sum(_counted(scheme, problem) for scheme in self.schemes(np.float64, rounded) if self.query_scale)
         if turn is not None:
@@ -376,11 +377,16 @@ def _turned_sizes(scheme, q, k, site):
     if isinstance(scheme, rp.Rotary):
         of_query, of_key = scheme._tables(site)
         turn = ValueTurn(of_key, of_query, scheme.layout, scheme._first, scheme.blocks).sizes()
+        q, k = np.abs(q), np.abs(k)
         query = np.maximum(turn.of_output(q), turn.to_output(q))
         return {"query": query, "key": np.maximum(turn.of_values(k), turn.to_values(k))}
     if isinstance(scheme, rp.LieRE):
         turns = [np.abs(_Spectrum(scheme.generators, at).rotations()) for at in scheme._at(site)]
-        return {name: _blockwise(x, turn) for name, x, turn in zip(("query", "key"), (q, k), turns, strict=True)}
+        return {"query": _blockwise(np.abs(q), turns[0]), "key": _blockwise(np.abs(k), turns[1])}
+    if isinstance(scheme, rp.PoPE):
+        # Whatever its angle leaves of a magnitude.
+        whole = np.full(scheme.bias.shape[-1], 1.0 + 1.0j)
+        return {"query": np.abs(_polar(q, whole)), "key": np.abs(_polar(k, whole))}
     return {}
 
 

@@ -232,6 +232,7 @@ def test_tests_that_fail_or_take_too_long_fail_the_run(planted, tmp_path):
     assert "did not end in time" in record["checks"]["tests"]["reason"]
 
 
+@pytest.mark.simulator
 def test_without_a_gpu_the_script_fails_in_the_drivers_words(tmp_path):
     if "cuda" in rp.backend.available()[0]:
         pytest.skip("here is a GPU, or the simulator")
@@ -242,6 +243,7 @@ def test_without_a_gpu_the_script_fails_in_the_drivers_words(tmp_path):
     assert f"nothing can be measured: {reason}" in printed
 
 
+@pytest.mark.simulator
 def test_a_required_gpu_turns_skips_into_failures():
     if "cuda" in rp.backend.available()[0]:
         pytest.skip("here is a GPU, or the simulator")
@@ -256,6 +258,7 @@ def test_a_required_gpu_turns_skips_into_failures():
     assert outcomes == [0, 1]
 
 
+@pytest.mark.simulator
 def test_the_simulator_may_not_write_where_pages_read(tmp_path):
     before = sorted((BENCH / "gpu").glob("*.json"))
     environment = os.environ | {"PYTHON": sys.executable, "NUMBA_ENABLE_CUDASIM": "1"}
@@ -471,6 +474,7 @@ assert np.isclose(two.track_gb_per_s("conformer"), 2 * 4 * 4 * 4 / 2 / 1e6)
 """
 
 
+@pytest.mark.simulator
 def test_asv_class_in_the_simulator():
     """With NumPy arrays in place of the device's, which the simulator does not have."""
     pytest.importorskip("numba")

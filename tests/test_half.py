@@ -363,9 +363,8 @@ print(json.dumps([UNIT, float(abs(found.astype(float) - exact).max()), bool(np.a
 """
 
 
-@pytest.mark.parametrize(
-    "unit", ["emulated tiles", *(pytest.param(n, marks=pytest.mark.simulator) for n in ("emulated", "none"))]
-)
+@pytest.mark.simulator
+@pytest.mark.parametrize("unit", ["emulated tiles", "emulated", "none"])
 def test_units_by_name(unit):
     """What this processor lacks, or does faster, gives answers as good; without a unit products are of float32."""
     status, out, log = child(ON_A_UNIT, RELPOS_MATRIX_UNIT=unit)

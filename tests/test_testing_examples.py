@@ -78,6 +78,7 @@ def test_jax():
     fails(changed(code, "len(table) - 1)", "len(table) - 2)"), JAX_PLATFORMS="cpu")
 
 
+@pytest.mark.simulator
 def test_cuda():
     needs("numba")
     code = example("A CUDA kernel")
