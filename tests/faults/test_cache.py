@@ -377,11 +377,10 @@ def test_row_43_an_interrupt_while_an_entry_is_written(folder, monkeypatch):
 
 @pytest.mark.stress
 def test_row_43_eight_processes_share_a_cold_cache(tmp_path):
-    code = SHIFT + "\nq = np.ones((1, 5, 4), np.float32); assert (rp.attention(q, q, q) == 1).all()"
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: in_child(tmp_path, code=code), range(8)))
-    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["decode_float32", "shift"]
-    assert "compil" not in in_child(tmp_path, code=code)
+        list(pool.map(lambda _: in_child(tmp_path, code=SHIFT), range(8)))
+    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["shift"]
+    assert "compil" not in in_child(tmp_path, code=SHIFT)
 
 
 @pytest.mark.stress

@@ -41,12 +41,12 @@ def test_row_38_first_calls_at_once_compile_and_load(layer, tmp_path):
     code = (
         "from tests.faults.mixed import calls, from_threads\n"
         "every = calls()\n"
-        "mixed = {name: every[name] for name in ('rel_shift float32', 'rel_shift float64', 'plain float32')}\n"
+        "mixed = {name: every[name] for name in ('rel_shift float32', 'rel_shift float64', 'decode float32')}\n"
         "wrong = from_threads(mixed, 8, 3)\n"
         "from pathlib import Path\n"
         "print(wrong, sorted(p.name.partition('-')[0] for p in Path(os.environ['RELPOS_CACHE_DIR']).iterdir()))\n"
     )
-    assert on_layer(layer, code, RELPOS_CACHE_DIR=str(tmp_path)) == "[] ['attend_float32', 'shift']\n"
+    assert on_layer(layer, code, RELPOS_CACHE_DIR=str(tmp_path)) == "[] ['decode_float32', 'shift']\n"
 
 
 def test_row_38_fewer_threads_where_the_system_gives_no_more(monkeypatch):
