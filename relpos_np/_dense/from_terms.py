@@ -117,10 +117,9 @@ def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
             rows, there = _rows(term.index, problem)
             rows, there = np.broadcast_to(rows, p.shape), np.broadcast_to(there, p.shape)
             bins = np.zeros((*p.shape[:-1], term.weights.shape[-2]), site.dtype)
-            for key in range(site.k_len):
-                at = rows[..., key : key + 1]
-                gain = np.where(there[..., key : key + 1], p[..., key : key + 1], site.dtype.type(0))
-                np.put_along_axis(bins, at, np.take_along_axis(bins, at, -1) + gain, -1)
+            # Each query's bins, one key after the other.
+            first = np.arange(0, bins.size, bins.shape[-1]).reshape(*p.shape[:-1], 1) if bins.size else rows
+            np.add.at(bins.reshape(-1), (first + rows)[there], p[there])
             out = out + np.einsum("...ir,...rd->...id", bins, term.weights)
         if terms.turn is not None:
             out = terms.turn.of_output(out)

@@ -12,6 +12,7 @@ import cmath
 import math
 from fractions import Fraction
 from functools import cache
+from operator import mul
 
 import numpy as np
 
@@ -22,7 +23,9 @@ NEG_INF = -math.inf
 
 def dot(x, y):
     """Sum of x[p] * y[p]."""
-    return sum((a * b for a, b in zip(x, y, strict=True)), 0.0)
+    if len(x) != len(y):
+        raise ValueError(f"a row of {len(x)} and a row of {len(y)}")
+    return sum(map(mul, x, y), 0.0)
 
 
 def floats(array):
@@ -32,6 +35,8 @@ def floats(array):
 
 def add(*logits):
     """Several schemes at once: their terms add up."""
+    if len(logits) == 1:
+        return logits[0]
     return lambda b, h, i, j: sum((logit(b, h, i, j) for logit in logits), 0.0)
 
 
