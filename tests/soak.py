@@ -2,7 +2,8 @@
 
 Random calls of every scheme and variant, of gradients, scores, shifts and layers, in every dtype and memory layout,
 with masks, faults, refused arguments, interrupts and failed allocations, from several threads at once whose number
-changes, against the float64 reference. Exit code 1 if one answer is wrong, or memory drifts by more than 8 MiB.
+changes, against the float64 reference; amid them forks, whose children are interrupted or killed, signals, limits on
+memory and files that were tampered with. Exit code 1 if one answer is wrong, or memory drifts by more than 8 MiB.
 
 Case N of seed S is the same whenever and wherever it runs: ``--seed S --case N`` repeats one, alone.
 """
@@ -31,10 +32,11 @@ if __name__ == "__main__":
 
 import numba
 import numpy as np
+import threadpoolctl
 
 import relpos_np as rp
 from relpos_np.versions import collect_versions
-from tests.soaking import kinds, memory, modules, refusals
+from tests.soaking import kinds, memory, modules, refusals, surroundings
 from tests.soaking.kinds import Kind, Report
 
 # Each kind and its share. Gradients take several times as long as the rest.
@@ -51,6 +53,9 @@ KINDS: tuple[tuple[int, Kind], ...] = (
     (4, kinds.limited),
     (6, kinds.structured_gradient),
     (4, kinds.packed),
+    (5, surroundings.forked),
+    (4, surroundings.signalled),
+    (4, surroundings.hostile),
 )
 _SHARES = list(itertools.accumulate(share for share, _ in KINDS))
 # Threads of Python that work at once, a number for each round; cases per round and thread.
@@ -96,6 +101,8 @@ class Soak:
     crowds: Counter[int] = field(default_factory=Counter)
     samples: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    # Beside each sample, what it is made of.
+    parts: list[memory.Parts] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -142,6 +149,7 @@ class Soak:
         if resident is not None:
             self.samples.append(resident)
             self.times.append(time.monotonic() - started)
+            self.parts.append(memory.parts())
 
     def during(self, seconds: float) -> None:
         """Run for some time, and say once in a while how it goes."""
@@ -185,6 +193,7 @@ class Soak:
             step = -(-len(self.samples) // 32)
             curve = zip(self.times[::step], self.samples[::step], strict=True)
             resident["curve"] = [[round(at), round(size, 1)] for at, size in curve]
+            resident["parts_of_the_curve"] = [part._asdict() for part in self.parts[::step]]
         versions = collect_versions()
         kept = ("relpos_np", "python", "numpy", "blas", "numba", "llvmlite", "scipy")
         return {
@@ -235,13 +244,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.case is not None:
         return one_case(args.seed, args.case)
     memory.keep_little()
+    surroundings.listen()
     started = time.monotonic()
     for _ in rp.backend.kernels("numba").warm_up():
         pass
     note(f"kernels are ready after {time.monotonic() - started:.0f} s")
     soak = Soak(args.seed)
     started = time.monotonic()
-    soak.during(60 * args.minutes)
+    # A fork while OpenBLAS 0.3.31 multiplies on several threads stops them and the child for ever, as NumPy alone
+    # shows; tests/faults/test_processes.py says what is promised.
+    with threadpoolctl.threadpool_limits(1, "blas"):
+        soak.during(60 * args.minutes)
     record = soak.record(time.monotonic() - started)
     text = json.dumps(record, indent=1) + "\n"
     if args.out is None:

@@ -2,6 +2,9 @@
 
 import json
 import mmap
+import os
+import signal
+import time
 from collections import Counter
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 import relpos_np as rp
 from tests import soak
 from tests.every import ABSOLUTE, ATTENTION
-from tests.soaking import kinds, memory, modules, refusals
+from tests.soaking import kinds, memory, modules, refusals, surroundings
 from tests.soaking.kinds import Report
 
 
@@ -94,7 +97,8 @@ def on_numba(monkeypatch, kind, count=12):
     """Problems that cases of a kind on the kernels report."""
     monkeypatch.setattr(kinds, "BACKENDS", ("numba",))
     monkeypatch.setattr(refusals, "BACKENDS", ("numba",))
-    numbers = [n for n in range(400) if soak.draw(0, n)[0] is kind][:count]
+    monkeypatch.setattr(surroundings, "BACKENDS", ("numba",))
+    numbers = [n for n in range(1600) if soak.draw(0, n)[0] is kind][:count]
     return [problem for n in numbers for problem in soak.run(0, n)[1].problems]
 
 
@@ -137,6 +141,69 @@ def test_a_swallowed_interrupt_is_reported(monkeypatch):
 
     monkeypatch.setattr(rp, "attention", attention)
     assert any("swallowed" in problem for problem in on_numba(monkeypatch, kinds.interrupted))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_with_other_bits_is_reported(monkeypatch):
+    parent, right = os.getpid(), rp.attention
+
+    def attention(*operands, **options):
+        found = right(*operands, **options)
+        if os.getpid() != parent:
+            found[1][...] += 1
+        return found
+
+    monkeypatch.setattr(rp, "attention", attention)
+    assert any("the child's status was 3, not 0" in problem for problem in on_numba(monkeypatch, surroundings.forked))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_that_hangs_is_reported(monkeypatch):
+    monkeypatch.setattr(surroundings, "_child", lambda *_: time.sleep(100))
+    monkeypatch.setattr(surroundings, "_HANGS_SECONDS", 0.1)
+    monkeypatch.setattr(surroundings, "_FATES", ("ends",))
+    found = on_numba(monkeypatch, surroundings.forked, 1)
+    assert found == ["the child's status was None, not 0"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to threads")
+def test_bits_that_change_under_signals_are_reported(monkeypatch):
+    surroundings.listen()
+    before, right = surroundings.received(), rp.attention
+
+    def attention(*operands, **options):
+        out, lse = right(*operands, **options)
+        return out, lse + (surroundings.received() > before)
+
+    monkeypatch.setattr(rp, "attention", attention)
+    assert any("other bits under signals" in problem for problem in on_numba(monkeypatch, surroundings.signalled))
+
+
+def test_a_reader_that_trips_over_a_file_is_reported(monkeypatch):
+    def careless(path):
+        raise KeyError(path.name)
+
+    for name in surroundings.READERS:
+        monkeypatch.setitem(surroundings.READERS, name, careless)
+    assert any("KeyError" in problem for problem in on_numba(monkeypatch, surroundings.hostile, 3))
+
+
+@pytest.mark.parametrize("name", surroundings.READERS)
+def test_every_reader_reads_some_files_and_refuses_others(name, tmp_path):
+    """That none were read would mean that little of a reader ran."""
+    seen = Counter()
+    path = tmp_path / f"file.{name}"
+    for number in range(60):
+        path.write_bytes(surroundings.tampered(np.random.default_rng(number), name))
+        try:
+            with np.errstate(all="ignore"):
+                surroundings.READERS[name](path)
+        except rp.RelposError:
+            seen["refused"] += 1
+        else:
+            seen["read"] += 1
+    assert seen["read"] > 2
+    assert seen["refused"] > 10
 
 
 def test_mismatches_and_drift_decide_the_exit_code(monkeypatch, tmp_path):
