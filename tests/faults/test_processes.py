@@ -70,6 +70,27 @@ def test_row_39_forks_while_other_threads_call(layer):
     assert on_layer(layer, code).splitlines()[-1] == "{0} []"
 
 
+def test_row_39_forks_while_numpy_computes_on_one_thread_of_blas():
+    """With more threads OpenBLAS 0.3.31 hangs, in the parent too, as NumPy alone does: docs/serving.md says so."""
+    code = WARM + (
+        "import threading\n"
+        "q, k, v = rng.standard_normal((3, 4, 300, 64)).astype(np.float32)\n"
+        "def product(): return rp.attention(q, k, v, backend='numpy').tobytes()\n"
+        "first, stop, wrong = product(), threading.Event(), []\n"
+        "def work():\n"
+        "    while not stop.is_set():\n"
+        "        if product() != first: wrong.append(1)\n"
+        "others = [threading.Thread(target=work) for _ in range(3)]\n"
+        "for other in others: other.start()\n"
+        "found = {fork(lambda: product() == first and right()) for _ in range(5)}\n"
+        "stop.set()\n"
+        "for other in others: other.join()\n"
+        "print(found, wrong)\n"
+    )
+    one = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    assert on_layer("default", code, timeout=100, **one) == "{0} []\n"
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("layer", LAYERS)
 def test_row_39_a_fork_while_another_thread_compiles(layer, tmp_path):
