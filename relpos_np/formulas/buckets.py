@@ -50,10 +50,11 @@ def t5_bucket(
     bidirectional : bool
         Encoder (True) or decoder self-attention (False).
     rounding : {"exact", "float32"}
-        "exact" decides the floor in integers. "float32" repeats published code as PyTorch runs it on a
-        CPU: a float32 logarithm, divided by the rounded constant. The two can differ where
-        (n/E)**(B-E) is close to a power of D/E (not for 32 buckets and distance 128); code that
-        multiplies by a reciprocal rounds differently again.
+        "exact" decides the floor in integers. "float32" repeats the steps of published code: a
+        float32 logarithm, divided by the rounded constant. The two can differ where (n/E)**(B-E) is close to a power
+        of D/E (not for 32 buckets and distance 128). At such a border the last bit of a logarithm decides, which
+        NumPy, PyTorch and each processor's library compute for themselves: with PyTorch a few in a million distances
+        may still differ. Code that multiplies by a reciprocal rounds differently again.
 
     Returns
     -------
