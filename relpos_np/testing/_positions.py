@@ -6,13 +6,12 @@ template: its arrays are replaced by those that were given, its settings by thos
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from math import isqrt
 from typing import Any
 
@@ -130,7 +129,6 @@ def _built(info: SchemeInfo, variant: str | None, lengths: Lengths, grid: tuple[
             paths += [[*same, other] for other in range(1, sample.counts[position])]
 
 
-@lru_cache(256)
 def _templates(info: SchemeInfo, variant: str | None, lengths: Lengths) -> list[tuple[Any, dict[str, Array]]]:
     """Each form once, as `encode` describes it, with its arrays; these only matter by their axes."""
     seen: set[str] = set()
@@ -155,6 +153,13 @@ def _plain(value: Any) -> bool:
     if isinstance(value, dict):
         return set(value) == {"float"}
     return all(map(_plain, value)) if isinstance(value, list) else True
+
+
+def _copied(node: Any) -> Any:
+    """A node with containers of its own."""
+    if isinstance(node, dict):
+        return {name: _copied(value) for name, value in node.items()}
+    return [_copied(value) for value in node] if isinstance(node, list) else node
 
 
 def _settings(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any], type]]:
@@ -252,12 +257,21 @@ class _Variants:
         return own if agree.get(own) == most else next(v for v, count in agree.items() if count == most)
 
 
+@lru_cache(256)
+def _forms(
+    info: SchemeInfo, lengths: Lengths
+) -> tuple[dict[str | None, list[tuple[Any, dict[str, Array]]]], _Variants]:
+    """The forms of each variant, and what tells these apart."""
+    forms = {variant: _templates(info, variant, lengths) for variant in info.variants or (None,)}
+    return forms, _Variants(forms)
+
+
 def _set(node: Any, stated: Mapping[str, Any], how: str, kept: Sequence[str]) -> Any:
     """A node with settings as stated, and the others as they are or, if they may be, at their defaults.
 
     A real number that is not stated is at its default: that of an example is one among many.
     """
-    node = copy.deepcopy(node)
+    node = _copied(node)
     for path, held, cls in list(_settings(node)):
         name = path.rpartition(".")[2]
         if path in stated or name in stated:
@@ -278,7 +292,7 @@ def _varied(node: Any, stated: Mapping[str, Any]) -> Iterator[Any]:
         if path in stated or name in stated:
             continue
         for other in _others(cls, name, held[name]):
-            changed = copy.deepcopy(node)
+            changed = _copied(node)
             list(_settings(changed))[at][1][name] = other
             yield changed
 
@@ -292,16 +306,18 @@ def _fits(slot: Array, x: Array) -> bool:
     return slot.ndim == x.ndim and (kind == wanted or (wanted, kind) == ("f", "i"))
 
 
-def _kept(node: Any, slots: Mapping[str, Array], count: int) -> Iterator[tuple[Any, list[str]]]:
-    """The node with so many of its arrays: those that the constructor can do without may be left out."""
+def _kept(node: Any, slots: Mapping[str, Array], count: int) -> Iterator[tuple[list[str], tuple[str, ...]]]:
+    """So many of a form's arrays, and the others: those that the constructor can do without may be left out."""
     cls = _classes()[node["class"]]
     names = [name.removeprefix(_ROOT + ".") for name in slots]
     spare = [name for name in names if "." not in name and _default(cls, name) is None]
     for left_out in combinations(spare, len(names) - count) if len(names) >= count else ():
-        changed = copy.deepcopy(node)
-        for name in left_out:
-            changed["arguments"][name] = None
-        yield changed, [name for name in names if name not in left_out]
+        yield [name for name in names if name not in left_out], left_out
+
+
+def _without(node: Any, left_out: Sequence[str]) -> Any:
+    """The node without some of its arrays."""
+    return node | {"arguments": node["arguments"] | dict.fromkeys(left_out)} if left_out else node
 
 
 def _assigned(names: list[str], slots: Mapping[str, Array], given: Mapping[str, Array]) -> Iterator[dict[str, str]]:
@@ -345,20 +361,25 @@ def _of_scheme(
     result: Candidates,
 ) -> None:
     seen: set[str] = set()
+    chosen_before: set[str] = set()
     counts: set[int] = set()
     refused = ""
-    forms = {variant: _templates(info, variant, lengths) for variant in info.variants or (None,)}
-    variants = _Variants(forms)
+    forms, variants = _forms(info, lengths)
     for variant, (node, slots) in ((v, form) for v, found in forms.items() for form in found):
         counts.add(len(slots))
-        for (kept, names), how in product(_kept(node, slots, len(given)), ("as built", "default")):
-            chosen = _set(kept, stated, how, variants.names)
-            for ways, assigned in enumerate(_assigned(names, slots, given)):
-                if ways == _WAYS:
-                    result.complete = False
-                    break
-                for one in _varied(chosen, stated):
-                    key = repr((one, assigned))
+        for names, left_out in _kept(node, slots, len(given)):
+            kinds = [(x.ndim, x.dtype.kind) for x in slots.values()]
+            ways = list(islice(_assigned(names, slots, given), _WAYS + 1))
+            result.complete &= len(ways) <= _WAYS
+            for how in ("as built", "default") if ways else ():
+                chosen = _set(_without(node, left_out), stated, how, variants.names)
+                # Many forms are alike but for numbers that are stated or at their defaults.
+                if (same := f"{variant} {chosen} {names} {kinds}") in chosen_before:
+                    continue
+                chosen_before.add(same)
+                varied = [(one, repr(one)) for one in _varied(chosen, stated)]
+                for assigned, (one, text) in product(ways[:_WAYS], varied):
+                    key = f"{text} {assigned}"
                     if key in seen:
                         continue
                     seen.add(key)

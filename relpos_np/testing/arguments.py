@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ _MISSING = object()
 _DEPTH = 16
 
 
-def _parameters(constructor: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+@cache
+def _parameters(constructor: type) -> dict[str, inspect.Parameter]:
     # A class without a constructor of its own reports (*args, **kwargs).
     return {
         name: parameter
@@ -55,7 +57,8 @@ def arguments(scheme: Any) -> dict[str, Any]:
         If the scheme does not keep one of them.
     """
     found = {}
-    for name in _parameters(type(scheme)):
+    cls: type = type(scheme)
+    for name in _parameters(cls):
         value = getattr(scheme, name, _MISSING)
         if value is _MISSING:
             raise RelposTypeError(

@@ -285,15 +285,20 @@ def _compare(
     """One candidate under some conventions."""
     refused = ""
     tried = False
+    # What a scheme refuses, it refuses with every scale.
+    hopeless: set[Convention] = set()
     for how in hows:
         if search.calls >= _CALLS:
             search.complete = False
             return
+        if (unscaled := replace(how, scale=1.0)) in hopeless:
+            continue
         search.calls += 1
         try:
             answer, lse = computed(at, candidate.made, how, sinks)
         except (RelposError, ArithmeticError, IndexError, MemoryError, ValueError) as error:
             refused = refused or str(error)
+            hopeless.add(unscaled)
             continue
         tried = True
         largest, relative = distance(at, answer, lse)
