@@ -163,6 +163,28 @@ def test_precision(dtype):
     assert only(found).scheme == "t5"
 
 
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [(500_000.0, "float32"), (123.4567, "float64"), pytest.param(7_654_321.0, "float32", marks=pytest.mark.stress)],
+)
+def test_a_rotary_base_that_nobody_stated(base, dtype):
+    q, k, v = (x.astype(dtype) for x in (Q, K, V))
+    rotary = rp.Rotary(8, base=base, layout="interleaved")
+    found = identify(q, k, v, out=rp.attention(q, k, v, position=rotary, causal=True, backend="numpy"))
+    match = only(found, "rotary")
+    assert (match.variant, match.call["causal"], found.precision) == ("interleaved", True, dtype)
+    fitted = [note for note in found.notes if note.startswith("base: fitted")]
+    if base == 500_000.0:
+        assert (match.settings["base"], fitted) == (base, [])
+    else:
+        first, last = (float(x) for x in fitted[0].split("which ")[1].split(" explain")[0].split(" to "))
+        assert first <= base <= last
+        assert first <= match.settings["base"] <= last
+        assert last - first < 1e-4 * base
+        # Not more digits than the answer tells.
+        assert match.settings["base"] == (base if dtype == "float64" else 7_654_300.0)
+
+
 def test_scores_and_log_sum_exp_tell_more():
     keys = rp.ALiBi(form="key")
     out, lse = rp.attention(Q, K, V, position=keys, causal=True, return_lse=True, backend="numpy")
@@ -181,10 +203,13 @@ def test_nothing_fits():
     assert found.nearest
     assert min(match.relative_error for match in found.nearest) > 0.1
     assert "takes" in found.untried["fire"] or "arrays" in found.untried["fire"]
-    # A setting that is not stated is not guessed.
+    # A setting that is not stated is not guessed, but for rotary bases; one that is stated is used as it is.
+    sandwich = rp.attention(Q, K, V, position=rp.Sandwich(dim=6), backend="numpy")
+    assert not identify(Q, K, V, out=sandwich).matches
+    assert only(identify(Q, K, V, out=sandwich, given={"dim": 6}), "sandwich").settings["dim"] == 6
     rotary = rp.attention(Q, K, V, position=rp.Rotary(8, base=123.0), backend="numpy")
-    assert not identify(Q, K, V, out=rotary).matches
     assert only(identify(Q, K, V, out=rotary, given={"base": 123.0}), "rotary").settings["base"] == 123.0
+    assert not identify(Q, K, V, out=rotary, given={"base": 124.0}).matches
 
 
 @pytest.mark.stress

@@ -12,6 +12,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
+from relpos_np.testing import _bases as bases
 from relpos_np.testing._conventions import Convention, Operands, computed, conventions, readings, swapped
 from relpos_np.testing._fits import RUNGS, Fit, distance, grouped, match, relative_to, rung_of, stored_in, why
 from relpos_np.testing._identified import Identification, Match
@@ -45,6 +46,7 @@ class _Search:
     complete: bool = True
     untried: dict[str, str] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
 
 def identify(
@@ -63,7 +65,8 @@ def identify(
 
     Every scheme of the register that takes the arrays is tried in all its variants, with scale 1/sqrt(D), none and
     twice, positions and causal masks aligned at the first or at the last key, and what is stated as it may have been
-    meant. If nothing fits, the arrays are read in other orders, and windows of every width are tried.
+    meant. If nothing fits, rotary bases of released models are tried and one is fitted, the arrays are read in other
+    orders, and windows of every width are tried.
 
     Parameters
     ----------
@@ -97,8 +100,9 @@ def identify(
     Notes
     -----
     Of large operands the last queries of the first batch item are compared, so that time does not grow with the length
-    squared. A scheme with numbers of its own that are neither defaults nor stated, such as a rotary base, is nearest
-    and does not fit.
+    squared. A scheme with numbers of its own that are neither defaults nor stated is nearest and does not fit. But a
+    base of rotary frequencies is tried as released models have it, and then fitted: the roundest number that explains
+    the answer is told, with a note of those that explain it as well. Short calls turn slow channels too little to see.
 
     Examples
     --------
@@ -117,6 +121,10 @@ def identify(
     search = _Search(_answer(named).dtype, stated, arrays, settings)
     for at in readable:
         _look(search, at, arrays)
+        if _best(search):
+            return _result(search, readable[0])
+    for at in readable:
+        _bases(search, at)
         if _best(search):
             return _result(search, readable[0])
     for at in readable:
@@ -379,6 +387,62 @@ def _scan(search: _Search, at: Operands, changed: Callable[[Convention], list[Co
     search.fits = before
 
 
+def _bases(search: _Search, at: Operands) -> None:
+    """Rotary bases that nobody stated: those of released models, then one number that is fitted to the answer."""
+    own = {id(one.candidate): one.candidate for one in search.fits if one.at is at and one.how.sinks is None}
+    free = [one for one in own.values() if bases.free(one, search.settings)]
+    hows = list(conventions(at, search.stated, None))
+    before, most = list(search.fits), search.calls + _SCANNED
+
+    def error(candidate: Candidate, how: Convention, base: float) -> float:
+        search.calls += 1
+        try:
+            answer, lse = computed(at, bases.with_base(candidate, base).made, how, None)
+        except (RelposError, ArithmeticError, ValueError):
+            return np.inf
+        found = distance(at, answer, lse)[1]
+        return found if np.isfinite(found) else np.inf
+
+    ranked: list[tuple[float, int]] = []
+    ways = [(candidate, how) for candidate in free for how in hows]
+    for n, (candidate, how) in enumerate(ways):
+        if search.calls > most:
+            search.complete = False
+            break
+        ranked.append((min(error(candidate, how, base) for base in bases.LANDMARKS), n))
+    nearest = [ways[n] for far, n in sorted(ranked)[:_NEAREST] if far < np.inf]
+    for candidate, how in nearest:
+        for base in bases.PUBLISHED:
+            _compare(search, at, bases.with_base(candidate, base), [how], None)
+    if _best(search):
+        return
+    for candidate, how in nearest:
+        _fitted(search, at, candidate, how, partial(error, candidate, how))
+        if _best(search):
+            return
+    search.fits = before
+
+
+def _fitted(search: _Search, at: Operands, candidate: Candidate, how: Convention, error: bases.Error) -> None:
+    """A base that is fitted: the roundest number among those that explain the answer, and which these are."""
+    base = bases.lowest(error, max(at.sizes[-2:]))
+    least = error(base)
+
+    def fits(other: float) -> bool:
+        return error(other) <= _AS_GOOD * least + 64 * EPS["float64"]
+
+    rung = len(search.fits)
+    _compare(search, at, bases.with_base(candidate, base), [how], None)
+    # Rounding on the way, which is not that of the answer, would excuse a base that is only near.
+    if len(search.fits) == rung or search.fits[-1].rung >= RUNGS.index("float16 inside"):
+        return
+    round_one = next(other for other in bases.rounder(base) if fits(other))
+    first, last = bases.alike(base, fits)
+    search.fits.pop()
+    _compare(search, at, bases.with_base(candidate, round_one), [how], None)
+    search.said.append(f"base: fitted to the answer, which {first:.9g} to {last:.9g} explain as well")
+
+
 # ---------------------------------------------------------------------------------------------- telling
 
 
@@ -412,6 +476,7 @@ def _notes(search: _Search, at: Operands) -> Iterator[str]:
     wanted = at.out if at.out is not None else at.scores
     if wanted is not None and np.isnan(wanted).any():
         yield f"{int(np.isnan(wanted).sum())} numbers are NaN and were not compared"
+    yield from search.said
     if not search.complete:
         yield "the search was cut short: these arrays can be used in more ways than are tried; name them or state more"
 
