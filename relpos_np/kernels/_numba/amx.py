@@ -55,7 +55,7 @@ class _Instructions:
         self._memory("tilestored64", tile, pointer, stride)
 
     def multiply(self, sums: int, left: int, right: int) -> None:
-        """Add to sums[i, j] both products of left[i, k] and right[k, j], for every k in turn."""
+        """Add to sums[i, j] both products of left[i, k] and right[k, j] for every k; subnormal numbers count as 0."""
         self._registers("tdpbf16ps", sums, left, right)
 
 
@@ -89,16 +89,24 @@ class _Emulated(_Instructions):
         v, at = self.v, self.registers
         self._each_row(lambda k: v.store(v.load(at, self._row(tile, k)), pointer, self.b.mul(k, stride)))
 
+    def _normal(self, x: ir.Value) -> ir.Value:
+        """A subnormal number as 0, as the processor takes and leaves it."""
+        size = self.b.select(self.b.fcmp_ordered("<", x, self.v.const(0)), self.b.fneg(x), x)
+        return self.b.select(self.b.fcmp_ordered("<", size, self.v.const(2.0**-126)), self.v.const(0), x)
+
     def multiply(self, sums: int, left: int, right: int) -> None:
         v, at = self.v, self.registers
 
         def row(i: ir.Value) -> None:
             def step(k: ir.Value, acc: list[Any]) -> list[Any]:
                 x = v.splat(v.get(at, self.b.add(self._row(left, i), k)))
-                return [v.dot(x, v.load(at, self._row(right, k)), acc[0])]
+                both = zip(v.halves_of(x), v.halves_of(v.load(at, self._row(right, k))), acc, strict=True)
+                return [self._normal(v.fma(self._normal(p), self._normal(q), z)) for p, q, z in both]
 
-            (total,) = v.loop(index(0), index(SIDE), 1, [v.load(at, self._row(sums, i))], step)
-            v.store(total, at, self._row(sums, i))
+            # The first and the second products of pairs are summed apart.
+            parts = v.loop(index(0), index(SIDE), 1, [v.const(0)] * 2, step)
+            total = self.b.fadd(v.load(at, self._row(sums, i)), self._normal(self.b.fadd(*parts)))
+            v.store(self._normal(total), at, self._row(sums, i))
 
         self._each_row(row)
 
