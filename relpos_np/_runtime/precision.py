@@ -38,9 +38,9 @@ def set_precision(name: Precision | None) -> None:
     name : {"highest", "high", "medium"} or None
         The words of ``torch.set_float32_matmul_precision``. In each of them the softmax and all sums are in float32.
 
-        - "highest": products of float32 numbers. Operands of half precision are widened.
-        - "high": products with an error of about 2^-16 at most. No unit of today makes them faster than "highest"
-          does, which is what is used.
+        - "highest": products of float32 numbers, or as exact as those. Operands of half precision are widened.
+        - "high": products with an error of 3 * 2^-16 at most, where matrix tiles make them, which must be asked for
+          (``RELPOS_MATRIX_UNIT``); elsewhere, and for gradients, as "highest".
         - "medium": products of operands rounded to bfloat16, and of probabilities and (for gradients) slopes of scores
           rounded to bfloat16, with an error of 2^-8 each; where the processor multiplies bfloat16 no faster than
           float32, as "highest".

@@ -26,7 +26,10 @@ from tests.interpreted.vectors import Vectors
 # The package has kernels by the names of their modules.
 MODULES = {
     name: sys.modules[f"{host.__name__}.{name}"]
-    for name in ("attend", "backpairs", "backward", "decode", "pack", "pieces", "product", "scores", "shift", "window")
+    for name in (
+        *("attend", "backpairs", "backward", "decode", "pack", "pieces", "planes", "product", "scores", "shift"),
+        "window",
+    )
 }
 # What lies behind the address that a kernel is called with, by the first word of its name.
 RECORDS = {

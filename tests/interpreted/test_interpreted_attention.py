@@ -204,12 +204,59 @@ def test_half_precision_of_many_queries(name, dtype, unit, monkeypatch):
     with interpreted() as machine:
         found = rp.attention(q, k, v, **case.options(np.float32), backend="numba")
     kind = "bfloat16" if unit != "none" and dtype == ml_dtypes.bfloat16 else "float32"
-    assert set(machine.launches) <= {f"attend_{kind}", f"windows_{kind}", "product_float32"}
+    tiled = "planes" if unit == "emulated tiles" and kind == "float32" else kind
+    assert set(machine.launches) <= {f"attend_{tiled}", f"windows_{kind}", "product_float32"}
     wide = [x.astype(np.float64) for x in (q, k, v)]
     with np.errstate(invalid="ignore"):
         expected = rp.attention(*wide, **case.options(np.float64), backend="numpy")
     assert found.dtype == dtype
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """A host that plans for matrix tiles, whose products the interpreter makes on any processor."""
+    monkeypatch.setattr(job, "UNIT", "emulated tiles")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_by_planes(name, tiles):
+    """Within the promise of float32, whatever is added to scores and values."""
+    machine = assert_agrees(CASES[name], np.float32)
+    assert set(machine.launches) - {"product_float32"} == {"attend_planes"}
+
+
+@pytest.mark.parametrize("name", ["plain", "shaw, both sides", "bool mask"])
+def test_two_planes(name, tiles):
+    case = CASES[name]
+    with interpreted(threads=2) as machine, rp.use_precision("high"):
+        found = case.attention(np.float32, "numba")
+    assert machine.launches["attend_planes"]
+    expected = case.attention(np.float64, "numpy")
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-4)
+    # Two planes are not three.
+    assert np.abs(found[0] - expected[0]).max() > 1e-6
+
+
+def test_what_planes_do_not_stand_for(monkeypatch, rng):
+    """NaN, infinity, the largest and the smallest numbers, some of them excluded: as without planes."""
+    q, k, v = (rng.standard_normal((2, n, 9)).astype(np.float32) for n in (30, 250, 250))
+    q[0, 7, 2], k[:, 3, 1], k[:, 200, 0], k[:, 9, 8] = np.inf, np.nan, -np.inf, 3.4e38
+    v[:, 8, 4], v[:, 30, 3], v[:, 31, :3], v[:, 201, 2] = np.nan, 3.4e38, 1e-41, 1e-20
+    mask = rng.random((30, 250)) < 0.5
+    mask[:, 8] = mask[::2, 3] = mask[1::3, 9] = False
+    mask[5:20, 30], mask[:, 0] = False, True
+    answers = []
+    for unit, kernel in (("emulated tiles", "attend_planes"), ("none", "attend_float32")):
+        monkeypatch.setattr(job, "UNIT", unit)
+        with interpreted(threads=2) as machine:
+            answers.append(rp.attention(q, k, v, mask=mask, return_lse=True))
+        assert machine.launches[kernel]
+    for found, exact in zip(*answers, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=2e-6, atol=2e-6)
+        assert np.isnan(exact).any()
+        assert np.isfinite(exact).any()
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from relpos_np.kernels._numba.split import FAR
 from relpos_np.kernels._numba.target import NARROW, PAIR_ROWS, PAIR_STEPS, SUM_VECTORS, TARGET, TILED
 from tests.interpreted.memory import ADDRESS, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault
 
@@ -234,6 +235,66 @@ class Vectors:
         n = up(n, SUM_VECTORS * TARGET.lanes(x.size))
         row = self.m.row(x, 0, n, write=True)
         row[: n // 2] = rounded(row).view(np.float32)
+
+    # float32 as planes of bfloat16 -----------------------------------------------------------------
+
+    def _planes(self, x, count):
+        """Bits of the planes of x, one after another."""
+        for _ in range(count):
+            bits = (x.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
+            yield (bits >> 16).astype(np.uint16)
+            x = x - bits.view(np.float32)
+
+    def split_rows(self, out, plane, width, x, stride, rows, depth, wide, planes):
+        source = self.m.grid(x, 0, rows, stride, depth).copy()
+        for n, bits in enumerate(self._planes(source, planes)):
+            made = np.zeros((rows, wide), np.uint16)
+            made[:, :depth] = bits
+            self.m.grid(out.moved(n * plane), 0, rows, width, wide // 2, write=True)[...] = made.view(np.float32)
+
+    def split_pairs(self, out, plane, width, x, stride, rows, cols, planes):
+        source = np.zeros((rows + rows % 2, cols), np.float32)
+        source[:rows] = self.m.grid(x, 0, rows, stride, cols)
+        for n, bits in enumerate(self._planes(source, planes)):
+            pairs = bits[0::2].astype(np.uint32) | bits[1::2].astype(np.uint32) << 16
+            self.m.grid(out.moved(n * plane), 0, len(pairs), width, cols, write=True)[...] = pairs.view(np.float32)
+
+    def _odd(self, x, least):
+        size = np.abs(x)
+        return ~(size < FAR) | ((size < least) & (size > 0))
+
+    def odd_rows(self, out, x, stride, rows, depth, least):
+        found = self._odd(self.m.grid(x, 0, rows, stride, depth), least).sum(axis=1)
+        self.m.row(out, 0, rows, write=True)[...] = found
+        return float(found.sum())
+
+    def odd_columns(self, out, x, stride, rows, cols):
+        found = self._odd(self.m.grid(x, 0, rows, stride, cols), 0.0).sum(axis=0)
+        self.m.row(out, 0, cols, write=True)[...] = found
+        return float(found.sum())
+
+    def _of_planes(self, left, right, planes):
+        """The sum of the products that are made; ``left(n)`` and ``right(n)`` are plane n of either side."""
+        made = [(x, y) for x in range(planes) for y in range(planes) if x + y < planes]
+        return sum(unpaired(left(x), 1) @ unpaired(right(y), 0) for x, y in made)
+
+    def plane_panel(self, a, lda, left, b, right, depth, c, ldc, count, cols, planes):
+        rows, width, depth = up(count, PAIR_ROWS), TARGET.panel(a.size), up(depth, PAIR_STEPS)
+        made = max(self._columns(cols, TARGET.lanes(a.size)), 2 * PAIR_ROWS if TILED else 0)
+        self.m.grid(c, 0, rows, ldc, made, write=True)[...] = self._of_planes(
+            lambda n: self.m.grid(a.moved(n * left), 0, rows, lda, depth),
+            lambda n: self.m.grid(b.moved(n * right), 0, depth, width, made),
+            planes,
+        )
+
+    def accumulate_planes(self, a, lda, b, ldb, c, ldc, fade, count, width, depth, planes, left, right):
+        rows, depth = up(count, PAIR_ROWS), up(depth, PAIR_STEPS)
+        target = self.m.grid(c, 0, rows, ldc, width, write=True)
+        target[...] = target * self.m.row(fade, 0, rows)[:, None] + self._of_planes(
+            lambda n: self.m.grid(a.moved(n * left), 0, rows, lda, depth),
+            lambda n: self.m.grid(b.moved(n * right), 0, depth, ldb, width),
+            planes,
+        )
 
     def as_integers(self, base):
         return base.seen_as(UINT32)

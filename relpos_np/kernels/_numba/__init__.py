@@ -21,7 +21,7 @@ from relpos_np.kernels._numba.pieces import LOG2
 from relpos_np.kernels._numba.prepared import prepare
 from relpos_np.kernels._numba.product import product
 from relpos_np.kernels._numba.shift import rel_shift, shift
-from relpos_np.kernels._numba.target import CONVERTS_HALF, UNIT
+from relpos_np.kernels._numba.target import CONVERTS_HALF, TILED, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -30,13 +30,15 @@ __all__ = ["attention", "backward", "cache_folder", "held", "prepare", "rel_shif
 # Dtypes of results.
 WRITES = ("float64", "float32", "bfloat16", *(("float16",) if CONVERTS_HALF else ()))
 
+# What is multiplied by a unit that this process does not use.
+_ABSENT = {*(("bfloat16",) if UNIT == "none" else ()), *(() if TILED else ("planes",))}
 # Every kernel that this processor may run, by what it is for and the dtype, where it has one.
 KERNELS = {
     "rel_shift": shift,
-    **{f"attention {name}": kernel for name, kernel in attend.items() if name != "bfloat16" or UNIT != "none"},
-    **{f"windows {name}": kernel for name, kernel in windows.items() if name != "bfloat16" or UNIT != "none"},
+    **{f"attention {name}": kernel for name, kernel in attend.items() if name not in _ABSENT},
+    **{f"windows {name}": kernel for name, kernel in windows.items() if name not in _ABSENT},
     **{f"products float{8 * size}": product[size] for size in product},
-    **{f"backward {name}": kernel for name, kernel in backward_kernel.items() if name != "bfloat16" or UNIT != "none"},
+    **{f"backward {name}": kernel for name, kernel in backward_kernel.items() if name not in _ABSENT},
     **{f"decoding {name}": kernel for name, kernel in decode.items()},
 }
 

@@ -22,6 +22,8 @@ from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
 SIDE = 16
 # A group of products has two tiles on either side, so that each that is loaded is used twice.
 _SUMS, _LEFT, _RIGHT = 0, 4, 6
+# Products of planes, from the smallest on: while sums are small, so are their roundings.
+PRODUCTS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
 
 
 class _Instructions:
@@ -125,30 +127,57 @@ def _product(
     depth: ir.Value,
     c: ir.Value,
     ldc: ir.Value,
+    planes: tuple[ir.Value, ir.Value, ir.Value] | None = None,
 ) -> None:
-    """C = A[16 * shape[0], depth] @ B[depth, 16 * shape[1]], where depth is rounded up to whole tiles."""
+    """C = A[16 * shape[0], depth] @ B[depth, 16 * shape[1]], where depth is rounded up to whole tiles.
+
+    `planes`: how many of them A and B have, and how far apart these are; the products of planes are summed.
+    """
     builder, tiles = v.b, _tiles(v)
     rows, columns = (range(n) for n in shape)
 
-    def step(k: ir.Value, _: list[Any]) -> list[Any]:
-        for r in rows:
-            tiles.load(_LEFT + r, v.at(a, builder.add(builder.mul(index(SIDE * r), lda), k)), lda)
-        for n in columns:
-            tiles.load(_RIGHT + n, v.at(b, builder.add(builder.mul(k, ldb), index(SIDE * n))), ldb)
-        for r in rows:
+    def whole(a: ir.Value, b: ir.Value) -> None:
+        def step(k: ir.Value, _: list[Any]) -> list[Any]:
+            for r in rows:
+                tiles.load(_LEFT + r, v.at(a, builder.add(builder.mul(index(SIDE * r), lda), k)), lda)
             for n in columns:
-                tiles.multiply(_SUMS + 2 * r + n, _LEFT + r, _RIGHT + n)
-        return []
+                tiles.load(_RIGHT + n, v.at(b, builder.add(builder.mul(k, ldb), index(SIDE * n))), ldb)
+            for r in rows:
+                for n in columns:
+                    tiles.multiply(_SUMS + 2 * r + n, _LEFT + r, _RIGHT + n)
+            return []
+
+        v.loop(index(0), depth, SIDE, [], step)
 
     for r in rows:
         for n in columns:
             tiles.clear(_SUMS + 2 * r + n)
-    v.loop(index(0), depth, SIDE, [], step)
+    if planes is None:
+        whole(a, b)
+    else:
+        _each_product(v, planes, lambda left, right: whole(v.at(a, left), v.at(b, right)))
     for r in rows:
         for n in columns:
             tiles.store(
                 _SUMS + 2 * r + n, v.at(c, builder.add(builder.mul(index(SIDE * r), ldc), index(SIDE * n))), ldc
             )
+
+
+def _each_product(
+    v: Vectors, planes: tuple[ir.Value, ir.Value, ir.Value], body: Callable[[ir.Value, ir.Value], None]
+) -> None:
+    """Run ``body(offset in A, offset in B)`` for every product of planes that is made, the smallest first."""
+    b, (count, *apart) = v.b, planes
+    tables = [sum(pair[side] << 2 * n for n, pair in enumerate(PRODUCTS)) for side in range(2)]
+
+    def product(n: ir.Value, _: list[Any]) -> list[Any]:
+        twice = b.mul(n, index(2))
+        chosen = [b.and_(b.lshr(index(table), twice), index(3)) for table in tables]
+        body(*(b.mul(plane, step) for plane, step in zip(chosen, apart, strict=True)))
+        return []
+
+    # Three planes make all of them, and two planes the last three.
+    v.loop(b.mul(b.sub(index(3), count), index(3)), index(len(PRODUCTS)), 1, [], product)
 
 
 def _groups(v: Vectors, count: ir.Value, inside: bool, group: Callable[[ir.Value, int], None]) -> None:
@@ -235,11 +264,36 @@ def score_panel(with_bias: bool, inside: bool = False) -> Any:
     return code(generate)
 
 
-def accumulation(inside: bool = False) -> Any:
+def plane_panel() -> Any:
+    """Build the intrinsic that scores a block of queries by planes; see `tiles.py`."""
+
+    def generate(
+        v: Vectors, a: Any, lda: Any, left: Any, b: Any, right: Any, depth: Any, c: Any, ldc: Any, *args: Any
+    ) -> None:
+        builder, (count, cols, planes) = v.b, args
+        width = index(SIDE * TARGET.score_vectors)
+        made = builder.select(builder.icmp_signed("<=", cols, index(2 * SIDE)), index(2 * SIDE), width)
+
+        def group(i: ir.Value, tiles: int) -> None:
+            line, out = v.at(a, builder.mul(i, lda)), v.at(c, builder.mul(i, ldc))
+
+            def columns(j: ir.Value, _: list[Any]) -> list[Any]:
+                shape = (tiles, 2)
+                _product(v, shape, line, lda, v.at(b, j), width, depth, v.at(out, j), ldc, (planes, left, right))
+                return []
+
+            v.loop(index(0), made, 2 * SIDE, [], columns)
+
+        _groups(v, count, False, group)
+
+    return code(generate)
+
+
+def accumulation(inside: bool = False, split: bool = False) -> Any:
     """Build the intrinsic that adds the product of a tile with rows of values; see `tiles.py`."""
 
     def generate(v: Vectors, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, *args: Any) -> None:
-        builder, (factors, count, width, depth) = v.b, args
+        builder, (factors, count, width, depth, *planes) = v.b, args
         made = cgutils.alloca_once(builder, ir.ArrayType(v.scalar, 4 * SIDE * SIDE))
         sums, stride = builder.bitcast(made, v.scalar.as_pointer()), index(2 * SIDE)
 
@@ -247,7 +301,8 @@ def accumulation(inside: bool = False) -> Any:
             def strip(col: ir.Value, _: list[Any]) -> list[Any]:
                 def group(i: ir.Value, tiles: int) -> None:
                     line = v.at(a, builder.mul(i, lda))
-                    _product(v, (tiles, tiles_across), line, lda, v.at(b, col), ldb, depth, sums, stride)
+                    shape, apart = (tiles, tiles_across), tuple(planes) if split else None
+                    _product(v, shape, line, lda, v.at(b, col), ldb, depth, sums, stride, apart)
 
                     def row(i: ir.Value, r: ir.Value) -> None:
                         factor, at = v.splat(v.get(factors, i)), builder.add(builder.mul(i, ldc), col)

@@ -25,9 +25,18 @@ from relpos_np.kernels._numba.pieces import (
     SCORE_ROWS,
     Tile,
     head_of,
+    pair_steps,
     round_up,
     size_of,
     whole_columns,
+)
+from relpos_np.kernels._numba.planes import (
+    SHARE_ROWS,
+    add_planes,
+    plane_layout,
+    score_planes,
+    split_queries,
+    split_values,
 )
 from relpos_np.kernels._numba.records import ADD, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.rows import (
@@ -227,18 +236,20 @@ def add_far(base: Any, w: Any, rows: int, v_width: int, bins: int) -> None:
 
 
 @inlined
-def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved: int, pairs: bool) -> bool:
+def score_tile(
+    p: Any, adds: Any, base: Any, w: Any, x: Any, head: Any, tile: Any, moved: int, odd: float, pairs: bool, split: bool
+) -> bool:
     """Scores of a tile and their maxima by row; whether bias and maxima were done within the product."""
     depth, lanes = p.steps, lanes_of(base)
     width, queries, scores, tops = PANEL_VECTORS * lanes, at(base, w.queries), at(base, w.scores), at(base, w.tops)
     i0, rows, j0, cols, _ = tile
-    unit = PAIR_ROWS if pairs else SCORE_ROWS
+    unit = PAIR_ROWS if pairs or split else SCORE_ROWS
     pack_keys(p, at(base, w.keys), at(base, w.scratch), head, j0, cols, pairs)
     # That needs all keys open to all queries, no column left over, and one bias at most.
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.cap == 0.0
     plain = plain and not (p.skew_depth and p.bias_row)
     whole = whole_columns(cols, lanes) == cols or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
-    fused = plain and in_band(p, head.b, tile) and whole
+    fused = not split and plain and in_band(p, head.b, tile) and whole
     fill_row(tops, 0, round_up(rows, unit) * lanes, MINUS_INFINITY)
     if p.skew_depth:
         skew_block(p, base, w, p.skew_depth, head, tile, moved)
@@ -260,7 +271,9 @@ def score_tile(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, moved
             low = min(max(j0 + c - p.offset - p.right - i0, 0), rows) // unit * unit
             high = min(max(j0 + c + width - p.offset + p.left - i0, low), rows)
             lines, out, panel = at(queries, low * depth), at(scores, low * BLOCK_KEYS + c), at(base, w.keys + c * depth)
-            if pairs:
+            if split:
+                score_planes(p, base, w, x, low, high, c, min(width, cols - c), odd)
+            elif pairs:
                 score_pairs(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, min(width, cols - c), p.scale)
             else:
                 score_plain(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, min(width, cols - c))
@@ -287,7 +300,10 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
 
 
 @inlined
-def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused: bool, far: bool, pairs: bool) -> None:
+def add_tile(
+    p: Any, values: Any, base: Any, w: Any, x: Any, head: Any, tile: Any, fused: bool, far: bool, pairs: bool,
+    split: bool,
+) -> None:  # fmt: skip
     """Turn a tile's scores into probabilities, fade earlier sums, and add the tile's."""
     rows, cols, lanes, fade = tile.rows, tile.cols, lanes_of(base), at(base, w.fade)
     v_width = round_up(p.v_depth, lanes)
@@ -308,8 +324,11 @@ def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused
             bypass_pairs(base, w, rows, cols, p.v_depth, v_width)
         else:
             bypass_values(base, w, rows, cols, p.v_depth, v_width)
-    for i1 in range(0, rows, STRIP):
-        i2 = min(i1 + STRIP, rows)
+    apart, strip = False, STRIP
+    if split:
+        apart, strip = split_values(p, base, w, x, cols, v_width), SHARE_ROWS
+    for i1 in range(0, rows, strip):
+        i2 = min(i1 + strip, rows)
         # Keys that the last row of the strip may attend: beyond them there is nothing to exponentiate or to add.
         last_seen = max(min(cols, tile.i0 + i2 + p.offset + p.right - tile.j0), 0)
         wide = round_up(last_seen, SUM_VECTORS * lanes)
@@ -325,7 +344,9 @@ def add_tile(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, fused
                 put(fade, i, 1.0)
         s, v, out = at(base, w.scores + i1 * BLOCK_KEYS), at(base, w.values), at(base, w.out + i1 * v_width)
         count, below = i2 - i1, at(fade, i1)
-        if pairs:
+        if split:
+            add_planes(p, base, w, x, i1, count, last_seen, wide, apart)
+        elif pairs:
             both = (last_seen + 1) // 2
             accumulate_pairs(s, BLOCK_KEYS, v, v_width, out, v_width, below, count, v_width, both)
         else:
@@ -356,13 +377,17 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
 
 
 @inlined
-def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int, pairs: bool) -> None:
+def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int, pairs: bool, split: bool) -> None:
     """Attention for one block of queries of one head."""
     block, lanes, b, i0 = p.block_queries, lanes_of(base), t // (p.heads * p.blocks), t % p.blocks * p.block_queries
     rows, width = min(block, p.q_len - i0), PANEL_VECTORS * lanes
     w = layout(block, p.steps, round_up(p.v_depth, lanes), p.skew_depth, p.bins, lanes)
     head = head_of(p, batches, base, b, t // p.blocks % p.heads)
     begin_rows(p, base, w, head, i0, rows, pairs)
+    x = plane_layout(w.end, block, pair_steps(p.depth), round_up(p.v_depth, lanes), p.planes, lanes)
+    odd = 0.0
+    if split:
+        odd = split_queries(p, base, w, x, rows)
     # Tiles lie on a grid that begins at the first key that any query may attend, and a tile ends where whole
     # panels end: a row's sums are the same bits whatever other rows share its block.
     origin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
@@ -382,8 +407,8 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
         if j0 < panels_end and not p.bias_tail:
             cols = min(cols, panels_end - j0)  # leave a ragged end to a small tile of its own
         tile = Tile(i0, rows, j0, cols, 0)
-        fused = score_tile(p, adds, base, w, head, tile, moved, pairs)
-        add_tile(p, values, base, w, head, tile, fused, far, pairs)
+        fused = score_tile(p, adds, base, w, x, head, tile, moved, odd, pairs, split)
+        add_tile(p, values, base, w, x, head, tile, fused, far, pairs, split)
         j0, moved = j0 + cols, cols
         if far and (j0 - origin) % GROUP_KEYS == 0:
             end_group(base, w, rows, v_width, p.bins)
@@ -393,42 +418,52 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
 
 
 @inlined
-def attend_all(call: int, base: Any, pairs: bool) -> None:
-    """Take blocks of queries from the shared counter while there are any; `pairs`, a constant, is compiled in."""
+def attend_all(call: int, base: Any, pairs: bool, split: bool) -> None:
+    """Take blocks of queries from the shared counter while there are any.
+
+    Constants that are compiled in: products are of `pairs` of bfloat16, or of operands `split` into planes.
+    """
     p = carray(opaque(call), 1, CALL)[0]
     adds = carray(opaque(p.adds), p.add_count, ADD)
     values = carray(opaque(p.values), p.value_count, VALUE)
-    if pairs:
+    if pairs or split:
         open_tiles()
     t = take(call)
     while t < p.stop:
-        attend_block(p, adds, values, longs(p.batches), base, t, pairs)
+        attend_block(p, adds, values, longs(p.batches), base, t, pairs, split)
         t = take(call)
-    if pairs:
+    if pairs or split:
         close_tiles()
 
 
 def _attend_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False)
+        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False, False)
 
 
 def _attend_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        attend_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), False)
+        attend_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), False, False)
 
 
 def _attend_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
     p = carray(opaque(call), 1, CALL)[0]
     for n in range(get(lengths, 0)):
-        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), True)
+        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), True, False)
 
 
-# By what is multiplied: products of pairs of bfloat16 are summed in float32.
+def _attend_planes(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+    p = carray(opaque(call), 1, CALL)[0]
+    for n in range(get(lengths, 0)):
+        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False, True)
+
+
+# By what is multiplied: products of pairs of bfloat16, and of planes of float32, are summed in float32.
 attend = {
     "float32": Kernel(_attend_float32),
     "float64": Kernel(_attend_float64),
     "bfloat16": Kernel(_attend_bfloat16),
+    "planes": Kernel(_attend_planes),
 }

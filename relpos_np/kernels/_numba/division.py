@@ -8,6 +8,8 @@ from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.decode import decode_layout
 from relpos_np.kernels._numba.launch import SERIAL_FLOPS, call_flops
+from relpos_np.kernels._numba.pieces import pair_steps
+from relpos_np.kernels._numba.planes import plane_layout
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET, block_queries
 
 # A band of fewer keys is narrow.
@@ -54,7 +56,8 @@ def into_blocks(call: Call, *, windowed: bool) -> Division:
     blocks = -(-site.q_len // block)
     # The kernel for windows writes whole tiles in place: it needs blocks of about the same length.
     f["block_queries"], f["blocks"] = -(-site.q_len // blocks) if windowed else block, blocks
-    workspace = layout.py_func(block, f["steps"], width, skew, f["bins"], lanes).end * item
+    end = layout.py_func(block, f["steps"], width, skew, f["bins"], lanes).end
+    workspace = plane_layout.py_func(end, block, pair_steps.py_func(depth), width, f["planes"], lanes).end * item
     pieces, flops = heads * blocks, per_pair * block * min(site.k_len, band + block)
     threads = 1 if flops * pieces < SERIAL_FLOPS else min(call.threads, pieces)
     if not windowed:

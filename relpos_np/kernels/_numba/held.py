@@ -10,9 +10,10 @@ from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, part_count
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.biases import GATHER_BYTES
-from relpos_np.kernels._numba.job import in_pairs
+from relpos_np.kernels._numba.job import in_pairs, planes_of
 from relpos_np.kernels._numba.launch import available_threads
 from relpos_np.kernels._numba.pieces import pair_steps
+from relpos_np.kernels._numba.planes import plane_layout
 from relpos_np.kernels._numba.product import BLOCK_ROWS
 from relpos_np.kernels._numba.skew import is_skewed
 from relpos_np.kernels._numba.target import BLOCK_KEYS, MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
@@ -43,7 +44,9 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
     skew = sum(term.weights.shape[-1] for term in terms.queries if is_skewed(term))
     bins = sum(term.weights.shape[-2] for term in terms.values)
     block = block_queries(site.q_len, depth, width, item, lines, threads, narrow=False)
-    work = layout.py_func(min(block, MOST_QUERIES), depth, width, skew, bins, lanes).end
+    block, steps = min(block, MOST_QUERIES), pair_steps.py_func(depth)
+    work = layout.py_func(block, depth, width, skew, bins, lanes).end
+    work = plane_layout.py_func(work, block, steps, width, planes_of(problem, terms), lanes).end
     multiplied = BLOCK_ROWS * (depth + BLOCK_KEYS) + BLOCK_KEYS * depth
     found = {
         "copies of operands in another layout": sum(_copied(x, count) for x in (query, key, problem.stored_v)),

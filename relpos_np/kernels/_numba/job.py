@@ -25,7 +25,7 @@ from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
 from relpos_np.kernels._numba.pieces import OWN, pair_steps
 from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.skew import is_skewed
-from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET, UNIT
+from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET, TILES, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -182,6 +182,13 @@ def in_pairs(problem: Problem, terms: Terms) -> bool:
     return problem.precision == "medium" or (stored and problem.precision is None)
 
 
+def planes_of(problem: Problem, terms: Terms) -> int:
+    """Planes of bfloat16 in which matrix tiles multiply float32: as many as the precision needs, or 0 for none."""
+    if UNIT not in TILES or problem.site.dtype.itemsize != 4 or in_pairs(problem, terms):
+        return 0
+    return 2 if problem.precision == "high" else 3
+
+
 def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     """Blocks of queries, or whole windows."""
     windowed = _is_windowed(call.problem, call.terms)
@@ -190,6 +197,10 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     name = call.dtype.name
     if in_pairs(call.problem, call.terms):
         name, f["steps"] = "bfloat16", pair_steps.py_func(f["depth"])
+    elif not windowed and call.grad_out is None:
+        # Gradients are of the scores that their own kernel makes, of products of float32.
+        f["planes"] = planes_of(call.problem, call.terms)
+        name = "planes" if f["planes"] else name
     if windowed and f["out_kind"] != OWN:
         f["bins"] = call.site.v_dim
     division = into_blocks(call, windowed=windowed)

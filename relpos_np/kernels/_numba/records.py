@@ -33,8 +33,8 @@ CALL = np.dtype(
         ("lse_unit", "<f8"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
         # how each of them is stored (`pieces.py`); elements of a packed query or key, half as many as channels where
-        # each is a pair of bfloat16
-        *_integers("q_kind", "k_kind", "v_kind", "out_kind", "steps"),
+        # each is a pair of bfloat16; planes into which they are split (`planes.py`), or 0
+        *_integers("q_kind", "k_kind", "v_kind", "out_kind", "steps", "planes"),
         *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),
         *_integers("block_queries", "blocks"),
         # positions: key j is in the band of query i if i + offset - left <= j <= i + offset + right

@@ -97,6 +97,7 @@ TARGET = detect()
 # How products of bfloat16 are made, two of them at a time with sums in float32: on matrix tiles, by an instruction on
 # vectors, by emulations of both that are slow and for tests, or not at all, so that bfloat16 is widened.
 UNITS = ("tiles", "dot", "emulated tiles", "emulated", "none")
+TILES = ("tiles", "emulated tiles")
 
 
 def _allows_tiles() -> bool:
@@ -127,7 +128,7 @@ def detect_unit() -> str:
 
 
 UNIT = detect_unit()
-TILED = UNIT in ("tiles", "emulated tiles")
+TILED = UNIT in TILES
 # Where pairs are multiplied, rows of queries and steps of a sum come in as many as this.
 PAIR_ROWS, PAIR_STEPS = (16, 16) if TILED else (TARGET.score_rows, 1)
 # Rows of a block are padded to this many, a multiple of every tile height.

@@ -307,3 +307,26 @@ def average_pairs(
     """As `average`, where each element of A and B is a pair of bfloat16."""
     i8 = types.int64
     return types.void(a, i8, b, i8, c, i8, share, i8, i8, i8), _average_pairs
+
+
+_plane_panel, _accumulate_planes = amx.plane_panel(), amx.accumulation(split=True)
+
+
+@intrinsic
+def plane_panel(
+    typingctx: Any, a: Any, lda: Any, left: Any, b: Any, right: Any, depth: Any, c: Any, ldc: Any, count: Any,
+    cols: Any, planes: Any,
+) -> Any:  # fmt: skip
+    """As `score_panel`, of planes whose elements are pairs of bfloat16: those of A are `left` apart, of B `right`."""
+    i8 = types.int64
+    return types.void(a, i8, i8, b, i8, i8, c, i8, i8, i8, i8), _plane_panel
+
+
+@intrinsic
+def accumulate_planes(
+    typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, fade: Any, count: Any, width: Any,
+    depth: Any, planes: Any, left: Any, right: Any,
+) -> Any:  # fmt: skip
+    """As `accumulate`, of planes whose elements are pairs of bfloat16: those of A are `left` apart, of B `right`."""
+    i8 = types.int64
+    return types.void(a, i8, b, i8, c, i8, fade, i8, i8, i8, i8, i8, i8), _accumulate_planes
