@@ -254,7 +254,7 @@ def attention(
         if name == "numpy":
             result, lse = forward.attention(problem, schemes, sinks)
         else:
-            lowered = each_lowered(schemes, problem, turning=name == "numba") if admit is None else admit.lowered
+            lowered = _lowered(name, schemes, problem) if admit is None else admit.lowered
             if sinks is not None:
                 # Rounded to half precision after the sinks have taken their share.
                 result, found = _backend.evaluate(name, problem, all_terms(lowered), None, True, problem.site.dtype)
@@ -275,6 +275,10 @@ def attention(
         if bounds is not None:
             return (*found_all, *bounds.of(result, lse if return_lse else None))
     return found_all if return_lse else result
+
+
+def _lowered(name: str, schemes: tuple[Scheme, ...], problem: Problem) -> list[Terms]:
+    return each_lowered(schemes, problem, turning=name == "numba", by_rows=name == "numba")
 
 
 def _sinks(given: Any, problem: Problem) -> Array:
@@ -482,7 +486,7 @@ def attention_vjp(
         if name not in _backend.WITH_KERNELS:
             problem.pack()
             grad_out = np.ascontiguousarray(grad_out, problem.site.dtype)
-        lowered = each_lowered(schemes, problem, turning=name == "numba") if admit is None else admit.lowered
+        lowered = _lowered(name, schemes, problem) if admit is None else admit.lowered
         terms = all_terms(lowered)
         grad_sinks = grad_scale = None
         if given["sinks"] is not None:

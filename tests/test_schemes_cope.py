@@ -1,5 +1,7 @@
 """Positions that count by content: what hidden keys do, and what is refused."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -51,3 +53,92 @@ def test_cope_refuses():
         with pytest.raises(rp.RelposError, match=words):
             call()
     assert repr(rp.CoPE(table)) == "CoPE(table=(4, 3), variant='paper')"
+
+
+# Heads of queries and of keys, queries, keys, channels, positions, options: as few as there may be, beside blocks of
+# queries and panels of keys, positions that all keys reach and that none does.
+CALLS = [
+    (2, 1, 1, 7, 3, 5, {}),
+    (1, 1, 7, 1, 4, 1, {}),
+    (4, 2, 63, 65, 8, 6, {"causal": True}),
+    (2, 2, 65, 63, 16, 70, {"causal": True, "offset": -3}),
+    (2, 1, 200, 130, 5, 9, {"offset": 10, "window": (20, 5)}),
+    (3, 3, 130, 200, 4, 300, {"softcap": 2.0}),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[2]}x{call[3]}")
+def test_cope_in_parts(call, given, dtype, monkeypatch):
+    """The CPU kernels make the bias for some queries at a time, beside all other kinds of terms and options."""
+    by_rows = pytest.importorskip("relpos_np.kernels._numba.by_rows")
+    heads, kv_heads, q_len, k_len, depth, npos, options = call
+    rng = np.random.default_rng(0)
+
+    def numbers(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    q, k, v = numbers(2, heads, q_len, depth), numbers(1, kv_heads, k_len, depth), numbers(2, kv_heads, k_len, 5)
+    own = {"gate_key": numbers(kv_heads, k_len, depth), "counted": rng.random((heads, 1, k_len)) < 0.6} if given else {}
+    cope = rp.CoPE(numbers(*((heads,) if given else ()), npos, depth) / 8, variant=("paper", "ram")[given], **own)
+    position = (cope, rp.T5(numbers(32, heads)), rp.Shaw(numbers(5, depth), numbers(5, 5)))
+    mask = np.where(rng.random((q_len, k_len)) < 0.8, numbers(q_len, k_len), -np.inf).astype(dtype)
+    options = {**options, "position": position, "mask": mask}
+    if given:
+        options["key_lengths"] = np.array([k_len, k_len // 2])
+    grads = {"grad_out": numbers(2, heads, q_len, 5), "grad_lse": numbers(2, heads, q_len)}
+
+    def found(backend):
+        out, lse = rp.attention(q, k, v, **options, return_lse=True, backend=backend)
+        grad = rp.attention_vjp(q, k, v, **options, **grads, mask_gradient="softcap" not in options, backend=backend)
+        arrays = [x for own in grad.position for x in own.values()]
+        return [out, lse, grad.q, grad.k, grad.v, *arrays, *(() if grad.mask is None else (grad.mask,))]
+
+    expected, whole = found("numpy"), found("numba")
+    monkeypatch.setattr(by_rows, "PART_BYTES", 1)
+    monkeypatch.setattr(by_rows, "LEAST_ROWS", 24)
+    # Each number is a sum over pairs, of products of D numbers of about 1.
+    error = 16 * np.sqrt(2 * heads * q_len + k_len + depth) * np.finfo(dtype).eps
+    for a, b, c in zip(expected, whole, found("numba"), strict=True):
+        assert a.shape == b.shape == c.shape
+        assert a.dtype == b.dtype == c.dtype
+        room = error * (1 + np.abs(np.where(np.isfinite(a), a, 0)).max(initial=0))
+        np.testing.assert_allclose(b, a, rtol=0, atol=room)
+        np.testing.assert_allclose(c, a, rtol=0, atol=room)
+
+
+def test_cope_holds_no_number_per_pair_on_the_cpu():
+    """Forward and back in less than half of what one matrix of scores takes."""
+    by_rows = pytest.importorskip("relpos_np.kernels._numba.by_rows")
+    q = np.random.default_rng(0).standard_normal((8, 4096, 8), dtype=np.float32)
+    position, most = rp.CoPE(q[0, :16]), 8 * 4096 * 4096 * 4 // 2
+    assert most > 2 * by_rows.PART_BYTES
+    for call in (
+        lambda: rp.attention(q, q, q, position=position, causal=True, backend="numba"),
+        lambda: rp.attention_vjp(q, q, q, grad_out=q, position=position, causal=True, backend="numba"),
+    ):
+        with rp.memory_limit(most):
+            tracemalloc.start()
+            try:
+                call()
+                assert tracemalloc.get_traced_memory()[1] < most
+            finally:
+                tracemalloc.stop()
+
+
+def test_cope_gates_of_large_products():
+    """Products of any size, also infinite ones, count a key wholly or not at all; NaN does not count it."""
+    q = np.ones((1, 4, 1))
+    k = np.array([3e200, -3e200, np.inf, -np.inf, np.nan, 0.0, 710.0, -710.0])[None, :, None]
+    table = np.arange(9.0)[:, None]
+    allowed = np.isfinite(k[0, :, 0]) & (np.abs(k[0, :, 0]) < 800)
+    found = [
+        rp.attention(
+            q, np.where(np.abs(k) < 800, 0, k), k * 0 + np.arange(8.0)[:, None], position=rp.CoPE(table, gate_key=k),
+            mask=allowed, backend=backend,
+        )
+        for backend in ("numpy", "numba")
+    ]  # fmt: skip
+    assert np.isfinite(found[0]).all()
+    close(found[1], found[0])

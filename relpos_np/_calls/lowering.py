@@ -60,22 +60,29 @@ def _check_turns(schemes: tuple[Scheme, ...]) -> None:
 
 
 def each_lowered(
-    schemes: tuple[Scheme, ...], problem: Problem, operands: Any = None, *, turning: bool = False
+    schemes: tuple[Scheme, ...],
+    problem: Problem,
+    operands: Any = None,
+    *,
+    turning: bool = False,
+    by_rows: bool = False,
 ) -> list[Terms]:
-    """Each scheme as terms; `operands` are q and k where they are on a device, `turning` as `lowered` has it."""
+    """Each scheme as terms; `operands` are q and k where they are on a device, the rest is as `lowered` has it."""
     if operands is not None:
         return [
             stated.checked(scheme, scheme.lower(operands[0], operands[1], problem.site), problem.site)
             for scheme in schemes
         ]
-    return [lowered(scheme, problem, problem.site, turning=turning) for scheme in schemes]
+    return [lowered(scheme, problem, problem.site, turning=turning, by_rows=by_rows) for scheme in schemes]
 
 
-def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = False) -> Terms:
+def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = False, by_rows: bool = False) -> Terms:
     """One scheme as terms. What is stored in half precision is converted only if the terms hold it.
 
-    `turning`: operands that turn are left to the kernel.
+    `turning`: operands that turn are left to the kernel. `by_rows`: so are biases of every pair that it can make.
     """
+    if by_rows and scheme.by_rows:
+        return scheme.lower_by_rows(problem.q, problem.k, site)
     if turning and scheme.turns:
         operands: list[Any] = [Turning(problem.stored_q), Turning(problem.stored_k)]
         return scheme.lower(operands[0], operands[1], site)

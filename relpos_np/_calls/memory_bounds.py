@@ -20,7 +20,7 @@ from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm, ValueTurn
 from relpos_np._dense import bounds
 from relpos_np._runtime import memory
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Held, Scheme
 from relpos_np.types import Array
 
 # What a call holds in small things: records, offsets, strings of checks.
@@ -50,7 +50,9 @@ class Admission:
         formulas = self.function == "logits" and self.name != "terms"
         schemes = checked_schemes(self.position, problem, None if formulas else self.name, backward=backward)
         dense = self.function == "logits" or self.name not in _backend.WITH_KERNELS
-        holds = [scheme.held(site) for scheme in schemes]
+        # What kernels make some queries at a time is among what they hold.
+        by_rows = self.name == "numba" and not dense
+        holds = [Held(0) if by_rows and scheme.by_rows else scheme.held(site) for scheme in schemes]
         parts = {"small things": SMALL, **self._results(problem, result), "copies of operands": converted}
         lines, pairs = math.prod(site.batch) * site.heads, site.q_len * site.k_len
         item = site.dtype.itemsize
@@ -84,7 +86,7 @@ class Admission:
             if dense:
                 # As the call itself does before: what schemes make of operands depends on their layout.
                 problem.pack()
-            self.lowered = each_lowered(schemes, problem)
+            self.lowered = each_lowered(schemes, problem, by_rows=by_rows)
             terms = all_terms(self.lowered)
             if terms.turn is not None:
                 parts["turned values and output"] = _turned(site, terms.turn, backward)

@@ -163,7 +163,7 @@ class Rule:
         return self
 
 
-def _converted(x: Array, dtype: np.dtype[Any]) -> Array:
+def converted(x: Array, dtype: np.dtype[Any]) -> Array:
     """An array in another dtype; what is repeated, as batch items are that were broadcast, is converted once."""
     if x.dtype == dtype:
         return x
@@ -207,21 +207,21 @@ class Problem:
     def q(self) -> Array:
         """Queries in the dtype of the computation."""
         if self._q is None:
-            self._q = _converted(self.stored_q, self.site.dtype)
+            self._q = converted(self.stored_q, self.site.dtype)
         return self._q
 
     @property
     def k(self) -> Array:
         """Keys in the dtype of the computation."""
         if self._k is None:
-            self._k = _converted(self.stored_k, self.site.dtype)
+            self._k = converted(self.stored_k, self.site.dtype)
         return self._k
 
     @property
     def v(self) -> Array:
         """Values in the dtype of the computation."""
         if self._v is None:
-            self._v = _converted(self.stored_v, self.site.dtype)
+            self._v = converted(self.stored_v, self.site.dtype)
         return self._v
 
     def with_values(self, v: Array) -> Problem:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.turned import Turned, paired_channels, turn_channels
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
 from relpos_np.types import Array, Int32
@@ -366,7 +367,8 @@ class Terms:
     values : tuple of ValueTerm
         Vectors added to values.
     biases : tuple of ndarray
-        Numbers of pairs, with all axes of (..., H, L_q, L_k), any of which may have length 1.
+        Numbers of pairs, with all axes of (..., H, L_q, L_k), any of which may have length 1. In calls of the CPU
+        kernels some may be made for some queries at a time instead, from a record of what they are made of.
     changes : tuple of Change
         Made of the sum of everything else, one after the other; kernels refuse them.
     turn : ValueTurn, optional
@@ -379,7 +381,7 @@ class Terms:
     queries: tuple[QueryTerm, ...] = ()
     keys: tuple[KeyTerm, ...] = ()
     values: tuple[ValueTerm, ...] = ()
-    biases: tuple[Array, ...] = ()
+    biases: tuple[Any, ...] = ()
     changes: tuple[Change, ...] = ()
     turn: ValueTurn | None = None
 
@@ -457,7 +459,7 @@ def nothing(terms: Terms, q: Array, k: Array, v: Array) -> tuple[Terms, Array]:
         queries=tuple(QueryTerm(np.zeros_like(t.query), np.zeros_like(t.weights), t.index) for t in terms.queries),
         keys=tuple(KeyTerm(np.zeros_like(t.key), np.zeros_like(t.weights), t.index) for t in terms.keys),
         values=tuple(ValueTerm(np.zeros_like(t.weights), t.index) for t in terms.values),
-        biases=tuple(np.zeros_like(bias) for bias in terms.biases),
+        biases=tuple(bias.zeros() if isinstance(bias, CountedBias) else np.zeros_like(bias) for bias in terms.biases),
     )
     return grads, np.zeros_like(v)
 

@@ -87,6 +87,8 @@ class Scheme:
         and cut to a part of a call.
     turns : bool
         Whether all that `lower` does with q and k is to turn them, which kernels can do as they read.
+    by_rows : bool
+        Whether the CPU kernels make the bias of every pair some queries at a time, from what `lower_by_rows` states.
     dense : bool
         Whether `lower` makes an index map that holds a number for every pair.
     turns_values : bool
@@ -104,6 +106,7 @@ class Scheme:
     restarts = False
     computes = True
     turns = False
+    by_rows = False
     dense = False
     turns_values = False
     roundings: float | None = None
@@ -236,6 +239,21 @@ class Scheme:
         """
         lacks(self, "lower")
 
+    def lower_by_rows(self, q: Array, k: Array, site: Site) -> Terms:
+        """As `lower`, where the class is `by_rows`: biases as records of what they are made of.
+
+        Parameters
+        ----------
+        q, k, site
+            See `lower`; q and k are on the host.
+
+        Returns
+        -------
+        Terms
+            Gradients come in records of the same form.
+        """
+        lacks(self, "lower_by_rows")
+
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """What lowers a part of a call.
 
@@ -300,6 +318,7 @@ class Scheme:
 _WITHOUT = {
     "lower": "lower(q, k, site), which states its formula as terms: only attention and logits with backend='numpy' "
     "can do without",
+    "lower_by_rows": "lower_by_rows(q, k, site), which a class that is `by_rows` needs for the CPU kernels",
     "lift": "lift(q, k, site, grad), the way back of lower, which gradients need",
 }
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np._contract import check
+from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -97,8 +98,9 @@ class CoPE(Scheme):
     where their products with the query are NaN. Published code does not count them. For the same positions
     say so in `counted`; padding behind the keys of a causal call needs no such thing.
 
-    Everything about positions is computed in float64, in time and memory of L_q L_k per head, also by the kernels:
-    the scores are a bias that no table can say.
+    Everything about positions is computed in float64. The scores are a bias that no table can say: a number for every
+    pair, which the CPU kernels make for some queries at a time, in memory of L_k per head, and all other backends at
+    once. In the CPU kernels a query needs gates for no key before the one at which it has counted to n - 1.
 
     Parameters
     ----------
@@ -126,6 +128,8 @@ class CoPE(Scheme):
     ----------
     Golovneva et al., "Contextual Position Encoding: Learning to Count What's Important", 2024.
     """
+
+    by_rows = True
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]
@@ -188,6 +192,21 @@ class CoPE(Scheme):
         bias = low + part * (np.take_along_axis(whole, self._next(row), axis=-1) - low)
         return Terms(biases=((bias * self._factor(site)).astype(site.dtype, copy=False),))
 
+    def lower_by_rows(self, q: Array, k: Array, site: Site) -> Terms:
+        """What the bias is made of."""
+        gate_key = k if self.gate_key is None else self.gate_key
+        bias = CountedBias(
+            query=q,
+            key=gate_key,
+            table=self.table.reshape(-1, *self.table.shape[-2:]),
+            scale=site.scale,
+            factor=self._factor(site),
+            last=site.offset + site.right,
+            counted=self.counted,
+            dtype=site.dtype,
+        )
+        return Terms(biases=(bias,))
+
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Nothing: positions are sums over gates of all later keys."""
         raise RelposValueError(
@@ -202,6 +221,9 @@ class CoPE(Scheme):
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation to query and table, and through the counting to the gates' products."""
+        if isinstance(grad.biases[0], CountedBias):
+            made = grad.biases[0]
+            return self._gradient(made.query, made.key, made.table, k, site)
         keys, gates, whole, row, part = self._steps(q, k, site)
         to_bias = grad.biases[0].astype(np.float64) * self._factor(site)
         # Each pair's gradient goes to the two positions that it lies between.
@@ -220,12 +242,17 @@ class CoPE(Scheme):
             to_logits = to_gates * gates * (1 - gates) * site.scale
         to_query = to_query + to_logits @ keys
         to_keys = np.swapaxes(to_logits, -1, -2) @ q.astype(np.float64)
-        dtype = site.dtype
-        arrays = {"table": fit(to_table, self._sets().shape).reshape(self.table.shape).astype(dtype)}
+        return self._gradient(to_query, to_keys, to_table, k, site)
+
+    def _gradient(self, to_query: Array, to_keys: Array, to_table: Array, k: Array, site: Site) -> SchemeGradient:
+        """Gradients of queries, of what gates compare them with, for every head of either, and of the table."""
+        to_table = fit(to_table, self._sets().shape).reshape(self.table.shape)
+        arrays = {"table": to_table.astype(site.dtype, copy=False)}
+        of_gates = fit(to_keys, (k if self.gate_key is None else self.gate_key).shape).astype(site.dtype, copy=False)
+        to_query = to_query.astype(site.dtype, copy=False)
         if self.gate_key is not None:
-            arrays["gate_key"] = fit(to_keys, self.gate_key.shape).astype(dtype)
-            return SchemeGradient(q=to_query.astype(dtype), arrays=arrays)
-        return SchemeGradient(q=to_query.astype(dtype), k=fit(to_keys, k.shape).astype(dtype), arrays=arrays)
+            return SchemeGradient(q=to_query, arrays={**arrays, "gate_key": of_gates})
+        return SchemeGradient(q=to_query, k=of_gates, arrays=arrays)
 
     def _factor(self, site: Site) -> float:
         return 1.0 if self.variant == "paper" else site.scale

@@ -104,6 +104,19 @@ FORWARD = {
     "plain": "rp.attention(q, k, v)",
     "T5, causal": "rp.attention(q, k, v, position=rp.T5(table), causal=True)",
 }
+COPE = """
+q, k, v = numbers(3, 4, 16384, 64)
+# Positions that no query reaches, so that each meets all of its keys.
+cope = rp.CoPE(numbers(16385, 64) / 64)
+cope_short = rp.CoPE(numbers(64, 64) / 8)
+few, far, (many, more) = numbers(4, 40, 16), numbers(4, 40, 16), numbers(2, 4, 900_000, 16)
+"""
+COPE_CALLS = {
+    "CoPE": "rp.attention(q, k, v, position=cope, causal=True)",
+    "CoPE of few positions": "rp.attention(q, k, v, position=cope_short, causal=True)",
+    "gradients of CoPE": "rp.attention_vjp(q, k, v, grad_out=v, position=cope, causal=True)",
+    "gradients of few queries": "rp.attention_vjp(few, many, more, grad_out=far)",
+}
 MORE = """
 one = q[..., :1].copy()
 short = rp.Shaw(numbers(9, 1), numbers(9, 1))
@@ -167,8 +180,8 @@ def test_row_40_forward():
 @pytest.mark.stress
 @pytest.mark.parametrize(
     ("setup", "cases"),
-    [(MORE, MORE_CALLS), (BACKWARD, BACKWARD_CALLS), (OTHERS, OTHERS_CALLS)],
-    ids=["more", "backward", "others"],
+    [(MORE, MORE_CALLS), (COPE, COPE_CALLS), (BACKWARD, BACKWARD_CALLS), (OTHERS, OTHERS_CALLS)],
+    ids=["more", "cope", "backward", "others"],
 )
 def test_row_40_every_kind_of_long_call(setup, cases):
     assert_prompt(reports(LENGTH + "list(_numba.warm_up())\n" + setup, cases, 1.0))

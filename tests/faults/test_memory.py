@@ -78,7 +78,7 @@ def judge(call, backend, asked, *, most=4):
         used, refusal = peak(call, backend)
     assert refusal is None
     total = max(asked)
-    assert used <= 1.05 * total + PYTHON, (backend, used, total)
+    assert used <= total + PYTHON, (backend, used, total)
     assert total <= most * used + KEPT, (backend, used, total)
     with rp.memory_limit(total):
         call(backend)
@@ -87,7 +87,7 @@ def judge(call, backend, asked, *, most=4):
             used, refusal = peak(call, backend)
         assert refusal is not None
         assert str(limit) in refusal
-        assert used <= 1.05 * limit + PYTHON, (backend, used, limit)
+        assert used <= limit + PYTHON, (backend, used, limit)
 
 
 def judge_scheme(name, variant, length, dtype, asked):

@@ -27,7 +27,8 @@ from tests.interpreted.vectors import Vectors
 MODULES = {
     name: sys.modules[f"{host.__name__}.{name}"]
     for name in (
-        *("attend", "backpairs", "backward", "decode", "pack", "pieces", "planes", "product", "scores", "shift"),
+        *("attend", "backpairs", "backward", "counted", "decode", "pack", "pieces", "planes", "product", "scores"),
+        "shift",
         "window",
     )
 }
@@ -38,6 +39,8 @@ RECORDS = {
     "decode": (records.CALL, records.DECODE),
     "backward": (records.CALL, records.BACKWARD),
     "product": (records.PRODUCT,),
+    "count": (records.COUNT,),
+    "recount": (records.COUNT,),
     "shift": (records.SHIFT,),
 }
 KINDS_OF_ORDER = ("in turn", "backwards", "one takes all")
@@ -45,10 +48,11 @@ INPUTS = {
     *("q", "k", "v", "bias", "allowed", "soft", "skew_q", "skew_w", "skew_index", "batches", "adds", "values", "keep"),
     *("q_turn", "k_turn", "ranges", "inner"),
     *("grad_out", "delta", "sinks", "dp_adds", "src", "map", "runs", "weights", "x", "table"),
+    *("whole", "counted"),
 }
 # Results that one piece of work fills, of memory that holds anything before; then sums that begin at 0.
-RESULTS = {"out", "lse", "partial"}
-SUMS = {"dq", "dk", "dv", "dense", "diag", "skew_dq", "skew_dw", "dst"}
+RESULTS = {"out", "lse", "partial", "slopes", "starts"}
+SUMS = {"dq", "dk", "dv", "dense", "diag", "skew_dq", "skew_dw", "dst", "ds", "to_whole"}
 TABLES = {"adds": records.ADD, "dp_adds": records.ADD, "values": records.VALUE, "sinks": records.SINK}
 
 

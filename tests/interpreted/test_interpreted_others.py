@@ -13,6 +13,33 @@ from tests.interpreted.test_interpreted_attention import ALONE, BATCH, DTYPES, S
 from tests.processes import child
 from tests.strategies import Case, Mask, grid
 
+# ---------------------------------------------------------------------------------------------- counted positions
+
+
+@pytest.mark.parametrize(("dtype", "q_len", "npos", "order"), [
+    (np.float32, 35, 4, "in turn"), (np.float64, 1, 60, "backwards"), (np.float64, 33, 20, "one takes all"),
+])  # fmt: skip
+def test_counted_positions(dtype, q_len, npos, order, rng):
+    """Grouped heads, keys of gates that all items share, keys that are not counted; a few positions end early."""
+    q, k, v, g = (rng.standard_normal((2, 2, n, 3)).astype(dtype) for n in (q_len, 51, 51, q_len))
+    gates, counted = rng.standard_normal((1, 51, 3)).astype(dtype), rng.random((2, 1, 51)) < 0.7
+    position = rp.CoPE((rng.standard_normal((npos, 3)) / 8).astype(dtype), gate_key=gates, counted=counted)
+    options = {"position": position, "causal": True}
+    operands = q, k[:, :1], v[:, :1]
+
+    def found(backend):
+        out = rp.attention(*operands, **options, backend=backend)
+        grads = rp.attention_vjp(*operands, **options, grad_out=g, backend=backend)
+        return [out, grads.q, grads.k, grads.v, *grads.position.values()]
+
+    with interpreted(threads=2, order=order) as machine:
+        mine = found("numba")
+    assert machine.launches[f"count_{np.dtype(dtype)}"] == 2
+    assert machine.launches[f"recount_{np.dtype(dtype)}"] == 1
+    for a, b in zip(mine, found("numpy"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=200 * np.finfo(dtype).eps * (1 + np.abs(b).max()))
+
+
 # ---------------------------------------------------------------------------------------------- windows
 
 # Queries, keys, D, vectors of values: as few queries as there may be, beside register tiles, several blocks.

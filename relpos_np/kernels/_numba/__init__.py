@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +11,12 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms, nothing
-from relpos_np.kernels._numba import job
+from relpos_np.kernels._numba import by_rows, job
 from relpos_np.kernels._numba.attend import attend
 from relpos_np.kernels._numba.backjob import BackwardJob, readable_gradient
 from relpos_np.kernels._numba.backward import backward as backward_kernel
 from relpos_np.kernels._numba.cache import cache_folder
+from relpos_np.kernels._numba.counted import count, recount
 from relpos_np.kernels._numba.decode import decode
 from relpos_np.kernels._numba.held import held
 from relpos_np.kernels._numba.pieces import LOG2
@@ -38,6 +40,8 @@ KERNELS = {
     **{f"attention {name}": kernel for name, kernel in attend.items() if name not in _ABSENT},
     **{f"windows {name}": kernel for name, kernel in windows.items() if name not in _ABSENT},
     **{f"products float{8 * size}": product[size] for size in product},
+    **{f"counted positions {name}": kernel for name, kernel in count.items()},
+    **{f"gradients of counted positions {name}": kernel for name, kernel in recount.items()},
     **{f"backward {name}": kernel for name, kernel in backward_kernel.items() if name not in _ABSENT},
     **{f"decoding {name}": kernel for name, kernel in decode.items()},
 }
@@ -62,7 +66,8 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, uni
         if lse is not None:
             lse.fill(-np.inf)
         return
-    job.attention(problem, terms, out, lse, unit)
+    run = by_rows.attention if by_rows.needed(terms) else job.attention
+    run(problem, terms, out, lse, unit)
 
 
 def backward(
@@ -72,10 +77,19 @@ def backward(
 
     `stored`: where nothing is to be added to a gradient of q, k or v, it is in the dtype in which that is stored.
     """
+    if not (math.prod(problem.out_shape[:-1]) and problem.site.k_len):
+        return nothing(terms, problem.q, problem.k, problem.v)
+    if by_rows.needed(terms):
+        return by_rows.backward(problem, terms, grad_out, grad_lse, _backward)
+    return _backward(problem, terms, grad_out, grad_lse, stored=stored)
+
+
+def _backward(
+    problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None, *, stored: bool = False
+) -> tuple[Terms, Array]:
+    """`backward` of a call that has queries and keys, and biases that are arrays."""
     dtype = problem.site.dtype
     lse, delta = np.empty(problem.out_shape[:-1], dtype), np.zeros(problem.out_shape[:-1], dtype)
-    if not (lse.size and problem.site.k_len):
-        return nothing(terms, problem.q, problem.k, problem.v)
     grad_out = readable_gradient(problem, terms, grad_out)
     # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
     if problem.site.v_dim:

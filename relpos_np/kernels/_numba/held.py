@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, part_count
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.biases import GATHER_BYTES
+from relpos_np.kernels._numba.by_rows import needed, part_rows
 from relpos_np.kernels._numba.job import in_pairs, planes_of
 from relpos_np.kernels._numba.launch import available_threads
 from relpos_np.kernels._numba.pieces import pair_steps
@@ -38,6 +40,8 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
     lines = count * site.heads
     if not lines * site.q_len * site.k_len:
         return {}  # no kernel runs
+    rows = min(part_rows(problem, terms, backward=backward), site.q_len) if needed(terms) else site.q_len
+    pairs = lines * rows * site.k_len
     query = problem.stored_q if terms.query is None else terms.query
     key = problem.stored_k if terms.key is None else terms.key
     depth, width = query.shape[-1], -(-site.v_dim // lanes) * lanes
@@ -50,21 +54,45 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
     multiplied = BLOCK_ROWS * (depth + BLOCK_KEYS) + BLOCK_KEYS * depth
     found = {
         "copies of operands in another layout": sum(_copied(x, count) for x in (query, key, problem.stored_v)),
-        "biases of every pair": _biases(terms, mask, lines * site.q_len * site.k_len, item),
+        "biases of every pair": _biases(terms, mask, pairs, item) + _counted(problem, terms, rows, backward),
         "tables and index maps": _tables(site, terms) + _maps(terms, count, site.q_len, site.k_len),
         "products with the rows of tables": _products(site, terms, lines, skew),
         "parts that are merged": lines * site.q_len * DECODED * (site.v_dim + 2) * item if site.q_len <= 8 else 0,
         "workspaces of threads": threads * (max(work, multiplied) * item + 64) + 64 * count,
     }
-    return found | (_backward(problem, terms, lines, depth, skew, threads) if backward else {})
+    return found | (_backward(problem, terms, lines, depth, skew, threads, pairs) if backward else {})
 
 
 def _biases(terms: Terms, mask: Array | None, pairs: int, item: int) -> int:
     """Biases of every pair, and masks that are copied."""
     if terms.biases:
         # Their sum, and that with the mask; broadcast where they can be.
-        return sum(b.nbytes for b in terms.biases[1:]) + (0 if mask is None else 2 * pairs * item)
+        made = [0 if isinstance(b, CountedBias) else b.nbytes for b in terms.biases]
+        size = sum(made[1:]) + (0 if mask is None else 2 * pairs * item)
+        return size + (made.count(0) + 1) * pairs * item if needed(terms) else size
     return pairs * mask.itemsize if mask is not None and _copied(mask, 1) else 0
+
+
+def _counted(problem: Problem, terms: Terms, rows: int, backward: bool) -> int:
+    """What biases that are made for some queries at a time are made of, in float64, and the results of a part."""
+    site, item, items = problem.site, problem.site.dtype.itemsize, math.prod(problem.batch)
+    of_queries, of_keys, size = items * site.heads, items * site.kv_heads * site.k_len, 0
+    for bias in terms.biases:
+        if isinstance(bias, CountedBias):
+            sets, positions, depth = bias.table.shape
+            size += 8 * (2 * of_queries * rows * (depth + positions) + of_keys * depth + 2 * sets * positions * depth)
+            if backward:
+                # Slopes of gates; gradients of a part's queries, and of keys, one head's of which is added at a time.
+                size += 8 * of_queries * rows * (site.k_len + positions + depth)
+                size += (16 + item) * (of_queries * site.q_len * depth + of_keys * depth)
+                size += 16 * of_queries * positions * depth
+    if not size:
+        return 0
+    size += of_queries * rows * (site.v_dim + 1) * item
+    if backward:
+        # Sums of the parts, and the queries' gradients side by side.
+        size += (8 + item) * of_keys * (site.head_dim + site.v_dim) + 2 * of_queries * site.q_len * site.head_dim * item
+    return size
 
 
 def _tables(site: Site, terms: Terms) -> int:
@@ -103,7 +131,9 @@ def _products(site: Site, terms: Terms, lines: int, skew: int) -> int:
     return total
 
 
-def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int, threads: int) -> dict[str, int]:
+def _backward(
+    problem: Problem, terms: Terms, lines: int, depth: int, skew: int, threads: int, pairs: int
+) -> dict[str, int]:
     """What the backward pass needs in addition."""
     site, item = problem.site, problem.site.dtype.itemsize
     lanes = TARGET.lanes(item)
@@ -128,7 +158,7 @@ def _backward(problem: Problem, terms: Terms, lines: int, depth: int, skew: int,
         rows, wide = term.weights.shape[-2:]
         # Sums, products of them, rows that have a share, a total per head and batch item in float64.
         sums += lines * length * (2 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
-    dense = 2 * lines * site.q_len * site.k_len * item if terms.biases else 0
+    dense = 2 * pairs * item if terms.biases else 0
     steps = [pair_steps.py_func(n) if in_pairs(problem, terms) else 0 for n in (depth, site.v_dim)]
     size = back_layout.py_func(BLOCK_QUERIES, site.q_len + BLOCK_QUERIES, depth, site.v_dim, skew, 1, lanes, *steps).end
     return {

@@ -154,6 +154,20 @@ PRODUCT = np.dtype(
     ]
 )
 
+# Positions that gates count, for queries that are C-contiguous and keys that need not be. `last`: query 0 counts keys
+# before it. `out` is the bias; on the way back `ds` is its gradient, `slopes` that of products in gates, `to_whole`
+# that of products with `positions` rows of the table, and `starts` has the first key of each piece that has a slope.
+COUNT = np.dtype(
+    [
+        *_integers("counter", "stop", "work", "work_stride"),
+        *_integers("q", "k", "k_head", "k_row", "k_group", "whole", "batches", "out", "ds", "slopes", "to_whole"),
+        *_integers("starts", "counted", "counted_head", "counted_row", "counted_col"),
+        *_integers("count", "heads", "q_len", "k_len", "depth", "positions", "blocks", "last"),
+        ("scale", "<f8"),
+        ("factor", "<f8"),
+    ]
+)
+
 # One call of rel_shift; `past`: the result is written past the caches.
 SHIFT = np.dtype(
     _integers("counter", "stop", "step", "lines", "x", "out", "itemsize", "rows", "columns", "k_len", "wrapped", "past")
