@@ -77,6 +77,11 @@ ROWS: Mapping[int, tuple[str, str]] = {
     46: ("np.seterr(all='raise'), -W error, other locales and hash seeds", "the same bits, no exception"),
     47: ("requests to the example of a service, damaged or made to do harm", "status 400 or 413, bounded memory"),
     48: ("any number among a scheme's arguments", "time and memory follow the operands and arrays, or E"),
+    49: (
+        "a worker of a Dask cluster that is killed, paused, restarted or out of memory; a scheduler that dies",
+        "costs time, and no bit of the result; of the scheduler Dask's FutureCancelledError, at once",
+    ),
+    50: ("an import in another interpreter of the process", "NumPy's ImportError; the main interpreter goes on"),
 }
 
 COLUMNS: Mapping[str, str] = {

@@ -1,11 +1,43 @@
-"""What happens to workers of a Dask cluster while they compute: killed, paused, out of memory, restarted."""
+"""A Dask cluster of two processes, a call for it, and what may happen to its workers."""
 
 import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
+
+import relpos_np as rp
+from relpos_np.distributed import attention
+
+
+@contextmanager
+def two_workers(**options):
+    """A client of two processes on the loopback interface."""
+    import distributed
+
+    # Without a port of its own, the dashboard of a second cluster warns that the usual one is taken.
+    place = {"n_workers": 2, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
+    with distributed.LocalCluster(processes=True, **place, **options) as cluster, distributed.Client(cluster) as one:
+        yield one
+
+
+def call(rng, wait):
+    """T5 over 8 by 16 blocks whose keys take a while to come, and what one process gives."""
+    import dask.array as da
+
+    q, k, v = rng.standard_normal((3, 2, 128, 8))
+    t5 = rp.T5(rng.standard_normal((32, 2)))
+    options = {"position": t5, "causal": True, "backend": "terms"}
+
+    def late(block):
+        time.sleep(wait)
+        return block
+
+    blocks = [da.from_array(x, chunks=(1, size, 8)) for x, size in ((q, 16), (k, 8), (v, 8))]
+    lazy = attention(blocks[0], blocks[1].map_blocks(late), blocks[2], **options)
+    return lazy, rp.attention(q, k, v, **options)
 
 
 def workers(client):
