@@ -15,6 +15,7 @@ KINDS: Mapping[str, str] = {
     "error": "Against a paper, documentation, or the package's own code elsewhere",
     "rounding": "Rounded where the result is exact",
     "convention": "Conventions, of which both are used",
+    "claim": "Said to be wrong, and equal",
 }
 
 

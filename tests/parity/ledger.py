@@ -20,8 +20,8 @@ import relpos_np as rp
 
 RECORD = Path(__file__).parents[2] / "asv_bench" / "recorded" / "ledger.json"
 # "error": against the paper, the documentation, or the package's own code elsewhere. "rounding": of what should be
-# exact. "convention": both are used, and who changes packages must know.
-KINDS = ("error", "rounding", "convention")
+# exact. "convention": both are used, and who changes packages must know. "claim": said to be wrong, and is not.
+KINDS = ("error", "rounding", "convention", "claim")
 ENTRIES: dict[str, "Entry"] = {}
 
 
@@ -300,7 +300,101 @@ def legacy_rows_count_down_from_the_table():
     return [2, 1, 0], [int(np.abs(table - row).max(-1).argmin()) for row in rows[0].numpy()]
 
 
+# ---------------------------------------------------------------------------------------------- windows
+
+
+@entry(
+    "transformers",
+    "error",
+    """`sliding_window_mask_function((16, 4))` of Moonshine Streaming: how many later frames query 10 attends.""",
+    """The paper (arXiv:2602.12241) calls a w_right of 4 a lookahead of 4 frames, 80 ms; the mask takes distances below
+    it. How the weights were trained is not known.""",
+    "https://github.com/huggingface/transformers/issues/46305",
+)
+def moonshine_looks_ahead_one_frame_less():
+    from transformers.models.moonshine_streaming import modeling_moonshine_streaming
+
+    seen = modeling_moonshine_streaming.sliding_window_mask_function((16, 4))
+    zeros = np.zeros((1, 32, 1))
+    scores = rp.logits(zeros, zeros, window=(15, 4), backend="numpy")[0, 10]
+    return int(np.isfinite(scores[11:]).sum()), sum(bool(seen(0, 0, 10, j)) for j in range(11, 32))
+
+
+@entry(
+    "transformers",
+    "error",
+    """Gemma 4's audio encoder with its own configuration, 12 frames back and none ahead: how many keys the mask leaves
+    to a query in the middle.""",
+    """The horizons are 12 and 0: blocks are cut for 12 frames before the query, positions are encoded for distances 12
+    to 0, and the mask of Gemma 3n, which has the same numbers, leaves 13 keys. Here the horizon is given to
+    `sliding_window_mask_function`, whose sides count the query's own frame: distance 12 is encoded and never seen.""",
+)
+def gemma4_hears_one_frame_less():
+    from transformers import Gemma4AudioConfig
+    from transformers.models.gemma4.modeling_gemma4 import sliding_window_mask_function
+
+    config = Gemma4AudioConfig()
+    back, ahead = config.attention_context_left - 1, config.attention_context_right
+    seen = sliding_window_mask_function((back, ahead))
+    zeros = np.zeros((1, 64, 1))
+    scores = rp.logits(zeros, zeros, window=(back, ahead), backend="numpy")[0, 40]
+    return int(np.isfinite(scores).sum()), sum(bool(seen(0, 0, 40, j)) for j in range(64))
+
+
+@entry(
+    "transformers",
+    "convention",
+    """`sliding_window=2` in a causal and in a bidirectional mask: how many earlier keys a query in the middle attends
+    in each.""",
+    """Causal windows count the query's own key, bidirectional ones do not: the same number means distances below 2, and
+    up to 2. Here `window` is the largest distance that is attended, on every side.""",
+)
+def a_window_is_one_wider_without_causality():
+    import torch
+    from transformers import masking_utils
+
+    def earlier(seen):
+        return sum(bool(seen(0, 0, torch.tensor(4), torch.tensor(j))) for j in range(4))
+
+    zeros = np.zeros((1, 9, 1))
+    scores = [rp.logits(zeros, zeros, window=2, causal=causal, backend="numpy")[0, 4, :4] for causal in (True, False)]
+    causal = masking_utils.sliding_window_causal_mask_function(2)
+    both = masking_utils.sliding_window_bidirectional_mask_function(2)
+    return [int(np.isfinite(s).sum()) for s in scores], [earlier(causal), earlier(both)]
+
+
 # ---------------------------------------------------------------------------------------------- conventions
+
+
+@entry(
+    "onnx",
+    "convention",
+    """Attention of operator set 23 with a cap of 1 and a bias of 3 on the first of two keys, which otherwise have score
+    0: the weight of the second key.""",
+    """The cap is applied to products of queries and keys, and what is added is not capped. Here a cap takes in what
+    positions add, as in the published models that have both; `cap_order="content"` is ONNX's order. Before the change
+    that the link names, ONNX too capped what it had added, its mask of -inf included, which then was -1 and let
+    excluded keys through.""",
+    "https://github.com/onnx/onnx/issues/7865",
+)
+def a_cap_comes_before_the_bias():
+    from onnx import TensorProto, helper
+    from onnx.reference import ReferenceEvaluator
+
+    shapes = {"q": (1, 1, 1, 1), "k": (1, 1, 2, 1), "v": (1, 1, 2, 1), "bias": (1, 1, 1, 2), "out": (1, 1, 1, 1)}
+    described = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    node = helper.make_node("Attention", ["q", "k", "v", "bias"], ["out"], softcap=1.0)
+    graph = helper.make_graph([node], "capped", described[:4], described[4:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    operands = {name: np.zeros(shapes[name], np.float32) for name in ("q", "k", "v", "bias")}
+    operands["v"][0, 0, 1] = 1.0
+    operands["bias"][..., 0] = 3.0
+    theirs = ReferenceEvaluator(model).run(None, operands)[0]
+    q, k, v = (operands[name] for name in "qkv")
+    # The bucket of distance 0 has 3, all others none.
+    bias = rp.T5(np.array([[3.0], *[[0.0]] * 7], np.float32), max_distance=8)
+    ours = rp.attention(q, k, v, position=bias, offset=0, softcap=1.0, backend="numpy")
+    return ours.item(), theirs.item()
 
 
 @entry(
@@ -355,6 +449,29 @@ def grouped_heads_alternate():
     theirs = Attend()(q, k, v)[0][0, :, 0, 0]
     ours = rp.attention(q.numpy(), k.numpy(), v.numpy(), backend="numpy")[0, :, 0, 0]
     return ours.tolist(), theirs.tolist()
+
+
+# ---------------------------------------------------------------------------------------------- said to be wrong
+
+
+@entry(
+    "torch",
+    "claim",
+    """`sigmoid(lse - sink)` times the output without a sink, as torchtitan computes gpt-oss: a key with score 0 and
+    value 1, and a sink of 1.""",
+    """The report takes it for wrong and renormalizes by log-sum-exps. But exp(lse) / (exp(lse) + exp(sink)) is
+    sigmoid(lse - sink): what it replaces is exact. Its own correction is clamped to exp(-20), and so a sink that is
+    further above all scores is not.""",
+    "https://github.com/pytorch/torchtitan/pull/2211",
+)
+def a_sink_is_a_sigmoid():
+    import torch
+
+    lse, value, sink = torch.zeros((), dtype=torch.float64), 1.0, 1.0
+    theirs = torch.sigmoid(lse - sink) * value
+    zeros = np.zeros((1, 1, 1))
+    ours = rp.attention(zeros, zeros, zeros + value, sinks=np.array([sink]), backend="numpy")
+    return ours.item(), theirs.item()
 
 
 # ---------------------------------------------------------------------------------------------- the record
