@@ -236,10 +236,12 @@ class LieRE(Placed):
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with rotations from eigenvalues, on the keys before their heads are repeated."""
         q, k = in_order(q), in_order(k)
-        at_query, at_key = self._at(site)
-        query = _blockwise(np.asarray(q), _Spectrum(self.generators, at_query).rotations().astype(site.dtype))
-        key = _blockwise(np.asarray(k), _Spectrum(self.generators, at_key).rotations().astype(site.dtype))
+        query, key = (_blockwise(np.asarray(x), turn) for x, turn in zip((q, k), self._rotations(site), strict=True))
         return Terms(query=query, key=key)
+
+    def _rotations(self, site: Site) -> list[Array]:
+        """Of queries and of keys, (..., H_kv or 1, L, B, S, S)."""
+        return [_Spectrum(self.generators, at).rotations().astype(site.dtype) for at in self._at(site)]
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and generators of the heads; without positions, distances decide."""

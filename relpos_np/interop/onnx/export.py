@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -24,6 +25,7 @@ from relpos_np.interop.onnx.operand import Traced, UntracedError
 from relpos_np.interop.onnx.package import package
 from relpos_np.interop.onnx.places import Places
 from relpos_np.interop.onnx.scores import Added
+from relpos_np.interop.onnx.written import WRITTEN
 from relpos_np.schemes.alibi import ALiBi
 from relpos_np.schemes.base import Position, Scheme
 from relpos_np.schemes.rotary import Rotary
@@ -239,7 +241,8 @@ class _Model:
                 own = self._with_input(own, one, operands[0].places)
                 left.remove(one)
             try:
-                terms = own.lower(operands[0], operands[1], problem.site)  # type: ignore[arg-type]
+                lower = partial(written, own) if (written := WRITTEN.get(type(own))) else own.lower
+                terms = lower(operands[0], operands[1], problem.site)  # type: ignore[arg-type]
             except UntracedError as error:
                 raise RelposTypeError(
                     f"position: {name} cannot be a model: what it computes with q, k or an input needs {error}, "
