@@ -247,6 +247,9 @@ def test_what_planes_do_not_stand_for(monkeypatch, rng):
     mask = rng.random((30, 250)) < 0.5
     mask[:, 8] = mask[::2, 3] = mask[1::3, 9] = False
     mask[5:20, 30], mask[:, 0] = False, True
+    # Scores of -inf alone leave nothing to attend; planes of infinity make NaN of them.
+    q[1, 22, 2], mask[22] = np.inf, k[1, :, 2] < 0
+    mask[22, [3, 9, 200]] = False
     answers = []
     for unit, kernel in (("emulated tiles", "attend_planes"), ("none", "attend_float32")):
         monkeypatch.setattr(job, "UNIT", unit)
@@ -257,6 +260,7 @@ def test_what_planes_do_not_stand_for(monkeypatch, rng):
         np.testing.assert_allclose(found, exact, rtol=2e-6, atol=2e-6)
         assert np.isnan(exact).any()
         assert np.isfinite(exact).any()
+    assert answers[1][1][1, 22] == -np.inf
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
