@@ -375,6 +375,42 @@ def test_units_by_name(unit):
     assert error < 2 * UNIT["bfloat16"]
 
 
+BY_PLANES = """
+import numba
+from relpos_np.kernels._numba.rows import floats
+from relpos_np.kernels._numba.split import split_pairs, split_rows
+from relpos_np.kernels._numba.tiles import accumulate_planes, plane_panel
+
+@numba.njit
+def multiply(x, y, left, right, scores, sums, fade, planes):
+    split_rows(floats(left), 256, 16, floats(x), 32, 16, 32, 32, planes)
+    split_pairs(floats(right), 1024, 64, floats(y), 64, 32, 64, planes)
+    plane_panel(floats(left), 16, 256, floats(right), 1024, 16, floats(scores), 64, 16, 64, planes)
+    a, b, c, f = floats(left), floats(right), floats(sums), floats(fade)
+    accumulate_planes(a, 16, b, 64, c, 64, f, 16, 64, 16, planes, 256, 1024)
+
+x, y = rng.standard_normal((16, 32)).astype("f"), rng.standard_normal((32, 64)).astype("f")
+x[:, 2:] = 0  # sums of two products have few roundings
+exact, size = x.astype(float) @ y, abs(x.astype(float)) @ abs(y)
+for planes in (2, 3):
+    # What planes are not written, or not made, is NaN.
+    left, right = np.full((planes, 16, 16), np.nan, "f"), np.full((planes, 16, 64), np.nan, "f")
+    scores, sums, fade = np.full((16, 64), np.nan, "f"), np.zeros((16, 64), "f"), np.ones(16, "f")
+    multiply(*(z.ctypes.data for z in (x, y, left, right, scores, sums, fade)), planes)
+    for found in (scores, sums):
+        print(float((abs(found - exact) / size).max()))
+"""
+
+
+def test_every_product_of_planes():
+    """Sums of two products of float32: dropping any product of planes takes them beyond this, ten times at least."""
+    status, out, log = child(BY_PLANES, RELPOS_MATRIX_UNIT="emulated tiles")
+    assert status == 0, log
+    errors = [float(line) for line in out.split()]
+    assert max(errors[:2]) <= 3 * 2.0**-16
+    assert max(errors[2:]) <= 4 * 2.0**-23
+
+
 def test_a_unit_that_does_not_exist():
     status, _, log = child("rp.attention(*np.ones((3, 2, 2)))", RELPOS_MATRIX_UNIT="abacus")
     assert status == 1
