@@ -8,7 +8,7 @@ from pathlib import Path
 
 from report import grid, sizes
 
-from . import rows
+from . import forecast, rows
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "relpos_np" / "kernels" / "_cuda"
@@ -217,4 +217,5 @@ def sections(folder=HERE):
         "gpu_goals": wanted(),
         "gpu_rows": measured(),
         "gpu_baselines": baselines(),
+        "gpu_predictions": forecast.section(kernel_hash()),
     }
