@@ -39,7 +39,7 @@ def collect_versions() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "processor": processor(),
-        "processors": {"here": os.cpu_count(), "ours": _usable()},
+        "processors": {"here": os.cpu_count(), "ours": usable()},
         "numpy": np.__version__,
         "blas": np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name"),
         "backend": relpos_np.backend.current(),
@@ -90,7 +90,7 @@ def kernels() -> dict[str, Any] | str:
     }
 
 
-def _usable() -> int | None:
+def usable() -> int | None:
     """Processors that this process may run on: containers and schedulers often allow fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._commands import peers
+from relpos_np._commands.peers import ours, with_numpy
+from relpos_np._commands.peers.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "asv_bench"
@@ -157,7 +160,7 @@ def test_inputs_in_half_precision_are_the_rounded_ones():
 def test_without_ml_dtypes_only_bfloat16_is_missing(monkeypatch):
     """Inputs and truth stay the same, as bits: other peers need no ml_dtypes."""
     shapes = importlib.import_module("benchmarks.shapes")
-    attention, peers = importlib.import_module("benchmarks.attention"), importlib.import_module("peers")
+    attention = importlib.import_module("benchmarks.attention")
     known, exact = shapes.case("hb"), shapes.case("hb").exact()
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     bits = shapes.case("hb")
@@ -171,14 +174,14 @@ def test_without_ml_dtypes_only_bfloat16_is_missing(monkeypatch):
         attention.Decode().setup(512, "bfloat16")
     attention.Decode().setup(512, "float16")
     for name in ("relpos_np", "numpy"):
-        module = importlib.import_module(peers.PEERS[name].module)
+        module = importlib.import_module(f"relpos_np._commands.peers.{peers.PEERS[name].module}")
         with pytest.raises(peers.UnavailableError, match="pip install ml_dtypes"):
             module.prepare(name, "attention", bits, 1, 0.01)
 
 
 def test_our_result_is_kept_from_call_to_call():
     """And starts as NaN: what no call has written would be noticed."""
-    shapes, ours = importlib.import_module("benchmarks.shapes"), importlib.import_module("peers.ours")
+    shapes = importlib.import_module("benchmarks.shapes")
     for letter in ("a", "hb"):
         subject = shapes.case(letter)
         prepared = ours.prepare("relpos_np", "attention", subject, 1, 0.01)
@@ -234,14 +237,13 @@ def test_compare_runs_peers_in_turn(tmp_path, capsys):
 
 
 def test_peers_that_compute_something_else_are_not_timed(monkeypatch):
-    worker = importlib.import_module("peers.worker").Worker("numpy", 1)
-    numpy_peer, peers = importlib.import_module("peers.with_numpy"), importlib.import_module("peers")
+    worker = Worker("numpy", 1)
     assert worker.prepare("attention", "a", None, 0.01)["error"] < 4e-6
     assert worker.prepare("attention", "hb", None, 0.01)["error"] < 4e-3
     wrong = {"a": lambda case: case.v, "hb": lambda case: rp.attention(case.q, case.k, case.v)}
     for letter, other in wrong.items():
         monkeypatch.setattr(
-            numpy_peer,
+            with_numpy,
             "prepare",
             lambda name, task, case, threads, seconds, other=other: peers.Prepared(lambda: other(case)),
         )
@@ -251,7 +253,7 @@ def test_peers_that_compute_something_else_are_not_timed(monkeypatch):
     def fails(*arguments):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(numpy_peer, "prepare", fails)
+    monkeypatch.setattr(with_numpy, "prepare", fails)
     assert worker.prepare("attention", "a", None, 0.01) == {"unavailable": "MemoryError: no room"}
 
 

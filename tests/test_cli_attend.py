@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from relpos_np._commands import attend
+from relpos_np._commands import attend, common
 from relpos_np._commands.main import main
 
 
@@ -16,7 +16,8 @@ def said(capsys, monkeypatch):
 
     def run(ours, numpys, load):
         monkeypatch.setattr(attend, "_repeated", lambda calls: dict(zip(calls, (ours, numpys), strict=True)))
-        monkeypatch.setattr(attend, "_load", lambda: load)
+        monkeypatch.setattr(common, "load", lambda: load)
+        monkeypatch.setattr(attend, "load", lambda: load)
         printed = []
         for options in (["--json"], []):
             assert main(["attend", "--backend", "terms", "--plot", "none", *options]) == 0

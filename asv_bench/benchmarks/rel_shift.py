@@ -7,15 +7,7 @@ import numpy as np
 import relpos_np as rp
 
 from . import ceiling
-
-# (heads, L_q, columns) for "conformer": 2048 queries and as many keys
-SHIFTED = (8, 2048, 4095)
-
-
-def products(variant="conformer"):
-    """Seeded products of queries with distances."""
-    sizes = SHIFTED if variant == "conformer" else (*SHIFTED[:2], SHIFTED[1])
-    return np.random.default_rng(0).standard_normal(sizes, dtype=np.float32)
+from .shapes import products
 
 
 class RelShift:

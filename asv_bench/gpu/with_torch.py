@@ -41,7 +41,7 @@ def full_precision():
 def on_device(subject):
     """The operands and arrays of a case as tensors, by the class that models them on the host."""
     torch = full_precision()
-    from peers.with_torch import Operands
+    from relpos_np._commands.peers.with_torch import Operands
 
     held = Operands(subject)
     for name, x in vars(held).items():
@@ -64,8 +64,9 @@ def use(held, operands):
 def forward(name, subject, count):
     """SDPA, flex_attention or single operations."""
     torch = full_precision()
-    from peers import UnavailableError, with_torch
     from torch.nn import functional
+
+    from relpos_np._commands.peers import UnavailableError, with_torch
 
     torch.set_grad_enabled(False)
     held = on_device(subject)
@@ -153,7 +154,7 @@ def shifts(name, row, x, count):
         return copy((*x.shape[:-1], k_len), count)
     torch = full_precision()
     torch.set_grad_enabled(False)
-    from peers.with_torch import rel_shift
+    from relpos_np._commands.peers.with_torch import rel_shift
 
     all_sets = [(device.as_tensor(x),) for _ in range(count)]
     if name == "torch pad and reshape":

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import relpos_np as rp
-from relpos_np._commands.common import MISMATCH, positive
+from relpos_np._commands.common import BUSY, MISMATCH, busy, load, positive
 from relpos_np._commands.saved_call import UnusableError, attention_schemes, call_arguments, needed, read
 from relpos_np._commands.terminal import note, print_json, print_lines
 from relpos_np._commands.terminal import seconds as duration
@@ -30,8 +30,6 @@ _DRAWN = {"position", *rp.logits.options}  # type: ignore[attr-defined]
 
 # float32 against float64 on the real example, whose outputs are below 1.
 _REAL_LIMIT = 2e-6
-# From so many times the best on, the median is that of calls that were interrupted.
-_CALM = 2.0
 _REAL_HEADS = ("head 0", "head 3", "head 7", "head 11")
 
 SUMMARY = "attention on real data, or on a file"
@@ -133,7 +131,7 @@ def _repeated(calls: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: f
 def run(args: argparse.Namespace) -> int:
     """Attention of the embedded example, or of a file."""
     backend = rp.backend.current(args.backend)
-    if (_load() or 0.0) > 1:
+    if busy():
         # GNU OpenMP reads it when a kernel first runs: threads then sleep while they wait for others, which a turn of
         # another program keeps from going on, where spinning would take processors from exactly those.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -183,8 +181,7 @@ def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
     times = _repeated({name: partial(call, name) for name in compared})
     seconds, numpy_seconds = median(times[backend]), median(times["numpy"])
     best, numpy_best = times[backend][0], times["numpy"][0]
-    load = _load()
-    busy = (load or 0.0) > 1 or seconds > _CALM * best
+    disturbed = busy(seconds, best)
     path, problem = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
     found = {
         "backend": backend,
@@ -198,8 +195,8 @@ def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
         "numpy_fastest_seconds": numpy_best,
         "speedup": numpy_best / best,
         "first_call_seconds": first,
-        "load": load,
-        "busy": busy,
+        "load": load(),
+        "busy": disturbed,
         **_kernel_facts(backend),
         "plot": path,
     }
@@ -223,10 +220,8 @@ def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
         lines.append(
             ("NumPy", f"{duration(numpy_best)}: {backend} is {numpy_best / best:.1f} times as fast, by the best")
         )
-    if busy:
-        lines.append(
-            ("note", "this machine is busy: calls wait for processors, and those of several threads wait longest")
-        )
+    if disturbed:
+        lines.append(("note", BUSY))
     if path:
         lines.append(("picture", path))
     print_lines(lines)
@@ -237,11 +232,6 @@ def _largest(actual: Array, expected: Array) -> float:
     """The largest difference; a NaN counts as infinite."""
     difference = float(np.abs(actual.astype(np.float64) - expected).max())
     return np.inf if np.isnan(difference) else difference
-
-
-def _load() -> float | None:
-    """Programs that want to run, per processor, during the last minute."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
 
 
 def _real_picture(real: Mapping[str, Array], options: Mapping[str, Any]) -> Any:

@@ -1,12 +1,27 @@
-"""What several commands share: exit codes and kinds of numbers."""
+"""What several commands share: exit codes, kinds of numbers, and whether the machine is busy."""
 
 from __future__ import annotations
 
 import argparse
+import os
 
 # Exit codes: 0, what was asked for was done; 1, a wrong number was found; 2, it could not be done. `relpos conform` has
 # 3: nothing ran.
 MISMATCH, FAILED = 1, 2
+
+BUSY = "this machine is busy: calls wait for processors, and those of several threads wait longest"
+# From so many times the best on, the median is that of calls that were interrupted.
+_CALM = 2.0
+
+
+def load() -> float | None:
+    """Programs that want to run, per processor, during the last minute; None where the system does not say."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
+
+
+def busy(median: float = 0.0, best: float = 0.0) -> bool:
+    """Whether others want the processors too, or the median of some calls says so beside the best."""
+    return (load() or 0.0) > 1 or median > _CALM * best
 
 
 def natural(text: str) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import relpos_np as rp
-from relpos_np._commands import attend, check, config, conform, identify, info, plot, vectors, warmup
+from relpos_np._commands import attend, bench, check, config, conform, identify, info, plot, vectors, warmup
 from relpos_np._commands.common import FAILED
 from relpos_np._commands.completion import SHELLS, script
 from relpos_np._commands.terminal import note
@@ -14,6 +15,7 @@ from relpos_np.errors import RelposError
 
 _COMMANDS = {
     "attend": attend,
+    "bench": bench,
     "config": config,
     "plot": plot,
     "check": check,
@@ -23,6 +25,8 @@ _COMMANDS = {
     "warmup": warmup,
     "info": info,
 }
+
+_JSON: dict[str, Any] = {"action": "store_true", "help": "print one JSON object and nothing else"}
 
 _COMPLETION_HELP = """\
 Print a script that makes the shell complete commands, options, their values and files. It is written by shtab, which
@@ -67,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=command.EXAMPLE,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        sub.add_argument("--json", **getattr(command, "JSON", _JSON))
         command.arguments(sub)
         sub.set_defaults(run=command.run)
 

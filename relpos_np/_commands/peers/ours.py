@@ -6,14 +6,16 @@ kernels'.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from benchmarks.shapes import as_mapping, lacking
 
 import relpos_np as rp
-from peers import Prepared, UnavailableError
+from relpos_np._commands.peers import Prepared, UnavailableError
+from relpos_np._commands.peers.shapes import as_mapping, lacking
 
 
-def prepare(name, task, subject, threads, seconds):
+def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) -> Prepared:
     """The call of a task."""
     import numba
 

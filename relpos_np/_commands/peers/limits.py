@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks import ceiling
+from typing import Any
 
-from peers import Prepared
+from relpos_np._commands.peers import Prepared, ceiling
 
 
-def prepare(name, task, subject, threads, seconds):
+def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) -> Prepared:
     """A loop whose amount is in operations, or in bytes for a single query."""
     import numba
 

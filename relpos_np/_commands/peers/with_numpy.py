@@ -1,15 +1,18 @@
-"""This library's NumPy reference, and what memory allows for rel_shift."""
+"""The NumPy reference, and what memory allows for rel_shift."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from benchmarks.shapes import lacking
 
 import relpos_np as rp
-from peers import Prepared, UnavailableError
+from relpos_np._commands.peers import Prepared, UnavailableError
+from relpos_np._commands.peers.shapes import lacking
+from relpos_np.types import Array
 
 
-def prepare(name, task, subject, threads, seconds):
+def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) -> Prepared:
     """The call of a task."""
     if name == "numpy view":
         return Prepared(lambda: rp.rel_shift(subject, variant="conformer", backend="numpy").copy())
@@ -18,7 +21,7 @@ def prepare(name, task, subject, threads, seconds):
         source = np.ones((heads, rows, columns - rows + 1), subject.dtype)
         target = np.zeros_like(source)
 
-        def copy():
+        def copy() -> Array:
             np.copyto(target, source)
             return target
 

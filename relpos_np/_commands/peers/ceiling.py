@@ -7,16 +7,20 @@ module, and a forked child may not use the parent's threads.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
+
+from relpos_np.types import Array
 
 # Rounds of a figure that is a ratio, fewer for slow calls. The tests, which only see that benchmarks run, ask for one.
 ROUNDS, ROUNDS_IF_SLOW, SLOW = 7, 3, 0.2
 
 
 @cache
-def _kernels():
+def _kernels() -> tuple[Any, Any, int]:
     """The loop of FMAs, the loop that reads, and the operations of one turn of the first."""
     import numba
     from llvmlite import ir
@@ -29,8 +33,8 @@ def _kernels():
     accumulators = 24 if TARGET.vector_bytes == 64 else 12
 
     @intrinsic
-    def turns(typingctx, count, x):
-        def generate(context, builder, signature, args):
+    def turns(typingctx: Any, count: Any, x: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             v = Vectors(builder, 32)
             factor = v.splat(args[1])
             start = [factor] * accumulators
@@ -43,11 +47,11 @@ def _kernels():
         return types.float32(types.int64, types.float32), generate
 
     @numba.njit(nogil=True)
-    def one(count, x):
+    def one(count: Any, x: Any) -> Any:
         return turns(count, x)
 
     @numba.njit(parallel=True, nogil=True)
-    def multiply(count, x, threads):
+    def multiply(count: Any, x: Any, threads: Any) -> Any:
         out = np.zeros(threads, np.float32)
         for thread in numba.prange(threads):
             out[thread] = one(count, x)
@@ -55,14 +59,14 @@ def _kernels():
 
     # Vectors need leave to reassociate the sum, and an index that cannot be negative.
     @numba.njit(nogil=True, fastmath={"reassoc", "contract"})
-    def add(x):
+    def add(x: Any) -> Any:
         total = np.float32(0)
         for n in range(len(x)):
             total += x[n]
         return total
 
     @numba.njit(parallel=True, nogil=True)
-    def read(x, threads):
+    def read(x: Any, threads: Any) -> Any:
         out = np.zeros(threads, np.float32)
         size = len(x)
         for thread in numba.prange(threads):
@@ -73,7 +77,7 @@ def _kernels():
     return multiply, read, 2 * accumulators * TARGET.lanes(4)
 
 
-def fma_seconds(turns, threads):
+def fma_seconds(turns: int, threads: int) -> float:
     """Run the loop once; return its time."""
     multiply = _kernels()[0]
     started = time.perf_counter()
@@ -81,19 +85,19 @@ def fma_seconds(turns, threads):
     return time.perf_counter() - started
 
 
-def turns_for(seconds, threads):
+def turns_for(seconds: float, threads: int) -> int:
     """How many turns take about this long, so that both sides of a ratio see the same noise."""
     fma_seconds(1000, threads)
     turns = 200_000
     return max(1000, int(turns * seconds / min(fma_seconds(turns, threads) for _ in range(5))))
 
 
-def rate(turns, threads, seconds):
+def rate(turns: int, threads: int, seconds: float) -> float:
     """Operations per second."""
     return _kernels()[2] * turns * threads / seconds
 
 
-def to_read(arrays):
+def to_read(arrays: Sequence[Array]) -> Array:
     """The arrays' bytes one after the other for read_seconds, as float32 whatever they hold.
 
     Two numbers of half precision make one float32. Those that are drawn here are neither infinite nor so small that
@@ -102,7 +106,7 @@ def to_read(arrays):
     return np.concatenate([np.ascontiguousarray(x).reshape(-1).view(np.float32) for x in arrays])
 
 
-def read_seconds(x, threads):
+def read_seconds(x: Array, threads: int) -> float:
     """Time to read what to_read made once."""
     read = _kernels()[1]
     started = time.perf_counter()
@@ -110,19 +114,19 @@ def read_seconds(x, threads):
     return time.perf_counter() - started
 
 
-def timed(call):
+def timed(call: Callable[[], Any]) -> float:
     """One call's time."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
-def rounds_for(seconds):
+def rounds_for(seconds: float) -> int:
     """How many rounds of a call that takes so long."""
     return min(ROUNDS, ROUNDS_IF_SLOW) if seconds > SLOW else ROUNDS
 
 
-def fraction_of_fma(call, operations):
+def fraction_of_fma(call: Callable[[], Any], operations: float) -> float:
     """Median over alternating rounds of speed / speed of the FMA loop, each for as long as the other."""
     import numba
 
@@ -136,7 +140,7 @@ def fraction_of_fma(call, operations):
     return float(np.median(ratios))
 
 
-def fraction_of_read(call, arrays, rounds=None):
+def fraction_of_read(call: Callable[[], Any], arrays: Sequence[Array], rounds: int | None = None) -> float:
     """Median over alternating rounds of the time to read the arrays once / time of the call."""
     import numba
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import openvino
-from benchmarks.shapes import narrow, wide
 from openvino import opset13 as op
 
-from peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers.shapes import Case, narrow, wide
 
 
-def prepare(name, task, case, threads, seconds):
+def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> Prepared:
     """The call of a shape."""
     s, scale = case.shape, np.float32(1 / math.sqrt(case.shape.head_dim))
     feeds, kinds = {}, {}
 
-    def feed(name, x):
+    def feed(name: Any, x: Any) -> Any:
         x = np.ascontiguousarray(narrow(x, s.storage) if x.dtype == np.float32 else x)
         # OpenVINO takes bfloat16 as the bits.
         half = x.dtype == np.uint16 or x.dtype.name == "bfloat16"
@@ -82,13 +83,13 @@ def prepare(name, task, case, threads, seconds):
     for n, tensor in enumerate(tensors):
         request.set_input_tensor(n, tensor)
 
-    def call():
+    def call() -> Any:
         # Named here because the tensors share the arrays' memory, which must live as long as the call.
         _ = tensors, feeds
         request.infer()
         return request.get_output_tensor(0)
 
-    def to_numpy(out):
+    def to_numpy(out: Any) -> Any:
         # Of bfloat16 the array has the bits, under the name of another type of two bytes.
         return wide(np.array(out.data).view(np.uint16)) if s.storage == "bfloat16" else np.array(out.data)
 

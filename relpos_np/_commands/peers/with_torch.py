@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers.shapes import Case
 
 TABLES = ("t5", "window", "rstt")
 
 
-def rel_shift(x, k_len):
+def rel_shift(x: Any, k_len: Any) -> Any:
     """A column of zeros in front, read with the axes' lengths exchanged, without its first row."""
     *lead, rows, columns = x.shape
     padded = torch.cat([x.new_zeros(*lead, rows, 1), x], dim=-1).view(*lead, columns + 1, rows)
     return padded[..., 1:, :].view(*lead, rows, columns)[..., :k_len]
 
 
-def tensor(x):
+def tensor(x: Any) -> Any:
     """An array as a tensor over the same memory; bfloat16, which NumPy lacks, from its bits."""
     if x.dtype == np.uint16 or x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
 
 
-def to_numpy(x):
+def to_numpy(x: Any) -> Any:
     """A tensor as an array."""
     return x.float().numpy()
 
@@ -39,7 +41,7 @@ class Operands:
     positions' part computed in float32 and rounded.
     """
 
-    def __init__(self, case):
+    def __init__(self, case: Any) -> None:
         self.shape = case.shape
         self.q, self.k, self.v = (tensor(x) for x in (case.q, case.k, case.v))
         # Tables of vectors meet queries and probabilities; tables of numbers are added to scores.
@@ -59,7 +61,7 @@ class Operands:
         elif kind == "alibi":
             self.apart = torch.from_numpy(arrays.apart(case)).float()
 
-    def bias(self):
+    def bias(self) -> Any:
         """What tables and slopes add to the scores, in the operands' dtype; None if there is nothing."""
         if self.shape.kind == "plain":
             return None
@@ -71,11 +73,11 @@ class Operands:
             return gathered.permute(2, 0, 1).contiguous().unsqueeze(0).to(self.q.dtype)
         return (-self.arrays["slopes"][:, None, None] * self.apart.abs()).to(self.q.dtype)
 
-    def position(self):
+    def position(self) -> Any:
         """Transformer-XL's part from positions, unscaled."""
         return rel_shift((self.q + self.arrays["position_bias"][:, None]) @ self.rows, self.shape.k_len)
 
-    def eager(self):
+    def eager(self) -> Any:
         """Products, softmax, products."""
         kind = self.shape.kind
         if kind == "transformer_xl":
@@ -95,7 +97,7 @@ class Operands:
         p = torch.softmax(s, dim=-1, dtype=torch.float32)
         return p.to(self.v.dtype) @ self.v
 
-    def sdpa(self):
+    def sdpa(self) -> Any:
         """The fused operator, with the bias built for it."""
         if self.shape.kind == "transformer_xl":
             mask = (self.position() * self.scale).masked_fill(self.hidden, -math.inf)
@@ -104,7 +106,7 @@ class Operands:
         return functional.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=self.bias())
 
 
-def flex(operands):
+def flex(operands: Operands) -> Prepared:
     """A compiled function of no arguments."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -116,20 +118,20 @@ def flex(operands):
         place = operands.q.device
         hide = create_block_mask(lambda b, h, i, j: j <= i + memory, None, None, s.q_len, s.k_len, device=place)
 
-        def run(q, k, v, products):
-            def score(x, b, h, i, j):
+        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
+            def score(x: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
                 # Keys after the query's position are hidden: there any column will do.
-                return x + products[b, h, i, torch.clamp(last - i + j, max=s.k_len - 1)]
+                return x + given[b, h, i, torch.clamp(last - i + j, max=s.k_len - 1)]
 
             return flex_attention(q, k, v, score_mod=score, block_mask=hide)
 
-        def inputs():
+        def inputs() -> Any:
             products = (operands.q + a["position_bias"][:, None]) @ operands.rows * operands.scale
             return operands.q + a["content_bias"][:, None], operands.k, operands.v, products
 
     elif s.kind == "plain":
 
-        def run(q, k, v, nothing):
+        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
             return flex_attention(q, k, v)
 
         fixed = None
@@ -137,8 +139,8 @@ def flex(operands):
         raise UnavailableError("flex_attention has nothing to add to values")
     elif s.kind == "alibi":
 
-        def run(q, k, v, slopes):
-            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x - slopes[h] * (s.k_len - 1 - j))
+        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
+            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x - given[h] * (s.k_len - 1 - j))
 
         fixed = a["slopes"]
     elif s.kind == "t5":
@@ -147,20 +149,20 @@ def flex(operands):
         distances = torch.cat([operands.index[:, 0].flip(0)[:-1], operands.index[0]])
         values = a["table"][distances].T.contiguous()
 
-        def run(q, k, v, values):
-            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + values[h, j - i + s.q_len - 1])
+        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
+            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + given[h, j - i + s.q_len - 1])
 
         fixed = values
     else:
         note = "bias of a window built before the call"
 
-        def run(q, k, v, bias):
-            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + bias[h, i, j])
+        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
+            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + given[h, i, j])
 
         fixed = operands.bias()[0]
     if s.kind != "transformer_xl":
 
-        def inputs():
+        def inputs() -> Any:
             return operands.q, operands.k, operands.v, fixed
 
     torch._dynamo.reset()
@@ -172,7 +174,7 @@ def flex(operands):
     return Prepared(lambda: compiled(*inputs()), to_numpy, note)
 
 
-def autograd(case):
+def autograd(case: Case) -> Prepared:
     """Gather, attention and backward in one call."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -182,7 +184,7 @@ def autograd(case):
         x.requires_grad_()
     gradient = torch.from_numpy(case.grad_out)
 
-    def call():
+    def call() -> Any:
         with sdpa_kernel(SDPBackend.MATH):
             out = operands.sdpa()
             return torch.autograd.grad(out, list(leaves.values()), gradient)
@@ -191,7 +193,7 @@ def autograd(case):
     return Prepared(call, lambda grads: {n: g.numpy() for n, g in zip(names, grads, strict=True)})
 
 
-def prepare(name, task, subject, threads, seconds):
+def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) -> Prepared:
     """The call of a task."""
     torch.set_num_threads(threads)
     if task == "rel_shift":
@@ -215,7 +217,7 @@ def prepare(name, task, subject, threads, seconds):
         mask = operands.bias()
         mask = None if mask is None else mask.contiguous()
 
-        def call():
+        def call() -> Any:
             return functional.scaled_dot_product_attention(operands.q, operands.k, operands.v, attn_mask=mask)
 
     return Prepared(call, to_numpy)

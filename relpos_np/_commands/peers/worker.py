@@ -1,18 +1,23 @@
-"""One peer in a process of its own: ``python -m peers.worker NAME THREADS``, one JSON request and one answer a line."""
+"""One peer in a process of its own, ``python -m relpos_np._commands.peers.worker NAME THREADS``.
+
+One JSON request and one answer a line.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-from benchmarks.rel_shift import products
-from benchmarks.shapes import case
 
-from peers import PEERS, Prepared, UnavailableError
+from relpos_np._commands.peers import OURS, PEERS, Prepared, UnavailableError
+from relpos_np._commands.peers.shapes import case, products
 from relpos_np.versions import of_packages
 
 # No float32 arithmetic is so far off: a peer that is computes something else, or in fewer digits. In bfloat16 a peer
@@ -22,27 +27,28 @@ from relpos_np.versions import of_packages
 WORST = {"float32": 1e-3, "bfloat16": 3e-2}
 
 
-def checked(task, prepared, subject, exact):
+def checked(task: str, prepared: Prepared, subject: Any, exact: Any) -> float:
     """Run once; return the error against the answers in float64."""
     result = prepared.to_numpy(prepared.call())
     if task == "backward":
-        return subject.gradient_error(result, exact)
+        return float(subject.gradient_error(result, exact))
     if task == "rel_shift":
         rows, columns = subject.shape[1:]
         picked = np.arange(rows)[::-1, None] + np.arange(columns - rows + 1)
         return float(np.abs(np.asarray(result) - np.take_along_axis(subject, picked[None], axis=-1)).max())
-    return subject.error(result, exact)
+    return float(subject.error(result, exact))
 
 
 class Worker:
     """What is prepared, and the time of calls."""
 
-    def __init__(self, name, threads):
+    def __init__(self, name: str, threads: int) -> None:
         self.name, self.threads = name, threads
         self.prepared: Prepared | None = None
         self.cpu_at_end = time.process_time()
 
-    def prepare(self, task, shape, exact, seconds):
+    def prepare(self, task: str, shape: str, exact: Any, seconds: float) -> dict[str, Any]:
+        """Have a call ready and check its answer; say why there is none."""
         self.prepared = None
         subject = products() if task == "rel_shift" else case(shape)
         if exact:
@@ -50,7 +56,7 @@ class Worker:
                 stored = dict(file)
             exact = stored if task == "backward" else stored["out"]
         try:
-            module = importlib.import_module(PEERS[self.name].module)
+            module = importlib.import_module(f"relpos_np._commands.peers.{PEERS[self.name].module}")
             prepared = module.prepare(self.name, task, subject, self.threads, seconds)
             # Two that have no answer: they only say what time the machine needs.
             error = None if self.name in ("limit", "memcpy") else checked(task, prepared, subject, exact)
@@ -58,7 +64,7 @@ class Worker:
             return {"unavailable": str(problem).splitlines()[0]}
         except Exception as problem:
             # A peer that fails at one shape must not end a long comparison; a fault of ours must.
-            if self.name in ("relpos_np", "limit"):
+            if self.name in (OURS, "limit"):
                 raise
             return {"unavailable": f"{type(problem).__name__}: {str(problem)[:200]}".splitlines()[0]}
         worst = WORST["float32" if task == "rel_shift" else subject.shape.storage]
@@ -67,8 +73,9 @@ class Worker:
         self.prepared = prepared
         return {"note": prepared.note, "amount": prepared.amount, "error": error}
 
-    def turn(self, seconds, most):
+    def turn(self, seconds: float, most: int) -> dict[str, Any]:
         """One call untimed, because others have used the caches, then as many as fit, at least one."""
+        assert self.prepared is not None
         call = self.prepared.call
         idle = time.process_time() - self.cpu_at_end
         started = time.perf_counter()
@@ -83,12 +90,12 @@ class Worker:
         return {"seconds": times, "idle_cpu": idle}
 
 
-def versions(name):
+def versions(name: str) -> Mapping[str, str | None]:
     """Of the interpreter and of the packages that matter."""
     return {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[name].packages))
 
 
-def main():
+def main() -> None:
     """Answer until the pipe is closed. What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -96,6 +103,8 @@ def main():
     if hasattr(os, "sched_setaffinity"):
         # Some pools ask how many processors they may use, and nothing else.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    # Ctrl-C goes to whoever asks, who then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = Worker(name, threads)
     for line in sys.stdin:
         request = json.loads(line)

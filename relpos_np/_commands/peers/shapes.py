@@ -1,17 +1,23 @@
-"""The shapes that every figure refers to: seeded inputs, scheme, counts, and float64 answers to check a result."""
+"""The shapes that every figure refers to: seeded inputs, scheme, counts, and float64 answers to check a result.
+
+asv runs this file against the package of other commits: what is not in all of them is imported late.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 import relpos_np as rp
+from relpos_np.types import Array
 
 # The scheme of each kind, from its arrays.
-SCHEMES = {
+SCHEMES: dict[str, Callable[[dict[str, Array]], Any]] = {
     "t5": lambda a: rp.T5(a["table"]),
     "window": lambda a: rp.WindowBias(a["table"], (7, 7)),
     "rstt": lambda a: rp.WindowBias.rstt(a["table"], 7, 4, (4, 4)),
@@ -53,6 +59,8 @@ SHAPES = {
     "L": Shape("plain", 1, 8, 16, 16, 64, "no positions"),
 }
 SHAPES |= {name + "b": replace(s, words=f"{s.words}, in bfloat16", storage="bfloat16") for name, s in SHAPES.items()}
+# Products of queries with distances for rel_shift: (heads, L_q, columns) for "conformer", 2048 queries and keys.
+SHIFTED = (8, 2048, 4095)
 # What asv follows from commit to commit.
 TRACKED = (*"ABCDEFGH", "Hb", "Bb", "Db", "I", "J", "L")
 # One of each kind, small enough to try a program or a peer with.
@@ -78,43 +86,46 @@ class Case:
     """A shape with its inputs: q, k and v in the shape's storage, all else in float32."""
 
     shape: Shape
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    arrays: dict[str, np.ndarray]
+    q: Array
+    k: Array
+    v: Array
+    arrays: dict[str, Array]
 
     @cached_property
-    def scheme(self):
+    def scheme(self) -> Any:
+        """The position of a call."""
         return SCHEMES[self.shape.kind](self.arrays)
 
     @property
-    def kwargs(self):
+    def kwargs(self) -> dict[str, Any]:
         """What a call of attention gets beside q, k and v."""
         return {"position": self.scheme} | ({"causal": True} if self.shape.causal else {})
 
-    def attention(self, **options):
-        return rp.attention(self.q, self.k, self.v, **self.kwargs, **options)
+    def attention(self, **options: Any) -> Array:
+        """The call."""
+        return np.asarray(rp.attention(self.q, self.k, self.v, **self.kwargs, **options))
 
     @cached_property
-    def kept(self):
+    def kept(self) -> Array:
         """Room for the result: in all shapes D_v is D. An entry that is never written stays NaN."""
         return np.full_like(self.q, np.nan)
 
-    def into_kept(self):
+    def into_kept(self) -> Array:
         """The call as a server makes it, without the page faults of a new array."""
         return self.attention(out=self.kept)
 
-    def attention_vjp(self, **options):
+    def attention_vjp(self, **options: Any) -> Any:
+        """The call with gradients."""
         return rp.attention_vjp(self.q, self.k, self.v, grad_out=self.grad_out, **self.kwargs, **options)
 
     @cached_property
-    def grad_out(self):
+    def grad_out(self) -> Array:
         """Seeded gradient of the output; in all these shapes D_v is D."""
         drawn = np.random.default_rng(2).standard_normal(self.q.shape, dtype=np.float32)
-        return narrow(drawn, self.shape.storage)
+        return narrow(np.asarray(drawn), self.shape.storage)
 
     @property
-    def pairs(self):
+    def pairs(self) -> int:
         """Pairs of query and key that may attend each other, of one head."""
         # Imported late: commits without it still run the benchmarks that need no count.
         from relpos_np.complexity import attention_operations
@@ -122,7 +133,7 @@ class Case:
         s = self.shape
         return attention_operations(1, 1, s.q_len, s.k_len, 1, 1, causal=s.causal) // 4
 
-    def _position_products(self):
+    def _position_products(self) -> tuple[int, int]:
         """Operations of one head's products with tables of vectors: (those on keys' side, those on values')."""
         s = self.shape
         if s.kind == "transformer_xl":
@@ -134,13 +145,13 @@ class Case:
         return 0, 0
 
     @property
-    def operations(self):
+    def operations(self) -> int:
         """Floating-point operations of the matrix products that the call needs; no biases, no exponentials."""
         s = self.shape
         return s.batch * s.heads * (4 * self.pairs * s.head_dim + sum(self._position_products()))
 
     @property
-    def backward_operations(self):
+    def backward_operations(self) -> int:
         """The same for attention_vjp, which runs the call, computes scores again, and has two products for each."""
         s = self.shape
         on_keys, on_values = self._position_products()
@@ -150,17 +161,17 @@ class Case:
         return s.batch * s.heads * one
 
     @property
-    def bytes(self):
+    def bytes(self) -> int:
         """Memory that the operands and the result take: all of it must be moved once."""
         return self.q.nbytes + self.k.nbytes + self.v.nbytes + self.q.nbytes
 
     @property
-    def _is_long(self):
+    def _is_long(self) -> bool:
         """Whether only some runs of queries, and some heads' gradients, are compared."""
         return self.shape.kind in ("t5", "plain") and self.shape.q_len > 1024
 
     @property
-    def _runs(self):
+    def _runs(self) -> list[slice] | None:
         """Slices of the queries whose results are compared, or None for all."""
         if not self._is_long:
             return None
@@ -168,31 +179,31 @@ class Case:
         return [slice(int(start), int(start) + RUN) for start in starts]
 
     @property
-    def _items(self):
+    def _items(self) -> Array:
         """The batch items whose results are compared."""
         count = min(self.shape.batch, 8)
         return np.random.default_rng(1).choice(self.shape.batch, count, replace=False)
 
-    def sample(self, result):
+    def sample(self, result: Any) -> Array:
         """The part of a result that is compared."""
         part = wide(np.asarray(result)[self._items])
         return part if self._runs is None else np.concatenate([part[:, :, run] for run in self._runs], axis=2)
 
-    def exact(self):
+    def exact(self) -> Array:
         """The same part, by the reference in float64."""
         q, k, v = (wide(x[self._items]).astype(np.float64) for x in (self.q, self.k, self.v))
         if self._runs is None:
-            return rp.attention(q, k, v, backend="numpy", **self.kwargs)
+            return np.asarray(rp.attention(q, k, v, backend="numpy", **self.kwargs))
         parts = [
             rp.attention(q[:, :, run], k, v, offset=run.start, backend="numpy", **self.kwargs) for run in self._runs
         ]
         return np.concatenate(parts, axis=2)
 
-    def error(self, result, exact=None):
+    def error(self, result: Array, exact: Array | None = None) -> float:
         """Largest deviation from float64."""
         return float(np.abs(self.sample(result) - (self.exact() if exact is None else exact)).max())
 
-    def _few_heads(self):
+    def _few_heads(self) -> tuple[slice, Case]:
         """The case of the heads whose gradients are compared: no array may be shared by heads."""
         if not self._is_long:
             return slice(None), self
@@ -200,28 +211,28 @@ class Case:
         table = {"table": self.arrays["table"][:, heads]}
         return heads, Case(self.shape, self.q[:, heads], self.k[:, heads], self.v[:, heads], table)
 
-    def sample_gradients(self, gradients):
+    def sample_gradients(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """The part of gradients (a mapping of q, k, v and the scheme's arrays) that is compared."""
         heads, _ = self._few_heads()
         # Heads are the second axis of all of them: of (B, H, L, D) as of T5's (num_buckets, H).
         picked = {name: np.asarray(x) for name, x in gradients.items()}
         return picked if heads == slice(None) else {name: x[:, heads] for name, x in picked.items()}
 
-    def exact_gradients(self):
+    def exact_gradients(self) -> dict[str, Array]:
         """The same part, by the reference in float64."""
         heads, few = self._few_heads()
         q, k, v = (wide(x).astype(np.float64) for x in (few.q, few.k, few.v))
         gradient = wide(self.grad_out[:, heads]).astype(np.float64)
         return as_mapping(rp.attention_vjp(q, k, v, grad_out=gradient, backend="numpy", **few.kwargs))
 
-    def gradient_error(self, gradients, exact=None):
+    def gradient_error(self, gradients: Mapping[str, Array], exact: Mapping[str, Array] | None = None) -> float:
         """Largest deviation of a gradient from float64, in proportion to its largest entry."""
         exact = self.exact_gradients() if exact is None else exact
         given = self.sample_gradients(gradients)
         return max(float(np.abs(given[name] - x).max() / np.abs(x).max()) for name, x in exact.items())
 
 
-def bfloat16():
+def bfloat16() -> Any:
     """ml_dtypes' type, or None where that package is missing."""
     try:
         # Every import anew, so that a test can take the package away.
@@ -230,14 +241,14 @@ def bfloat16():
         return None
 
 
-def lacking(shape):
+def lacking(shape: Shape) -> str:
     """Why this library cannot compute a shape in this environment, with the remedy; empty if it can."""
     if shape.storage == "bfloat16" and bfloat16() is None:
         return "bfloat16 arrays need ml_dtypes: pip install ml_dtypes"
     return ""
 
 
-def narrow(x, storage):
+def narrow(x: Array, storage: str) -> Array:
     """Float32 numbers in a storage; bfloat16 without ml_dtypes is its bits in uint16."""
     if storage != "bfloat16":
         return x.astype(storage, copy=False)
@@ -249,24 +260,24 @@ def narrow(x, storage):
     return bits if named is None else bits.view(named)
 
 
-def wide(x):
+def wide(x: Array) -> Array:
     """Half precision as float32, which holds each of its numbers; bfloat16 may come as its bits in uint16."""
     if x.dtype == np.uint16 or x.dtype.name == "bfloat16":
         return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return x.astype(np.float32) if x.dtype == np.float16 else x
 
 
-def as_mapping(gradient):
+def as_mapping(gradient: Any) -> dict[str, Array]:
     """Gradients by name: q, k, v, and the scheme's arrays behind the word position."""
     own = {f"position {name}": x for name, x in gradient.position.items()}
     return {"q": gradient.q, "k": gradient.k, "v": gradient.v, **own}
 
 
-def make(shape):
+def make(shape: Shape) -> Case:
     """A shape's case: the same numbers every time."""
     rng = np.random.default_rng(0)
 
-    def normal(*sizes):
+    def normal(*sizes: int) -> Array:
         return rng.standard_normal(sizes, dtype=np.float32)
 
     s = shape
@@ -284,15 +295,22 @@ def make(shape):
     else:
         rows = {"t5": 32, "window": 13 * 13, "rstt": 13 * 7 * 7}[s.kind]
         arrays = {"table": normal(rows, s.heads)}
-    return Case(shape, *(narrow(x, s.storage) for x in (q, k, v)), arrays)
+    q, k, v = (narrow(x, s.storage) for x in (q, k, v))
+    return Case(shape, q, k, v, arrays)
 
 
-def case(name):
+def case(name: str) -> Case:
     """The case of a shape's name."""
     return make((SHAPES | SMALL)[name])
 
 
-def small(name):
+def products(variant: str = "conformer") -> Array:
+    """Seeded products of queries with distances."""
+    sizes = SHIFTED if variant == "conformer" else (*SHIFTED[:2], SHIFTED[1])
+    return np.random.default_rng(0).standard_normal(sizes, dtype=np.float32)
+
+
+def small(name: str) -> Case:
     """A small case of the same kind and storage."""
     like = SHAPES[name]
     return next(make(s) for s in SMALL.values() if (s.kind, s.storage) == (like.kind, like.storage))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import onnxruntime
-from benchmarks.shapes import narrow, wide
 
-from peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers.shapes import Case, narrow, wide
 
 
 class Graph:
@@ -17,29 +18,31 @@ class Graph:
     Without a `storage` inputs have the arrays' dtypes; with one of half precision they are its bits in uint16.
     """
 
-    def __init__(self, storage=None):
+    def __init__(self, storage: Any = None) -> None:
         from onnx import TensorProto, helper
 
         self.helper = helper
         self.half = {"bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16}.get(storage)
-        self.nodes, self.feeds, self.constants = [], {}, []
+        self.nodes: list[Any] = []
+        self.feeds: dict[str, Any] = {}
+        self.constants: list[Any] = []
 
-    def feed(self, name, x):
+    def feed(self, name: Any, x: Any) -> Any:
         self.feeds[name] = np.ascontiguousarray(x)
         return name
 
-    def constant(self, name, x):
+    def constant(self, name: Any, x: Any) -> Any:
         from onnx import numpy_helper
 
         self.constants.append(numpy_helper.from_array(np.ascontiguousarray(x), name))
         return name
 
-    def add(self, operator, *inputs, **attributes):
+    def add(self, operator: Any, *inputs: str, **attributes: Any) -> Any:
         name = f"{operator}_{len(self.nodes)}"
         self.nodes.append(self.helper.make_node(operator, list(inputs), [name], **attributes))
         return name
 
-    def session(self, result, threads):
+    def session(self, result: Any, threads: Any) -> Any:
         h = self.helper
         inputs = [
             h.make_tensor_value_info(name, self.half or h.np_dtype_to_tensor_dtype(x.dtype), x.shape)
@@ -60,7 +63,7 @@ class Graph:
             raise UnavailableError(f"no session: {str(error)[:200]}") from error
 
 
-def in_half(case, storage, threads):
+def in_half(case: Case, storage: str, threads: int) -> Prepared:
     """The operator on a case in half precision."""
     g = Graph(storage)
     named = {letter: wide(getattr(case, letter)) for letter in "qkv"}
@@ -77,19 +80,19 @@ def in_half(case, storage, threads):
         binding.bind_ortvalue_input(name, values[name])
     binding.bind_ortvalue_output(result, values[result])
 
-    def call():
+    def call() -> Any:
         session.run_with_iobinding(binding)
         # They share the arrays' memory, which must live as long as the call.
         return values
 
-    def to_numpy(_):
+    def to_numpy(_: Any) -> Any:
         return wide(out if storage == "bfloat16" else out.view(np.float16))
 
     bias = "" if case.shape.kind == "plain" else ", bias too, built before the call"
     return Prepared(call, to_numpy, f"Attention operator (opset 23) in {storage}{bias}")
 
 
-def in_some_half(case, threads):
+def in_some_half(case: Case, threads: int) -> Prepared:
     """In the case's storage, or in float16 where the runtime has the operator in no other half precision."""
     try:
         return in_half(case, case.shape.storage, threads)
@@ -102,7 +105,7 @@ def in_some_half(case, threads):
         return prepared
 
 
-def prepare(name, task, case, threads, seconds):
+def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> Prepared:
     """The call of a shape."""
     try:
         g = Graph()
