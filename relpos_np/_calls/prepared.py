@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Never
+from typing import Any, Literal, Never, overload
 
 import numpy as np
 
@@ -47,6 +47,42 @@ class PreparedAttention:
         if any(scheme.computes or scheme.turns_values for scheme in self._schemes):
             return None
         return _backend.kernels(name).prepare(problem, all_terms(each_lowered(self._schemes, problem)), self._result)
+
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        key_lengths: Any = ...,
+        return_lse: Literal[False] = ...,
+        out: Array | None = ...,
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        key_lengths: Any = ...,
+        return_lse: Literal[True],
+        out: Array | None = ...,
+    ) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        key_lengths: Any = ...,
+        return_lse: bool,
+        out: Array | None = ...,
+    ) -> Array | tuple[Array, Array]: ...
 
     def __call__(
         self,

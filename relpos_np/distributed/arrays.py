@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 from uuid import uuid4
 
 import numpy as np
@@ -159,6 +159,51 @@ def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
             for n in range(0, len(pairs), split_every)
         ]
     return pairs[0]
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Position = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    return_lse: Literal[False] = ...,
+    split_every: int = ...,
+    **options: Unpack[NumberOptions],
+) -> Any: ...
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Position = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    return_lse: Literal[True],
+    split_every: int = ...,
+    **options: Unpack[NumberOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Position = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    return_lse: bool,
+    split_every: int = ...,
+    **options: Unpack[NumberOptions],
+) -> Any | tuple[Any, Any]: ...
 
 
 @takes(NumberOptions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -124,6 +124,63 @@ class _Call:
             for g, x in zip(gradients(self.positions, found.position), others[len(self.named) :], strict=True)
         ]
         return (found.q, found.k, found.v, *options_grads, *own)
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    selected: Any = ...,
+    query_scale: Any = ...,
+    sinks: Any = ...,
+    segments: Any = ...,
+    offset: Any = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ForeignOptions],
+) -> Any: ...
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    selected: Any = ...,
+    query_scale: Any = ...,
+    sinks: Any = ...,
+    segments: Any = ...,
+    offset: Any = ...,
+    return_lse: Literal[True],
+    **options: Unpack[ForeignOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    selected: Any = ...,
+    query_scale: Any = ...,
+    sinks: Any = ...,
+    segments: Any = ...,
+    offset: Any = ...,
+    return_lse: bool,
+    **options: Unpack[ForeignOptions],
+) -> Any | tuple[Any, Any]: ...
 
 
 @takes(ForeignOptions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -206,6 +206,69 @@ class _Attention(torch.autograd.Function):
 
 
 @outside_graphs
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    selected: Any = ...,
+    query_scale: Any = ...,
+    sinks: Any = ...,
+    segments: Any = ...,
+    offset: Any = ...,
+    dropout: float = ...,
+    generator: Any = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ForeignOptions],
+) -> Any: ...
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    selected: Any = ...,
+    query_scale: Any = ...,
+    sinks: Any = ...,
+    segments: Any = ...,
+    offset: Any = ...,
+    dropout: float = ...,
+    generator: Any = ...,
+    return_lse: Literal[True],
+    **options: Unpack[ForeignOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    position: Any = ...,
+    mask: Any = ...,
+    key_lengths: Any = ...,
+    selected: Any = ...,
+    query_scale: Any = ...,
+    sinks: Any = ...,
+    segments: Any = ...,
+    offset: Any = ...,
+    dropout: float = ...,
+    generator: Any = ...,
+    return_lse: bool,
+    **options: Unpack[ForeignOptions],
+) -> Any | tuple[Any, Any]: ...
+
+
 @takes(ForeignOptions)
 def attention(
     q: Any,

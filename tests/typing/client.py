@@ -9,7 +9,9 @@ from typing import Any, assert_type
 import numpy as np
 
 import relpos_np as rp
-from relpos_np import layers, testing
+import relpos_np.interop.jax
+import relpos_np.interop.torch
+from relpos_np import distributed, interop, layers, testing
 from relpos_np.types import Array
 
 rng = np.random.default_rng(0)
@@ -20,6 +22,15 @@ assert_type(rp.attention(q, q, q, position=rp.ALiBi(heads=4)), Array)
 assert_type(rp.attention(q, q, q, return_lse=True), tuple[Array, Array])
 chosen: bool = len(q) > 1
 assert_type(rp.attention(q, q, q, return_lse=chosen), Array | tuple[Array, Array])
+ready = rp.prepare(q, q, q, position=rp.ALiBi(heads=4))
+assert_type(ready(q, q, q), Array)
+assert_type(ready(q, q, q, return_lse=True), tuple[Array, Array])
+assert_type(ready(q, q, q, return_lse=chosen), Array | tuple[Array, Array])
+# Arrays of other packages have no type here: only how many there are is known.
+assert_type(distributed.attention(q, q, q), Any)
+assert_type(distributed.attention(q, q, q, return_lse=True), tuple[Any, Any])
+assert_type(interop.torch.attention(q, q, q, return_lse=True), tuple[Any, Any])
+assert_type(interop.jax.attention(q, q, q, return_lse=True), tuple[Any, Any])
 assert_type(rp.logits(q, q, causal=True, window=(3, None)), Array)
 gradient = rp.attention_vjp(q, q, q, grad_out=q)
 assert_type(gradient, rp.AttentionGradient)
@@ -53,6 +64,7 @@ with rp.use_backend("numpy"):
 
 # Mistakes are noticed.
 rp.attention(q, q)  # type: ignore[call-overload]
+ready(q, q, q, return_lsee=True)  # type: ignore[call-overload]
 rp.attention(q, q, q, position="t5")  # type: ignore[call-overload]
 rp.attention(q, q, q, casual=True)  # type: ignore[call-overload]
 rp.Shaw(left=2, outsde="zero")  # type: ignore[call-arg]
