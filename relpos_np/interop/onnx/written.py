@@ -65,7 +65,7 @@ def _cope(scheme: CoPE, q: Traced, k: Traced, site: Site) -> Terms:
     bias = graph.add("Add", low, graph.add("Mul", part, graph.add("Sub", high, low)))
     if scheme.variant == "ram":
         bias = graph.add("Mul", bias, _double(graph, np.array(site.scale)))
-    return Terms(biases=(_as(q, bias, (*q.shape[:-1], site.k_len), site.dtype),))  # type: ignore[arg-type]
+    return Terms(biases=(_as(q, bias, (*q.shape[:-1], site.k_len), site.dtype),))
 
 
 def _int64() -> int:
