@@ -170,8 +170,8 @@ def test_limits_of_blocks_together(gpu):
     launch, code = SimpleNamespace(threads=64), SimpleNamespace(registers=223, shared=45448)
     assert predict.resident(launch, code) == (4, "registers")
     # 132 multiprocessors with four blocks each: half of a round takes as long as two blocks on each.
-    low, high, bound, used, _ = predict.seconds(launch, code, [np.array(values)], [132 * 2])
-    assert (used, bound) == (2, "latency")
+    low, high, bound, used, limit = predict.seconds(launch, code, [np.array(values)], [132 * 2])
+    assert (used, limit, bound) == (2, "few blocks", "latency")
     assert low == pytest.approx(300 / 1.98e9)
     assert high == pytest.approx(500 / 1.98e9)
 
@@ -216,6 +216,7 @@ def test_the_page_says_what_is_predicted_and_what_goals_ask_for(gpu, tmp_path):
     # A kernel that takes less than a tenth is left out.
     assert text.count("| attend") == 2
     assert "merge" not in text
+    assert "by 3e-07 in float32 at most" in text
     assert "Stale" not in text
     assert forecast.section("later", path).startswith("**Stale")
     assert "predict.py" in forecast.section("now", tmp_path / "none.json")

@@ -82,11 +82,14 @@ def section(current, path=RECORD):
         return "Nothing is predicted: `python asv_bench/gpu/predict.py` makes the record."
     record = json.loads(path.read_text(encoding="utf-8"))
     device = record["device"]
-    errors = [found["error"] for found in record["rows"].values()]
+    errors = {}
+    for found in record["rows"].values():
+        errors[found["dtype"]] = max(errors.get(found["dtype"], 0), found["error"])
+    worst = ", ".join(f"{error:.0e} in {dtype}" for dtype, error in errors.items())
     where = (
         f"{device['name']}: {device['multiprocessors']} multiprocessors at {device['clock_ghz']:g} GHz, "
         f"{device['memory_tbs']:g} TB/s. Results of the machine code, run by the interpreter on small inputs, differ "
-        f"from float64 by {max(errors):.0e} at most (gradients: in proportion to the largest)."
+        f"from float64 by {worst} at most (gradients: in proportion to the largest)."
     )
     about = (
         "Of the kernels that take a tenth of a call's time or more, cycles of a multiprocessor for one block, or for "

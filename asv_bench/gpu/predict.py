@@ -173,6 +173,8 @@ def seconds(launch, code, blocks, weights):
     mean = np.average(blocks, axis=0, weights=weights)
     rate = H100["clock_ghz"] * 1e9
     used = min(at_once, -(-many // processors))
+    if used < at_once:
+        limit = "few blocks"
     low, high, name = together(mean, used)
     full, rest = divmod(many, processors * at_once)
     if full:
@@ -309,6 +311,14 @@ def subjects():
     return found
 
 
+def keep(record, path):
+    """Write a record, its rows in the order of `subjects`, if there is a place for it."""
+    if path:
+        names = [*subjects(), *(row.name for row in rows.ROWS if row.task == "rel_shift")]
+        found = {name: record["rows"][name] for name in names if name in record["rows"]}
+        path.write_text(json.dumps(record | {"rows": found}, indent=1) + "\n", encoding="utf-8")
+
+
 def main(argv=None):
     """Predict, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -326,14 +336,14 @@ def main(argv=None):
         if not wanted or name in wanted:
             began = time.perf_counter()
             record["rows"][name] = found = predicted(runner, shape, task)
+            keep(record, arguments.out)
             words = f"{forecast.span(found['ms'])} ms, {forecast.span(found['tflops'])} TFLOP/s"
             print(f"{name}: {words}, error {found['error']:.1e}, {time.perf_counter() - began:.0f} s", flush=True)
     for row in rows.ROWS:
         if row.task == "rel_shift" and (not wanted or row.name in wanted):
             record["rows"][row.name] = found = shifted(runner, row)
+            keep(record, arguments.out)
             print(f"{row.name}: {forecast.span(found['ms'])} ms, {forecast.span(found['gbs'], 4)} GB/s", flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
 
