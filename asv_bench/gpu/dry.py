@@ -59,7 +59,8 @@ def launching(launch):
     """Within this, `launch` gets every kernel, its blocks, threads and arguments, and nothing needs a device."""
     from relpos_np.kernels._cuda import device
 
-    fake = SimpleNamespace(to_device=_on_device, device_array=_empty, is_available=lambda: True)
+    context = SimpleNamespace(device=SimpleNamespace(id=0))
+    fake = SimpleNamespace(to_device=_on_device, device_array=_empty, current_context=lambda: context)
     with ExitStack() as stack:
         stack.enter_context(patch.object(device, "module", lambda: fake))
         for name, module in list(sys.modules.items()):

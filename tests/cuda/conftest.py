@@ -40,8 +40,12 @@ def poison(monkeypatch):
 @pytest.fixture
 def transfers(monkeypatch):
     """What is copied to the device, and what back; in the simulator."""
+    from relpos_np.kernels._cuda import resident
+
     fake = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
     cuda = importlib.import_module("numba.cuda")
+    # What earlier tests sent is not sent again.
+    resident.forget()
     up, down = [], []
     to_device, copy_to_device, copy_to_host = cuda.to_device, fake.copy_to_device, fake.copy_to_host
 

@@ -27,6 +27,7 @@ from relpos_np.kernels._cuda.operand import Operand, contiguous_strides
 from relpos_np.kernels._cuda.plan import Forward
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.records import Add, Back, Bins, Call, Upstream
+from relpos_np.kernels._cuda.resident import kept
 from relpos_np.kernels._cuda.scores import UNCAPPED
 from relpos_np.types import Array
 
@@ -227,7 +228,7 @@ class Backward(Forward):
         """Gradient of the vectors that rows were multiplied by: sums times rows."""
         heads, (rows, depth) = self.site.heads, weights.shape[-2:]
         out = empty(self.lines * length * depth, self.dtype)
-        table = upload(np.ascontiguousarray(weights).reshape(-1))
+        (table,) = kept(np.ascontiguousarray(weights).reshape(-1))
         by_sums = heads * length * step, length * step, 0, step, 1
         by_table = 0, rows * depth if weights.shape[0] > 1 else 0, 0, depth, 1
         by_out = heads * length * depth, length * depth, depth, 1

@@ -167,7 +167,8 @@ def _driver_errors() -> tuple[type[Exception], ...]:
 
 
 def release() -> None:
-    """Give back to the driver memory of unused arrays that Numba still holds."""
+    """Give back to the driver memory that calls share, and that of unused arrays that Numba still holds."""
+    importlib.import_module("relpos_np.kernels._cuda.resident").forget()
     if not simulated():
         module().current_context().deallocations.clear()
 

@@ -17,6 +17,7 @@ from numpy.lib.stride_tricks import as_strided
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.kernels._cuda import device
 from relpos_np.kernels._cuda.elementwise import elementwise, is_brain
+from relpos_np.kernels._cuda.resident import kept
 from relpos_np.kernels._cuda.rotate import rotate
 from relpos_np.types import Array
 
@@ -405,7 +406,7 @@ class Operand(NDArrayOperatorsMixin):
         starts = np.zeros((1, 2), np.int64)
         for n, own, turn in zip(self.shape[:-3], self.strides[:-3], steps[:-3], strict=True):
             starts = (starts[:, None] + np.arange(n)[:, None] * np.array([own, turn])).reshape(-1, 2)
-        flat_cos, flat_sin, flat_starts = device.upload_all(cos, sin, starts)
+        flat_cos, flat_sin, flat_starts = kept(cos, sin, starts)
         rotate(self._given(), self.shape, (flat_cos, flat_sin, steps), cos.shape[-1], flat_starts, out.flat, layout)
         return out
 

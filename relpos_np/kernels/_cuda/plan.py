@@ -13,11 +13,12 @@ from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.attend import attend, tiling, value_width
-from relpos_np.kernels._cuda.device import download, empty, launch, upload, upload_all, write
+from relpos_np.kernels._cuda.device import download, empty, launch, upload, write
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.records import Add, Bins, Call, Operands, Pairs, Results, Scales, Skew, Tables, Vectors
+from relpos_np.kernels._cuda.resident import kept
 from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED
 from relpos_np.types import Array, Int64
 
@@ -239,7 +240,7 @@ class Forward:
         return self.meta.record(*(field for record in records for field in record)), len(records)
 
     def multiplied(self) -> Any:
-        """All data on the device: tables, copies of vectors, products."""
+        """All data on the device where kernels write to it: tables, copies of vectors, products."""
         data = empty(self.data.size + self.product_size, self.site.dtype)
         write(data, self.data.joined())
         for operand, start in self.copies:
@@ -247,7 +248,7 @@ class Forward:
             Operand(copy, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
         for x, steps, name, weights, start, sizes, group in self.products:
             _, heads, length, rows, _, depth = sizes
-            table = upload(np.ascontiguousarray(weights).reshape(-1))
+            (table,) = kept(np.ascontiguousarray(weights).reshape(-1))
             by_table = 0, rows * depth if weights.shape[0] > 1 else 0, 0, 1, depth
             by_result = heads * length * rows, length * rows, rows, 1
             at = self.data.size + start
@@ -339,7 +340,10 @@ class Forward:
         """
         site, call = self.site, self.call()
         integers = [pool.joined() for pool in (self.index, self.flags, self.meta)]
-        self.tables = Tables(self.multiplied(), *upload_all(*integers))
+        if self.product_size:
+            self.tables = Tables(self.multiplied(), *kept(*integers))
+        else:
+            self.tables = Tables(*kept(self.data.joined(), *integers))
         queries = self.count * site.heads * site.q_len
         result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
         sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
