@@ -109,13 +109,11 @@ q, k, v = numbers(3, 4, 16384, 64)
 # Positions that no query reaches, so that each meets all of its keys.
 cope = rp.CoPE(numbers(16385, 64) / 64)
 cope_short = rp.CoPE(numbers(64, 64) / 8)
-few, far, (many, more) = numbers(4, 40, 16), numbers(4, 40, 16), numbers(2, 4, 900_000, 16)
 """
 COPE_CALLS = {
     "CoPE": "rp.attention(q, k, v, position=cope, causal=True)",
     "CoPE of few positions": "rp.attention(q, k, v, position=cope_short, causal=True)",
     "gradients of CoPE": "rp.attention_vjp(q, k, v, grad_out=v, position=cope, causal=True)",
-    "gradients of few queries": "rp.attention_vjp(few, many, more, grad_out=far)",
 }
 MORE = """
 one = q[..., :1].copy()
