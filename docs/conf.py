@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import checkpoints
 import draw
+import million_keys
 import pages
 import report
 import scaling_plan
@@ -62,4 +63,5 @@ myst_substitutions = {
     **report.sections(),
     **page.sections(),
     **scaling_plan.sections(),
+    **million_keys.sections(),
 }
