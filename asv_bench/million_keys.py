@@ -122,7 +122,7 @@ def on_cluster(record: dict[str, Any]) -> Any:
                 result = future.result(timeout=900)
                 seconds = time.perf_counter() - started
                 said = kept.result(timeout=120) if kept is not None else None
-                client.wait_for_workers(WORKERS, timeout=120)
+                client.wait_for_workers(WORKERS, timeout=600)
                 peaks = client.run(peak_mib)
                 new = len(set(clusters.workers(client).values()) - set(before.values()))
             first = result if first is None else first
