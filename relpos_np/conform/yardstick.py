@@ -110,7 +110,8 @@ def _straightforward(one: Example, kept: Format, grad_out: Array | None, trained
             # What reaches a score is a product with values, which is rounded before a sum is subtracted from it.
             turn = kept.eps * np.random.default_rng(seed).uniform(-1, 1, grad_out.shape)
             back = _gradients(rough, grad_out * (1 + turn), trained)
-            found |= {name: kept.rounded(x) for name, x in back.items()}
+            added = _summed_back(one, kept, np.random.default_rng(seed), grad_out)
+            found |= {name: kept.rounded(x + added.get(name, 0.0)) for name, x in back.items()}
         yield found
     if kept.name in ("float32", "float64"):
         # In float64 the reference is the answer, and the same formula in terms has errors of its own.
@@ -130,6 +131,42 @@ def _summed(one: Example, kept: Format, rng: np.random.Generator) -> Array | flo
         return 0.0
     sizes = attention(one.q, one.k, np.abs(one.v), position=one.position, **_exact(one))
     return np.asarray(kept.eps / 2 * np.sqrt(one.k.shape[2] / 3) * np.abs(sizes) * rng.uniform(-1, 1, sizes.shape))
+
+
+def _summed_back(one: Example, kept: Format, rng: np.random.Generator, grad_out: Array) -> dict[str, Array]:
+    """The same of gradients: each pair's product of D_v terms is rounded for itself, then what pairs add up to.
+
+    What positions multiply with values is left out, being of the size of what values are.
+    """
+    if kept.name not in ("float32", "float64"):
+        return {}
+    heads, q_len, k_len = one.q.shape[1], one.q.shape[2], one.k.shape[2]
+    k, v = repeat_heads(one.k, heads), repeat_heads(one.v, heads)
+    scale = one.kwargs.get("scale", one.q.shape[-1] ** -0.5)
+    scores = {name: value for name, value in one.kwargs.items() if name != "sinks"}
+    s = logits(one.q, one.k, position=one.position, backend="numpy", **scores)
+    lse = np.where(np.isfinite(one.expected_lse), one.expected_lse, 0.0)
+    p = np.exp(s - lse[..., None])
+    v = np.where(p.any(axis=-2)[..., None], v, 0.0)
+    k = np.where(p.any(axis=-2)[..., None], k, 0.0)
+
+    def size(terms: int, sums: Array) -> Array:
+        return np.asarray(kept.eps / 2 * np.sqrt(terms / 3) * np.abs(sums) * rng.uniform(-1, 1, sums.shape))
+
+    products = grad_out @ v.swapaxes(-1, -2)
+    to_scores = p * (products - (p * products).sum(axis=-1, keepdims=True)) * scale
+    off = p * size(v.shape[-1], np.abs(grad_out) @ np.abs(v).swapaxes(-1, -2)) * scale
+    off = off - p * off.sum(axis=-1, keepdims=True)
+    to_keys, with_keys = to_scores.swapaxes(-1, -2), off.swapaxes(-1, -2)
+    found = {
+        "grad_q": off @ k + size(k_len, np.abs(to_scores) @ np.abs(k)),
+        "grad_k": with_keys @ one.q + size(q_len, np.abs(to_keys) @ np.abs(one.q)),
+        "grad_v": size(q_len, p.swapaxes(-1, -2) @ np.abs(grad_out)),
+    }
+    groups = (*one.k.shape[:2], heads // one.k.shape[1])
+    for name in ("grad_k", "grad_v"):
+        found[name] = found[name].reshape(*groups, *found[name].shape[2:]).sum(axis=2)
+    return found
 
 
 def _exact(one: Example) -> dict[str, Any]:

@@ -1,7 +1,12 @@
-"""Attention as authors write it in JAX: right, and wrong in ten ways. Nothing here comes from the package."""
+"""Attention as authors write it in JAX: right, and wrong in ten ways. Nothing here comes from the package.
+
+Each is compiled as a whole, as layers are: operation by operation JAX compiles every one for every shape.
+"""
+
+from functools import partial
 
 import jax.numpy as jnp
-from jax import lax, nn
+from jax import jit, lax, nn
 
 
 def distances(q, k):
@@ -27,6 +32,7 @@ def repeated(q, k, v):
     return (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
 
 
+@partial(jit, static_argnames=("causal", "window"))
 def plain(q, k, v, causal=False, window=None):
     k, v = repeated(q, k, v)
     return weighted(shown(products(q, k), q, k, causal, window), v)
@@ -52,12 +58,14 @@ def first(step, exact, half, most):
     return next(n for n in range(exact, most + 1) if n**whole >= most**step * exact ** (whole - step))
 
 
+@partial(jit, static_argnames=("causal", "max_distance", "kind"))
 def t5(q, k, v, table, max_distance=128, causal=False, *, kind="exact"):
     k, v = repeated(q, k, v)
     bias = jnp.moveaxis(table[buckets(distances(q, k), len(table), max_distance, kind)], -1, 0)
     return weighted(shown(products(q, k) + bias, q, k, causal), v)
 
 
+@partial(jit, static_argnames=("zero",))
 def shaw(q, k, v, key_table, value_table, *, zero=False):
     d = distances(q, k)
 
@@ -80,6 +88,7 @@ def turned(x, start, *, neighbours=False):
     return jnp.stack([one, two], -1).reshape(x.shape) if neighbours else jnp.concatenate([one, two], -1)
 
 
+@partial(jit, static_argnames=("causal", "neighbours"))
 def rotary(q, k, v, causal=False, *, neighbours=False):
     k, v = repeated(q, k, v)
     start = k.shape[-2] - q.shape[-2]
@@ -87,6 +96,7 @@ def rotary(q, k, v, causal=False, *, neighbours=False):
     return weighted(shown(s, q, k, causal), v)
 
 
+@partial(jit, static_argnames=("left_out",))
 def conformer(q, k, v, content_bias, position_bias, rows, *, left_out=True):
     content = jnp.einsum("bhid,bhjd->bhij", q + content_bias[:, None], k)
     x = jnp.einsum("bhid,rhd->bhir", q + position_bias[:, None], rows)
@@ -96,6 +106,7 @@ def conformer(q, k, v, content_bias, position_bias, rows, *, left_out=True):
     return weighted((content + flat.reshape(x.shape)[..., : k.shape[-2]]) * q.shape[-1] ** -0.5, v)
 
 
+@partial(jit, static_argnames=("causal",))
 def ordinary(q, k, v, causal=False):
     """Without grouped heads."""
     if q.shape[1] != k.shape[1]:
@@ -106,44 +117,54 @@ def ordinary(q, k, v, causal=False):
 # ---------------------------------------------------------------------------------------------- wrong in ten ways
 
 
+@partial(jit, static_argnames=("max_distance",))
 def buckets_in_float32(q, k, v, table, max_distance=128):
     return t5(q, k, v, table, max_distance, kind="float32")
 
 
+@partial(jit, static_argnames=("causal",))
 def causal_top_left(q, k, v, causal=False):
     s = products(q, k)
     return weighted(jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf) if causal else s, v)
 
 
+@jit
 def clips(q, k, v, key_table, value_table):
     return shaw(q, k, v, key_table, value_table, zero=False)
 
 
+@jit
 def scale_missing(q, k, v):
     return weighted(jnp.einsum("bhid,bhjd->bhij", q, k), v)
 
 
+@jit
 def scale_twice(q, k, v):
     return weighted(products(q * q.shape[-1] ** -0.5, k), v)
 
 
+@jit
 def other_layout(q, k, v):
     return rotary(q, k, v, neighbours=True)
 
 
+@partial(jit, static_argnames=("window",))
 def window_off_by_one(q, k, v, window=None):
     s = products(q, k)
     return weighted(s if window is None else shown(s, q, k, window=(window[0], window[1] + 1)), v)
 
 
+@jit
 def swapped(q, k, v, content_bias, position_bias, rows):
     return conformer(q, k, v, position_bias, content_bias, rows)
 
 
+@jit
 def shift_keeps_its_first_row(q, k, v, content_bias, position_bias, rows):
     return conformer(q, k, v, content_bias, position_bias, rows, left_out=False)
 
 
+@jit
 def masked_late(q, k, v, mask=None):
     p = nn.softmax(products(q, k))
     if mask is not None:
@@ -151,6 +172,7 @@ def masked_late(q, k, v, mask=None):
     return jnp.einsum("bhij,bhjd->bhid", p, v)
 
 
+@jit
 def sums_in_half(q, k, v):
     """A loop over keys that adds up in the dtype of the operands."""
     s = products(q, k)
