@@ -185,6 +185,28 @@ def test_a_rotary_base_that_nobody_stated(base, dtype):
         assert match.settings["base"] == (base if dtype == "float64" else 7_654_300.0)
 
 
+@pytest.mark.parametrize(
+    ("position", "given", "named"),
+    [
+        ((T5, rp.ALiBi(form="symmetric")), GIVEN, "alibi + t5"),
+        pytest.param((rp.Rotary(), T5), GIVEN, "rotary + t5", marks=pytest.mark.stress),
+        pytest.param((rp.Rotary(), rp.ALiBi()), {}, "alibi + rotary", marks=pytest.mark.stress),
+        pytest.param((T5, rp.T5(TABLE[:6])), GIVEN | {"other": TABLE[:6]}, None, marks=pytest.mark.stress),
+    ],
+)
+def test_two_schemes_together(position, given, named):
+    found = identify(Q, K, V, out=rp.attention(Q, K, V, position=position, backend="numpy"), given=given)
+    if named is None:
+        # max_distance is 16 for one of them and 128 for the other, and was stated for both.
+        assert not found.matches
+        return
+    assert {match.scheme for match in found.matches} == {named}
+    match = found.matches[0]
+    assert (match.call["scale_is"], match.call["causal"]) == ("1/sqrt(D)", False)
+    assert match.arrays == ({"t5.table": "weights"} if given else {})
+    assert all(one.why for one in found.matches[1:])
+
+
 def test_scores_and_log_sum_exp_tell_more():
     keys = rp.ALiBi(form="key")
     out, lse = rp.attention(Q, K, V, position=keys, causal=True, return_lse=True, backend="numpy")

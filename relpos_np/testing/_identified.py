@@ -15,7 +15,8 @@ class Match:
     Attributes
     ----------
     scheme : str
-        Key in `relpos_np.SCHEMES`.
+        Key in `relpos_np.SCHEMES`, or two of them, "alibi + t5", where both were added. Then the variants, and the
+        names of settings and arrays, say whose they are: "t5.table".
     variant : str or None
         One of the scheme's variants.
     settings : dict

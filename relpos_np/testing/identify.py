@@ -17,6 +17,7 @@ from relpos_np.testing._conventions import Convention, Operands, computed, conve
 from relpos_np.testing._fits import RUNGS, Fit, distance, grouped, match, relative_to, rung_of, stored_in, why
 from relpos_np.testing._identified import Identification, Match
 from relpos_np.testing._positions import Candidate, Lengths, candidates, parameter_names, setting_names
+from relpos_np.testing._sums import sums
 from relpos_np.testing.compare import EPS
 from relpos_np.types import Array
 
@@ -66,7 +67,7 @@ def identify(
     Every scheme of the register that takes the arrays is tried in all its variants, with scale 1/sqrt(D), none and
     twice, positions and causal masks aligned at the first or at the last key, and what is stated as it may have been
     meant. If nothing fits, rotary bases of released models are tried and one is fitted, the arrays are read in other
-    orders, and windows of every width are tried.
+    orders, windows of every width are tried, and then every two schemes together.
 
     Parameters
     ----------
@@ -135,6 +136,9 @@ def identify(
     _scan(search, readable[0], partial(_caps, search))
     if stated.get("window") is None and out is not None and not _best(search):
         _scan(search, readable[0], partial(_widths, readable[0]))
+    for at in readable:
+        if not _best(search):
+            _sums(search, at)
     return _result(search, readable[0])
 
 
@@ -264,10 +268,7 @@ def _read(named: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[Opera
 
 def _look(search: _Search, at: Operands, tables: Mapping[str, Array]) -> None:
     """Compare every candidate under every convention with the answer."""
-    shape, v = at.sizes, at.v
-    lengths = Lengths(
-        shape[:-3], shape[-3], at.k.shape[-3], shape[-2], shape[-1], at.q.shape[-1], 1 if v is None else v.shape[-1]
-    )
+    lengths = _lengths(at)
     for sink in (None, *_sinks(at, tables)):
         own = {name: x for name, x in tables.items() if name != sink}
         found = candidates(lengths, own, search.settings, "attention")
@@ -277,6 +278,12 @@ def _look(search: _Search, at: Operands, tables: Mapping[str, Array]) -> None:
         hows = list(conventions(at, search.stated, sink))
         for candidate in found.found:
             _compare(search, at, candidate, hows, None if sink is None else tables[sink])
+
+
+def _lengths(at: Operands) -> Lengths:
+    shape, v = at.sizes, at.v
+    v_dim = 1 if v is None else v.shape[-1]
+    return Lengths(shape[:-3], shape[-3], at.k.shape[-3], shape[-2], shape[-1], at.q.shape[-1], v_dim)
 
 
 def _sinks(at: Operands, tables: Mapping[str, Array]) -> list[str]:
@@ -441,6 +448,34 @@ def _fitted(search: _Search, at: Operands, candidate: Candidate, how: Convention
     search.fits.pop()
     _compare(search, at, bases.with_base(candidate, round_one), [how], None)
     search.said.append(f"base: fitted to the answer, which {first:.9g} to {last:.9g} explain as well")
+
+
+def _sums(search: _Search, at: Operands) -> None:
+    """Two schemes together."""
+    if not at.whole:
+        search.said.append("large operands: two schemes together were not tried")
+        return
+    hows = list(conventions(at, search.stated, None))
+
+    def scores(candidate: Candidate) -> Array | None:
+        search.calls += 1
+        for how in (hows[0], hows[-1]):
+            try:
+                return computed(at, candidate.made, how, None, scores=True)[0]
+            except (RelposError, ArithmeticError, IndexError, ValueError):
+                continue
+        return None
+
+    before, most = list(search.fits), search.calls + _SCANNED
+    pairs = list(sums(_lengths(at), search.given, search.settings, scores))
+    for how in hows:
+        for pair in pairs:
+            if search.calls >= most:
+                search.complete = False
+                break
+            _compare(search, at, pair, [how], None)
+    if not _best(search):
+        search.fits = before
 
 
 # ---------------------------------------------------------------------------------------------- telling
