@@ -468,9 +468,8 @@ def test_matrix_tiles_are_the_processors_instructions():
     """Made for a processor that has them: a loop of four loads and four products, which hide each other's time."""
     names = "avx512f avx512vl avx512dq avx512bw avx512bf16 amx-tile amx-bf16 avx2 fma f16c bmi bmi2 lzcnt popcnt"
     features = ",".join("+" + name for name in names.split())
-    status, out, log = child(
-        COMPILED, bare=True, RELPOS_MATRIX_UNIT="tiles", NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES=features
-    )
+    processor = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": features}
+    status, out, log = child(COMPILED, bare=True, timeout=600, RELPOS_MATRIX_UNIT="tiles", **processor)
     assert status == 0, log
     unit, pairs, planes = json.loads(out)
     assert unit == "tiles"
