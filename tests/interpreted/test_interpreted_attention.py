@@ -57,7 +57,8 @@ CASES = {
 def test_each_kind_of_call(name):
     dtype = DTYPES[sum(map(ord, name)) % 2]
     machine = assert_agrees(CASES[name], dtype)
-    assert machine.launches[f"attend_{np.dtype(dtype)}"] == 1
+    kernel = "planes" if TILED and dtype == np.float32 else np.dtype(dtype)
+    assert machine.launches[f"attend_{kernel}"] == 1
 
 
 @STRESS
