@@ -118,6 +118,9 @@ def shift_mask() -> Figure:
         ax.set_xticks(range(4), [str(t) for t in tokens])
         ax.set_yticks(range(4), [str(t) for t in tokens])
         ax.set_title(f"Window {n}", fontsize="medium")
+        ax.set_xlabel("key token")
+        if n == 0:
+            ax.set_ylabel("query token")
     return figure
 
 
@@ -226,6 +229,10 @@ PICTURES: Mapping[str, tuple[Callable[[], Figure], str]] = {
     "shaw_rows": (shaw_rows, "Row of Shaw's table for each pair of five tokens, k = 2. `diagrams.numbered_map`"),
     "t5_buckets": (t5_buckets, "Buckets of T5: sixteen tokens, 16 buckets up to distance 16."),
     "window_rows": (window_rows, "Row of Swin's table for each pair of a window of 4 by 4."),
+    "window_differences": (
+        lambda: pictures.differences_picture("window", variant="rstt"),
+        "Bias of RSTT's windows by (Δframe, Δrow, Δcolumn); blank where no key frame is. `diagrams.window_differences`",
+    ),
     "shift_mask": (
         shift_mask,
         "A map after the cyclic shift, and which tokens of its windows may see each other (light).",

@@ -589,6 +589,7 @@ def test_plot_of_a_variant_as_svg(run):
         (["transformer-xl", "--variant", "xlnet"], "transformer_xl", "xlnet"),
         (["swin", "--rows"], "window", "swin"),
         (["shaw", "--rows"], "shaw", None),
+        (["rstt", "--differences"], "window", "rstt"),
         (["rel_shift"], "rel_shift", "transformer_xl"),
         (["rel_shift", "--variant", "conformer"], "rel_shift", "conformer"),
     ],
@@ -607,6 +608,9 @@ def test_plot_refuses(run, refuses):
     refuses("found 'paper'", "plot", "paper")  # a variant of several schemes
     refuses("rotary: takes no rows of a table", "plot", "rope", "--rows")
     refuses("rel_shift has no table", "plot", "rel_shift", "--rows")
+    refuses("--differences: rel_shift has no table", "plot", "rel_shift", "--differences")
+    refuses("t5: has no table by differences", "plot", "t5", "--differences")
+    refuses("another picture than --rows", "plot", "swin", "--rows", "--differences")
     refuses("expected one of transformer_xl, ", "plot", "rel_shift", "--variant", "shaw")
     refuses("variant: t5 has 'exact', 'float32'; found 'wrong'", "plot", "t5", "--variant", "wrong")
     refuses("the picture cannot be written to t5.nothing", "plot", "t5", "--out", "t5.nothing")

@@ -8,6 +8,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import plot, testing
+from relpos_np.plot import diagrams
 
 
 def t5(heads=3):
@@ -109,3 +110,27 @@ def test_missing_matplotlib_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(rp.RelposImportError, match=r'pip install "relpos-np\[plot\]"'):
         plot.heat_map(np.ones((2, 2)))
+
+
+def test_a_window_by_differences():
+    """Every pair's bias stands at its differences, in the map of its Δframe; what no pair takes is blank."""
+    pytest.importorskip("matplotlib")
+    rng = np.random.default_rng(0)
+    scheme = rp.WindowBias.rstt(rng.standard_normal((5 * 3 * 7, 2)), 3, 2, (2, 4))
+    figure = diagrams.window_differences(scheme, head=1)
+    maps = {ax.get_title(): np.ma.filled(ax.images[0].get_array(), np.nan) for ax in figure.axes if ax.images}
+    bias, seen = plot.position_bias(scheme, 3 * 8, 2 * 8)[1], set()
+    for i, j in np.ndindex(bias.shape):
+        query, key = np.unravel_index(i, (3, 2, 4)), np.unravel_index(j, (2, 2, 4))
+        frame = query[0] - (0, 2)[key[0]]
+        at = f"Δframe {frame:+d}".replace("+0", "0"), query[1] - key[1] + 1, query[2] - key[2] + 3
+        assert maps[at[0]][at[1:]] == bias[i, j]
+        seen.add(at)
+    assert sum(np.isfinite(one).sum() for one in maps.values()) == len(seen)
+    assert list(maps) == [f"Δframe {n}" for n in ("-2", "-1", "0", "+1", "+2")]
+    flat = diagrams.window_differences(rp.WindowBias(rng.standard_normal((9, 1)), (2, 2)))
+    assert [ax.get_xlabel() for ax in flat.axes if ax.images] == ["Δcolumn"]
+    with pytest.raises(rp.RelposTypeError, match="expected a WindowBias, found T5"):
+        diagrams.window_differences(t5())
+    with pytest.raises(rp.RelposValueError, match=r"head: expected 0 \.\.\. 1, found 2"):
+        diagrams.window_differences(scheme, head=2)

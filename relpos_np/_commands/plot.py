@@ -25,6 +25,7 @@ examples:
   relpos plot transformer_xl --variant espnet_legacy --out shift.svg
   relpos plot rope
   relpos plot swin --rows
+  relpos plot rstt --differences
   relpos plot rel_shift --variant transformer_xl
 """
 # What the field calls a scheme, where that is neither its name nor the name of a variant.
@@ -36,6 +37,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scheme", metavar="SCHEME", help=f"{', '.join(rp.SCHEMES)}, {SHIFT}")
     parser.add_argument("--variant", help="of the scheme; default its first")
     parser.add_argument("--rows", action="store_true", help="which row of its table each pair of a few tokens takes")
+    parser.add_argument(
+        "--differences",
+        action="store_true",
+        help="of windows: the bias by (Δframe, Δrow, Δcolumn), the query's coordinates less the key's",
+    )
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the random numbers; default 0")
     parser.add_argument("--out", metavar="FILE", help="PNG, SVG, PDF ...; default relpos-SCHEME.png")
 
@@ -64,12 +70,16 @@ def run(args: argparse.Namespace) -> int:
     name, variant = named(args.scheme, args.variant)
     path = args.out or f"relpos-{name}.png"
     if name == SHIFT:
-        if args.rows:
-            raise UnusableError("--rows: rel_shift has no table")
+        if args.rows or args.differences:
+            raise UnusableError(f"--{'rows' if args.rows else 'differences'}: rel_shift has no table")
         variant = variant or VARIANTS[0]
         if variant not in VARIANTS:
             raise UnusableError(f"--variant: expected one of {', '.join(VARIANTS)}; found {variant!r}")
         figure = diagrams.rel_shift_steps(4, 5, variant)  # type: ignore[arg-type]
+    elif args.rows and args.differences:
+        raise UnusableError("--differences: another picture than --rows; ask for one")
+    elif args.differences:
+        figure = pictures.differences_picture(name, variant=variant, seed=args.seed)
     elif args.rows:
         figure = pictures.rows_picture(name, variant=variant, seed=args.seed)
     else:

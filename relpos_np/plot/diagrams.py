@@ -8,17 +8,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relpos_np.api import rel_shift
-from relpos_np.errors import RelposValueError
-from relpos_np.plot.bias import heat_map, new_figure
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.plot.bias import heat_map, new_figure, span
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.transformer_xl import row_distances
+from relpos_np.schemes.window import WindowBias
 from relpos_np.types import Array, Shift
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["encoding_map", "numbered_map", "rel_shift_steps", "rotary_angles", "speed_by_length"]
+__all__ = [
+    "encoding_map",
+    "numbered_map",
+    "rel_shift_steps",
+    "rotary_angles",
+    "speed_by_length",
+    "window_differences",
+]
 
 
 def numbered_map(
@@ -66,6 +74,84 @@ def numbered_map(
     if title is not None:
         ax.set_title(title, fontsize="medium")
     return ax
+
+
+def window_differences(scheme: WindowBias, head: int = 0, *, title: str | None = None) -> Figure:
+    r"""Draw the bias of a window by (Δframe, Δrow, Δcolumn), the query's coordinates less the key's.
+
+    Parameters
+    ----------
+    scheme : WindowBias
+        Of one, two or three axes. Entry :math:`T[r, h]` of its table stands where the differences are that row r is
+        for; entries that no pair of this window takes stay blank.
+    head : int
+        Which h.
+    title : str, optional
+        Above everything.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A map for each Δframe that a pair has, with Δrow down and Δcolumn across; one map where there are no frames.
+
+    Raises
+    ------
+    RelposTypeError
+        If `scheme` is no `WindowBias`.
+    RelposValueError
+        If it has more than three axes, or no such head.
+    RelposImportError
+        If matplotlib is not installed.
+
+    References
+    ----------
+    Liu et al., "Swin Transformer", ICCV 2021; Liu et al., "Video Swin Transformer", CVPR 2022; Geng et al., "RSTT",
+    CVPR 2022.
+    """
+    if not isinstance(scheme, WindowBias):
+        raise RelposTypeError(f"scheme: expected a WindowBias, found {type(scheme).__name__}")
+    if len(scheme.grid) > 3:
+        raise RelposValueError(f"scheme: expected one to three axes, found {len(scheme.grid)}")
+    heads = scheme.table.shape[1]
+    if not 0 <= head < heads:
+        raise RelposValueError(f"head: expected 0 ... {heads - 1}, found {head}")
+    coords = scheme.key_coords or (None,) * len(scheme.grid)
+    taken = []
+    for n, m, given, extent in zip(scheme.grid, scheme.key_grid, coords, scheme.extent, strict=True):
+        there = np.zeros(2 * extent - 1, bool)
+        there[np.subtract.outer(np.arange(n), np.arange(m) if given is None else given) + extent - 1] = True
+        taken.append(there)
+    table = scheme.table[:, head].reshape([len(there) for there in taken])
+    values: Array = np.full(table.shape, np.nan)
+    values[np.ix_(*taken)] = table[np.ix_(*taken)]
+    frames, rows, columns = (1,) * (3 - values.ndim) + values.shape
+    values = values.reshape(frames, rows, columns)
+    shown = np.flatnonzero(~np.isnan(values).all(axis=(1, 2)))
+    across = min(len(shown), 7)
+    down = -(-len(shown) // across)
+    figure = new_figure(max(4.2, 1.6 + 1.9 * across), 1.3 + 1.7 * down + 0.6 * (across == 1), title)
+    axes = figure.subplots(down, across, squeeze=False)
+
+    # Differences from -(n - 1) to n - 1, beside the maps of the first column and below those of the last row.
+    def signed(difference: int) -> str:
+        return f"{difference:+d}" if difference else "0"
+
+    limits, reach = span(values), (frames // 2, rows // 2, columns // 2)
+    for n, frame in enumerate(shown):
+        ax = axes[n // across, n % across]
+        named = f"Δframe {signed(frame - reach[0])}" if scheme.extent[0] > 1 and len(scheme.grid) == 3 else None
+        last = n == len(shown) - 1
+        heat_map(values[frame], ax, title=named, limits=limits, colorbar=last, unit="bias (nats)")
+        ax.set_aspect("equal")
+        ax.set_facecolor("0.8")
+        for set_ticks, far in ((ax.set_xticks, reach[2]), (ax.set_yticks, reach[1])):
+            places = sorted({0, far, 2 * far})
+            set_ticks(places, [signed(place - far) for place in places])
+        ax.set_xlabel("Δcolumn" if n + across >= len(shown) else "")
+        ax.set_ylabel("Δrow" if n % across == 0 and len(scheme.grid) > 1 else "")
+    for ax in axes.ravel()[len(shown) :]:
+        ax.set_visible(False)
+    return figure
 
 
 def encoding_map(encoding: AbsoluteEncoding, length: int, *, title: str | None = None) -> Figure:

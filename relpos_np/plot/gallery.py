@@ -10,16 +10,17 @@ from relpos_np._contract import check
 from relpos_np.api import logits
 from relpos_np.errors import RelposValueError
 from relpos_np.plot.bias import heat_map, new_figure, span
-from relpos_np.plot.diagrams import encoding_map, numbered_map
+from relpos_np.plot.diagrams import encoding_map, numbered_map, window_differences
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.registry import SCHEMES
+from relpos_np.schemes.window import WindowBias
 from relpos_np.testing.example import Example, example
 from relpos_np.types import Array
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["position_effect", "rows_picture", "scheme_picture"]
+__all__ = ["differences_picture", "position_effect", "rows_picture", "scheme_picture"]
 
 
 def position_effect(one: Example) -> Array:
@@ -130,6 +131,33 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
         right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     right.locator_params(axis="x", integer=True)
     return figure
+
+
+def differences_picture(name: str, *, variant: str | None = None, seed: int = 0) -> Figure:
+    """Draw the bias of a scheme's windows by the differences of coordinates.
+
+    Parameters
+    ----------
+    name, variant, seed
+        See `scheme_picture`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Of `relpos_np.plot.diagrams.window_differences`, of head 0.
+
+    Raises
+    ------
+    RelposValueError
+        If there is no such scheme or variant, or if its bias is none of `WindowBias`.
+    RelposImportError
+        If matplotlib is not installed.
+    """
+    one = example(name, dtype="float64", seed=seed, variant=variant)
+    if not isinstance(one.position, WindowBias):
+        raise RelposValueError(f"{name}: has no table by differences of coordinates, only window has one")
+    title = f"WindowBias, {one.variant}: head 0"
+    return window_differences(one.position, title=title)
 
 
 def rows_picture(name: str, *, variant: str | None = None, seed: int = 0) -> Figure:
