@@ -231,7 +231,7 @@ PICTURES: Mapping[str, tuple[Callable[[], Figure], str]] = {
     "window_rows": (window_rows, "Row of Swin's table for each pair of a window of 4 by 4."),
     "window_differences": (
         lambda: pictures.differences_picture("window", variant="rstt"),
-        "Bias of RSTT's windows by (Δframe, Δrow, Δcolumn); blank where no key frame is. `diagrams.window_differences`",
+        "Bias of RSTT's windows by (Δframe, Δrow, Δcolumn), random numbers. `diagrams.window_differences`",
     ),
     "shift_mask": (
         shift_mask,
