@@ -135,7 +135,7 @@ def test_cope_gates_of_large_products():
     allowed = np.isfinite(k[0, :, 0]) & (np.abs(k[0, :, 0]) < 800)
     found = [
         rp.attention(
-            q, np.where(np.abs(k) < 800, 0, k), k * 0 + np.arange(8.0)[:, None], position=rp.CoPE(table, gate_key=k),
+            q, np.where(np.abs(k) < 800, 0, k), np.arange(8.0).reshape(1, 8, 1), position=rp.CoPE(table, gate_key=k),
             mask=allowed, backend=backend,
         )
         for backend in ("numpy", "numba")

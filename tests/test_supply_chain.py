@@ -23,7 +23,7 @@ sys.addaudithook(watch)
 """
 REPORT = "\nprint(*seen, sep='\\n', end='')\n"
 # What needs other packages, a GPU, or is a program.
-APART = ("relpos_np.interop.", "relpos_np.kernels._cuda", "relpos_np.__main__")
+APART = ("relpos_np.interop.", "relpos_np.kernels._cuda", "relpos_np._commands.peers.with_", "relpos_np.__main__")
 IMPORT = f"""
 import importlib, pkgutil, relpos_np
 for module in pkgutil.walk_packages(relpos_np.__path__, "relpos_np."):
