@@ -45,7 +45,7 @@ BUGS = [
     Bug("plan: maps per batch item as a window", "kernels._numba.job:_is_windowed", "term.index.index.ndim > 2", "term.index.index.ndim > 3"),
     Bug("plan: a mask's strides decide", "kernels._numba.masks:add_masks", "problem.mask_of_keys", "mask.strides[-2] == 0"),
     Bug("problem: layouts decide how a BLAS adds", "_contract.problem:Problem.pack", "map(np.ascontiguousarray, stored)", "stored"),
-    Bug("backward: unit of the lse", "kernels._numba:backward", "job.attention(problem, terms, delta, lse, 1.0, grad_out)", "job.attention(problem, terms, delta, lse, LOG2, grad_out)"),
+    Bug("backward: unit of the lse", "kernels._numba:_backward", "job.attention(problem, terms, delta, lse, 1.0, grad_out)", "job.attention(problem, terms, delta, lse, LOG2, grad_out)"),
     Bug("kernel: a key beyond the band is read", "kernels._numba.attend:attend_block", "min(end, i0 + rows + p.offset + p.right)", "min(end + 1, p.k_len, i0 + rows + p.offset + p.right)"),
     Bug("plan: key lengths", "kernels._numba.masks:add_masks", "problem.key_lengths.ravel()", "np.minimum(problem.key_lengths.ravel() + 1, site.k_len)"),
     Bug("kernel: mask of a row inverted", "kernels._numba.scores:complete_scores", "get(allowed, 0) == 0", "get(allowed, 0) != 0"),
