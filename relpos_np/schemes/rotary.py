@@ -35,7 +35,7 @@ def _channels(value: Any, dim: Any) -> tuple[int, int]:
     first, stop = bounds.tolist()
     if not 0 <= first < stop or (stop - first) % 2:
         raise RelposValueError(f"channels: expected (first, stop) with an even number between, found {(first, stop)}")
-    if dim not in (None, stop - first):
+    if dim is not None and check.integer("dim", dim) != stop - first:
         raise RelposValueError(f"dim: expected {stop - first} for channels {(first, stop)}, found {dim}")
     return first, stop
 

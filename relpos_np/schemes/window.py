@@ -243,7 +243,8 @@ def _grid(name: str, value: Any) -> tuple[int, ...]:
 def _coords(value: Any, axes: int) -> list[Int64 | None]:
     if value is None:
         return [None] * axes
-    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
+    single = isinstance(value, str) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    if single or not isinstance(value, Sequence | np.ndarray):
         raise RelposTypeError(f"key_coords: expected a tuple with an entry for each axis, found {type(value).__name__}")
     if len(value) != axes:
         raise RelposValueError(f"key_coords: expected one entry per axis, {axes}; found {len(value)}")
