@@ -17,7 +17,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NAMES = ("npz", "tensors", "vectors", "manifest", "arguments")
+# Each target, and inputs that take it some seconds.
+RUNS = {"npz": 2000, "tensors": 2000, "vectors": 800, "manifest": 16_000, "arguments": 160_000}
+NAMES = tuple(RUNS)
 # Never the kernels: Numba compiles their bytecode.
 INSTRUMENTED = [
     "json",
@@ -45,8 +47,8 @@ def one(name, options):
     atheris.Fuzz()
 
 
-def several(names, seconds, corpus, artifacts):
-    """Fuzz each in turn; the names of those that failed."""
+def several(names, seconds, corpus, artifacts, same=False):
+    """Fuzz each in turn; the names of those that failed. `same`: the same inputs each time."""
     failed = []
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
@@ -61,7 +63,7 @@ def several(names, seconds, corpus, artifacts):
             )
             words.write_text("\n".join(lines) + "\n", encoding="utf-8")
             options = [
-                f"-max_total_time={seconds}",
+                *(["-seed=1", f"-runs={RUNS[name]}"] if same else [f"-max_total_time={seconds}"]),
                 "-rss_limit_mb=2048",
                 "-timeout=60",
                 "-max_len=65536",
@@ -95,13 +97,15 @@ def several(names, seconds, corpus, artifacts):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=30, help="for each target")
+    parser.add_argument("--same", action="store_true", help="in place of seconds, the same inputs each time")
     parser.add_argument("--target", choices=NAMES, action="append", help="only this one; may be repeated")
     parser.add_argument("--corpus", help="folder where inputs that reach new code are kept; default none")
     parser.add_argument("--artifacts", default=".", help="folder for the inputs that fail")
     args = parser.parse_args()
     if importlib.util.find_spec("atheris") is None:
         parser.error("atheris is missing: pip install -e '.[fuzz]' installs it where there are wheels of it")
-    return 1 if several(args.target or NAMES, args.seconds, args.corpus, Path(args.artifacts).resolve()) else 0
+    artifacts = Path(args.artifacts).resolve()
+    return 1 if several(args.target or NAMES, args.seconds, args.corpus, artifacts, args.same) else 0
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ class Machine:
             if (names & results and fields["counter"] == 0) or (own and fields["cut"] == 0):
                 region.bytes[:] = self.poison
             self.memory.add(region)
-            if self.excluded is not None and names in ({"k"}, {"v"}):
+            # Gates count keys that a mask excludes, if they are in the record.
+            if self.excluded is not None and names in ({"k"}, {"v"}) and "k_kind" in fields:
                 (batches,) = (x for first, _, x in held if first == fields["batches"])
                 self._exclude(region, fields, batches, *names)
         self.work = self.lent.get(fields.get("work"))
