@@ -205,7 +205,6 @@ class _Attention(torch.autograd.Function):
         return (None, *ctx.call.backward(saved, grad_out, grad_lse))
 
 
-@outside_graphs
 @overload
 def attention(
     q: Any,
@@ -269,6 +268,7 @@ def attention(
 ) -> Any | tuple[Any, Any]: ...
 
 
+@outside_graphs
 @takes(ForeignOptions)
 def attention(
     q: Any,

@@ -76,7 +76,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(onnx_cases, "SCHEMES", {name: rp.SCHEMES[name] for name in ("t5", "rotary", "cope")})
+    monkeypatch.setattr(onnx_cases, "SCHEMES", {name: rp.SCHEMES[name] for name in ("t5", "rotary", "path")})
 
 
 @pytest.mark.slow
@@ -121,10 +121,10 @@ def test_every_scheme_that_has_a_model_is_there(whole):
 
 def test_command(few, tmp_path, capsys):
     assert cli.main(["vectors", str(tmp_path / "a"), "--format", "onnx"]) == 0
-    assert "schemes that no model can say: cope" in capsys.readouterr().out
+    assert "schemes that no model can say: path" in capsys.readouterr().out
     assert cli.main(["vectors", str(tmp_path / "b"), "--format", "onnx", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schemes_without_a_model"] == ["cope"]
+    assert found["schemes_without_a_model"] == ["path"]
     assert found["cases"] == len(list((tmp_path / "b").iterdir()))
     same = [[p.read_bytes() for p in sorted((tmp_path / one).rglob("*")) if p.is_file()] for one in "ab"]
     assert same[0] == same[1]
