@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.terms import Terms
 from tests.test_schemes import close, make
 
 
@@ -142,3 +143,15 @@ def test_cope_gates_of_large_products():
     ]  # fmt: skip
     assert np.isfinite(found[0]).all()
     close(found[1], found[0])
+
+
+def test_a_subclass_with_terms_of_its_own(rng):
+    """Kernels take them, not what the class above makes some queries at a time."""
+
+    class Silent(rp.CoPE):
+        def lower(self, q, k, site):
+            return Terms()
+
+    q, k, v = rng.standard_normal((3, 2, 5, 4))
+    found = rp.attention(q, k, v, position=Silent(rng.standard_normal((3, 4))), backend="numba")
+    close(found, rp.attention(q, k, v, backend="numpy"))

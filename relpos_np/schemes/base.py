@@ -111,6 +111,12 @@ class Scheme:
     turns_values = False
     roundings: float | None = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Terms of its own: what the class above makes of rows is not them.
+        if "lower" in vars(cls) and "lower_by_rows" not in vars(cls):
+            cls.by_rows = False
+
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call.
 
