@@ -244,7 +244,9 @@ def scores(rng: np.random.Generator, report: Report) -> None:
         one.q.astype(np.float64), one.k.astype(np.float64), position=one.position, backend="numpy", **one.kwargs
     )
     kept = "float64" if one.q.dtype == np.float64 else "float32"
-    worst = ratio(s, exact, tolerance(kept, logit_bound=one.logit_bound, depth=one.products))
+    # What attention is allowed is three to four standard deviations of the rounding of one sum of products. It weighs
+    # many scores; here the largest stands alone, and thousands of calls see more than that, but hardly twice as much.
+    worst = ratio(s, exact, 2 * tolerance(kept, logit_bound=one.logit_bound, depth=one.products))
     report.judge(backend, str(one.q.dtype), worst / blur(one) if kept == "float64" else worst)
     report.calls += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -37,6 +38,8 @@ def _interrupt(*_: Any) -> None:
 def _child(run: Callable[[], bytes], first: bytes, fate: str, after: float) -> int:
     """What a forked child does; returns its exit status."""
     if fate == "interrupted":
+        # What is raised in a callback of the garbage collector, such as Hypothesis has, is lost.
+        gc.callbacks.clear()
         signal.signal(signal.SIGALRM, _interrupt)
         stop = time.monotonic() + 60
         try:

@@ -43,8 +43,9 @@ def row_bytes(problem: Problem, terms: Terms, *, backward: bool) -> int:
     """Bytes for one query of every head: its biases, on the way back their gradients, and its products with tables."""
     site = problem.site
     counted = [bias for bias in terms.biases if isinstance(bias, CountedBias)]
-    # The biases, their sum and that with the mask; gradients, and slopes of gates in float64.
-    pairs = (len(counted) + 2) * site.dtype.itemsize + (2 * site.dtype.itemsize + 8 if backward else 0)
+    # The biases, their sum and that with the mask; gradients, a copy of one, and slopes of gates in float64.
+    back = 2 + (len(terms.biases) > 1)
+    pairs = (len(counted) + 2) * site.dtype.itemsize + (back * site.dtype.itemsize + 8 if backward else 0)
     positions = sum(8 * int(bias.table.shape[-2]) * (2 if backward else 1) for bias in counted)
     return math.prod(site.batch) * site.heads * (site.k_len * pairs + positions + 32 * site.head_dim)
 
@@ -115,7 +116,8 @@ def backward(
             if maker is None:
                 rest.append(ds)
             else:
-                maker.back(queries, ds)
+                # Biases of the same shape share one gradient, which `back` overwrites.
+                maker.back(queries, ds.copy() if len(grads.biases) > 1 else ds)
         grads.biases = tuple(rest)
         total.add(grads, grad_v, [x.shape[-2] == 1 for x in parts.arrays])
     found, grad_v = total.found(parts.terms, problem.site.dtype)
