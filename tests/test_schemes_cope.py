@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import testing
 from relpos_np.terms import Terms
-from tests.every import ATTENTION
 from tests.test_schemes import close, make
 
 
@@ -109,28 +107,6 @@ def test_cope_in_parts(call, given, dtype, monkeypatch):
         room = error * (1 + np.abs(np.where(np.isfinite(a), a, 0)).max(initial=0))
         np.testing.assert_allclose(b, a, rtol=0, atol=room)
         np.testing.assert_allclose(c, a, rtol=0, atol=room)
-
-
-@pytest.mark.parametrize(("name", "variant"), ATTENTION)
-def test_cope_beside_any_other_scheme(name, variant):
-    """Each operand gets its own gradient, also where those of two biases, or of a mask, are the same numbers."""
-    e = testing.example(name, variant=variant, size="tiny")
-    rng, (q, k, v) = np.random.default_rng(8), (x.astype(np.float64) for x in (e.q, e.k, e.v))
-    cope = rp.CoPE(rng.standard_normal((3, q.shape[-1])))
-    shape = (*e.expected.shape[:-1], k.shape[-2])
-    call = {**e.kwargs, "position": (e.position, cope), "mask": rng.standard_normal(shape), "mask_gradient": True}
-    call |= {"grad_out": rng.standard_normal(e.expected.shape)}
-    try:
-        expected = rp.attention_vjp(q, k, v, **call, backend="numpy")
-    except rp.RelposError:
-        return
-    found = rp.attention_vjp(q, k, v, **call, backend="numba")
-    for a, b in zip(expected.position, found.position, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            close(b[key], a[key], 1e-12 * (1 + np.abs(a[key]).max(initial=0)))
-    for key in ("q", "k", "v", "mask"):
-        close(getattr(found, key), getattr(expected, key), 1e-12)
 
 
 def test_cope_holds_no_number_per_pair_on_the_cpu():
