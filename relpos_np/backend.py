@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract.backends import BACKENDS, HOST_BACKENDS, WITH_KERNELS
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Problem, name_of
 from relpos_np._contract.terms import Terms
 from relpos_np._runtime import results
 from relpos_np._runtime.forks import preparing
@@ -226,7 +226,7 @@ def evaluate(
     if turn is not None:
         # Rounded to half precision after it has turned back.
         problem, dtype = problem.with_values(turn.of_values(problem.v)), own
-    if dtype is not own and dtype.name not in module.WRITES:  # a name takes 2 µs to make
+    if dtype is not own and name_of(dtype) not in module.WRITES:
         dtype = own
     target = out
     if target is None or target.dtype != dtype or not target.flags.c_contiguous:

@@ -77,7 +77,11 @@ def test_tails_of_head_dimensions(depth, v_dim):
 
 # Queries, keys, D, D_v: around vectors, register tiles and blocks of every target, several blocks, several panels.
 WINDOWS = [
-    (24, 1, 8, 16),
+    (6, 16, 64, 64),
+    (7, 33, 9, 128),
+    (16, 16, 5, 64),
+    (17, 1, 8, 16),
+    (23, 48, 8, 48),
     (25, 7, 7, 16),
     (49, 49, 32, 32),
     (63, 65, 33, 64),

@@ -10,7 +10,7 @@ from typing import Any, Never, Protocol, TypeVar, Unpack, runtime_checkable
 import numpy as np
 
 from relpos_np._contract.options import DEFAULTS, Options
-from relpos_np._contract.problem import UNBOUNDED, Problem, Rule, Site
+from relpos_np._contract.problem import UNBOUNDED, Problem, Rule, Site, name_of
 from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
 from relpos_np.types import Array, Bools
@@ -19,6 +19,8 @@ _Word = TypeVar("_Word", bound=str)
 
 _FLOAT32, _FLOAT64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
 _HALVES = ("float16", "bfloat16")
+# What most options are, of which no array need be looked for.
+_NO_ARRAYS = frozenset({type(None), bool, int, float, str})
 # Axes of heads and of queries where a mask has one row for all of them.
 _ONE_ROW = ((), (1,), (1, 1))
 
@@ -82,7 +84,7 @@ def array(name: str, value: Any) -> Array:
 
 def _is_stored(x: Array) -> bool:
     """Whether an array is of half precision that kernels can read where it lies."""
-    return x.dtype.name in _HALVES and x.dtype.isnative and x.flags.aligned
+    return name_of(x.dtype) in _HALVES and x.dtype.isnative and x.flags.aligned
 
 
 def floating(name: str, value: Any) -> Array:
@@ -93,7 +95,7 @@ def floating(name: str, value: Any) -> Array:
         return x if x.flags.aligned else x.copy()
     if dtype.kind == "f" and dtype.itemsize in (4, 8):
         return x.astype(dtype.newbyteorder("="))
-    if dtype.name in _HALVES:
+    if name_of(dtype) in _HALVES:
         return x.astype(np.float32)
     raise RelposTypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, found {dtype}")
 
@@ -343,6 +345,15 @@ def one_dtype(dtypes: dict[str, np.dtype[Any]]) -> Never:
     raise RelposTypeError(f"{', '.join(dtypes)}: expected one dtype, found {found}")
 
 
+def _admit_copies(given: Sequence[Array]) -> None:
+    """Ask for the memory of operands that are widened or copied."""
+    if memory.limit() is None:
+        return
+    size = sum([x.size for x in given if name_of(x.dtype) in _HALVES]) * _FLOAT32.itemsize
+    size += sum([x.nbytes for x in given if not (x.flags.aligned and x.dtype.isnative)])
+    memory.require("attention", {"operands in another dtype or layout": size})
+
+
 def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
     """The operands in one dtype, and the dtype of the result."""
     values = list(named.values())
@@ -351,8 +362,12 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
         if type(x) is not np.ndarray or x.dtype is not first.dtype or x.ndim < 2 or not x.flags.aligned:
             break
     else:
+        # Nearly every call.
         if first.dtype is _FLOAT32 or first.dtype is _FLOAT64:
-            return values, first.dtype  # nearly every call
+            return values, first.dtype
+        if name_of(first.dtype) in _HALVES and first.dtype.isnative:
+            _admit_copies(values)
+            return values, first.dtype
     if any(on_device(x) for x in values):
         one_side(named)
     far = isinstance(first, DeviceOperand)
@@ -362,9 +377,7 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
         one_dtype(dict(zip(named, (x.dtype for x in given), strict=True)))
     if far:
         given = [x.stand_in() for x in values]
-    size = sum(x.size for x in given if x.dtype.name in _HALVES) * _FLOAT32.itemsize
-    size += sum(x.nbytes for x in given if not (x.flags.aligned and x.dtype.isnative))
-    memory.require("attention", {"operands in another dtype or layout": size})
+    _admit_copies(given)
     # Half precision is kept: a kernel may read it as it is.
     operands = [x if _is_stored(x) else floating(name, x) for name, x in zip(named, given, strict=True)]
     for name, x in zip(named, operands, strict=True):
@@ -518,7 +531,7 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Seque
         raise RelposValueError("out: the array is read-only")
     if not out.flags.c_contiguous and _repeats(out) if host else out.repeats:
         raise RelposValueError("out: elements of the array share memory")
-    for x in arrays_within(inputs) if host else inputs:
+    for x in arrays_within([x for x in inputs if type(x) not in _NO_ARRAYS]) if host else inputs:
         if np.may_share_memory(out, x) if host else out.overlaps(x):
             raise RelposValueError("out: the array overlaps an input")
 

@@ -6,7 +6,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np.kernels._numba import division, launch
-from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
+from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_ROWS, TARGET
 from tests.interpreted.agreement import assert_agrees, assert_gradients_agree
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
 from tests.interpreted.test_interpreted_attention import ALONE, BATCH, DTYPES, STRESS, compare
@@ -43,7 +43,9 @@ def test_counted_positions(dtype, q_len, npos, order, rng):
 # ---------------------------------------------------------------------------------------------- windows
 
 # Queries, keys, D, vectors of values: as few queries as there may be, beside register tiles, several blocks.
-WINDOWS = [(24, 1, 3, 1), (25, 7, 7, 2), (49, 49, 32, 3), (63, 65, 5, 1), (101, BLOCK_KEYS, 4, 5)]
+FEW = {vectors: max(TARGET.least_rows(vectors), PAIR_ROWS) for vectors in range(1, 6)}
+WINDOWS = [(FEW[1], 1, 3, 1), (25, 7, 7, 2), (49, 49, 32, 3), (63, 65, 5, 1), (101, BLOCK_KEYS, 4, 5)]
+WINDOWS += [(FEW[vectors], 17, 5, vectors) for vectors in (2, 3, 4, 5)]
 
 
 def windows(q_len, k_len, depth, vectors, dtype, **options):
@@ -65,6 +67,12 @@ def test_windows(q_len, k_len, depth, vectors, kind):
     mask = None if kind is None else Mask(kind, (2, 1, q_len, k_len), 0.7)
     machine = assert_agrees(windows(q_len, k_len, depth, vectors, dtype, mask=mask), dtype, threads=2)
     assert machine.launches == {f"windows_{np.dtype(dtype)}": 1}
+
+
+@pytest.mark.parametrize("vectors", FEW)
+def test_fewer_queries_than_a_window_has(vectors):
+    machine = assert_agrees(windows(FEW[vectors] - 1, 17, 5, vectors, np.float32), np.float32)
+    assert not machine.launches.keys() & {"windows_float32"}
 
 
 def test_windows_without_a_bias_and_runs_of_pieces(monkeypatch):

@@ -177,7 +177,7 @@ class Vectors:
 
     def exp2_row(self, x, n, reference, total, fade):
         lanes = TARGET.lanes(x.size)
-        row = self.m.row(x, 0, up(n, SUM_VECTORS * lanes), write=True)
+        row = self.m.row(x, 0, up(n, lanes), write=True)
         sums = self.m.row(total, 0, lanes, write=True)
         row[...] = exp2(row - row.dtype.type(reference))
         sums[...] = sums * sums.dtype.type(fade) + row.reshape(-1, lanes).sum(axis=0, dtype=row.dtype)

@@ -25,7 +25,7 @@ from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
 from relpos_np.kernels._numba.pieces import OWN, pair_steps
 from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.skew import is_skewed
-from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET, TILES, UNIT
+from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_ROWS, TARGET, TILES, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -150,7 +150,9 @@ def _is_windowed(problem: Problem, terms: Terms) -> bool:
     """Whether the kernel for windows does it: few keys, all of them for every query, and at most one fused bias."""
     site, mask = problem.site, problem.mask
     lanes, panel = TARGET.lanes(site.dtype.itemsize), TARGET.panel(site.dtype.itemsize)
-    if site.k_len > BLOCK_KEYS or site.q_len < TARGET.accumulators or site.v_dim % lanes:
+    if site.k_len > BLOCK_KEYS or site.v_dim % lanes:
+        return False
+    if site.q_len < max(TARGET.least_rows(site.v_dim // lanes), PAIR_ROWS):
         return False
     if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
         return False

@@ -297,7 +297,10 @@ def advance(typingctx: Any, best: Any, top: Any, fade: Any, n: Any) -> Any:
 
 @intrinsic
 def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: Any) -> Any:
-    """x[:n] = 2**(x - reference); total[:lanes] = total * fade + partial sums; n fills whole groups of SUM_VECTORS."""
+    """x[:n] = 2**(x - reference); total[:lanes] = total * fade + partial sums; n is a multiple of the lanes.
+
+    Rows end with whole groups of SUM_VECTORS vectors where many are summed; those of a few vectors need not.
+    """
 
     def generate(v: Vectors, x: Any, n: Any, reference: Any, total: Any, fade: Any) -> None:
         b, shift = v.b, v.splat(reference)
@@ -311,8 +314,9 @@ def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: A
                 out.append(b.fadd(before, p))
             return out
 
-        start = b.fmul(v.load(total, index(0)), v.splat(fade))
-        sums = v.loop(index(0), n, SUM_VECTORS * v.lanes, [start] + [v.const(0)] * (SUM_VECTORS - 1), step)
+        start, whole = b.fmul(v.load(total, index(0)), v.splat(fade)), v.whole(n, SUM_VECTORS * v.lanes)
+        sums = v.loop(index(0), whole, SUM_VECTORS * v.lanes, [start] + [v.const(0)] * (SUM_VECTORS - 1), step)
+        sums[:1] = v.loop(whole, n, v.lanes, sums[:1], step)
         pairs = b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3]))
         v.store(pairs, total, index(0))
 

@@ -48,6 +48,11 @@ class Target:
         most = self.value_rows(vectors)
         return min(range(most, most * 2 // 3, -1), key=lambda rows: -(-49 // rows) * rows)
 
+    def least_rows(self, width: int) -> int:
+        """Rows that a window must have: those of the highest tile that makes results of `width` vectors."""
+        strips = [self.value_vectors] * (width >= self.value_vectors) + [width % self.value_vectors]
+        return max([self.score_rows, *(self.window_rows(vectors) for vectors in strips if vectors)])
+
 
 # 24 accumulators leave 8 of 32 registers for operands; 12 leave 4 of 16.
 AVX512 = Target("avx512", 64, 6, 4, 4, 24)

@@ -123,14 +123,14 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
     block, cols, v_depth, lanes = p.block_queries, p.k_len, p.v_depth, lanes_of(base)
     head, i0 = own_head(p, batches, base, t), t % p.blocks * block
     rows = min(block, p.q_len - i0)
-    padded, wide = whole_columns(cols, lanes), round_up(cols, SUM_VECTORS * lanes)
+    wide = round_up(cols, (SUM_VECTORS if pairs else 1) * lanes)
     w = layout(block, p.steps, v_depth, 0, p.bins, lanes)
     scores, share, top = at(base, w.scores), at(base, w.fade), at(base, w.top)
     score_rows(p, base, w, head, i0, rows, pairs)
     fill_row(base, w.total, w.total + rows * lanes, 0.0)
     v, v_row, bypassed, masked = pointer_like(base, head.v), p.v_row, False, p.soft != 0 or p.allowed != 0
     if masked:
-        mask_rows(p, base, w, head.mask + head.h * p.mask_head + i0 * p.mask_row, rows, min(padded, wide))
+        mask_rows(p, base, w, head.mask + head.h * p.mask_head + i0 * p.mask_row, rows, round_up(cols, lanes))
     if masked or pairs or p.v_kind != OWN:
         copied = at(base, w.values)
         check = load_values(copied, v_depth, head.v, p.v_kind, p.v_row, cols, v_depth, pairs)
@@ -153,7 +153,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
         # Exponentials leave the ports idle that load.
         fetch_row(p, base, next_head, next_i0, i)
         s = at(scores, i * BLOCK_KEYS)
-        fill_row(s, padded, wide, MINUS_INFINITY)
+        fill_row(s, whole_columns(cols, lanes), wide, MINUS_INFINITY)
         exp2_row(s, wide, get(share, i), at(base, w.total + i * lanes), 0.0)
         if pairs:
             halve_row(s, wide)
