@@ -24,7 +24,7 @@ from relpos_np._commands.peers.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "asv_bench"
-MODULES = ["attention", "options", "rel_shift", "scaling", "small"]
+MODULES = ["attention", "options", "rel_shift", "scaling", "small", "steady"]
 
 
 @pytest.fixture(autouse=True)

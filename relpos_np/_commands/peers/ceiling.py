@@ -17,6 +17,8 @@ from relpos_np.types import Array
 
 # Rounds of a figure that is a ratio, fewer for slow calls. The tests, which only see that benchmarks run, ask for one.
 ROUNDS, ROUNDS_IF_SLOW, SLOW = 7, 3, 0.2
+# What takes turns for a best time: at least so many rounds of at least so many seconds each, for so many seconds.
+TURNS, TURN_SECONDS, STEADY_SECONDS = 9, 2e-3, 3.0
 
 
 @cache
@@ -153,3 +155,41 @@ def fraction_of_read(call: Callable[[], Any], arrays: Sequence[Array], rounds: i
         limit = read_seconds(whole, threads)
         ratios.append(limit / timed(call))
     return float(np.median(ratios))
+
+
+def _best(call: Callable[[], Any], limit: Callable[[], float], one: float) -> float:
+    """The best time of a call, of about `one` second, over the best of the limit's, in turns."""
+    count = max(1, int(TURN_SECONDS / one))
+
+    def several() -> None:
+        for _ in range(count):
+            call()
+
+    calls: list[float] = []
+    limits: list[float] = []
+    start = time.perf_counter()
+    while len(calls) < min(TURNS, ROUNDS) or (ROUNDS > 1 and time.perf_counter() - start < STEADY_SECONDS):
+        limits.append(limit())
+        calls.append(timed(several) / count)
+    return min(calls) / min(limits)
+
+
+def in_fma(call: Callable[[], Any], operations: float) -> float:
+    """Best time of a call over the best time of as many operations by the FMA loop."""
+    import numba
+
+    threads = numba.get_num_threads()
+    call()
+    one = timed(call)
+    turns = turns_for(max(one, TURN_SECONDS), threads)
+    return _best(call, lambda: operations / rate(turns, threads, fma_seconds(turns, threads)), one)
+
+
+def in_reads(call: Callable[[], Any], arrays: Sequence[Array]) -> float:
+    """Best time of a call over the best time to read the arrays once."""
+    import numba
+
+    threads, whole = numba.get_num_threads(), to_read(arrays)
+    read_seconds(whole, threads)
+    call()
+    return _best(call, lambda: read_seconds(whole, threads), timed(call))
