@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -109,14 +110,19 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def compare(session: nox.Session) -> None:
-    """Compare a commit with another, ``nox -s compare -- main``: fails where 1.08 times as slow, 1.2 times as wrong."""
+    """Compare a commit with another, ``nox -s compare -- main``: fails where 1.07 times as slow, 1.2 times as wrong."""
     session.install("asv>=0.6.6", "virtualenv")
     base, *options = session.posargs or ["main"]
     session.chdir("asv_bench")
     session.run("asv", "machine", "--yes")
-    # Best times in units of the machine's limit, in turns with it: others who use the machine hardly change them.
-    for benchmarks, factor in (("steady", "1.08"), ("accuracy", "1.2")):
-        session.run("asv", "continuous", "-f", factor, "--bench", benchmarks, *options, base, "HEAD")
+    session.run("asv", "continuous", "-f", "1.2", "--bench", "accuracy", *options, base, "HEAD")
+    # Best times in units of the machine's limit, in turns with it. Others who use the machine change even these now and
+    # then, but hardly twice.
+    times = ["asv", "continuous", "-f", "1.07", "--bench", "steady", *options, base, "HEAD"]
+    try:
+        session.run(*times)
+    except CommandFailed:
+        session.run(*times)
 
 
 @nox.session(default=False)

@@ -183,13 +183,3 @@ def in_fma(call: Callable[[], Any], operations: float) -> float:
     one = timed(call)
     turns = turns_for(max(one, TURN_SECONDS), threads)
     return _best(call, lambda: operations / rate(turns, threads, fma_seconds(turns, threads)), one)
-
-
-def in_reads(call: Callable[[], Any], arrays: Sequence[Array]) -> float:
-    """Best time of a call over the best time to read the arrays once."""
-    import numba
-
-    threads, whole = numba.get_num_threads(), to_read(arrays)
-    read_seconds(whole, threads)
-    call()
-    return _best(call, lambda: read_seconds(whole, threads), timed(call))
