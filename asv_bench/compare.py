@@ -31,9 +31,15 @@ def interpreter(name, given):
     return given[max(fitting, key=len)] if fitting else sys.executable
 
 
+def named(text):
+    """The peers that an argument names: one, whose name may hold a comma, or several with commas between them."""
+    return [text] if text in PEERS else [name for name in text.split(",") if name]
+
+
 def run(arguments, given):
     """All comparisons that are asked for."""
-    wanted = [name for name in PEERS if not arguments.peers or name in {*arguments.peers.split(","), OURS, "limit"}]
+    asked = {name for text in arguments.peers for name in named(text)}
+    wanted = [name for name in PEERS if not asked or name in {*asked, OURS, "limit"}]
     letters = [letter for letter in arguments.shapes.split(",") if letter]
     jobs = {"attention": letters}
     if arguments.backward:
@@ -56,7 +62,12 @@ def main(argv=None):
     """Compare, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {','.join([*SHAPES, *SMALL])}")
-    parser.add_argument("--peers", default="", help="default all of: " + ", ".join(PEERS))
+    parser.add_argument(
+        "--peers",
+        action="append",
+        default=[],
+        help="names with commas between them, or one; may be repeated; default all of " + ", ".join(map(repr, PEERS)),
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.15, help="of one turn")
     parser.add_argument("--threads", type=int, default=usable() or 1)
@@ -75,9 +86,9 @@ def main(argv=None):
     for letter in filter(None, arguments.shapes.split(",")):
         if letter not in SHAPES | SMALL:
             parser.error(f"--shapes: there is no shape {letter!r}")
-    for name in filter(None, arguments.peers.split(",")):
+    for name in (name for text in arguments.peers for name in named(text)):
         if name not in PEERS:
-            parser.error(f"--peers: there is no peer {name!r}")
+            parser.error(f"--peers: there is no peer {name!r}; expected some of {', '.join(map(repr, PEERS))}")
     record = run(arguments, given)
     text = json.dumps(record, indent=1) + "\n"
     if arguments.out:

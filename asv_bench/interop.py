@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OURS = "relpos_np"
 SIZE = {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_kv": 64, "d_ff": 2048, "vocab_size": 1000}
 ORDERS = ("torch first", "relpos_np first")
 
@@ -41,6 +40,7 @@ def measure(lengths, rounds, order, size):
     import transformers
 
     import relpos_np as rp
+    from relpos_np._commands.peers import OURS
     from relpos_np.interop.transformers import patched
     from relpos_np.kernels._numba import launch
 

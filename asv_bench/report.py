@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from relpos_np._commands.peers import OURS
+
 RECORDED = Path(__file__).parent / "recorded"
-OURS = "relpos_np"
 TASKS = {"attention": "Forward", "backward": "Gradients, forward pass included", "rel_shift": "rel_shift alone"}
 
 

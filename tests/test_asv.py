@@ -257,6 +257,17 @@ def test_peers_that_compute_something_else_are_not_timed(monkeypatch):
     assert worker.prepare("attention", "a", None, 0.01) == {"unavailable": "MemoryError: no room"}
 
 
+def test_compare_finds_peers_whose_names_hold_a_comma(monkeypatch):
+    compare = importlib.import_module("compare")
+    asked = []
+    monkeypatch.setattr(compare.rounds, "run", lambda names, *_, **__: asked.append(set(names)) or {})
+    comma = [name for name in peers.PEERS if "," in name]
+    assert comma
+    compare.main(["--peers", comma[0], "--peers", "jax,numpy", f"--peers={comma[-1]}"])
+    compare.main([])
+    assert asked == [{peers.OURS, "limit", "jax", "numpy", comma[0], comma[-1]}, set(peers.PEERS)]
+
+
 def test_compare_refuses_unknown_names(capsys):
     compare = importlib.import_module("compare")
     for wrong in (["--shapes", "Z"], ["--peers", "abacus"]):
