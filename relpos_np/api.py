@@ -97,9 +97,38 @@ def attention(
     *,
     position: Position = ...,
     return_lse: bool,
+    return_bound: Literal[False] = ...,
     out: Array | None = ...,
     **options: Unpack[Options],
 ) -> Array | tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Position = ...,
+    return_lse: Literal[False] = ...,
+    return_bound: bool,
+    out: Array | None = ...,
+    **options: Unpack[Options],
+) -> Array | tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Position = ...,
+    return_lse: bool,
+    return_bound: bool,
+    out: Array | None = ...,
+    **options: Unpack[Options],
+) -> Array | tuple[Array, Array] | tuple[Array, Array, Array, Array]: ...
 
 
 @takes(Options)

@@ -22,6 +22,13 @@ assert_type(rp.attention(q, q, q, position=rp.ALiBi(heads=4)), Array)
 assert_type(rp.attention(q, q, q, return_lse=True), tuple[Array, Array])
 chosen: bool = len(q) > 1
 assert_type(rp.attention(q, q, q, return_lse=chosen), Array | tuple[Array, Array])
+assert_type(rp.attention(q, q, q, return_bound=True), tuple[Array, Array])
+assert_type(rp.attention(q, q, q, return_bound=chosen), Array | tuple[Array, Array])
+Four = tuple[Array, Array, Array, Array]
+assert_type(rp.attention(q, q, q, return_lse=True, return_bound=True), Four)
+assert_type(rp.attention(q, q, q, return_lse=True, return_bound=chosen), Array | tuple[Array, Array] | Four)
+assert_type(rp.attention(q, q, q, return_lse=chosen, return_bound=chosen), Array | tuple[Array, Array] | Four)
+assert_type(rp.attention(q, q, q, return_lse=chosen, return_bound=True), Array | tuple[Array, Array] | Four)
 ready = rp.prepare(q, q, q, position=rp.ALiBi(heads=4))
 assert_type(ready(q, q, q), Array)
 assert_type(ready(q, q, q, return_lse=True), tuple[Array, Array])
