@@ -15,6 +15,7 @@ from relpos_np import layers, plot, testing
 from relpos_np.formulas.buckets import t5_bucket
 from relpos_np.plot import diagrams
 from relpos_np.plot import gallery as pictures
+from relpos_np.plot.layers import layer_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -236,6 +237,13 @@ PICTURES: Mapping[str, tuple[Callable[[], Figure], str]] = {
     "shift_mask": (
         shift_mask,
         "A map after the cyclic shift, and which tokens of its windows may see each other (light).",
+    ),
+    "shifted_windows": (
+        lambda: layer_picture("swin_attention"),
+        (
+            "Where `layers.SwinAttention` looks when all tokens are alike: grey tokens are in another window, and the "
+            "mask of the shift makes the dark corners and edges zero. `plot.layers.layer_diagram`"
+        ),
     ),
     "speed_by_length": (
         speed_by_length,

@@ -13,6 +13,8 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._commands import main as cli
+from relpos_np._commands import plot as plot_command
+from relpos_np.plot import layers as plot_layers
 from relpos_np.schemes.base import Scheme
 from relpos_np.testing import sweep
 from tests.every import ATTENTION
@@ -602,8 +604,25 @@ def test_plot_takes_the_names_that_the_field_uses(run, words, scheme, variant):
     assert Path(f"relpos-{scheme}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("word", ["SwinAttention", "multi_head_attention", "relative-multi-head-attention"])
+def test_plot_of_a_layer(run, word):
+    pytest.importorskip("matplotlib")
+    code, out, err = run("plot", word, "--seed", "3", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["scheme"].replace("_", "") == word.lower().replace("_", "").replace("-", "")
+    assert found["seed"] == 3
+    assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_names_the_layers_that_there_are():
+    assert tuple(plot_layers.LAYERS) == plot_command.LAYERS
+
+
 def test_plot_refuses(run, refuses):
     pytest.importorskip("matplotlib")
+    for words in (["--rows"], ["--differences"], ["--variant", "swin"]):
+        refuses(f"{words[0]}: is for schemes, and swin_attention is a layer", "plot", "swin_attention", *words)
     assert run("plot", "nothing")[0] == 2
     refuses("found 'paper'", "plot", "paper")  # a variant of several schemes
     refuses("rotary: takes no rows of a table", "plot", "rope", "--rows")

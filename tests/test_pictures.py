@@ -5,8 +5,10 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import plot, testing
+from relpos_np.layers import MultiHeadAttention, SwinAttention, WindowAttention
 from relpos_np.plot import diagrams
 from relpos_np.plot import gallery as pictures
+from relpos_np.plot import layers as of_layers
 
 pytest.importorskip("matplotlib")
 
@@ -169,6 +171,76 @@ def test_the_line_is_what_the_map_shows():
 def test_every_scheme_has_a_picture(name):
     figure = pictures.scheme_picture(name)
     assert image(figure.axes[0]).size > 100
+
+
+def test_alike_tokens_are_told_apart_by_positions_alone():
+    rng = np.random.default_rng(0)
+    weights, t5 = rng.standard_normal((4, 8, 8)), rp.T5(rng.standard_normal((32, 2)))
+    found = of_layers.attention_of_alike_tokens(MultiHeadAttention(*weights, heads=2, position=t5), (7,))
+    bias = np.exp(plot.position_bias(t5, 7, 7))
+    # Scores are sums of 8 products; a softmax of 7 adds as many.
+    np.testing.assert_allclose(found, bias / bias.sum(-1, keepdims=True), rtol=64 * np.finfo(float).eps)
+    plain = of_layers.attention_of_alike_tokens(MultiHeadAttention(*weights, heads=2), (7,))
+    np.testing.assert_allclose(plain, 1 / 7, rtol=64 * np.finfo(float).eps)
+    alone = of_layers.attention_of_alike_tokens(MultiHeadAttention(*weights, heads=2, position=t5), (1,))
+    np.testing.assert_array_equal(alone, np.ones((2, 1, 1)))
+
+
+@pytest.mark.parametrize("shift", [(0, 0), (1, 2)])
+def test_alike_tokens_of_a_map_stay_where_they_are(shift):
+    """Pairs of one window, by loops over the map: probabilities of the bias, of one region; other windows are blank."""
+    rng = np.random.default_rng(0)
+    grid, window, table = (4, 9), (2, 3), rng.standard_normal((15, 2))
+    weights = {"q.weight": rng.standard_normal((4, 4)), "kv.weight": rng.standard_normal((8, 4))}
+    weights |= {"proj.weight": np.eye(4), "proj.bias": np.zeros(4), "relative_position_bias_table": table}
+    options = {"shift_size": shift, "qkv_bias": False, "weights": weights, "mask_value": None}
+    layer = SwinAttention(4, window, 2, dtype=np.float64, **options)
+    found = of_layers.attention_of_alike_tokens(layer, grid)
+    for i, j in np.ndindex(36, 36):
+        query, key = np.unravel_index(i, grid), np.unravel_index(j, grid)
+        moved = [[(c - s) % g for c, s, g in zip(at, shift, grid, strict=True)] for at in (query, key)]
+        apart = any(a // w != b // w for a, b, w in zip(*moved, window, strict=True))
+        assert np.isnan(found[:, i, j]).all() == apart
+        # Of what is in one window, the shift brought some together.
+        if any(abs(a - b) >= w for a, b, w in zip(query, key, window, strict=True)) and not apart:
+            assert (found[:, i, j] == 0).all()
+        elif not apart:
+            same, step = found[:, i, i], [a - b for a, b in zip(query, key, strict=True)]
+            ratio = np.exp(table[(step[0] + 1) * 5 + step[1] + 2] - table[1 * 5 + 2])
+            np.testing.assert_allclose(found[:, i, j], ratio * same, rtol=64 * np.finfo(float).eps)
+    assert np.nansum(found, axis=-1) == pytest.approx(np.ones((2, 36)), abs=1e-14)
+
+
+@pytest.mark.parametrize("name", of_layers.LAYERS)
+def test_pictures_of_layers(name):
+    figure = of_layers.layer_picture(name, seed=1)
+    layer, size = of_layers.LAYERS[name](np.random.default_rng(1))
+    drawn = of_layers.attention_of_alike_tokens(layer, size)[0]
+    assert figure.get_suptitle().startswith(type(layer).__name__)
+    if name == "swin_attention":
+        np.testing.assert_array_equal(image(figure.axes[3]), drawn[4 * 8 + 4].reshape(8, 8))
+        assert [ax.get_title() for ax in figure.axes[1:4]] == [
+            f"From token {at}" for at in ("(0, 0)", "(0, 4)", "(4, 4)")
+        ]
+        # Written in the cells of a map are windows after the shift: the first one begins at (2, 2).
+        assert words(figure.axes[0])[: 2 * 8 + 3] == [*"3322223333222233", *"110"]
+    else:
+        np.testing.assert_array_equal(image(figure.axes[0]), drawn)
+        np.testing.assert_array_equal(figure.axes[1].get_lines()[-1].get_ydata(), drawn[24])
+
+
+def test_layers_that_have_no_picture():
+    swin = SwinAttention(4, (2, 2), 1, rng=np.random.default_rng(0))
+    with pytest.raises(rp.RelposTypeError, match="found WindowAttention"):
+        of_layers.layer_diagram(WindowAttention(4, 1, 1, (2, 2), 1, rng=np.random.default_rng(0)), (4,))
+    with pytest.raises(rp.RelposValueError, match="size: expected 2 lengths"):
+        of_layers.layer_diagram(swin, (4,))
+    with pytest.raises(rp.RelposValueError, match=r"multiple of the window \(2, 2\), found \(4, 5\)"):
+        of_layers.layer_diagram(swin, (4, 5))
+    with pytest.raises(rp.RelposValueError, match=r"head: expected 0 \.\.\. 0, found 1"):
+        of_layers.layer_diagram(swin, (4, 4), head=1)
+    with pytest.raises(rp.RelposValueError, match="name"):
+        of_layers.layer_picture("nothing")
 
 
 def test_unknown_schemes_and_variants():

@@ -1,4 +1,4 @@
-"""`relpos plot`: a picture of a scheme, of its table's rows, or of rel_shift."""
+"""`relpos plot`: a picture of a scheme, of its table's rows, of rel_shift, or of a layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from relpos_np._commands.saved_call import UnusableError
 from relpos_np._commands.terminal import print_json, print_lines
 from relpos_np.formulas.relshift import VARIANTS
 
-SUMMARY = "a picture of a scheme, of its table's rows, or of rel_shift"
+SUMMARY = "a picture of a scheme, of its table's rows, of rel_shift, or of a layer"
 SHIFT = "rel_shift"
+# Of `relpos_np.plot.layers`, which a mere completion of words need not import.
+LAYERS = ("multi_head_attention", "relative_multi_head_attention", "swin_attention")
 HELP = """\
 What positions do to the scores of a scheme's seeded example, where the content is the same everywhere; of an absolute
 encoding its rows. Trained tables are random numbers. SCHEME may also be a variant that one scheme alone has, such as
-swin, or rope; and rel_shift, of which is drawn what stands where before and after it. Needs matplotlib:
-pip install "relpos-np[plot]".
+swin, or rope; rel_shift, of which is drawn what stands where before and after it; and a layer of relpos_np.layers, of
+which is drawn where its attention goes when all tokens are alike. Needs matplotlib: pip install "relpos-np[plot]".
 """
 EXAMPLE = """\
 examples:
@@ -27,6 +29,7 @@ examples:
   relpos plot swin --rows
   relpos plot rstt --differences
   relpos plot rel_shift --variant transformer_xl
+  relpos plot SwinAttention
 """
 # What the field calls a scheme, where that is neither its name nor the name of a variant.
 _SAID = {"rope": "rotary"}
@@ -34,8 +37,8 @@ _SAID = {"rope": "rotary"}
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
-    parser.add_argument("scheme", metavar="SCHEME", help=f"{', '.join(rp.SCHEMES)}, {SHIFT}")
-    parser.add_argument("--variant", help="of the scheme; default its first")
+    parser.add_argument("scheme", metavar="SCHEME", help=f"{', '.join((*rp.SCHEMES, SHIFT, *LAYERS))}")
+    parser.add_argument("--variant", help="of the scheme or of rel_shift; default the first")
     parser.add_argument("--rows", action="store_true", help="which row of its table each pair of a few tokens takes")
     parser.add_argument(
         "--differences",
@@ -47,9 +50,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def named(text: str, variant: str | None) -> tuple[str, str | None]:
-    """The scheme and the variant that words mean: names of both, of a class, and of variants that one scheme has."""
+    """What words mean, and the variant: names of schemes, layers, classes, and variants that one scheme has."""
     word = text.lower().replace("-", "_")
-    names = {name: (name, variant) for name in (*rp.SCHEMES, SHIFT)}
+    names = {name: (name, variant) for name in (*rp.SCHEMES, SHIFT, *LAYERS)}
+    names |= {name.replace("_", ""): (name, variant) for name in LAYERS}
     names |= {info.cls.__name__.lower(): (name, variant) for name, info in rp.SCHEMES.items()}
     names |= {said: (name, variant) for said, name in _SAID.items()}
     if variant is None:
@@ -57,19 +61,27 @@ def named(text: str, variant: str | None) -> tuple[str, str | None]:
         owned = {v: (name, v) for name, info in rp.SCHEMES.items() for v in info.variants if shared[v] == 1}
         names = owned | names
     if word not in names:
-        raise UnusableError(f"scheme: expected one of {', '.join(rp.SCHEMES)}, {SHIFT}; found {text!r}")
+        expected = ", ".join((*rp.SCHEMES, SHIFT, *LAYERS))
+        raise UnusableError(f"scheme: expected one of {expected}; found {text!r}")
     return names[word]
 
 
 def run(args: argparse.Namespace) -> int:
-    """The picture of `relpos_np.plot.gallery` or `relpos_np.plot.diagrams`."""
+    """The picture of `relpos_np.plot.gallery`, `relpos_np.plot.diagrams` or `relpos_np.plot.layers`."""
     from relpos_np import plot
     from relpos_np.plot import diagrams
     from relpos_np.plot import gallery as pictures
+    from relpos_np.plot.layers import layer_picture
 
     name, variant = named(args.scheme, args.variant)
     path = args.out or f"relpos-{name}.png"
-    if name == SHIFT:
+    if name in LAYERS:
+        given = {"--variant": args.variant, "--rows": args.rows, "--differences": args.differences}
+        for option, value in given.items():
+            if value:
+                raise UnusableError(f"{option}: is for schemes, and {name} is a layer")
+        figure = layer_picture(name, seed=args.seed)
+    elif name == SHIFT:
         if args.rows or args.differences:
             raise UnusableError(f"--{'rows' if args.rows else 'differences'}: rel_shift has no table")
         variant = variant or VARIANTS[0]
