@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="relpos", description=rp.__doc__)
+    parser = argparse.ArgumentParser(prog="relpos", description=(rp.__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"relpos {rp.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
