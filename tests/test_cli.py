@@ -106,6 +106,10 @@ def test_version_and_help(run):
         assert f"relpos {command}" in out.partition("example")[2]
     assert run()[0] == 2
     assert run("fly")[0] == 2
+    code, _, err = run("check", "t5")
+    assert code == 2
+    assert err.startswith("usage: relpos check ")
+    assert "relpos check: error: unrecognized arguments: t5" in err
     assert run("check", "--seed", "-1")[0] == 2
     assert run("attend", "--threads", "0")[0] == 2
 

@@ -45,7 +45,9 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0; 1 for a wrong number; 2 for unusable arguments; 3 if nothing ran."""
-    args = _parser().parse_args(argv)
+    args, left = _parser().parse_known_args(argv)
+    if left:  # said with the usage of the command, which argparse itself says with that of all
+        args.parser.error(f"unrecognized arguments: {' '.join(left)}")
     try:
         return int(args.run(args))
     except (RelposError, MemoryError) as error:
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--json", **getattr(command, "JSON", _JSON))
         command.arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, parser=sub)
 
     # Unlike the others: a script has no form in JSON.
     completion = commands.add_parser(
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     completion.add_argument("shell", choices=SHELLS, help="for which shell")
-    completion.set_defaults(run=_completion)
+    completion.set_defaults(run=_completion, parser=completion)
     return parser
 
 
