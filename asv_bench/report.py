@@ -16,6 +16,11 @@ def grid(head, rows):
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
 
 
+def brief(figure):
+    """Three digits of a figure, without an exponent."""
+    return f"{float(f'{figure:.3g}'):,.15g}"
+
+
 def sizes(shape):
     """A shape with signs of multiplication."""
     return " × ".join(map(str, shape))
@@ -77,7 +82,7 @@ def kernels(record):
         rows = [
             [
                 name,
-                f"{f['median_ms']:.3g} ({f['best_ms']:.3g})",
+                f"{brief(f['median_ms'])} ({brief(f['best_ms'])})",
                 f"{f['gflops_best']:.0f}",
                 f"{f['fraction_of_fma_median']:.0%} ({f['fraction_of_fma_best']:.0%})",
                 f"{f['extra_memory_mib']:.1f} MiB",
@@ -103,7 +108,7 @@ def growth(record):
         rows = [
             [
                 f"{int(length):,}",
-                f"{f['best_ms']:.3g}",
+                brief(f["best_ms"]),
                 f"{f['best_ms'] * 1e6 / int(length) ** 2:.2f}",
                 f"{f['extra_memory_mib']:.1f} MiB",
                 f"{f['extra_memory_mib'] * 2**20 / int(length):.0f}",
@@ -112,7 +117,7 @@ def growth(record):
         ]
         lines += ["One head of 64 with a T5 bias:", "", *grid(head, rows)]
     if "threads" in record:
-        rows = [[count, f"{f['best_ms']:.3g}", f"{f['speedup']:.2f}"] for count, f in record["threads"].items()]
+        rows = [[count, brief(f["best_ms"]), f"{f['speedup']:.2f}"] for count, f in record["threads"].items()]
         lines += ["", "Shape B:", "", *grid(["threads", "best ms", "times as fast as one"], rows)]
     return lines
 
@@ -130,7 +135,7 @@ def cell(found):
     """One peer's figure at one shape."""
     if found is None or "unavailable" in found:
         return "-"
-    text = f"{found['median_ms']:.3g} ({found['best_ms']:.3g})"
+    text = f"{brief(found['median_ms'])} ({brief(found['best_ms'])})"
     ratio = found.get("times_ours")
     return text if ratio is None else f"{text} {ratio:.2f}×"
 
