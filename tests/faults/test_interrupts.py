@@ -8,12 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
 
+import numpy as np
 import pytest
 
+import relpos_np as rp
 from tests.processes import ROOT, child
 
 pytest.importorskip("numba")
+launch, backward = (import_module(f"relpos_np.kernels._numba.{name}") for name in ("launch", "backward"))
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals to itself")
 
 # Interrupts `call` after a while, and reports: seconds until the exception, processor time of each thread until then,
@@ -109,10 +113,12 @@ q, k, v = numbers(3, 4, 16384, 64)
 # Positions that no query reaches, so that each meets all of its keys.
 cope = rp.CoPE(numbers(16385, 64) / 64)
 cope_short = rp.CoPE(numbers(64, 64) / 8)
+few, far, (many, more) = numbers(4, 40, 16), numbers(4, 40, 16), numbers(2, 4, 900_000, 16)
 """
 COPE_CALLS = {
     "CoPE": "rp.attention(q, k, v, position=cope, causal=True)",
     "CoPE of few positions": "rp.attention(q, k, v, position=cope_short, causal=True)",
+    "gradients of few queries": "rp.attention_vjp(few, many, more, grad_out=far)",
     "gradients of CoPE": "rp.attention_vjp(q, k, v, grad_out=v, position=cope, causal=True)",
 }
 MORE = """
@@ -183,6 +189,27 @@ def test_row_40_forward():
 )
 def test_row_40_every_kind_of_long_call(setup, cases):
     assert_prompt(reports(LENGTH + "list(_numba.warm_up())\n" + setup, cases, 1.0))
+
+
+@pytest.mark.parametrize(("heads", "q_len", "k_len"), [(4, 40, 9000), (1, 40, 9000), (1, 9000, 40), (16, 40, 4000)])
+def test_row_40_gradients_of_few_queries_or_few_keys_are_cut(heads, q_len, k_len, rng, monkeypatch):
+    """Packing keys and values takes longer than the products with few queries, and is work of a call as well."""
+    calls, run = [], launch.run
+
+    def counted(kernel, record, threads):
+        calls.extend([threads] if kernel is backward.backward["float64"] else [])
+        run(kernel, record, threads)
+
+    q, k, v, grad_out = (rng.standard_normal((heads, n, 16)) for n in (q_len, k_len, k_len, q_len))
+    expected = rp.attention_vjp(q, k, v, grad_out=grad_out)
+    monkeypatch.setattr(launch, "CALL_FLOPS", 3e7)
+    monkeypatch.setattr(launch, "run", counted)
+    found = rp.attention_vjp(q, k, v, grad_out=grad_out)
+    for name in "qkv":
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    # Three products with vectors of keys' depth, two of values', and the softmax; 64 queries' worth of packing.
+    work = heads * k_len * (q_len + 64) * (2 * 5 * 16 + 80)
+    assert sum(calls) * launch.call_flops(8) >= work
 
 
 @pytest.mark.stress

@@ -141,6 +141,20 @@ def test_row_37_masks_dropout_and_other_dtypes_are_counted(backend, name, dtype,
     judge(call, backend, asked)
 
 
+@pytest.mark.parametrize(
+    ("heads", "q_len", "k_len"), [(1, 40, 20_000), (1, 20_000, 40), (4, 40, 5000), (1, 3000, 3000), (9, 700, 700)]
+)
+def test_row_37_workspaces_of_gradients_that_are_cut(heads, q_len, k_len, asked, monkeypatch):
+    """Each piece of work that is under way has one, where its sums wait between calls of the kernel."""
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
+    monkeypatch.setattr(launch, "CALL_FLOPS", 1e6)
+    # Those of other calls in this thread would not be counted.
+    monkeypatch.setattr(launch, "KEEP_BYTES", 0)
+    q, k, v, grad_out = (np.zeros((heads, n, 32), np.float32) for n in (q_len, k_len, k_len, q_len))
+    options = {"position": rp.T5(np.zeros((32, heads), np.float32)), "grad_out": grad_out}
+    judge(lambda backend: rp.attention_vjp(q, k, v, **options, backend=backend), "numba", asked)
+
+
 @pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "wenet"])
 @pytest.mark.parametrize("backend", HOST)
 def test_row_37_rel_shift(backend, variant, asked):

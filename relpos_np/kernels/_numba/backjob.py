@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
@@ -25,6 +26,11 @@ from relpos_np.types import Array
 BLOCK_QUERIES = 96
 # Pieces of work per thread where one per head would leave threads without any.
 PIECES = 4
+# Pieces per thread that are under way at once where they are cut.
+MOST_CUT = 4
+# Operations of the softmax and its slopes for each pair; and how many queries of a block take as long as the block's
+# keys and values do to be packed and their gradients to be added.
+SOFT_FLOPS, PACKED = 80.0, 64
 
 _EMPTY = dict.fromkeys(BACKWARD.names or (), 0)
 _PACK = struct.Struct(f"<{len(_EMPTY)}q").pack
@@ -121,24 +127,32 @@ class BackwardJob:
         pairs = call.count * site.heads * site.q_len * site.k_len
         flops = 2.0 * pairs * (3 * f["depth"] + 2 * site.v_dim + 3 * skew)
         threads = 1 if flops < launch.SERIAL_FLOPS else min(call.threads, self.pieces)
-        most = launch.call_flops(item)
-        if flops > most * self.pieces:
-            self._run_cuts(size, flops / most, threads)
+        most, per_pair = launch.call_flops(item), flops / pairs + SOFT_FLOPS
+        cost = per_pair * call.count * site.heads * (site.q_len + PACKED) * site.k_len
+        # A range of queries meets all keys, and one of keys all queries.
+        queries, keys = min(span, site.q_len), min(e["key_step"], site.k_len)
+        largest = per_pair * max((queries + PACKED) * site.k_len, (site.q_len + PACKED) * keys)
+        if max(cost / self.pieces, largest) > most:
+            self._run_cuts(size, cost / most, largest / most, threads)
             return
-        chunk = int(threads * most * self.pieces / flops)
+        # As many as take that long if each were as long as the largest.
+        chunk = int(threads * most / largest)
         launch.run_pieces(self.kernel, self.pack(), self.pieces, chunk, threads, workspace=size)
 
-    def _run_cuts(self, size: int, calls: float, threads: int) -> None:
-        """Cut pieces of work that take long by their keys; each has a workspace, where its sums wait between calls."""
+    def _run_cuts(self, size: int, calls: float, least: float, threads: int) -> None:
+        """Cut pieces of work that take long by their keys; each has a workspace, where its sums wait between calls.
+
+        `calls`: as many as all pieces would take one thread; `least`: as many as the largest does.
+        """
         call, f, e, pieces = self.call, self.call.fields, self.extra, self.pieces
         # Pieces of one head take as long as one another; its ranges do not, so that several per thread are under way.
-        chunk = min(threads if e["parts"] == 1 else 4 * threads, pieces)
+        chunk = min(threads if e["parts"] == 1 else MOST_CUT * threads, pieces)
         stride = -(-size // 64) * 64
         # Memory of their own: whoever calls from a signal's handler in between would use the thread's.
         memory = aligned((chunk * stride // call.dtype.itemsize,), call.dtype, None)
         f["work"], f["work_stride"] = address_of(memory), stride
         cuts = -(-int(calls * chunk) // (pieces * threads))
-        e["cuts"] = max(2, min(cuts, -(-call.site.k_len // BLOCK_KEYS)))
+        e["cuts"] = max(2, min(max(cuts, math.ceil(least)), -(-call.site.k_len // BLOCK_KEYS)))
         for start in range(0, pieces, chunk):
             e["origin"] = start
             for cut in range(e["cuts"]):

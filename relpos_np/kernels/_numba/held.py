@@ -8,7 +8,7 @@ from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.kernels._numba.attend import layout
-from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, part_count
+from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, MOST_CUT, part_count
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.biases import GATHER_BYTES
 from relpos_np.kernels._numba.by_rows import needed, part_rows
@@ -160,10 +160,17 @@ def _backward(
         sums += lines * length * (2 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
     dense = 2 * pairs * item if terms.biases else 0
     steps = [pair_steps.py_func(n) if in_pairs(problem, terms) else 0 for n in (depth, site.v_dim)]
-    size = back_layout.py_func(BLOCK_QUERIES, site.q_len + BLOCK_QUERIES, depth, site.v_dim, skew, 1, lanes, *steps).end
+    parts, length, spaces = part_count(max(lines, 1), threads), site.q_len, threads
+    if parts > 1:
+        # Ranges of queries, which all threads have under way at once where they are cut.
+        length, spaces = (
+            -(-length // (parts * BLOCK_QUERIES)) * BLOCK_QUERIES,
+            min(MOST_CUT * threads, 2 * lines * parts),
+        )
+    size = back_layout.py_func(BLOCK_QUERIES, length + BLOCK_QUERIES, depth, site.v_dim, skew, 1, lanes, *steps).end
     return {
         "gradients": 2 * lines * (site.q_len * (depth + 2 * site.v_dim + 4) + site.k_len * (depth + site.v_dim)) * item,
         "sums of gradients": sums,
         "gradients of every pair": dense,
-        "workspaces of threads on the way back": threads * (size * item + 64),
+        "workspaces of threads on the way back": spaces * (size * item + 128),
     }
