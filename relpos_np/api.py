@@ -442,7 +442,9 @@ def attention_vjp(
     position
         See `attention`.
     mask_gradient : bool
-        Also return the gradient of a float mask.
+        Also return the gradient of a float mask. Refused beside a softcap on the scores of a position
+        (`cap_order="scores"`), which is for what the position adds but not for the mask, and with segments or offsets
+        of items.
     mask, key_lengths, causal, window, rule, selected, scale, offset, query_scale, softcap, cap_order
         See `attention`.
     segments, sinks
@@ -466,7 +468,8 @@ def attention_vjp(
     Raises
     ------
     RelposError
-        As `attention`; also if grad_out or grad_lse does not have the shape of the result.
+        As `attention`; also if grad_out or grad_lse does not have the shape of the result, or if there is no gradient
+        of the mask.
 
     Notes
     -----
