@@ -19,7 +19,9 @@ from types import SimpleNamespace
 HERE = Path(__file__).parent
 CORES = {"neoverse-v1": "Neoverse V1", "neoverse-v2": "Neoverse V2", "apple-m1": "Apple M1"}
 # Floating-point operations of one instruction of a loop, by its name.
-OPERATIONS = {"fmla": 8, "bfdot": 16}
+OPERATIONS = {"fmla": 8, "bfdot": 16, "bfmmla": 32}
+# Units that multiply pairs of bfloat16, and how a loop by each of them is called.
+UNITS = {"dot": "BFDOT", "mmla": "BFMMLA"}
 # Intrinsics of tiles.py by what they compute; their arguments but for the pointers are integers, and a factor.
 TILES = {
     "scores, float32": ("_score_plain", "pipipiii"),
@@ -82,8 +84,17 @@ def predicted(core, block, mca):
 
 
 def compiled(core):
-    """The loops for a core, from a process that takes this machine for one."""
-    environment = os.environ | {"NUMBA_CPU_NAME": core, "NUMBA_CPU_FEATURES": "+neon,+bf16", "RELPOS_MATRIX_UNIT": ""}
+    """The loops for a core by name, those of bfloat16 once for each unit that it has."""
+    made = {unit: _compiled(core, unit) for unit in UNITS}
+    found = {name: block for name, block in made["dot"].items() if "bfloat16" not in name}
+    for unit, name in UNITS.items():
+        found |= {f"{loop}, {name}": block for loop, block in made[unit].items() if "bfloat16" in loop}
+    return found
+
+
+def _compiled(core, unit):
+    """The loops for a core and a unit, from a process that takes this machine for one."""
+    environment = os.environ | {"NUMBA_CPU_NAME": core, "NUMBA_CPU_FEATURES": "+neon,+bf16", "RELPOS_MATRIX_UNIT": unit}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, __file__, "--compile", core]
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -365,7 +365,7 @@ print(json.dumps([UNIT, float(abs(found.astype(float) - exact).max()), bool(np.a
 
 
 @pytest.mark.simulator
-@pytest.mark.parametrize("unit", ["emulated tiles", "emulated", "none"])
+@pytest.mark.parametrize("unit", ["emulated tiles", "emulated mmla", "emulated", "none"])
 def test_units_by_name(unit):
     """What this processor lacks, or does faster, gives answers as good; without a unit products are of float32."""
     status, out, log = child(ON_A_UNIT, RELPOS_MATRIX_UNIT=unit)

@@ -99,9 +99,9 @@ def detect() -> Target:
 
 TARGET = detect()
 
-# How products of bfloat16 are made, two of them at a time with sums in float32: on matrix tiles, by an instruction on
-# vectors, by emulations of both that are slow and for tests, or not at all, so that bfloat16 is widened.
-UNITS = ("tiles", "dot", "emulated tiles", "emulated", "none")
+# How products of bfloat16 are made, with sums in float32: on matrix tiles, on small matrices in vectors, two at a time
+# on vectors, by emulations of each that are slow and for tests, or not at all, so that bfloat16 is widened.
+UNITS = ("tiles", "mmla", "dot", "emulated tiles", "emulated mmla", "emulated", "none")
 TILES = ("tiles", "emulated tiles")
 
 
@@ -114,16 +114,17 @@ def _allows_tiles() -> bool:
 
 
 def detect_unit() -> str:
-    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "dot" where the processor has AVX512-BF16, or Arm's extension BF16.
+    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "mmla" by Arm's extension BF16, and "dot" by AVX512-BF16.
 
     "tiles" must be asked for: nobody has yet run them on a processor that has them.
     """
     features, able = host_features(), dict.fromkeys(UNITS, True)
     able["dot"] = bool(features.get({"avx512": "avx512bf16", "neon": "bf16"}.get(TARGET.name, "")))
+    able["mmla"] = TARGET is NEON and able["dot"]
     able["tiles"] = TARGET is AVX512 and able["dot"] and bool(features.get("amx-bf16"))
     chosen = os.environ.get("RELPOS_MATRIX_UNIT") or "auto"
     if chosen == "auto":
-        return "dot" if able["dot"] else "none"
+        return next(name for name in ("mmla", "dot", "none") if able[name])
     if not able.get(chosen):
         allowed = ["auto", *(name for name in UNITS if able[name])]
         raise RelposValueError(f"RELPOS_MATRIX_UNIT: expected one of {', '.join(allowed)} here, found {chosen!r}")
@@ -134,6 +135,7 @@ def detect_unit() -> str:
 
 UNIT = detect_unit()
 TILED = UNIT in TILES
+MATRICES = UNIT in ("mmla", "emulated mmla")
 # Where pairs are multiplied, rows of queries and steps of a sum come in as many as this.
 PAIR_ROWS, PAIR_STEPS = (16, 16) if TILED else (TARGET.score_rows, 1)
 # Rows of a block are padded to this many, a multiple of every tile height.

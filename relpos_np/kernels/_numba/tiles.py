@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from relpos_np.kernels._numba import amx
+from relpos_np.kernels._numba import amx, mmla
 from relpos_np.kernels._numba.rows import code
-from relpos_np.kernels._numba.target import NARROW, TARGET, TILED
+from relpos_np.kernels._numba.target import MATRICES, NARROW, TARGET, TILED
 from relpos_np.kernels._numba.vectors import Vectors, index
 
 # Steps of depth per turn of the inner loop: counting and branching compete with FMA for its ports.
@@ -24,9 +24,21 @@ _UNROLL = 4
 
 
 def _product(
-    v: Vectors, shape: tuple[int, int], left: Any, b: Any, ldb: Any, depth: Any, *, pairs: bool, unrolled: bool = True
+    v: Vectors,
+    shape: tuple[int, int],
+    left: Any,
+    b: Any,
+    ldb: Any,
+    depth: Any,
+    *,
+    pairs: bool,
+    transposed: bool = False,
+    unrolled: bool = True,
 ) -> list[Any]:
     """A[rows, depth] @ B[depth, vectors * lanes] in registers; ``left(i, k)`` is the address of A[i, k]."""
+    if pairs and MATRICES:
+        unroll = _UNROLL if unrolled else 2
+        return mmla.product(v, shape, left, b, ldb, depth, transposed=transposed, unroll=unroll)
     rows, vectors = shape
     multiply = v.dot if pairs else v.fma
 
@@ -210,7 +222,8 @@ def _accumulation(transposed: bool, inside: bool = False, pairs: bool = False) -
                     out = builder.gep(c, [builder.add(builder.mul(i, ldc), col)])
                     # Narrow strips only finish a ragged width: not worth the time to compile them unrolled.
                     full = inside or vectors == TARGET.value_vectors
-                    acc = _product(v, (rows, vectors), left, right, ldb, depth, pairs=pairs, unrolled=full)
+                    shape, how = (rows, vectors), {"pairs": pairs, "transposed": transposed, "unrolled": full}
+                    acc = _product(v, shape, left, right, ldb, depth, **how)
                     for r in range(rows):
                         before = [v.splat(v.get(fade, builder.add(i, index(r)))) for fade in fades]
                         for j in range(vectors):

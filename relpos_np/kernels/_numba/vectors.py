@@ -49,7 +49,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 
 # The operands of the processor's own instructions for bfloat16.
-PAIRS, _EIGHT = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 8)
+PAIRS, BF16_EIGHT = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 8)
 _BFDOT = "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
 
 
@@ -172,7 +172,7 @@ class Vectors:
         """Add x0*y0 + x1*y1 to z, of pairs of bfloat16 in the bits of x and y; subnormal numbers may count as 0."""
         b, kind = self.b, self.vector
         if UNIT in ("dot", "tiles") and self.lanes == TARGET.lanes(4):
-            name, pairs = (_BFDOT, _EIGHT) if TARGET is NEON else ("llvm.x86.avx512bf16.dpbf16ps.512", PAIRS)
+            name, pairs = (_BFDOT, BF16_EIGHT) if TARGET is NEON else ("llvm.x86.avx512bf16.dpbf16ps.512", PAIRS)
             kinds = [kind, pairs, pairs]
             function = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(kind, kinds), name=name)
             return b.call(function, [z, b.bitcast(x, pairs), b.bitcast(y, pairs)])
