@@ -1,7 +1,10 @@
-"""Products of pairs of bfloat16, by the unit of matrices as by pairs."""
+"""Products of pairs of bfloat16, by the unit of matrices as by pairs, and which of them an Arm processor gets."""
 
 import json
 
+import pytest
+
+from relpos_np.kernels._numba import target
 from tests.processes import child
 
 
@@ -15,3 +18,36 @@ def test_small_matrices_have_the_bits_of_pairs():
         assert name == unit
         assert error <= 1.0
     assert made["emulated"] == made["emulated mmla"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "unit"),
+    [
+        ("neoverse-v1", 1 << 14, "mmla"),
+        ("neoverse-n1", 0, "none"),
+        ("neoverse-n1", ~(1 << 14) & 0xFFFFFFFF, "none"),
+        # The compiler would not know the instruction.
+        ("generic", 1 << 14, "none"),
+    ],
+)
+def test_what_the_system_says_of_an_arm_processor(name, said, unit, monkeypatch):
+    """LLVM lists no BF16 among what it finds on Arm."""
+
+    class Library:
+        def __init__(self, name):
+            self.getauxval = lambda kind: said if kind == 26 else 0
+
+    monkeypatch.delenv("RELPOS_MATRIX_UNIT", raising=False)
+    monkeypatch.setattr(target, "ARM", True)
+    monkeypatch.setattr(target, "TARGET", target.NEON)
+    monkeypatch.setattr(target.sys, "platform", "linux")
+    monkeypatch.setattr(target.ctypes, "CDLL", Library)
+    monkeypatch.setattr(target.llvm, "get_host_cpu_name", lambda: name)
+    monkeypatch.setattr(target.llvm, "get_host_cpu_features", lambda: {"neon": True, "fp-armv8": True})
+    assert target.detect_unit() == unit
+    monkeypatch.setenv("RELPOS_MATRIX_UNIT", "mmla")
+    if unit == "mmla":
+        assert target.detect_unit() == "mmla"
+    else:
+        with pytest.raises(ValueError, match="one of auto, emulated tiles, emulated mmla, emulated, none here"):
+            target.detect_unit()

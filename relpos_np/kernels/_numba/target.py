@@ -73,6 +73,15 @@ CACHE_BUDGET = 512 * 1024
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
+def _system_says_bf16() -> bool:
+    """Whether Linux tells programs that an Arm processor has the extension BF16: both BFDOT and BFMMLA."""
+    if sys.platform != "linux":
+        return False
+    ask, capabilities, brain_float = ctypes.CDLL(None).getauxval, 26, 1 << 14
+    ask.argtypes, ask.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return bool(ask(capabilities) & brain_float)
+
+
 def host_features() -> dict[str, bool]:
     """Features that the compiler will use, which the environment may restrict."""
     from numba.core import config
@@ -81,7 +90,11 @@ def host_features() -> dict[str, bool]:
     if listed is None:
         if config.CPU_NAME not in (None, "", "host"):
             return {}
-        return dict(llvm.get_host_cpu_features())
+        found = dict(llvm.get_host_cpu_features())
+        if ARM and llvm.get_host_cpu_name() != "generic" and _system_says_bf16():
+            # LLVM does not list it, but uses it where it knows the processor's name.
+            found["bf16"] = True
+        return found
     return {item[1:]: item.startswith("+") for item in listed.split(",") if item}
 
 
