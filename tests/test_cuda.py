@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 SHARDS = 2
 # What every run of the tests includes, some seconds; the marker `simulator` stands for all of it.
 QUICK = (
+    "(test_what_is_multiplied and None and not float32) or test_interpreter_of_the_instruction or "
     "(test_masks and bool) or (test_every_scheme and float32 and (t5 or shaw-clip or conformer)) or "
     "(test_rel_shift and float32) or test_own_scheme or test_ragged_sizes or test_gradients_of_empty_axes or "
     "(test_gradients_of_every_scheme and float32 and (t5-exact or shaw-clip))"

@@ -56,8 +56,9 @@ def set_precision(name: Precision | None) -> None:
 
     Notes
     -----
-    A precision is a permission, which only the CPU kernels make use of, and with gradients or for more than a few
-    queries; the other backends always compute with "highest". float64 is never rounded.
+    A precision is a permission, which the CPU kernels make use of, with gradients or for more than a few queries, and
+    the forward kernels of CUDA where ``RELPOS_CUDA_UNIT=mma`` asks for matrix units; all else computes with "highest".
+    float64 is never rounded.
 
     Examples
     --------

@@ -41,7 +41,7 @@ def attention(
 
     site = problem.site
     if operands is None:
-        operands = problem.q, problem.stored_k, problem.stored_v
+        operands = problem.stored_q, problem.stored_k, problem.stored_v
     if not out.size and (lse is None or not lse.size):
         return
     if not site.k_len:
@@ -59,7 +59,7 @@ def attention(
         else:
             out = np.empty((*lse.shape, 1), site.dtype)
         operands = *operands[:2], v
-    Forward(problem, terms, operands, fused=True).run(out, lse)
+    Forward(problem, terms, operands, fused=True, on_matrix_units=True).run(out, lse)
 
 
 @device.tidied()

@@ -157,9 +157,10 @@ def _add_values(tiling: Tiling, of_value: str, width: int) -> Any:
 
 
 @cache
-def _add_value_terms(tiling: Tiling, width: int) -> Any:
+def add_value_terms(tiling: Tiling, width: int) -> Any:
     """Add to a fragment of results the rows of value terms, each times its bin."""
-    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
+    high, run, low, columns = tiling.high, tiling.run, tiling.low, tiling.columns(width)
+    beside, apart = tiling.beside, tiling.apart
     zero = tiling.dtype.type(0)
 
     def add(space, bins, bins_at, tables, call, here, channel, thread):  # type: ignore[no-untyped-def]
@@ -175,7 +176,7 @@ def _add_value_terms(tiling: Tiling, width: int) -> Any:
                     if here.first + x < here.last:
                         a[r] = bins[u64(bins_at + x * call.n_bins + meta[at + BINS.bin] + row)]
                 for c in range(columns):
-                    d = (c // 4) * 32 + thread.across + c % 4
+                    d = (c // beside) * apart + thread.across + c % beside
                     b[c] = zero
                     if channel + d < call.v_dim:
                         b[c] = tables.data[u64(start + row * call.v_dim + d)]
@@ -187,9 +188,10 @@ def _add_value_terms(tiling: Tiling, width: int) -> Any:
 
 
 @cache
-def _write(tiling: Tiling, of_out: str, width: int) -> Any:
+def write_results(tiling: Tiling, of_out: str, width: int) -> Any:
     """Divide a fragment of results by its rows' totals, and write it from row `row_at` on; rows without keys are 0."""
-    high, run, low, columns = tiling.high, tiling.run, tiling.low, width // tile.ACROSS
+    high, run, low, columns = tiling.high, tiling.run, tiling.low, tiling.columns(width)
+    beside, apart = tiling.beside, tiling.apart
     zero, one = tiling.dtype.type(0), tiling.dtype.type(1)
     _, narrow = converters(of_out)
 
@@ -201,7 +203,7 @@ def _write(tiling: Tiling, of_out: str, width: int) -> Any:
         for r in range(high):
             x = (r // run) * low + thread.down + r % run
             for c in range(columns):
-                d = channel + (c // 4) * 32 + thread.across + c % 4
+                d = channel + (c // beside) * apart + thread.across + c % beside
                 if x < size and d < v_dim:
                     out[u64((row_at + x) * v_dim + d)] = narrow(zero if a[r] == zero else o[r, c] * a[r])
 
@@ -234,8 +236,8 @@ def attend(
         tile.add_bins(tiling, by_query=True, skipped=EXCLUDED),
         tile.clear(high, columns, tiling.dtype),
     )
-    add_values, add_value_terms = _add_values(tiling, of_value, width), _add_value_terms(tiling, width)
-    write = _write(tiling, of_out, width)
+    add_values, add_terms = _add_values(tiling, of_value, width), add_value_terms(tiling, width)
+    write = write_results(tiling, of_out, width)
 
     @jit()
     def kernel(operands, tables, results, call, scales):  # type: ignore[no-untyped-def]
@@ -319,7 +321,7 @@ def attend(
         # Also lets every thread see the bins, which are in global memory.
         wait()
         here = tile.Tile(own, first, last, key, stop)
-        add_value_terms(space, results.work, bins_at, tables, call, here, channel, thread)
+        add_terms(space, results.work, bins_at, tables, call, here, channel, thread)
         write(results.out, o, factors, a, row_at, last - first, channel, v_dim, thread)
 
     return kernel

@@ -147,7 +147,7 @@ def ranges(k_len: int) -> int:
     return min(-(-k_len // RANGE), MOST_RANGES)
 
 
-def _word(x: Any, stored: str, depth: int, steps: Array) -> int:
+def word_of(x: Any, stored: str, depth: int, steps: Array) -> int:
     """Elements of a load of 16 bytes, or 1 where some vector does not begin at a multiple of 16 bytes."""
     word = 16 // FORMATS[stored][1].itemsize
     # Allocations begin at multiples of 256 bytes, but an array of the caller may be a part of one.
@@ -202,7 +202,7 @@ def run(
     """
     dtype, threads = block.dtype, block.threads
     k_word, v_word = (
-        _word(x, stored, size, own)
+        word_of(x, stored, size, own)
         for x, stored, size, own in zip(operands[1:], formats[1:3], (block.depth, call.v_dim), steps, strict=True)
     )
     parts, slices = ranges(call.k_len), -(-call.v_dim // threads)

@@ -11,11 +11,12 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, QueryTerm, TableTerm, Terms, Toeplitz
-from relpos_np.kernels._cuda import decode
+from relpos_np.kernels._cuda import decode, matrix, unit
 from relpos_np.kernels._cuda.attend import attend, tiling, value_width
 from relpos_np.kernels._cuda.device import download, empty, launch, upload, write
 from relpos_np.kernels._cuda.intrinsics import FORMATS
 from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_step
+from relpos_np.kernels._cuda.planes import Block, tiling_for
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.records import Add, Bins, Call, Operands, Pairs, Results, Scales, Skew, Tables, Vectors
 from relpos_np.kernels._cuda.resident import kept
@@ -79,12 +80,24 @@ FEW_ROWS = 128
 
 
 class Forward:
-    """One call of attention; `fused` if the kernel makes products with a row for each relative position itself."""
+    """One call of attention; `fused` if the kernel makes products with a row for each relative position itself.
 
-    def __init__(self, problem: Problem, terms: Terms, operands: tuple[Any, Any, Any], *, fused: bool = False) -> None:
+    `on_matrix_units` if its products may be made there, where the environment says so.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        terms: Terms,
+        operands: tuple[Any, Any, Any],
+        *,
+        fused: bool = False,
+        on_matrix_units: bool = False,
+    ) -> None:
         self.problem, self.terms, self.site = problem, terms, problem.site
         # For few queries all products are made ahead.
         self.fused = fused and problem.site.q_len > decode.MOST_ROWS
+        self.on_matrix_units = on_matrix_units
         self.count = math.prod(problem.batch)
         self.data, self.index, self.flags = (Pool(dtype) for dtype in (self.site.dtype, np.int32, np.uint8))
         self.meta = Pool(np.int64)
@@ -352,18 +365,29 @@ class Forward:
         real = site.dtype.type
         self.scales = Scales(real(site.scale), real(self.problem.keep_scale), real(self.problem.softcap))
         depth = self.query.shape[-1]
-        block = decode.block_for(call, depth, site.dtype)
-        if block is not None:
-            steps = [np.append(integers[-1][x.batch : x.batch + self.count], (x.head, x.row)) for x in self.strides[1:]]
-            given = self.operands, self.tables, (result, sums), call, formats, steps, queries, self.scales
-            decode.run(block, *given)
+        small = decode.block_for(call, depth, site.dtype)
+        steps = [np.append(integers[-1][x.batch : x.batch + self.count], (x.head, x.row)) for x in self.strides]
+        if small is not None:
+            given = self.operands, self.tables, (result, sums), call, formats, steps[1:], queries, self.scales
+            decode.run(small, *given)
             return result, sums
-        width, skewed = value_width(site.dtype, site.v_dim), call.n_skews > 0
-        sizes, parts = tiling(site.dtype, width, skewed), -(-site.v_dim // width)
+        skewed = call.n_skews > 0
+        multiplied = unit.multiplied(self.problem, self.terms, self.formats) if self.on_matrix_units else None
+        if multiplied is None:
+            width = value_width(site.dtype, site.v_dim)
+            sizes = tiling(site.dtype, width, skewed)
+            kernel = attend(sizes, formats, depth, width, skewed, self.capped)
+        else:
+            width = unit.value_width(site.v_dim)
+            lengths = depth, depth, site.v_dim
+            sources = map(unit.source, self.operands, self.formats, lengths, steps)
+            crowded = skewed or self.capped != UNCAPPED
+            sizes = tiling_for(width, multiplied.planes, crowded=crowded)
+            kernel = matrix.attend(Block(sizes, *multiplied, depth, width, skewed, *sources), formats[-1], self.capped)
+        parts = -(-site.v_dim // width)
         results = Results(result, sums, empty(queries * parts * call.n_bins, site.dtype))
         launch(
-            attend(sizes, formats, depth, width, skewed, self.capped),
-            *(self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads),
+            *(kernel, self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads),
             *(self.operands, self.tables, results, call, self.scales),
         )
         return result, sums

@@ -96,6 +96,7 @@ locate_skew = inline(_locate_skew)
 def add_skews(tiling: Tiling, *, keys_first: bool) -> Any:
     """Add to shared scores the products with a row for each relative position, half of a tile's positions at a time."""
     high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+    beside, apart = tiling.beside, tiling.apart
     of_vectors = stage_turned(tiling, tiling.dtype.name)
     products = multiply(tiling, of_vectors, stage_positions(tiling, turned=True), False)
 
@@ -110,7 +111,7 @@ def add_skews(tiling: Tiling, *, keys_first: bool) -> Any:
                     for r in range(high):
                         i = (r // run) * low + thread.down + r % run
                         # The fragment's first column is that of the position half - rows + 1.
-                        j = (c // 4) * 32 + thread.across + c % 4 + half - rows + 1 + i
+                        j = (c // beside) * apart + thread.across + c % beside + half - rows + 1 + i
                         if 0 <= j < rows:
                             u, w = (u32(j), i) if keys_first else (i, u32(j))
                             scores[u, w] += space.s[r, c]
@@ -120,15 +121,16 @@ def add_skews(tiling: Tiling, *, keys_first: bool) -> Any:
 
 
 @cache
-def put(tiling: Tiling, *, keys_first: bool, capped: int) -> Any:
-    """Write a fragment of a tile to shared memory, its columns as rows there, times a factor and plus the strip.
+def scale(tiling: Tiling, *, keys_first: bool, capped: int) -> Any:
+    """Multiply a fragment of products by a factor and add the strip.
 
     Where it is `capped` as content, it is so before the strip is added, and `slopes` gets the derivatives.
     """
     high, wide, run, low, rows = tiling.high, tiling.wide, tiling.run, tiling.low, tiling.rows
+    beside, apart = tiling.beside, tiling.apart
     real, plain = tiling.dtype.type, capped != CONTENT
 
-    def put(shared, s, scales, strip, biased, slopes, thread):  # type: ignore[no-untyped-def]
+    def scale(s, scales, strip, biased, slopes, thread):  # type: ignore[no-untyped-def]
         down, across, factor = thread.down, thread.across, scales.scores
         if not plain:
             for c in range(wide):
@@ -140,15 +142,27 @@ def put(tiling: Tiling, *, keys_first: bool, capped: int) -> Any:
         if biased:
             for c in range(wide):
                 for r in range(high):
-                    x, y = (r // run) * low + down + r % run, (c // 4) * 32 + across + c % 4
+                    x, y = (r // run) * low + down + r % run, (c // beside) * apart + across + c % beside
                     s[r, c] = s[r, c] * factor + strip[(y - x if keys_first else x - y) + rows - 1]
         elif plain:
             for c in range(wide):
                 for r in range(high):
                     s[r, c] *= factor
+
+    return inline(scale)
+
+
+@cache
+def put(tiling: Tiling) -> Any:
+    """Write a fragment of a tile to shared memory, its columns as rows there."""
+    high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
+    beside, apart = tiling.beside, tiling.apart
+
+    def put(shared, s, thread):  # type: ignore[no-untyped-def]
         for c in range(wide):
             for r in range(high):
-                shared[(c // 4) * 32 + across + c % 4, (r // run) * low + down + r % run] = s[r, c]
+                x, y = (r // run) * low + thread.down + r % run, (c // beside) * apart + thread.across + c % beside
+                shared[y, x] = s[r, c]
 
     return inline(put)
 
@@ -157,13 +171,14 @@ def put(tiling: Tiling, *, keys_first: bool, capped: int) -> Any:
 def cap_scores(tiling: Tiling) -> Any:
     """Cap shared scores, each at the place where its thread's fragment was; `slopes` gets the derivatives."""
     high, wide, run, low = tiling.high, tiling.wide, tiling.run, tiling.low
+    beside, apart = tiling.beside, tiling.apart
     real = tiling.dtype.type
     least = real(-np.inf)
 
     def cap(shared, scales, slopes, thread):  # type: ignore[no-untyped-def]
         for c in range(wide):
             for r in range(high):
-                x, y = (r // run) * low + thread.down + r % run, (c // 4) * 32 + thread.across + c % 4
+                x, y = (r // run) * low + thread.down + r % run, (c // beside) * apart + thread.across + c % beside
                 value = shared[y, x]
                 t = real(math.tanh(value / scales.cap))
                 slopes[r, c] = real(1) - t * t
@@ -270,15 +285,28 @@ def exclude(tiling: Tiling, *, keys_first: bool) -> Any:
 
 
 @cache
-def complete(tiling: Tiling, *, keys_first: bool, skewed: bool, capped: int) -> Any:
-    """Turn a fragment of products into complete scores in shared memory, and wait for them."""
-    rows, all_capped, cap = tiling.rows, capped == SCORES, cap_scores(tiling)
-    share_products = put(tiling, keys_first=keys_first, capped=capped)
-    skews = add_skews(tiling, keys_first=keys_first)
+def is_whole(tiling: Tiling) -> Any:
+    """Whether no pair of a tile is excluded, as far as sizes, the band, lengths and rules say."""
+    rows = tiling.rows
+
+    def whole(call, here):  # type: ignore[no-untyped-def]
+        i, j = here.first + call.offset, here.key
+        whole = here.last - here.first == rows and j + rows <= here.stop and call.mask < 0
+        whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
+        return whole and call.ranges < 0 and call.step <= 1
+
+    return inline(whole)
+
+
+@cache
+def finish(tiling: Tiling, *, keys_first: bool, skewed: bool, capped: int) -> Any:
+    """Turn a fragment of products, scaled, into complete scores in shared memory, and wait for them."""
+    all_capped, cap, whole = capped == SCORES, cap_scores(tiling), is_whole(tiling)
+    share_products, skews = put(tiling), add_skews(tiling, keys_first=keys_first)
     terms, leave_out = add_terms(tiling, keys_first=keys_first), exclude(tiling, keys_first=keys_first)
 
-    def complete(scores, room, tables, call, here, scales, slopes, thread):  # type: ignore[no-untyped-def]
-        share_products(scores, room.space.s, scales, room.strip, call.strip >= 0, slopes, thread)
+    def finish(scores, room, tables, call, here, scales, slopes, thread):  # type: ignore[no-untyped-def]
+        share_products(scores, room.space.s, thread)
         wait()
         if skewed:
             skews(scores, room, tables, call, here, thread)
@@ -289,14 +317,23 @@ def complete(tiling: Tiling, *, keys_first: bool, skewed: bool, capped: int) -> 
             wait()
             cap(scores, scales, slopes, thread)
             wait()
-        i, j = here.first + call.offset, here.key
-        whole = here.last - here.first == rows and j + rows <= here.stop and call.mask < 0
-        whole = whole and j - (i + rows - 1) >= -call.left and j + rows - 1 - i <= call.right
-        whole = whole and call.ranges < 0 and call.step <= 1
-        if call.n_adds > first or not whole:
+        if call.n_adds > first or not whole(call, here):
             terms(scores, tables, call, here, first, call.n_adds, thread.me)
             leave_out(scores, tables, call, here, thread.me)
             wait()
+
+    return inline(finish)
+
+
+@cache
+def complete(tiling: Tiling, *, keys_first: bool, skewed: bool, capped: int) -> Any:
+    """Turn a fragment of products into complete scores in shared memory, and wait for them."""
+    scaled = scale(tiling, keys_first=keys_first, capped=capped)
+    finished = finish(tiling, keys_first=keys_first, skewed=skewed, capped=capped)
+
+    def complete(scores, room, tables, call, here, scales, slopes, thread):  # type: ignore[no-untyped-def]
+        scaled(room.space.s, scales, room.strip, call.strip >= 0, slopes, thread)
+        finished(scores, room, tables, call, here, scales, slopes, thread)
 
     return inline(complete)
 

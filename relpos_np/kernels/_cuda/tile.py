@@ -5,6 +5,9 @@ in registers. Columns of a fragment come in runs of four that are loaded togethe
 
     row r of the fragment of thread (down, across) is row (r // run) * low + run * down + r % run,
     column c is column (c // 4) * 32 + 4 * across + c % 4.
+
+Fragments of products on matrix units (`Tiling.matrix`) are as the PTX ISA has them: a warp has 16 or 32 whole rows, and
+each of its threads two neighbours of every eight columns, in every eighth row.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Tiling(NamedTuple):
     dtype: np.dtype[Any]
     threads: int
     rows: int
+    matrix: bool = False
 
     @property
     def kind(self) -> Any:
@@ -53,22 +57,41 @@ class Tiling(NamedTuple):
     @property
     def high(self) -> int:
         """Rows of a fragment."""
-        return self.rows * ACROSS // self.threads
+        return self.rows * self.across // self.threads
 
     @property
     def wide(self) -> int:
         """Columns of a fragment of scores."""
-        return self.rows // ACROSS
+        return self.columns(self.rows)
 
     @property
     def run(self) -> int:
         """Rows of a fragment that follow each other."""
-        return min(self.high, 4)
+        return 1 if self.matrix else min(self.high, 4)
 
     @property
     def low(self) -> int:
         """Rows of a tile between one run of a fragment and the next."""
-        return self.run * self.threads // ACROSS
+        return 8 if self.matrix else self.run * self.threads // ACROSS
+
+    @property
+    def across(self) -> int:
+        """Threads that share the rows of a fragment."""
+        return 4 if self.matrix else ACROSS
+
+    @property
+    def beside(self) -> int:
+        """Columns of a fragment that follow each other."""
+        return 2 if self.matrix else 4
+
+    @property
+    def apart(self) -> int:
+        """Columns of a tile between one run of columns and the next."""
+        return self.beside * self.across
+
+    def columns(self, width: int) -> int:
+        """Columns of a fragment of a result with `width` of them."""
+        return width // self.across
 
 
 class Thread(NamedTuple):
@@ -125,7 +148,12 @@ def thread_of(tiling: Tiling) -> Any:
     def thread(me):  # type: ignore[no-untyped-def]
         return Thread(me, u32((me // ACROSS) * run), u32((me % ACROSS) * 4))
 
-    return inline(thread)
+    warps, rows = tiling.threads // 32, tiling.rows
+
+    def of_warp(me):  # type: ignore[no-untyped-def]
+        return Thread(me, u32(me // 32 * (rows // warps) + me % 32 // 4), u32(me % 4 * 2))
+
+    return inline(of_warp if tiling.matrix else thread)
 
 
 def _share(block, parts, tiles, heads):  # type: ignore[no-untyped-def]
@@ -286,14 +314,14 @@ def clear(high: int, wide: int, dtype: np.dtype[Any]) -> Any:
 @cache
 def outer(tiling: Tiling, columns: int) -> Any:
     """Add to a fragment the outer products of `STEPS` rows of the left tile, from i on, and the right, from j on."""
-    high, run, low = tiling.high, tiling.run, tiling.low
+    high, run, low, beside, apart = tiling.high, tiling.run, tiling.low, tiling.beside, tiling.apart
 
     def one(space, i, j, thread):  # type: ignore[no-untyped-def]
         left, right, s, a, b = space
         for r in range(high):
             a[r] = left[i, (r // run) * low + thread.down + r % run]
         for c in range(columns):
-            b[c] = right[j, (c // 4) * 32 + thread.across + c % 4]
+            b[c] = right[j, (c // beside) * apart + thread.across + c % beside]
         for r in range(high):
             for c in range(columns):
                 s[r, c] += a[r] * b[c]
