@@ -368,7 +368,7 @@ def attention_with_and_without(
     RelposError
         As `bias_by_distance`, `heat_map` and `relpos_np.attention`.
     """
-    figure = new_figure(14, 4.9, title)
+    figure = new_figure(11.5, 4.1, title)
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.25, 1, 1], gridspec_kw={"wspace": 0.05})
     names = heads if heads is not None else [f"head {h}" for h in range(q.shape[-3])]
     bias_by_distance(position, reach + 1, reach + 1, left, labels=names)

@@ -106,7 +106,7 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
     offset = one.kwargs.get("offset")
     found = _by_distance(effect, k_len, k_len - q_len if offset is None else int(offset))
     shown = min(heads, 2)
-    figure = new_figure(3.9 * shown + 6.2, 3.9, title)
+    figure = new_figure(3.0 * shown + 4.6, 3.1, title)
     figure.set_layout_engine("constrained", wspace=0.04)
     *maps, right = figure.subplots(1, shown + 1, width_ratios=[1.0] * shown + [1.3])
     limits = span(effect[:shown])
