@@ -35,11 +35,13 @@ _home = os.getpid()
 _KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4)
 # void parallel_for(kernel, arrays, lengths, steps, data, inner dimensions, arrays, threads)
 _POOL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_ssize_t] * 3)
-# Thread numbers, one array of them per kernel call, eight bytes apart.
-_threads = np.arange(4096, dtype=np.int64)
+# Threads of a call at most.
+MOST_THREADS = 4096
+# Thread numbers, one array of them per kernel call, eight bytes apart; and how many there are, at its own place.
+_threads = np.arange(MOST_THREADS + 1, dtype=np.int64)
 _arrays = np.array([address_of(_threads)], dtype=np.int64)
 _steps = np.array([8], dtype=np.int64)
-_ARRAYS, _STEPS = address_of(_arrays), address_of(_steps)
+_ARRAYS, _STEPS, _NUMBERS = address_of(_arrays), address_of(_steps), address_of(_threads)
 _local = threading.local()
 _PACK_WORK = struct.Struct("<2q").pack_into
 _PAIR = struct.calcsize("<2q")
@@ -63,11 +65,9 @@ def lend(size: int, threads: int) -> tuple[Any, int, int]:
     return memory, address, stride
 
 
-@cache
-def _length(threads: int) -> tuple[int, Any]:
-    """Address of an array that holds a number, and the array."""
-    array = np.array([threads], dtype=np.int64)
-    return address_of(array), array
+def _length(threads: int) -> int:
+    """Address of an array that holds a number: never one of its own, which another thread's cache could replace."""
+    return _NUMBERS + 8 * threads
 
 
 def _symbol(name: str) -> int | None:
@@ -122,7 +122,7 @@ def _thread_count() -> Any:
 
 def available_threads() -> int:
     """Threads that a call may use: what was chosen for this library, else what Numba has in this thread."""
-    return min(chosen() or int(_thread_count()()), len(_threads))
+    return min(chosen() or int(_thread_count()()), MOST_THREADS)
 
 
 def run(kernel: Kernel, record: bytearray, threads: int) -> None:
@@ -130,7 +130,7 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
     address = kernel.address
     call = ctypes.addressof(ctypes.c_char.from_buffer(record))
     if threads == 1:
-        _function(address)(_ARRAYS, _length(1)[0], _STEPS, call)
+        _function(address)(_ARRAYS, _length(1), _STEPS, call)
         return
     # GNU OpenMP kills a forked child that enters the parent's pool; Numba's own "workqueue" aborts
     # the process when two threads enter it. Threads of Python have neither flaw, and start slower.
@@ -138,9 +138,9 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
     pool = _pool() if home else None
     shared = _shared() if home else None
     if shared is not None:
-        shared.run(address, address_of(_threads), _length(1)[0], _STEPS, call, threads)
+        shared.run(address, _NUMBERS, _length(1), _STEPS, call, threads)
     elif pool is not None:
-        pool(address, _ARRAYS, _length(threads)[0], _STEPS, call, 0, 1, threads)
+        pool(address, _ARRAYS, _length(threads), _STEPS, call, 0, 1, threads)
     else:
         _run_on_python_threads(_function(address), call, threads)
 
@@ -171,8 +171,8 @@ def run_pieces(
 
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:
     """The calling thread is one of them; fewer do the work if the system, or a closing interpreter, starts no more."""
-    arrays = [np.array([address_of(_threads) + 8 * n], dtype=np.int64) for n in range(threads)]
-    length = _length(1)[0]
+    arrays = [np.array([_length(n)], dtype=np.int64) for n in range(threads)]
+    length = _length(1)
     crew = _Crew(lambda n: function(address_of(arrays[n]), length, _STEPS, call))
     try:
         for n in range(1, threads):
