@@ -137,7 +137,8 @@ class BackwardJob:
             return
         # As many as take that long if each were as long as the largest.
         chunk = int(threads * most / largest)
-        launch.run_pieces(self.kernel, self.pack(), self.pieces, chunk, threads, workspace=size)
+        work = flops / launch.SERIAL_FLOPS
+        launch.run_pieces(self.kernel, self.pack(), self.pieces, chunk, threads, workspace=size, size=work)
 
     def _run_cuts(self, size: int, calls: float, least: float, threads: int) -> None:
         """Cut pieces of work that take long by their keys; each has a workspace, where its sums wait between calls.

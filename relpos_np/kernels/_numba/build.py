@@ -111,6 +111,11 @@ class Kernel:
         return self._address
 
     @property
+    def ready(self) -> bool:
+        """Whether it is compiled or loaded already."""
+        return bool(self._address)
+
+    @property
     def name(self) -> str:
         """What it is called in the cache."""
         return self.function.__name__.strip("_")

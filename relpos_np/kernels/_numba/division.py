@@ -30,12 +30,14 @@ class Division:
 
     `workspace` bytes for each of `threads` threads. A call of the kernel does about `chunk` of the `pieces`; the
     record counts in units of `unit` pieces. `parts`: ranges of keys of each head that is decoded; 0 otherwise.
+    `size`: all work, in units of that from which on there are threads.
     """
 
     pieces: int
     chunk: int
     threads: int
     workspace: int
+    size: float
     unit: int = 1
     parts: int = 0
 
@@ -59,11 +61,12 @@ def into_blocks(call: Call, *, windowed: bool) -> Division:
     end = layout.py_func(block, f["steps"], width, skew, f["bins"], lanes).end
     workspace = plane_layout.py_func(end, block, pair_steps.py_func(depth), width, f["planes"], lanes).end * item
     pieces, flops = heads * blocks, per_pair * block * min(site.k_len, band + block)
-    threads = 1 if flops * pieces < SERIAL_FLOPS else min(call.threads, pieces)
+    size = flops * pieces / SERIAL_FLOPS
+    threads = 1 if size < 1.0 else min(call.threads, pieces)
     if not windowed:
-        return Division(pieces, int(threads * call_flops(item) / flops), threads, workspace)
+        return Division(pieces, int(threads * call_flops(item) / flops), threads, workspace, size)
     unit = f["run"] = min(-(-pieces // (RUNS * threads)), max(int(call_flops(item) / (RUNS * flops)), 1))
-    return Division(pieces, RUNS * threads * unit, threads, workspace, unit)
+    return Division(pieces, RUNS * threads * unit, threads, workspace, size, unit)
 
 
 def into_parts(call: Call) -> Division:
@@ -74,7 +77,8 @@ def into_parts(call: Call) -> Division:
     parts = min(max(-(-site.k_len // BLOCK_KEYS) // PART_BLOCKS, 1), MOST_PARTS)
     pieces = heads // f["k_group"] * parts
     flops = 2.0 * heads * site.q_len * site.k_len * (f["depth"] + site.v_dim)
-    threads = 1 if flops < SERIAL_DECODE_FLOPS else min(call.threads, pieces)
+    size = flops / SERIAL_DECODE_FLOPS
+    threads = 1 if size < 1.0 else min(call.threads, pieces)
     chunk = int(threads * CALL_DECODE_SHARE * call_flops(item) * pieces / flops)
     workspace = decode_layout.py_func(f["depth"], site.v_dim, TARGET.lanes(item)).end * item
-    return Division(pieces, chunk, threads, workspace, parts=parts)
+    return Division(pieces, chunk, threads, workspace, size, parts=parts)

@@ -71,7 +71,9 @@ def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, ls
         if d.parts > 1:
             partial = np.empty((math.prod(out.shape[:-1]), d.parts, 2 + out.shape[-1]), dtype)
         record += PACK_DECODE(d.parts, 0 if partial is None else address_of(partial))
-    launch.run_pieces(plan.kernel, record, d.pieces, d.chunk, d.threads, unit=d.unit, workspace=d.workspace)
+    launch.run_pieces(
+        plan.kernel, record, d.pieces, d.chunk, d.threads, unit=d.unit, workspace=d.workspace, size=d.size
+    )
     if partial is not None:
         merge(partial, out, lse, unit)
 

@@ -8,6 +8,7 @@ import os
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from relpos_np._runtime.threadcount import chosen
 from relpos_np.errors import RelposImportError
 from relpos_np.kernels._numba.arrays import address_of
 from relpos_np.kernels._numba.build import Kernel
+from relpos_np.kernels._numba.crowd import SMALL, crowd
 from relpos_np.kernels._numba.openmp import Pool, torch_library
 from relpos_np.kernels._numba.target import TARGET
 
@@ -151,14 +153,26 @@ def call_flops(itemsize: int) -> float:
 
 
 def run_pieces(
-    kernel: Kernel, record: bytearray, pieces: int, chunk: int, threads: int, *, unit: int = 1, workspace: int = 0
+    kernel: Kernel,
+    record: bytearray,
+    pieces: int,
+    chunk: int,
+    threads: int,
+    *,
+    unit: int = 1,
+    workspace: int = 0,
+    size: float = SMALL,
 ) -> None:
     """Run a kernel on so many pieces of work, in calls of about `chunk` pieces, as many for each thread.
 
     The record begins with a counter, in units of `unit` pieces, of which `chunk` is a multiple, and its limit. If the
-    kernel needs a `workspace` of so many bytes for each thread, where that lies follows.
+    kernel needs a `workspace` of so many bytes for each thread, where that lies follows. `size`: all work, in units of
+    that from which on there are threads; where processors are taken, one thread does small work.
     """
-    memory = None
+    # To compile or load a kernel is not timed.
+    memory, small, started = None, threads > 1 and size < SMALL and kernel.ready, 0.0
+    if small:
+        threads, started = crowd.threads(threads), time.perf_counter()
     if workspace:
         memory, address, stride = lend(workspace, threads)
         _PACK_WORK(record, _PAIR, address, stride)
@@ -166,6 +180,8 @@ def run_pieces(
     for start in range(0, pieces, chunk):
         _PACK_WORK(record, 0, start // unit, min(start + chunk, pieces))
         run(kernel, record, threads)
+    if small:
+        crowd.took(kernel, threads, size, time.perf_counter() - started)
     del memory
 
 

@@ -111,12 +111,12 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     f["blocks"], f["scale"] = -(-length // BLOCK_ROWS), scale
     pieces = count * heads * f["blocks"]
     lanes = TARGET.lanes(x.itemsize)
-    size = product_layout.py_func(depth, PANEL_VECTORS * lanes)[-1]
+    room = product_layout.py_func(depth, PANEL_VECTORS * lanes)[-1] * x.itemsize
     flops = 2.0 * out.size * depth
     threads = 1 if flops < SERIAL_FLOPS else min(threads, pieces)
     # A small product waits for the memory that it fills: 512 operations per number at least. A deep one reads its table
     # again for each block, at half the speed of attention.
     chunk = int(threads * call_flops(x.itemsize) * pieces / max(2.0 * flops, 512.0 * out.size, 1.0))
     record = bytearray(_PACK(*f.values()))
-    run_pieces(product[x.itemsize], record, pieces, chunk, threads, workspace=size * x.itemsize)
+    run_pieces(product[x.itemsize], record, pieces, chunk, threads, workspace=room, size=flops / SERIAL_FLOPS)
     return out

@@ -160,4 +160,5 @@ def rel_shift(x: Array, out: Array, variant: str, *, used: bool = False) -> None
     pieces = -(-lines // step)
     threads = 1 if out.nbytes < SERIAL_BYTES else available_threads()
     chunk = threads * CALL_BYTES // (step * k_len * out.itemsize)
-    run_pieces(shift, bytearray(_PACK(*f.values())), pieces, chunk, threads)
+    size = out.nbytes / SERIAL_BYTES
+    run_pieces(shift, bytearray(_PACK(*f.values())), pieces, chunk, threads, size=size)
