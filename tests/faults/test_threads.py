@@ -1,5 +1,6 @@
 """Many threads of Python that call at once, on every threading layer, with a cold process too."""
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -77,3 +78,11 @@ def test_row_38_a_call_while_the_interpreter_closes():
     )
     for layer in ("default", "workqueue"):
         assert on_layer(layer, code) == "True\n"
+
+
+def test_row_38_the_length_of_a_call_is_no_other_call_s():
+    """Kernels read it where it lies: two threads that begin at once must not free each other's."""
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
+    for threads in (1, 2, 7, launch.MOST_THREADS):
+        assert ctypes.c_int64.from_address(launch._length(threads)).value == threads
+        assert 0 <= launch._length(threads) - launch._NUMBERS < launch._threads.nbytes
