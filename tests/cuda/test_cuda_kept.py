@@ -1,5 +1,6 @@
 """What terms hold stays on the device between calls, and is found again by its content."""
 
+import importlib
 import threading
 
 import numpy as np
@@ -29,6 +30,7 @@ POSITIONS = {
     "table": lambda rng: rp.T5(rng.standard_normal((32, 2), dtype=np.float32)),
     "key table": lambda rng: rp.Shaw(rng.standard_normal((7, 8), dtype=np.float32)),
     "turned": lambda rng: rp.Rotary(4),
+    "key and value tables": lambda rng: rp.Shaw(*rng.standard_normal((2, 7, 8), dtype=np.float32)),
 }
 
 
@@ -42,6 +44,26 @@ def test_a_call_again_sends_nothing(name, rng, transfers):
         found = rp.attention(*sent, position=position, causal=True, backend="cuda").copy_to_host()
         np.testing.assert_allclose(found, expected, rtol=0, atol=64 * 2.0**-23)
         assert bool(transfers.up) != again
+
+
+@pytest.mark.parametrize("unit", ["fma", "mma"])
+@pytest.mark.parametrize(("name", "q_len"), [("none", 5), ("table", 5), ("none", 20), ("table", 20)])
+def test_a_call_again_with_out_asks_the_device_for_nothing(name, q_len, unit, rng, transfers, monkeypatch):
+    """No memory, no copy and no wait: what a CUDA graph may hold."""
+    monkeypatch.setenv("RELPOS_CUDA_UNIT", unit)
+    shapes, position = ((1, 2, q_len, 8), (1, 1, 9, 8), (1, 1, 9, 8)), POSITIONS[name](rng)
+    operands = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    sent = [Operand.uploaded(x).flat.reshape(x.shape) for x in (*operands, np.zeros(shapes[0], np.float32))]
+    for again in (False, True):
+        if again:
+            del transfers.up[:]
+            for made in ("device_array", "to_device"):
+                monkeypatch.setattr(importlib.import_module("numba.cuda"), made, lambda *_, **__: pytest.fail("asked"))
+        rp.attention(*sent[:3], position=position, causal=True, backend="cuda", out=sent[3])
+    assert not transfers.up
+    assert not transfers.down
+    expected = rp.attention(*operands, position=position, causal=True, backend="numpy")
+    np.testing.assert_allclose(sent[3].copy_to_host(), expected, rtol=0, atol=64 * 2.0**-23)
 
 
 def test_a_table_that_has_changed_is_sent(rng):

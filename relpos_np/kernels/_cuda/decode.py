@@ -30,6 +30,7 @@ from relpos_np.kernels._cuda.decodetile import (
 from relpos_np.kernels._cuda.device import empty, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import FORMATS, converters, elements, u32, u64, wait
 from relpos_np.kernels._cuda.records import VECTORS, Call, Operands, Results, Scales, Tables
+from relpos_np.kernels._cuda.resident import kept
 from relpos_np.kernels._cuda.tile import ALIGNED, keys_of, origin, share
 from relpos_np.types import Array
 
@@ -207,7 +208,8 @@ def run(
     )
     parts, slices = ranges(call.k_len), -(-call.v_dim // threads)
     out, lse = results
-    work = empty(queries * parts * (2 + call.v_dim) if parts > 1 else 1, dtype)
+    # Of one range nothing is kept for a merger; what is not written to must have an address.
+    work = empty(queries * parts * (2 + call.v_dim), dtype) if parts > 1 else kept(np.zeros(1, dtype))[0]
     block = block._replace(k_word=k_word, v_word=v_word)
     blocks = queries // (call.k_group * call.q_len) * slices * parts
     given = operands, tables, Results(out, lse, work), call, Ranges(parts, queries), scales

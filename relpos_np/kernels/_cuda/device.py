@@ -250,11 +250,11 @@ def upload_all(*arrays: Array) -> list[Any]:
     ]
 
 
-def write(x: Any, values: Array) -> None:
-    """Overwrite the first elements of a flat array on the device."""
-    if values.size:
-        to = x[: values.size]
-        attempt(f"a copy of {values.nbytes} bytes to the device", to.copy_to_device, values, stream=_current.stream)
+def write(x: Any, values: Any, size: int) -> None:
+    """Overwrite the first `size` elements of a flat array on the device, from there or from the host."""
+    if size:
+        what = f"a copy of {size * x.dtype.itemsize} bytes to the device"
+        attempt(what, x[:size].copy_to_device, values, stream=_current.stream)
 
 
 def empty(size: int, dtype: Any) -> Any:

@@ -19,7 +19,7 @@ from relpos_np.kernels._cuda.operand import Operand, contiguous_strides, one_ste
 from relpos_np.kernels._cuda.planes import Block, tiling_for
 from relpos_np.kernels._cuda.product import gemm
 from relpos_np.kernels._cuda.records import Add, Bins, Call, Operands, Pairs, Results, Scales, Skew, Tables, Vectors
-from relpos_np.kernels._cuda.resident import kept
+from relpos_np.kernels._cuda.resident import LARGEST, kept
 from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED
 from relpos_np.types import Array, Int64
 
@@ -255,7 +255,9 @@ class Forward:
     def multiplied(self) -> Any:
         """All data on the device where kernels write to it: tables, copies of vectors, products."""
         data = empty(self.data.size + self.product_size, self.site.dtype)
-        write(data, self.data.joined())
+        numbers = self.data.joined()
+        # What is small is on the device already if calls repeat.
+        write(data, kept(numbers)[0] if 0 < numbers.nbytes <= LARGEST else numbers, numbers.size)
         for operand, start in self.copies:
             copy = data[self.data.size + start : self.data.size + start + operand.size]
             Operand(copy, operand.shape, contiguous_strides(operand.shape), self.site.dtype).fill_from(operand)
@@ -359,7 +361,9 @@ class Forward:
             self.tables = Tables(*kept(self.data.joined(), *integers))
         queries = self.count * site.heads * site.q_len
         result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
-        sums = lse.flat if isinstance(lse, Operand) else empty(queries if wants_lse else 1, site.dtype)
+        # Not written to, but it must have an address.
+        (nothing,) = kept(np.zeros(1, site.dtype))
+        sums = lse.flat if isinstance(lse, Operand) else empty(queries, site.dtype) if wants_lse else nothing
         formats = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
         call = call._replace(wants_lse=int(wants_lse))
         real = site.dtype.type
@@ -385,7 +389,8 @@ class Forward:
             sizes = tiling_for(width, multiplied.planes, crowded=crowded)
             kernel = matrix.attend(Block(sizes, *multiplied, depth, width, skewed, *sources), formats[-1], self.capped)
         parts = -(-site.v_dim // width)
-        results = Results(result, sums, empty(queries * parts * call.n_bins, site.dtype))
+        bins = queries * parts * call.n_bins
+        results = Results(result, sums, empty(bins, site.dtype) if bins else nothing)
         launch(
             *(kernel, self.count * site.heads * parts * -(-site.q_len // sizes.rows), sizes.threads),
             *(self.operands, self.tables, results, call, self.scales),
