@@ -422,7 +422,7 @@ def test_goals_of_the_rows():
             assert bool(goal.against) != bool(goal.figure)
             assert not goal.against or goal.against in row.baselines
         assert set(row.baselines) <= rows.WORDS.keys()
-    assert {g.at_least for r in rows.ROWS if r.task == "attention" for g in r.goals} == {1.0, 3.0, 30.0}
+    assert {g.at_least for r in rows.ROWS if r.task == "attention" for g in r.goals} == {1.0, 1.2, 3.0, 30.0, 150.0}
     assert {g.at_least for r in rows.ROWS if r.task == "backward" for g in r.goals} == {3.0}
     assert {g.at_least for r in rows.ROWS if r.task == "rel_shift" for g in r.goals} == {0.85}
 

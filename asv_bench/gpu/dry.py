@@ -60,7 +60,13 @@ def launching(launch):
     from relpos_np.kernels._cuda import device
 
     context = SimpleNamespace(device=SimpleNamespace(id=0))
-    fake = SimpleNamespace(to_device=_on_device, device_array=_empty, current_context=lambda: context)
+    capable = SimpleNamespace(compute_capability=CAPABILITY)
+    fake = SimpleNamespace(
+        to_device=_on_device,
+        device_array=_empty,
+        current_context=lambda: context,
+        get_current_device=lambda: capable,
+    )
     with ExitStack() as stack:
         stack.enter_context(patch.object(device, "module", lambda: fake))
         for name, module in list(sys.modules.items()):

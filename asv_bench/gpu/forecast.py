@@ -11,7 +11,7 @@ from . import rows
 
 RECORD = Path(__file__).parent.parent / "recorded" / "h100.json"
 # Columns of the second table: what a tile or block keeps busy, in cycles of a multiprocessor.
-PIPES = ("issue", "fma", "integer products", "alu", "special")
+PIPES = ("issue", "fma", "integer products", "alu", "special", "matrix")
 
 
 def span(values, digits=3):
@@ -67,7 +67,7 @@ def kernels(record):
                     f"{launch['shared'] / 1024:.1f}",
                     f"{launch['resident']} ({launch['limit']})",
                     launch["per"],
-                    *(f"{cycles[pipe]:.0f}" for pipe in PIPES),
+                    *(f"{cycles.get(pipe, 0):.0f}" for pipe in PIPES),
                     turns,
                     f"{cycles['alone']:.0f}",
                 ]

@@ -25,6 +25,8 @@ LATENCY = {
     "LDS": 29, "LDG": 263, "LDC": 35, "MUFU": 24, "S2R": 25, "S2UR": 25, "R2UR": 12, "F2I": 20, "I2F": 20, "F2F": 20,
     "B2R": 25, "FCHK": 20, "DADD": 20, "DMUL": 20, "DFMA": 20, "STS": 20, "STG": 20, "P2R": 12,
 }  # fmt: skip
+# Products on matrix units, and exchanges within a warp: guesses too.
+LATENCY |= {"HMMA": 33, "SHFL": 24}
 # Cycles that a barrier costs beyond waiting for the last warp: a guess.
 BARRIER = 20
 

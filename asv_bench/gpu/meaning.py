@@ -45,6 +45,9 @@ class Operations(Registers):
             return "plain", lambda mask, whole: None
         if base == "EXIT":
             return "exit", lambda mask: (mask, None)
+        if one.name == "BRA.DIV":
+            # Taken where lanes of a warp have parted, which `shfl` checks.
+            return "jump", lambda mask: (np.zeros_like(mask), None)
         if base in ("BRA", "CALL"):
             target = np.full(self.threads, self.place(one.operands[-1]))
             further = [self.predicate] if len(one.operands) > 1 else []
@@ -369,7 +372,12 @@ class Operations(Registers):
         a, b = map(self.real, one.operands[1:3])
 
         def half(x):
-            return np.broadcast_to(x, self.threads).astype(np.float16).view(np.uint16).astype(np.uint32)
+            x = np.broadcast_to(x, self.threads).astype(F32)
+            if ".BF16" in one.name:
+                bits = x.view(np.uint32).astype(U64)
+                near = (bits + U64(0x7FFF) + (bits >> U64(16) & U64(1))) >> U64(16)
+                return np.where(np.isnan(x), U64(0x7FFF), near).astype(np.uint32)
+            return x.astype(np.float16).view(np.uint16).astype(np.uint32)
 
         return lambda mask, whole: self.put(one.operands[0], mask, whole, half(a()) << np.uint32(16) | half(b()))
 
@@ -387,6 +395,71 @@ class Operations(Registers):
         upper, lower = (int(np.float16(words).view(np.uint16)) for words in one.operands[3:5])
         value = np.uint32(upper << 16 | lower)
         return lambda mask, whole: self.put(one.operands[0], mask, whole, value)
+
+    def prmt(self, one):
+        """Bytes of two words, chosen by the digits of the third operand's number; the second is the choice."""
+        a, choice, b = map(self.integer, one.operands[1:4])
+        assert one.name == "PRMT", one.name
+
+        def act(mask, whole):
+            both = np.broadcast_to(a(), self.threads).astype(U64)
+            both |= np.broadcast_to(b(), self.threads).astype(U64) << THIRTY_TWO
+            picked, found = np.broadcast_to(choice(), self.threads).astype(U64), np.zeros(self.threads, U64)
+            for n in range(4):
+                digit = picked >> U64(4 * n) & U64(15)
+                byte = both >> (digit & U64(7)) * U64(8) & U64(255)
+                byte = np.where(digit & U64(8), np.where(byte & U64(128), U64(255), U64(0)), byte)
+                found |= byte << U64(8 * n)
+            self.put(one.operands[0], mask, whole, found)
+
+        return act
+
+    def shfl(self, one):
+        """The register of the lane whose number differs by an exclusive or; all lanes of a warp take part."""
+        assert one.name == "SHFL.BFLY", one.name
+        assert one.operands[4] == "0x1f", one.operands
+        x, other = self.integer(one.operands[2]), int(one.operands[3], 16)
+        lanes = np.arange(self.threads) ^ other
+
+        def act(mask, whole):
+            assert mask[lanes][mask].all(), "a lane is asked that does not take part"
+            self.put(one.operands[1], mask, whole, np.broadcast_to(x(), self.threads)[lanes])
+
+        return act
+
+    def hmma(self, one):
+        """Products of matrices, whose parts are in the registers of a warp's lanes as the PTX ISA has them."""
+        assert one.name in ("HMMA.16816.F32", "HMMA.16816.F32.BF16"), one.name
+        d, *sources = (self.number(words) for words in one.operands)
+        brain = one.name.endswith("BF16")
+
+        def halves(row):
+            words = self.registers[row].reshape(-1, 8, 4)
+            parts = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1).astype(np.uint16)
+            # Of each warp, 8 groups of lanes with 8 neighbours.
+            parts = parts.reshape(-1, 8, 8)
+            if brain:
+                return (parts.astype(np.uint32) << np.uint32(16)).view(F32).astype(F64)
+            return parts.view(np.float16).astype(F64)
+
+        def reals(row):
+            if row == ZERO:
+                return np.zeros((self.threads // 32, 8, 8)), np.zeros((self.threads // 32, 8, 8))
+            first = [self.registers[row + n].view(F32).astype(F64).reshape(-1, 8, 4) for n in range(4)]
+            return tuple(np.stack(first[n : n + 2], axis=-1).reshape(-1, 8, 8) for n in (0, 2))
+
+        def act(mask, whole):
+            assert (mask.reshape(-1, 32).all(axis=1) == mask.reshape(-1, 32).any(axis=1)).all()
+            a, b, c = sources
+            upper = np.concatenate([halves(a), halves(a + 2)], axis=2)
+            lower = np.concatenate([halves(a + 1), halves(a + 3)], axis=2)
+            right = np.swapaxes(np.concatenate([halves(b), halves(b + 1)], axis=2), 1, 2)
+            for n, (left, added) in enumerate(zip((upper, lower), reals(c), strict=True)):
+                found = (left @ right + added).astype(F32).reshape(-1, 4, 2)
+                for m in range(2):
+                    self.put(f"R{d + 2 * n + m}", mask, whole, np.ascontiguousarray(found[:, :, m]).reshape(-1))
+
+        return act
 
     def mov(self, one):
         x = self.integer(one.operands[1])

@@ -43,7 +43,7 @@ LIMITS = {
 # The first three at the same time: most of their time is compilation.
 TOGETHER = ("tests", "memcheck", "racecheck")
 STEPS = (*TOGETHER, "memory", "repeat", "ceilings", "rows")
-REPEATED = ("t5-1024", "t5-1024-gradient", "rel_shift-conformer", "decode-4096-float16", "shaw")
+REPEATED = ("t5-1024", "t5-2048-mma", "t5-1024-gradient", "rel_shift-conformer", "decode-4096-float16", "shaw")
 
 
 class Worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import numpy as np
@@ -57,6 +58,16 @@ def sets_for(amount):
     return int(min(max(2, -(-2 * cache // max(amount, 1)) + 1), 48))
 
 
+def on_unit(unit, call):
+    """A call whose products are made by a unit."""
+
+    def run(*operands):
+        os.environ["RELPOS_CUDA_UNIT"] = unit
+        return call(*operands)
+
+    return run
+
+
 def prepare(row, subject, count):
     """The row's call, and what its operands are in words."""
     if row.task == "rel_shift":
@@ -74,7 +85,8 @@ def prepare(row, subject, count):
 
         return Prepared(gradient, sets, gradients), words
     sets, words = several(count, subject.q, subject.k, subject.v)
-    return Prepared(lambda q, k, v: rp.attention(q, k, v, **options), sets, device.download), words
+    call = on_unit(row.unit, lambda q, k, v: rp.attention(q, k, v, **options))
+    return Prepared(call, sets, device.download), words
 
 
 def several(count, *arrays):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -44,7 +45,17 @@ H100 = {
 # Cycles of a multiprocessor per warp instruction: results per clock of compute capability 9.0 (CUDA C++ Programming
 # Guide, "Arithmetic Instructions"): 128 in float32, 64 integer products, sums, comparisons and in float64, 16 of the
 # special functions and conversions. Four schedulers issue an instruction each.
-PIPES = {"issue": 0.25, "fma": 0.25, "integer products": 0.5, "alu": 0.5, "special": 2.0, "float64": 0.5}
+# Matrix units: 2048 products of half precision per clock are the data sheet's 989 TFLOP/s, of which `mma.sync`, unlike
+# wgmma, is known to reach no more than two thirds: 62 % is assumed.
+PIPES = {
+    "issue": 0.25,
+    "fma": 0.25,
+    "integer products": 0.5,
+    "alu": 0.5,
+    "special": 2.0,
+    "float64": 0.5,
+    "matrix": 1.0 / 0.62,
+}
 FMA = {"FFMA", "FMUL", "FADD", "HFMA2", "HADD2"}
 SPECIAL = {"MUFU", "I2F", "F2I", "F2F", "FCHK"}
 ALU = {
@@ -55,12 +66,16 @@ FIELDS = (*PIPES, "shared least", "shared most", "sectors", "alone")
 # Kernels whose blocks have tiles; of others the first block of the full call is run.
 TILED = ("attend", "query_gradient", "key_gradient")
 TILE = 64
+# Rows on matrix units.
+MATRIX = ("t5-2048-bfloat16-mma", "t5-2048-float16-mma", "t5-2048-mma")
 
 
 def pipe(name):
     """The pipe that an instruction keeps busy beside the scheduler, or nothing."""
     if name in FMA:
         return "fma"
+    if name == "HMMA":
+        return "matrix"
     if name == "IMAD":
         return "integer products"
     if name in SPECIAL:
@@ -304,10 +319,10 @@ def shifted(runner, row):
 
 def subjects():
     """Rows by name: the shapes of the figures, those of the goals, and gradients with the table's."""
-    found = {name: (SHAPES[name], "attention") for name in ("A", "B", "C", "D", "E", "F", "G", "H", "Bb")}
-    for name in ("t5-1024", "t5-2048", "t5-4096", "t5-2048-bfloat16", "t5-2048-gradient"):
+    found = {name: (SHAPES[name], "attention", "fma") for name in ("A", "B", "C", "D", "E", "F", "G", "H", "Bb")}
+    for name in ("t5-1024", "t5-2048", "t5-4096", "t5-2048-bfloat16", "t5-2048-gradient", *MATRIX):
         row = rows.find(name)
-        found[name] = row.shape, row.task
+        found[name] = row.shape, row.task, row.unit
     return found
 
 
@@ -332,9 +347,10 @@ def main(argv=None):
         old = json.loads(arguments.out.read_text(encoding="utf-8"))
         if old["kernels"] == record["kernels"] and old["device"] == record["device"]:
             record["rows"] = old["rows"]
-    for name, (shape, task) in subjects().items():
+    for name, (shape, task, unit) in subjects().items():
         if not wanted or name in wanted:
             began = time.perf_counter()
+            os.environ["RELPOS_CUDA_UNIT"] = unit
             record["rows"][name] = found = predicted(runner, shape, task)
             keep(record, arguments.out)
             words = f"{forecast.span(found['ms'])} ms, {forecast.span(found['tflops'])} TFLOP/s"

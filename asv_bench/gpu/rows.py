@@ -32,6 +32,8 @@ class Row:
     tiny: Shape
     baselines: tuple[str, ...] = ()
     goals: tuple[Goal, ...] = ()
+    # What multiplies: RELPOS_CUDA_UNIT.
+    unit: str = "fma"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def _t5(batch, heads, length, storage="float32"):
 SDPA, FLEX, INSIDE, EAGER = "torch sdpa", "torch flex", "torch sdpa, bias inside", "torch eager"
 ROTATED = "torch sdpa, turned inside"
 AUTOGRAD, STRIDED, PAD, COPY = "torch autograd", "torch as_strided", "torch pad and reshape", "copy"
+FMA = "ours, fma"
 # What a baseline is; its flags are recorded when it runs.
 WORDS = {
     SDPA: "scaled_dot_product_attention, bias built before the call",
@@ -98,6 +101,7 @@ WORDS = {
     AUTOGRAD: "bias gathered from the table, scaled_dot_product_attention, backward by autograd, gradient of the table",
     STRIDED: "torch.as_strided, made contiguous",
     PAD: "a copy with a column more, viewed, made contiguous",
+    FMA: "this library's kernel without matrix units",
     COPY: "as many bytes as the result has, copied from device to device",
 }
 _FORWARD = (
@@ -107,6 +111,8 @@ _FORWARD = (
 )
 _BACKWARD = (Goal("forward and backward with the table's gradient: three times as fast as torch", 3.0, AUTOGRAD),)
 _SHIFT = (Goal("rel_shift: 85 % of the copy bandwidth measured in turn", 0.85, against=COPY),)
+_PLANES = (Goal("forward, float32 by planes on matrix units: 1.2 times as fast as on FMA units", 1.2, against=FMA),)
+_MATRIX = (Goal("forward, bfloat16 on matrix units: 150 TFLOP/s on an H100", 150.0, figure="tflops", device="H100"),)
 _SMALL = Shape("t5", 1, 1, 9, 9, 4, "T5 bias")
 
 
@@ -139,6 +145,13 @@ def _plain(kind, words, causal):
 
 def _half(storage):
     return replace(_t5(4, 16, 2048, storage), words=f"T5 bias, in {storage}"), replace(_SMALL, storage=storage)
+
+
+def _multiplied(storage):
+    # More queries than decoding takes.
+    words = f"T5 bias, in {storage}, on matrix units"
+    full = replace(_t5(4, 16, 2048, storage), words=words)
+    return full, replace(full, batch=1, heads=1, q_len=18, k_len=18, head_dim=4)
 
 
 # The rows that carry goals first: a time limit cuts off the end.
@@ -177,6 +190,9 @@ ROWS = (
     Row("windows-rstt", "attention", *_windows("E", 256), (SDPA,)),
     Row("t5-2048-bfloat16", "attention", *_half("bfloat16"), (SDPA,)),
     Row("t5-2048-float16", "attention", *_half("float16"), (SDPA,)),
+    Row("t5-2048-bfloat16-mma", "attention", *_multiplied("bfloat16"), (FMA, SDPA), _MATRIX, "mma"),
+    Row("t5-2048-float16-mma", "attention", *_multiplied("float16"), (FMA, SDPA), unit="mma"),
+    Row("t5-2048-mma", "attention", *_multiplied("float32"), (FMA, SDPA), _PLANES, "mma"),
     Row("windows-gradient", "backward", *_windows("D", 1024), (AUTOGRAD,)),
     Row("transformer_xl-gradient", "backward", *_xl(1, 8, 512, 1024), (AUTOGRAD,)),
     Row("shaw-gradient", "backward", *_shaw(1, 8, 512), (AUTOGRAD,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import numpy as np
@@ -35,6 +36,11 @@ def main():
         out = rp.attention(q, k, v, backend="cuda", **options)
         found = rp.attention_vjp(q, k, v, grad_out=v, backend="cuda", **options)
         print(name, float(np.abs(out).max()), "gradient", float(np.abs(found.q).max()))
+    os.environ["RELPOS_CUDA_UNIT"] = "mma"
+    for name, options in calls.items():
+        for precision in ("medium", "highest"):
+            out = rp.attention(q, k, v, backend="cuda", precision=precision, **options)
+            print(name, precision, "on matrix units", float(np.abs(out).max()))
     print("one query", float(np.abs(rp.attention(q[:, :, :1], k, v, backend="cuda")).max()))
     for variant in ("conformer", "transformer_xl"):
         print("rel_shift", variant, float(rp.rel_shift(normal(2, 5, 9), variant=variant, backend="cuda").max()))

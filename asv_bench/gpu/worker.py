@@ -56,6 +56,9 @@ class Exact:
             if storage != "float32":
                 eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[storage]
                 self.allowed += eps * float(np.abs(self.answer).max())
+                if row.unit == "mma":
+                    # Weights are rounded too.
+                    self.allowed += eps / 2 * largest
 
     def error(self, found):
         """The largest deviation: absolute, of gradients in proportion to the largest entry."""
@@ -132,7 +135,11 @@ class Worker:
     def baseline(self, name, row, subject, count, exact, calls):
         """Prepare and check a baseline; add its call, or say why there is none."""
         try:
-            prepared, flags, note = with_torch.prepare(name, row, subject, count)
+            if name == rows.FMA:
+                prepared, note = ours.prepare(replace(row, unit="fma"), subject, count)
+                flags = {"RELPOS_CUDA_UNIT": "fma"}
+            else:
+                prepared, flags, note = with_torch.prepare(name, row, subject, count)
             one = {"flags": flags, "note": note}
             if name == rows.COPY:
                 prepared()

@@ -34,3 +34,12 @@ def test_results(runner, name):
 def test_gradients(runner, name):
     _, error = runner.checked(make(SMALL[name]), "backward")
     assert error < 2**-15
+
+
+@pytest.mark.parametrize("name", ["a", "ab"])
+def test_matrix_units(runner, name, monkeypatch):
+    """Three planes of float32, and bfloat16 as it is stored, whose weights are rounded to it as well."""
+    monkeypatch.setenv("RELPOS_CUDA_UNIT", "mma")
+    _, error = runner.checked(make(SMALL[name]), "attention")
+    assert error < (2**-6 if name.endswith("b") else 2**-15)
+    assert any(one.base == "HMMA" for _, program in runner.programs.values() for one in program.instructions)

@@ -100,6 +100,28 @@ def test_two_runs_agree_bit_by_bit(kind, simulated, rng):
         np.testing.assert_array_equal(other.view(np.uint32), first.view(np.uint32))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_matrix_units(kind, dtype, dim, simulated, rng, monkeypatch):
+    """As right as without them, but for weights of float16; and twice the same bits."""
+    if simulated and (dim > 64 or dtype == "float32"):
+        pytest.skip("slow in the simulator")
+    q_len, k_len, dim = (17, 20, 8) if simulated else (1023, 1025, dim)
+    q, k, v = operands(rng, q_len, k_len, dim, dtype=dtype)
+    options = schemes(rng, 2, dim, k_len)[kind]
+    monkeypatch.setenv("RELPOS_CUDA_UNIT", "mma")
+    first, second = (rp.attention(q, k, v, backend="cuda", **options) for _ in range(2))
+    np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+    monkeypatch.setenv("RELPOS_CUDA_UNIT", "fma")
+    other = rp.attention(q, k, v, backend="cuda", **options)
+    exact = {name: wide(x) if name == "position" else x for name, x in options.items()}
+    wanted, lse = rp.attention(*map(wide, (q, k, v)), backend="numpy", return_lse=True, **exact)
+    bound = allowed(v, dim, lse) + (np.abs(v.astype(np.float64)).max() * 2.0**-11 if dtype == "float16" else 0)
+    np.testing.assert_allclose(first, wanted, rtol=0, atol=bound)
+    np.testing.assert_allclose(first.astype(np.float64), other, rtol=0, atol=2 * bound)
+
+
 def gradients(*args, **options):
     """Gradients by name."""
     found = rp.attention_vjp(*args, backend="cuda", **options)
