@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 
 EPS = 2.0**-23
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-# Errors of a product's operands: three planes leave out 2^-23 of it, two 3 * 2^-16, one rounds both to 8 bits.
-LOST = {"highest": 2.0**-23, "high": 3 * 2.0**-16, "medium": 2.0**-7}
-# Of a weight and a value, of half precision that is multiplied as it is stored: the weight is rounded, and the result.
+# Errors of a product: three planes leave out 2^-23 of it, two 3 * 2^-16. One plane is compared with rounded operands.
+LOST = {"highest": 2.0**-23, "high": 3 * 2.0**-16, "medium": 0.0}
+# Rounding of weights, and of results, where half precision is multiplied as it is stored; and of one plane's weights.
 ROUNDED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -51,22 +51,29 @@ def draw(rng, dtype="float32", heads=2, kv_heads=1, q_len=7, k_len=9, dim=5, v_d
     return [rng.standard_normal((*batch, *shape)).astype(DTYPES[dtype]) for shape in shapes]
 
 
-def allowed(q, k, v, precision, weights=None):
+def exact(precision, *operands):
+    """Operands in float64, as they are multiplied."""
+    if precision == "medium" and operands[0].dtype == np.float32:
+        operands = [x.astype(ml_dtypes.bfloat16) for x in operands]
+    return [x.astype(np.float64) for x in operands]
+
+
+def allowed(q, k, v, precision):
     """How far results may be off: a weight by the error of its score, all of them by their own rounding."""
+    weights = ROUNDED["bfloat16" if precision == "medium" and q.dtype == np.float32 else q.dtype.name]
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     dim, largest = q.shape[-1], np.abs(v).max()
     lost = LOST[precision] + dim * EPS
     # A score's error, twice as weights are divided by their sum; then products of weights and values.
     score = np.sqrt(dim) * np.abs(q).max() * np.abs(k).max() * lost
-    return float(largest * (2 * score + LOST[precision] + (0 if weights is None else weights) + 70 * EPS)), float(score)
+    return float(largest * (2 * score + LOST[precision] + weights + 70 * EPS)), float(score)
 
 
 def both(q, k, v, precision="highest", **options):
     """Answers of the kernel and of the formulas in float64."""
     found = rp.attention(q, k, v, backend="cuda", precision=precision, return_lse=True, **options)
-    wide = [np.asarray(x, np.float64) for x in (q, k, v)]
-    expected = rp.attention(*wide, backend="numpy", return_lse=True, **options)
-    atol, score = allowed(q, k, v, precision or "highest", ROUNDED[q.dtype.name])
+    expected = rp.attention(*exact(precision, q, k, v), backend="numpy", return_lse=True, **options)
+    atol, score = allowed(q, k, v, precision or "highest")
     np.testing.assert_allclose(np.asarray(found[0], np.float64), expected[0], rtol=2 * ROUNDED[q.dtype.name], atol=atol)
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=score + 40 * EPS)
     return found
@@ -133,7 +140,7 @@ def test_terms_of_every_kind(precision, sizes, kind):
     problem, _, _ = check.problem(q, k, v, causal=False, offset=2, precision=precision)
     out, lse = (np.full(shape, np.nan, np.float32) for shape in (problem.out_shape, problem.out_shape[:-1]))
     _cuda.attention(problem, terms, out, lse)
-    wide, _, _ = check.problem(*(x.astype(np.float64) for x in (q, k, v)), causal=False, offset=2)
+    wide, _, _ = check.problem(*exact(precision, q, k, v), causal=False, offset=2)
     expected, expected_lse = from_terms.attention(wide, in_float64(terms))
     atol, score = allowed(q, k, v, precision)
     # A score is a sum of fewer than 40 further products and reaches 20; outputs are means of numbers below 8.
@@ -149,7 +156,19 @@ def test_products_with_relative_positions_made_by_the_kernel(precision, monkeypa
     q, k, v = draw(rng, heads=1, q_len=34, k_len=35, dim=17, v_dim=33)
     position = rp.Shaw(rows[:, 0][:9], np.zeros((9, 33), np.float32), outside="zero")
     found = rp.attention(q, k, v, backend="cuda", precision=precision, position=position, causal=True)
-    expected = rp.attention(*(np.float64(x) for x in (q, k, v)), backend="numpy", position=position, causal=True)
+    # What is made by relative position is of the queries as they are.
+    rounded, *others = exact(precision, q, k, v)
+    terms = np.float64(q) - rounded
+    lookup = np.clip(np.arange(35) - np.arange(34)[:, None], -4, 4) + 4
+    inside = np.abs(np.arange(35) - np.arange(34)[:, None]) <= 4
+    added = np.where(inside, np.take_along_axis(terms[0] @ np.float64(rows[:9, 0]).T, lookup, 1), 0) / np.sqrt(17)
+    expected = rp.attention(
+        *(rounded, *others),
+        backend="numpy",
+        position=position,
+        causal=True,
+        mask=added,
+    )
     np.testing.assert_allclose(found, expected, rtol=0, atol=allowed(q, k, v, precision)[0] + 200 * EPS)
     assert launched[0].skewed
 
