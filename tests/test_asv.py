@@ -343,7 +343,7 @@ def test_a_machine_is_recorded_without_its_paths():
         assert "track_error" in text
 
 
-@pytest.mark.parametrize("path", sorted((BENCH / "recorded").rglob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((BENCH / "recorded").rglob("*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_nothing_recorded_is_a_path(path):
     assert not re.search(r'"/\w', path.read_text(encoding="utf-8"))
 
@@ -372,6 +372,9 @@ def test_asv_publishes_what_is_recorded(tmp_path):
     graphs = list((tmp_path / "html" / "graphs").rglob("accuracy.Accuracy.track_error.json"))
     values = [value for graph in graphs for _, value in json.loads(graph.read_text())]
     assert values
+    # Of another machine: times, from commit to commit.
+    followed = list((tmp_path / "html" / "graphs").rglob("steady.Steady.track_time.json"))
+    assert max(len(json.loads(path.read_text())) for path in followed) >= 10
 
 
 @pytest.mark.parametrize("core", ["neoverse-v1", "neoverse-v2", "apple-m1"])
