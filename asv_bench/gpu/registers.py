@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 ZERO, UNIFORM = 255, 256
-_REGISTER = re.compile(r"([-~|]*)(U?R)(\d+|Z)(?:\.(H[01]_H[01]))?(?:\.reuse)?\|?(?:\.reuse)?$")
+_REGISTER = re.compile(r"([-~|]*)(U?R)(\d+|Z)(?:\.(?!reuse)(\w+))?(?:\.reuse)?\|?(?:\.reuse)?$")
 CONSTANT = re.compile(r"([-~|]*)c\[0x0\]\[(0x[0-9a-f]+)\]\|?$")
 _PREDICATE = re.compile(r"(!?)(U?P)([0-6T])$")
 _ADDRESS = re.compile(r"(?:desc\[UR\d+\])?\[(.*)\]$")

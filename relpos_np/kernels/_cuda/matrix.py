@@ -123,18 +123,21 @@ def _softmax(block: Block) -> Any:
     zero, one, least, excluded = np.float32(0), np.float32(1), np.float32(-np.inf), np.float32(-0.0)
 
     def weigh(n, given):  # type: ignore[no-untyped-def]
-        s, sums, base, r, tables, call, here, kept, thread = given
-        value = s[r, n]
-        if value == least:
-            s[r, n] = excluded
-        else:
-            weight = np.float32(math.exp(value - base))
-            sums[r] += weight
-            if call.keep >= 0:
-                i, j = here.first + 8 * r + thread.down, here.key + (n // beside) * apart + thread.across + n % beside
-                weight = weight * kept if survives(tables, call, here, i, j) else zero
-            s[r, n] = weight
+        s, sums, base, r = given
+        # Without a branch for each pair.
+        weight = np.float32(math.exp(s[r, n] - base))
+        if s[r, n] == least:
+            weight = excluded
+        sums[r] += weight
+        s[r, n] = weight
 
+    def drop(n, given):  # type: ignore[no-untyped-def]
+        s, r, tables, call, here, kept, thread = given
+        if s[r, n] != zero or math.copysign(one, s[r, n]) > zero:
+            i, j = here.first + 8 * r + thread.down, here.key + (n // beside) * apart + thread.across + n % beside
+            s[r, n] = s[r, n] * kept if survives(tables, call, here, i, j) else zero
+
+    drop_all = repeated(inline(drop), wide)
     weigh_all = repeated(inline(weigh), wide)
 
     def row(r, given):  # type: ignore[no-untyped-def]
@@ -155,7 +158,9 @@ def _softmax(block: Block) -> Any:
         if top[r] != least:
             factor = np.float32(math.exp(top[r] - base))
         sums[r] = zero
-        weigh_all(0, (s, sums, base, r, tables, call, here, kept, thread))
+        weigh_all(0, (s, sums, base, r))
+        if call.keep >= 0:
+            drop_all(0, (s, r, tables, call, here, kept, thread))
         own = sums[r]
         own += swap(own, 1)
         own += swap(own, 2)
