@@ -112,12 +112,12 @@ def _load(source: Source, raw: bool) -> Any:
     widen, _ = converters(source.stored)
     size = 8 if raw else 4
     pack = packed(source.stored if raw else "bfloat16")
-    four = neighbours(4)
+    four, four_words = neighbours(4), words()
     plain = np.float32(0)
 
     def load_words(held, at, x, where, count):  # type: ignore[no-untyped-def]
         if count >= 8:
-            found = words(x, u64(where))
+            found = four_words(x, u64(where))
             for n in range(4):
                 held[at + n] = from_bits(found[n])
         else:

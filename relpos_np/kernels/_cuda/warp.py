@@ -190,8 +190,10 @@ def _device_words() -> Any:
     return words
 
 
-# The function of an array of half precision and an index, a multiple of 8, that loads the four words there.
-words: Any = _words if simulated() else _device_words()
+@cache
+def words() -> Any:
+    """The function of an array of half precision and an index, a multiple of 8, that loads the four words there."""
+    return _words if simulated() else _device_words()
 
 
 def _low(word: Any) -> Any:
