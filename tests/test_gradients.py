@@ -250,6 +250,38 @@ def test_sum_over_a_batch_is_the_gradient_of_what_it_shares(rng):
     np.testing.assert_allclose(whole.q, parts, rtol=1e-13, atol=1e-14)
 
 
+KINDS_OF_SUMS = {
+    "distances": lambda draw: rp.T5(draw(4, 2), max_distance=4),
+    "pairs": lambda draw: rp.WindowBias(draw(9, 2), (2, 2)),
+    "rows of distances": lambda draw: rp.TransformerXL(draw(2, 5), draw(2, 5), draw(7, 2, 5), variant="conformer"),
+    "gathered rows": lambda draw: rp.Shaw(draw(3, 5), draw(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", [*KINDS_OF_SUMS, "q", "k", "v"])
+def test_sums_over_a_batch_have_the_error_of_one_rounding(name, rng):
+    """In float32 the sum over n times the same item would be wrong in its last bits, the more the larger n is."""
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    n, position = 3001, KINDS_OF_SUMS[name](draw) if name in KINDS_OF_SUMS else None
+    item = {"q": draw(1, 2, 4, 5), "k": draw(1, 2, 4, 5), "v": draw(1, 2, 4, 4), "grad_out": draw(1, 2, 4, 4)}
+
+    def found(count):
+        """Gradients of what all items share: arrays of a scheme, or an operand."""
+        call = {key: x if key == name else np.repeat(x, count, axis=0) for key, x in item.items()}
+        grads = rp.attention_vjp(**call, position=position, backend="numba")
+        return {name: getattr(grads, name)} if position is None else grads.position
+
+    one, all_ = found(1), found(n)
+    for key, x in one.items():
+        expected = n * x.astype(np.float64)
+        # An item's own sum is rounded once where it is alone, and the total once more.
+        bound = np.finfo(np.float32).eps * np.abs(expected).max()
+        assert np.abs(all_[key] - expected).max() <= bound, key
+
+
 def test_a_table_receives_the_sum_over_its_pairs(rng):
     """One bucket per distance: its gradient is the sum along a diagonal of the scores' gradient."""
     n = 5

@@ -423,14 +423,19 @@ def cut_map(
 
 
 def fit(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum a gradient over the axes along which its operand was broadcast, and over the heads that share one."""
+    """Sum a gradient over the axes along which its operand was broadcast, and over the heads that share one.
+
+    In float64 at least: NumPy adds along leading axes one after the other, where float32 would lose bits.
+    """
+    own, wide = x.dtype, np.result_type(x.dtype, np.float64)
     if x.ndim > len(shape):
-        x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+        x = x.sum(axis=tuple(range(x.ndim - len(shape))), dtype=wide)
     for axis, size in enumerate(shape):
         if x.shape[axis] != size:
             # Consecutive heads share one; of an operand with a single entry, all do.
-            x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :]).sum(axis=axis + 1)
-    return x
+            split = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+            x = split.sum(axis=axis + 1, dtype=wide)
+    return x.astype(own, copy=False)
 
 
 def by_row(sums: Array, index: Toeplitz) -> Array:

@@ -67,7 +67,7 @@ BEYOND: list[Bug] = [
         "split.sum(axis=(0, 2), dtype=np.float64)", "split[:64].sum(axis=(0, 2), dtype=np.float64)",
         "slopes(draw(66, heads=2, q_len=9), position=rp.T5(table(8, 2), max_distance=9))"),
     Bug("beyond: gradients summed over more than 64 items", "_contract.terms:fit",
-        "x.sum(axis=tuple(range(x.ndim - len(shape))))", "x[:64].sum(axis=tuple(range(x.ndim - len(shape))))",
+        "x.sum(axis=tuple(range(x.ndim - len(shape))), dtype=wide)", "x[:64].sum(axis=tuple(range(x.ndim - len(shape))))",
         "x, at = draw(66, heads=2, q_len=9), rp.T5(table(8, 2), max_distance=9)\n"
         "whole = grads(x, 'numpy', position=at).position['table']\n"
         "halves = [{name: y[part] for name, y in x.items()} for part in (slice(33), slice(33, None))]\n"

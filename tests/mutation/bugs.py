@@ -75,7 +75,7 @@ BUGS = [
     Bug("kernel: padding beside a window's keys", "kernels._numba.attend:score_tile", "p.bias_tail and j0 % width == 0 and (j0 + cols == p.k_len)", "p.bias_tail and j0 + cols == p.k_len"),
     Bug("kernel: exponential underflows early", "kernels._numba.vectors:Vectors.exp2", "1.0 - bias", "-14.0"),
     Bug("kernel: rel_shift's zero", "kernels._numba.shift:_shift", "columns - rows + 1", "columns - rows"),
-    Bug("fit: heads of a group", "_contract.terms:fit", "x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1:]).sum(axis=axis + 1)", "x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1:]).sum(axis=axis)"),
+    Bug("fit: heads of a group", "_contract.terms:fit", "x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1:])", "x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1:]).swapaxes(axis, axis + 1)"),
     Bug("gradient: dropout counted twice", "_dense.backward:backward", "p * dp", "kept * dp"),
     Bug("gradient: survivors not rescaled", "_dense.backward:backward", "dp * (problem.keep * site.dtype.type(problem.keep_scale))", "dp * problem.keep"),
     Bug("gradient: sign of the lse's", "_dense.backward:backward", "ds + grad_lse[..., None]", "ds - grad_lse[..., None]"),
