@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._calls.dense_bias import DenseBias
 from relpos_np.kernels._numba import division, job
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 
@@ -41,6 +42,12 @@ def options(rng, shape):
         "alibi_key": {"position": rp.ALiBi(rng.random(h) / 100, form="key"), "offset": 3},
         "shaw_keys": {"position": rp.Shaw(rng.standard_normal((9, d)))},
         "empty": {"mask": np.zeros((1, 1), bool)},
+        "bias": {"position": DenseBias(rng.standard_normal((h, l_q, l_k)))},
+        "capped_bias": {"position": DenseBias(rng.standard_normal((h, l_q, l_k))), "softcap": 1.5},
+        "capped_products": {"position": rp.T5(rng.standard_normal((32, h))), "softcap": 1.5, "cap_order": "content"},
+        "dilated": {"rule": rp.Dilated(3)},
+        "chunks": {"rule": rp.Chunked(97, left=2), "offset": l_k // 2},
+        "prefixes": {"rule": rp.Prefix(np.arange(b) * l_k // 2), "offset": l_k // 3},
     }
 
 
