@@ -252,6 +252,27 @@ def test_an_offset_for_each_item(backend, rng):
         np.testing.assert_allclose(found.query_scale[b], one.query_scale, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("axes", [(), (1,), (3,), (1, 1), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize("offset", [None, 2, "items"])
+def test_prefixes_belong_to_the_items_that_they_broadcast_to(offset, axes, backend, rng):
+    """One for all items, for each along one of two batch axes, or for each; in one call, and in several."""
+    q, k, v, grad = rng.standard_normal((4, 2, 3, 2, 9, 4))
+    lengths = rng.permutation(9)[: np.prod(axes, dtype=int)].reshape(axes)
+    offsets = np.broadcast_to(0 if offset is None else offset, (2, 3))
+    if offset == "items":
+        offsets = offset = np.array([[0, 0, 3], [1, 2, 2]])
+    call = {"rule": rp.Prefix(lengths), "offset": offset, "backend": backend}
+    out, found = rp.attention(q, k, v, **call), rp.attention_vjp(q, k, v, grad_out=grad, **call)
+    for b in np.ndindex(2, 3):
+        own = {"rule": rp.Prefix(np.broadcast_to(lengths, (2, 3))[b]), "offset": int(offsets[b]), "backend": backend}
+        operands = q[b], k[b], v[b]
+        np.testing.assert_allclose(out[b], rp.attention(*operands, **own), rtol=0, atol=1e-13)
+        expected = rp.attention_vjp(*operands, grad_out=grad[b], **own)
+        for letter in "qkv":
+            np.testing.assert_allclose(getattr(found, letter)[b], getattr(expected, letter), rtol=0, atol=1e-13)
+
+
 # ---------------------------------------------------------------------------------------------- gradients of masks
 
 
