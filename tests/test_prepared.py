@@ -109,6 +109,25 @@ def test_what_it_keeps(rng):
     assert_same_bits([ready(*again)], [expected])
 
 
+def test_out_may_overlap_nothing_that_is_read(rng):
+    """Neither operands nor what the call was prepared with; not even one byte."""
+    q, k, v = rng.standard_normal((3, 2, 6, 6))
+    room = {name: np.zeros(200) for name in ("q", "k", "v", "mask", "table")}
+    mask, table = room["mask"][:36].reshape(6, 6), room["table"][:64].reshape(32, 2)
+    own = {name: room[name][:72].reshape(2, 6, 6) for name in "qkv"}
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        own[name][...] = x
+    ready = rp.prepare(own["q"], own["k"], own["v"], mask=mask, position=rp.T5(table))
+    for name, size in (("q", 72), ("k", 72), ("v", 72), ("mask", 36), ("table", 64)):
+        before = room[name].copy()
+        for start in (0, size - 1):
+            with pytest.raises(rp.RelposValueError, match="out: the array overlaps an input"):
+                ready(own["q"], own["k"], own["v"], out=room[name][start : start + 72].reshape(2, 6, 6))
+        np.testing.assert_array_equal(room[name], before)
+        beside = room[name][size : size + 72].reshape(2, 6, 6)
+        assert ready(own["q"], own["k"], own["v"], out=beside) is beside
+
+
 def test_threads_share_it(rng):
     q, k, v = rng.standard_normal((3, 2, 300, 16))
     ready, expected = rp.prepare(q, k, v, causal=True), rp.attention(q, k, v, causal=True)
