@@ -166,6 +166,32 @@ def test_row_37_rel_shift(backend, variant, asked):
             rp.rel_shift(x, variant=variant, backend=backend)
 
 
+CONVERTED = {
+    "float16 mask": lambda n: {"mask": np.zeros((n, n), np.float16)},
+    "float64 mask": lambda n: {"mask": np.zeros((n, n))},
+    "big-endian mask": lambda n: {"mask": np.zeros((n, n), ">f4")},
+    "selection": lambda n: {"selected": np.zeros((n, n), np.int64)},
+    "selection and mask": lambda n: {"selected": np.zeros((n, 1), np.int64), "mask": np.zeros((n, n), np.float16)},
+    "dropout": lambda n: {"dropout": 0.5, "rng": np.random.default_rng(0)},
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("function", ["attention", "attention_vjp", "logits"])
+def test_row_37_what_is_refused_has_converted_nothing(function, name):
+    """Masks and selections of half a megabyte and more, beside the small things that a refused call may take."""
+    q, options = np.zeros((1, 512, 4), np.float32), CONVERTED[name](512)
+    operands, more = (q, q, q), {"grad_out": q} if function == "attention_vjp" else {}
+    if function == "logits":
+        operands, options = (q, q), {key: x for key, x in options.items() if key not in ("dropout", "rng")}
+    for backend in HOST:
+        with rp.memory_limit(PYTHON):
+            for _ in range(2):  # the first call imports
+                used, refusal = peak(lambda b: getattr(rp, function)(*operands, **options, **more, backend=b), backend)
+        assert refusal is not None
+        assert used <= 2 * PYTHON
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_row_37_a_refused_call_changes_nothing(dropout, backend):
     """Neither what is passed in nor the state of the generator."""
