@@ -252,6 +252,7 @@ def test_what_is_excluded_changes_no_bit_and_what_is_not_finite_reaches_who_atte
     with np.errstate(invalid="ignore"):
         truth = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), mask=mask, backend="numpy")
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(truth))
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(truth))
     np.testing.assert_array_equal(found[np.isinf(truth)], truth[np.isinf(truth)])
 
 

@@ -126,6 +126,26 @@ def test_half_precision(name, dtype, unit, monkeypatch):
         assert np.abs(given - wide).max(initial=0) <= 0.02 * max(np.abs(wide).max(initial=0), 1.0), key
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shared", ["", "q", "k", "v", "qk", "qv", "kv", "qkv"])
+def test_operands_that_batch_items_share(shared, dtype, rng):
+    """Only gradients of the others are stored in half precision, each in rows of its own size."""
+    sizes = {"q": (5, 6), "k": (7, 6), "v": (7, 3)}
+    operands = [rng.standard_normal((1 if x in shared else 3, 2, *sizes[x])).astype(dtype) for x in "qkv"]
+    batch = max(len(x) for x in operands)
+    given = {"grad_out": rng.standard_normal((batch, 2, 5, 3)).astype(dtype)}
+    with interpreted():
+        found = rp.attention_vjp(*operands, **given, backend="numba")
+    wide = [x.astype(np.float64) for x in operands]
+    expected = rp.attention_vjp(*wide, grad_out=given["grad_out"].astype(np.float64), backend="numpy")
+    for name, x in zip("qkv", operands, strict=True):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert (a.dtype, a.shape) == (x.dtype, x.shape)
+        # Operands are exact; what is multiplied in pairs and the result are rounded.
+        room = 0.02 if np.dtype(dtype).itemsize == 2 else 1e-5
+        assert np.abs(a.astype(np.float64) - b).max() <= room * np.abs(b).max(), name
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_queries_and_keys_that_turn_as_they_are_read(layout, dtype, monkeypatch, rng):
