@@ -65,6 +65,9 @@ CALLS = [
     (2, 2, 65, 63, 16, 70, {"causal": True, "offset": -3}),
     (2, 1, 200, 130, 5, 9, {"offset": 10, "window": (20, 5)}),
     (3, 3, 130, 200, 4, 300, {"softcap": 2.0}),
+    (2, 1, 70, 65, 3, 7, {"causal": True, "rule": rp.Chunked(20, left=1)}),
+    (1, 1, 66, 64, 3, 7, {"rule": rp.Prefix(np.array([5, 40]))}),
+    (1, 1, 65, 67, 3, 7, {"rule": rp.Dilated(3)}),
 ]
 
 
