@@ -235,5 +235,16 @@ BUGS = [
     Bug("half: heads of the output's gradient", "kernels._numba.pieces:head_of", "h * p.grad_head", "0"),
     Bug("half: what schemes add to gradients", "kernels._numba.gradients:Sums.__init__", "stored and not (terms.queries or terms.keys)", "stored"),
     Bug("rotary: turns of the first keys on the way back", "kernels._numba.backward:load_key_rows", "j0 * 2 * p.turn_pairs * size_of(base, OWN)", "0"),
+    Bug("decode: capped bias of the first head", "kernels._numba.decode:decode_tile", "head.inner + g * p.inner_head", "head.inner"),
+    Bug("gradients: a tile of which a band leaves one pair", "kernels._numba.backward:backward_task", "j0 + cols <= i0 + p.offset - p.left", "j0 + cols - 1 <= i0 + p.offset - p.left"),
+    Bug("gradients: more ranges of keys than of queries", "kernels._numba.backjob:BackwardJob._divide", "max(-(-site.q_len // e['query_step']), -(-site.k_len // e['key_step']))", "-(-site.q_len // e['query_step'])"),
+    Bug("gradients: tables in float32", "kernels._numba.gradients:Sums._by_head", "split.sum(axis=(0, 2), dtype=np.float64)", "split.sum(axis=(0, 2))"),
+    Bug("gradients: what items share in float32", "_contract.terms:fit", "np.result_type(x.dtype, np.float64)", "x.dtype"),
+    Bug("half: rows of values in steps of keys", "kernels._numba.backward:write_keys", "size_of(base, e.dv_kind)", "size_of(base, e.dk_kind)"),
+    Bug("half: NaN among values", "kernels._numba.attend:bypass_pairs", "own & 0x7F", "own & 0x3F"),
+    Bug("cope: a rule's ranges of the first queries", "kernels._numba.by_rows:_Parts._problem", "None if problem.ranges is None else problem.ranges[..., queries, :]", "problem.ranges"),
+    Bug("rules: ranges of the first item", "kernels._numba.masks:_add_rule", "all((stride == 0 or size == 1 for size, stride in zip(lead, ranges.strides, strict=False)))", "any((stride == 0 or size == 1 for size, stride in zip(lead, ranges.strides, strict=False)))"),
+    Bug("rules: axes of prefixes", "_contract.rules:Prefix.of_items", "items[len(items) - self.lengths.ndim:]", "items[:self.lengths.ndim]"),
+    Bug("prepared: what out overlaps", "_calls.prepared:PreparedAttention.__call__", "(*operands, *self._options.values(), self._position)", "operands"),
 ]
 # fmt: on
