@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import relpos_np
-
-README = Path(relpos_np.__file__).parent.parent / "README.md"
+README = Path(__file__).parent.parent / "README.md"  # also where the package is installed elsewhere
 pytestmark = [
     pytest.mark.readme,
     pytest.mark.skipif(not README.is_file(), reason="there is no README.md: not a checkout"),
