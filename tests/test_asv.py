@@ -343,7 +343,7 @@ def test_a_machine_is_recorded_without_its_paths():
         assert "track_error" in text
 
 
-@pytest.mark.parametrize("path", sorted((BENCH / "recorded").rglob("*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", sorted((BENCH / "recorded").rglob("*.json")), ids=lambda path: f"{path.parts[-2:]}")
 def test_nothing_recorded_is_a_path(path):
     assert not re.search(r'"/\w', path.read_text(encoding="utf-8"))
 
