@@ -1,21 +1,14 @@
-"""Any two schemes in one call, with a mask of every pair: each array gets its own gradient."""
-
-from functools import cache
+"""Any two schemes in one call, with grouped heads and a mask of every pair: each array gets its own gradient."""
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import testing
 from tests.every import ATTENTION
+from tests.strategies import Case, Position
 
 # A few sums of some hundred products of numbers of about 1, in float64.
 ROOM = 1e-12
-
-
-@cache
-def example(name, variant):
-    return testing.example(name, variant=variant, size="tiny")
 
 
 def gradients(found):
@@ -27,20 +20,22 @@ def gradients(found):
 @pytest.mark.parametrize("backend", ["numba", "terms"])
 @pytest.mark.parametrize(("name", "variant"), ATTENTION)
 def test_gradients_beside_any_other_scheme(name, variant, backend):
-    """Kernels that share sums, or buffers, between the parts of a call must not mix them up."""
-    e, rng = example(name, variant), np.random.default_rng(3)
-    q, k, v = (x.astype(np.float64) for x in (e.q, e.k, e.v))
-    rows = e.expected.shape[:-1]
-    call = {**e.kwargs, "mask": rng.standard_normal((*rows, k.shape[-2])), "mask_gradient": True}
-    call |= {"grad_out": rng.standard_normal(e.expected.shape), "grad_lse": rng.standard_normal(rows)}
+    """What shares sums, buffers or a way to cut the call into parts must not mix up the parts of one."""
+    rng = np.random.default_rng(3)
     for other in ATTENTION:
-        call["position"] = (e.position, example(*other).position)
         try:
-            expected = gradients(rp.attention_vjp(q, k, v, **call, backend="numpy"))
+            case = Case(
+                5, ((2,), (1,), (2,)), (2,), 1, 2, 12, 12, 12, 5, positions=(Position(name, variant), Position(*other))
+            )
+            operands, call = case.operands(np.float64), case.options(np.float64)
+            rows = rp.attention(*operands, **call, backend="numpy").shape[:-1]
         except rp.RelposError:
-            # The two have no size in common, or both state the queries.
+            # The two have no lengths in common, or both state the queries.
             continue
-        found = gradients(rp.attention_vjp(q, k, v, **call, backend=backend))
+        call |= {"mask": rng.standard_normal((*rows, case.k_len)), "mask_gradient": True}
+        call |= {"grad_out": rng.standard_normal((*rows, case.v_dim)), "grad_lse": rng.standard_normal(rows)}
+        expected = gradients(rp.attention_vjp(*operands, **call, backend="numpy"))
+        found = gradients(rp.attention_vjp(*operands, **call, backend=backend))
         assert found.keys() == expected.keys()
         for part, x in expected.items():
             room = ROOM * (1 + np.abs(x).max(initial=0))

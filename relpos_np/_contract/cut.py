@@ -44,6 +44,11 @@ class Cut:
                 return own()
         return self.batch_items(_along(_along(x, -2, rows), -3, heads), 3)
 
+    def of_key(self, x: Array) -> Array:
+        """A vector per key, of the heads of keys, or of those of queries where a scheme makes them for each."""
+        own = x.shape[-3] == self.site.heads
+        return self.operand(x, self.part.heads if own else self.part.kv_heads, self.part.keys)
+
     def batch_items(self, x: Array, inner: int) -> Array:
         """What is held per batch item."""
         return of_batch(x, inner, self.part.batch) if x.ndim > inner else x
@@ -57,13 +62,13 @@ class Cut:
         """The record of the part."""
         part, heads = self.part, self.part.heads
         at = (self.site.q_len, part.queries, part.keys, part.batch)
-        of_query, of_key = (heads, part.queries), (part.kv_heads, part.keys)
+        of_query = (heads, part.queries)
         tables, values = terms.tables, terms.values
         queries = [(self.operand(t.query, *of_query), t.weights, t.index) for t in terms.queries]
-        keys = [(self.operand(t.key, *of_key), t.weights, t.index) for t in terms.keys]
+        keys = [(self.of_key(t.key), t.weights, t.index) for t in terms.keys]
         return Terms(
             query=None if terms.query is None else self.operand(terms.query, *of_query),
-            key=None if terms.key is None else self.operand(terms.key, *of_key),
+            key=None if terms.key is None else self.of_key(terms.key),
             tables=tuple(TableTerm(_of_heads(t.table, heads), cut_map(t.index, *at)) for t in tables),
             queries=tuple(QueryTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in queries),
             keys=tuple(KeyTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in keys),

@@ -280,7 +280,7 @@ def interpreted(**options):
         if machine.threads is not None:
             for module in (division, launch, MODULES["product"], MODULES["shift"]):
                 for name in ("SERIAL_FLOPS", "SERIAL_DECODE_FLOPS", "SERIAL_BYTES"):
-                    patch.setattr(module, name, 0, raising=False)
+                    patch.setattr(module, name, 1e-9, raising=False)
             for module in (launch, MODULES["shift"]):
                 patch.setattr(module, "available_threads", lambda: machine.threads)
         yield machine
