@@ -20,7 +20,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 EMULATOR, SUITE, PYTHON = "qemu-aarch64-static", "bookworm", "3.11"
-PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "ml_dtypes", "pytest", "pytest-xdist", "hypothesis", "mpmath")
+PACKAGES = (
+    "numpy",
+    "scipy",
+    "numba",
+    "llvmlite",
+    "ml_dtypes",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "mpmath",
+    "threadpoolctl",
+)
 # The interpreter and its libraries, among what Debian calls a minimal system.
 NEEDED = ("python3", "lib", "zlib")
 # What Linux says on a Graviton 3; QEMU 7 shows the file of the machine it runs on.
