@@ -147,7 +147,7 @@ def test_layers_are_those_of_the_model(model, record_property):
         found = merged(call, bound(call.q, call.k, call.v, mask=call.mask, backend="numpy", **inputs, **needed))
         size = max(np.abs(call.v).max(), np.abs(call.out).max())
         error = np.abs(found - call.out).max() / size
-        record_property("error", error)
+        record_property("error", float(error))
         position = bound.position(call.q, call.k, **inputs) or None
         scale = None if np.isnan(layer.scale) else layer.scale
         scores = rp.logits(call.q, call.k, position=position, scale=scale)

@@ -125,7 +125,7 @@ def test_layers_are_those_of_the_model(case, record_property):
         found = bound(q, k, v, backend="numpy", **inputs)
         size = np.abs(v).max()
         error = np.abs(found - out).max() / size
-        record_property("error", error)
+        record_property("error", float(error))
         scores = rp.logits(q, k, position=bound.position(q, k, **inputs) or None)
         # Angles of float32, at positions and frequencies of float32.
         assert error < 8 * np.finfo(np.float32).eps * (1 + np.abs(scores).max()), (part, number, error)
