@@ -43,7 +43,7 @@ def run(arguments, given):
     letters = [letter for letter in arguments.shapes.split(",") if letter]
     jobs = {"attention": letters}
     if arguments.backward:
-        jobs["backward"] = [n for n in letters if n.upper() in ("A", "B")]
+        jobs["backward"] = [n for n in letters if n[0] in "ABa"]
     if arguments.rel_shift:
         jobs["rel_shift"] = ["conformer"]
     record = rounds.run(
@@ -71,7 +71,7 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.15, help="of one turn")
     parser.add_argument("--threads", type=int, default=usable() or 1)
-    parser.add_argument("--backward", action="store_true", help="also gradients, at A and B")
+    parser.add_argument("--backward", action="store_true", help="also gradients, at A and B, and in bfloat16")
     parser.add_argument("--rel-shift", action="store_true", help="also rel_shift alone")
     parser.add_argument(
         "--python",

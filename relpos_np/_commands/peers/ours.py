@@ -12,7 +12,7 @@ import numpy as np
 
 import relpos_np as rp
 from relpos_np._commands.peers import Prepared, UnavailableError
-from relpos_np._commands.peers.shapes import as_mapping, lacking
+from relpos_np._commands.peers.shapes import as_mapping, lacking, wide
 
 
 def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) -> Prepared:
@@ -24,8 +24,8 @@ def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) ->
         *lead, rows, columns = subject.shape
         kept = np.full((*lead, rows, columns - rows + 1), np.nan, subject.dtype)
         return Prepared(lambda: rp.rel_shift(subject, variant="conformer", out=kept))
-    if task == "backward":
-        return Prepared(subject.attention_vjp, as_mapping)
     if reason := lacking(subject.shape):
         raise UnavailableError(reason)
+    if task == "backward":
+        return Prepared(subject.attention_vjp, lambda found: {name: wide(x) for name, x in as_mapping(found).items()})
     return Prepared(subject.into_kept)

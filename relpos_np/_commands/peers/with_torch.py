@@ -182,7 +182,7 @@ def autograd(case: Case) -> Prepared:
     leaves = {"q": operands.q, "k": operands.k, "v": operands.v, **operands.arrays}
     for x in leaves.values():
         x.requires_grad_()
-    gradient = torch.from_numpy(case.grad_out)
+    gradient = tensor(case.grad_out)
 
     def call() -> Any:
         with sdpa_kernel(SDPBackend.MATH):
@@ -190,7 +190,7 @@ def autograd(case: Case) -> Prepared:
             return torch.autograd.grad(out, list(leaves.values()), gradient)
 
     names = [name if name in ("q", "k", "v") else f"position {name}" for name in leaves]
-    return Prepared(call, lambda grads: {n: g.numpy() for n, g in zip(names, grads, strict=True)})
+    return Prepared(call, lambda grads: {n: to_numpy(g) for n, g in zip(names, grads, strict=True)})
 
 
 def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) -> Prepared:
