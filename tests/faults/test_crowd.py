@@ -133,8 +133,10 @@ def test_large_work_has_all_threads(rng, monkeypatch):
     )
     monkeypatch.setattr(launch, "crowd", one)
     q = rng.standard_normal((8, 512, 64), dtype=np.float32)
-    rp.attention(q, q, q)
-    assert used == [min(launch.available_threads(), 8 * 6)]
+    # What is compiled or loaded by a call is no small work, whatever its size.
+    for _ in range(2):
+        rp.attention(q, q, q)
+    assert used == 2 * [min(launch.available_threads(), 8 * 6)]
 
 
 BUSY = """
