@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import inspect
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -147,12 +148,19 @@ def test_row_37_masks_dropout_and_other_dtypes_are_counted(backend, name, dtype,
 def test_row_37_workspaces_of_gradients_that_are_cut(heads, q_len, k_len, asked, monkeypatch):
     """Each piece of work that is under way has one, where its sums wait between calls of the kernel."""
     launch = pytest.importorskip("relpos_np.kernels._numba.launch")
+    backjob = importlib.import_module("relpos_np.kernels._numba.backjob")
     monkeypatch.setattr(launch, "CALL_FLOPS", 1e6)
     # Those of other calls in this thread would not be counted.
     monkeypatch.setattr(launch, "KEEP_BYTES", 0)
+    lent, counted, aligned, require = [], [], backjob.aligned, memory.require
+    monkeypatch.setattr(backjob, "aligned", lambda *a: (lent.append(aligned(*a)), lent[-1])[1])
+    monkeypatch.setattr(memory, "require", lambda name, parts: (counted.append(parts), require(name, parts)))
     q, k, v, grad_out = (np.zeros((heads, n, 32), np.float32) for n in (q_len, k_len, k_len, q_len))
     options = {"position": rp.T5(np.zeros((32, heads), np.float32)), "grad_out": grad_out}
     judge(lambda backend: rp.attention_vjp(q, k, v, **options, backend=backend), "numba", asked)
+    # The sum has room to spare in its other parts.
+    of_workspaces = max(parts.get("workspaces of threads on the way back", 0) for parts in counted)
+    assert 0 < max(x.nbytes for x in lent) <= of_workspaces
 
 
 @pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "wenet"])
