@@ -265,7 +265,9 @@ def attention(
             found_of_parts: Array = call.attention(attention, return_lse, call.checked_out(out), return_bound)
             return found_of_parts
     returned = {"return_lse": return_lse, "return_bound": bool(return_bound)}
-    admit = memory_bounds.admission("attention", position, chosen, out=out is not None, **returned)
+    # With sinks, and where the caller's array is not in C order, kernels fill another one.
+    filled = isinstance(out, np.ndarray) and out.flags.c_contiguous and given["sinks"] is None
+    admit = memory_bounds.admission("attention", position, chosen, out=filled, **returned)
     with _ATTENTION, np.errstate(all="ignore"):
         problem, dtype, flat = check.call(q, k, v, given, admit)
         name = _backend.current(chosen)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np._runtime import memory
+from relpos_np._runtime import memory, results
 from relpos_np.testing._sizes import lengths
 from relpos_np.testing.example import build
 from tests.every import ATTENTION
@@ -232,6 +232,19 @@ def test_row_37_the_result_is_not_counted_where_it_is_given(asked):
         asked.clear()
         rp.attention(q, q, q, out=out)
     assert without - max(asked) == out.nbytes
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": np.zeros(2)}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "columns", "every other"])
+@pytest.mark.parametrize("backend", HOST)
+def test_row_37_results_that_do_not_go_straight_to_out_are_counted(backend, layout, options, asked, monkeypatch):
+    """Of many rows, so that the result is larger than all else; in memory that is traced, which the pool's is not."""
+    monkeypatch.setattr(results, "_chosen", 0)
+    q, k, v = np.zeros((2, 10_000, 4)), np.zeros((2, 2, 4)), np.zeros((2, 2, 50))
+    shapes = {"rows": (2, 10_000, 50), "columns": (2, 50, 10_000), "every other": (2, 20_000, 50)}
+    out = np.empty(shapes[layout])
+    out = {"rows": out, "columns": out.swapaxes(1, 2), "every other": out[:, ::2]}[layout]
+    judge(lambda name: rp.attention(q, k, v, out=out, backend=name, **options), backend, asked)
 
 
 def test_row_37_kernels_need_no_matrix_of_scores():
