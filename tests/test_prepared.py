@@ -70,11 +70,31 @@ def test_the_quick_way_is_taken(shape, position, rng, runs):
                 found if isinstance(found, tuple) else [found], expected if isinstance(found, tuple) else [expected]
             )
     runs.clear()
-    with rp.memory_limit(1 << 30), rp.threads(1):
+    with rp.memory_limit(1 << 30):
         ready(one, k, v)
     with rp.threads(1):
         ready(one, k, v)
     assert not runs
+
+
+@given(cases(small=False), st.sampled_from(rp.backend.HOST_BACKENDS), st.booleans())
+def test_a_limit_of_memory_holds(case, backend, given_out):
+    """What was prepared without a limit is refused as the call itself is, and writes nothing."""
+    operands, options = case.operands(np.float32), case.options(np.float32)
+    for name in ("sinks", "query_scale", "key_lengths"):
+        options.pop(name, None)
+    ready = rp.prepare(*operands, **options, backend=backend)
+    out = np.full_like(ready(*operands), 7) if given_out else None
+    refusals = []
+    for call in (
+        lambda: ready(*operands, out=out),
+        lambda: rp.attention(*operands, out=out, **options, backend=backend),
+    ):
+        with rp.memory_limit(64), pytest.raises(rp.RelposMemoryError) as refusal:
+            call()
+        refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]
+    assert out is None or (out == 7).all()
 
 
 def test_operands_that_must_be_copied(rng):
