@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba import backjob
+from relpos_np.kernels._numba import backjob, launch
 from relpos_np.kernels._numba.backjob import BLOCK_QUERIES
 from relpos_np.kernels._numba.target import BLOCK_KEYS
+from tests.strategies import KINDS, Case
 
 Q_LENGTHS = (7, BLOCK_QUERIES + 1, 2 * BLOCK_QUERIES + 1)
 K_LENGTHS = (BLOCK_KEYS - 1, BLOCK_KEYS + 1, 2 * BLOCK_KEYS + 1)
@@ -29,3 +30,31 @@ def test_every_pair_has_its_share(parts, monkeypatch, rng):
                 # Sums of at most 2 * BLOCK_KEYS products of numbers of about 1.
                 a, b = getattr(found, name), getattr(expected, name)
                 np.testing.assert_allclose(a, b, rtol=0, atol=1e-12, err_msg=f"{name} {q_len} {k_len} {band} {offset}")
+
+
+def every_gradient(grads):
+    schemes = grads.position if isinstance(grads.position, tuple) else (grads.position,)
+    return [grads.q, grads.k, grads.v, *(x for arrays in schemes for x in (arrays or {}).values())]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", ["plain", "t5", "shaw", "rotary", "transformer_xl conformer", "transformer_xl xlnet"])
+def test_all_that_is_summed_waits_where_pieces_are_cut(name, parts, monkeypatch, rng):
+    """Cut by up to as many tiles of keys as there are, sums of every kind go on: the bits are those of one call."""
+    monkeypatch.setattr(backjob, "part_count", lambda heads, threads: parts)
+    runs, run_cuts = [], backjob.BackwardJob._run_cuts
+    monkeypatch.setattr(backjob.BackwardJob, "_run_cuts", lambda job, *rest: runs.append(1) or run_cuts(job, *rest))
+    for q_len, k_len in product((7, BLOCK_QUERIES + 1), (BLOCK_KEYS - 1, BLOCK_KEYS + 1, 3 * BLOCK_KEYS + 1)):
+        case = Case(3, ((), (), ()), (), 1, 2, q_len, k_len, 5, 3, positions=(KINDS[name],), causal=True)
+        (q, k, v), options = case.operands(np.float64), case.options(np.float64)
+        call = {"grad_out": rng.standard_normal((2, q_len, 3)), **options, "backend": "numba"}
+        whole = every_gradient(rp.attention_vjp(q, k, v, **call))
+        assert not runs
+        for flops in (1e6, 1e3):  # two cuts, and one for each tile
+            with monkeypatch.context() as patch:
+                patch.setattr(launch, "CALL_FLOPS", flops)
+                cut = every_gradient(rp.attention_vjp(q, k, v, **call))
+            for a, b in zip(cut, whole, strict=True):
+                np.testing.assert_array_equal(a, b, err_msg=f"{q_len} {k_len} {flops}")
+        assert runs
+        runs.clear()

@@ -96,6 +96,7 @@ CASES = {
     "causal": {"positions": (T5_CAUSAL,), "causal": True},
     "band": {"positions": (KINDS["t5"],), "window": (300, 5)},
     "values": {"positions": (SHAW_PER_HEAD,), "causal": True},
+    "values for all keys": {"positions": (KINDS["shaw"],), "amplitude": 5.0},
 }
 
 

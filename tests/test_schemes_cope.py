@@ -68,6 +68,8 @@ CALLS = [
     (2, 1, 70, 65, 3, 7, {"causal": True, "rule": rp.Chunked(20, left=1)}),
     (1, 1, 66, 64, 3, 7, {"rule": rp.Prefix(np.array([5, 40]))}),
     (1, 1, 65, 67, 3, 7, {"rule": rp.Dilated(3)}),
+    (4, 2, 66, 63, 3, 7, {"dropout": 0.4}),
+    (2, 1, 121, 65, 3, 7, {"dropout": 0.2, "causal": True, "softcap": 2.0}),
 ]
 
 
@@ -94,7 +96,11 @@ def test_cope_in_parts(call, given, dtype, monkeypatch):
     grads = {"grad_out": numbers(2, heads, q_len, 5), "grad_lse": numbers(2, heads, q_len)}
 
     def found(backend):
+        if "dropout" in options:
+            options["rng"] = np.random.default_rng(9)
         out, lse = rp.attention(q, k, v, **options, return_lse=True, backend=backend)
+        if "dropout" in options:
+            options["rng"] = np.random.default_rng(9)
         grad = rp.attention_vjp(q, k, v, **options, **grads, mask_gradient="softcap" not in options, backend=backend)
         arrays = [x for own in grad.position for x in own.values()]
         return [out, lse, grad.q, grad.k, grad.v, *arrays, *(() if grad.mask is None else (grad.mask,))]
