@@ -365,6 +365,24 @@ def test_sinks_at_the_edges(backend):
     assert (found.q == 0).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"position": rp.ALiBi()}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_nobody_asks_about_have_no_share_in_sinks(backend, options, bad, rng):
+    """Their outputs may be NaN: with gradients of 0 they change nothing of that of a sink which all rows share."""
+    q, k, v, grad = rng.standard_normal((4, 2, 2, 9, 4))
+    mask = np.ones((9, 9), bool)
+    mask[4:, 3], grad[..., :4, :] = False, 0
+    for sinks in (rng.standard_normal(2), rng.standard_normal((2, 2, 9))):
+        found = []
+        for value in (0.5, bad):
+            v[..., 3, :] = value  # attended by the first four rows only
+            call = {"grad_out": grad, "sinks": sinks, "mask": mask, "backend": backend}
+            found.append(rp.attention_vjp(q, k, v, **call, **options).sinks)
+        assert np.isfinite(found[1]).all()
+        np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_that_a_rule_excludes_reaches_nothing(backend, rng):
     q, k, v = rng.standard_normal((3, 4, 40, 8)).astype(np.float32)

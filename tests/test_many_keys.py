@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.kernels._numba import backjob
 from relpos_np.kernels._numba.attend import GROUP_KEYS, attend_block
 from relpos_np.kernels._numba.backward import backward_task
 from relpos_np.kernels._numba.target import BLOCK_KEYS
@@ -107,7 +108,9 @@ def test_groups_in_checked_memory(name, monkeypatch):
     monkeypatch.setitem(backward_task.py_func.__globals__, "GROUP_BLOCKS", 1)
     case = Case(5, ((), (), ()), (), 1, 2, 30, 2 * BLOCK_KEYS + 30, 5, 3, **CASES[name])
     assert_agrees(case, np.float32)
-    many = replace(case, q_len=290, k_len=60, given=None)
+    # One piece of work for all blocks of a head's keys, each of which begins with sums of its own.
+    monkeypatch.setattr(backjob, "part_count", lambda heads, threads: 1)
+    many = replace(case, q_len=290, k_len=BLOCK_KEYS + 20, given=None)
     operands, options = many.operands(np.float64), many.options(np.float64)
     grad_out = np.ones((2, 290, 3))
     expected = rp.attention_vjp(*operands, grad_out=grad_out, **options, backend="numpy")
