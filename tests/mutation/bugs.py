@@ -246,5 +246,15 @@ BUGS = [
     Bug("rules: ranges of the first item", "kernels._numba.masks:_add_rule", "all((stride == 0 or size == 1 for size, stride in zip(lead, ranges.strides, strict=False)))", "any((stride == 0 or size == 1 for size, stride in zip(lead, ranges.strides, strict=False)))"),
     Bug("rules: axes of prefixes", "_contract.rules:Prefix.of_items", "items[len(items) - self.lengths.ndim:]", "items[:self.lengths.ndim]"),
     Bug("prepared: what out overlaps", "_calls.prepared:PreparedAttention.__call__", "(*operands, *self._options.values(), self._position)", "operands"),
+    Bug("groups: bins of value terms", "kernels._numba.attend:end_group", "move_sums(base, w.bins + i * bins, w.far_bins + i * bins, bins, fade)", "move_sums(base, w.bins + i * bins, w.far_bins + i * bins, bins, 1.0)"),
+    Bug("gradients: sums by distance begin again with each cut", "kernels._numba.backward:backward_task", "if side != 1 and e.cut == 0:\n    fill_row(base, w.dq, w.dq + (stop - first) * round_up(p.depth, lanes), 0.0)\n    fill_row(base, w.skew_dq, w.skew_dq + (stop - first) * round_up(p.skew_depth, lanes), 0.0)", "if side != 1 and e.cut == 0:\n    fill_row(base, w.dq, w.dq + (stop - first) * round_up(p.depth, lanes), 0.0)\nif side != 1:\n    fill_row(base, w.skew_dq, w.skew_dq + (stop - first) * round_up(p.skew_depth, lanes), 0.0)"),
+    Bug("cope: survivors of other queries", "kernels._numba.by_rows:_Parts._problem", "np.ascontiguousarray(problem.keep[..., queries, :])", "problem.keep[..., queries, :]"),
+    Bug("prepared: a limit of memory", "_calls.prepared:PreparedAttention.__call__", "not quick or ready is None or memory.limit() is not None or (not ready.fits())", "not quick or ready is None or (not ready.fits())"),
+    Bug("precision: a block that an error ends", "_runtime.precision:use_precision", "try:\n    yield\nfinally:\n    _scoped.reset(token)", "yield\n_scoped.reset(token)"),
+    Bug("rules: chunks after queries before the first key", "_contract.rules:Chunked.ranges", "site.k_len // self.size + 1 - min(first, 0)", "site.k_len // self.size + 1"),
+    Bug("memory: the result beside out", "api:attention", "isinstance(out, np.ndarray) and out.flags.c_contiguous and (given['sinks'] is None)", "out is not None"),
+    Bug("gradients: values of the next block of keys", "kernels._numba.backward:add_far", "fill_row(base, w.far_dv, w.far_dv + v_size, 0.0)", "None"),
+    Bug("plan: biases of keys that a float mask excludes", "kernels._numba.masks:_with_biases", "np.where(mask == -np.inf, mask, total + mask)", "total + mask"),
+    Bug("sinks: rows that nobody asks about", "_calls.sinks:before_sinks", "np.where(grad_out == 0, grad_out.dtype.type(0), out)", "out"),
 ]
 # fmt: on
