@@ -522,6 +522,8 @@ def attention_vjp(
             grad_out = np.ascontiguousarray(grad_out, problem.site.dtype)
         lowered = _lowered(name, schemes, problem) if admit is None else admit.lowered
         terms = all_terms(lowered)
+        # Gradients of schemes that do not compute with queries and keys do not need their numbers, either.
+        computing = any(scheme.computes and not scheme.turns for scheme in schemes)
         grad_sinks = grad_scale = None
         if given["sinks"] is not None:
             sinks = _sinks(given["sinks"], problem)
@@ -530,7 +532,7 @@ def attention_vjp(
             grad_out, grad_lse, grad_sinks = before_sinks(*plain, sinks, grad_out, grad_lse)
             grad_sinks = fit_option(grad_sinks, given["sinks"], per_head=True)
         if name in _backend.WITH_KERNELS:
-            stored = not any(scheme.computes for scheme in schemes)
+            stored = not computing
             grads, grad_v = _backend.backward(name, problem, terms, grad_out, grad_lse, stored=stored)
         else:
             slopes = Slopes()
@@ -541,8 +543,6 @@ def attention_vjp(
 
                 s = from_terms.scores(problem, terms, slopes)
             grads, grad_v = backward(problem, terms, s, grad_out, grad_lse, slopes)
-        # Gradients of schemes that do not compute with queries and keys do not need their numbers, either.
-        computing = any(scheme.computes and not scheme.turns for scheme in schemes)
         operands = (problem.q, problem.k) if computing else (problem.stored_q, problem.stored_k)
         grad_q, grad_k, arrays = each_lifted(operands, problem, position, schemes, lowered, grads)
         if given["query_scale"] is not None:

@@ -13,7 +13,7 @@ from relpos_np._calls import stated
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.renamed import entries
 from relpos_np._contract.terms import Terms, fit
-from relpos_np._contract.turned import Turning
+from relpos_np._contract.turned import Turned, TurnedBack, Turning
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -121,7 +121,10 @@ def each_lifted(
     rest = {slot: iter(getattr(grads, slot)) for slot in ("tables", "queries", "keys", "values", "biases")}
     arrays = []
     for scheme, terms in zip(schemes, lowered, strict=True):
-        own = Terms(*((grads.query, grads.key) if scheme.content else (None, None)))
+        of_operands: list[Any] = [grads.query, grads.key] if scheme.content else [None, None]
+        if isinstance(terms.query, Turned):
+            of_operands = [TurnedBack(x) for x in of_operands]
+        own = Terms(*of_operands)
         own.turn = None if terms.turn is None else grads.turn
         for slot, left in rest.items():
             setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))

@@ -10,6 +10,7 @@ import numpy as np
 
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, ValueTurn, cut_map, of_batch
+from relpos_np._contract.turned import Turned
 from relpos_np.types import Array
 
 
@@ -37,14 +38,17 @@ class Cut:
     part: Part
     given: tuple[tuple[Array, Callable[[], Array]], ...] = ()
 
-    def operand(self, x: Array, heads: slice, rows: slice) -> Array:
+    def operand(self, x: Any, heads: slice, rows: slice) -> Any:
         """A vector per query or key: an operand itself, or what the scheme holds."""
         for stand_in, own in self.given:
             if x is stand_in:
                 return own()
+        if isinstance(x, Turned):
+            own_parts = {name: self.operand(getattr(x, name), heads, rows) for name in ("x", "cos", "sin")}
+            return replace(x, **own_parts)
         return self.batch_items(_along(_along(x, -2, rows), -3, heads), 3)
 
-    def of_key(self, x: Array) -> Array:
+    def of_key(self, x: Any) -> Any:
         """A vector per key, of the heads of keys, or of those of queries where a scheme makes them for each."""
         own = x.shape[-3] == self.site.heads
         return self.operand(x, self.part.heads if own else self.part.kv_heads, self.part.keys)

@@ -16,12 +16,18 @@ _BLOCK = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class Turned:
-    """An operand whose pairs of channels are multiplied by complex numbers: cos and sin (..., H or 1, L, P)."""
+    """An operand whose pairs of channels are multiplied by complex numbers: cos and sin (..., H or 1, L, P).
+
+    Kernels turn its gradient back. `trained`: the gradient of these numbers is made of it, before it is rounded.
+    """
 
     x: Array
     cos: Array
     sin: Array
     layout: str
+    first: int = 0
+    blocks: int = 1
+    trained: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -29,20 +35,20 @@ class Turned:
         shape: tuple[int, ...] = self.x.shape
         return shape
 
-    def made(self) -> Array:
-        """The product, in the dtype of the factors."""
-        return turn_pairs(self.x.astype(self.cos.dtype, copy=False), self.cos, self.sin, self.layout)
-
 
 @dataclass(slots=True, eq=False)
 class Turning:
     """An operand as it is stored, for a kernel that turns what it reads."""
 
     x: Array
+    trained: bool = False
 
-    def turned(self, cos: Array, sin: Array, layout: str) -> Turned:
-        """The operand with the factors of its pairs."""
-        return Turned(self.x, cos, sin, layout)
+
+@dataclass(slots=True, eq=False)
+class TurnedBack:
+    """The gradient of a `Turned`, which a kernel has turned back."""
+
+    x: Array
 
 
 def turn_pairs(x: Array, cos: Array, sin: Array, layout: str) -> Array:
@@ -76,6 +82,8 @@ def turn_pairs(x: Array, cos: Array, sin: Array, layout: str) -> Array:
 
 def turn_channels(x: Any, cos: Array, sin: Array, layout: str, first: int = 0, blocks: int = 1) -> Any:
     """Pairs of channels, from one on, times complex numbers (..., L, P); of several blocks each is laid out alone."""
+    if isinstance(x, Turning):
+        return Turned(x.x, cos, sin, layout, first, blocks, x.trained)
     if first or blocks > 1:
         turned = np.array(x)
         size = cos.shape[-1] // blocks
@@ -84,7 +92,7 @@ def turn_channels(x: Any, cos: Array, sin: Array, layout: str, first: int = 0, b
             pairs = slice(size * block, size * (block + 1))
             turned[..., channels] = turn_pairs(turned[..., channels], cos[..., pairs], sin[..., pairs], layout)
         return turned
-    # On a device, or where a kernel does it, an operand turns itself.
+    # On a device an operand turns itself.
     return turn_pairs(x, cos, sin, layout) if isinstance(x, np.ndarray) else x.turned(cos, sin, layout)
 
 

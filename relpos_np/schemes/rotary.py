@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, ValueTurn
-from relpos_np._contract.turned import paired_channels, turn_channels
+from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, turn_channels
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
@@ -22,9 +24,23 @@ from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
+# Angles whose gradients are made at a time.
+_PART = 1 << 14
 XPOS_LAYOUTS = ("interleaved", "half")
 # Largest size e^x of an operand of xPos; its products with others of ordinary size stay in range.
 _LARGEST = {"float32": 60.0, "float64": 600.0}
+
+
+def _parts(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+    """Slices of an array of that shape which cover it, of at most so many elements each."""
+    inner = math.prod(shape[1:])
+    step = max(most // max(inner, 1), 1)
+    for start in range(0, shape[0], step):
+        own = slice(start, start + step)
+        if inner <= most:
+            yield (own, *(slice(None) for _ in shape[1:]))
+        else:
+            yield from ((own, *rest) for rest in _parts(shape[1:], most))
 
 
 def _channels(value: Any, dim: Any) -> tuple[int, int]:
@@ -108,8 +124,8 @@ class Rotary(Placed):
     half precision), in which the products are made. Angles are those of absolute positions: at position t they are
     exact to about :math:`10^{-16}\, t`.
 
-    Where the first channel turns, kernels turn queries and keys as they read them; elsewhere turned copies are made. Of
-    values and of the output turned copies are made, in the dtype of the computation, and each result is rounded once.
+    Kernels turn queries and keys as they read them, and their gradients back as they write them. Of values and of the
+    output turned copies are made, in the dtype of the computation, and each result is rounded once.
     A scheme that adds vectors to the output cannot be combined with `values`: nobody has said how these would turn.
 
     All keys are turned in every call. Who keeps a cache of turned keys turns new ones with `rotate_pairs` and needs no
@@ -156,8 +172,6 @@ class Rotary(Placed):
             self._first, dim = self.channels[0], self.channels[1] - self.channels[0]
         self.dim = dim if dim is None else 2 * len(rotary_frequencies(dim, base=base))
         self.blocks = check.integer("blocks", blocks, 1)
-        # Kernels turn what they read from the first channel on, laid out as one.
-        self.turns = self._first == 0 and self.blocks == 1
         if frequencies is not None:
             self.frequencies = check.table("frequencies", frequencies, "pairs | axes pairs | axes kv_heads pairs")
             if not np.isfinite(self.frequencies).all():
@@ -246,11 +260,11 @@ class Rotary(Placed):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with tables of cosines and sines, on the keys before their heads are repeated."""
-        turns = self._tables(site)
-        terms = Terms(*(self._turned(x, *turn) for x, turn in zip((q, k), turns, strict=True)))
+        turns, trained = self._tables(site), self.frequencies is not None
+        operands: list[Any] = [replace(x, trained=trained) if isinstance(x, Turning) else x for x in (q, k)]
+        terms = Terms(*(self._turned(x, *turn) for x, turn in zip(operands, turns, strict=True)))
         if self.values and not site.scores_only:
             of_query, of_key = turns
-            trained = self.frequencies is not None
             terms.turn = ValueTurn(of_key, of_query, self.layout, self._first, self.blocks, trained)
         return terms
 
@@ -266,45 +280,56 @@ class Rotary(Placed):
         return (cut, *part.alone(site))
 
     def held(self, site: Site) -> Held:
-        """Turned vectors, what they are made of, and a matrix of float64 for every position and pair."""
+        """Turned vectors, what they are made of, and a matrix of float64 for every position and pair; tables."""
         per_item = 4 * math.prod(site.batch) * site.heads * site.dtype.itemsize
         channels = max(site.head_dim, site.v_dim) if self.values else site.head_dim
-        return Held((site.q_len + site.k_len) * channels * (32 + per_item))
+        of_heads = self.frequencies is not None and self.frequencies.ndim == 3
+        sets = (1 if self.positions is None else math.prod(site.batch)) * (site.heads if of_heads else 1)
+        # Angles, cosines and sines of keys and of queries in float64; both, side by side, in the dtype of the call.
+        tables = sets * (site.q_len + site.k_len) * (site.head_dim // 2) * (48 + 6 * site.dtype.itemsize)
+        # What the gradient of some angles is made of.
+        angles = math.prod(site.batch) * site.heads * max(site.q_len, site.k_len) * (site.head_dim // 2)
+        part = 12 * 8 * min(_PART + site.heads * site.head_dim, angles) if self.frequencies is not None else 0
+        return Held((site.q_len + site.k_len) * channels * (32 + per_item), tables, tables + part)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""
-        to_query, to_key = grad.query, grad.key
-        assert to_query is not None
-        assert to_key is not None
-        turns = self._tables(site)
-        (cos_q, sin_q), (cos_k, sin_k) = turns
-        lifted = SchemeGradient(self._turned(to_query, cos_q, -sin_q), self._turned(to_key, cos_k, -sin_k))
+        to_query: Any = grad.query
+        to_key: Any = grad.key
+        if isinstance(to_query, TurnedBack):
+            lifted = SchemeGradient(to_query.x, to_key.x)
+        else:
+            (cos_q, sin_q), (cos_k, sin_k) = self._tables(site)
+            lifted = SchemeGradient(self._turned(to_query, cos_q, -sin_q), self._turned(to_key, cos_k, -sin_k))
         if self.frequencies is not None:
             total = np.zeros(())
-            operands: tuple[Any, Any] = (q, k)
-            for x, to, turn, at in zip(operands, (to_query, to_key), turns, self._at(site), strict=True):
-                # Where nothing but this needs their numbers, operands are of half precision.
-                own: Any = x
-                if isinstance(own, np.ndarray):
-                    own = own.astype(site.dtype, copy=False)
-                turned = np.asarray(self._turned(own, *turn))
-                total = total + self._spun(turned, np.asarray(to), at, site)
+            for x, to, at in zip((q, k), (lifted.q, lifted.k), self._at(site), strict=True):
+                total = total + self._spun(np.asarray(x), np.asarray(to), at, site)
             if grad.turn is not None:
-                for (cos, sin), to, at in zip(turns, (grad.turn.query, grad.turn.key), self._at(site), strict=True):
-                    total = total + self._summed(to[1] * cos - to[0] * sin, at, site)
+                parts = zip(self._tables(site), (grad.turn.query, grad.turn.key), self._at(site), strict=True)
+                for (cos, sin), (real, imaginary), at in parts:
+                    total = total + self._summed(imaginary * cos - real * sin, at, site)
             lifted.arrays["frequencies"] = total.reshape(self.frequencies.shape)
         return lifted
 
-    def _spun(self, turned: Array, grad: Array, at: Array, site: Site) -> Array:
-        """Gradient of the frequencies through one operand, (A, H_kv or 1, P)."""
-        pairs = np.asarray(self.frequencies).shape[-1]
+    def _spun(self, x: Array, grad: Array, at: Array, site: Site) -> Array:
+        """Gradient of the frequencies through one operand, (A, H_kv or 1, P), from that of the operand.
+
+        Angles have the same gradient before the turn, as its numbers commute. A few queries or keys are done at a time.
+        """
+        pairs, batch = np.asarray(self.frequencies).shape[-1], x.shape[:-3]
         first, second = paired_channels(pairs, self.layout, self._first, self.blocks)
+        total, at = np.zeros(()), np.broadcast_to(at, (*batch, *at.shape[-2:]))
 
         def product(g: Array, y: Array) -> Array:
             return np.where(g == 0, 0.0, g.astype(np.float64) * y)  # an excluded key may hold anything
 
-        angle = product(grad[..., second], turned[..., first]) - product(grad[..., first], turned[..., second])
-        return self._summed(angle, at, site)
+        for *items, rows in _parts((*batch, x.shape[-2]), max(_PART // (x.shape[-3] * pairs), 1)):
+            part = (*items, slice(None), rows)
+            g, y = grad[part], x[part]
+            angle = product(g[..., second], y[..., first]) - product(g[..., first], y[..., second])
+            total = total + self._summed(angle, at[part], site)
+        return total
 
     def _summed(self, angle: Array, at: Array, site: Site) -> Array:
         """Gradient of the frequencies, (A, H_kv or 1, P), from that of angles (..., H or 1, L, P)."""

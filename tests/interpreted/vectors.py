@@ -213,14 +213,19 @@ class Vectors:
         made[:, :depth] = source
         target[...] = made.view(np.float32)
 
-    def turn_rows(self, out, width, x, stride, turns, rows, depth, pairs, neighbours):
-        source = widened(self.m.grid(x, 0, rows, stride, depth))
+    def turn_rows(self, out, width, x, stride, turns, rows, depth, pairs, first, blocks, neighbours, sign):
+        source = widened(self.m.grid(x, 0, rows, stride, depth)).copy()
         cos, sin = np.split(self.m.grid(turns, 0, rows, 2 * pairs, 2 * pairs), 2, axis=1)
-        turning = np.arange(2 * pairs).reshape(-1, 2).T if neighbours else np.arange(2 * pairs).reshape(2, -1)
-        first, second = (source[:, channels] for channels in turning)
-        target = self.m.grid(out, 0, rows, width, max(width, depth), write=True)
+        sin = sin * source.dtype.type(sign)
+        channels = first + np.arange(2 * pairs)
+        # Neighbours, or halves of each block.
+        one, other = (
+            channels.reshape(-1, 2).T if neighbours else channels.reshape(blocks, 2, -1).swapaxes(0, 1).reshape(2, -1)
+        )
         made = source.copy()
-        made[:, turning[0]], made[:, turning[1]] = first * cos - second * sin, first * sin + second * cos
+        made[:, one] = source[:, one] * cos - source[:, other] * sin
+        made[:, other] = source[:, one] * sin + source[:, other] * cos
+        target = self.m.grid(out, 0, rows, width, max(width, depth), write=True)
         target[:, :depth] = made
         target[:, depth:] = 0
 

@@ -29,7 +29,15 @@ from relpos_np.kernels._numba.backpairs import (
     pair_panels,
 )
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.pack import load_block, load_queries, load_rows, load_turned, pack_panels, store_row
+from relpos_np.kernels._numba.pack import (
+    load_block,
+    load_queries,
+    load_rows,
+    load_turned,
+    pack_panels,
+    store_operand,
+    store_row,
+)
 from relpos_np.kernels._numba.pieces import (
     LOG2,
     LOG2E,
@@ -449,17 +457,21 @@ def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int,
         # The queries of the products hold the scale, in units of log 2, unless they were paired.
         of_key = e.dk + row * p.depth * size_of(base, e.dk_kind)
         of_value = e.dv + row * p.v_depth * size_of(base, e.dv_kind)
-        store_row(at(base, w.dk + j * q_width), of_key, e.dk_kind, p.depth, p.scale * LOG2 if pairs else LOG2)
+        turns = head.k_turn + (j0 + j) * 2 * p.turn_pairs * size_of(base, OWN)
+        factor = p.scale * LOG2 if pairs else LOG2
+        store_operand(p, at(base, w.dk + j * q_width), q_width, turns, of_key, e.dk_kind, factor)
         store_row(at(base, w.dv + j * v_width), of_value, e.dv_kind, p.v_depth, 1.0)
 
 
 @inlined
-def write_queries(p: Any, e: Any, base: Any, w: Any, task: Any) -> None:
+def write_queries(p: Any, e: Any, base: Any, w: Any, head: Any, task: Any) -> None:
     """Write the gradients of a task's queries."""
     q_width, s_width = round_up(p.depth, lanes_of(base)), round_up(p.skew_depth, lanes_of(base))
     for i in range(task.first, task.stop):
         row, own = (task.b * p.heads + task.h) * p.q_len + i, at(base, w.dq + (i - task.first) * q_width)
-        store_row(own, e.dq + row * p.depth * size_of(base, e.dq_kind), e.dq_kind, p.depth, p.scale * LOG2)
+        turns, of_query = head.q_turn + i * 2 * p.turn_pairs * size_of(base, OWN), row * p.depth
+        of_query = e.dq + of_query * size_of(base, e.dq_kind)
+        store_operand(p, own, q_width, turns, of_query, e.dq_kind, p.scale * LOG2)
         if p.skew_depth:
             own = at(base, w.skew_dq + (i - task.first) * s_width)
             scale_row(at(pointer_like(base, e.skew_dq), row * p.skew_depth), own, p.skew_depth, 1.0)
@@ -523,7 +535,7 @@ def backward_task(
         if side != 0:
             write_keys(p, e, base, w, head, j0, cols, pairs)
     if side != 1 and e.cut == e.cuts - 1:
-        write_queries(p, e, base, w, task)
+        write_queries(p, e, base, w, head, task)
 
 
 @inlined

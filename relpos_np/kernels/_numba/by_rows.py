@@ -17,7 +17,6 @@ from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.cut import Cut
 from relpos_np._contract.problem import Part, Problem
 from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
-from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba import job
 from relpos_np.kernels._numba.counted import BLOCK_ROWS, Counting
 from relpos_np.kernels._numba.plan import readable
@@ -57,8 +56,6 @@ class _Parts:
         if not readable(problem):
             # Converted once, and not for each part.
             _ = problem.k, problem.v
-        if isinstance(terms.query, Turned):
-            terms = replace(terms, query=terms.query.made(), key=terms.key.made())
         self.problem, self.terms, self.whole = problem, terms, Part.of(problem.site)
         self.makers = [Counting(bias) if isinstance(bias, CountedBias) else None for bias in terms.biases]
         self.arrays = tuple(bias for bias in terms.biases if not isinstance(bias, CountedBias))

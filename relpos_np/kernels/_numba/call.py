@@ -87,6 +87,8 @@ class Call:
         """Set the fields of queries and keys that turn as they are read."""
         f, batch = self.fields, self.site.batch
         f["turn"], f["turn_pairs"] = 1 + (q.layout != "half"), q.cos.shape[-1]
+        # Neighbours are the same pairs in any number of blocks.
+        f["turn_first"], f["turn_blocks"] = q.first, q.blocks if q.layout == "half" else 1
         for letter, one in (("q", q), ("k", k)):
             turns = np.concatenate([one.cos, one.sin], axis=-1)
             heads, length, width = turns.shape[-3:]

@@ -15,8 +15,8 @@ from numba import carray
 
 from relpos_np.kernels._numba.attend import Layout, bypass_values, write_lse
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
-from relpos_np.kernels._numba.pack import load_block, store_row
-from relpos_np.kernels._numba.pieces import MINUS_INFINITY, Head, Tile, head_of, round_up, size_of
+from relpos_np.kernels._numba.pack import load_block, load_turned, store_row
+from relpos_np.kernels._numba.pieces import MINUS_INFINITY, OWN, Head, Tile, head_of, round_up, size_of
 from relpos_np.kernels._numba.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
 from relpos_np.kernels._numba.rows import (
     advance,
@@ -54,10 +54,11 @@ MOST_ROWS = 8
 
 
 @helper
-def decode_layout(depth: int, v_depth: int, lanes: int) -> Layout:
-    """A thread's workspace; buffers that are not needed are empty."""
+def decode_layout(depth: int, v_depth: int, turning: int, lanes: int) -> Layout:
+    """A thread's workspace; buffers that are not needed are empty. `turning`: not 0 if keys turn as they are read."""
     width = (v_depth + lanes - 1) // lanes * lanes
-    scores = (MOST_ROWS * depth + 63) // 64 * 64
+    keys = (MOST_ROWS * depth + 63) // 64 * 64
+    scores = keys + (BLOCK_KEYS * depth if turning else 0)
     values = scores + MOST_ROWS * BLOCK_KEYS
     out = values + BLOCK_KEYS * width
     total = out + MOST_ROWS * width
@@ -66,7 +67,7 @@ def decode_layout(depth: int, v_depth: int, lanes: int) -> Layout:
     best = tops + MOST_ROWS * lanes
     top = best + 64
     fade = top + 64
-    return Layout(0, 0, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, fade + 64)
+    return Layout(0, keys, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, fade + 64)
 
 
 @helper
@@ -98,7 +99,13 @@ def decode_tile(p: Any, adds: Any, base: Any, ks: Any, vs: Any, w: Any, head: An
     cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
     rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
     out, fade, values = at(base, w.out), at(base, w.fade), at(pointer_like(vs, head.v), tile.j0 * p.v_row)
-    score_rows(base, w, at(pointer_like(ks, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
+    if p.turn:
+        keys, own = at(base, w.keys), head.k + tile.j0 * p.k_row * size_of(base, p.k_kind)
+        turns = head.k_turn + tile.j0 * 2 * p.turn_pairs * size_of(base, OWN)
+        load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, cols, p.depth)
+        score_rows(base, w, keys, p.depth, cols, p.depth, rows)
+    else:
+        score_rows(base, w, at(pointer_like(ks, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
         one = Head(
@@ -168,12 +175,15 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs:
     group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
     kv_heads, rows = p.heads // group, group * q_len
     b, h, part = t // (kv_heads * e.parts), t // e.parts % kv_heads * group, t % e.parts
-    w, head = decode_layout(p.depth, p.v_depth, lanes), head_of(p, batches, base, b, h)
+    w, head = decode_layout(p.depth, p.v_depth, p.turn, lanes), head_of(p, batches, base, b, h)
     for g in range(group):
-        for i in range(q_len):
-            row, own = at(base, w.queries + (g * q_len + i) * p.depth), g * p.q_head + i * p.q_row
-            load_block(row, p.depth, head.q + own * size_of(base, p.q_kind), p.q_kind, p.q_row, 1, p.depth)
-            scale_row(row, row, p.depth, p.scale)
+        rows_at, own = at(base, w.queries + g * q_len * p.depth), head.q + g * p.q_head * size_of(base, p.q_kind)
+        if p.turn:
+            turns = head.q_turn + g * p.q_turn_head * size_of(base, OWN)
+            load_turned(p, rows_at, p.depth, own, p.q_kind, p.q_row, turns, q_len, p.depth)
+        else:
+            load_block(rows_at, p.depth, own, p.q_kind, p.q_row, q_len, p.depth)
+        scale_row(rows_at, rows_at, q_len * p.depth, p.scale)
     fill_row(base, w.out, w.out + rows * round_up(p.v_depth, lanes), 0.0)
     fill_row(base, w.total, w.total + rows * lanes, 0.0)
     fill_row(base, w.best, w.best + 64, MINUS_INFINITY)

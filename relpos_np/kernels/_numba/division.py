@@ -80,5 +80,5 @@ def into_parts(call: Call) -> Division:
     size = flops / SERIAL_DECODE_FLOPS
     threads = 1 if size < 1.0 else min(call.threads, pieces)
     chunk = int(threads * CALL_DECODE_SHARE * call_flops(item) * pieces / flops)
-    workspace = decode_layout.py_func(f["depth"], site.v_dim, TARGET.lanes(item)).end * item
+    workspace = decode_layout.py_func(f["depth"], site.v_dim, f["turn"], TARGET.lanes(item)).end * item
     return Division(pieces, chunk, threads, workspace, size, parts=parts)

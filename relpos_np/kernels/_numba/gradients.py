@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm, by_row, fit
+from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.call import Call
 from relpos_np.kernels._numba.gather import map_record, products
 from relpos_np.kernels._numba.pieces import LOG2E
@@ -35,8 +36,10 @@ class Sums:
         problem, terms = call.problem, call.terms
         # What schemes and other heads add to is rounded by whoever has the sum.
         alone = stored and not (terms.queries or terms.keys)
-        self.dq = self._of(problem.stored_q, site.q_len, depth, stored=alone and terms.query is None)
-        self.dk = self._of(problem.stored_k, site.k_len, depth, stored=alone and terms.key is None)
+        if terms.query is not None:
+            alone = alone and isinstance(terms.query, Turned) and not terms.query.trained
+        self.dq = self._of(problem.stored_q, site.q_len, depth, stored=alone)
+        self.dk = self._of(problem.stored_k, site.k_len, depth, stored=alone)
         self.dv = self._of(problem.stored_v, site.k_len, site.v_dim, stored=stored)
         self.diag = self.dense = self.skew_dq = self.skew_dw = np.empty(0, dtype)
         if [term for term in call.terms.tables if isinstance(term.index, Toeplitz)]:

@@ -7,6 +7,7 @@ import math
 from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
+from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.attend import layout
 from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, MOST_CUT, part_count
 from relpos_np.kernels._numba.backward import back_layout
@@ -42,8 +43,9 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
         return {}  # no kernel runs
     rows = min(part_rows(problem, terms, backward=backward), site.q_len) if needed(terms) else site.q_len
     pairs = lines * rows * site.k_len
-    query = problem.stored_q if terms.query is None else terms.query
-    key = problem.stored_k if terms.key is None else terms.key
+    query, key = ((x.x if isinstance(x, Turned) else x) for x in (terms.query, terms.key))
+    query = problem.stored_q if query is None else query
+    key = problem.stored_k if key is None else key
     depth, width = query.shape[-1], -(-site.v_dim // lanes) * lanes
     skew = sum(term.weights.shape[-1] for term in terms.queries if is_skewed(term))
     bins = sum(term.weights.shape[-2] for term in terms.values)

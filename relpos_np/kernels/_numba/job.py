@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,9 +83,6 @@ def planned(
 ) -> tuple[Plan, Call]:
     """The plan of a call, and its record with the arrays that it names."""
     decoding = grad_out is None and _is_decoding(problem, terms)
-    if isinstance(terms.query, Turned) and (decoding or _is_windowed(problem, terms)):
-        # Their kernels read queries or keys where they lie.
-        terms = replace(terms, query=terms.query.made(), key=terms.key.made())
     threads = launch.available_threads()
     key = None if grad_out is not None else _sizes(problem, terms, out.dtype.char, lse is None, threads)
     plan = None if key is None else _known.get(key)
@@ -218,7 +215,8 @@ def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
     kernel, stores = decode[dtype.name], False
     stored = problem.stored_k.dtype
     # Terms that were made of the keys hold them in the dtype of the computation.
-    if stored is not dtype and stored == problem.stored_v.dtype != dtype and call.terms.key is None:
+    made = isinstance(call.terms.key, np.ndarray)
+    if stored is not dtype and stored == problem.stored_v.dtype != dtype and not made:
         stores = stored.name in decode
         kernel = decode.get(stored.name, kernel)
     fill(call, out, lse, stored=stores)

@@ -72,29 +72,47 @@ def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, de
 @helper
 def load_turned(p: Any, out: Any, width: int, x: int, kind: int, row: int, turns: int, rows: int, depth: int) -> None:
     """Copy the rows at an address, however they are stored, while their pairs of channels turn."""
-    by, pairs, neighbours = pointer_like(out, turns), p.turn_pairs, p.turn - 1
+    by, pairs, first, blocks, way = pointer_like(out, turns), p.turn_pairs, p.turn_first, p.turn_blocks, p.turn - 1
     if kind == BRAIN:
-        turn_rows(out, width, brains(x), row, by, rows, depth, pairs, neighbours)
+        turn_rows(out, width, brains(x), row, by, rows, depth, pairs, first, blocks, way, 1.0)
     elif CONVERTS_HALF and kind == HALF:
-        turn_rows(out, width, halves(x), row, by, rows, depth, pairs, neighbours)
+        turn_rows(out, width, halves(x), row, by, rows, depth, pairs, first, blocks, way, 1.0)
     else:
-        turn_rows(out, width, pointer_like(out, x), row, by, rows, depth, pairs, neighbours)
+        turn_rows(out, width, pointer_like(out, x), row, by, rows, depth, pairs, first, blocks, way, 1.0)
+
+
+@helper
+def turn_back(p: Any, x: Any, width: int, turns: int) -> None:
+    """Turn a row of gradients back, in its place."""
+    by, pairs, first, blocks = pointer_like(x, turns), p.turn_pairs, p.turn_first, p.turn_blocks
+    turn_rows(x, width, x, width, by, 1, p.depth, pairs, first, blocks, p.turn - 1, -1.0)
+
+
+@inlined
+def turn_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int, rows: int, pairs: bool) -> None:
+    """Copy a block of queries, or their pairs, while their channels turn."""
+    size, turn = p.q_row * size_of(out, p.q_kind), 2 * p.turn_pairs * size_of(out, OWN)
+    x, turns = head.q + i0 * size, head.q_turn + i0 * turn
+    if pairs:
+        lanes = lanes_of(out)
+        for r in range(0, rows, lanes):
+            n, by = min(lanes, rows - r), turns + r * turn
+            load_turned(p, scratch, p.depth, x + r * size, p.q_kind, p.q_row, by, n, p.depth)
+            copy_pairs(at(out, r * width), width, scratch, p.depth, n, p.depth)
+    else:
+        load_turned(p, out, width, x, p.q_kind, p.q_row, turns, rows, p.depth)
 
 
 @inlined
 def load_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Copy a block of queries, scaled unless they are pairs, with rows of 0 up to a whole register tile of scores."""
-    size, lanes = p.q_row * size_of(out, p.q_kind), lanes_of(out)
-    x, turns = head.q + i0 * size, head.q_turn + i0 * 2 * p.turn_pairs * size_of(out, OWN)
-    if p.turn and pairs:
-        for r in range(0, rows, lanes):
-            n, by = min(lanes, rows - r), turns + r * 2 * p.turn_pairs * size_of(out, OWN)
-            load_turned(p, scratch, p.depth, x + r * size, p.q_kind, p.q_row, by, n, p.depth)
-            copy_pairs(at(out, r * width), width, scratch, p.depth, n, p.depth)
-        fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
-    elif p.turn:
-        load_turned(p, out, width, x, p.q_kind, p.q_row, turns, rows, p.depth)
-        load_rows(out, width, out, width, rows, p.depth, p.scale)
+    x = head.q + i0 * p.q_row * size_of(out, p.q_kind)
+    if p.turn:
+        turn_queries(p, out, scratch, width, head, i0, rows, pairs)
+        if pairs:
+            fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
+        else:
+            load_rows(out, width, out, width, rows, p.depth, p.scale)
     elif pairs:
         load_pairs(out, width, x, p.q_kind, p.q_row, rows, p.depth)
         fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
@@ -114,6 +132,17 @@ def store_row(x: Any, out: int, kind: int, n: int, factor: float) -> None:
         narrow_row(halves(out), x, n, factor)
     else:
         scale_row(pointer_like(x, out), x, n, factor)
+
+
+@helper
+def store_operand(p: Any, x: Any, width: int, turns: int, out: int, kind: int, factor: float) -> None:
+    """Write a row of the gradient of queries or keys, times a factor, to an address; turned back if they turn."""
+    if p.turn:
+        scale_row(x, x, p.depth, factor)
+        turn_back(p, x, width, turns)
+        store_row(x, out, kind, p.depth, 1.0)
+    else:
+        store_row(x, out, kind, p.depth, factor)
 
 
 @helper

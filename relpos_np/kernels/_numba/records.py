@@ -54,9 +54,9 @@ CALL = np.dtype(
         # skew_index[j - i + q_len - 1], or none
         *_integers("skew_q", "skew_w", "skew_index", "skew_depth", "skew_head", "skew_row"),
         *_integers("batches", "count", "adds", "add_count", "values", "value_count", "bins"),
-        # queries and keys that turn as they are read (`turn.py`): 1 by halves, 2 by neighbours; pairs of channels, and
-        # for either a row of their cosines and sines for each position
-        *_integers("turn", "turn_pairs", "q_turn", "q_turn_batch", "q_turn_head"),
+        # queries and keys that turn as they are read (`turn.py`): 1 by halves, 2 by neighbours; pairs of channels, the
+        # first channel and blocks of them; and for either a row of their cosines and sines for each position
+        *_integers("turn", "turn_pairs", "turn_first", "turn_blocks", "q_turn", "q_turn_batch", "q_turn_head"),
         *_integers("k_turn", "k_turn_batch", "k_turn_head"),
         # dropout: bytes, and the factor on what is kept
         *_integers("keep"),

@@ -43,46 +43,58 @@ def _store_neighbours(u: Vectors, first: ir.Value, second: ir.Value, out: ir.Val
 @intrinsic
 def turn_rows(
     typingctx: Any, out: Any, width: Any, x: Any, stride: Any, turns: Any, rows: Any, depth: Any, pairs: Any,
-    neighbours: Any,
+    first: Any, blocks: Any, neighbours: Any, sign: Any,
 ) -> Any:  # fmt: skip
-    """out[r, :depth] = x[r, :depth], the first `pairs` pairs of channels turned, padded with 0 to `width`.
+    """out[r, :depth] = x[r, :depth], padded with 0 to `width`, `pairs` pairs from channel `first` on turned.
 
-    Row r of `turns` has the cosines of its pairs, then their sines. Products are rounded before they are added, as
-    NumPy does it.
+    They are in `blocks` equal parts, in each of which pairs are laid out on their own. Row r of `turns` has the cosines
+    of its pairs, then their sines; `sign` is -1 to turn back. `out` may be `x`. Products are rounded before they are
+    added, as NumPy does it.
     """
     kind = x.dtype
 
     def generate(
-        v: Vectors, out: Any, width: Any, x: Any, stride: Any, turns: Any, rows: Any, depth: Any, pairs: Any, near: Any
-    ) -> None:
+        v: Vectors, out: Any, width: Any, x: Any, stride: Any, turns: Any, rows: Any, depth: Any, pairs: Any,
+        start: Any, blocks: Any, near: Any, sign: Any,
+    ) -> None:  # fmt: skip
         b, one, turning = v.b, v.single(), v.b.mul(pairs, index(2))
+        size, stop = b.sdiv(pairs, blocks), v.b.add(start, turning)
 
         def row(beside: bool, r: ir.Value, _: list[Any]) -> list[Any]:
             source, target = v.at(x, b.mul(r, stride)), v.at(out, b.mul(r, width))
-            cosines = v.at(turns, b.mul(r, turning))
-            sines = v.at(cosines, pairs)
+            line = v.at(turns, b.mul(r, turning))
 
-            def turn(u: Vectors, k: ir.Value) -> None:
-                c, s = u.load(cosines, k), u.load(sines, k)
-                p, q = _neighbours(u, source, k, kind) if beside else _halves(u, source, k, pairs, kind)
-                first = b.fadd(b.fmul(q, b.fneg(s)), b.fmul(p, c))
-                second = b.fadd(b.fmul(p, s), b.fmul(q, c))
-                if beside:
-                    _store_neighbours(u, first, second, target, k)
-                else:
-                    u.store(first, target, k)
-                    u.store(second, target, b.add(k, pairs))
+            def block(n: ir.Value, _: list[Any]) -> list[Any]:
+                cosines, where = v.at(line, b.mul(n, size)), b.add(start, b.mul(n, b.mul(size, index(2))))
+                sines, own, to = v.at(cosines, pairs), v.at(source, where), v.at(target, where)
+
+                def turn(u: Vectors, k: ir.Value) -> None:
+                    c, s = u.load(cosines, k), b.fmul(u.load(sines, k), u.splat(sign))
+                    p, q = _neighbours(u, own, k, kind) if beside else _halves(u, own, k, size, kind)
+                    first = b.fadd(b.fmul(q, b.fneg(s)), b.fmul(p, c))
+                    second = b.fadd(b.fmul(p, s), b.fmul(q, c))
+                    if beside:
+                        _store_neighbours(u, first, second, to, k)
+                    else:
+                        u.store(first, to, k)
+                        u.store(second, to, b.add(k, size))
+
+                v.each(size, turn)
+                return []
 
             def keep(u: Vectors, k: ir.Value) -> None:
-                at = b.add(turning, k)
-                u.store(u.widened(source, at, kind), target, at)
+                u.store(u.widened(source, k, kind), target, k)
+
+            def keep_last(u: Vectors, k: ir.Value) -> None:
+                keep(u, b.add(stop, k))
 
             def pad(k: ir.Value, _: list[Any]) -> list[Any]:
                 one.store(one.const(0), target, k)
                 return []
 
-            v.each(pairs, turn)
-            v.each(b.sub(depth, turning), keep)
+            v.each(start, keep)
+            v.loop(index(0), blocks, 1, [], block)
+            v.each(b.sub(depth, stop), keep_last)
             v.loop(depth, width, 1, [], pad)
             return []
 
@@ -90,4 +102,4 @@ def turn_rows(
             with b.if_then(b.icmp_signed("==", near, index(int(beside)))):
                 v.loop(index(0), rows, 1, [], partial(row, beside))
 
-    return types.void(out, _i8, x, _i8, turns, _i8, _i8, _i8, _i8), code(generate)
+    return types.void(out, _i8, x, _i8, turns, _i8, _i8, _i8, _i8, _i8, _i8, out.dtype), code(generate)

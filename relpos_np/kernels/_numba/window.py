@@ -15,7 +15,15 @@ from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.attend import bypass_pairs, bypass_values, layout, write_lse
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.halves import halve_row
-from relpos_np.kernels._numba.pack import load_block, load_pairs, load_values, pack_keys, store_delta, store_row
+from relpos_np.kernels._numba.pack import (
+    load_block,
+    load_pairs,
+    load_values,
+    pack_keys,
+    store_delta,
+    store_row,
+    turn_queries,
+)
 from relpos_np.kernels._numba.pieces import (
     DELTA,
     LOG2E,
@@ -69,9 +77,11 @@ def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
     bias, tops = at(head.bias, i0 * p.bias_row), at(base, w.tops)
     own = head.q + i0 * p.q_row * size_of(base, p.q_kind)
     q, q_row = pointer_like(base, own), p.q_row
-    if pairs or p.q_kind != OWN:
+    if pairs or p.turn or p.q_kind != OWN:
         q, q_row = at(base, w.queries), depth
-        if pairs:
+        if p.turn:
+            turn_queries(p, q, at(base, w.scratch), depth, head, i0, rows, pairs)
+        elif pairs:
             load_pairs(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
         else:
             load_block(q, depth, own, p.q_kind, p.q_row, rows, p.depth)

@@ -1,0 +1,92 @@
+"""Beside its results a call makes nothing of the size of an operand, in any dtype, even where operands turn."""
+
+import gc
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np._calls.lowering import all_terms, each_lowered
+from relpos_np._contract import check
+from relpos_np._contract.options import completed
+from relpos_np.testing._sizes import lengths
+from relpos_np.testing.example import build
+from tests.every import ATTENTION
+
+held = pytest.importorskip("relpos_np.kernels._numba.held").held
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+# Queries, keys, batch items: blocks of queries, whole windows, ranges of keys.
+CALLS = {"blocks": (130, 130, 8), "windows": (64, 64, 16), "decoding": (1, 512, 8)}
+HEADS = (8, 8)
+
+
+class Call:
+    """A call of a scheme with 64 channels, in which each head has keys of its own."""
+
+    def __init__(self, name, variant, kind):
+        q_len, k_len, items = CALLS[kind]
+        size = lengths(q_len, k_len, 64, 64)
+        e = build(name, size, dtype="float32", seed=0, variant=variant, heads=HEADS, batch=(items,))
+        self.position, self.operands = e.position, (e.q, e.k, e.v)
+        self.fits = (e.q.shape[-2], e.k.shape[-2]) == (q_len, k_len)
+        self.problem, _, _ = check.call(*self.operands, completed(rp.attention, {}))
+        schemes = e.position if isinstance(e.position, tuple) else (e.position,)
+        self.terms = all_terms(each_lowered(schemes, self.problem, turning=True, by_rows=True))
+        self.tables = sum(scheme.held(self.problem.site).lower for scheme in schemes)
+
+    @property
+    def moves_only(self):
+        """Whether nothing needs to be made of operands: its terms are numbers in tables, and operands that turn."""
+        t = self.terms
+        made = [x for x in (t.query, t.key) if isinstance(x, np.ndarray)]
+        return not (made or t.queries or t.keys or t.values or t.biases or t.turn)
+
+    def extra(self, dtype):
+        """Bytes of attention and of its gradients beside results, tables and maps, as shares of an operand."""
+        q, k, v = (np.ascontiguousarray(x.astype(dtype)) for x in self.operands)
+        out, w, options = np.empty_like(q), np.ones_like(q), {"position": self.position}
+        parts = held(self.problem, self.terms, None, True)
+        tables = self.tables + parts["tables and index maps"] + parts["sums of gradients"]
+        yield (taken(lambda: rp.attention(q, k, v, out=out, **options)) - tables) / k.nbytes
+        yield (taken(lambda: rp.attention_vjp(q, k, v, grad_out=w, **options)) - tables) / k.nbytes
+
+
+def taken(call):
+    """Bytes that a call allocates at once beside what it returns."""
+    call()
+    gc.collect(1)
+    tracemalloc.start()
+    try:
+        result = call()
+        left, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    del result
+    return most - left
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", CALLS)
+def test_nothing_of_the_size_of_an_operand_is_made(kind, dtype):
+    """Of every scheme that computes with neither queries nor keys, or all whose operands turn in every dtype."""
+    seen, worst = set(), {}
+    for name, variant in ATTENTION:
+        cls = rp.SCHEMES[name].cls
+        if not (cls.turns or (dtype == "bfloat16" and not cls.computes)):
+            continue
+        try:
+            call = Call(name, variant, kind)
+        except rp.RelposError:
+            continue  # no such lengths
+        if call.fits and call.moves_only:
+            seen.add(name)
+            most = max(call.extra(DTYPES[dtype]))
+            if most > 0.5:
+                worst[name, variant] = most
+    assert not worst
+    assert {"rotary", "xpos"} <= seen
+    assert dtype != "bfloat16" or {"plain", "t5", "alibi"} <= seen
+    assert {"shaw", "transformer_xl"}.isdisjoint(seen)
