@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np import layers
 from relpos_np._calls.lowering import all_terms, each_lowered
 from relpos_np._contract import check
 from relpos_np._contract.options import completed
@@ -90,3 +91,27 @@ def test_nothing_of_the_size_of_an_operand_is_made(kind, dtype):
     assert {"rotary", "xpos"} <= seen
     assert dtype != "bfloat16" or {"plain", "t5", "alibi"} <= seen
     assert {"shaw", "transformer_xl"}.isdisjoint(seen)
+
+
+LAYERS = {
+    "MultiHeadAttention": lambda w: layers.MultiHeadAttention(*w[:4], heads=4, position=rp.ALiBi()),
+    "RelativeMultiHeadAttention": lambda w: layers.RelativeMultiHeadAttention(
+        *w[:4], pos=w[4], content_bias=w[0, :4, :16], position_bias=w[1, :4, :16]
+    ),
+    "WindowAttention": lambda w: layers.WindowAttention(64, 1, 1, (7, 7), 4, rng=np.random.default_rng(0)),
+    "SwinAttention": lambda w: layers.SwinAttention(64, (7, 7), 4, rng=np.random.default_rng(0)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_widen_and_round_some_rows_at_a_time(name, dtype, rng):
+    """To the bits of float32, rounded once, and beside what they hold in float32 a part of their states at most."""
+    layer = LAYERS[name]((rng.standard_normal((5, 64, 64)) / 8).astype(np.float32))
+    shape = {"WindowAttention": (400, 49, 64), "SwinAttention": (4, 70, 70, 64)}.get(name, (40, 490, 64))
+    options = {"return_attention": False} if name in ("WindowAttention", "SwinAttention") else {}
+    x = rng.standard_normal(shape).astype(DTYPES[dtype])
+    wide = x.astype(np.float32)
+    np.testing.assert_array_equal(layer(x, **options), layer(wide, **options).astype(x.dtype))
+    saved = wide.nbytes - x.nbytes  # of the result, which is not among what is taken
+    assert taken(lambda: layer(x, **options)) <= taken(lambda: layer(wide, **options)) + saved + wide.nbytes // 2

@@ -100,6 +100,12 @@ def floating(name: str, value: Any) -> Array:
     raise RelposTypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, found {dtype}")
 
 
+def stored(name: str, value: Any) -> Array:
+    """As `floating`, but half precision that can be read where it lies stays as it is."""
+    x = array(name, value)
+    return x if _is_stored(x) else floating(name, x)
+
+
 def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
     """A read-only float table in C order, with the axes named, for instance "rows heads" or "rows | heads rows"."""
     x = floating(name, value)
@@ -379,7 +385,7 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
         given = [x.stand_in() for x in values]
     _admit_copies(given)
     # Half precision is kept: a kernel may read it as it is.
-    operands = [x if _is_stored(x) else floating(name, x) for name, x in zip(named, given, strict=True)]
+    operands = [stored(name, x) for name, x in zip(named, given, strict=True)]
     for name, x in zip(named, operands, strict=True):
         if x.ndim < 2:
             raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {x.shape}")

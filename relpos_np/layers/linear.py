@@ -20,6 +20,8 @@ from relpos_np.types import Array
 
 # The most operations in one product: a few tenths of a second on one processor.
 CALL_FLOPS = 1e10
+# Rows of one product: elements of them at most, unless those are fewer rows than pay for a product.
+PART, LEAST_ROWS = 1 << 18, 512
 Weights: TypeAlias = "Linear | Array | tuple[Array, Array | None]"
 
 
@@ -109,40 +111,63 @@ class Linear:
         return int(self.weight.shape[0])
 
     @np.errstate(all="ignore")
-    def __call__(self, x: Array) -> Array:
-        """Project the last axis, in the dtype of x.
+    def __call__(self, x: Array, dtype: np.dtype[Any] | None = None) -> Array:
+        """Project the last axis, in the dtype of x; half precision is widened to float32, some rows at a time.
 
         Parameters
         ----------
         x : ndarray, shape (..., in)
-            float32 or float64.
+            float16, bfloat16, float32 or float64.
+        dtype : dtype, optional
+            To which the projections are rounded; default that in which they are computed.
 
         Returns
         -------
         ndarray, shape (..., out)
             The projections.
         """
-        x = check.floating("x", x)
+        x = check.stored("x", x)
         if x.ndim < 1 or x.shape[-1] != self.inputs:
             raise RelposValueError(f"x: expected shape (..., {self.inputs}), found {x.shape}")
+        own = computed(x)
         # One product of matrices instead of one per batch item. NaN or infinity stays in its own row.
-        y = _product(x.reshape(-1, self.inputs), self.weight.T.astype(x.dtype, copy=False))
-        if self.bias is not None:
-            y += self.bias.astype(x.dtype, copy=False)
+        weight = self.weight.T.astype(own, copy=False)
+        bias = None if self.bias is None else self.bias.astype(own, copy=False)
+        y = _product(x.reshape(-1, self.inputs), weight, bias, own if dtype is None else dtype)
         return np.asarray(y.reshape(*x.shape[:-1], self.outputs))
 
     def __repr__(self) -> str:
         return f"Linear({self.inputs} -> {self.outputs}, bias={self.bias is not None})"
 
 
-def _product(rows: Array, weight: Array) -> Array:
-    """A product of matrices; a large one is computed in parts, because Ctrl-C waits for the end of a product."""
-    step = max(int(CALL_FLOPS / (2 * max(weight.size, 1))), 1)
+def computed(x: Array) -> np.dtype[Any]:
+    """The dtype in which states are projected."""
+    return np.dtype(np.float32) if x.dtype.itemsize == 2 else x.dtype
+
+
+def _product(rows: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> Array:
+    """A product of matrices, in the dtype of `weight`, plus a bias.
+
+    A large one is computed in parts, because Ctrl-C waits for the end of a product, and so that no whole matrix is
+    widened or waits to be rounded. They are the same for every dtype: a BLAS adds in an order that depends on sizes.
+    """
+    step = min(max(PART // max(*weight.shape, 1), LEAST_ROWS), max(int(CALL_FLOPS / (2 * max(weight.size, 1))), 1))
+
+    def some(part: slice, out: Array | None = None) -> Array:
+        y = np.asarray(np.matmul(rows[part].astype(weight.dtype, copy=False), weight, out=out))
+        if bias is not None:
+            y += bias
+        return y
+
     if len(rows) <= step:
-        return np.asarray(rows @ weight)
-    y = np.empty((len(rows), weight.shape[1]), rows.dtype)
+        return some(slice(None)).astype(dtype, copy=False)
+    y = np.empty((len(rows), weight.shape[1]), dtype)
     for start in range(0, len(rows), step):
-        np.matmul(rows[start : start + step], weight, out=y[start : start + step])
+        part = slice(start, start + step)
+        if dtype == weight.dtype:
+            some(part, y[part])
+        else:
+            y[part] = some(part)
     return y
 
 
@@ -217,14 +242,16 @@ class Cache:
 
 
 def sequence(name: str, value: Any, width: int) -> Array:
-    """Vectors (..., L, width), as the weights take them, in float32 or float64.
-
-    Half precision is widened; a RelposValueError says that the shape is another.
-    """
-    x = check.floating(name, value)
+    """Vectors (..., L, width), as the weights take them; a RelposValueError says that the shape is another."""
+    x = check.stored(name, value)
     if x.ndim < 2 or x.shape[-1] != width:
         raise RelposValueError(f"{name}: expected shape (..., L, {width}), as the weights take, found {x.shape}")
     return x
+
+
+def _beside(x: Array, states: Array) -> Array:
+    """States that are projected in the same dtype as x."""
+    return states if computed(states) == computed(x) else states.astype(computed(x))
 
 
 class Projected:
@@ -304,7 +331,7 @@ class Projected:
                 raise RelposValueError("context: the cache is empty; fill it with project()")
             if values is not None or memory is not None or cache is not None:
                 raise RelposValueError("context: with a cache neither values, memory nor cache can be given")
-            return context.key.astype(x.dtype, copy=False), context.value.astype(x.dtype, copy=False)
+            return context.key.astype(computed(x), copy=False), context.value.astype(computed(x), copy=False)
         if cache is not None:
             if not isinstance(cache, Cache):
                 raise RelposTypeError(f"cache: expected a relpos_np.layers.Cache, found {type(cache).__name__}")
@@ -312,18 +339,20 @@ class Projected:
                 raise RelposValueError(
                     "cache: it is for self-attention without memory; for cross-attention pass context=project(...)"
                 )
-        states = x if context is None else sequence("context", context, self.key.inputs).astype(x.dtype, copy=False)
+        states = x if context is None else _beside(x, sequence("context", context, self.key.inputs))
         if memory is not None:
-            before = sequence("memory", memory, self.key.inputs).astype(x.dtype, copy=False)
+            before = _beside(x, sequence("memory", memory, self.key.inputs))
             if before.shape[:-2] != states.shape[:-2]:
                 raise RelposValueError(
                     f"memory: expected batch axes {states.shape[:-2]} as in the input, found shape {before.shape}"
                 )
             if values is not None:
                 raise RelposValueError("memory: cannot precede values that are made of other states")
+            if before.dtype != states.dtype:
+                before, states = (part.astype(computed(x), copy=False) for part in (before, states))
             states = np.concatenate([before, states], axis=-2)
         if values is not None:
-            values = check.floating("values", values).astype(x.dtype, copy=False)
+            values = _beside(x, check.stored("values", values))
         made = self.project(states, values=values)
         assert made.key is not None
         assert made.value is not None
@@ -354,7 +383,7 @@ class Projected:
         if cache is not None:
             # Only now: a call that was refused leaves the cache as it was.
             cache.key, cache.value = k, v
-        y = (z if self.out is None else self.out(z)).astype(dtype, copy=False)
+        y = z.astype(dtype, copy=False) if self.out is None else self.out(z, dtype)
         if not return_probabilities:
             return y
         scores: Any = {name: x for name, x in options.items() if name in ScoreOptions.__annotations__}

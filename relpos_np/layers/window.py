@@ -421,8 +421,8 @@ class WindowAttention:
         if training:
             rng = _generator(rng)
         dtype = q.dtype
-        q = check.floating("q", q)
-        kv = q if kv is None else check.floating("kv", kv)
+        q = check.stored("q", q)
+        kv = q if kv is None else check.stored("kv", kv)
         queries = self._heads(self.q(q), 1)[0]
         k, v = self._heads(self.kv(kv), 2)
         # (B nW, H, N, D) becomes (B, nW, H, N, D), so that a mask per window needs no copy per item.
@@ -443,8 +443,9 @@ class WindowAttention:
             p, _ = softmax(api.logits(*split[:2], **options))
             p = drop(p, *check.survivors(rate, twin, p.shape))
             attn = p.reshape(len(q), *p.shape[2:]).astype(dtype, copy=False)
-        x = self.proj(merge_heads(z.reshape(len(q), *z.shape[2:])))
-        x = drop(x, *check.survivors(self.proj_drop if training else 0.0, rng, x.shape))
+        rate = self.proj_drop if training else 0.0
+        x = self.proj(merge_heads(z.reshape(len(q), *z.shape[2:])), None if rate else dtype)
+        x = drop(x, *check.survivors(rate, rng, x.shape))
         return x.astype(dtype, copy=False), attn
 
     def _heads(self, x: Array, parts: int) -> Array:
