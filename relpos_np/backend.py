@@ -225,7 +225,7 @@ def evaluate(
     module, own, turn = kernels(name), problem.site.dtype, terms.turn
     if turn is not None:
         # Rounded to half precision after it has turned back.
-        problem, dtype = problem.with_values(turn.of_values(problem.v)), own
+        problem, dtype = problem.with_values(turn.of_values(problem.stored_v)), own
     if dtype is not own and name_of(dtype) not in module.WRITES:
         dtype = own
     target = out
@@ -262,14 +262,13 @@ def backward(
     if turn is None and name == "numba":
         found = module.backward(problem, terms, grad_out, grad_lse, stored=stored)
         return found
-    grad_out = grad_out.astype(problem.site.dtype, copy=False)
     if turn is None:
-        found = module.backward(problem, terms, grad_out, grad_lse)
+        found = module.backward(problem, terms, grad_out.astype(problem.site.dtype, copy=False), grad_lse)
         return found
-    turned = problem.with_values(turn.of_values(problem.v))
+    turned = problem.with_values(turn.of_values(problem.stored_v))
     grads, grad_v = module.backward(turned, terms, turn.to_output(grad_out), grad_lse)
     if turn.trained:
         turned.precision = "highest"  # as kernels have it that compute an output on the way back
         out, _ = evaluate(name, turned, replace(terms, turn=None), None, False, problem.site.dtype)
-        grads.turn = turn.gradient(problem.v, grad_v, out, grad_out)
+        grads.turn = turn.gradient(problem.stored_v, grad_v, out, grad_out)
     return grads, turn.to_values(grad_v)

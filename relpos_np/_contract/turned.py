@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from relpos_np.types import Array
 
-# Elements of a head from which heads are turned one by one.
+# Elements that are turned at a time, so that what is between stays in the cache.
 _BLOCK = 1 << 14
 
 
@@ -51,8 +52,20 @@ class TurnedBack:
     x: Array
 
 
-def turn_pairs(x: Array, cos: Array, sin: Array, layout: str) -> Array:
-    """Pairs of channels times complex numbers (..., L, P), in the dtype of all three."""
+def parts_of(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+    """Slices of an array of that shape which cover it, of at most so many elements each."""
+    inner = math.prod(shape[1:])
+    step = max(most // max(inner, 1), 1)
+    for start in range(0, shape[0], step):
+        own = slice(start, start + step)
+        if inner <= most:
+            yield (own, *(slice(None) for _ in shape[1:]))
+        else:
+            yield from ((own, *rest) for rest in parts_of(shape[1:], most))
+
+
+def turn_pairs(x: Array, cos: Array, sin: Array, layout: str, out: Array) -> None:
+    """Fill `out` with pairs of channels (..., L, 2 P) times complex numbers (..., L, P), computed in its dtype."""
     pairs = cos.shape[-1]
     first, second = (
         (slice(0, pairs), slice(pairs, 2 * pairs))
@@ -64,36 +77,36 @@ def turn_pairs(x: Array, cos: Array, sin: Array, layout: str) -> Array:
     along[..., first] = along[..., second] = cos
     np.negative(sin, out=across[..., first])
     across[..., second] = sin
-    out = np.empty(x.shape, x.dtype)
-    parts: Iterable[tuple[int, ...]] = [()]
-    if x.shape[-2] * x.shape[-1] >= _BLOCK:  # head by head, so that what is between stays in the cache
-        parts = np.ndindex(x.shape[:-2])
-        along, across = (np.broadcast_to(table, (*x.shape[:-1], 2 * pairs)) for table in (along, across))
+    parts: Iterable[tuple[slice, ...]] = [()]
+    if x.size > _BLOCK:
+        parts = parts_of(x.shape[:-1], max(_BLOCK // max(2 * pairs, 1), 1))
+        along, across = (np.broadcast_to(table, x.shape) for table in (along, across))
     with np.errstate(all="ignore"):  # an excluded key may hold anything
         for part in parts:
-            source, turning = x[part], out[part][..., : 2 * pairs]
+            source, turning = x[part].astype(out.dtype, copy=False), out[part]
             turning[..., first] = source[..., second]
             turning[..., second] = source[..., first]
             turning *= across[part]
-            turning += source[..., : 2 * pairs] * along[part]
-    out[..., 2 * pairs :] = x[..., 2 * pairs :]
-    return out
+            turning += source * along[part]
 
 
 def turn_channels(x: Any, cos: Array, sin: Array, layout: str, first: int = 0, blocks: int = 1) -> Any:
     """Pairs of channels, from one on, times complex numbers (..., L, P); of several blocks each is laid out alone."""
     if isinstance(x, Turning):
         return Turned(x.x, cos, sin, layout, first, blocks, x.trained)
-    if first or blocks > 1:
-        turned = np.array(x)
-        size = cos.shape[-1] // blocks
-        for block in range(blocks):
-            channels = slice(first + 2 * size * block, first + 2 * size * (block + 1))
-            pairs = slice(size * block, size * (block + 1))
-            turned[..., channels] = turn_pairs(turned[..., channels], cos[..., pairs], sin[..., pairs], layout)
-        return turned
-    # On a device an operand turns itself.
-    return turn_pairs(x, cos, sin, layout) if isinstance(x, np.ndarray) else x.turned(cos, sin, layout)
+    if not isinstance(x, np.ndarray):
+        if not first and blocks == 1:
+            return x.turned(cos, sin, layout)  # on a device an operand turns itself
+        x = np.array(x)
+    # Half precision is turned in the dtype of the factors.
+    turned, size = np.empty(x.shape, np.result_type(x, cos)), cos.shape[-1] // blocks
+    for block in range(blocks):
+        channels = slice(first + 2 * size * block, first + 2 * size * (block + 1))
+        pairs = slice(size * block, size * (block + 1))
+        turn_pairs(x[..., channels], cos[..., pairs], sin[..., pairs], layout, turned[..., channels])
+    for others in (slice(0, first), slice(first + 2 * size * blocks, None)):
+        turned[..., others] = x[..., others]
+    return turned
 
 
 def paired_channels(pairs: int, layout: str, first: int = 0, blocks: int = 1) -> tuple[Array, Array]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, ValueTurn
-from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, turn_channels
+from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, parts_of, turn_channels
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
@@ -29,18 +28,6 @@ _PART = 1 << 14
 XPOS_LAYOUTS = ("interleaved", "half")
 # Largest size e^x of an operand of xPos; its products with others of ordinary size stay in range.
 _LARGEST = {"float32": 60.0, "float64": 600.0}
-
-
-def _parts(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """Slices of an array of that shape which cover it, of at most so many elements each."""
-    inner = math.prod(shape[1:])
-    step = max(most // max(inner, 1), 1)
-    for start in range(0, shape[0], step):
-        own = slice(start, start + step)
-        if inner <= most:
-            yield (own, *(slice(None) for _ in shape[1:]))
-        else:
-            yield from ((own, *rest) for rest in _parts(shape[1:], most))
 
 
 def _channels(value: Any, dim: Any) -> tuple[int, int]:
@@ -324,7 +311,7 @@ class Rotary(Placed):
         def product(g: Array, y: Array) -> Array:
             return np.where(g == 0, 0.0, g.astype(np.float64) * y)  # an excluded key may hold anything
 
-        for *items, rows in _parts((*batch, x.shape[-2]), max(_PART // (x.shape[-3] * pairs), 1)):
+        for *items, rows in parts_of((*batch, x.shape[-2]), max(_PART // (x.shape[-3] * pairs), 1)):
             part = (*items, slice(None), rows)
             g, y = grad[part], x[part]
             angle = product(g[..., second], y[..., first]) - product(g[..., first], y[..., second])

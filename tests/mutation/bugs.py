@@ -33,7 +33,7 @@ BUGS = [
     Bug("values: gradient of factors of the output", "_contract.terms:ValueTurn.gradient", "-imaginary", "imaginary"),
     Bug("values: gradient of frequencies", "schemes.rotary:Rotary.lift", "imaginary * cos - real * sin", "imaginary * cos + real * sin"),
     Bug("values: gradient of the output", "backend:backward", "turn.to_output(grad_out)", "grad_out"),
-    Bug("values: half precision rounded twice", "backend:evaluate", "problem.with_values(turn.of_values(problem.v)), own", "problem.with_values(turn.of_values(problem.v)), dtype"),
+    Bug("values: half precision rounded twice", "backend:evaluate", "problem.with_values(turn.of_values(problem.stored_v)), own", "problem.with_values(turn.of_values(problem.stored_v)), dtype"),
     Bug("values: all keys turn a part", "_contract.cut:Cut.turn", "cut(turn.key, part.kv_heads, part.keys)", "cut(turn.key, part.kv_heads, slice(0, part.keys.stop - part.keys.start))"),
     Bug("values: a prepared call forgets them", "_calls.prepared:PreparedAttention._prepared", "scheme.computes or scheme.turns_values", "scheme.computes"),
     Bug("axes: sections in turn", "formulas.rotary_axes:section_axes", "len(counts) * np.arange(count)", "(len(counts) - 1) * np.arange(count)"),
