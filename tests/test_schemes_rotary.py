@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.schemes import rotary
 from tests import naive
 from tests.test_schemes import close
 
@@ -392,3 +393,54 @@ def test_every_rule_checks_dim_and_base(rule):
     for wrong in ({"dim": 5}, {"dim": 8, "base": -1.0}):
         with pytest.raises(rp.RelposValueError, match="dim" if wrong["dim"] == 5 else "base"):
             function(**wrong, **options)
+
+
+FREQUENCIES = {
+    "shared": lambda rng: {"frequencies": rng.standard_normal(8)},
+    "by head": lambda rng: {
+        "frequencies": rng.standard_normal((2, 2, 8)),
+        "positions": rng.standard_normal((3, 2, 1)) * 9,
+        "key_positions": rng.standard_normal((3, 2, 600)) * 9,
+        "channels": (3, 19),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_decoding_turns_the_keys_of_every_block(name, dtype, rng):
+    """And of heads that share a key head's frequencies."""
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype)
+    q, k, v = (rng.standard_normal((3, heads, n, 20)).astype(dtype) for heads, n in ((6, 1), (2, 600), (2, 600)))
+    scheme = rp.Rotary(**FREQUENCIES[name](rng))
+    found = rp.attention(q, k, v, position=scheme, backend="numba")
+    exact = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), position=scheme, backend="numpy")
+    # Scores of about 10 with 20 products each; half precision is rounded once more, at the end.
+    eps = np.finfo(np.float64 if dtype == np.float64 else np.float32).eps
+    within = 100 * eps + (2.0**-8 if dtype.itemsize == 2 else 0.0)
+    np.testing.assert_allclose(found.astype(np.float64), exact, rtol=0, atol=within * np.abs(exact).max())
+
+
+def test_gradients_of_frequencies_are_those_of_gradients_that_nobody_has_rounded(rng):
+    """Of half precision they have the bits of the same numbers in float32."""
+    brain = pytest.importorskip("ml_dtypes").bfloat16
+    arrays = [rng.standard_normal((2, 2, 40, 16)).astype(brain) for _ in range(4)]
+    wide = [x.astype(np.float32) for x in arrays]
+    scheme = rp.Rotary(frequencies=rng.standard_normal(6).astype(np.float32))
+    found, exact = (
+        rp.attention_vjp(*given[:3], grad_out=given[3], position=scheme, backend="numba") for given in (arrays, wide)
+    )
+    np.testing.assert_array_equal(found.position["frequencies"], exact.position["frequencies"])
+    np.testing.assert_array_equal(found.q, exact.q.astype(brain))
+
+
+def test_gradients_of_frequencies_part_by_part(monkeypatch, rng, backend):
+    """However few positions are done at a time."""
+    q, k, v, w = (rng.standard_normal((2, 3, 4, 9, 8)) for _ in range(4))
+    positions = rng.standard_normal((3, 2, 9)) * 5
+    scheme = rp.Rotary(frequencies=rng.standard_normal((2, 4, 3)), positions=positions, key_positions=positions + 1)
+    whole = rp.attention_vjp(q, k, v, grad_out=w, position=scheme, backend=backend).position["frequencies"]
+    for size in (1, 30, 40, 130):
+        monkeypatch.setattr(rotary, "_PART", size)
+        found = rp.attention_vjp(q, k, v, grad_out=w, position=scheme, backend=backend).position["frequencies"]
+        np.testing.assert_allclose(found, whole, rtol=0, atol=1e-13 * np.abs(whole).max())
