@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import relpos_np as rp
-from relpos_np.configs import LayerAttention, SchemePlan, layers_of, model_types, parts_of
+from relpos_np.configs import LayerAttention, SchemePlan, from_config, layers_of, model_types, parts_of
 from relpos_np.configs.families import FAMILIES
 
 PAST, NONE = "i − j", "–"
@@ -367,7 +368,7 @@ def families() -> str:
         config = {"model_type": name, **AS_PUBLISHED.get(name, {})}
         for part in parts_of(config):
             kinds: dict[tuple[str, ...], None] = {}
-            for layer in layers_of(config, part=part):
+            for layer in _readable(config, part):
                 kinds[_cells(layer)] = None
             cells = [" / ".join(dict.fromkeys(column)) for column in zip(*kinds, strict=True)]
             title = ", ".join(filter(None, (f"`{name}`", part, ONLY.get(name))))
@@ -386,6 +387,9 @@ AS_PUBLISHED = {
     "deepseek_v32": {"rope_scaling": _YARN | {"factor": 40}},
     "kimi_k2": {"rope_theta": 50000.0, "rope_scaling": _YARN | {"factor": 32}},
     "deepseek_v4": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["attention"] * 32},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
     "deberta": {"relative_attention": True, "pos_att_type": "c2p|p2c", "position_biased_input": False},
     "deberta-v2": {"relative_attention": True, "pos_att_type": "c2p|p2c", "position_biased_input": False}
     | {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
@@ -394,7 +398,23 @@ AS_PUBLISHED = {
     "qwen2_5_vl_vision": {"hidden_size": 1280},
 }
 # Of which layers a row is, where others are refused.
-ONLY = {"deepseek_v4": "layers with a window"}
+ONLY = dict.fromkeys((name for name in model_types() if FAMILIES[name].count is not None), "layers with a softmax")
+ONLY["deepseek_v4"] = "layers with a window"
+
+
+def _readable(config: Mapping[str, Any], part: str) -> list[LayerAttention]:
+    """The layers of a stack, but for those of a hybrid that are refused by their type."""
+    if config["model_type"] not in ONLY:
+        return list(layers_of(config, part=part))
+    found, number = [], 0
+    while True:
+        try:
+            found.append(from_config(config, layer=number, part=part))
+        except rp.RelposError as error:
+            if not str(error).startswith("layer_types: layer"):
+                break
+        number += 1
+    return found
 
 
 def _cells(layer: LayerAttention) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ def test_every_type_is_read_from_its_name_alone(name):
     """Defaults say the rest; what is said can be printed, and is JSON."""
     if name == "glm4_moe":
         pytest.skip("its class has no head_dim, and heads that do not divide its channels")
-    if name == "deepseek_v4":
-        pytest.skip("layers of its class are refused")
+    if FAMILIES[name].count is not None:
+        pytest.skip("its first layers are refused: see the tests of hybrids")
     for part in parts_of({"model_type": name}):
         layer = rp.from_config({"model_type": name}, layer=0, part=part)
         assert layer.heads % layer.kv_heads == 0
@@ -345,6 +345,92 @@ def test_what_is_added_to_the_inputs():
     np.testing.assert_array_equal(waves(x), rp.Sinusoidal(64, layout="concatenated")(x))
     assert rp.from_config(marian, layer=0, part="cross").encoding() is None
     assert rp.from_config(LLAMA, layer=0).encoding() is None
+
+
+# ---------------------------------------------------------------------------------------------- hybrids
+
+# What configurations say beside the number of layers, and which of 8 have a softmax.
+HYBRIDS = {
+    "qwen3_next": ({}, (3, 7)),
+    "qwen3_5_text": ({"full_attention_interval": 2}, (1, 3, 5, 7)),
+    "qwen3_5_moe_text": ({"layer_types": ["full_attention"] + ["linear_attention"] * 7}, (0,)),
+    "lfm2": ({"full_attn_idxs": [2, 5]}, (2, 5)),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"] * 4}, (1, 3, 5, 7)),
+    "bamba": ({"attn_layer_indices": [6]}, (6,)),
+    "jamba": ({"attn_layer_period": 3, "attn_layer_offset": 1}, (1, 4, 7)),
+    "granitemoehybrid": ({"layer_types": ["mamba"] * 7 + ["attention"]}, (7,)),
+    "olmo_hybrid": ({}, (3, 7)),
+    "deepseek_v4": ({"compress_ratios": [0, 4, 128, 0] * 2}, (0, 3, 4, 7)),
+}
+
+
+def test_every_hybrid_is_tested():
+    assert set(HYBRIDS) == {name for name in model_types() if FAMILIES[name].count is not None}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_of_hybrids(name):
+    """Those with a softmax are read, and others refused by their number and type."""
+    stored, numbers = HYBRIDS[name]
+    config = {"model_type": name, "num_hidden_layers": 8, **stored}
+    for number in range(8):
+        if number in numbers:
+            layer = rp.from_config(config, layer=number)
+            assert (layer.layer, layer.layers) == (number, 8)
+            assert json.loads(json.dumps(layer.as_dict()))["causal"]
+        else:
+            with pytest.raises(rp.RelposValueError, match=f"^layer_types: layer {number} is [a-z_]+"):
+                rp.from_config(config, layer=number)
+    with pytest.raises(rp.RelposValueError, match=r"^layer: expected 0 ... 7, found 8"):
+        rp.from_config(config, layer=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "words"),
+    [
+        ("lfm2", {"full_attn_idxs": 3}, "full_attn_idxs: expected a list"),
+        ("lfm2", {"layer_types": ["linear_attention"] * 32}, "layer_types: 'linear_attention' is not understood"),
+        ("lfm2_moe", {}, "layer_types: the configuration of lfm2_moe has none"),
+        ("falcon_h1", {"layers_block_type": ["mamba"] * 32}, "layers_block_type: "),
+        ("bamba", {"attn_layer_indices": [0], "partial_rotary_factor": 1.0}, "partial_rotary_factor: 1.0"),
+        ("jamba", {"attn_layer_offset": 0, "sliding_window": 9}, "sliding_window: 9"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 32, "position_embedding_type": "x"}, "position_emb"),
+        ("olmo_hybrid", {"layer_types": ["attention"] * 32, "rope_parameters": None}, "rope_parameters: null"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm: False"),
+        ("minimax_m2", {"attn_type_list": [0] * 62}, "attn_type_list: "),
+        ("hy_v3", {"qk_norm": False}, "qk_norm: False"),
+        ("nanochat", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic' .*other way"),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads: 4"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [2]}, "hybrid_layer_pattern: expected 0 or 1"),
+        ("mimo_v2_flash", {"attention_chunk_size": 7}, "attention_chunk_size: 7"),
+    ],
+)
+def test_what_these_types_are_refused_for(name, stored, words):
+    with pytest.raises(rp.RelposError, match=f"^{words}"):
+        rp.from_config({"model_type": name, **stored}, layer=0)
+
+
+def test_early_files():
+    """Keys of published files from before the types came to transformers."""
+    minimax = {"model_type": "minimax_m2", "rotary_dim": 64, "use_qk_norm": True, "qk_norm_type": "per_layer"}
+    layer = rp.from_config(minimax | {"attn_type_list": [1] * 62, "use_routing_bias": True}, layer=3)
+    assert layer.schemes[0].options == {"dim": 64, "base": 5e6}
+    mimo = {"model_type": "mimo_v2_flash", "rope_theta": 5e5, "swa_rope_theta": 500.0, "sliding_window_size": 128}
+    mimo |= {"attention_chunk_size": 128, "sliding_window": 128, "num_hidden_layers": 3, "swa_num_key_value_heads": 8}
+    layers = layers_of(mimo | {"hybrid_layer_pattern": [1, 0, 1], "add_swa_attention_sink_bias": True})
+    assert [layer.window for layer in layers] == [(128, None), None, (128, None)]
+    assert [layer.schemes[0].options for layer in layers] == [{"dim": 64, "base": b} for b in (500.0, 5e5, 500.0)]
+    assert [(layer.kv_heads, bool(layer.sinks)) for layer in layers] == [(8, True), (4, False), (8, True)]
+
+
+def test_windows_by_the_number_of_the_layer():
+    dots = {"model_type": "dots1", "num_hidden_layers": 3, "sliding_window": 8, "max_window_layers": 1}
+    assert [layer.window for layer in layers_of(dots)] == [None, (7, None), (7, None)]
+    assert [layer.window for layer in layers_of(dots | {"sliding_window": None})] == [None] * 3
+    cwm = layers_of({"model_type": "cwm", "num_hidden_layers": 5, "sliding_window": 8})
+    assert [layer.window for layer in cwm] == [None, (7, None), (7, None), (7, None), None]
+    mimo = layers_of({"model_type": "mimo_v2_flash", "num_hidden_layers": 12})
+    assert [n for n, layer in enumerate(mimo) if layer.window is None] == [0, 5, 11]
 
 
 # ---------------------------------------------------------------------------------------------- DeepSeek V4

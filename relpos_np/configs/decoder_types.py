@@ -225,6 +225,76 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
             },
         },
     ),
+    "minimax_m2": (
+        Rotating(theta=5e6, norm=_ALL, turning="rotary_dim", finish=of.minimax_m2),
+        _sizes(3072, 62, 48, 8, 196608, 128),
+    ),
+    "dots1": (
+        Rotating(window="types", pattern=of.windows_after, norm=_HEADS),
+        _sizes(4608, 62, 32, 32, 2048) | {"sliding_window": 4096, "max_window_layers": 62},
+    ),
+    "vaultgemma": (
+        Rotating(window="types", pattern=of.alternating(2), finish=of.capped),
+        _sizes(2304, 26, 8, 4, 8192, 256)
+        | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0},
+    ),
+    "internlm3": (Rotating(), _sizes(4096, 48, 32, 2, 32768, 128)),
+    "cwm": (
+        Rotating(theta=1e6, window="types", pattern=of.alternating(4, first=True)),
+        _sizes(6144, 64, 48, 8, 131072, 128)
+        | {
+            "sliding_window": 8192,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
+    "exaone_moe": (
+        Rotating(window="types", pattern=of.exaone_pattern, still=of.exaone_still, norm=_HEADS),
+        _sizes(4096, 32, 32, 32, 2048) | {"sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "hy_v3": (
+        Rotating(
+            theta=11158840.0,
+            norm=_HEADS,
+            ignored=("router_scaling_factor", "moe_router_enable_expert_bias", "enable_lm_head_fp32"),
+            finish=of.hy_v3,
+        ),
+        _sizes(4096, 80, 64, 8, 131072, 128),
+    ),
+    "nanochat": (
+        Rotating(backwards=True, norm="q and k divided by their root mean square, per head (q_norm, k_norm)"),
+        _sizes(768, 12, 6, None, 2048),
+    ),
+    "mimo_v2_flash": (
+        Rotating(
+            theta={of.FULL: 5e6, of.SLIDING: 1e4},
+            theta_keys={of.FULL: "rope_theta", of.SLIDING: "swa_rope_theta"},
+            share=0.334,
+            pattern=of.mimo_pattern,
+            finish=of.mimo,
+        ),
+        _sizes(4096, 48, 64, 4, 131072, 192)
+        | {"sliding_window": 129, "v_head_dim": 128, "attention_value_scale": 0.707},
+    ),
+    "modernbert-decoder": (
+        Rotating(
+            theta={of.FULL: 16e4, of.SLIDING: 1e4},
+            theta_keys={of.FULL: "global_rope_theta", of.SLIDING: "local_rope_theta"},
+            pattern=of.alternating(3, "global_attn_every_n_layers", first=True),
+            finish=of.modernbert_decoder,
+        ),
+        _sizes(768, 22, 12, None, 8192) | {"local_attention": 128},
+    ),
+    "gpt_neox_japanese": (
+        Rotating(theta_keys="rotary_emb_base", share_key="rotary_pct"),
+        _sizes(2560, 32, 32, None, 2048),
+    ),
     "eurobert": (Rotating(causal=False), _sizes(768, 12, 12, None, 8192)),
     "nomic_bert": (Rotating(theta=1000.0, causal=False), _sizes(768, 12, 12, None, 2048)),
     "gte": (Rotating(theta=16e4, causal=False), _sizes(768, 12, 12, None, 8192)),
@@ -241,5 +311,12 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
     ),
 }
 
+_SPEECH: dict[str, tuple[Rotating, Defaults]] = {
+    "csm": (Rotating(theta=5e5), _sizes(2048, 16, 32, 8, 2048)),
+    "csm_depth_decoder_model": (Rotating(theta=5e5), _sizes(1024, 4, 8, 2, 33)),
+}
+
 for _name, (_traits, _defaults) in _TYPES.items():
     register(_traits.read, {_name: _defaults}, kind="Text")
+for _name, (_traits, _defaults) in _SPEECH.items():
+    register(_traits.read, {_name: _defaults}, kind="Speech and music")

@@ -14,6 +14,9 @@ from relpos_np.configs.plans import Rule, Temperature
 from relpos_np.errors import RelposValueError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR, CONV = "linear_attention", "conv"
+# Names of early files.
+_OLD = {"attention": FULL, "mamba": LINEAR}
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,14 @@ class Rotating:
         Types of layers where `layer_types` are not stored.
     switch : bool
         Whether `sliding_window` needs `use_sliding_window`.
+    others : tuple of str
+        Types of layers of a hybrid that have no softmax: such a layer is refused by its type.
     still : callable, optional
         Whether a layer has no positions.
+    backwards : bool
+        Whether pairs turn the other way.
+    turning : str
+        Key of the number of channels that turn, where it may stand in place of their share.
     norm : str
         What is done to queries and keys; "?KEY text" if KEY of the configuration asks for it.
     mrope : tuple, optional
@@ -64,6 +73,8 @@ class Rotating:
         Keys that have no effect in this model.
     finish : callable, optional
         To the fields of the layer that differ.
+    notes : tuple of str
+        What to mind.
     """
 
     theta: float | Mapping[str, float] = 10000.0
@@ -76,17 +87,21 @@ class Rotating:
     window: str = "none"
     pattern: Pattern | None = None
     switch: bool = False
+    others: tuple[str, ...] = ()
     still: Callable[[At], bool] | None = None
+    backwards: bool = False
+    turning: str = ""
     norm: str = ""
     mrope: tuple[tuple[int, ...], str] | None = None
     elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     finish: Callable[[At], Mapping[str, Any]] | None = None
+    notes: tuple[str, ...] = ()
 
     def read(self, keys: Keys, layer: int, part: str) -> LayerAttention:
         """The layer of a configuration."""
         keys.ignore(*self.ignored)
-        found = sizes(keys)
+        found = sizes(keys) | {"notes": self.notes}
         layers = found["layers"]
         keys.only("is_decoder", False, None, self.causal)
         keys.only("add_cross_attention", False, None)
@@ -99,7 +114,7 @@ class Rotating:
             keys,
             kind,
             theta=self.theta,
-            share=self.share,
+            share=self._share(keys, found["head_dim"]),
             theta_keys=self.theta_keys,
             share_key=self.share_key,
             elsewhere=self.elsewhere,
@@ -108,7 +123,7 @@ class Rotating:
             order=order,
         )
         if not still:
-            found["schemes"] = (rope.plan(ropes, found["head_dim"], layout=self.layout),)
+            found["schemes"] = (rope.plan(ropes, found["head_dim"], layout=self.layout, backwards=self.backwards),)
         found["window"] = self._window(keys, kind)
         found["causal"] = self.causal
         found["before"] = normed(keys, self.norm)
@@ -116,7 +131,19 @@ class Rotating:
             found |= self.finish(replace(at, found=found))
         return LayerAttention(keys.model_type, part, layer, **found)
 
+    def _share(self, keys: Keys, head_dim: int) -> float:
+        number = keys.get(self.turning, None) if self.turning else None
+        return self.share if number is None else check.integer(self.turning, number, 2) / head_dim
+
     def _type(self, at: At) -> str:
+        found = self._named(at)
+        if found in self.others:
+            raise RelposValueError(
+                f"layer_types: layer {at.layer} is {found}, which has no softmax and is not understood, expected {FULL}"
+            )
+        return found
+
+    def _named(self, at: At) -> str:
         keys, layer, layers = at.keys, at.layer, at.layers
         if self.window != "types" and self.pattern is None:
             return FULL
@@ -130,12 +157,15 @@ class Rotating:
             "sliding_window_pattern",
             "_sliding_window_pattern",
             "global_attn_every_n_layers",
+            "full_attention_interval",
+            "full_attn_idxs",
         ):
             keys.ignore(name)
         if not isinstance(types, list | tuple) or len(types) < layers:
             raise RelposValueError(f"layer_types: expected one for each of {layers} layers, found {types!r}")
         found = types[layer]
-        if found not in (FULL, SLIDING, CHUNKED):
+        found = _OLD.get(found, found) if isinstance(found, str) else found
+        if found not in (FULL, SLIDING, CHUNKED, *self.others):
             raise RelposValueError(f"layer_types: {found!r} is not understood")
         return str(found)
 
@@ -184,12 +214,12 @@ def normed(keys: Keys, norm: str) -> tuple[str, ...]:
     return (norm,) if norm else ()
 
 
-def alternating(every: int, key: str = "", *, first: bool = False) -> Pattern:
+def alternating(every: int, key: str = "", *, first: bool = False, other: str = SLIDING) -> Pattern:
     """One full layer in `every`: the last of each group, or the first; `key` may store another number."""
 
     def pattern(at: At) -> str:
         n = at.keys.integer(key, every) if key else every
-        return SLIDING if (at.layer + (not first)) % n else FULL
+        return other if (at.layer + (not first)) % n else FULL
 
     return pattern
 
@@ -206,6 +236,12 @@ def early_windows(at: At) -> str:
     used = at.keys.flag("use_sliding_window", False)
     start = at.keys.integer("max_window_layers", at.layers, 0)
     return SLIDING if used and (at.layer + 1) % 2 and at.layer < start else FULL
+
+
+def windows_after(at: At) -> str:
+    """dots1: windows from layer `max_window_layers` on, if there is one."""
+    used, start = at.keys.get("sliding_window", None) is not None, at.keys.integer("max_window_layers", least=0)
+    return SLIDING if used and at.layer >= start else FULL
 
 
 def windows_if_any(at: At) -> str:
@@ -327,16 +363,21 @@ def gemma(at: At) -> dict[str, Any]:
     return _prefixed(at)
 
 
-def gemma2(at: At) -> dict[str, Any]:
-    """Gemma 2: a scale of its own, and a soft cap. Early files store the window twice."""
-    at.keys.only("sliding_window_size", at.keys.get("sliding_window"), None)
+def capped(at: At) -> dict[str, Any]:
+    """VaultGemma: a scale of its own, and a soft cap."""
     cap = at.keys.get("attn_logit_softcapping")
     new: dict[str, Any] = {
         "scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5
     }
     if cap is not None:
         new["softcap"] = check.positive("attn_logit_softcapping", cap)
-    return new | _prefixed(at)
+    return new
+
+
+def gemma2(at: At) -> dict[str, Any]:
+    """Gemma 2: the same, both ways in a prefix. Early files store the window twice."""
+    at.keys.only("sliding_window_size", at.keys.get("sliding_window"), None)
+    return capped(at) | _prefixed(at)
 
 
 def gemma3(at: At) -> dict[str, Any]:
@@ -354,6 +395,68 @@ def gemma3(at: At) -> dict[str, Any]:
 def gpt_oss(at: At) -> dict[str, Any]:
     """Sinks, one per head."""
     return {"sinks": f"layers.{at.layer}.self_attn.sinks"}
+
+
+def modernbert_decoder(at: At) -> dict[str, Any]:
+    """Half of `local_attention`, unless the window itself is stored."""
+    at.keys.ignore("local_attention")
+    size = at.keys.get("sliding_window", None)
+    size = at.keys.integer("local_attention") // 2 if size is None else check.integer("sliding_window", size, 1)
+    return {"window": (size - 1, None) if at.kind == SLIDING else None}
+
+
+def minimax_m2(at: At) -> dict[str, Any]:
+    """Early files say of each layer that it has softmax, and that queries and keys are normed over all heads."""
+    at.keys.only("use_qk_norm", True, default=True)
+    at.keys.only("qk_norm_type", "per_layer", None)
+    at.keys.only("attn_type_list", [1] * at.layers, None)
+    at.keys.ignore("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "use_routing_bias")
+    return {}
+
+
+def hy_v3(at: At) -> dict[str, Any]:
+    """Early files say that queries and keys are normed."""
+    at.keys.only("qk_norm", True, default=True)
+    return {}
+
+
+def mimo_pattern(at: At) -> str:
+    """MiMo V2 Flash: windows but for the first layer and every sixth one."""
+    listed = at.keys.get("hybrid_layer_pattern", None)
+    if listed is None:
+        return SLIDING if at.layer and (at.layer + 1) % 6 else FULL
+    if not isinstance(listed, list | tuple) or len(listed) < at.layers or listed[at.layer] not in (0, 1):
+        raise RelposValueError(f"hybrid_layer_pattern: expected 0 or 1 for each layer, found {listed!r}")
+    return SLIDING if listed[at.layer] else FULL
+
+
+def mimo(at: At) -> dict[str, Any]:
+    """Values of their own width, and with a factor; with a window twice the key heads, and sinks."""
+    keys, kv_heads = at.keys, at.found["kv_heads"]
+    keys.ignore("hybrid_layer_pattern")
+    for name, value in (
+        ("swa_num_attention_heads", at.found["heads"]),
+        ("swa_num_key_value_heads", 2 * kv_heads),
+        ("swa_head_dim", at.found["head_dim"]),
+        ("swa_v_head_dim", keys.get("v_head_dim")),
+        ("add_swa_attention_sink_bias", True),
+        ("add_full_attention_sink_bias", False),
+    ):
+        keys.only(name, value, None)
+    before, size = keys.get("sliding_window_size", None), keys.get("sliding_window")
+    size = (
+        check.integer("sliding_window", size, 1)
+        if before is None
+        else check.integer("sliding_window_size", before, 0) + 1
+    )
+    keys.only("attention_chunk_size", before, size, None)
+    factor = keys.get("attention_value_scale")
+    new: dict[str, Any] = {"value_dim": keys.integer("v_head_dim")}
+    if factor is not None and check.real("attention_value_scale", factor) != 1:
+        new["before"] = (f"v times {factor:g} (attention_value_scale)",)
+    if at.kind == SLIDING:
+        new |= {"kv_heads": 2 * kv_heads, "window": (size - 1, None), "sinks": f"layers.{at.layer}.self_attn.sinks"}
+    return new
 
 
 def modernbert(at: At) -> dict[str, Any]:

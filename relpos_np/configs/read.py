@@ -18,6 +18,7 @@ _MOST = 1 << 14
 # Files that register model types.
 _FILES = (
     "decoder_types",
+    "hybrids",
     "early_rotary",
     "deepseek_v4",
     "alibi",
@@ -64,6 +65,8 @@ _PARTS = {
     "paligemma": {"text_config": "gemma", "vision_config": "siglip_vision_model"},
     "qwen2_5_vl": {"text_config": "qwen2_5_vl_text", "vision_config": "qwen2_5_vl_vision"},
     "qwen2_vl": {"text_config": "qwen2_vl_text", "vision_config": "qwen2_vl_vision"},
+    "qwen3_5": {"text_config": "qwen3_5_text"},
+    "qwen3_5_moe": {"text_config": "qwen3_5_moe_text"},
     "qwen3_vl": {"text_config": "qwen3_vl_text", "vision_config": "qwen3_vl_vision"},
     "sam": {"vision_config": "sam_vision_model"},
     "siglip": {"text_config": "siglip_text_model", "vision_config": "siglip_vision_model"},

@@ -61,7 +61,8 @@ class Parameters:
 
     def words(self) -> str:
         """The rule and its numbers, without lists."""
-        named = {"rope_theta": self.theta} | {name: x for name, x in self.stored.items() if x is not None}
+        share = {} if self.share == 1 else {"partial_rotary_factor": self.share}
+        named = {"rope_theta": self.theta} | share | {name: x for name, x in self.stored.items() if x is not None}
         shown = [f"{name} {x}" for name, x in sorted(named.items()) if not isinstance(x, list | str)]
         return f"{self.rule}: {', '.join(shown)}"
 
@@ -156,7 +157,9 @@ def _by_position(given: Given) -> Rotary:
     return Rotary(frequencies=omega, positions=positions, **options)
 
 
-def plan(rope: Parameters, head_dim: int, *, layout: str = "half", before: int = 0) -> SchemePlan:
+def plan(
+    rope: Parameters, head_dim: int, *, layout: str = "half", before: int = 0, backwards: bool = False
+) -> SchemePlan:
     """The rotary scheme of some parameters.
 
     Parameters
@@ -169,14 +172,17 @@ def plan(rope: Parameters, head_dim: int, *, layout: str = "half", before: int =
         Which pairs.
     before : int
         Channels of a head in front of these.
+    backwards : bool
+        Whether pairs turn the other way.
     """
     shown: dict[str, Any] = {} if layout == "half" else {"layout": layout}
     if before:
         shown["channels"] = (before, before + head_dim)
     omega, magnitude = rope.frequencies(head_dim)
     if rope.rule in _BY_LENGTH:
-        if before:
-            raise RelposValueError(f"rope_type: {rope.rule!r} is not understood where the last channels turn")
+        if before or backwards:
+            where = "the last channels turn" if before else "pairs turn the other way"
+            raise RelposValueError(f"rope_type: {rope.rule!r} is not understood where {where}")
         remark = f"{rope.words()}; by the longest position of a call"
         return SchemePlan("Rotary", shown | {"rope_parameters": rope}, remark=remark, make=_by_length, varies=True)
     if magnitude != 1.0:
@@ -185,6 +191,9 @@ def plan(rope: Parameters, head_dim: int, *, layout: str = "half", before: int =
         remark = f"{rope.words()}; sections of pairs {rope.stored['mrope_section']}, {rope.order}"
         options = shown | {"frequencies": omega}
         return SchemePlan("Rotary", options, optional=("positions",), remark=remark, make=_by_position, varies=True)
+    if backwards:
+        remark = f"{rope.words()}; pairs turn the other way"
+        return SchemePlan("Rotary", shown | {"frequencies": -omega}, remark=remark)
     if rope.rule == "default":
         base = float(rope.stored.get("rope_theta") or rope.theta)
         return SchemePlan(

@@ -86,6 +86,8 @@ def interface(model, last=False):
                     q_before, k_before = (x[:n].transpose(0, 1)[None] for x in (q_before, k_before))
                 if hasattr(module, "qk_norm"):  # after turning, which keeps lengths
                     q_before, k_before = module.qk_norm(q_before), module.qk_norm(k_before)
+                if type(module).__name__ == "NanoChatAttention":  # the same
+                    q_before, k_before = module.q_norm(q_before), module.k_norm(k_before)
                 q, k = _before(q_before, query, last), _before(k_before, key, last)
             elif getattr(module, "attn_temperature_tuning", False):  # Llama 4: what arrives has its factor already
                 at = torch.arange(q.shape[-2])[:, None]
@@ -239,6 +241,12 @@ def _bloom(module, given):
     )
 
 
+def _neox(module, given):
+    """Each head has queries, keys and values side by side."""
+    qkv = given["query_key_value"].unflatten(-1, (module.num_attention_heads, -1)).transpose(1, 2)
+    return qkv.chunk(3, dim=-1)
+
+
 def _falcon(module, given):
     x = given["query_key_value"].unflatten(-1, (-1, module.head_dim))
     if module.new_decoder_architecture:
@@ -289,6 +297,7 @@ HOOKS = {
     "codegen": ("CodeGenAttention", _codegen, "out_proj"),
     "falcon": ("FalconAttention", _falcon, "dense"),
     "bloom": ("BloomAttention", _bloom, "dense"),
+    "gpt_neox_japanese": ("GPTNeoXJapaneseAttention", _neox, "dense"),
     "mpt": ("MptAttention", _mpt, "out_proj"),
     "gpt_neo": ("GPTNeoSelfAttention", _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
     "bart": (("XGLMAttention", "SpeechT5Attention", "VitsAttention"), _apart("q_proj", "k_proj", "v_proj"), "out_proj"),

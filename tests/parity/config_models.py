@@ -110,6 +110,9 @@ LATENT_VALUES = {
     "o_lora_rank": 8,
     "hc_mult": 2,
 }
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 128, "mamba_chunk_size": 16}
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]}
 INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "temporal_patch_size": 2}
 TOWER |= {"spatial_merge_size": 2, "intermediate_size": 64}
@@ -286,6 +289,54 @@ MODELS = (
         | {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
     ),
     Model("gpt_oss", {**HEAD, **MOE, "sliding_window": 9}),
+    Model("minimax_m2", {**HEAD, **MOE}),
+    Model("minimax_m2", {**HEAD, **MOE, "rotary_dim": 12, "rope_theta": 100.0}),
+    Model("dots1", {**KV, **MOE, "sliding_window": 9, "max_window_layers": 2, "n_shared_experts": 1}),
+    Model("vaultgemma", {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0}),
+    Model("internlm3", HEAD),
+    Model("cwm", {**HEAD, "sliding_window": 9}),
+    Model("exaone_moe", {**KV, **MOE, "sliding_window": 9, "num_shared_experts": 1}),
+    Model("hy_v3", {**HEAD, **MOE, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    Model("nanochat", KV),
+    Model("mimo_v2_flash", {**HEAD, **MOE, "v_head_dim": 12, "sliding_window": 9, "partial_rotary_factor": 0.4}),
+    Model(
+        "mimo_v2_flash",
+        {**HEAD, **MOE, "v_head_dim": 12, "sliding_window_size": 8, "attention_value_scale": None}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    Model("modernbert-decoder", {**SMALL, "local_attention": 18}),
+    Model("modernbert-decoder", {**SMALL, "local_attention": 18, "sliding_window": 12, "global_rope_theta": 50.0}),
+    Model("gpt_neox_japanese", SMALL, calls="gpt_neox_japanese"),
+    Model("gpt_neox_japanese", {**SMALL, "rotary_pct": 0.5, "rotary_emb_base": 50}, calls="gpt_neox_japanese"),
+    Model("csm", {**KV, "depth_decoder_config": {**KV, "backbone_hidden_size": 64}}, "codes", net="CsmBackboneModel"),
+    Model(
+        "csm_depth_decoder_model",
+        {**KV, "backbone_hidden_size": 64, "num_codebooks": 40, "rope_parameters": LLAMA3},
+        net="CsmDepthDecoderModel",
+    ),
+    Model("qwen3_next", {**KV, **MOE, **DELTA, "head_dim": 32}),
+    Model(
+        "qwen3_next", {**KV, **MOE, **DELTA, "head_dim": 32, "layer_types": ["full_attention", "linear_attention"] * 2}
+    ),
+    Model("qwen3_5_text", {**KV, **DELTA, "head_dim": 16, "rope_parameters": MROPE}),
+    Model("qwen3_5_moe_text", {**KV, **MOE, **DELTA, "head_dim": 16, "rope_parameters": MROPE}),
+    Model("lfm2", {**KV, "full_attn_idxs": [1, 3]}),
+    Model("lfm2_moe", {**KV, **MOE, "layer_types": ["conv", "full_attention"] * 2}),
+    Model("falcon_h1", {**HEAD, **MAMBA, "key_multiplier": 0.5, "attention_in_multiplier": 2.0}),
+    Model("bamba", {**KV, **MAMBA, "attn_layer_indices": [0, 2]}),
+    Model("jamba", {**KV, **MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
+    Model(
+        "granitemoehybrid",
+        {**KV, **MOE, **MAMBA, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32}
+        | {"attention_multiplier": 0.2, "position_embedding_type": "rope"},
+    ),
+    Model(
+        "granitemoehybrid",
+        {**KV, **MOE, **MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"shared_intermediate_size": 32, "attention_multiplier": 0.2},
+    ),
+    Model("olmo_hybrid", {**KV, **DELTA}),
+    Model("olmo_hybrid", {**KV, **DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
     Model("eurobert", KV),
     Model("nomic_bert", SMALL),
     Model("gte", SMALL),

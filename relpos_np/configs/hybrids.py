@@ -1,0 +1,187 @@
+"""Hybrid text models: their layers with softmax attention; layers without one are refused by their type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs import decoders as of
+from relpos_np.configs import rope
+from relpos_np.configs.decoders import At, Rotating
+from relpos_np.configs.families import register
+from relpos_np.configs.keys import Keys
+from relpos_np.errors import RelposValueError
+
+
+def _count(keys: Keys) -> int:
+    return keys.integer("num_hidden_layers")
+
+
+def _listed(at: At, key: str, other: str) -> str:
+    """The type of a layer whose number may be in a list."""
+    listed = at.keys.get(key)
+    if not isinstance(listed, list | tuple):
+        raise RelposValueError(f"{key}: expected a list of numbers of layers, found {listed!r}")
+    return of.FULL if at.layer in [check.integer(key, n, 0) for n in listed] else other
+
+
+def _lfm2(at: At) -> str:
+    return of.FULL if at.keys.get("full_attn_idxs") is None else _listed(at, "full_attn_idxs", of.CONV)
+
+
+def _bamba(at: At) -> str:
+    return of.LINEAR if at.keys.get("attn_layer_indices") is None else _listed(at, "attn_layer_indices", of.LINEAR)
+
+
+def _jamba(at: At) -> str:
+    """One layer of each period."""
+    every, first = at.keys.integer("attn_layer_period"), at.keys.integer("attn_layer_offset", least=0)
+    return of.FULL if at.layer % every == first else of.LINEAR
+
+
+def _olmo(at: At) -> str:
+    """Every fourth layer, and the last one of fewer than four."""
+    return of.FULL if at.layer % 4 == 3 or at.layer == at.layers - 1 < 3 else of.LINEAR
+
+
+def _linear(_at: At) -> str:
+    return of.LINEAR
+
+
+def _always(_at: At) -> bool:
+    return True
+
+
+def _unless_rope(at: At) -> bool:
+    """Granite 4: positions only where a key asks for them."""
+    return bool(at.keys.only("position_embedding_type", "rope", "nope", None) != "rope")
+
+
+def _no_base(at: At) -> bool:
+    """OLMo Hybrid: nothing turns where the base is null."""
+    stored = at.keys.get("rope_parameters", {})
+    if stored is None:
+        raise RelposValueError(
+            "rope_parameters: null in a configuration of olmo_hybrid is read in two ways, as no positions and as the "
+            'defaults of its class; write {"rope_theta": null}, or {}'
+        )
+    raw = rope.stored(at.keys)
+    return raw["rope_theta"] is None if "rope_theta" in raw else at.keys.get("rope_theta", 10000.0) is None
+
+
+def _falcon_h1(at: At) -> dict[str, Any]:
+    """Every layer has attention beside a state space; keys have a factor."""
+    at.keys.only("layers_block_type", ["hybrid"] * at.layers, None)
+    factor = at.keys.get("key_multiplier")
+    factor = 1.0 if factor is None else check.real("key_multiplier", factor)
+    return {} if factor == 1 else {"before": (f"k times {factor:g} (key_multiplier)",)}
+
+
+def _half(at: At) -> dict[str, Any]:
+    """Bamba: the share of its class, whatever stands beside the rotary parameters."""
+    at.keys.only("partial_rotary_factor", 0.5, None)
+    return {}
+
+
+def _whole(at: At) -> dict[str, Any]:
+    at.keys.only("sliding_window", None)
+    return {}
+
+
+_HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
+_GATE = "the output is multiplied by the sigmoid of a gate, which q_proj makes beside the queries, after the call"
+_DELTA = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_allow_neg_eigval", "attn_output_gate"),
+)
+_MAMBA = ("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "mamba_n_heads", "mamba_d_head")
+_BLOCK = (
+    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_dim", "block_ff_dim"),
+    *("block_mlp_init_scale", "block_out_init_scale", "block_norm_eps", "block_use_swiglu", "block_use_xavier_init"),
+    "use_expert_bias",
+)
+_FACTORS = (
+    *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier", "mlp_multipliers"),
+    *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "projectors_bias", "layer_types"),
+)
+_QWEN = Rotating(
+    share=0.25,
+    pattern=of.alternating(4, "full_attention_interval", other=of.LINEAR),
+    others=(of.LINEAR,),
+    norm=_HEADS,
+    ignored=_DELTA,
+    notes=(_GATE,),
+)
+_QWEN_VL = Rotating(
+    share=0.25,
+    pattern=of.alternating(4, "full_attention_interval", other=of.LINEAR),
+    others=(of.LINEAR,),
+    norm=_HEADS,
+    mrope=((11, 11, 10), "cyclic"),
+    ignored=_DELTA,
+    notes=(_GATE,),
+)
+_LFM = Rotating(
+    theta=1e6,
+    pattern=_lfm2,
+    others=(of.CONV,),
+    norm="RMS norm of q and k, per head (q_layernorm, k_layernorm)",
+    ignored=_BLOCK,
+)
+
+
+def _sizes(hidden: int, layers: int, heads: int, kv: int | None, longest: int, head_dim: int | None = None) -> Any:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": longest,
+        "head_dim": head_dim,
+    }
+
+
+_TYPES: dict[str, tuple[Rotating, dict[str, Any]]] = {
+    "qwen3_next": (_QWEN, _sizes(2048, 48, 16, 2, 32768, 256)),
+    "qwen3_5_text": (_QWEN_VL, _sizes(4096, 32, 16, 4, 32768, 256)),
+    "qwen3_5_moe_text": (_QWEN_VL, _sizes(2048, 40, 16, 2, 32768, 256)),
+    "lfm2": (_LFM, _sizes(2560, 32, 32, 8, 128000) | {"full_attn_idxs": None}),
+    "lfm2_moe": (
+        Rotating(theta=1e6, window="types", others=_LFM.others, norm=_LFM.norm, ignored=_BLOCK),
+        _sizes(2048, 32, 32, 8, 128000),
+    ),
+    "falcon_h1": (
+        Rotating(ignored=_MAMBA + _FACTORS, finish=_falcon_h1),
+        _sizes(4096, 32, 32, 8, 8192) | {"key_multiplier": 1.0},
+    ),
+    "bamba": (
+        Rotating(share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=_half),
+        _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_indices": None},
+    ),
+    "jamba": (
+        Rotating(pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=_whole),
+        _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_period": 8, "attn_layer_offset": 4},
+    ),
+    "granitemoehybrid": (
+        Rotating(
+            pattern=_linear,
+            others=(of.LINEAR,),
+            still=_unless_rope,
+            ignored=_MAMBA,
+            finish=of.scaled_by,
+        ),
+        _sizes(4096, 32, 32, None, 2048) | {"attention_multiplier": 1.0, "position_embedding_type": None},
+    ),
+    "olmo_hybrid": (
+        Rotating(
+            pattern=_olmo,
+            others=(of.LINEAR,),
+            still=_no_base,
+            norm="RMS norm of q and k, over all heads (q_norm, k_norm)",
+            ignored=_DELTA,
+        ),
+        _sizes(3840, 32, 30, None, 65536),
+    ),
+}
+for _name, (_traits, _defaults) in _TYPES.items():
+    register(_traits.read, {_name: _defaults}, kind="Text", count=_count if _traits.others else None)
