@@ -402,6 +402,14 @@ def test_layers_of_hybrids(name):
         ("nanochat", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic' .*other way"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads: 4"),
         ("mimo_v2_flash", {"hybrid_layer_pattern": [2]}, "hybrid_layer_pattern: expected 0 or 1"),
+        ("gemma3n_text", {"num_kv_shared_layers": 35}, "num_kv_shared_layers: 35 leaves no layer"),
+        ("gemma4_text", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}, "layer_types: expected full"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all'"),
+        ("gemma4_text", {"per_layer_config": {"0": {"sliding_window": 9}}}, "per_layer_config: .* of layer 0"),
+        ("longcat_flash", {"num_hidden_layers": 28}, "num_hidden_layers: 28"),
+        ("longcat_flash", {"mla_scale_q_lora": False}, "mla_scale_q_lora: False"),
+        ("mistral4", {"partial_rotary_factor": 0.25}, "partial_rotary_factor: 0.25, though 0.5"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta: "),
         ("mimo_v2_flash", {"attention_chunk_size": 7}, "attention_chunk_size: 7"),
     ],
 )
@@ -421,6 +429,27 @@ def test_early_files():
     assert [layer.window for layer in layers] == [(128, None), None, (128, None)]
     assert [layer.schemes[0].options for layer in layers] == [{"dim": 64, "base": b} for b in (500.0, 5e5, 500.0)]
     assert [(layer.kv_heads, bool(layer.sinks)) for layer in layers] == [(8, True), (4, False), (8, True)]
+
+
+def test_keys_of_earlier_layers():
+    """Gemma 3n and 4: as published, and as transformers stores heads that are not those of other layers."""
+    layers = layers_of({"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": 4})
+    notes = ["".join(layer.notes) for layer in layers]
+    assert [note.partition(",")[0] for note in notes[6:]] == ["k and v are those of layer 5"] * 3 + [
+        "k and v are those of layer 4"
+    ]
+    assert not any(notes[:6])
+    assert [layer.schemes[0].options["base"] for layer in layers[:5]] == [1e4] * 4 + [1e6]
+    early = {"model_type": "gemma3n_text", "num_hidden_layers": 5, "num_kv_shared_layers": 0, "rope_theta": 700.0}
+    early = layers_of(early | {"rope_local_base_freq": 70.0})
+    assert [layer.schemes[0].options["base"] for layer in early] == [70.0] * 4 + [700.0]
+    gemma4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "attention_k_eq_v": True}
+    published = layers_of(gemma4 | {"global_head_dim": 64, "num_global_key_value_heads": 2})
+    stored = layers_of(gemma4 | {"per_layer_config": {"5": {"head_dim": 64, "num_key_value_heads": 2}}})
+    assert [layer.as_dict() for layer in stored] == [layer.as_dict() for layer in published]
+    assert [(layer.head_dim, layer.kv_heads) for layer in stored] == [(256, 4)] * 5 + [(64, 2)]
+    kept = layers_of(gemma4 | {"attention_k_eq_v": False, "num_global_key_value_heads": 2})
+    assert (kept[5].head_dim, kept[5].kv_heads) == (512, 4)
 
 
 def test_windows_by_the_number_of_the_layer():

@@ -71,6 +71,8 @@ class Rotating:
         Parameters among the rotary ones that have another meaning, or none.
     ignored : tuple of str
         Keys that have no effect in this model.
+    sized : callable, optional
+        To the numbers of heads and channels that differ.
     finish : callable, optional
         To the fields of the layer that differ.
     notes : tuple of str
@@ -95,6 +97,7 @@ class Rotating:
     mrope: tuple[tuple[int, ...], str] | None = None
     elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    sized: Callable[[At], Mapping[str, Any]] | None = None
     finish: Callable[[At], Mapping[str, Any]] | None = None
     notes: tuple[str, ...] = ()
 
@@ -108,6 +111,8 @@ class Rotating:
         at = At(keys, layer, layers)
         kind = self._type(at)
         at = replace(at, kind=kind)
+        if self.sized is not None:
+            found |= self.sized(at)
         still = self.still is not None and self.still(at)
         sections, order = self.mrope or (None, "chunks")
         ropes = rope.parameters(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import At, ministral3, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
-from relpos_np.configs.plans import SchemePlan
+from relpos_np.configs.plans import SchemePlan, Temperature
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import yarn_magnitude
 
@@ -55,10 +56,25 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Latent attention, written out: heads of channels that stand still, and then of some that turn."""
     heads = keys.integer("num_attention_heads")
     still, turning = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
-    if keys.model_type not in ("deepseek_v3", "kimi_k2"):
+    if keys.model_type not in ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"):
         keys.only("rope_interleave", True, default=True)
     interleaved = keys.flag("rope_interleave", True)
-    ropes = rope.parameters(keys)
+    theta = 1e7 if keys.model_type == "longcat_flash" else 1e4
+    ropes = rope.parameters(keys, theta=theta, elsewhere=("llama_4_scaling_beta", "max_position_embeddings"))
+    temperature, before = None, _EXPANDED
+    if keys.model_type == "mistral4":
+        ropes, temperature = _mistral4(keys, ropes, turning / (still + turning))
+    elif "llama_4_scaling_beta" in rope.stored(keys):
+        raise RelposValueError(f"llama_4_scaling_beta: not understood in a configuration of {keys.model_type}")
+    layers = keys.get("num_hidden_layers", None)
+    if keys.model_type == "longcat_flash":
+        # Two layers of attention in each.
+        twice = 2 * keys.integer("num_layers")
+        layers = keys.only("num_hidden_layers", twice, None) or twice
+        keys.only("attention_method", "MLA", None)
+        keys.only("mla_scale_q_lora", True, default=True)
+        keys.only("mla_scale_kv_lora", True, default=True)
+        before = f"{_EXPANDED}; q and the latent vectors of keys and values with factors of their widths"
     scale = (still + turning) ** -0.5
     every = ropes.stored.get("mscale_all_dim")
     if ropes.rule != "default" and every:
@@ -83,7 +99,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         keys.model_type,
         part,
         layer,
-        layers=keys.integer("num_hidden_layers"),
+        layers=check.integer("num_hidden_layers", layers, 1),
         heads=heads,
         kv_heads=heads,
         head_dim=still + turning,
@@ -92,11 +108,22 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         causal=True,
         schemes=(plan,),
         needs=needs,
-        before=("keys and values from their latent vectors, the turning channels of a key the same for all heads",),
+        query_scale=temperature,
+        before=(before,),
         notes=notes,
     )
 
 
+def _mistral4(keys: Keys, ropes: rope.Parameters, share: float) -> tuple[rope.Parameters, Temperature | None]:
+    """The share of a head that turns is that of the channels which turn; queries have Ministral 3's temperature."""
+    for stored in (ropes.stored.get("partial_rotary_factor"), keys.get("partial_rotary_factor", None)):
+        if stored is not None and check.positive("partial_rotary_factor", stored) != share:
+            raise RelposValueError(f"partial_rotary_factor: {stored!r}, though {share:g} of a head's channels turn")
+    left = {name: value for name, value in ropes.stored.items() if name != "partial_rotary_factor"}
+    return replace(ropes, stored=left, share=1.0), ministral3(At(keys, 0, 1)).get("query_scale")
+
+
+_EXPANDED = "keys and values from their latent vectors, the turning channels of a key the same for all heads"
 # Of indexers: which layers take what another one chose, and how they turn queries and keys of their own.
 _INDEXERS = (
     *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
@@ -144,6 +171,25 @@ register(
         "deepseek_v3": _latent(61, 128, 4096) | {"rope_interleave": True},
         "deepseek_v32": _latent(61, 128, 163840) | {"index_topk": 2048},
         "glm_moe_dsa": _latent(78, 64, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk": 2048},
+        "glm4_moe_lite": _latent(47, 20, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256},
+        "mistral4": _latent(36, 32, 1048576)
+        | {
+            "qk_nope_head_dim": 64,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "max_position_embeddings": 1048576,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        "longcat_flash": {name: x for name, x in _latent(56, 64, 131072).items() if name != "num_hidden_layers"}
+        | {"num_layers": 28},
         # The code beside its weights is that of DeepSeek-V3.
         "kimi_k2": _latent(61, 128, 4096) | {"rope_interleave": True},
     },

@@ -19,6 +19,7 @@ _MOST = 1 << 14
 _FILES = (
     "decoder_types",
     "hybrids",
+    "shared_keys",
     "early_rotary",
     "deepseek_v4",
     "alibi",
@@ -58,6 +59,8 @@ def model_types() -> tuple[str, ...]:
 _PARTS = {
     "clip": {"text_config": "clip_text_model", "vision_config": "clip_vision_model"},
     "gemma3": {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
+    "gemma3n": {"text_config": "gemma3n_text"},
+    "gemma4": {"text_config": "gemma4_text"},
     "inkling": {"text_config": "inkling_text"},
     "kimi_k25": {"text_config": "deepseek_v3"},
     "llama4": {"text_config": "llama4_text"},

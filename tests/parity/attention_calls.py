@@ -3,6 +3,7 @@
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from unittest.mock import patch
 
 import numpy as np
@@ -62,11 +63,19 @@ def interface(model, last=False):
     import torch
 
     seen, parts, pending, chosen, hidden = [], [], [], [], []
+    single, kept = [], {}  # operands that turn one at a time, and keys that later layers take
 
     def choosing(indexer, args, indices):
         chosen.append(indices.numpy().astype(np.int64))
 
     def turning(original):
+        def turn_one(x, *args, **kwargs):
+            single.append(x)
+            return original(x, *args, **kwargs)
+
+        if [*signature(original).parameters][:2] == ["x", "cos"]:
+            return turn_one
+
         def turn(q, k, *args, **kwargs):
             pending.append((q, k))
             return original(q, k, *args, **kwargs)
@@ -78,6 +87,15 @@ def interface(model, last=False):
             out = original(module, query, key, value, attention_mask, *args, **kwargs)
             q, k = query, key
             rest = []
+            if single:
+                if len(single) == 2:
+                    kept[module.layer_type] = single[1]
+                pending.append((single[0], kept[module.layer_type]))
+                single.clear()
+            if "Mistral4" in type(module).__name__:  # what arrives has its temperature already
+                ropes = module.config.rope_parameters
+                at = torch.arange(query.shape[-2])[:, None] // ropes["original_max_position_embeddings"]
+                query = query / (1 + ropes["llama_4_scaling_beta"] * torch.log1p(at))
             if pending:
                 (q_before, k_before), *_ = pending
                 if q_before.ndim == 3:  # (L, H, D), of frames or windows that are called one after the other

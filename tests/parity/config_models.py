@@ -113,6 +113,19 @@ LATENT_VALUES = {
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 128, "mamba_chunk_size": 16}
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]}
+MISTRAL4 = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+LONGCAT = {
+    "num_layers": 2,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 2,
+}
+SHARING = ["sliding_attention", "full_attention"] * 3
+THREE_N = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "laurel_rank": 8}
+THREE_N |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": SHARING, "altup_num_inputs": 2}
+FOUR = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 24}
 INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "temporal_patch_size": 2}
 TOWER |= {"spatial_merge_size": 2, "intermediate_size": 64}
@@ -314,6 +327,18 @@ MODELS = (
         {**KV, "backbone_hidden_size": 64, "num_codebooks": 40, "rope_parameters": LLAMA3},
         net="CsmDepthDecoderModel",
     ),
+    Model("gemma3n_text", {**HEAD, **THREE_N}),
+    Model("gemma3n_text", {**HEAD, **THREE_N, "num_kv_shared_layers": 0}),
+    Model("gemma4_text", {**HEAD, **FOUR, "num_hidden_layers": 7}),
+    Model("gemma4_text", {**HEAD, **FOUR, "num_kv_shared_layers": 2, "num_hidden_layers": 6, "layer_types": SHARING}),
+    Model(
+        "gemma4_text",
+        {**HEAD, **FOUR, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": SHARING[2:]},
+    ),
+    Model("glm4_moe_lite", LATENT, last=True),
+    Model("glm4_moe_lite", {**LATENT, "rope_interleave": False, "rope_parameters": YARN}, last=True),
+    Model("mistral4", {**LATENT, "rope_parameters": MISTRAL4}, last=True),
+    Model("longcat_flash", {**LATENT, **LONGCAT}, last=True),
     Model("qwen3_next", {**KV, **MOE, **DELTA, "head_dim": 32}),
     Model(
         "qwen3_next", {**KV, **MOE, **DELTA, "head_dim": 32, "layer_types": ["full_attention", "linear_attention"] * 2}

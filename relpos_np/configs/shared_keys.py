@@ -1,0 +1,134 @@
+"""Gemma 3n and Gemma 4: the last layers take keys and values of earlier ones; the scale is 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from relpos_np._contract import check
+from relpos_np.configs.decoders import FULL, SLIDING, At, Rotating, alternating
+from relpos_np.configs.families import register
+from relpos_np.errors import RelposValueError
+
+_BEFORE = "RMS norm of q and k, per head, and of v without weights (q_norm, k_norm, v_norm)"
+
+
+def _types(at: At) -> list[str]:
+    """Of all layers, as stored, else by the pattern."""
+    types = at.keys.get("layer_types", None)
+    if types is None:
+        pattern = alternating(5 if at.keys.model_type == "gemma3n_text" else 6)
+        types = [pattern(At(at.keys, layer, at.layers)) for layer in range(at.layers)]
+    elif not isinstance(types, list | tuple) or len(types) < at.layers:
+        raise RelposValueError(f"layer_types: expected one for each of {at.layers} layers, found {types!r}")
+    return [str(kind) for kind in types]
+
+
+def _shared(at: At) -> tuple[str, ...]:
+    """Where the keys of a layer come from, if they are not its own."""
+    number = at.keys.integer("num_kv_shared_layers", least=0)
+    first = at.layers - number
+    if not number or at.layer < first:
+        return ()
+    of_type = [layer for layer, kind in enumerate(_types(at)[: max(first, 0)]) if kind == at.kind]
+    if not of_type:
+        raise RelposValueError(f"num_kv_shared_layers: {number} leaves no layer whose keys layer {at.layer} can take")
+    return (f"k and v are those of layer {of_type[-1]}, which has the same positions",)
+
+
+def _gemma3n(at: At) -> dict[str, Any]:
+    """Not scaled; keys may be those of another layer."""
+    at.keys.ignore("altup_coef_clip", "altup_correct_scale", "laurel_rank")
+    return {"scale": 1.0, "notes": _shared(at)}
+
+
+def _sized(at: At) -> dict[str, Any]:
+    """Gemma 4: layers without a window have heads of their own."""
+    keys = at.keys
+    own, same = keys.get("per_layer_config", None), keys.flag("attention_k_eq_v")
+    wide, few = keys.get("global_head_dim"), keys.get("num_global_key_value_heads")
+    if own is None:
+        own = {} if at.kind != FULL else {"head_dim": wide} | ({"num_key_value_heads": few} if same and few else {})
+    else:
+        own = own.get(str(at.layer), own.get(at.layer, {})) if isinstance(own, Mapping) else own
+        if not isinstance(own, Mapping) or own.keys() - {"head_dim", "num_key_value_heads"}:
+            raise RelposValueError(f"per_layer_config: {own!r} of layer {at.layer} is not understood")
+    found: dict[str, Any] = {}
+    if "head_dim" in own:
+        found["head_dim"] = found["value_dim"] = check.integer("head_dim", own["head_dim"], 1)
+    if "num_key_value_heads" in own:
+        found["kv_heads"] = check.integer("num_key_value_heads", own["num_key_value_heads"], 1)
+    return found
+
+
+def _gemma4(at: At) -> dict[str, Any]:
+    """Not scaled; published code differs in the windows of embedding models, which attend both ways."""
+    keys, notes = at.keys, list(_shared(at))
+    both = keys.only("use_bidirectional_attention", None, "vision")
+    keys.only("is_causal", True, None)
+    if both and at.kind == SLIDING:
+        notes.append("tokens of one image see each other, too: pass mask for a text with images")
+    if keys.flag("attention_k_eq_v") and at.kind == FULL:
+        notes.append("v is what k_proj makes, with a norm of its own")
+    keys.ignore("enable_moe_block")
+    return {"scale": 1.0, "notes": tuple(notes)}
+
+
+def _gemma4_pattern(at: At) -> str:
+    return FULL if at.layer == at.layers - 1 else alternating(6)(at)
+
+
+def _last_is_full(at: At) -> dict[str, Any]:
+    """Gemma 4: what its class does not allow."""
+    if at.layer == at.layers - 1 and at.kind != FULL:
+        raise RelposValueError(f"layer_types: expected {FULL} for the last layer, found {at.kind}")
+    return _sized(at)
+
+
+_THETAS = {FULL: 1e6, SLIDING: 1e4}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+_SIZES |= {"head_dim": 256, "max_position_embeddings": 32768, "sliding_window": 512, "num_kv_shared_layers": 15}
+register(
+    Rotating(
+        theta=_THETAS,
+        theta_keys={FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
+        plain=(SLIDING,),
+        window="types",
+        pattern=alternating(5),
+        norm=_BEFORE,
+        finish=_gemma3n,
+    ).read,
+    {"gemma3n_text": _SIZES},
+    kind="Text",
+)
+_OF_4: dict[str, Any] = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+_OF_4 |= {"num_kv_shared_layers": 0, "attention_k_eq_v": False, "use_bidirectional_attention": None}
+_OF_4 |= {"global_head_dim": 512, "num_global_key_value_heads": None}
+_OF_4 |= {
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
+register(
+    Rotating(
+        theta=_THETAS,
+        window="types",
+        pattern=_gemma4_pattern,
+        sized=_last_is_full,
+        norm=_BEFORE,
+        finish=_gemma4,
+    ).read,
+    {"gemma4_text": _SIZES | _OF_4},
+    kind="Text",
+)
