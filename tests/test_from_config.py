@@ -344,6 +344,13 @@ def test_what_is_added_to_the_inputs():
     waves = rp.from_config(marian, layer=0, part="decoder").encoding()
     np.testing.assert_array_equal(waves(x), rp.Sinusoidal(64, layout="concatenated")(x))
     assert rp.from_config(marian, layer=0, part="cross").encoding() is None
+    frames = rp.from_config({"model_type": "videomae", **small}, layer=0).encoding()
+    np.testing.assert_array_equal(frames(x), rp.Sinusoidal(64)(x))
+    for name, key in (("openai-gpt", "positions_embed"), ("aimv2_vision_model", "embeddings.position_embedding")):
+        sizes = {"n_embd": 64, "n_head": 4} if name == "openai-gpt" else small
+        encoding = rp.from_config({"model_type": name, **sizes}, layer=0).encoding({f"{key}.weight": table})
+        np.testing.assert_array_equal(encoding(x), x + table[:5])
+    assert rp.from_config({"model_type": "aimv2_vision_model", "is_native": True}, layer=0).encoding() is None
     assert rp.from_config(LLAMA, layer=0).encoding() is None
 
 
@@ -410,6 +417,8 @@ def test_layers_of_hybrids(name):
         ("longcat_flash", {"mla_scale_q_lora": False}, "mla_scale_q_lora: False"),
         ("mistral4", {"partial_rotary_factor": 0.25}, "partial_rotary_factor: 0.25, though 0.5"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta: "),
+        ("gpt_bigcode", {"num_key_value_heads": 4}, "num_key_value_heads: 4"),
+        ("ibert", {"quant_mode": True}, "quant_mode: True"),
         ("mimo_v2_flash", {"attention_chunk_size": 7}, "attention_chunk_size: 7"),
     ],
 )

@@ -139,6 +139,31 @@ def _gpt2(keys: Keys, layer: int) -> dict[str, Any]:
     return {"scale": scale / (layer + 1) if keys.flag("scale_attn_by_inverse_layer_idx") else scale}
 
 
+def _gpt_bigcode(keys: Keys, _layer: int) -> dict[str, Any]:
+    """One head of keys for all queries, unless there is one for each; scores may be left as they are."""
+    heads = keys.integer("num_attention_heads")
+    keys.only("num_key_value_heads", kv_heads := 1 if keys.flag("multi_query") else heads, None)
+    dim = keys.integer("hidden_size") // heads
+    return {"kv_heads": kv_heads, "scale": dim**-0.5 if keys.flag("scale_attn_weights") else 1.0}
+
+
+def _ibert(keys: Keys, _layer: int) -> dict[str, Any]:
+    """I-BERT with floating point."""
+    keys.only("quant_mode", False, default=False)
+    return {}
+
+
+def _aimv2(keys: Keys, _layer: int) -> dict[str, Any]:
+    """A table, unless images keep their size."""
+    if keys.flag("is_native", False):
+        return {"notes": ("sines and cosines of columns and rows are added to the inputs",)}
+    return {"added": learned("embeddings.position_embedding.weight")}
+
+
+def _videomae(keys: Keys) -> SchemePlan:
+    return sinusoidal(keys.integer("hidden_size"), "interleaved")
+
+
 def _gpt_neo(keys: Keys, layer: int) -> dict[str, Any]:
     """Not scaled; every other layer has a window, as `attention_types` repeat."""
     keys.ignore("attention_layers")
@@ -183,6 +208,11 @@ _GPT = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
+# Of what computes it; the softmax in float32 is that of any call.
+_BIGCODE = (
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "pad_key_length", "pre_allocate_kv_cache"),
+    "is_decoder",
+)
 _GRID = "rows of another size are interpolated"
 
 _TEXT: dict[str, tuple[Plain, dict[str, Any], dict[str, str]]] = {
@@ -217,6 +247,21 @@ _TEXT: dict[str, tuple[Plain, dict[str, Any], dict[str, str]]] = {
         _text(2048, 24, 16) | {"window_size": 256, "attention_types": [[["global", "local"], 12]]},
         {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     ),
+    "gpt_bigcode": (
+        Plain(True, "wpe.weight", finish=_gpt_bigcode, ignored=_BIGCODE),
+        _text(768, 12, 12) | {"multi_query": True, "scale_attn_weights": True},
+        _GPT,
+    ),
+    "openai-gpt": (Plain(True, "positions_embed.weight"), _text(768, 12, 12), _GPT),
+    "ibert": (
+        Plain(False, _BERT, 2, _ROBERTA.remark, finish=_ibert),
+        _text(768, 12, 12),
+        {},
+    ),
+    "rembert": (Plain(None, _BERT), _text(1152, 32, 18), {}),
+    "roc_bert": (Plain(None, _BERT), _text(768, 12, 12), {}),
+    "splinter": (Plain(False, _BERT), _text(768, 12, 12), {}),
+    "clap_text_model": (_ROBERTA, _text(768, 12, 12) | {"max_position_embeddings": 514}, {}),
     "opt": (Plain(True, "embed_positions.weight", 2), _text(768, 12, 12), {}),
     "biogpt": (Plain(True, "embed_positions.weight", 2), _text(1024, 24, 16), {}),
     "xglm": (
@@ -237,13 +282,43 @@ _VISION: dict[str, tuple[Plain, dict[str, Any]]] = {
     "clip_vision_model": (Plain(False, "embeddings.position_embedding.weight"), _vision(768, 12, 12)),
     "siglip_vision_model": (Plain(False, "embeddings.position_embedding.weight"), _vision(768, 12, 12)),
 }
+# The decoder of pretraining is left out.
+_PRETRAINED = ("decoder_num_attention_heads", "mask_ratio", "qv_bias")
+_VISION |= {
+    "imagegpt": (
+        Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
+        _vision(512, 24, 8)
+        | {"max_position_embeddings": 1024, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    ),
+    "vit_mae": (
+        Plain(
+            False,
+            "embeddings.position_embeddings",
+            remark="sines and cosines of columns and rows, as stored",
+            ignored=_PRETRAINED,
+        ),
+        _vision(768, 12, 12),
+    ),
+    "videomae": (Plain(False, sinusoids=_videomae, ignored=_PRETRAINED), _vision(768, 12, 12)),
+    "vivit": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
+    "aimv2_vision_model": (Plain(False, finish=_aimv2, ignored=("use_head",)), _vision(1024, 24, 8)),
+    "siglip2_vision_model": (
+        Plain(False, "embeddings.position_embedding.weight", remark="a square of rows, resized to the grid"),
+        _vision(768, 12, 12),
+    ),
+}
 _SPEECH = "a convolution of the inputs, which is no position scheme, stands for positions"
 _CONVOLVED = ("hubert", "wav2vec2", "unispeech", "unispeech-sat", "data2vec-audio")
 
 for _name, (_traits, _defaults, _aliases) in _TEXT.items():
     register(_traits.read, {_name: _defaults}, kind="Text", aliases=_aliases)
 for _name, (_traits, _defaults) in _VISION.items():
-    register(_traits.read, {_name: _defaults}, kind="Images and video")
+    register(_traits.read, {_name: _defaults}, kind="Images and video", aliases=_GPT if _name == "imagegpt" else None)
+register(
+    Plain(False, "embeddings.position_embeddings", ignored=("frequency_stride", "time_stride")).read,
+    {"audio-spectrogram-transformer": _vision(768, 12, 12)},
+    kind="Speech and music",
+)
 for _name in _CONVOLVED:
     register(
         Plain(notes=(_SPEECH,)).read,

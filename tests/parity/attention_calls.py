@@ -265,6 +265,18 @@ def _neox(module, given):
     return qkv.chunk(3, dim=-1)
 
 
+def _side_by_side(module, given):
+    """All queries, all keys and all values."""
+    count = module.n_head if hasattr(module, "n_head") else module.num_heads
+    return [heads(x, count) for x in given["c_attn"].chunk(3, dim=-1)]
+
+
+def _ibert(module, given):
+    """Projections come with the scale that they are rounded with."""
+    inner = module.self
+    return [heads(given[f"self.{x}"][0], inner.num_attention_heads) for x in ("query", "key", "value")]
+
+
 def _falcon(module, given):
     x = given["query_key_value"].unflatten(-1, (-1, module.head_dim))
     if module.new_decoder_architecture:
@@ -316,10 +328,17 @@ HOOKS = {
     "falcon": ("FalconAttention", _falcon, "dense"),
     "bloom": ("BloomAttention", _bloom, "dense"),
     "gpt_neox_japanese": ("GPTNeoXJapaneseAttention", _neox, "dense"),
+    "openai": ("Attention", _side_by_side, "c_proj"),
+    "imagegpt": ("ImageGPTAttention", _side_by_side, "c_proj"),
+    "ibert": ("IBertAttention", _ibert, "output.dense"),
     "mpt": ("MptAttention", _mpt, "out_proj"),
     "gpt_neo": ("GPTNeoSelfAttention", _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
     "bart": (("XGLMAttention", "SpeechT5Attention", "VitsAttention"), _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
-    "bert": (("RoFormerAttention", "MegatronBertAttention"), _inner("query", "key", "value"), "output.dense"),
+    "bert": (
+        ("RoFormerAttention", "MegatronBertAttention", "RemBertAttention"),
+        _inner("query", "key", "value"),
+        "output.dense",
+    ),
     "deepseek_v4": ("DeepseekV4Attention", _deepseek_v4, "o_a_proj"),
     "swinv2": ("Swinv2Attention", _inner("query", "key", "value"), "output.dense"),
     "deberta": ("DebertaAttention", _deberta, "output.dense"),

@@ -66,6 +66,13 @@ def inputs_of(model, settings):
         return {"input_features": normal(2, settings.num_mel_bins, 80), "decoder_input_ids": ids(23)}
     if model.inputs == "pixels":
         return {"pixel_values": normal(1 if model.model_type == "pixtral" else 2, 3, *[settings.image_size] * 2)}
+    if model.inputs == "video":
+        return {"pixel_values": normal(2, settings.num_frames, 3, *[settings.image_size] * 2)}
+    if model.inputs == "patches":
+        patches = {"pixel_values": normal(2, 36, 3 * settings.patch_size**2)}
+        return patches | {"pixel_attention_mask": torch.ones(2, 36), "spatial_shapes": torch.tensor([[4, 9], [9, 4]])}
+    if model.inputs == "mels":
+        return {"input_values": normal(2, settings.max_length, settings.num_mel_bins)}
     if model.inputs == "frames":
         # Windows of one size, or frames.
         rows, columns = (
