@@ -419,6 +419,7 @@ def test_layers_of_hybrids(name):
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta: "),
         ("gpt_bigcode", {"num_key_value_heads": 4}, "num_key_value_heads: 4"),
         ("ibert", {"quant_mode": True}, "quant_mode: True"),
+        ("musicgen_decoder", {"cross_attention_hidden_size": 7}, "cross_attention_hidden_size: 7"),
         ("mimo_v2_flash", {"attention_chunk_size": 7}, "attention_chunk_size: 7"),
     ],
 )
@@ -438,6 +439,16 @@ def test_early_files():
     assert [layer.window for layer in layers] == [(128, None), None, (128, None)]
     assert [layer.schemes[0].options for layer in layers] == [{"dim": 64, "base": b} for b in (500.0, 5e5, 500.0)]
     assert [(layer.kv_heads, bool(layer.sinks)) for layer in layers] == [(8, True), (4, False), (8, True)]
+
+
+def test_speech_with_cross_attention():
+    dia = {"model_type": "dia", "encoder_config": {"num_hidden_layers": 2}, "decoder_config": {"cross_head_dim": 32}}
+    assert parts_of(dia) == ("encoder", "decoder", "decoder.cross")
+    layer = rp.from_config(dia, layer=17, part="decoder.cross")
+    assert (layer.heads, layer.kv_heads, layer.head_dim, layer.schemes, layer.causal) == (16, 16, 32, (), False)
+    for stored in ({"encoder_num_attention_heads": 4}, {"decoder_num_key_value_heads": 4}):
+        with pytest.raises(rp.RelposError, match=f"^{next(iter(stored))}: 4"):
+            rp.from_config({"model_type": "moonshine", **stored}, layer=0, part="decoder")
 
 
 def test_keys_of_earlier_layers():

@@ -27,6 +27,7 @@ _FILES = (
     "absolute",
     "relative_vectors",
     "speech",
+    "heard",
     "windows",
     "grids",
     "inkling",
@@ -58,6 +59,7 @@ def model_types() -> tuple[str, ...]:
 # What the parts of a composite model are, where a stored part does not say it.
 _PARTS = {
     "clip": {"text_config": "clip_text_model", "vision_config": "clip_vision_model"},
+    "dia": {"encoder_config": "dia_encoder", "decoder_config": "dia_decoder"},
     "gemma3": {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
     "gemma3n": {"text_config": "gemma3n_text"},
     "gemma4": {"text_config": "gemma4_text"},

@@ -126,6 +126,7 @@ SHARING = ["sliding_attention", "full_attention"] * 3
 THREE_N = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "laurel_rank": 8}
 THREE_N |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": SHARING, "altup_num_inputs": 2}
 FOUR = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 24}
+DIA = {"cross_num_attention_heads": 6, "cross_head_dim": 12, "cross_num_key_value_heads": 3, "cross_hidden_size": 48}
 INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "temporal_patch_size": 2}
 TOWER |= {"spatial_merge_size": 2, "intermediate_size": 64}
@@ -555,6 +556,22 @@ MODELS = (
         "hidden",
         "bart",
         BOTH,
+    ),
+    Model(
+        "moonshine",
+        {**SMALL, "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 3, "encoder_num_attention_heads": 4}
+        | {"decoder_num_attention_heads": 4, "decoder_start_token_id": 1, "pad_head_dim_to_multiple_of": 8},
+        "speech",
+        parts=BOTH,
+    ),
+    Model("dia_encoder", HEAD, net="models.dia.modeling_dia.DiaEncoder"),
+    Model("dia_decoder", {**HEAD, **DIA}, "channels", parts=("", "cross"), net="models.dia.modeling_dia.DiaDecoder"),
+    Model(
+        "musicgen_decoder",
+        {**BERT, "ffn_dim": 64, "num_codebooks": 2},
+        "codebooks",
+        parts=("", "cross"),
+        net="models.musicgen.modeling_musicgen.MusicgenDecoder",
     ),
     Model(
         "vits",

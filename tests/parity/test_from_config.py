@@ -71,6 +71,13 @@ def inputs_of(model, settings):
     if model.inputs == "patches":
         patches = {"pixel_values": normal(2, 36, 3 * settings.patch_size**2)}
         return patches | {"pixel_attention_mask": torch.ones(2, 36), "spatial_shapes": torch.tensor([[4, 9], [9, 4]])}
+    if model.inputs == "speech":
+        return {"input_values": normal(2, 12000), "decoder_input_ids": ids(23)}
+    if model.inputs == "channels":
+        codes = torch.randint(3, 50, (2, 23, settings.num_channels), generator=generator)
+        return {"input_ids": codes, "encoder_hidden_states": normal(2, LENGTH, settings.cross_hidden_size)}
+    if model.inputs == "codebooks":
+        return {"input_ids": ids(23).repeat(settings.num_codebooks, 1), "encoder_hidden_states": normal(2, LENGTH, 64)}
     if model.inputs == "mels":
         return {"input_values": normal(2, settings.max_length, settings.num_mel_bins)}
     if model.inputs == "frames":
@@ -133,9 +140,9 @@ def in_order(stored, parts):
     """Parts and numbers of layers in the order in which a model runs through them."""
     if "cross" not in parts:
         return [(part, n) for part in parts for n in readable(stored, part)]
-    layers = {part: rp.from_config(stored, layer=0, part=part).layers for part in parts}
-    both = [(part, n) for n in range(layers["decoder"]) for part in ("decoder", "cross")]
-    return [("encoder", n) for n in range(layers.get("encoder", 0))] + both
+    *encoders, decoder, cross = parts
+    both = [(part, n) for n in readable(stored, decoder) for part in (decoder, cross)]
+    return [(part, n) for part in encoders for n in readable(stored, part)] + both
 
 
 def merged(call, out):
