@@ -206,6 +206,11 @@ def test_parts():
     assert rp.from_config(composite, layer=1, part="text").layers == 2
     with pytest.raises(rp.RelposValueError, match=r"part: expected one of 'text', 'vision', found ''"):
         rp.from_config(composite, layer=0)
+    qwen = {"model_type": "qwen3_5", "text_config": {}, "vision_config": {"model_type": "qwen3_5"}}
+    assert [rp.from_config(qwen, layer=3, part=part).model_type for part in parts_of(qwen)] == [
+        "qwen3_5_text",
+        "qwen3_5_vision",
+    ]
     assert parts_of({"model_type": "t5"}) == ("encoder", "decoder", "cross")
     flat = {
         **LLAMA,

@@ -102,6 +102,10 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         Rotating(theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic")),
         _sizes(4096, 32, 32, 32, 128000, 128),
     ),
+    "qwen3_vl_moe_text": (
+        Rotating(theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic"), finish=of.windowless),
+        _sizes(2048, 24, 16, 16, 128000, 128),
+    ),
     "gemma": (
         Rotating(finish=of.gemma),
         _sizes(3072, 28, 16, 16, 8192, 256) | {"use_bidirectional_attention": None},

@@ -410,6 +410,12 @@ def modernbert_decoder(at: At) -> dict[str, Any]:
     return {"window": (size - 1, None) if at.kind == SLIDING else None}
 
 
+def windowless(at: At) -> dict[str, Any]:
+    """Files may have a key for windows, which must be null."""
+    at.keys.only("sliding_window", None)
+    return {}
+
+
 def minimax_m2(at: At) -> dict[str, Any]:
     """Early files say of each layer that it has softmax, and that queries and keys are normed over all heads."""
     at.keys.only("use_qk_norm", True, default=True)

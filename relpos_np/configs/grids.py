@@ -130,7 +130,7 @@ def _qwen(keys: Keys, layer: int, part: str) -> LayerAttention:
         else:
             words = words.replace("patches", "patches of a window", 1)
             notes = [f"{windows}: a call takes those of one size, as batch items"]
-    if keys.model_type == "qwen3_vl_vision":
+    if keys.model_type not in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
         keys.ignore("num_position_embeddings", "deepstack_visual_indexes")
         found["added"] = learned("pos_embed.weight", remark="a square of rows, interpolated to the grid")
     found["schemes"] = (on_grid(omega, f"{words}; base {base:g}", blocks=blocks),)
@@ -260,6 +260,9 @@ register(
         "qwen2_vl_vision": _tower(1280, 32, 14, "embed_dim"),
         "qwen2_5_vl_vision": _tower(3584, 32, 14) | {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
         "qwen3_vl_vision": _tower(1152, 27, 16),
+        "qwen3_vl_moe_vision": _tower(1152, 27, 16),
+        "qwen3_5_vision": _tower(1152, 27, 16),
+        "qwen3_5_moe_vision": _tower(1152, 27, 16),
     },
     kind=_KIND,
     aliases=_TOWER,

@@ -83,11 +83,6 @@ def _half(at: At) -> dict[str, Any]:
     return {}
 
 
-def _whole(at: At) -> dict[str, Any]:
-    at.keys.only("sliding_window", None)
-    return {}
-
-
 _HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
 _GATE = "the output is multiplied by the sigmoid of a gate, which q_proj makes beside the queries, after the call"
 _DELTA = (
@@ -159,7 +154,7 @@ _TYPES: dict[str, tuple[Rotating, dict[str, Any]]] = {
         _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_indices": None},
     ),
     "jamba": (
-        Rotating(pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=_whole),
+        Rotating(pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.windowless),
         _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_period": 8, "attn_layer_offset": 4},
     ),
     "granitemoehybrid": (

@@ -131,6 +131,8 @@ INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "temporal_patch_size": 2}
 TOWER |= {"spatial_merge_size": 2, "intermediate_size": 64}
 WINDOWS = {**TOWER, "hidden_size": 64, "out_hidden_size": 32, "window_size": 16}
+QWEN3 = {"hidden_size": 64, "out_hidden_size": 32, "num_position_embeddings": 36}
+QWEN3 |= {"rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
 PALI = {
     "vision_config": {**BERT, "image_size": 16, "patch_size": 4, "vision_use_head": False},
     "projection_dim": 64,
@@ -224,6 +226,11 @@ MODELS = (
             "head_dim": 16,
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]},
         },
+    ),
+    Model(
+        "qwen3_vl_moe_text",
+        {**KV, **MOE, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]}},
     ),
     Model("gemma", HEAD),
     Model("gemma2", {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0}),
@@ -634,12 +641,14 @@ MODELS = (
     ),
     Model("qwen2_5_vl_vision", {**WINDOWS, "fullatt_block_indexes": []}, "frames", given=(("grid", (4, 4)),)),
     Model("qwen2_5_vl_vision", {**WINDOWS, "fullatt_block_indexes": [0, 1]}, "frames", given=GRID),
-    Model(
-        "qwen3_vl_vision",
-        {**TOWER, "hidden_size": 64, "out_hidden_size": 32, "num_position_embeddings": 36}
-        | {"deepstack_visual_indexes": [0], "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
-        "frames",
-        given=GRID,
+    *(
+        Model(name, {**TOWER, **QWEN3} | deepstack, "frames", given=GRID)
+        for name, deepstack in (
+            ("qwen3_vl_vision", {"deepstack_visual_indexes": [0]}),
+            ("qwen3_vl_moe_vision", {"deepstack_visual_indexes": [0]}),
+            ("qwen3_5_vision", {}),
+            ("qwen3_5_moe_vision", {}),
+        )
     ),
     Model("pixtral", IMAGE, "pixels", given=(("grid", (6, 6)),)),
     Model(
