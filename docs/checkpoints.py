@@ -103,14 +103,6 @@ TEXT = (
         remark="Checkpoints store the tables transposed; y is the bottom edge.",
     ),
     Checkpoint(
-        "LayoutLMv3",
-        "layout",
-        'rp.LayoutBias(table.T, x_table.T, y_table.T, boxes, variant="layoutlmv3")',
-        {"table": ("H", 32), "x_table": ("H", 64), "y_table": ("H", 64), "boxes": ()},
-        AHEAD,
-        remark="The bias is divided by √D too.",
-    ),
-    Checkpoint(
         "UDOP: encoder",
         "layout",
         'rp.LayoutBias(table, x_table, y_table, boxes / 1000, variant="udop")',

@@ -425,6 +425,7 @@ def test_layers_of_hybrids(name):
         ("gpt_bigcode", {"num_key_value_heads": 4}, "num_key_value_heads: 4"),
         ("ibert", {"quant_mode": True}, "quant_mode: True"),
         ("musicgen_decoder", {"cross_attention_hidden_size": 7}, "cross_attention_hidden_size: 7"),
+        ("layoutlmv3", {"has_spatial_attention_bias": False}, "has_spatial_attention_bias: False"),
         ("mimo_v2_flash", {"attention_chunk_size": 7}, "attention_chunk_size: 7"),
     ],
 )
@@ -454,6 +455,21 @@ def test_speech_with_cross_attention():
     for stored in ({"encoder_num_attention_heads": 4}, {"decoder_num_key_value_heads": 4}):
         with pytest.raises(rp.RelposError, match=f"^{next(iter(stored))}: 4"):
             rp.from_config({"model_type": "moonshine", **stored}, layer=0, part="decoder")
+
+
+def test_places_on_a_page():
+    """LayoutLMv3: tables with the heads first, boxes of a call, and positions that start again."""
+    rng = np.random.default_rng(3)
+    layer = rp.from_config({"model_type": "layoutlmv3", "hidden_size": 64, "num_attention_heads": 4}, layer=1)
+    tables = [rng.standard_normal((4, rows)) for rows in (32, 64, 64)]
+    boxes, positions = rng.integers(0, 1000, (9, 4)), np.array([0, 1, 2, 3, 4, 0, 1, 2, 3])
+    q, k, v = operands(kv_heads=4)
+    bound = layer.bind({f"layoutlmv3.{name}": x for name, x in zip(layer.weights, tables, strict=True)})
+    for given in ({}, {"positions": positions}):
+        position = rp.LayoutBias(*(x.T for x in tables), boxes, variant="layoutlmv3", rounding="float32", **given)
+        np.testing.assert_array_equal(bound(q, k, v, boxes=boxes, **given), rp.attention(q, k, v, position=position))
+    with pytest.raises(rp.RelposTypeError, match=r"^boxes: layer 1 of layoutlmv3 needs it in every call"):
+        bound(q, k, v)
 
 
 def test_keys_of_earlier_layers():

@@ -1,4 +1,4 @@
-"""Models with T5's buckets: T5 and its successors, and MPNet."""
+"""Models with T5's buckets: T5 and its successors, MPNet, and LayoutLMv3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from relpos_np.configs.decoders import sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
-from relpos_np.configs.plans import SchemePlan
+from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.schemes.layout import LayoutBias
 
 
 def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -53,6 +54,55 @@ def _mpnet(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=False, schemes=(plan,), added=added, **found)
 
 
+def _boxed(given: Given) -> LayoutBias:
+    """Tables are stored with the heads first; boxes and places in the text are those of a call."""
+    table, x_table, y_table = (given.arrays[name].T for name in ("table", "x_table", "y_table"))
+    return LayoutBias(
+        table,
+        x_table,
+        y_table,
+        given.inputs["boxes"],
+        positions=given.inputs.get("positions"),
+        rounding="float32",
+        **given.options,
+    )
+
+
+def _layoutlmv3(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Buckets of distances in the text and on the page, of which all layers have the same tables."""
+    found = sizes(keys)
+    for name in ("rel_pos_bins", "rel_2d_pos_bins"):
+        keys.integer(name)  # numbers of rows
+    options = {
+        "variant": "layoutlmv3",
+        "max_distance": keys.integer("max_rel_pos"),
+        "max_box_distance": keys.integer("max_rel_2d_pos"),
+    }
+    both = keys.flag("has_relative_attention_bias")
+    keys.only("has_spatial_attention_bias", both)
+    # Added to the inputs; images are cut into patches before.
+    keys.ignore("visual_embed", "text_embed", "fast_qkv")
+    weights = {
+        name: f"encoder.rel_pos_{axis}bias.weight"
+        for name, axis in (("table", ""), ("x_table", "x_"), ("y_table", "y_"))
+    }
+    plan = SchemePlan(
+        "LayoutBias",
+        options,
+        weights,
+        inputs=("boxes",),
+        optional=("positions",),
+        remark="boxes of all tokens; positions start again at the first patch of the page's image",
+        make=_boxed,
+        varies=True,
+    )
+    table = "embeddings.position_embeddings.weight"
+    added = learned(table, 2, "positions count tokens that are no padding, and tables of the page's coordinates")
+    return LayerAttention(
+        keys.model_type, part, layer, causal=False, schemes=(plan,) if both else (), added=added, **found
+    )
+
+
 def _defaults(dim: int, layers: int, heads: int, decoder: int | None = None) -> dict[str, Any]:
     return {
         "d_model": dim,
@@ -86,6 +136,24 @@ register(
             "num_attention_heads": 12,
             "max_position_embeddings": 512,
             "relative_attention_num_buckets": 32,
+        }
+    },
+    kind="Text",
+)
+register(
+    _layoutlmv3,
+    {
+        "layoutlmv3": {
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 512,
+            "has_relative_attention_bias": True,
+            "has_spatial_attention_bias": True,
+            "rel_pos_bins": 32,
+            "max_rel_pos": 128,
+            "rel_2d_pos_bins": 64,
+            "max_rel_2d_pos": 256,
         }
     },
     kind="Text",

@@ -335,7 +335,7 @@ HOOKS = {
     "gpt_neo": ("GPTNeoSelfAttention", _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
     "bart": (("XGLMAttention", "SpeechT5Attention", "VitsAttention"), _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
     "bert": (
-        ("RoFormerAttention", "MegatronBertAttention", "RemBertAttention"),
+        ("RoFormerAttention", "MegatronBertAttention", "RemBertAttention", "LayoutLMv3Attention"),
         _inner("query", "key", "value"),
         "output.dense",
     ),

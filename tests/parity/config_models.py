@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 SMALL = {
     "vocab_size": 50,
     "hidden_size": 64,
@@ -127,6 +129,7 @@ THREE_N = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_pe
 THREE_N |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": SHARING, "altup_num_inputs": 2}
 FOUR = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 24}
 DIA = {"cross_num_attention_heads": 6, "cross_head_dim": 12, "cross_num_key_value_heads": 3, "cross_hidden_size": 48}
+BOXES = np.array([[7 * n % 200, 11 * n % 300, 7 * n % 200 + 9, 11 * n % 300 + n] for n in range(37)])
 INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "temporal_patch_size": 2}
 TOWER |= {"spatial_merge_size": 2, "intermediate_size": 64}
@@ -437,6 +440,22 @@ MODELS = (
         "pop2piano", T5, "pair", parts=BOTH, net="models.pop2piano.modeling_pop2piano.Pop2PianoForConditionalGeneration"
     ),
     Model("mpnet", {**BERT, "relative_attention_num_buckets": 32}, calls="mpnet"),
+    Model(
+        "layoutlmv3",
+        {**BERT, "coordinate_size": 8, "shape_size": 16, "rel_pos_bins": 8, "max_rel_pos": 20, "rel_2d_pos_bins": 16}
+        | {"max_rel_2d_pos": 60, "visual_embed": False},
+        "boxes",
+        "bert",
+        given=(("boxes", BOXES),),
+    ),
+    Model(
+        "layoutlmv3",
+        {**BERT, "coordinate_size": 8, "shape_size": 16, "visual_embed": False}
+        | {"has_relative_attention_bias": False, "has_spatial_attention_bias": False},
+        "boxes",
+        "bert",
+        given=(("boxes", BOXES),),
+    ),
     Model("bart", PAIR, "pair", parts=BOTH),
     Model("mbart", PAIR, "pair", parts=BOTH),
     Model("plbart", PAIR, "pair", parts=BOTH),

@@ -58,6 +58,8 @@ def inputs_of(model, settings):
         return {"input_ids": ids(LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
     if model.inputs == "ids":
         return {"input_ids": ids(LENGTH)}
+    if model.inputs == "boxes":
+        return {"input_ids": ids(LENGTH), "bbox": torch.tensor(dict(model.given)["boxes"]).expand(2, -1, -1)}
     if model.inputs == "codes":
         return {"input_ids": torch.randint(3, 50, (2, LENGTH, settings.num_codebooks), generator=generator)}
     if model.inputs == "pair":
