@@ -343,9 +343,10 @@ def prepare(
 
     Notes
     -----
-    What is saved are checks, the lowering of schemes and the planning of work, 10 to 20 µs of a call, and more where a
-    bias is gathered from a table. Operands with other strides, and schemes that compute with queries or keys, such as
-    `Rotary` or `Shaw`, take the way of `attention`. A backend or precision that is chosen now holds for later calls.
+    What is saved are checks, the lowering of schemes and the planning of work, 10 to 100 µs of a call. Operands
+    with other strides, and schemes that compute with queries or keys otherwise than by turning them or by products with
+    tables, such as `CoPE` or `TransformerXL`, take the way of `attention`. A backend or precision that is chosen now
+    holds for later calls.
 
     Examples
     --------

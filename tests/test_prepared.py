@@ -97,6 +97,59 @@ def test_a_limit_of_memory_holds(case, backend, given_out):
     assert out is None or (out == 7).all()
 
 
+def test_terms_may_hand_operands_on(rng, runs):
+    """Products and turns are of each call's own, also where the call was prepared with one array for all operands."""
+    q, k, v = rng.standard_normal((3, 2, 2, 40, 8)).astype(np.float32)
+    table = rng.standard_normal((2, 80, 8)).astype(np.float32)
+    for position in (
+        rp.Shaw(table[0, :79]),
+        rp.Shaw(table[0, :3], table[0, :5]),
+        rp.DeBERTa(table, table[::-1]),
+        (rp.DeBERTa(table), rp.Shaw(table[:, :5])),
+        rp.Rotary(),
+        (rp.Rotary(layout="interleaved"), rp.Shaw(table[0, :79])),
+        rp.ALiBi(form="key"),
+        rp.FIRE(table[0, 0], table[0, 1], table[:, 2], np.ones(2, np.float32), 0.1, 5.0),
+    ):
+        ready = rp.prepare(q, q, q, position=position)
+        for operands in ((q, k, v), (k[:, :, ::-1].copy(), v, q)):
+            runs.clear()
+            expected = rp.attention(*operands, position=position, return_lse=True)
+            assert_same_bits(ready(*operands, return_lse=True), expected)
+            assert len(runs) == 1
+
+
+def test_queries_that_the_kernel_reads_from_a_copy(rng, runs):
+    """Of another layout, or of several terms beside one another: they are copied in each call."""
+    q, k, v = rng.standard_normal((3, 2, 2, 40, 8)).astype(np.float32)
+    one, other = (rp.Shaw(x) for x in rng.standard_normal((2, 79, 8)).astype(np.float32))
+    turned = np.ascontiguousarray(q.swapaxes(1, 2)).swapaxes(1, 2)
+    shared, nowhere = np.broadcast_to(q[:1], q.shape), np.broadcast_to(np.full_like(q[:1], np.nan), q.shape)
+    for x, first, position in (
+        (q, np.full_like(q, np.nan), (one, other)),
+        (turned, np.full_like(turned, np.nan), one),
+        (shared, nowhere, one),
+    ):
+        assert x.strides == first.strides
+        ready = rp.prepare(first, k, v, position=position)
+        assert_same_bits([ready(x, k, v)], [rp.attention(x, k, v, position=position)])
+    assert not runs
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 40, 16), (40, 16), (2, 1, 40, 8)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_that_turn(shape, dtype, rng, runs):
+    """In the kernels, for windows and for few queries too."""
+    q, k, v = rng.standard_normal((3, *shape)).astype(dtype)
+    for one in (q, q[..., :1, :].copy()):
+        for position in (rp.Rotary(), rp.Rotary(6, layout="interleaved"), (rp.Rotary(), rp.ALiBi())):
+            ready = rp.prepare(*(np.full_like(x, np.nan) for x in (one, k, v)), position=position)
+            runs.clear()
+            found = ready(one, k, v, return_lse=True)
+            assert runs or dtype not in (np.float32, np.float64)
+            assert_same_bits(found, rp.attention(one, k, v, position=position, return_lse=True))
+
+
 def test_operands_that_must_be_copied(rng):
     """Another byte order, and memory that is not aligned: later operands may be aligned."""
     q, k, v = rng.standard_normal((3, 2, 7, 5, 8)).astype(np.float32)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Never, overload
 
 import numpy as np
@@ -12,11 +13,68 @@ from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
 from relpos_np._contract import check
 from relpos_np._contract.options import DEFAULTS
+from relpos_np._contract.problem import Problem
 from relpos_np._runtime import memory, results
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 
 _NAMES = ("q", "k", "v")
+
+
+class Ready:
+    """What later calls of one form begin with: their plan, and what their results are."""
+
+    def __init__(self, planned: Any, shape: tuple[int, ...], result: np.dtype[Any], lse: np.dtype[Any]) -> None:
+        self._planned, self._shape, self._result, self._lse = planned, shape, result, lse
+        self.fits, self.takes_lengths = planned.fits, planned.takes_lengths
+        self.nbytes = sum([x.nbytes for x in planned.kept])
+
+    def run(
+        self,
+        operands: tuple[Array, Array, Array],
+        lengths: Array | None,
+        out: Array | None,
+        read: Sequence[Any],
+        *,
+        return_lse: bool,
+    ) -> Array | tuple[Array, Array]:
+        """The results of a call; `read`: what `out` may not overlap."""
+        if out is None:
+            result = results.empty(self._shape, self._result)[0]
+        else:
+            check.output(out, self._shape, self._result, read)
+            result = out if out.flags.c_contiguous else np.empty(self._shape, self._result)
+        lse = np.empty(self._shape[:-1], self._lse) if return_lse else None
+        self._planned.run(operands, lengths, result, lse)
+        if out is not None and result is not out:
+            out[...] = result
+            result = out
+        return result if lse is None else (result, lse)
+
+
+def ready(
+    operands: tuple[Array, Array, Array],
+    problem: Problem,
+    schemes: tuple[Scheme, ...],
+    shape: tuple[int, ...],
+    result: np.dtype[Any],
+) -> Ready | None:
+    """What calls of the CPU kernels begin with; None if nothing is.
+
+    Terms must be the same in all of them, and kernels may not read copies of operands, as they do if these are in
+    another byte order or layout.
+    """
+    kernels = _backend.kernels("numba")
+    stored = zip(operands, (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
+    if result.name not in kernels.WRITES or not all(np.may_share_memory(x, own) for x, own in stored):
+        return None
+    if any((scheme.computes and not scheme.turns) or scheme.turns_values for scheme in schemes):
+        return None
+    # Queries and keys may be one array; in later calls they need not.
+    problem = replace(problem, stored_k=problem.stored_k.view())
+    planned = kernels.prepare(problem, all_terms(each_lowered(schemes, problem, turning=True)), result)
+    return None if planned is None else Ready(planned, shape, result, problem.site.dtype)
 
 
 class PreparedAttention:
@@ -26,27 +84,20 @@ class PreparedAttention:
         q, k, v = (check.array(name, x) for name, x in zip(_NAMES, operands, strict=True))
         self._attention, self._position, self._options = attention, position, options
         admit = memory_bounds.admission("attention", position, options["backend"], out=False, return_lse=True)
-        problem, self._result, flat = check.call(q, k, v, DEFAULTS | options, admit)
-        self._schemes = checked_schemes(position, problem, options["backend"])
+        problem, result, flat = check.call(q, k, v, DEFAULTS | options, admit)
+        schemes = checked_schemes(position, problem, options["backend"])
         self._forms = [(x.shape, x.strides, x.dtype) for x in (q, k, v)]
-        self._shape = problem.out_shape[1:] if flat else problem.out_shape
-        self._batch, self._k_len, self._lse = problem.batch, problem.site.k_len, problem.site.dtype
-        # What each call of the kernels begins with, without lengths of keys and with them; none if the kernels read
-        # copies of the operands, in another byte order or layout.
-        stored = zip((q, k, v), (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
-        ready = self._prepared(problem) if all(np.may_share_memory(x, own) for x, own in stored) else None
-        self._ready = {False: ready, True: ready}
-        if ready is not None and not ready.takes_lengths:
+        self._batch, self._k_len = problem.batch, problem.site.k_len
+        # What each call of the kernels begins with, without lengths of keys and with them.
+        self._ready: dict[bool, Ready | None] = {False: None, True: None}
+        if options["backend"] != "numba":
+            return
+        shape = problem.out_shape[1:] if flat else problem.out_shape
+        made = ready((q, k, v), problem, schemes, shape, result)
+        self._ready = {False: made, True: made}
+        if made is not None and not made.takes_lengths:
             problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)
-            self._ready[True] = self._prepared(problem)
-
-    def _prepared(self, problem: Any) -> Any:
-        name = self._options["backend"]
-        if name != "numba" or self._result.name not in _backend.kernels(name).WRITES:
-            return None
-        if any(scheme.computes or scheme.turns_values for scheme in self._schemes):
-            return None
-        return _backend.kernels(name).prepare(problem, all_terms(each_lowered(self._schemes, problem)), self._result)
+            self._ready[True] = ready((q, k, v), problem, schemes, shape, result)
 
     @overload
     def __call__(
@@ -128,19 +179,8 @@ class PreparedAttention:
             found: Array | tuple[Array, Array] = self._attention(q, k, v, position=self._position, **given)
             return found
         lengths = None if key_lengths is None else check.lengths_of_keys(key_lengths, self._batch, self._k_len)
-        result = out
-        if result is None:
-            result = results.empty(self._shape, self._result)[0]
-        else:
-            check.output(result, self._shape, self._result, (*operands, *self._options.values(), self._position))
-            if not result.flags.c_contiguous:
-                result = np.empty(self._shape, self._result)
-        lse = np.empty(self._shape[:-1], self._lse) if return_lse else None
-        ready.run(operands, lengths, result, lse)
-        if out is not None and result is not out:
-            out[...] = result
-            result = out
-        return result if lse is None else (result, lse)
+        read = (*operands, *self._options.values(), self._position)
+        return ready.run(operands, lengths, out, read, return_lse=return_lse)
 
     def _refuse(self, operands: tuple[Array, Array, Array]) -> None:
         for name, x, (shape, _, dtype) in zip(_NAMES, operands, self._forms, strict=True):

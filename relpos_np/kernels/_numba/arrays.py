@@ -30,11 +30,17 @@ def rowwise(x: Array) -> Array:
     return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 
+def broadcast(x: Array, shape: tuple[int, ...]) -> Array:
+    """The array itself if it has the shape, else what `np.broadcast_to` makes of it in 3 µs."""
+    return x if x.shape == shape else np.broadcast_to(x, shape)
+
+
 def batch_offsets(x: Array, batch_axes: int) -> Array:
     """Element offset of every batch item, in C order."""
     total = np.zeros(1, np.int64)
     for size, stride in zip(x.shape[:batch_axes], strides(x)[:batch_axes], strict=True):
-        total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+        if size != 1:
+            total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
     return total
 
 

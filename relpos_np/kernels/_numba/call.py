@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,15 @@ _EMPTY = dict.fromkeys(CALL.names or (), 0)
 _PACK = struct.Struct("<" + "".join("d" if CALL[name].kind == "f" else "q" for name in _EMPTY)).pack
 
 assert UNBOUNDED < 1 << 62  # positions are added to it in int64
+
+
+class Product(NamedTuple):
+    """Vectors (..., H or H_kv, L, E) times weights (H or 1, R, E), scaled, which lie in `made`."""
+
+    x: Array
+    weights: Array
+    scale: float
+    made: Array
 
 
 class Call:
@@ -39,6 +48,7 @@ class Call:
         self.kept: list[Array] = []
         # Those among them that sizes alone decide about: whoever keeps the fields for later calls keeps these too.
         self.lasting: list[Array] = []
+        self.products: list[Product] = []
 
     @property
     def count(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from relpos_np._contract.terms import IndexMap, KeyTerm, TableTerm, Toeplitz
-from relpos_np.kernels._numba.arrays import aligned
-from relpos_np.kernels._numba.call import Call
+from relpos_np.kernels._numba.arrays import aligned, broadcast
+from relpos_np.kernels._numba.call import Call, Product
 from relpos_np.kernels._numba.pieces import LOG2E
 from relpos_np.kernels._numba.product import multiply
 from relpos_np.kernels._numba.records import AddRecord, MapRecord, ValueRecord
@@ -38,8 +38,10 @@ def map_record(call: Call, index: IndexMap, *, runs: bool) -> MapRecord:
 
 def products(call: Call, x: Array, weights: Array, scale: float) -> Array:
     """Products of vectors (..., H or H_kv, L, E) with rows of weights, scaled: (*batch, H, L, rows)."""
-    wide = np.broadcast_to(x, (*call.site.batch, *x.shape[-3:]))
-    return multiply(wide, weights, scale, call.site.heads, call.threads)
+    wide = broadcast(x, (*call.site.batch, *x.shape[-3:]))
+    made = multiply(wide, weights, scale, call.site.heads, call.threads)
+    call.products.append(Product(x, weights, scale, made))
+    return made
 
 
 def table_add(call: Call, term: TableTerm) -> AddRecord:

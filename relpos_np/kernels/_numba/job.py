@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Problem, name_of
 from relpos_np._contract.terms import Dense, Terms
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba import biases, launch
@@ -179,7 +179,7 @@ def in_pairs(problem: Problem, terms: Terms) -> bool:
         return False
     # What a scheme has made of queries or keys, by turning them too, would be rounded once more, and with it the
     # log-sum-exp.
-    stored = problem.stored_q.dtype.name == "bfloat16" and terms.query is None and terms.key is None
+    stored = name_of(problem.stored_q.dtype) == "bfloat16" and terms.query is None and terms.key is None
     return problem.precision == "medium" or (stored and problem.precision is None)
 
 
@@ -195,7 +195,7 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
     windowed = _is_windowed(call.problem, call.terms)
     stored, f = readable(call.problem), call.fields
     fill(call, out, lse, stored=stored, windowed=windowed)
-    name = call.dtype.name
+    name = name_of(call.dtype)
     if in_pairs(call.problem, call.terms):
         name, f["steps"] = "bfloat16", pair_steps.py_func(f["depth"])
     elif not windowed and call.grad_out is None:
@@ -212,12 +212,12 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
 def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
     """Keys and values read once, in half precision if they are stored so and the processor can."""
     problem, dtype = call.problem, call.dtype
-    kernel, stores = decode[dtype.name], False
+    kernel, stores = decode[name_of(dtype)], False
     stored = problem.stored_k.dtype
     # Terms that were made of the keys hold them in the dtype of the computation.
     made = isinstance(call.terms.key, np.ndarray)
     if stored is not dtype and stored == problem.stored_v.dtype != dtype and not made:
-        stores = stored.name in decode
-        kernel = decode.get(stored.name, kernel)
+        stores = name_of(stored) in decode
+        kernel = decode.get(name_of(stored), kernel)
     fill(call, out, lse, stored=stores)
     return Plan(kernel, into_parts(call), call.fields.copy(), call.lasting, stores)

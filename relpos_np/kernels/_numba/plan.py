@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Problem, name_of
 from relpos_np.kernels._numba.arrays import batch_offsets, strides
 from relpos_np.kernels._numba.biases import fuse_tables
 from relpos_np.kernels._numba.call import Call
@@ -22,7 +22,7 @@ KINDS = {"float16": HALF, "bfloat16": BRAIN}
 def readable(problem: Problem) -> bool:
     """Whether kernels read the operands as they are stored."""
     stored = (problem.stored_q, problem.stored_k, problem.stored_v)
-    return CONVERTS_HALF or all(x.dtype.name != "float16" for x in stored)
+    return CONVERTS_HALF or all(name_of(x.dtype) != "float16" for x in stored)
 
 
 def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: bool = False) -> None:
@@ -36,7 +36,7 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
     f["batches"], f["count"] = call.keep_for_all(batches), count
     operands = call.operands(out, lse, stored=stored)
     for name, x in zip(("q", "k", "v", "out"), (*operands, out), strict=True):
-        f[name + "_kind"] = KINDS.get(x.dtype.name, OWN)
+        f[name + "_kind"] = KINDS.get(name_of(x.dtype), OWN)
     for row, (name, x) in enumerate(zip("qkv", operands, strict=True)):
         f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
         if count > 1:
@@ -63,7 +63,7 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
 def _add_gradient(call: Call, grad_out: Array, batches: Array) -> None:
     """Set the fields of the output's gradient, whose rows the kernel multiplies with those of the output."""
     f = call.fields
-    f["grad_out"], f["grad_kind"], f["out_kind"] = call.keep(grad_out), KINDS.get(grad_out.dtype.name, OWN), DELTA
+    f["grad_out"], f["grad_kind"], f["out_kind"] = call.keep(grad_out), KINDS.get(name_of(grad_out.dtype), OWN), DELTA
     *_, f["grad_head"], f["grad_row"], _ = strides(grad_out)
     if call.count > 1:
         batches[BATCH_GRAD] = batch_offsets(grad_out, len(call.site.batch))

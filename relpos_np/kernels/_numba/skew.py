@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relpos_np._contract.terms import QueryTerm, Toeplitz
-from relpos_np.kernels._numba.arrays import rowwise, strides
+from relpos_np.kernels._numba.arrays import broadcast, rowwise, strides
 from relpos_np.kernels._numba.call import Call
 from relpos_np.types import Array
 
@@ -34,7 +34,7 @@ def add_skewed(call: Call, terms: Sequence[QueryTerm]) -> None:
     else:
         query, weight = _side_by_side(call, terms)
         lookup = np.arange(site.q_len + site.k_len - 1, dtype=np.int32)
-    query = np.ascontiguousarray(np.broadcast_to(query, call.shape(site.q_len, query.shape[-1])))
+    query = np.ascontiguousarray(broadcast(query, call.shape(site.q_len, query.shape[-1])))
     weight = rowwise(weight)
     f["skew_q"], f["skew_w"], f["skew_depth"] = call.keep(query), call.keep(weight), weight.shape[-1]
     f["skew_index"] = call.keep(np.ascontiguousarray(lookup))
@@ -51,6 +51,6 @@ def _side_by_side(call: Call, terms: Sequence[QueryTerm]) -> tuple[Array, Array]
         rows = term.weights[:, term.index.lookup]
         if term.index.gaps:
             rows[:, term.index.lookup < 0] = 0
-        weights.append(np.broadcast_to(rows, (heads, *rows.shape[1:])))
-        queries.append(np.broadcast_to(term.query, call.shape(call.site.q_len, term.query.shape[-1])))
+        weights.append(broadcast(rows, (heads, *rows.shape[1:])))
+        queries.append(broadcast(term.query, call.shape(call.site.q_len, term.query.shape[-1])))
     return np.concatenate(queries, axis=-1), np.concatenate(weights, axis=-1)
