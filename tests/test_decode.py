@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._calls import repeated
 from relpos_np._calls.dense_bias import DenseBias
 from relpos_np.kernels._numba import division, job
 from relpos_np.kernels._numba.target import BLOCK_KEYS
@@ -159,6 +160,7 @@ def test_a_long_call_in_several(rng, monkeypatch):
     q, k, v = (rng.standard_normal((30, 2, n, 8)) for n in (1, 40, 40))
     expected = rp.attention(q, k, v, backend="numba")
     monkeypatch.setattr(job, "_known", {})
+    monkeypatch.setattr(repeated, "form", lambda *_: None)
     monkeypatch.setattr(division, "CALL_DECODE_SHARE", 1e-12)
     np.testing.assert_array_equal(rp.attention(q, k, v, backend="numba"), expected)
 
@@ -167,6 +169,7 @@ def test_this_kernel_is_what_runs(monkeypatch):
     ran = []
     right = job._decoding
     monkeypatch.setattr(job, "_known", {})
+    monkeypatch.setattr(repeated, "form", lambda *_: None)
     monkeypatch.setattr(job, "_decoding", lambda *args: ran.append(args) or right(*args))
     x = np.ones((1, 4, 300, 8))
     rp.attention(x[:, :, :2], x[:, :2], x[:, :2])

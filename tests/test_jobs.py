@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._calls import repeated
 from relpos_np.kernels._numba import arrays, biases, job, launch
 
 # Queries, keys, head size and value channels of a call for each of the three kernels.
@@ -105,9 +106,10 @@ def same(found, expected):
 
 @pytest.fixture
 def known(monkeypatch):
-    """The plans that are kept, none at first."""
+    """The plans that are kept, none at first, and used by every call."""
     plans = {}
     monkeypatch.setattr(job, "_known", plans)
+    monkeypatch.setattr(repeated, "form", lambda *_: None)
     return plans
 
 
@@ -205,6 +207,7 @@ def test_a_workspace_holds_what_was_asked_for(monkeypatch):
 def test_a_plan_keeps_the_arrays_that_it_names(sizes, rng, monkeypatch):
     """Nobody else needs to: memory that other caches gave back would be read."""
     monkeypatch.setattr(job, "_known", {})
+    monkeypatch.setattr(repeated, "form", lambda *_: None)
     q, k, v = operands(rng, sizes)
     expected = rp.attention(q, k, v, return_lse=True)
     biases._no_bias.cache_clear()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._calls import repeated
 from relpos_np.kernels._numba import job
 from relpos_np.kernels._numba.attend import attend
 from relpos_np.kernels._numba.target import TILED
@@ -52,6 +53,7 @@ def by_planes(monkeypatch):
 
     monkeypatch.setattr(job, "attend", Kernels(attend))
     monkeypatch.setattr(job, "_known", {})
+    monkeypatch.setattr(repeated, "form", lambda *_: None)
     yield
     assert "planes" in asked
 

@@ -18,6 +18,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
+from relpos_np._calls import repeated
 from relpos_np.kernels import _numba as host
 from relpos_np.kernels._numba import biases, division, job, launch, records
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
@@ -277,6 +278,7 @@ def interpreted(**options):
         patch.setattr(biases, "_no_bias", no_bias)
         # Elsewhere the same sizes may have been planned for other threads.
         patch.setattr(job, "_known", {})
+        patch.setattr(repeated, "form", lambda *_: None)
         if machine.threads is not None:
             for module in (division, launch, MODULES["product"], MODULES["shift"]):
                 for name in ("SERIAL_FLOPS", "SERIAL_DECODE_FLOPS", "SERIAL_BYTES"):

@@ -1,0 +1,131 @@
+"""Calls of `attention` whose form was met before: they are checked, lowered and planned once.
+
+All that decides how a call is done, but for the numbers in q, k and v, is its form: shapes and strides, options, what
+was chosen for the process, and what its schemes hold, byte for byte, so that a table whose numbers were changed in
+place makes another form. A form that is met again is prepared as by `relpos_np.prepare`; later calls take that way,
+which gives the same bits, and beside their kernel do little more than find their form.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from relpos_np import backend as _backend
+from relpos_np._calls.prepared import Ready, ready
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import Dense, IndexMap, Toeplitz
+from relpos_np._runtime import memory, precision
+from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.registry import is_registered
+from relpos_np.types import Array
+
+# Forms that are known at most. Bytes of queries, of an array in a form, and of all that is kept for it: with more, the
+# call takes long anyway. Bytes of all that is kept.
+MOST, QUERY_BYTES, FORM_BYTES, KEPT_BYTES, ALL_BYTES = 256, 1 << 20, 1 << 16, 1 << 18, 1 << 25
+# Bytes that are hashed at once, and of a longer array.
+_HASHED, _SAMPLE = 1 << 12, 1 << 8
+# What nobody can change in place.
+_PLAIN = frozenset({type(None), bool, int, float, str})
+# What is ready for a form; False if that was met once, None if nothing can be.
+_known: dict[Hashable, Ready | Literal[False] | None] = {}
+
+
+class _Bytes:
+    """Bytes of an array, all of which are compared and few hashed, which takes longer."""
+
+    __slots__ = ("all",)
+
+    def __init__(self, data: bytes) -> None:
+        self.all = data
+
+    def __hash__(self) -> int:
+        return hash(self.all[:: len(self.all) // _SAMPLE | 1])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bytes) and self.all == other.all
+
+
+def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any]) -> Hashable | None:
+    """The form of a call, of which nothing was checked yet; None if no call like it is kept."""
+    if not (type(q) is type(k) is type(v) is np.ndarray and q.flags.aligned and k.flags.aligned and v.flags.aligned):
+        return None
+    if q.nbytes > QUERY_BYTES:
+        return None
+    found: list[Hashable] = [q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype]
+    for name, value in options.items():
+        own = None if isinstance(value, np.ndarray) else _of(value)
+        if own is None:
+            return None
+        found += name, own
+    held = _of(position)
+    if held is None or memory.limit() is not None or _backend.current(options.get("backend")) != "numba":
+        return None
+    found += held, precision.chosen(options.get("precision"))
+    return tuple(found)
+
+
+def _of(value: Any) -> Hashable | None:
+    """What decides in a position or an option, with all types; None if that may change unseen, or is too large."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind is np.ndarray:
+        size = value.nbytes
+        if size <= _HASHED:
+            return value.shape, value.dtype, value.tobytes()
+        return (value.shape, value.dtype, _Bytes(value.tobytes())) if size <= FORM_BYTES else None
+    if kind is Dense or kind is Toeplitz:
+        return _of_map(value)
+    found: list[Any] = [kind]
+    parts: Iterable[Any] = value
+    if kind is not tuple and kind is not list:
+        if not is_registered(kind) or (value.computes and not value.turns):
+            return None
+        held = vars(value)
+        found += held
+        parts = held.values()
+    for part in parts:
+        own = _of(part)
+        if own is None:
+            return None
+        found.append(own)
+    return tuple(found)
+
+
+def _of_map(index: IndexMap) -> Hashable | None:
+    """A small map that nobody can change stands for itself."""
+    x = index.lookup if isinstance(index, Toeplitz) else index.index
+    return index if x.nbytes <= KEPT_BYTES and x.base is None and not x.flags.writeable else None
+
+
+def known(given: Hashable) -> Ready | None:
+    """What is ready for calls of a form."""
+    found = _known.get(given)
+    return found if found and found.fits() else None
+
+
+def keep(
+    given: Hashable,
+    operands: tuple[Array, Array, Array],
+    problem: Problem,
+    schemes: tuple[Scheme, ...],
+    shape: tuple[int, ...],
+    result: np.dtype[Any],
+) -> None:
+    """Remember the form of a call that was done; of one that is met again, what makes later calls shorter."""
+    if given not in _known:
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[given] = False
+    elif _known.get(given) is not None:
+        # Of copies, since records name arrays by where they lie, and users may change theirs.
+        made = ready(operands, problem, copy.deepcopy(schemes), shape, result)
+        if made is not None and made.nbytes > KEPT_BYTES:
+            made = None
+        if made is not None and made.nbytes + sum([x.nbytes for x in list(_known.values()) if x]) > ALL_BYTES:
+            _known.clear()
+        _known[given] = made

@@ -1,0 +1,303 @@
+"""A call whose form was met before gives the bits of one that was not, and is refused what that is refused."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import relpos_np as rp
+from relpos_np import testing
+from relpos_np._calls import repeated
+from tests.every import ATTENTION, remade
+from tests.strategies import cases
+from tests.test_prepared import DTYPES, assert_same_bits, runs
+
+__all__ = ["runs"]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """The forms that are known, none at first."""
+    found = {}
+    monkeypatch.setattr(repeated, "_known", found)
+    return found
+
+
+def first(*operands, **options):
+    """The call as if its form had not been met."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeated, "form", lambda *_: None)
+        return rp.attention(*operands, **options)
+
+
+def met(*operands, **options):
+    """A call whose form has been met twice."""
+    for _ in range(2):
+        rp.attention(*operands, **options)
+
+
+@given(cases(small=False), st.sampled_from(DTYPES))
+def test_any_call(case, dtype):
+    """With other numbers than those with which its form was met."""
+    computed = np.float64 if dtype == np.float64 else np.float32
+    q, k, v = (x.astype(dtype) for x in case.operands(computed))
+    options = case.options(computed) | {"backend": "numba"}
+    met(*(np.full_like(x, np.nan) for x in (q, k, v)), **options)
+    expected = first(q, k, v, **options, return_lse=True)
+    assert_same_bits(rp.attention(q, k, v, **options, return_lse=True), expected)
+    out = np.full_like(expected[0], np.nan)
+    assert rp.attention(q, k, v, **options, out=out) is out
+    assert_same_bits([out], expected[:1])
+
+
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+def test_numbers_that_change_in_place_are_followed(name, variant):
+    """Those of operands, and of every array of a scheme that lies in the caller's memory."""
+    e = testing.example(name, variant=variant, size="tiny")
+    mine = {}
+    position = remade(e.position, lambda at, x: mine.setdefault(at, x.copy()))
+    options = {key: value for key, value in e.kwargs.items() if not isinstance(value, np.ndarray)}
+    operands = [x.copy() for x in (e.q, e.k, e.v)]
+    other, expected = remade(e.position, lambda _, x: x.copy()), first(e.q, e.k, e.v, position=e.position, **options)
+    for change in (None, *mine.values(), *operands):
+        if change is not None:
+            np.multiply(change, 0.5, out=change)
+        met(*operands, position=position, **options)
+        assert_same_bits(
+            rp.attention(*operands, position=position, **options, return_lse=True),
+            first(*operands, position=position, **options, return_lse=True),
+        )
+        # What was kept for the numbers before is not made of memory that has others now.
+        assert_same_bits([rp.attention(e.q, e.k, e.v, position=other, **options)], [expected])
+
+
+# Every scheme whose terms do not depend on the numbers in queries and keys, but for CABLE's sums and those that turn.
+QUICK = {
+    *("plain", "graph", "shaw", "t5", "deberta", "irpe", "layout", "rotary", "tisa", "window", "alibi", "beit"),
+    *("decomposed", "kerple", "wavlm", "neighborhood", "sandwich", "xpos", "fire", "fox", "inkling"),
+}
+
+
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+def test_the_quick_way_is_taken(name, variant, runs, known):
+    """By later calls, of which the first may have made maps that its scheme holds."""
+    e = testing.example(name, variant=variant, size="tiny")
+    options = {key: value for key, value in e.kwargs.items() if not isinstance(value, np.ndarray)}
+    quick = name in QUICK and not e.position.turns_values
+    for _ in range(3):
+        rp.attention(e.q, e.k, e.v, position=e.position, **options)
+    runs.clear()
+    rp.attention(e.q + 1, e.k, e.v, position=e.position, **options)
+    assert len(runs) == quick
+    assert any(known.values()) == quick
+
+
+def test_one_that_holds_the_same_is_the_same(rng, runs):
+    """Schemes and options are known by what they are; other numbers of the same bytes are not."""
+    q, k, v = rng.standard_normal((3, 2, 8, 8)).astype(np.float32)
+    table = rng.standard_normal((32, 2)).astype(np.float32)
+    met(q, k, v, position=rp.T5(table), window=(3, None))
+    runs.clear()
+    rp.attention(q, k, v, position=rp.T5(table.copy()), window=(3, None))
+    assert len(runs) == 1
+    for position, options in (
+        (rp.T5(table + 1), {}),
+        (rp.T5(table, max_distance=100), {}),
+        (rp.T5(table.view(np.int32).astype(np.float32)), {}),
+        ((rp.T5(table),), {}),
+        (rp.T5(table), {"causal": True}),
+        (rp.T5(table), {"window": (None, 3)}),
+        (rp.T5(table), {"scale": 1.0}),
+        (rp.T5(table), {"precision": "medium"}),
+    ):
+        given = {"window": (3, None)} | options
+        assert_same_bits(
+            [rp.attention(q, k, v, position=position, **given)], [first(q, k, v, position=position, **given)]
+        )
+    assert len(runs) == 1
+
+
+def test_every_byte_of_a_larger_table_counts(rng):
+    q, k, v = rng.standard_normal((3, 2, 30, 8)).astype(np.float32)
+    table = rng.standard_normal((600, 2)).astype(np.float32)
+    for place in np.ndindex(20, 2):
+        table[place] += 1
+        met(q, k, v, position=rp.T5(table, max_distance=2000))
+        expected = first(q, k, v, position=rp.T5(table, max_distance=2000))
+        assert_same_bits([rp.attention(q, k, v, position=rp.T5(table, max_distance=2000))], [expected])
+
+
+def test_a_subclass_may_do_anything(rng, runs):
+    class Own(rp.T5):
+        factor = 1.0
+
+        def lower(self, q, k, site):
+            terms = super().lower(q, k, site)
+            terms.tables[0].table = terms.tables[0].table * self.factor
+            return terms
+
+    q, k, v = rng.standard_normal((3, 2, 8, 8))
+    own = Own(rng.standard_normal((32, 2)))
+    met(q, k, v, position=own)
+    Own.factor = -1.0
+    assert_same_bits([rp.attention(q, k, v, position=own)], [first(q, k, v, position=own)])
+    assert not runs
+
+
+def test_operands_that_are_one_array_may_be_several(rng, runs):
+    """Products of queries are not taken for those of keys."""
+    q, k, v = rng.standard_normal((3, 2, 9, 8))
+    for position in (
+        rp.DeBERTa(*rng.standard_normal((2, 2, 16, 8))),
+        rp.Shaw(rng.standard_normal((3, 8))),
+        rp.Rotary(),
+    ):
+        met(q, q, q, position=position)
+        runs.clear()
+        assert_same_bits([rp.attention(q, k, v, position=position)], [first(q, k, v, position=position)])
+        assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": True},
+        {"window": True},
+        {"window": (1, True)},
+        {"causal": 1},
+        {"causal": 0.0},
+        {"offset": 1.0},
+        {"offset": True},
+        {"softcap": True},
+        {"key_lengths": True},
+        {"key_lengths": 3.0},
+    ],
+    ids=str,
+)
+def test_equal_options_of_other_types_are_refused(options, rng):
+    """1, 1.0 and True are equal, and not the same argument."""
+    q, k, v = rng.standard_normal((3, 2, 4, 4))
+    for equal in (
+        *({"scale": x} for x in (1, 1.0)),
+        *({"window": x} for x in (1, (1, 1))),
+        *({"causal": x} for x in (True, False)),
+        {"offset": 1},
+        {"softcap": 1.0},
+        {"key_lengths": 1},
+        {"key_lengths": 3},
+    ):
+        met(q, k, v, **equal)
+    with pytest.raises(rp.RelposError, match=next(iter(options))):
+        rp.attention(q, k, v, **options)
+
+
+def test_what_is_chosen_for_the_process_is_followed(rng, runs):
+    q, k, v = rng.standard_normal((3, 2, 40, 8)).astype(np.float32)
+    met(q, k, v)
+    runs.clear()
+    for chosen in (rp.use_backend("numpy"), rp.use_precision("medium"), rp.memory_limit(1 << 30), rp.threads(1)):
+        with chosen:
+            assert_same_bits([rp.attention(q, k, v)], [first(q, k, v)])
+    with rp.memory_limit(100), pytest.raises(rp.RelposMemoryError):
+        rp.attention(q, k, v)
+    assert not runs
+    with rp.threads(1):
+        met(q, k, v)
+    assert runs
+
+
+def test_other_operands_are_other_forms(rng, runs):
+    """Another layout, dtype or class, and memory that is not aligned."""
+    q, k, v = rng.standard_normal((3, 2, 6, 8)).astype(np.float32)
+    met(q, k, v)
+    runs.clear()
+    odd = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(q.shape)
+    odd[...] = q
+    met(odd, k, v)
+    assert not runs
+    wide = np.repeat(q, 2, axis=-1)[..., ::2]
+    turned = np.ascontiguousarray(q.swapaxes(0, 1)).swapaxes(0, 1)
+    for x in (odd, wide, turned, np.broadcast_to(q[:1], q.shape), q[None], q.astype(q.dtype.newbyteorder())):
+        for _ in range(3):
+            assert_same_bits([rp.attention(x, k, v)], [first(x, k, v)])
+    for x in (q.astype(np.float64), q.astype(ml_dtypes.bfloat16), q[..., :4], q.tolist(), np.ma.array(q)):
+        with pytest.raises(rp.RelposError):
+            rp.attention(x, k, v)
+
+
+def test_out_may_overlap_nothing_that_is_read(rng, runs):
+    """Neither operands nor a table that lies beside them."""
+    room = rng.standard_normal(400)
+    q, k, v = (room[n : n + 32].reshape(2, 4, 4) for n in (0, 32, 64))
+    position = rp.T5(room[96:160].reshape(32, 2))
+    met(q, k, v, position=position)
+    runs.clear()
+    before = room.copy()
+    for start in (0, 31, 33, 95, 97, 159):
+        with pytest.raises(rp.RelposValueError, match="out: the array overlaps an input"):
+            rp.attention(q, k, v, position=position, out=room[start : start + 32].reshape(2, 4, 4))
+    np.testing.assert_array_equal(room, before)
+    for out in (np.empty((2, 4, 3)), np.empty((2, 4, 4), np.float32), np.empty((2, 4, 4)).tolist()):
+        with pytest.raises(rp.RelposError, match="out: expected"):
+            rp.attention(q, k, v, position=position, out=out)
+    spread = np.full((2, 4, 8), np.nan)[..., ::2]
+    expected = first(q, k, v, position=position)
+    assert_same_bits([np.array(rp.attention(q, k, v, position=position, out=spread))], [expected])
+    assert len(runs) == 1
+
+
+def test_what_is_kept_is_bounded(rng, known, monkeypatch):
+    """Forms, and bytes: of large tables nothing, and never the operands."""
+    import gc
+    import weakref
+
+    monkeypatch.setattr(repeated, "MOST", 5)
+    kept = []
+    for n in range(1, 12):
+        q, k, v = (np.array(x) for x in rng.standard_normal((3, 2, n, 4)))
+        kept += [weakref.ref(x) for x in (q, k, v)]
+        for position in (rp.DeBERTa(rng.standard_normal((2, 8, 4))), rp.T5(np.ones((32, 2)))):
+            met(q, k, v, position=position)
+        assert len(known) <= 5
+    del q, k, v
+    gc.collect()
+    assert not any(x() is not None for x in kept)
+    q, k, v = rng.standard_normal((3, 2, 4, 4))
+    large = rp.T5(np.ones((repeated.FORM_BYTES // 16 + 2, 2)), max_distance=1 << 20)
+    known.clear()
+    met(q, k, v, position=large)
+    assert not known
+    # A bias of every two tokens, or of every distance, of long sequences.
+    long = np.ones((1, 600, 4), np.float32)
+    met(long, long, long, position=rp.WindowBias(np.ones((59 * 39, 1), np.float32), (30, 20)))
+    assert not any(known.values())
+    known.clear()
+    wide = np.ones((1, 1, repeated.QUERY_BYTES // 4 + 1), np.float32)
+    met(wide, wide, wide[..., :1])
+    assert not any(known.values())
+    k = np.ones((2, 40_000, 2), np.float32)
+    met(k[:, :1].copy(), k, k, position=rp.T5(np.ones((32, 2), np.float32)))
+    assert list(known.values()) == [None]
+    monkeypatch.setattr(repeated, "ALL_BYTES", 3000)
+    for n in range(4, 12):
+        q, k, v = rng.standard_normal((3, 2, n, 4))
+        met(q, k, v, position=rp.ALiBi())
+        assert 0 < sum(x.nbytes for x in known.values() if x) <= 3000
+
+
+def test_threads_share_it(rng):
+    """While others forget all forms."""
+    table = rng.standard_normal((32, 2))
+    calls = [tuple(rng.standard_normal((3, 2, n, 8))) for n in range(1, 30)]
+    expected = [first(*x, position=rp.T5(table)) for x in calls]
+
+    def many(_):
+        for x, wanted in zip(calls * 3, expected * 3, strict=True):
+            assert_same_bits([rp.attention(*x, position=rp.T5(table))], [wanted])
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:
+        patch.setattr(repeated, "MOST", 20)
+        list(pool.map(many, range(6)))
