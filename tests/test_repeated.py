@@ -281,6 +281,11 @@ def test_what_is_kept_is_bounded(rng, known, monkeypatch):
     k = np.ones((2, 40_000, 2), np.float32)
     met(k[:, :1].copy(), k, k, position=rp.T5(np.ones((32, 2), np.float32)))
     assert list(known.values()) == [None]
+    known.clear()
+    k = k[:, :9].copy()
+    for _ in range(5):  # tables that change from call to call, as in training
+        rp.attention(k, k, k, position=rp.T5(rng.standard_normal((1000, 2)), max_distance=1 << 20))
+    assert 0 < sum(map(repeated._size, known)) + len(known) <= 5
     monkeypatch.setattr(repeated, "ALL_BYTES", 3000)
     for n in range(4, 12):
         q, k, v = rng.standard_normal((3, 2, n, 4))

@@ -23,14 +23,14 @@ from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.registry import is_registered
 from relpos_np.types import Array
 
-# Forms that are known at most. Bytes of queries, of an array in a form, and of all that is kept for it: with more, the
-# call takes long anyway. Bytes of all that is kept.
-MOST, QUERY_BYTES, FORM_BYTES, KEPT_BYTES, ALL_BYTES = 256, 1 << 20, 1 << 16, 1 << 18, 1 << 25
+# Entries at most. Bytes of queries, of an array in a form, and of all that is kept for it: with more, the call takes
+# long anyway. Bytes of all that is kept.
+MOST, QUERY_BYTES, FORM_BYTES, KEPT_BYTES, ALL_BYTES = 512, 1 << 20, 1 << 16, 1 << 18, 1 << 25
 # Bytes that are hashed at once, and of a longer array.
 _HASHED, _SAMPLE = 1 << 12, 1 << 8
 # What nobody can change in place.
 _PLAIN = frozenset({type(None), bool, int, float, str})
-# What is ready for a form; False if that was met once, None if nothing can be.
+# What is ready for a form. By the hash of a form: False if one was met, None if nothing can be ready for it.
 _known: dict[Hashable, Ready | Literal[False] | None] = {}
 
 
@@ -117,15 +117,30 @@ def keep(
     result: np.dtype[Any],
 ) -> None:
     """Remember the form of a call that was done; of one that is met again, what makes later calls shorter."""
-    if given not in _known:
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[given] = False
-    elif _known.get(given) is not None:
+    met = hash(given)
+    if met not in _known:
+        _add(met, False)
+    elif _known.get(met) is False:
         # Of copies, since records name arrays by where they lie, and users may change theirs.
         made = ready(operands, problem, copy.deepcopy(schemes), shape, result)
-        if made is not None and made.nbytes > KEPT_BYTES:
-            made = None
-        if made is not None and made.nbytes + sum([x.nbytes for x in list(_known.values()) if x]) > ALL_BYTES:
+        size = 0 if made is None else made.nbytes + _size(given)
+        if made is None or size > KEPT_BYTES:
+            _known[met] = None
+            return
+        made.nbytes = size
+        if size + sum([x.nbytes for x in list(_known.values()) if x]) > ALL_BYTES:
             _known.clear()
-        _known[given] = made
+        _add(given, made)
+
+
+def _add(key: Hashable, value: Ready | Literal[False]) -> None:
+    if len(_known) >= MOST:
+        _known.clear()
+    _known[key] = value
+
+
+def _size(form: Any) -> int:
+    """Bytes of arrays in a form."""
+    if type(form) is tuple:
+        return sum(map(_size, form))
+    return len(form.all) if type(form) is _Bytes else len(form) if type(form) is bytes else 0
