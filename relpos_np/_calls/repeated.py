@@ -83,7 +83,7 @@ def _of(value: Any) -> Hashable | None:
     found: list[Any] = [kind]
     parts: Iterable[Any] = value
     if kind is not tuple and kind is not list:
-        if not is_registered(kind) or (value.computes and not value.turns):
+        if not is_registered(kind) or not isinstance(value, Scheme) or (value.computes and not value.turns):
             return None
         held = vars(value)
         found += held

@@ -306,21 +306,26 @@ class Rotary(Placed):
         """
         pairs, batch = np.asarray(self.frequencies).shape[-1], x.shape[:-3]
         first, second = paired_channels(pairs, self.layout, self._first, self.blocks)
-        total, at = np.zeros(()), np.broadcast_to(at, (*batch, *at.shape[-2:]))
+        at = np.broadcast_to(at, (*batch, *at.shape[-2:]))
+        total = np.zeros((at.shape[-2], self._sets(site), pairs))
 
         def product(g: Array, y: Array) -> Array:
             return np.where(g == 0, 0.0, g.astype(np.float64) * y)  # an excluded key may hold anything
 
-        for *items, rows in parts_of((*batch, x.shape[-2]), max(_PART // (x.shape[-3] * pairs), 1)):
+        for *items, rows in parts_of((*batch, x.shape[-2]), max(_PART // max(x.shape[-3] * pairs, 1), 1)):
             part = (*items, slice(None), rows)
             g, y = grad[part], x[part]
             angle = product(g[..., second], y[..., first]) - product(g[..., first], y[..., second])
-            total = total + self._summed(angle, at[part], site)
+            total += self._summed(angle, at[part], site)
         return total
+
+    def _sets(self, site: Site) -> int:
+        """Heads that have frequencies of their own."""
+        return site.kv_heads if np.asarray(self.frequencies).ndim == 3 else 1
 
     def _summed(self, angle: Array, at: Array, site: Site) -> Array:
         """Gradient of the frequencies, (A, H_kv or 1, P), from that of angles (..., H or 1, L, P)."""
-        heads = site.kv_heads if np.asarray(self.frequencies).ndim == 3 else 1
+        heads = self._sets(site)
         # Query heads that share frequencies, and all batch items, are summed.
         batch, (length, pairs) = angle.shape[:-3], angle.shape[-2:]
         count = math.prod(batch)
