@@ -169,11 +169,11 @@ def test_a_child_that_hangs_is_reported(monkeypatch):
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to threads")
 def test_bits_that_change_under_signals_are_reported(monkeypatch):
     surroundings.listen()
-    before, right = surroundings.received(), rp.attention
+    right = rp.attention
 
     def attention(*operands, **options):
         out, lse = right(*operands, **options)
-        return out, lse + (surroundings.received() > before)
+        return out, lse + surroundings.received()
 
     monkeypatch.setattr(rp, "attention", attention)
     assert any("other bits under signals" in problem for problem in on_numba(monkeypatch, surroundings.signalled))
