@@ -352,8 +352,8 @@ def prepare(
     -----
     What is saved are checks, the lowering of schemes and the planning of work, 10 to 100 µs of a call. Small calls of
     `attention` save nearly as much by themselves from the third of one form on, if their schemes hold no large arrays.
-    Operands with other strides, and schemes that compute with queries or keys otherwise than by turning them or by
-    products with tables, such as `CoPE` or `TransformerXL`, take the way of `attention`. A backend or precision that is
+    Operands with other strides, and schemes that make numbers of pairs from queries and keys, such as `CoPE`, take the
+    way of `attention`. A backend or precision that is
     chosen now holds for later calls.
 
     Examples

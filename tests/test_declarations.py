@@ -51,6 +51,25 @@ def test_computes_is_declared(name):
         assert found == scheme.computes, f"{name} {variant}: declare computes = {found}"
 
 
+def lasting(terms):
+    """Every array in terms, but for vectors."""
+    return {at: x.tobytes() for at, x in arrays(terms, terms.vectors()).items()}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_vectors_are_all_that_is_made(name, rng):
+    """Of one call and of another, in grouped heads where the scheme takes them."""
+    for variant in VARIANTS[name]:
+        problem, scheme = problem_of(name, variant)
+        site = problem.site
+        if not scheme.makes_vectors:
+            continue
+        for q, k in ((problem.q, problem.k), (rng.standard_normal(problem.q.shape), -problem.k)):
+            found, terms = scheme.lower_vectors(q, k, site), scheme.lower(q, k, site)
+            assert [(x.shape, x.tobytes()) for x in found] == [(x.shape, x.tobytes()) for x in terms.vectors()]
+            assert lasting(terms) == lasting(scheme.lower(problem.q, problem.k, site))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_content_is_declared(name):
     for variant in VARIANTS[name]:

@@ -2,12 +2,14 @@
 
 import pickle
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np.distributed import merge, partial
+from relpos_np.kernels._numba.prepared import Prepared
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, SchemeGradient, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.testing import check_scheme
 from tests.test_gradients import assert_is_slope
@@ -173,6 +175,76 @@ def test_what_is_wrong_is_found(call, cls, words):
     if cls in (WrongLift, LostQuery):
         named = {part.split(",")[0] for part in str(caught.value).split(": ", 1)[1].split("; ")}
         assert len(named) == 1, "nothing else is wrong"
+
+
+class Vectors(Everything):
+    """Queries and keys of its own, the latter as they are, and a vector that is added to queries of a term."""
+
+    content = computes = True
+
+    def lower(self, q, k, site):
+        terms = super().lower(q, k, site)
+        terms.query, terms.key, query = self.lower_vectors(q, k, site)[:3]
+        terms.queries = (replace(terms.queries[0], query=query),)
+        return terms
+
+    def lower_vectors(self, q, k, site):
+        return 1 * q, k, q + 0, k
+
+
+class Absent(Vectors):
+    def lower_vectors(self, q, k, site):
+        return super().lower_vectors(q, k, site)[:3]
+
+
+class Wider(Vectors):
+    def lower_vectors(self, q, k, site):
+        found = super().lower_vectors(q, k, site)
+        self.calls = getattr(self, "calls", 0) + 1
+        return found if self.calls == 1 else (found[0][..., :1], *found[1:])
+
+
+class More(Vectors):
+    def lower(self, q, k, site):
+        terms = super().lower(q, k, site)
+        terms.biases = (np.zeros_like(terms.query[..., :1]) + q.mean(),)
+        return terms
+
+    def lower_vectors(self, q, k, site):
+        return super().lower_vectors(q, k, site)
+
+
+class Other(Vectors):
+    """What the class above makes is not all."""
+
+    def lower(self, q, k, site):
+        terms = super().lower(q, k, site)
+        terms.biases = (np.zeros_like(terms.query[..., :1]) + q.mean(),)
+        return terms
+
+
+def test_vectors_are_made_in_each_prepared_call(call, monkeypatch):
+    q, k, v, _ = call
+    own, runs, run = made(np.random.default_rng(5), Vectors), [], Prepared.run
+    monkeypatch.setattr(Prepared, "run", lambda self, *rest: runs.append(1) or run(self, *rest))
+    ready = rp.prepare(np.full_like(q, np.nan), k, v, position=own)
+    assert (ready(q, k, v) == rp.attention(q, k, v, position=own)).all()
+    assert runs
+    assert "as given, float64, numba" in check_scheme(own, q, k, v, gradients=False)
+
+
+def test_vectors_that_are_not_all_are_refused(call):
+    q, k, v, _ = call
+    for cls, words in ((Absent, "expected the vectors"), (More, "makes more of queries or keys")):
+        with pytest.raises(AssertionError, match=rf"{cls.__name__}.lower_vectors: .*{words}"):
+            check_scheme(made(np.random.default_rng(5), cls), q, k, v, gradients=False)
+    ready = rp.prepare(q, k, v, position=made(np.random.default_rng(5), Wider))
+    with pytest.raises(rp.RelposValueError, match=r"Wider.lower_vectors: expected .* found shape"):
+        ready(q, k, v)
+    own = made(np.random.default_rng(5), Other)
+    assert not own.makes_vectors
+    found = rp.prepare(np.zeros_like(q), k, v, position=own)(q, k, v)
+    assert (found == rp.attention(q, k, v, position=own)).all()
 
 
 class Bare(rp.Scheme):

@@ -96,6 +96,11 @@ def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = Fal
     return stated.checked(scheme, terms, site)
 
 
+def lowered_once(scheme: Scheme) -> bool:
+    """Whether calls of one form can share the terms of a scheme, but for vectors that it makes anew in each."""
+    return not scheme.computes or scheme.turns or scheme.makes_vectors
+
+
 def all_terms(lowered: list[Terms]) -> Terms:
     """Several sets of terms as one."""
     return reduce(add, lowered) if lowered else Terms()

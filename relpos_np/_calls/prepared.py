@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Never, overload
@@ -10,10 +11,11 @@ import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
-from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, lowered_once
 from relpos_np._contract import check
 from relpos_np._contract.options import DEFAULTS
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Problem, Site, converted
+from relpos_np._contract.terms import Dense, Toeplitz
 from relpos_np._runtime import memory, results
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
@@ -23,10 +25,19 @@ _NAMES = ("q", "k", "v")
 
 
 class Ready:
-    """What later calls of one form begin with: their plan, and what their results are."""
+    """What later calls of one form begin with: their plan, what their results are, and who computes with operands."""
 
-    def __init__(self, planned: Any, shape: tuple[int, ...], result: np.dtype[Any], lse: np.dtype[Any]) -> None:
-        self._planned, self._shape, self._result, self._lse = planned, shape, result, lse
+    def __init__(
+        self,
+        planned: Any,
+        shape: tuple[int, ...],
+        result: np.dtype[Any],
+        site: Site,
+        own: tuple[tuple[int, ...], ...],
+        computing: Sequence[tuple[Scheme, Sequence[Array]]],
+    ) -> None:
+        self._planned, self._shape, self._result, self._site, self._own = planned, shape, result, site, own
+        self._computing = [(scheme, [_layout(x) for x in vectors]) for scheme, vectors in computing]
         self.fits, self.takes_lengths = planned.fits, planned.takes_lengths
         self.nbytes = sum([x.nbytes for x in planned.kept])
 
@@ -45,12 +56,44 @@ class Ready:
         else:
             check.output(out, self._shape, self._result, read)
             result = out if out.flags.c_contiguous else np.empty(self._shape, self._result)
-        lse = np.empty(self._shape[:-1], self._lse) if return_lse else None
-        self._planned.run(operands, lengths, result, lse)
+        lse = np.empty(self._shape[:-1], self._site.dtype) if return_lse else None
+        vectors = self._vectors(operands) if self._computing else ()
+        self._planned.run(operands, lengths, result, lse, vectors)
         if out is not None and result is not out:
             out[...] = result
             result = out
         return result if lse is None else (result, lse)
+
+    def _vectors(self, operands: tuple[Array, Array, Array]) -> list[Array]:
+        """What schemes make of queries and keys."""
+        q, k = [
+            converted(x if x.shape == shape else np.broadcast_to(x, shape), self._site.dtype)
+            for x, shape in zip(operands, self._own, strict=False)
+        ]
+        found: list[Array] = []
+        for scheme, layouts in self._computing:
+            made = scheme.lower_vectors(q, k, self._site)
+            # The kernel reads them unchecked, and classes of users make them too.
+            own = [_layout(x) for x in made]
+            if own != layouts:
+                raise RelposValueError(
+                    f"position: {type(scheme).__name__}.lower_vectors: expected what `lower` makes, {_words(layouts)}, "
+                    f"found {_words(own)}"
+                )
+            found += made
+        return found
+
+
+def _layout(x: Array) -> tuple[Any, ...]:
+    """How an array lies in memory; strides of axes of length 1 mean nothing."""
+    strides = x.strides
+    if 1 in x.shape:
+        strides = tuple([0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True)])
+    return x.shape, strides, x.dtype
+
+
+def _words(layouts: Sequence[tuple[Any, ...]]) -> str:
+    return ", ".join([f"shape {shape} with strides {strides} of {dtype}" for shape, strides, dtype in layouts])
 
 
 def ready(
@@ -69,12 +112,29 @@ def ready(
     stored = zip(operands, (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
     if result.name not in kernels.WRITES or not all(np.may_share_memory(x, own) for x, own in stored):
         return None
-    if any((scheme.computes and not scheme.turns) or scheme.turns_values for scheme in schemes):
+    if not all(lowered_once(scheme) and not scheme.turns_values for scheme in schemes):
         return None
     # Queries and keys may be one array; in later calls they need not.
     problem = replace(problem, stored_k=problem.stored_k.view())
-    planned = kernels.prepare(problem, all_terms(each_lowered(schemes, problem, turning=True)), result)
-    return None if planned is None else Ready(planned, shape, result, problem.site.dtype)
+    lowered, site = each_lowered(schemes, problem, turning=True), problem.site
+    made = zip(schemes, lowered, strict=True)
+    computing = [(scheme, terms.vectors()) for scheme, terms in made if scheme.makes_vectors]
+    planned = kernels.prepare(problem, all_terms(lowered), result, [x for _, vectors in computing for x in vectors])
+    own = problem.stored_q.shape, problem.stored_k.shape
+    return None if planned is None else Ready(planned, shape, result, site, own, computing)
+
+
+def own_schemes(schemes: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
+    """Copies that nobody else can change; maps, which nobody changes, are shared."""
+    maps = [x for scheme in schemes for x in vars(scheme).values() if isinstance(x, Dense | Toeplitz)]
+    return copy.deepcopy(schemes, {id(x): x for x in maps})
+
+
+def _own(x: Any) -> Any:
+    """A copy of an array, of which what is repeated is stored once; anything else as it is."""
+    if type(x) is not np.ndarray:
+        return x
+    return np.broadcast_to(x[tuple(slice(None, None if stride else 1) for stride in x.strides)].copy(), x.shape)
 
 
 class PreparedAttention:
@@ -82,10 +142,12 @@ class PreparedAttention:
 
     def __init__(self, attention: Callable[..., Any], operands: tuple[Any, Any, Any], position: Any, options: Any):
         q, k, v = (check.array(name, x) for name, x in zip(_NAMES, operands, strict=True))
-        self._attention, self._position, self._options = attention, position, options
+        # Users may change their arrays, some of which kernels would read where they lie.
+        options = {name: _own(x) for name, x in options.items()}
         admit = memory_bounds.admission("attention", position, options["backend"], out=False, return_lse=True)
         problem, result, flat = check.call(q, k, v, DEFAULTS | options, admit)
-        schemes = checked_schemes(position, problem, options["backend"])
+        schemes = own_schemes(checked_schemes(position, problem, options["backend"]))
+        self._attention, self._position, self._options = attention, schemes or None, options
         self._forms = [(x.shape, x.strides, x.dtype) for x in (q, k, v)]
         self._batch, self._k_len = problem.batch, problem.site.k_len
         # What each call of the kernels begins with, without lengths of keys and with them.
@@ -179,8 +241,7 @@ class PreparedAttention:
             found: Array | tuple[Array, Array] = self._attention(q, k, v, position=self._position, **given)
             return found
         lengths = None if key_lengths is None else check.lengths_of_keys(key_lengths, self._batch, self._k_len)
-        read = (*operands, *self._options.values(), self._position)
-        return ready.run(operands, lengths, out, read, return_lse=return_lse)
+        return ready.run(operands, lengths, out, operands, return_lse=return_lse)
 
     def _refuse(self, operands: tuple[Array, Array, Array]) -> None:
         for name, x, (shape, _, dtype) in zip(_NAMES, operands, self._forms, strict=True):

@@ -8,14 +8,14 @@ which gives the same bits, and beside their kernel do little more than find thei
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls.prepared import Ready, ready
+from relpos_np._calls.lowering import lowered_once
+from relpos_np._calls.prepared import Ready, own_schemes, ready
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Dense, IndexMap, Toeplitz
 from relpos_np._runtime import memory, precision
@@ -83,7 +83,7 @@ def _of(value: Any) -> Hashable | None:
     found: list[Any] = [kind]
     parts: Iterable[Any] = value
     if kind is not tuple and kind is not list:
-        if not is_registered(kind) or not isinstance(value, Scheme) or (value.computes and not value.turns):
+        if not is_registered(kind) or not isinstance(value, Scheme) or not lowered_once(value):
             return None
         held = vars(value)
         found += held
@@ -122,7 +122,7 @@ def keep(
         _add(met, False)
     elif _known.get(met) is False:
         # Of copies, since records name arrays by where they lie, and users may change theirs.
-        made = ready(operands, problem, copy.deepcopy(schemes), shape, result)
+        made = ready(operands, problem, own_schemes(schemes), shape, result)
         size = 0 if made is None else made.nbytes + _size(given)
         if made is None or size > KEPT_BYTES:
             _known[met] = None

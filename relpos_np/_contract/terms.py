@@ -385,6 +385,18 @@ class Terms:
     changes: tuple[Change, ...] = ()
     turn: ValueTurn | None = None
 
+    def vectors(self) -> tuple[Any, ...]:
+        """What may be made of the numbers in queries and keys, as `Scheme.vectors` has it.
+
+        Returns
+        -------
+        tuple of ndarray
+            `query` and `key`, where they are not None, then the `query` of each query term and the `key` of each key
+            term.
+        """
+        own = [x for x in (self.query, self.key) if x is not None]
+        return (*own, *[term.query for term in self.queries], *[term.key for term in self.keys])
+
     def __add__(self, other: Terms) -> Terms:
         """Both sets of terms; at most one may replace the content operands, and one turn values."""
         if (self.query is not None or self.key is not None) and (other.query is not None or other.key is not None):

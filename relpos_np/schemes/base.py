@@ -87,6 +87,9 @@ class Scheme:
         and cut to a part of a call.
     turns : bool
         Whether all that `lower` does with q and k is to turn them, which kernels can do as they read.
+    makes_vectors : bool
+        Whether `lower` makes nothing of the numbers in q and k but what `lower_vectors` returns. A class that
+        defines this method says so by it.
     by_rows : bool
         Whether the CPU kernels make the bias of every pair some queries at a time, from what `lower_by_rows` states.
     dense : bool
@@ -106,6 +109,7 @@ class Scheme:
     restarts = False
     computes = True
     turns = False
+    makes_vectors = False
     by_rows = False
     dense = False
     turns_values = False
@@ -116,6 +120,8 @@ class Scheme:
         # Terms of its own: what the class above makes of rows is not them.
         if "lower" in vars(cls) and "lower_by_rows" not in vars(cls):
             cls.by_rows = False
+        if "lower" in vars(cls) or "lower_vectors" in vars(cls):
+            cls.makes_vectors = "lower_vectors" in vars(cls)
 
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call.
@@ -244,6 +250,23 @@ class Scheme:
             With arrays in the dtype of the call.
         """
         lacks(self, "lower")
+
+    def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, ...]:
+        """All that `lower` makes of the numbers in q and k, where that is nothing but vectors of its terms.
+
+        Repeated calls of a class that has it make these anew, and keep all else in the terms.
+
+        Parameters
+        ----------
+        q, k, site
+            See `lower`; q and k are on the host.
+
+        Returns
+        -------
+        tuple of ndarray
+            What `Terms.vectors` says of the terms that `lower` makes.
+        """
+        lacks(self, "lower_vectors")
 
     def lower_by_rows(self, q: Array, k: Array, site: Site) -> Terms:
         """As `lower`, where the class is `by_rows`: biases as records of what they are made of.

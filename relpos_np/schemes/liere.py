@@ -235,9 +235,12 @@ class LieRE(Placed):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with rotations from eigenvalues, on the keys before their heads are repeated."""
-        q, k = in_order(q), in_order(k)
-        query, key = (_blockwise(np.asarray(x), turn) for x, turn in zip((q, k), self._rotations(site), strict=True))
-        return Terms(query=query, key=key)
+        return Terms(*self.lower_vectors(q, k, site))
+
+    def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
+        """Queries and keys times the rotations of their positions."""
+        to_query, to_key = self._rotations(site)
+        return _blockwise(np.asarray(in_order(q)), to_query), _blockwise(np.asarray(in_order(k)), to_key)
 
     def _rotations(self, site: Site) -> list[Array]:
         """Of queries and of keys, (..., H_kv or 1, L, B, S, S)."""

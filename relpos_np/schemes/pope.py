@@ -137,8 +137,12 @@ class PoPE(Placed):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with tables of cosines and sines, on the keys before their heads are repeated."""
+        return Terms(*self.lower_vectors(np.asarray(q), np.asarray(k), site))
+
+    def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
+        """Magnitudes times turns."""
         (to_query, _), (to_key, _) = self._turns(site)
-        return Terms(query=_polar(np.asarray(q), to_query), key=_polar(np.asarray(k), to_key))
+        return _polar(q, to_query), _polar(k, to_key)
 
     def _turns(self, site: Site) -> list[tuple[Array, Array]]:
         """e^(i theta) of queries and of keys in float64, (..., H or 1, L, C), and positions (..., 1, L, 1)."""

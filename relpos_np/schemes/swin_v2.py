@@ -277,16 +277,16 @@ class SwinV2(Scheme):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """Operands of length 1, and the network's answers as a table with a row per difference."""
+        table = np.ascontiguousarray(self._network()[-1].T, site.dtype)
+        return Terms(*self.lower_vectors(q, k, site), tables=(TableTerm(table, self._map),))
+
+    def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
+        """Operands of length 1, the queries times the factors of their heads."""
         q, k = in_order(q), in_order(k)
-        table = self._network()[-1]
         with np.errstate(all="ignore"):  # an excluded key may hold anything
             query = q * (self._factors(site) / self._lengths(q)).astype(site.dtype)
             key = k * (1 / self._lengths(k)).astype(site.dtype)
-        return Terms(
-            query=query,
-            key=key,
-            tables=(TableTerm(np.ascontiguousarray(table.T, site.dtype), self._map),),
-        )
+        return query, key
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """The network's outputs and factors of the heads, and the map of the pairs."""

@@ -354,25 +354,30 @@ class TransformerXL(Scheme):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """U joins the query; the position part is a query term with a row per distance."""
-        u, v, rows = (x.astype(site.dtype, copy=False) for x in (self.content_bias, self.position_bias, self.rows))
-        content = q + u[:, None, :]
-        position = q + v[:, None, :]
-        position *= site.dtype.type(site.scale)
-        weights = rows.transpose(1, 0, 2)
-        lengths = site.q_len, site.k_len, site.offset
         if self.variant == "wenet":
-            return self._absolute(q, k, content, weights, site)
-        furthest = 0 if self.zero_triu else site.k_len - site.offset
-        first = self._own_row(site)
-        if self.variant in ("conformer", "xlnet"):
-            index = distance_map(*lengths, first, len(rows), furthest)
-            return Terms(query=content, queries=(QueryTerm(position, weights, index),))
-        terms = [QueryTerm(position, weights, distance_map(*lengths, first, len(rows), 0))]
-        wrap = self._wrap(site)
+            query, key = self.lower_vectors(q, k, site)
+            return Terms(query, key)
+        content, *positions = self.lower_vectors(q, k, site)
+        weights = self.rows.astype(site.dtype, copy=False).transpose(1, 0, 2)
+        lengths, rows, wrap = (site.q_len, site.k_len, site.offset), len(self.rows), self._wrap(site)
+        both = self.variant in ("conformer", "xlnet") and not self.zero_triu
+        maps = [distance_map(*lengths, self._own_row(site), rows, site.k_len - site.offset if both else 0)]
         if wrap is not None:
-            following = np.concatenate([position[..., 1:, :], np.zeros_like(position[..., :1, :])], axis=-2)
-            terms.append(QueryTerm(following, weights, wrapped_map(*lengths, len(rows), wrap)))
+            maps.append(wrapped_map(*lengths, rows, wrap))
+        terms = [QueryTerm(x, weights, index) for x, index in zip(positions, maps, strict=True)]
         return Terms(query=content, queries=tuple(terms))
+
+    def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, ...]:
+        """Queries with u, and with v times the scale; where the shift runs on, the latter of the next query too."""
+        u, v = (x.astype(site.dtype, copy=False)[:, None, :] for x in (self.content_bias, self.position_bias))
+        content, position = q + u, q + v
+        if self.variant == "wenet":
+            return self._absolute(k, content, position, site)
+        position *= site.dtype.type(site.scale)
+        if self._wrap(site) is None:
+            return content, position
+        following = np.concatenate([position[..., 1:, :], np.zeros_like(position[..., :1, :])], axis=-2)
+        return content, position, following
 
     def _own_row(self, site: Site) -> int:
         """The row that belongs to a query's own position."""
@@ -444,13 +449,13 @@ class TransformerXL(Scheme):
         }
         return SchemeGradient(content + position, to_key, arrays)
 
-    def _absolute(self, q: Array, k: Array, content: Array, weights: Array, site: Site) -> Terms:
+    def _absolute(self, k: Array, content: Array, position: Array, site: Site) -> tuple[Array, Array]:
         """Without a shift the rows belong to keys: append them to the keys and q + v to the queries."""
         keys = k if site.kv_heads == site.heads else np.repeat(k, site.heads // site.kv_heads, axis=-3)
-        position = q + self.position_bias.astype(site.dtype, copy=False)[:, None, :]
-        return Terms(
-            query=np.concatenate([content, position], axis=-1),
-            key=np.concatenate([keys, np.broadcast_to(weights, keys.shape)], axis=-1),
+        rows = self.rows.astype(site.dtype, copy=False).transpose(1, 0, 2)
+        return (
+            np.concatenate([content, position], axis=-1),
+            np.concatenate([keys, np.broadcast_to(rows, keys.shape)], axis=-1),
         )
 
     def __repr__(self) -> str:

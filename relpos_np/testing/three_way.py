@@ -10,6 +10,8 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._contract import check
 from relpos_np._contract.options import Options
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.terms import TableTerm, Terms, Toeplitz
 from relpos_np.api import attention, attention_vjp
 from relpos_np.distributed import merge, partial
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
@@ -133,6 +135,8 @@ def _declared(scheme: Scheme, q: Array, k: Array, options: Mapping[str, Any]) ->
     added = scheme.scores(problem.q, repeated, site)
     if added is not None and np.isneginf(added).any() and not scheme.excludes:
         raise AssertionError(f"{name}: its scores are -inf in places: declare excludes = True")
+    if scheme.makes_vectors:
+        _vectors(scheme, problem)
     if not scheme.computes:
         nan = [np.full_like(x, np.nan) for x in (problem.q, problem.k)]
         terms = scheme.lower(nan[0], nan[1], site)
@@ -140,6 +144,30 @@ def _declared(scheme: Scheme, q: Array, k: Array, options: Mapping[str, Any]) ->
         own += [x for t in terms.keys for x in (t.key, t.weights)] + [t.weights for t in terms.values]
         if any(np.isnan(x).any() for x in [*own, *terms.biases] if not any(x is y for y in nan)):
             raise AssertionError(f"{name}: `lower` computes with queries or keys: leave out computes = False")
+
+
+def _vectors(scheme: Scheme, problem: Problem) -> None:
+    """Compare what a class says `lower` makes of queries and keys with what differs when these do."""
+    name, site = f"{type(scheme).__name__}.lower_vectors", problem.site
+    terms, others = scheme.lower(problem.q, problem.k, site), scheme.lower(problem.q[..., ::-1], -problem.k, site)
+    found, wanted = scheme.lower_vectors(problem.q, problem.k, site), terms.vectors()
+    if len(found) != len(wanted) or not all(map(_same, found, wanted)):
+        raise AssertionError(f"{name}: expected the vectors in the terms that `lower` makes, in their order")
+    if not all(map(_same, _lasting(terms), _lasting(others))):
+        raise AssertionError(f"{name}: `lower` makes more of queries or keys than vectors: leave it out")
+
+
+def _lasting(terms: Terms) -> list[Array]:
+    """Arrays of terms, but for vectors."""
+    looked_up: list[Any] = [*terms.tables, *terms.queries, *terms.keys, *terms.values]
+    tables = [x.table if isinstance(x, TableTerm) else x.weights for x in looked_up]
+    maps = [x.index.lookup if isinstance(x.index, Toeplitz) else x.index.index for x in looked_up]
+    return [*tables, *maps, *terms.biases]
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Whether two arrays hold the same bits."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 def _parts(one: Example) -> float | None:

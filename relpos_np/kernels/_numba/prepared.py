@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from relpos_np.kernels._numba.job import planned, run_plan
 from relpos_np.kernels._numba.pieces import LOG2
 from relpos_np.kernels._numba.product import multiply
 from relpos_np.kernels._numba.records import CALL, KEY_END
-from relpos_np.kernels._numba.skew import is_skewed
+from relpos_np.kernels._numba.skew import is_skewed, skewed_queries
 from relpos_np.types import Array
 
 _OPERANDS, _BATCHES, _SKEW, _ADDS = (CALL.fields[name][1] for name in ("q", "batches", "skew_q", "adds"))  # type: ignore[index]
@@ -25,45 +26,51 @@ _PACK_OPERANDS, _PACK_ADDRESS = struct.Struct("<5q").pack_into, struct.Struct("<
 
 
 class _Product(NamedTuple):
-    """A product of queries (operand 0) or keys (1), which lies where a row of the record's `adds` says."""
+    """A product of vectors that differ between calls, which lies where a row of the record's `adds` says."""
 
     row: int
-    operand: int
+    source: int
     shape: tuple[int, ...]
     weights: Array
     scale: float
     heads: int
 
     @classmethod
-    def of(cls, p: Product, adds: Array | None, problem: Problem) -> _Product:
+    def of(cls, p: Product, adds: Array | None, sources: Sequence[Array], heads: int) -> _Product:
         """One that was made for the call."""
         assert adds is not None
         (row,) = np.flatnonzero(adds["src"] == address_of(p.made))
-        return cls(int(row), int(p.x is problem.stored_k), p.x.shape, p.weights, p.scale, problem.site.heads)
+        return cls(int(row), _place(p.x, sources), p.x.shape, p.weights, p.scale, heads)
 
 
 class Prepared:
     """The plan and the record of a call.
 
     Operands may lie elsewhere later, and each batch item may have fewer keys; all else is as it was, the arrays of the
-    terms and the mask included. Products of queries or keys with tables are made in each call.
+    terms and the mask included. Sources are queries and keys, and `vectors` that are made of them anew in each call, as
+    are their products with tables.
     """
 
-    def __init__(self, problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> None:
-        out = np.empty(problem.out_shape, dtype)
+    def __init__(self, problem: Problem, terms: Terms, dtype: np.dtype[Any], vectors: Sequence[Array] = ()) -> None:
+        out, sources = np.empty(problem.out_shape, dtype), (problem.stored_q, problem.stored_k, *vectors)
         self.threads = launch.available_threads()
         self.plan, call = planned(problem, terms, out, None)
         call.fields["lse_unit"] = LOG2
         self.dtype, self.record = call.dtype, bytes(call.pack())
-        # One product of queries is made by the kernel itself, from where they lie.
-        self.skewed = call.fields["skew_q"] == address_of(problem.stored_q)
-        own = [p for p in call.products if p.x is problem.stored_q or p.x is problem.stored_k]
-        left = [*_operands(problem), call.terms.query, call.terms.key, out, *[p.made for p in own]]
-        self.kept = [x for x in call.kept if all(x is not one for one in left)]
+        # Where the queries and the keys of the content product are among the sources.
+        self.query = 0 if terms.query is None else max(_place(terms.query, sources), 0)
+        self.key = 1 if terms.key is None else max(_place(terms.key, sources), 1)
+        # Those of the product that the kernel makes itself, side by side.
+        skewed = [_place(term.query, sources) for term in terms.queries if is_skewed(term)]
+        self.skewed, self.skew_shape = skewed if min(skewed, default=-1) >= 0 else [], call.shape(problem.site.q_len, 0)
+        made = [p for p in call.products if _place(p.x, sources) >= 0]
+        left = {id(x) for x in (*_operands(problem), *vectors, out, *[p.made for p in made])}
+        copied = call.fields["skew_q"] if self.skewed else None
+        self.kept = [x for x in call.kept if id(x) not in left and address_of(x) != copied]
         named = {address_of(x): x for x in self.kept}
         self.batches, self.adds = named[call.fields["batches"]], named.get(call.fields["adds"])
-        self.products = [_Product.of(p, self.adds, problem) for p in own]
-        self.kept += [p.weights for p in own]
+        self.products = [_Product.of(p, self.adds, sources, problem.site.heads) for p in made]
+        self.kept += [p.weights for p in made]
 
     @property
     def takes_lengths(self) -> bool:
@@ -74,15 +81,23 @@ class Prepared:
         """Whether a call may still use the threads that the plan is for."""
         return launch.available_threads() == self.threads
 
-    def run(self, operands: tuple[Array, Array, Array], lengths: Array | None, out: Array, lse: Array | None) -> None:
-        """Fill `out` and `lse`, both C-contiguous."""
+    def run(
+        self,
+        operands: tuple[Array, Array, Array],
+        lengths: Array | None,
+        out: Array,
+        lse: Array | None,
+        vectors: Sequence[Array] = (),
+    ) -> None:
+        """Fill `out` and `lse`, both C-contiguous; `vectors` are those of these operands."""
         record = bytearray(self.record)
-        q, k, v = operands
-        at = 0 if lse is None else address_of(lse)
-        _PACK_OPERANDS(record, _OPERANDS, address_of(q), address_of(k), address_of(v), address_of(out), at)
+        sources = (operands[0], operands[1], *vectors)
+        q, k, at = sources[self.query], sources[self.key], 0 if lse is None else address_of(lse)
+        _PACK_OPERANDS(record, _OPERANDS, address_of(q), address_of(k), address_of(operands[2]), address_of(out), at)
         if self.skewed:
-            _PACK_ADDRESS(record, _SKEW, address_of(operands[0]))
-        made = self._made(record, operands) if self.products else None
+            skewed = skewed_queries([sources[n] for n in self.skewed], self.skew_shape)
+            _PACK_ADDRESS(record, _SKEW, address_of(skewed))
+        made = self._made(record, sources) if self.products else None
         batches = self.batches
         if lengths is not None:
             batches = batches.copy()
@@ -91,36 +106,44 @@ class Prepared:
         run_plan(self.plan, record, self.dtype, out, lse, LOG2)
         del made
 
-    def _made(self, record: bytearray, operands: tuple[Array, Array, Array]) -> list[Array]:
-        """Products of the operands of a call, named in its record: what must be kept until it has run."""
+    def _made(self, record: bytearray, sources: Sequence[Array]) -> list[Array]:
+        """Products of the sources of a call, named in its record: what must be kept until it has run."""
         assert self.adds is not None
         adds = self.adds.copy()
         made = [adds]
         for p in self.products:
-            made.append(multiply(broadcast(operands[p.operand], p.shape), p.weights, p.scale, p.heads, self.threads))
+            made.append(multiply(broadcast(sources[p.source], p.shape), p.weights, p.scale, p.heads, self.threads))
             adds["src"][p.row] = address_of(made[-1])
         _PACK_ADDRESS(record, _ADDS, address_of(adds))
         return made
 
 
-def prepare(problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> Prepared | None:
-    """A call that can be prepared: it has work, reads operands where they are, and terms at most hand them on."""
+def prepare(problem: Problem, terms: Terms, dtype: np.dtype[Any], vectors: Sequence[Array] = ()) -> Prepared | None:
+    """A call that can be prepared: it has work, reads operands where they are, and terms at most hand them on.
+
+    `vectors` are those in the terms that are made of operands anew in each call.
+    """
     if not problem.site.k_len or 0 in problem.out_shape:
         return None
-    if not all(x is None or isinstance(x, Turned) for x in (terms.query, terms.key)):
+    sources = (problem.stored_q, problem.stored_k, *vectors)
+    replaced = [x for x in (terms.query, terms.key) if not (x is None or isinstance(x, Turned))]
+    if any(_place(x, sources) < 0 for x in replaced):
         return None
-    stored = (problem.stored_q, problem.stored_k, problem.stored_v)
-    if any(rowwise(x) is not x for x in stored) or not all(isinstance(bias, np.ndarray) for bias in terms.biases):
+    read = (*sources[:2], problem.stored_v, *replaced)
+    if any(rowwise(x) is not x for x in read) or not all(isinstance(bias, np.ndarray) for bias in terms.biases):
         return None
-    own = (problem.stored_q, problem.stored_k)
-    vectors = [t.query for t in terms.queries] + [t.key for t in terms.keys]
-    if not all(any(x is one for one in own) or not _reads(x, problem) for x in vectors):
+    of_terms = [term.query for term in terms.queries] + [term.key for term in terms.keys]
+    if any(_place(x, sources) < 0 and _reads(x, problem) for x in of_terms):
         return None
-    made = Prepared(problem, terms, dtype)
-    skewed = [term.query for term in terms.queries if is_skewed(term)]
-    if any(_reads(x, problem) for x in skewed) and not (made.skewed and len(skewed) == 1 and skewed[0] is own[0]):
-        return None  # the kernel reads a copy of queries
-    return made if made.plan.stored or all(x.dtype == problem.site.dtype for x in stored) else None
+    made = Prepared(problem, terms, dtype, vectors)
+    if not made.skewed and any(_place(term.query, sources) >= 0 for term in terms.queries if is_skewed(term)):
+        return None  # side by side with one that lasts
+    return made if made.plan.stored or all(x.dtype == problem.site.dtype for x in read) else None
+
+
+def _place(x: Any, among: Sequence[Array]) -> int:
+    """Where an array is in a sequence; -1 if it is not."""
+    return next((n for n, one in enumerate(among) if one is x), -1)
 
 
 def _reads(x: Array, problem: Problem) -> bool:

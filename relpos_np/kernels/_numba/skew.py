@@ -28,23 +28,26 @@ def add_skewed(call: Call, terms: Sequence[QueryTerm]) -> None:
     """Set the fields of query terms that are multiplied tile by tile; several share one product."""
     f, site = call.fields, call.site
     if len(terms) == 1:
-        query, weight = terms[0].query, terms[0].weights
         assert isinstance(terms[0].index, Toeplitz)
-        lookup = terms[0].index.lookup
+        weight, lookup = terms[0].weights, terms[0].index.lookup
     else:
-        query, weight = _side_by_side(call, terms)
-        lookup = np.arange(site.q_len + site.k_len - 1, dtype=np.int32)
-    query = np.ascontiguousarray(broadcast(query, call.shape(site.q_len, query.shape[-1])))
-    weight = rowwise(weight)
+        weight, lookup = _side_by_side(terms), np.arange(site.q_len + site.k_len - 1, dtype=np.int32)
+    query, weight = skewed_queries([term.query for term in terms], call.shape(site.q_len, 0)), rowwise(weight)
     f["skew_q"], f["skew_w"], f["skew_depth"] = call.keep(query), call.keep(weight), weight.shape[-1]
     f["skew_index"] = call.keep(np.ascontiguousarray(lookup))
     head, f["skew_row"], _ = strides(weight)
     f["skew_head"] = head if weight.shape[0] > 1 else 0
 
 
-def _side_by_side(call: Call, terms: Sequence[QueryTerm]) -> tuple[Array, Array]:
-    """Several terms as one: queries and weights one after the other, the weights with a row per distance."""
-    queries, weights = [], []
+def skewed_queries(queries: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    """Queries of several terms, side by side, as the kernel reads them; `shape` is theirs but for the last axis."""
+    all_heads = [broadcast(x, (*shape[:-1], x.shape[-1])) for x in queries]
+    return np.ascontiguousarray(all_heads[0] if len(all_heads) == 1 else np.concatenate(all_heads, axis=-1))
+
+
+def _side_by_side(terms: Sequence[QueryTerm]) -> Array:
+    """Weights of several terms, one after the other, with a row per distance."""
+    weights = []
     heads = max(term.weights.shape[0] for term in terms)
     for term in terms:
         assert isinstance(term.index, Toeplitz)
@@ -52,5 +55,4 @@ def _side_by_side(call: Call, terms: Sequence[QueryTerm]) -> tuple[Array, Array]
         if term.index.gaps:
             rows[:, term.index.lookup < 0] = 0
         weights.append(broadcast(rows, (heads, *rows.shape[1:])))
-        queries.append(broadcast(term.query, call.shape(call.site.q_len, term.query.shape[-1])))
-    return np.concatenate(queries, axis=-1), np.concatenate(weights, axis=-1)
+    return np.concatenate(weights, axis=-1)
