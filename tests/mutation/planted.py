@@ -108,6 +108,9 @@ def main() -> int:
     parser.add_argument("--group", choices=["bugs", "beyond"], help="only these; beyond: sizes past those of examples")
     parser.add_argument("--sample", type=int, metavar="N", help="only N of them")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument(
+        "--new", action="store_true", help="only what the record lacks, which is kept in what is written"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
     parser.add_argument("--out", type=Path, help="write a record")
     args = parser.parse_args()
@@ -115,6 +118,8 @@ def main() -> int:
     if unknown := set(args.names) - {bug.name for bug in chosen}:
         parser.error(f"no such bugs: {sorted(unknown)}")
     chosen = [bug for bug in chosen if not args.names or bug.name in args.names]
+    if args.new:
+        chosen = [bug for bug in chosen if bug.name not in recorded()]
     if args.sample:
         chosen = sample(chosen, args.sample, args.seed)
     found, broken = run(chosen, args.jobs)
@@ -124,8 +129,11 @@ def main() -> int:
         print(f"but without any bug there is a failure as well: {broken}")
     if args.out:
         date = datetime.now(UTC).date().isoformat()
+        if args.new:
+            both = recorded() | found
+            found = {bug.name: both[bug.name] for bug in ALL if bug.name in both}
         beyond = [bug.name for bug in BEYOND if bug.name in found]
-        record = {"date": date, "bugs": len(chosen), "beyond_examples": len(beyond), "survived": alive}
+        record = {"date": date, "bugs": len(found), "beyond_examples": len(beyond), "survived": alive}
         record |= {"fails_anyway": broken, "caught_by": found}
         args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 1 if alive or broken else 0
