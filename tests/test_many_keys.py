@@ -9,7 +9,7 @@ import pytest
 import relpos_np as rp
 from relpos_np.kernels._numba import backjob
 from relpos_np.kernels._numba.attend import GROUP_KEYS, attend_block
-from relpos_np.kernels._numba.backward import backward_task
+from relpos_np.kernels._numba.backward import backward_head
 from relpos_np.kernels._numba.target import BLOCK_KEYS
 from tests.interpreted.agreement import assert_agrees
 from tests.interpreted.machine import interpreted
@@ -105,7 +105,7 @@ CASES = {
 def test_groups_in_checked_memory(name, monkeypatch):
     """A group for each tile, which the interpreter can be waited for."""
     monkeypatch.setitem(attend_block.py_func.__globals__, "GROUP_KEYS", BLOCK_KEYS)
-    monkeypatch.setitem(backward_task.py_func.__globals__, "GROUP_BLOCKS", 1)
+    monkeypatch.setitem(backward_head.py_func.__globals__, "GROUP_BLOCKS", 1)
     case = Case(5, ((), (), ()), (), 1, 2, 30, 2 * BLOCK_KEYS + 30, 5, 3, **CASES[name])
     assert_agrees(case, np.float32)
     # One piece of work for all blocks of a head's keys, each of which begins with sums of its own.

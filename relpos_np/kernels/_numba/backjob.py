@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from itertools import product
 
 import numpy as np
 
@@ -41,6 +42,15 @@ def part_count(heads: int, threads: int) -> int:
     return 1 if heads >= 2 * threads else -(-PIECES * threads // heads)
 
 
+def group_of(problem: Problem, terms: Terms, threads: int) -> int:
+    """Heads of queries whose piece of work is one, because they share keys and values; else they add these up later."""
+    site, count = problem.site, math.prod(problem.batch)
+    keys = site.kv_heads if terms.key is None else terms.key.shape[-3]
+    group = site.heads // site.kv_heads if keys == site.kv_heads else 1
+    # Ranges of queries and of keys, where there are too few heads of either, score every pair twice.
+    return 1 if count * site.kv_heads < 2 * threads <= count * site.heads else group
+
+
 def readable_gradient(problem: Problem, terms: Terms, grad_out: Array) -> Array:
     """The gradient of the output as kernels read it, in half precision if it is stored so and no term multiplies it."""
     own = problem.site.dtype
@@ -74,22 +84,22 @@ class BackwardJob:
         self.grad_out, self.paired = grad_out, in_pairs(problem, terms)
         self.kernel = backward["bfloat16" if self.paired else problem.site.dtype.name]
         self.delta = delta if grad_lse is None else np.ascontiguousarray(delta - grad_lse)
-        self.extra = _EMPTY.copy()
-        self.sums = Sums(call, self._divide(), stored=stored)
-        self.pieces = self.sums.tasks * (1 if self.extra["parts"] == 1 else 2)
+        self.extra, self.group = _EMPTY.copy(), group_of(problem, terms, call.threads)
+        self.sums = Sums(call, self._divide(), self.group, stored=stored)
+        self.pieces = self.sums.tasks // self.group + (0 if self.extra["parts"] == 1 else self.sums.tasks)
         self._fill()
 
     def _divide(self) -> int:
         """Set the fields that divide the work; the number of parts."""
         site, e, call = self.call.site, self.extra, self.call
         block = min(BLOCK_QUERIES, -(-site.q_len // ROW_QUANTUM) * ROW_QUANTUM)
-        parts = part_count(call.count * site.heads, call.threads)
+        parts = part_count(call.count * site.heads // self.group, call.threads)
         e["query_step"] = -(-site.q_len // (parts * block)) * block
         e["key_step"] = -(-site.k_len // (parts * BLOCK_KEYS)) * BLOCK_KEYS
         if parts > 1:
             parts = max(-(-site.q_len // e["query_step"]), -(-site.k_len // e["key_step"]))
         call.fields["block_queries"], call.fields["blocks"] = block, 1
-        e["parts"], e["cuts"] = parts, 1
+        e["parts"], e["cuts"], e["group"], e["stop_head"] = parts, 1, self.group, self.group
         return parts
 
     def _fill(self) -> None:
@@ -132,9 +142,10 @@ class BackwardJob:
         # A range of queries meets all keys, and one of keys all queries.
         queries, keys = min(span, site.q_len), min(e["key_step"], site.k_len)
         largest = per_pair * max((queries + PACKED) * site.k_len, (site.q_len + PACKED) * keys)
-        if max(cost / self.pieces, largest) > most:
+        if max(cost / self.pieces, self.group * largest) > most:
             self._run_cuts(size, cost / most, largest / most, threads)
             return
+        largest *= self.group
         # As many as take that long if each were as long as the largest.
         chunk = int(threads * most / largest)
         work = flops / launch.SERIAL_FLOPS
@@ -152,12 +163,13 @@ class BackwardJob:
         # Memory of their own: whoever calls from a signal's handler in between would use the thread's.
         memory = aligned((chunk * stride // call.dtype.itemsize,), call.dtype, None)
         f["work"], f["work_stride"] = address_of(memory), stride
-        cuts = -(-int(calls * chunk) // (pieces * threads))
+        cuts = -(-int(calls * chunk) // (pieces * threads * self.group))
         e["cuts"] = max(2, min(max(cuts, math.ceil(least)), -(-call.site.k_len // BLOCK_KEYS)))
         for start in range(0, pieces, chunk):
             e["origin"] = start
-            for cut in range(e["cuts"]):
-                e["cut"], f["counter"], f["stop"] = cut, start, min(start + chunk, pieces)
+            for head, cut in product(range(self.group), range(e["cuts"])):
+                e["first_head"], e["stop_head"], e["cut"] = head, head + 1, cut
+                f["counter"], f["stop"] = start, min(start + chunk, pieces)
                 launch.run(self.kernel, self.pack(), threads)
 
     def gradients(self) -> tuple[Terms, Array]:

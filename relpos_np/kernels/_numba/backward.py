@@ -37,6 +37,7 @@ from relpos_np.kernels._numba.pack import (
     pack_panels,
     store_operand,
     store_row,
+    turn_back,
 )
 from relpos_np.kernels._numba.pieces import (
     LOG2,
@@ -100,9 +101,9 @@ BackLayout = namedtuple(  # noqa: PYI024
     "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv far_dk far_dv dq ones "
     "skew_rows skew_dq moved caps query_pairs grad_pairs spare key_lines query_lines grad_lines tile_lines end",
 )
-# A piece of work: its number among the partial sums, its head, its queries and its keys. `side`: 0 if it owns the
-# queries, 1 if it owns the keys, 2 if both.
-Task = namedtuple("Task", "number side b h first stop key_first key_stop")  # noqa: PYI024
+# A head of a piece of work: its number among the partial sums, its queries and its keys. `side`: 0 if the piece owns
+# the queries, 1 if it owns the keys, 2 if both. `before`: heads that share the keys and have added their gradients.
+Task = namedtuple("Task", "number side b h first stop key_first key_stop before")  # noqa: PYI024
 
 
 @helper
@@ -154,18 +155,24 @@ def back_layout(
 
 
 @helper
-def task_of(p: Any, e: Any, t: int) -> Task:
-    """A piece of work by its number: with several parts, first those that own keys and then those that own queries."""
-    tasks = p.count * p.heads * e.parts
-    side = 2 if e.parts == 1 else 1 if t < tasks else 0
-    number = t % tasks
-    part = number % e.parts
+def side_of(p: Any, e: Any, t: int) -> int:
+    """What a piece of work owns: with several parts, first come those that own keys and then those that own queries."""
+    return 2 if e.parts == 1 else 1 if t < p.count * (p.heads // e.group) * e.parts else 0
+
+
+@helper
+def task_of(p: Any, e: Any, t: int, side: int, before: int) -> Task:
+    """A head of a piece of work by its number."""
+    of_keys = p.count * (p.heads // e.group) * e.parts
+    whole, part = t // e.parts * e.group + before, t % e.parts
+    if side == 0:
+        whole, part = (t - of_keys) // e.parts, (t - of_keys) % e.parts
     first = part * e.query_step if side == 0 else 0
     stop = min(first + e.query_step, p.q_len) if side == 0 else p.q_len
     key_first = part * e.key_step if side == 1 else 0
     key_stop = min(key_first + e.key_step, p.k_len) if side == 1 else p.k_len
-    b, h = number // (p.heads * e.parts), number // e.parts % p.heads
-    return Task(number, side, b, h, first, stop, key_first, key_stop)
+    b, h = whole // p.heads, whole % p.heads
+    return Task(whole * e.parts + part, side, b, h, first, stop, key_first, key_stop, before)
 
 
 @helper
@@ -449,18 +456,27 @@ def add_far(base: Any, w: Any, size: int, v_size: int) -> None:
 
 
 @inlined
-def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: bool) -> None:
-    """Write the gradients of a block of keys and values."""
+def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int, before: int, pairs: bool) -> None:
+    """Write the gradients of a block of keys and values, or add them to those of the heads before."""
     q_width, v_width = round_up(p.depth, lanes_of(base)), round_up(p.v_depth, lanes_of(base))
     for j in range(cols):
-        row = (head.b * p.heads + head.h) * p.k_len + j0 + j
+        row = (head.b * p.heads + head.h) // e.group * p.k_len + j0 + j
         # The queries of the products hold the scale, in units of log 2, unless they were paired.
         of_key = e.dk + row * p.depth * size_of(base, e.dk_kind)
         of_value = e.dv + row * p.v_depth * size_of(base, e.dv_kind)
         turns = head.k_turn + (j0 + j) * 2 * p.turn_pairs * size_of(base, OWN)
         factor = p.scale * LOG2 if pairs else LOG2
-        store_operand(p, at(base, w.dk + j * q_width), q_width, turns, of_key, e.dk_kind, factor)
-        store_row(at(base, w.dv + j * v_width), of_value, e.dv_kind, p.v_depth, 1.0)
+        dk, dv = at(base, w.dk + j * q_width), at(base, w.dv + j * v_width)
+        if before:
+            # Rounded as if it were stored, so that whoever adds stored gradients gets the same bits.
+            scale_row(dk, dk, p.depth, factor)
+            if p.turn:
+                turn_back(p, dk, q_width, turns)
+            add_row(pointer_like(base, of_key), dk, p.depth, 1.0)
+            add_row(pointer_like(base, of_value), dv, p.v_depth, 1.0)
+        else:
+            store_operand(p, dk, q_width, turns, of_key, e.dk_kind, factor)
+            store_row(dv, of_value, e.dv_kind, p.v_depth, 1.0)
 
 
 @inlined
@@ -478,11 +494,11 @@ def write_queries(p: Any, e: Any, base: Any, w: Any, head: Any, task: Any) -> No
 
 
 @inlined
-def backward_task(
-    p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: Any, base: Any, t: int, pairs: bool
+def backward_head(
+    p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: Any, base: Any, task: Any, pairs: bool
 ) -> None:
-    """All tiles of one piece of work."""
-    block, lanes, task = p.block_queries, lanes_of(base), task_of(p, e, t)
+    """All tiles of one head of a piece of work."""
+    block, lanes = p.block_queries, lanes_of(base)
     first, stop, side = task.first, task.stop, task.side
     steps, v_steps = (pair_steps(p.depth), pair_steps(p.v_depth)) if pairs else (0, 0)
     span = e.query_step if e.parts > 1 else p.q_len
@@ -533,7 +549,7 @@ def backward_task(
         if far:
             add_far(base, w, size, v_size)
         if side != 0:
-            write_keys(p, e, base, w, head, j0, cols, pairs)
+            write_keys(p, e, base, w, head, j0, cols, task.before, pairs)
     if side != 1 and e.cut == e.cuts - 1:
         write_queries(p, e, base, w, head, task)
 
@@ -552,7 +568,10 @@ def backward_all(call: int, work: Any, thread: int, pairs: bool) -> None:
     while t < p.stop:
         workspace = thread if e.cuts == 1 else t - e.origin
         base = at(work, workspace * (p.work_stride * lanes_of(work) // VECTOR_BYTES))
-        backward_task(p, e, adds, dp_adds, sinks, longs(p.batches), base, t, pairs)
+        side = side_of(p, e, t)
+        for before in range(e.first_head, min(e.stop_head, e.group if side else 1)):
+            task = task_of(p, e, t, side, before)
+            backward_head(p, e, adds, dp_adds, sinks, longs(p.batches), base, task, pairs)
         t = take(call)
     if pairs:
         close_tiles()

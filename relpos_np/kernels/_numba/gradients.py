@@ -24,10 +24,10 @@ BLAS_ALONE = 1 << 19
 class Sums:
     """Arrays for the gradients of operands, and sums for those of terms; `parts` partial sums for each head.
 
-    `stored` is that of `backward`.
+    `group` heads of queries add their gradients of keys and values up. `stored` is that of `backward`.
     """
 
-    def __init__(self, call: Call, parts: int, *, stored: bool) -> None:
+    def __init__(self, call: Call, parts: int, group: int, *, stored: bool) -> None:
         site, dtype, shape = call.site, call.dtype, call.shape
         self.call, self.parts = call, parts
         self.tasks = call.count * site.heads * parts
@@ -39,8 +39,8 @@ class Sums:
         if terms.query is not None:
             alone = alone and isinstance(terms.query, Turned) and not terms.query.trained
         self.dq = self._of(problem.stored_q, site.q_len, depth, stored=alone)
-        self.dk = self._of(problem.stored_k, site.k_len, depth, stored=alone)
-        self.dv = self._of(problem.stored_v, site.k_len, site.v_dim, stored=stored)
+        self.dk = self._of(problem.stored_k, site.k_len, depth, group, stored=alone)
+        self.dv = self._of(problem.stored_v, site.k_len, site.v_dim, group, stored=stored)
         self.diag = self.dense = self.skew_dq = self.skew_dw = np.empty(0, dtype)
         if [term for term in call.terms.tables if isinstance(term.index, Toeplitz)]:
             self.diag = np.zeros((self.tasks, self.span), dtype)
@@ -55,11 +55,11 @@ class Sums:
         self.gathered: dict[Any, Array] = {}
         self.sinks = self._sinks()
 
-    def _of(self, x: Array, length: int, width: int, *, stored: bool) -> Array:
+    def _of(self, x: Array, length: int, width: int, group: int = 1, *, stored: bool) -> Array:
         """For the gradient of an operand, in its own dtype if nothing is left to sum."""
-        shape = self.call.shape(length, width)
+        shape = (*self.call.site.batch, self.call.site.heads // group, length, width)
         repeated = any(size > 1 and step == 0 for size, step in zip(x.shape, x.strides, strict=True))
-        kept = stored and x.shape == shape and not repeated and readable(self.call.problem)
+        kept = stored and group == 1 and x.shape == shape and not repeated and readable(self.call.problem)
         return np.zeros(shape, x.dtype if kept else self.call.dtype)
 
     def _sinks(self) -> list[SinkRecord]:
@@ -96,14 +96,14 @@ class Sums:
         problem, terms = self.call.problem, self.call.terms
         grads = Terms(
             query=fit(self.dq, (problem.stored_q if terms.query is None else terms.query).shape),
-            key=fit(self.dk, (problem.stored_k if terms.key is None else terms.key).shape),
+            key=_shared(self.dk, (problem.stored_k if terms.key is None else terms.key).shape),
             tables=tuple(map(self._table, terms.tables)),
             queries=self._queries(),
             keys=tuple(map(self._key, terms.keys)),
             values=tuple(ValueTerm(self._weights(t, grad_out), t.index) for t in terms.values),
             biases=tuple(fit(self.dense, bias.shape) for bias in terms.biases),
         )
-        return grads, fit(self.dv, problem.stored_v.shape)
+        return grads, _shared(self.dv, problem.stored_v.shape)
 
     def _table(self, term: TableTerm) -> TableTerm:
         if isinstance(term.index, Toeplitz):
@@ -152,3 +152,14 @@ class Sums:
             total += np.swapaxes(sums[part], -1, -2) @ seen[part]
         added: Array = total.sum(axis=tuple(range(total.ndim - 3)))
         return fit(added, term.weights.shape).astype(self.call.dtype)
+
+
+def _shared(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum gradients over the heads that share keys, one after the other as the kernel does, and over batch items."""
+    group = x.shape[-3] // max(shape[-3], 1)
+    if group > 1:
+        split = x.reshape(*x.shape[:-3], shape[-3], group, *x.shape[-2:])
+        x = split[..., 0, :, :].copy()
+        for n in range(1, group):
+            x += split[..., n, :, :]
+    return fit(x, shape)

@@ -9,7 +9,7 @@ from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.attend import layout
-from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, MOST_CUT, part_count
+from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, MOST_CUT, group_of, part_count
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.biases import GATHER_BYTES
 from relpos_np.kernels._numba.by_rows import needed, part_rows
@@ -139,7 +139,9 @@ def _backward(
     """What the backward pass needs in addition."""
     site, item = problem.site, problem.site.dtype.itemsize
     lanes = TARGET.lanes(item)
-    tasks, span = lines * part_count(max(lines, 1), threads), site.q_len + site.k_len
+    group = group_of(problem, terms, threads)
+    parts = part_count(max(lines // group, 1), threads)
+    tasks, span = lines * parts, site.q_len + site.k_len
     s_width = -(-skew // lanes) * lanes
     sums = 0
     if any(isinstance(t.index, Toeplitz) for t in terms.tables):
@@ -162,7 +164,7 @@ def _backward(
         sums += lines * length * (2 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
     dense = 2 * pairs * item if terms.biases else 0
     steps = [pair_steps.py_func(n) if in_pairs(problem, terms) else 0 for n in (depth, site.v_dim)]
-    parts, length, spaces = part_count(max(lines, 1), threads), site.q_len, threads
+    length, spaces = site.q_len, threads
     if parts > 1:
         # Ranges of queries, which all threads have under way at once where they are cut.
         length, spaces = (
@@ -171,7 +173,8 @@ def _backward(
         )
     size = back_layout.py_func(BLOCK_QUERIES, length + BLOCK_QUERIES, depth, site.v_dim, skew, 1, lanes, *steps).end
     return {
-        "gradients": 2 * lines * (site.q_len * (depth + 2 * site.v_dim + 4) + site.k_len * (depth + site.v_dim)) * item,
+        "gradients": 2 * lines * site.q_len * (depth + 2 * site.v_dim + 4) * item
+        + 2 * lines // group * site.k_len * (depth + site.v_dim) * item,
         "sums of gradients": sums,
         "gradients of every pair": dense,
         "workspaces of threads on the way back": spaces * (size * item + 128),

@@ -129,12 +129,14 @@ def table(kind: np.dtype[Any], records: Sequence[AddRecord | ValueRecord | SinkR
 # What the backward pass needs too, right behind its CALL, in which `lse` is an input in units of log 2: what is
 # subtracted from each row of dp; where gradients go, stored how; records of what is gathered and added to dp.
 # The work is divided into `parts` ranges of keys and then as many of queries, or with one part into whole heads.
-# `diag`, `skew_dw` and sinks with a `dst_task` hold one partial sum per task. A call may do one of several `cuts` of
-# each piece's keys only: each piece from `origin` on then has a workspace of its own.
+# Who owns keys takes all `group` heads of queries that share them, one after the other. `diag`, `skew_dw` and sinks
+# with a `dst_task` hold one partial sum per head and part. A call may do one of several `cuts` of each piece's keys
+# only, for heads from `first_head` on of each group: each piece from `origin` on then has a workspace of its own.
 BACKWARD = np.dtype(
     _integers("delta", "dq", "dk", "dv", "dq_kind", "dk_kind", "dv_kind", "dense")
     + _integers("parts", "query_step", "key_step", "diag", "diag_task", "skew_dq", "skew_dw", "skew_dw_task")
     + _integers("sinks", "sink_count", "dp_adds", "dp_add_count", "cut", "cuts", "origin")
+    + _integers("group", "first_head", "stop_head")
 )
 
 # What decoding needs too, right behind its CALL: the number of parts of the keys that are attended separately, and
