@@ -121,6 +121,14 @@ class Vectors:
         source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
         target += source * source.dtype.type(factor)
 
+    def add_sum(self, out, low, x, n):
+        kept, target = self.m.row(low, 0, n, write=True), self.m.row(out, 0, n, write=True)
+        old, new = target.copy(), self.m.row(x, 0, n) + kept
+        target += new
+        part = target - old
+        lost = (old - (target - part)) + (new - part)
+        kept[...] = np.where(np.isnan(lost), 0, lost)
+
     def add_mask(self, out, x, n, factor):
         source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
         target[...] = np.where(source == -np.inf, source, target + source * source.dtype.type(factor))

@@ -106,7 +106,7 @@ class BackwardJob:
         """Set the fields that name arrays."""
         call, sums, e = self.call, self.sums, self.extra
         e["delta"] = call.keep(self.delta)
-        for name in ("dq", "dk", "dv", "diag", "dense", "skew_dq", "skew_dw"):
+        for name in ("dq", "dk", "dv", "diag", "diag_low", "dense", "skew_dq", "skew_dw", "skew_dw_low"):
             x = getattr(sums, name)
             e[name] = call.keep(x) if x.size else 0
             if name + "_kind" in e:
@@ -133,7 +133,7 @@ class BackwardJob:
         lanes, skew = TARGET.lanes(item), f["skew_depth"]
         steps = [pair_steps.py_func(n) if self.paired else 0 for n in (f["depth"], site.v_dim)]
         sizes = f["depth"], site.v_dim, skew, f["cap_slopes"], lanes, *steps
-        size = back_layout.py_func(f["block_queries"], span, *sizes).end * item
+        size = back_layout.py_func(f["block_queries"], span, site.k_len, *sizes).end * item
         pairs = call.count * site.heads * site.q_len * site.k_len
         flops = 2.0 * pairs * (3 * f["depth"] + 2 * site.v_dim + 3 * skew)
         threads = 1 if flops < launch.SERIAL_FLOPS else min(call.threads, self.pieces)

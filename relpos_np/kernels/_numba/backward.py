@@ -18,7 +18,7 @@ from typing import Any
 from numba import carray
 
 from relpos_np.kernels._numba.amx import close_tiles, open_tiles
-from relpos_np.kernels._numba.attend import add_binned
+from relpos_np.kernels._numba.attend import GROUP_KEYS, add_binned
 from relpos_np.kernels._numba.backpairs import (
     add_pairs_to_keys,
     add_pairs_to_queries,
@@ -54,6 +54,7 @@ from relpos_np.kernels._numba.pieces import (
 from relpos_np.kernels._numba.records import ADD, BACKWARD, CALL, KEY_BEGIN, KEY_END, SINK
 from relpos_np.kernels._numba.rows import (
     add_row,
+    add_sum,
     at,
     bytes_,
     copy_block,
@@ -93,13 +94,15 @@ GROUP_BLOCKS = 32
 
 
 # As `Layout`. `grads` and `slopes` are gradients of the output and of the scores; `skew_rows` the weights of distances,
-# row by row, and `moved` the slopes, each row shifted by its query; `caps` the derivatives of capped scores.
-# `far_dk`, `far_dv`: from earlier groups of queries. Where pairs are multiplied (`backpairs.py`), `..._pairs` are pairs
-# of channels and `..._lines` pairs of rows, and the panels of `keys` and `value_panels` are made by way of `spare`.
+# row by row, `moved` the slopes, each row shifted by its query, `skew_tile` a tile's product of both, for long sums; and
+# `caps` the derivatives of capped scores. `far_...`: from earlier groups of queries or of keys, `low_...`: what these
+# sums lose to rounding. Where pairs are multiplied (`backpairs.py`), `..._pairs` are pairs of channels and `..._lines`
+# pairs of rows, and the panels of `keys` and `value_panels` are made by way of `spare`.
 BackLayout = namedtuple(  # noqa: PYI024
     "BackLayout",
-    "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv far_dk far_dv dq ones "
-    "skew_rows skew_dq moved caps query_pairs grad_pairs spare key_lines query_lines grad_lines tile_lines end",
+    "queries keys scores tops skew_q skew_w skew grads slopes key_rows value_panels dk dv far_dk far_dv low_dk low_dv "
+    "dq skew_dq far_dq far_skew_dq low_dq low_skew_dq ones skew_rows skew_tile moved caps query_pairs grad_pairs spare "
+    "key_lines query_lines grad_lines tile_lines end",
 )
 # A head of a piece of work: its number among the partial sums, its queries and its keys. `side`: 0 if the piece owns
 # the queries, 1 if it owns the keys, 2 if both. `before`: heads that share the keys and have added their gradients.
@@ -108,7 +111,16 @@ Task = namedtuple("Task", "number side b h first stop key_first key_stop before"
 
 @helper
 def back_layout(
-    block: int, span: int, depth: int, v_depth: int, skew: int, capped: int, lanes: int, steps: int, v_steps: int
+    block: int,
+    span: int,
+    k_len: int,
+    depth: int,
+    v_depth: int,
+    skew: int,
+    capped: int,
+    lanes: int,
+    steps: int,
+    v_steps: int,
 ) -> BackLayout:
     """The workspace for blocks of `block` queries, of `span` queries in all. The host calls it as plain Python.
 
@@ -132,11 +144,19 @@ def back_layout(
     dv = dk + BLOCK_KEYS * q_width
     far_dk = dv + BLOCK_KEYS * v_width
     far_dv = far_dk + BLOCK_KEYS * q_width
-    dq = far_dv + BLOCK_KEYS * v_width
-    ones = dq + (span + ROW_QUANTUM) * q_width
+    low_dk = far_dv + BLOCK_KEYS * v_width
+    low_dv = low_dk + BLOCK_KEYS * q_width
+    dq = low_dv + BLOCK_KEYS * v_width
+    rows, far = span + ROW_QUANTUM, 1 if k_len > GROUP_KEYS else 0
+    skew_dq = dq + rows * q_width
+    far_dq = skew_dq + rows * s_width
+    far_skew_dq = far_dq + far * rows * q_width
+    low_dq = far_skew_dq + far * rows * s_width
+    low_skew_dq = low_dq + far * rows * q_width
+    ones = low_skew_dq + far * rows * s_width
     skew_rows = ones + block
-    skew_dq = skew_rows + shifted * s_width
-    moved = skew_dq + (span + ROW_QUANTUM) * s_width
+    skew_tile = skew_rows + shifted * s_width
+    moved = skew_tile + (shifted + ROW_QUANTUM) * s_width
     caps = moved + (block * (shifted + ROW_QUANTUM) if skew else 0)
     query_pairs = caps + capped * block * BLOCK_KEYS
     grad_pairs = query_pairs + block * steps
@@ -149,8 +169,8 @@ def back_layout(
     end = tile_lines + paired * block // 2 * BLOCK_KEYS
     return BackLayout(
         0, keys, scores, tops, skew_q, skew_w, skewed, grads, slopes, key_rows, value_panels,
-        dk, dv, far_dk, far_dv, dq, ones, skew_rows, skew_dq, moved, caps, query_pairs, grad_pairs, spare, key_lines,
-        query_lines, grad_lines, tile_lines, end,
+        dk, dv, far_dk, far_dv, low_dk, low_dv, dq, skew_dq, far_dq, far_skew_dq, low_dq, low_skew_dq, ones, skew_rows,
+        skew_tile, moved, caps, query_pairs, grad_pairs, spare, key_lines, query_lines, grad_lines, tile_lines, end,
     )  # fmt: skip
 
 
@@ -205,16 +225,32 @@ def bypass_rows(a: Any, along: int, across: int, rows: Any, width: int, count: i
 
 
 @helper
-def add_sunk(x: Any, a: Any, target: Any, t: int, cols: int) -> None:
+def add_number(sums: Any, low: Any, n: int, x: Any) -> None:
+    """`add_sum` of one number."""
+    old, new = get(sums, n), x + get(low, n)
+    total = old + new
+    part = total - old
+    lost = (old - (total - part)) + (new - part)
+    put(sums, n, total)
+    put(low, n, 0.0 if math.isnan(lost) else lost)
+
+
+@helper
+def add_sunk(x: Any, a: Any, target: Any, low: Any, t: int, cols: int) -> None:
     """target[j * dst_col + map[t + j]] += x[j] for every entry of the map that is not negative."""
-    if a.dst_col == 0:
+    if a.dst_col == 0 and a.low == 0:
         add_binned(x, a, target, t, cols)
         return
-    index = integers(a.map)
-    for j in range(cols):
-        r = get(index, t + j)
+    index, j = integers(a.map), 0
+    while j < cols:
+        r, end = get(index, t + j), min(get(integers(a.runs), t + j) - t, cols) if a.runs else j + 1
         if r >= 0:
-            put(target, j * a.dst_col + r, get(target, j * a.dst_col + r) + get(x, j))
+            n, total = j * a.dst_col + r, sum_row(at(x, j), end - j) if a.runs else get(x, j)
+            if a.low:
+                add_number(target, low, n, total)
+            else:
+                put(target, n, get(target, n) + total)
+        j = end
 
 
 @helper
@@ -226,8 +262,12 @@ def collect(p: Any, e: Any, sinks: Any, base: Any, w: Any, head: Any, tile: Any,
         ds = at(base, w.slopes + i * BLOCK_KEYS)
         if task.side != 1:
             if e.diag:
-                diag = at(pointer_like(base, e.diag), task.number * e.diag_task + j0 - q + p.q_len - 1)
-                add_row(diag, ds, cols, 1.0)
+                origin = task.number * e.diag_task + j0 - q + p.q_len - 1
+                diag = at(pointer_like(base, e.diag), origin)
+                if e.diag_low:
+                    add_sum(diag, at(pointer_like(base, e.diag_low), origin), ds, cols)
+                else:
+                    add_row(diag, ds, cols, 1.0)
             if e.dense:
                 dense = at(pointer_like(base, e.dense), ((b * p.heads + h) * p.q_len + q) * p.k_len + j0)
                 scale_row(dense, ds, cols, 1.0)
@@ -236,7 +276,8 @@ def collect(p: Any, e: Any, sinks: Any, base: Any, w: Any, head: Any, tile: Any,
             if task.side in (2, a.of_keys):
                 origin = task.number * a.dst_task + b * a.dst_batch + h * a.dst_head + q * a.dst_row + j0 * a.dst_col
                 x = at(base, w.scores + i * BLOCK_KEYS) if a.of_probabilities else ds
-                add_sunk(x, a, at(pointer_like(base, a.dst), origin), b * a.map_batch + q * a.map_row + j0, cols)
+                target, low = at(pointer_like(base, a.dst), origin), at(pointer_like(base, a.low), origin)
+                add_sunk(x, a, target, low, b * a.map_batch + q * a.map_row + j0, cols)
 
 
 @helper
@@ -263,8 +304,15 @@ def collect_skewed(p: Any, e: Any, base: Any, w: Any, head: Any, tile: Any, task
             copy_block(at(lines, r * s_width), s_width, at(weights, row * p.skew_row), depth, 1, depth)
     products, own = at(buffer, low - origin), at(base, w.skew_dq + (i0 - task.first) * s_width)
     add_product(products, shifted, lines, own, at(base, w.ones), rows, s_width, count)
-    target = at(pointer_like(base, e.skew_dw), task.number * e.skew_dw_task + low * s_width)
-    add_transposed(products, shifted, at(base, w.skew_q), target, count, s_width, rows)
+    first = task.number * e.skew_dw_task + low * s_width
+    target = at(pointer_like(base, e.skew_dw), first)
+    if e.skew_dw_low:
+        own = at(base, w.skew_tile)
+        fill_row(own, 0, round_up(count, ROW_QUANTUM) * s_width, 0.0)
+        add_transposed(products, shifted, at(base, w.skew_q), own, count, s_width, rows)
+        add_sum(target, at(pointer_like(base, e.skew_dw_low), first), own, count * s_width)
+    else:
+        add_transposed(products, shifted, at(base, w.skew_q), target, count, s_width, rows)
 
 
 @inlined
@@ -440,8 +488,8 @@ def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, 
 @helper
 def end_group(base: Any, w: Any, size: int, v_size: int) -> None:
     """Add the gradients of a block of keys and values to those of earlier groups of queries."""
-    add_row(at(base, w.far_dk), at(base, w.dk), size, 1.0)
-    add_row(at(base, w.far_dv), at(base, w.dv), v_size, 1.0)
+    add_sum(at(base, w.far_dk), at(base, w.low_dk), at(base, w.dk), size)
+    add_sum(at(base, w.far_dv), at(base, w.low_dv), at(base, w.dv), v_size)
     fill_row(base, w.dk, w.dk + size, 0.0)
     fill_row(base, w.dv, w.dv + v_size, 0.0)
 
@@ -449,10 +497,27 @@ def end_group(base: Any, w: Any, size: int, v_size: int) -> None:
 @helper
 def add_far(base: Any, w: Any, size: int, v_size: int) -> None:
     """Add the gradients of earlier groups of queries to those of the last one, and begin with them again."""
-    add_row(at(base, w.dk), at(base, w.far_dk), size, 1.0)
-    add_row(at(base, w.dv), at(base, w.far_dv), v_size, 1.0)
-    fill_row(base, w.far_dk, w.far_dk + size, 0.0)
-    fill_row(base, w.far_dv, w.far_dv + v_size, 0.0)
+    for own, far, low, n in (w.dk, w.far_dk, w.low_dk, size), (w.dv, w.far_dv, w.low_dv, v_size):
+        add_row(at(base, own), at(base, low), n, 1.0)
+        add_row(at(base, own), at(base, far), n, 1.0)
+        fill_row(base, far, far + n, 0.0)
+        fill_row(base, low, low + n, 0.0)
+
+
+@helper
+def end_key_group(base: Any, w: Any, size: int, s_size: int) -> None:
+    """Add the gradients of queries to those of earlier groups of keys."""
+    for own, far, low, n in (w.dq, w.far_dq, w.low_dq, size), (w.skew_dq, w.far_skew_dq, w.low_skew_dq, s_size):
+        add_sum(at(base, far), at(base, low), at(base, own), n)
+        fill_row(base, own, own + n, 0.0)
+
+
+@helper
+def add_key_groups(base: Any, w: Any, size: int, s_size: int) -> None:
+    """Add the gradients of earlier groups of keys to those of the last one."""
+    for own, far, low, n in (w.dq, w.far_dq, w.low_dq, size), (w.skew_dq, w.far_skew_dq, w.low_skew_dq, s_size):
+        add_row(at(base, own), at(base, low), n, 1.0)
+        add_row(at(base, own), at(base, far), n, 1.0)
 
 
 @inlined
@@ -502,25 +567,40 @@ def backward_head(
     first, stop, side = task.first, task.stop, task.side
     steps, v_steps = (pair_steps(p.depth), pair_steps(p.v_depth)) if pairs else (0, 0)
     span = e.query_step if e.parts > 1 else p.q_len
-    w = back_layout(block, span, p.depth, p.v_depth, p.skew_depth, p.cap_slopes, lanes, steps, v_steps)
+    w = back_layout(block, span, p.k_len, p.depth, p.v_depth, p.skew_depth, p.cap_slopes, lanes, steps, v_steps)
     head = head_of(p, batches, base, task.b, task.h)
     fill_row(base, w.ones, w.ones + block, 1.0)
+    own, skew = (stop - first) * round_up(p.depth, lanes), (stop - first) * round_up(p.skew_depth, lanes)
+    # Groups of keys begin at multiples of their length, whatever the tiles, so that a query has the same bits in any.
+    far_keys = side != 1 and p.k_len > GROUP_KEYS
     if side != 1 and e.cut == 0:
-        fill_row(base, w.dq, w.dq + (stop - first) * round_up(p.depth, lanes), 0.0)
-        fill_row(base, w.skew_dq, w.skew_dq + (stop - first) * round_up(p.skew_depth, lanes), 0.0)
+        fill_row(base, w.dq, w.dq + own, 0.0)
+        fill_row(base, w.skew_dq, w.skew_dq + skew, 0.0)
+        if far_keys:
+            fill_row(base, w.far_dq, w.far_dq + own, 0.0)
+            fill_row(base, w.far_skew_dq, w.far_skew_dq + skew, 0.0)
+            fill_row(base, w.low_dq, w.low_dq + own, 0.0)
+            fill_row(base, w.low_skew_dq, w.low_skew_dq + skew, 0.0)
     size, v_size = BLOCK_KEYS * round_up(p.depth, lanes), BLOCK_KEYS * round_up(p.v_depth, lanes)
     far = side != 0 and stop - first > GROUP_BLOCKS * block
     if far:
         fill_row(base, w.far_dk, w.far_dk + size, 0.0)
         fill_row(base, w.far_dv, w.far_dv + v_size, 0.0)
+        fill_row(base, w.low_dk, w.low_dk + size, 0.0)
+        fill_row(base, w.low_dv, w.low_dv + v_size, 0.0)
     # Neither below the first key that the range's first query sees nor above the last one's.
     begin = max(get(batches, KEY_BEGIN * p.count + task.b), task.key_first, first + p.offset - p.left)
     end = min(get(batches, KEY_END * p.count + task.b), task.key_stop, stop - 1 + p.offset + p.right + 1)
     tiles = max(end - begin + BLOCK_KEYS - 1, 0) // BLOCK_KEYS
     end = min(end, begin + tiles * (e.cut + 1) // e.cuts * BLOCK_KEYS)
     begin += tiles * e.cut // e.cuts * BLOCK_KEYS
-    for j0 in range(begin, end, BLOCK_KEYS):
+    j0 = begin
+    while j0 < end:
         cols = min(BLOCK_KEYS, end - j0)
+        if far_keys:
+            cols = min(cols, GROUP_KEYS - j0 % GROUP_KEYS)
+            if j0 % GROUP_KEYS == 0:
+                end_key_group(base, w, own, skew)
         bypassed = load_keys(p, base, w, head, j0, cols, pairs)
         for i0 in range(first, stop, block):
             rows = min(block, stop - i0)
@@ -550,7 +630,10 @@ def backward_head(
             add_far(base, w, size, v_size)
         if side != 0:
             write_keys(p, e, base, w, head, j0, cols, task.before, pairs)
+        j0 += cols
     if side != 1 and e.cut == e.cuts - 1:
+        if far_keys:
+            add_key_groups(base, w, own, skew)
         write_queries(p, e, base, w, head, task)
 
 

@@ -19,6 +19,14 @@ from relpos_np.types import Array
 
 # Multiplications of a product that OpenBLAS leaves to one thread, with room to spare.
 BLAS_ALONE = 1 << 19
+# Numbers in a sum on average, and in all sums of a table, that are added one after the other. Of more, what sums lose
+# to rounding is kept.
+FEW, SKEWED = 64, 1 << 12
+
+
+def many(count: int, rows: int = 1) -> bool:
+    """Whether so many numbers in so many sums are too many for one of them."""
+    return count > min(FEW * rows, SKEWED)
 
 
 class Sums:
@@ -41,9 +49,11 @@ class Sums:
         self.dq = self._of(problem.stored_q, site.q_len, depth, stored=alone)
         self.dk = self._of(problem.stored_k, site.k_len, depth, group, stored=alone)
         self.dv = self._of(problem.stored_v, site.k_len, site.v_dim, group, stored=stored)
-        self.diag = self.dense = self.skew_dq = self.skew_dw = np.empty(0, dtype)
+        self.diag = self.dense = self.skew_dq = self.skew_dw = self.diag_low = self.skew_dw_low = np.empty(0, dtype)
+        each = min(site.q_len, site.k_len)
         if [term for term in call.terms.tables if isinstance(term.index, Toeplitz)]:
             self.diag = np.zeros((self.tasks, self.span), dtype)
+            self.diag_low = np.zeros(self.diag.shape if many(each) else 0, dtype)
         if call.terms.biases:
             self.dense = np.zeros(shape(site.q_len, site.k_len), dtype)
         if skew:
@@ -51,8 +61,10 @@ class Sums:
             self.skew_dq = np.zeros(shape(site.q_len, skew), dtype)
             # Whole register tiles are written.
             self.skew_dw = np.zeros((self.tasks, self.span + ROW_QUANTUM, -(-skew // lanes) * lanes), dtype)
+            self.skew_dw_low = np.zeros(self.skew_dw.shape if each > SKEWED else 0, dtype)
         # Of gathered terms, by term.
         self.gathered: dict[Any, Array] = {}
+        self.low: list[tuple[Array, Array]] = [(self.diag, self.diag_low), (self.skew_dw, self.skew_dw_low)]
         self.sinks = self._sinks()
 
     def _of(self, x: Array, length: int, width: int, group: int = 1, *, stored: bool) -> Array:
@@ -66,23 +78,26 @@ class Sums:
         """Allocate sums for the gathered terms, and say where they are."""
         site, terms, out = self.call.site, self.call.terms, []
 
-        def sink(term: Any, shape: tuple[int, ...], **fields: int) -> None:
+        def sink(term: Any, count: int, shape: tuple[int, ...], **fields: int) -> None:
             sums = self.gathered[term] = np.zeros(shape, self.call.dtype)
             index = map_record(self.call, term.index, runs=not fields.get("dst_col"))
-            out.append(SinkRecord(index, dst=self.call.keep(sums), **fields))
+            low = np.zeros(shape if many(count, term.index.rows) else 0, self.call.dtype)
+            self.low.append((sums, low))
+            kept = self.call.keep(low) if low.size else 0
+            out.append(SinkRecord(index, dst=self.call.keep(sums), low=kept, **fields))
 
         for table in terms.tables:
             if isinstance(table.index, Dense):
-                sink(table, (self.tasks, table.index.rows), dst_task=table.index.rows)
+                sink(table, site.q_len * site.k_len, (self.tasks, table.index.rows), dst_task=table.index.rows)
         for key in terms.keys:
             rows, head = key.index.rows, site.k_len * key.index.rows
             shape = self.call.shape(site.k_len, rows)
-            sink(key, shape, dst_batch=site.heads * head, dst_head=head, dst_col=rows, of_keys=1)
+            sink(key, site.q_len, shape, dst_batch=site.heads * head, dst_head=head, dst_col=rows, of_keys=1)
         per_query: list[QueryTerm | ValueTerm] = [t for t in terms.queries if not is_skewed(t)]
         for term in (*per_query, *terms.values):
             rows, head, of_p = term.index.rows, site.q_len * term.index.rows, isinstance(term, ValueTerm)
             shape, item = self.call.shape(site.q_len, rows), site.heads * head
-            sink(term, shape, dst_batch=item, dst_head=head, dst_row=rows, of_probabilities=of_p)
+            sink(term, site.k_len, shape, dst_batch=item, dst_head=head, dst_row=rows, of_probabilities=of_p)
         return out
 
     def _by_head(self, partial: Array) -> Array:
@@ -94,6 +109,9 @@ class Sums:
     def gradients(self, grad_out: Array) -> tuple[Terms, Array]:
         """Gradients of the terms and of v, from that of the output."""
         problem, terms = self.call.problem, self.call.terms
+        for sums, low in self.low:
+            if low.size:
+                np.add(sums, low, out=sums)
         grads = Terms(
             query=fit(self.dq, (problem.stored_q if terms.query is None else terms.query).shape),
             key=_shared(self.dk, (problem.stored_k if terms.key is None else terms.key).shape),

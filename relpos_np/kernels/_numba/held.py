@@ -146,12 +146,12 @@ def _backward(
     sums = 0
     if any(isinstance(t.index, Toeplitz) for t in terms.tables):
         # Partial sums, and those of all tasks in float64 for each term.
-        sums += tasks * span * item + 4 * len(terms.tables) * site.heads * span * 8
+        sums += 2 * tasks * span * item + 4 * len(terms.tables) * site.heads * span * 8
     for table in terms.tables:
         if isinstance(table.index, Dense):
-            sums += tasks * table.index.rows * item + 3 * site.heads * table.index.rows * 8
+            sums += 2 * tasks * table.index.rows * item + 3 * site.heads * table.index.rows * 8
     if skew:
-        rows = tasks * (span + ROW_QUANTUM) * s_width * item
+        rows = 2 * tasks * (span + ROW_QUANTUM) * s_width * item
         sums += rows + lines * site.q_len * skew * item + 4 * site.heads * span * s_width * 8
     others: list[tuple[QueryTerm | KeyTerm | ValueTerm, int]] = [
         *((t, site.q_len) for t in terms.queries if not is_skewed(t)),
@@ -161,7 +161,7 @@ def _backward(
     for term, length in others:
         rows, wide = term.weights.shape[-2:]
         # Sums, products of them, rows that have a share, a total per head and batch item in float64.
-        sums += lines * length * (2 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
+        sums += lines * length * (3 * rows + 3 * wide) * item + 3 * lines * rows * wide * 8
     dense = 2 * pairs * item if terms.biases else 0
     steps = [pair_steps.py_func(n) if in_pairs(problem, terms) else 0 for n in (depth, site.v_dim)]
     length, spaces = site.q_len, threads
@@ -171,7 +171,8 @@ def _backward(
             -(-length // (parts * BLOCK_QUERIES)) * BLOCK_QUERIES,
             min(MOST_CUT * threads, 2 * lines * parts),
         )
-    size = back_layout.py_func(BLOCK_QUERIES, length + BLOCK_QUERIES, depth, site.v_dim, skew, 1, lanes, *steps).end
+    sizes = depth, site.v_dim, skew, 1, lanes, *steps
+    size = back_layout.py_func(BLOCK_QUERIES, length + BLOCK_QUERIES, site.k_len, *sizes).end
     return {
         "gradients": 2 * lines * site.q_len * (depth + 2 * site.v_dim + 4) * item
         + 2 * lines // group * site.k_len * (depth + site.v_dim) * item,

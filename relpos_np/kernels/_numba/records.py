@@ -102,11 +102,13 @@ class ValueRecord(NamedTuple):
 class SinkRecord(NamedTuple):
     """Where the gradient of a gathered term is summed: dst[row of map[i, j]], maybe one sum for each query or key.
 
-    `of_keys`: the owner of the keys sums it; `of_probabilities`: p is summed, and not the gradient of the scores.
+    `low`: where what sums of many numbers lose to rounding is summed, if it is. `of_keys`: the owner of the keys sums
+    it; `of_probabilities`: p is summed, and not the gradient of the scores.
     """
 
     map: MapRecord
     dst: int
+    low: int = 0
     dst_task: int = 0
     dst_batch: int = 0
     dst_head: int = 0
@@ -134,7 +136,8 @@ def table(kind: np.dtype[Any], records: Sequence[AddRecord | ValueRecord | SinkR
 # only, for heads from `first_head` on of each group: each piece from `origin` on then has a workspace of its own.
 BACKWARD = np.dtype(
     _integers("delta", "dq", "dk", "dv", "dq_kind", "dk_kind", "dv_kind", "dense")
-    + _integers("parts", "query_step", "key_step", "diag", "diag_task", "skew_dq", "skew_dw", "skew_dw_task")
+    + _integers("parts", "query_step", "key_step", "diag", "diag_low", "diag_task")
+    + _integers("skew_dq", "skew_dw", "skew_dw_low", "skew_dw_task")
     + _integers("sinks", "sink_count", "dp_adds", "dp_add_count", "cut", "cuts", "origin")
     + _integers("group", "first_head", "stop_head")
 )

@@ -140,6 +140,25 @@ def add_row(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
 
 
 @intrinsic
+def add_sum(typingctx: Any, out: Any, low: Any, x: Any, n: Any) -> Any:
+    """out[:n] += x[:n] + low[:n]; what that loses to rounding is put into low[:n], and 0 where it is no number."""
+
+    def generate(v: Vectors, out: Any, low: Any, x: Any, n: Any) -> None:
+        def body(u: Vectors, k: ir.Value) -> None:
+            b, old = u.b, u.load(out, k)
+            new = b.fadd(u.load(x, k), u.load(low, k))
+            total = b.fadd(old, new)
+            part = b.fsub(total, old)
+            lost = b.fadd(b.fsub(old, b.fsub(total, part)), b.fsub(new, part))
+            u.store(total, out, k)
+            u.store(b.select(b.fcmp_ordered("ord", lost, lost), lost, u.const(0.0)), low, k)
+
+        v.each(n, body)
+
+    return types.void(out, low, x, _i8), code(generate)
+
+
+@intrinsic
 def add_mask(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
     """out[:n] += x[:n] * factor, and -inf wherever x is -inf, even where out is NaN."""
 
