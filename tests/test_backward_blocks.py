@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -58,3 +59,29 @@ def test_all_that_is_summed_waits_where_pieces_are_cut(name, parts, monkeypatch,
                 np.testing.assert_array_equal(a, b, err_msg=f"{q_len} {k_len} {flops}")
         assert runs
         runs.clear()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "rotary", "shaw", "transformer_xl conformer", "transformer_xl wenet"])
+def test_heads_that_share_keys_in_one_piece_or_several(name, dtype, monkeypatch, rng):
+    """As there are threads: the same bits, also where pieces are cut, and the formula's gradient."""
+    for heads, kv_heads, (q_len, k_len) in product((6,), (1, 2, 3), ((7, 9), (BLOCK_QUERIES + 1, BLOCK_KEYS + 1))):
+        case = Case(3, ((), (), ()), (), kv_heads, heads // kv_heads, q_len, k_len, 6, 5, positions=(KINDS[name],))
+        options = case.options(np.float32 if dtype == "bfloat16" else dtype)
+        stored = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        q, k, v, g = (x.astype(stored) for x in (*case.operands(np.float64), rng.standard_normal((heads, q_len, 5))))
+        call = {"grad_out": g, **options}
+        found = []
+        for threads, flops in product((1, 3, 16), (None, 1e3)):
+            with monkeypatch.context() as patch:
+                patch.setattr(launch, "available_threads", lambda threads=threads: threads)
+                if flops:
+                    patch.setattr(launch, "CALL_FLOPS", flops)
+                found.append(rp.attention_vjp(q, k, v, **call, backend="numba"))
+        for other in found[1:]:
+            for x in "qkv":
+                assert getattr(found[0], x).tobytes() == getattr(other, x).tobytes()
+        if dtype == "float64":
+            expected = rp.attention_vjp(q, k, v, **call, backend="numpy")
+            for x in "qkv":
+                np.testing.assert_allclose(getattr(found[0], x), getattr(expected, x), rtol=0, atol=1e-12)

@@ -28,7 +28,19 @@ from tests.interpreted.vectors import Vectors
 MODULES = {
     name: sys.modules[f"{host.__name__}.{name}"]
     for name in (
-        *("attend", "backpairs", "backward", "counted", "decode", "pack", "pieces", "planes", "product", "scores"),
+        *(
+            "attend",
+            "backpairs",
+            "backsums",
+            "backward",
+            "counted",
+            "decode",
+            "pack",
+            "pieces",
+            "planes",
+            "product",
+            "scores",
+        ),
         "shift",
         "window",
     )
@@ -53,7 +65,21 @@ INPUTS = {
 }
 # Results that one piece of work fills, of memory that holds anything before; then sums that begin at 0.
 RESULTS = {"out", "lse", "partial", "slopes", "starts"}
-SUMS = {"dq", "dk", "dv", "dense", "diag", "skew_dq", "skew_dw", "dst", "ds", "to_whole"}
+SUMS = {
+    "dq",
+    "dk",
+    "dv",
+    "dense",
+    "diag",
+    "diag_low",
+    "low",
+    "skew_dw_low",
+    "skew_dq",
+    "skew_dw",
+    "dst",
+    "ds",
+    "to_whole",
+}
 TABLES = {"adds": records.ADD, "dp_adds": records.ADD, "values": records.VALUE, "sinks": records.SINK}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from numba import carray
 
 from relpos_np.kernels._numba.amx import close_tiles, open_tiles
-from relpos_np.kernels._numba.attend import GROUP_KEYS, add_binned
+from relpos_np.kernels._numba.attend import GROUP_KEYS
 from relpos_np.kernels._numba.backpairs import (
     add_pairs_to_keys,
     add_pairs_to_queries,
@@ -27,6 +27,17 @@ from relpos_np.kernels._numba.backpairs import (
     pair_block,
     pair_lines,
     pair_panels,
+)
+from relpos_np.kernels._numba.backsums import (
+    add_far,
+    add_key_groups,
+    add_product,
+    add_transposed,
+    bypass_rows,
+    collect,
+    collect_skewed,
+    end_group,
+    end_key_group,
 )
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
 from relpos_np.kernels._numba.pack import (
@@ -54,22 +65,18 @@ from relpos_np.kernels._numba.pieces import (
 from relpos_np.kernels._numba.records import ADD, BACKWARD, CALL, KEY_BEGIN, KEY_END, SINK
 from relpos_np.kernels._numba.rows import (
     add_row,
-    add_sum,
     at,
     bytes_,
-    copy_block,
     doubles,
     fill_row,
     floats,
     get,
-    integers,
     lanes_of,
     longs,
     mask_row,
     multiply_row,
     opaque,
     pointer_like,
-    put,
     scale_row,
     soften_row,
     sum_row,
@@ -85,7 +92,7 @@ from relpos_np.kernels._numba.scores import (
     skew_block,
 )
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
-from relpos_np.kernels._numba.tiles import accumulate, accumulate_transposed, pair_panel_max, score_panel_max
+from relpos_np.kernels._numba.tiles import pair_panel_max, score_panel_max
 
 CALL_BYTES, VECTOR_BYTES = CALL.itemsize, TARGET.vector_bytes
 # Blocks of queries whose gradients of a block of keys are summed before they are added to those of earlier queries, as
@@ -94,7 +101,7 @@ GROUP_BLOCKS = 32
 
 
 # As `Layout`. `grads` and `slopes` are gradients of the output and of the scores; `skew_rows` the weights of distances,
-# row by row, `moved` the slopes, each row shifted by its query, `skew_tile` a tile's product of both, for long sums; and
+# row by row, `moved` the slopes, each row shifted by its query, `skew_tile` a tile's product of both, for long sums;
 # `caps` the derivatives of capped scores. `far_...`: from earlier groups of queries or of keys, `low_...`: what these
 # sums lose to rounding. Where pairs are multiplied (`backpairs.py`), `..._pairs` are pairs of channels and `..._lines`
 # pairs of rows, and the panels of `keys` and `value_panels` are made by way of `spare`.
@@ -193,126 +200,6 @@ def task_of(p: Any, e: Any, t: int, side: int, before: int) -> Task:
     key_stop = min(key_first + e.key_step, p.k_len) if side == 1 else p.k_len
     b, h = whole // p.heads, whole % p.heads
     return Task(whole * e.parts + part, side, b, h, first, stop, key_first, key_stop, before)
-
-
-@helper
-def add_product(a: Any, lda: int, b: Any, c: Any, ones: Any, count: int, width: int, depth: int) -> None:
-    """`accumulate` as a function, so that its callers share one copy of the code; rows of b and c are adjacent."""
-    accumulate(a, lda, b, width, c, width, ones, count, width, depth)
-
-
-@helper
-def add_transposed(a: Any, lda: int, b: Any, c: Any, count: int, width: int, depth: int) -> None:
-    """`accumulate_transposed` as a function, likewise."""
-    accumulate_transposed(a, lda, b, width, c, width, count, width, depth)
-
-
-@helper
-def bypass_rows(a: Any, along: int, across: int, rows: Any, width: int, count: int, out: Any, others: int) -> None:
-    """Add products with what is not finite in rows[count, width] to out, where a[...] is not 0; put 0 in its place.
-
-    Element (i, j) of the tile lies at a[i * along + j * across]; i counts rows of out, j those that are cleaned.
-    """
-    for j in range(count):
-        for c in range(width):
-            x = get(rows, j * width + c)
-            if not math.isfinite(x):
-                put(rows, j * width + c, 0.0)
-                for i in range(others):
-                    weight = get(a, i * along + j * across)
-                    if weight != 0.0:
-                        put(out, i * width + c, get(out, i * width + c) + weight * x)
-
-
-@helper
-def add_number(sums: Any, low: Any, n: int, x: Any) -> None:
-    """`add_sum` of one number."""
-    old, new = get(sums, n), x + get(low, n)
-    total = old + new
-    part = total - old
-    lost = (old - (total - part)) + (new - part)
-    put(sums, n, total)
-    put(low, n, 0.0 if math.isnan(lost) else lost)
-
-
-@helper
-def add_sunk(x: Any, a: Any, target: Any, low: Any, t: int, cols: int) -> None:
-    """target[j * dst_col + map[t + j]] += x[j] for every entry of the map that is not negative."""
-    if a.dst_col == 0 and a.low == 0:
-        add_binned(x, a, target, t, cols)
-        return
-    index, j = integers(a.map), 0
-    while j < cols:
-        r, end = get(index, t + j), min(get(integers(a.runs), t + j) - t, cols) if a.runs else j + 1
-        if r >= 0:
-            n, total = j * a.dst_col + r, sum_row(at(x, j), end - j) if a.runs else get(x, j)
-            if a.low:
-                add_number(target, low, n, total)
-            else:
-                put(target, n, get(target, n) + total)
-        j = end
-
-
-@helper
-def collect(p: Any, e: Any, sinks: Any, base: Any, w: Any, head: Any, tile: Any, task: Any) -> None:
-    """Add a tile to those gradients of terms that the task owns, or has a partial sum of."""
-    b, h, j0, cols = head.b, head.h, tile.j0, tile.cols
-    for i in range(tile.rows):
-        q = tile.i0 + i
-        ds = at(base, w.slopes + i * BLOCK_KEYS)
-        if task.side != 1:
-            if e.diag:
-                origin = task.number * e.diag_task + j0 - q + p.q_len - 1
-                diag = at(pointer_like(base, e.diag), origin)
-                if e.diag_low:
-                    add_sum(diag, at(pointer_like(base, e.diag_low), origin), ds, cols)
-                else:
-                    add_row(diag, ds, cols, 1.0)
-            if e.dense:
-                dense = at(pointer_like(base, e.dense), ((b * p.heads + h) * p.q_len + q) * p.k_len + j0)
-                scale_row(dense, ds, cols, 1.0)
-        for n in range(e.sink_count):
-            a = sinks[n]
-            if task.side in (2, a.of_keys):
-                origin = task.number * a.dst_task + b * a.dst_batch + h * a.dst_head + q * a.dst_row + j0 * a.dst_col
-                x = at(base, w.scores + i * BLOCK_KEYS) if a.of_probabilities else ds
-                target, low = at(pointer_like(base, a.dst), origin), at(pointer_like(base, a.low), origin)
-                add_sunk(x, a, target, low, b * a.map_batch + q * a.map_row + j0, cols)
-
-
-@helper
-def collect_skewed(p: Any, e: Any, base: Any, w: Any, head: Any, tile: Any, task: Any) -> None:
-    """Gradients of the term with one row of weights per distance, from a tile of ds, each row shifted by its query."""
-    block, depth, s_width = p.block_queries, p.skew_depth, round_up(p.skew_depth, lanes_of(base))
-    i0, rows, j0, cols, _ = tile
-    # Columns beyond the tile's distances stay 0, because a product of whole register tiles reads some of them.
-    shifted = block + BLOCK_KEYS + ROW_QUANTUM
-    buffer = at(base, w.moved)
-    fill_row(buffer, 0, rows * shifted, 0.0)
-    for i in range(rows):
-        scale_row(at(buffer, i * shifted + block - 1 - i), at(base, w.slopes + i * BLOCK_KEYS), cols, 1.0)
-    origin = j0 - i0 - (block - 1) + p.q_len - 1
-    low, high = max(origin, 0), min(origin + block + cols, p.q_len + p.k_len - 1)
-    count = high - low
-    lines, index = at(base, w.skew_rows), integers(p.skew_index)
-    weights = at(pointer_like(base, p.skew_w), head.h * p.skew_head)
-    for r in range(count):
-        row = get(index, low + r)
-        if row < 0:
-            fill_row(lines, r * s_width, (r + 1) * s_width, 0.0)
-        else:
-            copy_block(at(lines, r * s_width), s_width, at(weights, row * p.skew_row), depth, 1, depth)
-    products, own = at(buffer, low - origin), at(base, w.skew_dq + (i0 - task.first) * s_width)
-    add_product(products, shifted, lines, own, at(base, w.ones), rows, s_width, count)
-    first = task.number * e.skew_dw_task + low * s_width
-    target = at(pointer_like(base, e.skew_dw), first)
-    if e.skew_dw_low:
-        own = at(base, w.skew_tile)
-        fill_row(own, 0, round_up(count, ROW_QUANTUM) * s_width, 0.0)
-        add_transposed(products, shifted, at(base, w.skew_q), own, count, s_width, rows)
-        add_sum(target, at(pointer_like(base, e.skew_dw_low), first), own, count * s_width)
-    else:
-        add_transposed(products, shifted, at(base, w.skew_q), target, count, s_width, rows)
 
 
 @inlined
@@ -483,41 +370,6 @@ def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, 
         add_pairs_to_queries(base, w, own, q_width, tile.rows, tile.cols)
     else:
         add_product(slopes, BLOCK_KEYS, keys, own, at(base, w.ones), tile.rows, q_width, tile.cols)
-
-
-@helper
-def end_group(base: Any, w: Any, size: int, v_size: int) -> None:
-    """Add the gradients of a block of keys and values to those of earlier groups of queries."""
-    add_sum(at(base, w.far_dk), at(base, w.low_dk), at(base, w.dk), size)
-    add_sum(at(base, w.far_dv), at(base, w.low_dv), at(base, w.dv), v_size)
-    fill_row(base, w.dk, w.dk + size, 0.0)
-    fill_row(base, w.dv, w.dv + v_size, 0.0)
-
-
-@helper
-def add_far(base: Any, w: Any, size: int, v_size: int) -> None:
-    """Add the gradients of earlier groups of queries to those of the last one, and begin with them again."""
-    for own, far, low, n in (w.dk, w.far_dk, w.low_dk, size), (w.dv, w.far_dv, w.low_dv, v_size):
-        add_row(at(base, own), at(base, low), n, 1.0)
-        add_row(at(base, own), at(base, far), n, 1.0)
-        fill_row(base, far, far + n, 0.0)
-        fill_row(base, low, low + n, 0.0)
-
-
-@helper
-def end_key_group(base: Any, w: Any, size: int, s_size: int) -> None:
-    """Add the gradients of queries to those of earlier groups of keys."""
-    for own, far, low, n in (w.dq, w.far_dq, w.low_dq, size), (w.skew_dq, w.far_skew_dq, w.low_skew_dq, s_size):
-        add_sum(at(base, far), at(base, low), at(base, own), n)
-        fill_row(base, own, own + n, 0.0)
-
-
-@helper
-def add_key_groups(base: Any, w: Any, size: int, s_size: int) -> None:
-    """Add the gradients of earlier groups of keys to those of the last one."""
-    for own, far, low, n in (w.dq, w.far_dq, w.low_dq, size), (w.skew_dq, w.far_skew_dq, w.low_skew_dq, s_size):
-        add_row(at(base, own), at(base, low), n, 1.0)
-        add_row(at(base, own), at(base, far), n, 1.0)
 
 
 @inlined
