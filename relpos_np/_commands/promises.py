@@ -141,6 +141,31 @@ def _many_keys() -> Found:
     return _worst(found())
 
 
+def _many_terms() -> Found:
+    """Gradients that are sums of equal numbers, each of which is rounded the same way; the exact sums are known."""
+    rng, n = np.random.default_rng(0), 100_000
+
+    def found() -> Iterator[Found]:
+        for dtype in (np.float32, np.float64):
+            labels, sign = rng.integers(0, 4, (24, n)), np.resize((1, -1), n)
+            q, v = np.zeros((1, 24, 4), dtype), np.tile(sign[:, None], (1, 1, 4)).astype(dtype)
+            given: dict[str, Any] = {"grad_out": np.ones_like(q), "scale": 1.0, "backend": "numba"}
+            graph = rp.GraphLabels(labels, np.zeros((4, 1), dtype))
+            grads = rp.attention_vjp(q, v, v, position=graph, **given)
+            share = [[(labels == r).sum() / n, 4 * ((labels == r) * sign).sum() / n] for r in range(4)]
+            vectors = rp.GraphLabels(labels, value_table=np.zeros((4, 4), dtype))
+            of_values = rp.attention_vjp(q, v, v, position=vectors, **given).position["value_table"]
+            unit = EPS[np.dtype(dtype).name] * (1 + math.log(n))
+            where = f"{np.dtype(dtype)}, 24 queries, {n:,} keys"
+            yield float(np.abs(grads.q - 4).max() / 4 / unit), f"queries, {where}"
+            for r, (whole, signed) in enumerate(share):
+                yield float(np.abs(of_values[r] / whole - 1).max() / unit), f"vectors of a label, {where}"
+                error = abs(float(grads.position["table"][r, 0]) - signed)
+                yield error / (4 * whole * unit), f"scalar of a label, {where}"
+
+    return _worst(found())
+
+
 def _sums() -> Found:
     """Values of 1: what schemes add to values is left out."""
 
@@ -342,6 +367,7 @@ MEASURES: tuple[tuple[str, str, float, str, Callable[[], Found]], ...] = (
     ("than_numpy", "the same against NumPy in float32", 1.0, "× (2 × NumPy's error + 1e-6)", _than_numpy),
     ("float64", "float64 against 50 digits", 4.0, "eps Σ p|v| (1 + max |s|)", _float64),
     ("many_keys", "float32 and float64 kernels, however many keys", 4.0, "eps Σ p|v|", _many_keys),
+    ("many_terms", "gradients over many keys, sums of equal numbers", 2.0, "eps Σ |x| (1 + lse)", _many_terms),
     ("sums", "probabilities sum to 1, in float32", _SUM_LIMIT, "", _sums),
     ("repeatable", "the same bits again, in 30 calls at once", 0.0, "other results", _repeatable),
     ("batch", "a batch item has the bits it has alone", 0.0, "other results", _batch),

@@ -18,7 +18,6 @@ from typing import Any
 from numba import carray
 
 from relpos_np.kernels._numba.amx import close_tiles, open_tiles
-from relpos_np.kernels._numba.attend import GROUP_KEYS
 from relpos_np.kernels._numba.backpairs import (
     add_pairs_to_keys,
     add_pairs_to_queries,
@@ -98,6 +97,8 @@ CALL_BYTES, VECTOR_BYTES = CALL.itemsize, TARGET.vector_bytes
 # Blocks of queries whose gradients of a block of keys are summed before they are added to those of earlier queries, as
 # groups of keys are in `attend.py`.
 GROUP_BLOCKS = 32
+# Keys whose shares in the gradients of queries are, likewise: as many numbers of one sign.
+GROUP_KEYS = 16 * BLOCK_KEYS
 
 
 # As `Layout`. `grads` and `slopes` are gradients of the output and of the scores; `skew_rows` the weights of distances,
