@@ -167,11 +167,12 @@ def _many_terms() -> Found:
 
 
 def _sums() -> Found:
-    """Values of 1: what schemes add to values is left out."""
+    """Values of 1: schemes that add to values or turn them are left out."""
 
     def found() -> Iterator[Found]:
         for one in _examples("small", "blocks"):
-            if any(getattr(one.position, name, None) is not None for name in ("value_table", "value_tables")):
+            adds = any(getattr(one.position, name, None) is not None for name in ("value_table", "value_tables"))
+            if adds or (one.position is not None and one.position.turns_values):
                 continue
             out, lse = replace(one, v=np.ones_like(one.v)).run("numba")
             yield float(np.abs(out[np.isfinite(lse)] - 1).max(initial=0.0)), one.where

@@ -133,7 +133,7 @@ class BackwardJob:
         lanes, skew = TARGET.lanes(item), f["skew_depth"]
         steps = [pair_steps.py_func(n) if self.paired else 0 for n in (f["depth"], site.v_dim)]
         sizes = f["depth"], site.v_dim, skew, f["cap_slopes"], lanes, *steps
-        size = back_layout.py_func(f["block_queries"], span, site.k_len, *sizes).end * item
+        size = back_layout.py_func(f["block_queries"], span, site.q_len, site.k_len, *sizes).end * item
         pairs = call.count * site.heads * site.q_len * site.k_len
         flops = 2.0 * pairs * (3 * f["depth"] + 2 * site.v_dim + 3 * skew)
         threads = 1 if flops < launch.SERIAL_FLOPS else min(call.threads, self.pieces)

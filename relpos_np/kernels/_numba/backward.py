@@ -121,6 +121,7 @@ Task = namedtuple("Task", "number side b h first stop key_first key_stop before"
 def back_layout(
     block: int,
     span: int,
+    q_len: int,
     k_len: int,
     depth: int,
     v_depth: int,
@@ -151,10 +152,11 @@ def back_layout(
     dk = value_panels + BLOCK_KEYS * max(v_depth, v_steps)
     dv = dk + BLOCK_KEYS * q_width
     far_dk = dv + BLOCK_KEYS * v_width
-    far_dv = far_dk + BLOCK_KEYS * q_width
-    low_dk = far_dv + BLOCK_KEYS * v_width
-    low_dv = low_dk + BLOCK_KEYS * q_width
-    dq = low_dv + BLOCK_KEYS * v_width
+    far = 1 if q_len > GROUP_BLOCKS * block else 0
+    far_dv = far_dk + far * BLOCK_KEYS * q_width
+    low_dk = far_dv + far * BLOCK_KEYS * v_width
+    low_dv = low_dk + far * BLOCK_KEYS * q_width
+    dq = low_dv + far * BLOCK_KEYS * v_width
     rows, far = span + ROW_QUANTUM, 1 if k_len > GROUP_KEYS else 0
     skew_dq = dq + rows * q_width
     far_dq = skew_dq + rows * s_width
@@ -420,7 +422,9 @@ def backward_head(
     first, stop, side = task.first, task.stop, task.side
     steps, v_steps = (pair_steps(p.depth), pair_steps(p.v_depth)) if pairs else (0, 0)
     span = e.query_step if e.parts > 1 else p.q_len
-    w = back_layout(block, span, p.k_len, p.depth, p.v_depth, p.skew_depth, p.cap_slopes, lanes, steps, v_steps)
+    w = back_layout(
+        block, span, p.q_len, p.k_len, p.depth, p.v_depth, p.skew_depth, p.cap_slopes, lanes, steps, v_steps
+    )
     head = head_of(p, batches, base, task.b, task.h)
     fill_row(base, w.ones, w.ones + block, 1.0)
     own, skew = (stop - first) * round_up(p.depth, lanes), (stop - first) * round_up(p.skew_depth, lanes)

@@ -112,6 +112,10 @@ class Sums:
         for sums, low in self.low:
             if low.size:
                 np.add(sums, low, out=sums)
+        # The kernel has run: nothing that it has read is needed any more.
+        self.diag_low = self.skew_dw_low = np.empty(0, self.call.dtype)
+        self.low.clear()
+        self.call.kept.clear()
         grads = Terms(
             query=fit(self.dq, (problem.stored_q if terms.query is None else terms.query).shape),
             key=_shared(self.dk, (problem.stored_k if terms.key is None else terms.key).shape),

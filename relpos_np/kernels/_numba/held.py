@@ -172,7 +172,7 @@ def _backward(
             min(MOST_CUT * threads, 2 * lines * parts),
         )
     sizes = depth, site.v_dim, skew, 1, lanes, *steps
-    size = back_layout.py_func(BLOCK_QUERIES, length + BLOCK_QUERIES, site.k_len, *sizes).end
+    size = back_layout.py_func(BLOCK_QUERIES, length + BLOCK_QUERIES, site.q_len, site.k_len, *sizes).end
     return {
         "gradients": 2 * lines * site.q_len * (depth + 2 * site.v_dim + 4) * item
         + 2 * lines // group * site.k_len * (depth + site.v_dim) * item,
