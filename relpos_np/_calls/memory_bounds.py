@@ -238,7 +238,8 @@ def shifted(x: Array, shape: tuple[int, ...], variant: str, kernels: bool, out: 
         straight = x.flags.c_contiguous and x.dtype.isnative
         parts["a contiguous copy of x"] = 0 if straight else math.prod(x.shape) * x.dtype.itemsize
         parts["the result"] = 0 if out is not None and out.flags.c_contiguous else size
-    elif variant == "xlnet_uni" and not x.flags.c_contiguous:
+    elif variant == "xlnet_uni" and x.strides[-2] != x.shape[-1] * x.strides[-1]:
+        # Rows that do not follow one another are not read as one.
         parts["a contiguous copy of x"] = math.prod(x.shape) * x.dtype.itemsize
     elif variant in ("transformer_xl", "espnet_legacy"):
         parts["a copy of x with a column more"] = (math.prod(x.shape) + 2 * math.prod(x.shape[:-1])) * x.dtype.itemsize
