@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._contract.options import DEFAULTS
 from tests.faults.operands import make
 
 
@@ -44,6 +45,45 @@ def test_row_23_out_that_overlaps_an_input(which, backend, rng):
                 out=memory[start : start + 32].reshape(2, 4, 4),
                 backend=backend,
             )
+    np.testing.assert_array_equal(memory, copy)
+
+
+# One of every argument that may be an array, for two items of two heads with 8 queries and keys of 4 channels; and
+# the options that are none, or make a copy of what they are given.
+ARRAYS = {
+    **{name: np.ones((2, 2, 8, 4)) for name in "qkv"},
+    "position": np.zeros((32, 2)),
+    "mask": np.zeros((8, 8)),
+    "key_lengths": np.array([8, 5]),
+    "selected": np.zeros((2, 8, 2), np.int64),
+    "segments": np.array([0, 3, 8]),
+    "offset": np.array([0, 1]),
+    "sinks": np.zeros(2),
+    "query_scale": np.ones(8),
+}
+NO_ARRAYS = {"causal", "window", "rule", "scale", "softcap", "cap_order", "dropout", "rng", "precision", "backend"}
+
+
+def test_row_23_every_option_is_known_here():
+    """An option that is new is either among those that `out` may overlap, or is said to be none."""
+    assert set(DEFAULTS) | {"q", "k", "v", "position"} == set(ARRAYS) | NO_ARRAYS
+
+
+@pytest.mark.parametrize("beside", [{}, {"segments": [0, 3, 8]}, {"offset": [0, 1]}], ids=["one", "segments", "items"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_row_23_out_that_overlaps_any_argument(name, beside, backend):
+    """Also of a call that is several, where a later one would read what an earlier one has written."""
+    memory = np.zeros(512)
+    own = memory.view(ARRAYS[name].dtype)[: ARRAYS[name].size].reshape(ARRAYS[name].shape)
+    own[...] = ARRAYS[name]
+    given = {x: ARRAYS[x] for x in "qkv"} | beside | {name: rp.T5(own) if name == "position" else own}
+    copy, out = memory.copy(), memory[:128].reshape(2, 2, 8, 4)
+    try:
+        rp.attention(**given, backend=backend)
+    except rp.RelposError:
+        pytest.skip("not to be combined")
+    with pytest.raises(rp.RelposValueError, match=r"^out: the array overlaps an input"):
+        rp.attention(**given, out=out, backend=backend)
     np.testing.assert_array_equal(memory, copy)
 
 
