@@ -206,23 +206,30 @@ def test_what_is_chosen_for_the_process_is_followed(rng, runs):
     assert runs
 
 
-def test_other_operands_are_other_forms(rng, runs):
-    """Another layout, dtype or class, and memory that is not aligned."""
-    q, k, v = rng.standard_normal((3, 2, 6, 8)).astype(np.float32)
-    met(q, k, v)
+@pytest.mark.parametrize("at", range(3))
+def test_other_operands_are_other_forms(at, rng, runs):
+    """Another layout, dtype or class of any of them, and memory that is not aligned."""
+    operands = rng.standard_normal((3, 2, 6, 8)).astype(np.float32)
+    met(*operands)
     runs.clear()
-    odd = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(q.shape)
-    odd[...] = q
-    met(odd, k, v)
+    own = operands[at]
+
+    def given(x):
+        return (*operands[:at], x, *operands[at + 1 :])
+
+    odd = np.zeros(own.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(own.shape)
+    odd[...] = own
+    met(*given(odd))
     assert not runs
-    wide = np.repeat(q, 2, axis=-1)[..., ::2]
-    turned = np.ascontiguousarray(q.swapaxes(0, 1)).swapaxes(0, 1)
-    for x in (odd, wide, turned, np.broadcast_to(q[:1], q.shape), q[None], q.astype(q.dtype.newbyteorder())):
+    wide = np.repeat(own, 2, axis=-1)[..., ::2]
+    turned = np.ascontiguousarray(own.swapaxes(0, 1)).swapaxes(0, 1)
+    swapped = own.astype(own.dtype.newbyteorder())
+    for x in (odd, wide, turned, own[:, ::-1], np.broadcast_to(own[:1], own.shape), own[None], swapped):
         for _ in range(3):
-            assert_same_bits([rp.attention(x, k, v)], [first(x, k, v)])
-    for x in (q.astype(np.float64), q.astype(ml_dtypes.bfloat16), q[..., :4], q.tolist(), np.ma.array(q)):
+            assert_same_bits([rp.attention(*given(x))], [first(*given(x))])
+    for x in (own.astype(np.float64), own.astype(ml_dtypes.bfloat16), own[..., :4, :4], own.tolist(), np.ma.array(own)):
         with pytest.raises(rp.RelposError):
-            rp.attention(x, k, v)
+            rp.attention(*given(x))
 
 
 def test_out_may_overlap_nothing_that_is_read(rng, runs):
