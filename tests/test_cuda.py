@@ -20,7 +20,9 @@ QUICK = (
     "(test_what_is_multiplied and None and not float32) or test_interpreter_of_the_instruction or "
     "(test_masks and bool) or (test_every_scheme and float32 and (t5 or shaw-clip or conformer)) or "
     "(test_rel_shift and float32) or test_own_scheme or test_ragged_sizes or test_gradients_of_empty_axes or "
-    "(test_gradients_of_every_scheme and float32 and (t5-exact or shaw-clip))"
+    "(test_gradients_of_every_scheme and float32 and (t5-exact or shaw-clip)) or "
+    "(test_outputs and float16 and heads) or "
+    "(test_batch_axes and prefixes)"
 )
 
 

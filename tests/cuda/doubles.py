@@ -87,9 +87,9 @@ def same(found, expected, dtype):
     assert type(out) is type(lse) is DeviceArray
     assert (out.dtype, out.shape) == (DTYPES[dtype], expected[0].shape)
     assert (lse.dtype, lse.shape) == ("float64" if dtype == "float64" else "float32", expected[1].shape)
-    # Scores below 10; results of half precision are rounded once.
+    # Scores below 10; results of half precision are rounded once, by half a unit at most.
     wide = 200 * EPS["float64" if dtype == "float64" else "float32"]
-    np.testing.assert_allclose(out.copy_to_host().astype(np.float64), expected[0], rtol=EPS[dtype], atol=wide)
+    np.testing.assert_allclose(out.copy_to_host().astype(np.float64), expected[0], rtol=EPS[dtype] / 2, atol=wide)
     np.testing.assert_allclose(lse.copy_to_host(), expected[1], rtol=0, atol=wide)
 
 

@@ -71,6 +71,35 @@ def test_outputs(dtype, name, rng, transfers):
         np.testing.assert_array_equal(room.x, found[0].copy_to_host())
 
 
+# What a call may hold for each batch item, with these batch axes; of 2 heads, 3 queries and 5 keys.
+HELD = {
+    "key_lengths": lambda rng, axes: {"key_lengths": rng.integers(1, 6, axes)},
+    "mask": lambda rng, axes: {"mask": rng.random((*axes, 1, 3, 5)) < 0.6},
+    "float mask": lambda rng, axes: {"mask": numbers(rng, *axes, 2, 1, 5)},
+    "selected": lambda rng, axes: {"selected": rng.integers(-1, 5, (*axes, 3, 2))},
+    "prefixes": lambda rng, axes: {"rule": rp.Prefix(rng.integers(0, 6, axes))},
+    "sinks": lambda rng, axes: {"sinks": numbers(rng, *axes, 1, 3)},
+    "factors": lambda rng, axes: {"query_scale": numbers(rng, *axes, 2, 3)},
+    "labels": lambda rng, axes: {"position": rp.GraphLabels(rng.integers(0, 4, (*axes, 3, 5)), numbers(rng, 4, 2))},
+    "positions": lambda rng, axes: {"position": rp.Rotary(6, positions=rng.integers(0, 50, (*axes, 5)))},
+}
+
+
+@pytest.mark.parametrize("axes", [(2, 1), (1, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", HELD)
+def test_batch_axes(name, axes, rng):
+    """Of two batch axes each may be one for all: what repeats is stored once, and its steps are those of no axis."""
+    q, k, v = draw(rng, "float64", q_len=3, k_len=5, batch=(2, 3))
+    options = HELD[name](rng, axes)
+    expected = expected_of(q, k, v, **options)
+    # Dropout, of nothing here, keeps a call from the kernel for few queries.
+    for operands, more in (((q, k, v), {}), (there(q, k, v), {"dropout": 1e-9})):
+        given = options | ({"rng": np.random.default_rng(1), **more} if more else {})
+        found = rp.attention(*operands, **given, return_lse=True, backend="cuda")
+        for x, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(x), wanted, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_gradients(dtype, name, rng):
@@ -94,7 +123,7 @@ def test_gradients(dtype, name, rng):
             assert type(a) is DeviceArray
             assert a.dtype == dtype
             np.testing.assert_allclose(
-                a.copy_to_host().astype(np.float64), b, rtol=EPS[dtype], atol=atol * np.abs(b).max()
+                a.copy_to_host().astype(np.float64), b, rtol=EPS[dtype] / 2, atol=atol * np.abs(b).max()
             )
         for option in ("sinks", "query_scale"):
             a, b = getattr(found, option), getattr(expected, option)
