@@ -277,5 +277,15 @@ BUGS = [
     Bug("gradients: which heads share keys", "kernels._numba.backjob:group_of", "keys == site.kv_heads", "keys > 0"),
     Bug("plan: biases of keys that a float mask excludes", "kernels._numba.masks:_with_biases", "np.where(mask == -np.inf, mask, total + mask)", "total + mask"),
     Bug("sinks: rows that nobody asks about", "_calls.sinks:before_sinks", "np.where(grad_out == 0, grad_out.dtype.type(0), out)", "out"),
+    Bug("plan: a step that windows leave out", "kernels._numba.job:_is_windowed", "problem.softcap or problem.ranges is not None or problem.step > 1", "problem.softcap or problem.ranges is not None"),
+    Bug("plan: lengths beside a mask of keys", "kernels._numba.masks:add_masks", "np.minimum(batches[KEY_END], end)", "end"),
+    Bug("decode: values beside a bias within a cap", "kernels._numba.decode:decode_tile", "p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, head.b, tile)", "p.soft == 0 and p.allowed == 0 and in_band(p, head.b, tile)"),
+    Bug("rules: whole tiles of the first item", "kernels._numba.scores:in_band", "b * p.ranges_batch + 2 * q", "2 * q"),
+    Bug("repeated: strides of values", "_calls.repeated:form", "v.strides", "v.shape"),
+    Bug("packed: what out overlaps", "_calls.packed:PackedCall.checked_out", "(self.q, self.k, self.v, *self.given.values(), self.position)", "(self.q, self.k, self.v)"),
+    Bug("memory: products in the other byte order", "_calls.memory_bounds:shifted", "x.flags.c_contiguous and x.dtype.isnative", "x.flags.c_contiguous"),
+    Bug("cuda: half precision rounded before sinks", "_calls.on_device:attention", "filled if sinks is None else Operand.empty(shape, problem.site.dtype)", "filled"),
+    Bug("cuda: ranges along one of two batch axes", "kernels._cuda.plan:Forward._ranges", "if any(steps[:-2]):\n    flat = np.ascontiguousarray(ranges)", "pass"),
+    Bug("cuda: turns of the first item", "kernels._cuda.rotate:_rotate.kernel", "starts[2 * batch + 1]", "starts[1]"),
 ]
 # fmt: on
