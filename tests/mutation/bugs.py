@@ -277,6 +277,7 @@ BUGS = [
     Bug("gradients: which heads share keys", "kernels._numba.backjob:group_of", "keys == site.kv_heads", "keys > 0"),
     Bug("plan: biases of keys that a float mask excludes", "kernels._numba.masks:_with_biases", "np.where(mask == -np.inf, mask, total + mask)", "total + mask"),
     Bug("sinks: rows that nobody asks about", "_calls.sinks:before_sinks", "np.where(grad_out == 0, grad_out.dtype.type(0), out)", "out"),
+    Bug("kernel: bins of a row end with the tile", "kernels._numba.attend:weigh_row", "seen = max(min(tile.cols, q + p.offset + p.right + 1 - tile.j0), 0)", "seen = last_seen"),
     Bug("plan: a step that windows leave out", "kernels._numba.job:_is_windowed", "problem.softcap or problem.ranges is not None or problem.step > 1", "problem.softcap or problem.ranges is not None"),
     Bug("plan: lengths beside a mask of keys", "kernels._numba.masks:add_masks", "np.minimum(batches[KEY_END], end)", "end"),
     Bug("decode: values beside a bias within a cap", "kernels._numba.decode:decode_tile", "p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, head.b, tile)", "p.soft == 0 and p.allowed == 0 and in_band(p, head.b, tile)"),
