@@ -25,7 +25,7 @@ from relpos_np.types import Array
 
 # Entries at most. Bytes of queries, of an array in a form, and of all that is kept for it: with more, the call takes
 # long anyway. Bytes of all that is kept.
-MOST, QUERY_BYTES, FORM_BYTES, KEPT_BYTES, ALL_BYTES = 512, 1 << 20, 1 << 16, 1 << 18, 1 << 25
+MOST, QUERY_BYTES, FORM_BYTES, KEPT_BYTES, ALL_BYTES = 512, 1 << 23, 1 << 16, 1 << 18, 1 << 25
 # Bytes that are hashed at once, and of a longer array.
 _HASHED, _SAMPLE = 1 << 12, 1 << 8
 # What nobody can change in place.
