@@ -121,6 +121,20 @@ def test_gradients_of_sums_that_all_have_one_sign(dtype, rng):
     assert np.abs((found.q - ds @ k.astype(wide)) / size).max() <= unit
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equal_probabilities_by_label(dtype, rng):
+    """Dropout makes them 1 / 0.9, which is rounded the same way in each sum of a tile."""
+    n, row = 180, np.ones((2, 4), dtype)
+    labels = rng.integers(0, 2, (7, n))
+    graph = rp.GraphLabels(labels, key_table=0 * row, value_table=row)
+    q, k = np.zeros((1, 7, 4), dtype), np.zeros((1, n, 4), dtype)
+    seed = int(rng.integers(1 << 30))
+    out = rp.attention(q, k, k, position=graph, dropout=0.1, rng=np.random.default_rng(seed))
+    share = rp.attention(q, k, np.ones_like(k), dropout=0.1, rng=np.random.default_rng(seed))
+    exact = np.rint(share * (0.9 * n)) / (0.9 * n)  # as many as are left
+    assert np.abs(out / exact - 1).max() <= 3 * EPS[dtype]
+
+
 @pytest.mark.parametrize("name", ["T5", "Shaw"])
 def test_gradients_by_distance_over_many_queries(name):
     """Every query adds as much to a distance: with one sum for all the table of T5 was off by 20 here."""

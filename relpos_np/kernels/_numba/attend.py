@@ -76,11 +76,12 @@ GROUP_KEYS = 32 * BLOCK_KEYS
 # Where each buffer of a thread's workspace begins, in elements, and its size. By row: `total` and `tops` are sums and
 # maxima per lane, `best` is what a tile subtracts, `top` the maximum so far and `fade` the factor on earlier sums.
 # `scratch` holds a vector's worth of queries or keys while they are converted or turned. What is summed, `out`, `total`
-# and `bins`, is there again for earlier groups of keys, with the factor `far_fade` on them.
+# and `bins`, is there again for earlier groups of keys, with the factor `far_fade` on them. `lost` is what bins lose to
+# rounding.
 Layout = namedtuple(  # noqa: PYI024
     "Layout",
     "queries keys scratch scores values far_out far_total far_bins far_fade out total tops best top fade "
-    "skew_q skew_w skew bins caps end",
+    "skew_q skew_w skew bins lost caps end",
 )
 
 
@@ -106,15 +107,27 @@ def layout(block: int, depth: int, v_width: int, skew_depth: int, bins: int, lan
     reach = (block + PANEL_VECTORS * lanes - 1) // (PANEL_VECTORS * lanes) * PANEL_VECTORS * lanes
     skew = skew_w + (reach + BLOCK_KEYS) * skew_depth
     binned = skew + (block * (reach + BLOCK_KEYS) if skew_depth else 0)
-    end = binned + (block * bins + 63) // 64 * 64
+    lost = binned + (block * bins + 63) // 64 * 64
+    end = lost + (block * bins + 63) // 64 * 64
     return Layout(
         0, keys, scratch, scores, values, far_out, far_total, far_bins, far_fade, out, total, tops, best, top, fade,
-        skew_q, skew_w, skew, binned, 0, end,
+        skew_q, skew_w, skew, binned, lost, 0, end,
     )  # fmt: skip
 
 
 @helper
-def add_binned(s: Any, a: Any, bins: Any, t: int, cols: int) -> None:
+def add_number(sums: Any, lost: Any, n: int, x: Any) -> None:
+    """sums[n] += x + lost[n]; what that loses to rounding is put into lost[n], and 0 where it is no number."""
+    old, new = get(sums, n), x + get(lost, n)
+    total = old + new
+    part = total - old
+    rest = (old - (total - part)) + (new - part)
+    put(sums, n, total)
+    put(lost, n, 0.0 if math.isnan(rest) else rest)
+
+
+@helper
+def add_binned(s: Any, a: Any, bins: Any, lost: Any, t: int, cols: int) -> None:
     """bins[map[t + j]] += s[j] for every entry of the map that is not negative."""
     index = integers(a.map)
     if a.runs:
@@ -124,13 +137,13 @@ def add_binned(s: Any, a: Any, bins: Any, t: int, cols: int) -> None:
             r = get(index, t + j)
             end = min(get(runs, t + j) - t, cols)
             if r >= 0:
-                put(bins, r, get(bins, r) + sum_row(at(s, j), end - j))
+                add_number(bins, lost, r, sum_row(at(s, j), end - j))
             j = end
     else:
         for j in range(cols):
             r = get(index, t + j)
             if r >= 0:
-                put(bins, r, get(bins, r) + get(s, j))
+                add_number(bins, lost, r, get(s, j))
 
 
 @helper
@@ -188,6 +201,7 @@ def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
     fill_row(base, w.top, w.top + p.block_queries, MINUS_INFINITY)
     fill_row(base, w.fade, w.fade + p.block_queries, 1.0)
     fill_row(base, w.bins, w.bins + padded * p.bins, 0.0)
+    fill_row(base, w.lost, w.lost + rows * p.bins, 0.0)
     # Register tiles of the last product read rows that no query fills: denormal numbers left there would be slow.
     for i in range(rows, padded):
         filled = min(BLOCK_KEYS, round_up(p.k_len, lanes_of(base)))
@@ -220,6 +234,8 @@ def end_group(base: Any, w: Any, rows: int, v_width: int, bins: int) -> None:
         fade = get(base, w.far_fade + i)
         move_sums(base, w.out + i * v_width, w.far_out + i * v_width, v_width, fade)
         move_sums(base, w.total + i * lanes, w.far_total + i * lanes, lanes, fade)
+        add_row(at(base, w.bins + i * bins), at(base, w.lost + i * bins), bins, 1.0)
+        fill_row(base, w.lost + i * bins, w.lost + (i + 1) * bins, 0.0)
         move_sums(base, w.bins + i * bins, w.far_bins + i * bins, bins, fade)
         put(base, w.far_fade + i, 1.0)
 
@@ -290,13 +306,15 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
         scale_row(s, s, last_seen, p.keep_scale)
         mask_row(s, keep, last_seen, 0.0)
     if p.value_count:
-        bins = at(base, w.bins + i * p.bins)
-        scale_row(bins, bins, p.bins, get(base, w.fade + i))
+        bins, lost, fade = at(base, w.bins + i * p.bins), at(base, w.lost + i * p.bins), get(base, w.fade + i)
+        if fade != 1.0:
+            scale_row(bins, bins, p.bins, fade)
+            scale_row(lost, lost, p.bins, fade)
         # Up to the row's own last key: sums must not depend on how far the tile reaches.
         seen = max(min(tile.cols, q + p.offset + p.right + 1 - tile.j0), 0)
         for n in range(p.value_count):
             a = values[n]
-            add_binned(s, a, at(bins, a.bins), head.b * a.map_batch + q * a.map_row + tile.j0, seen)
+            add_binned(s, a, at(bins, a.bins), at(lost, a.bins), head.b * a.map_batch + q * a.map_row + tile.j0, seen)
 
 
 @inlined
@@ -359,6 +377,7 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
     lanes, b, h = lanes_of(base), head.b, head.h
     v_width, fade, sums = round_up(p.v_depth, lanes), at(base, w.fade), at(base, w.out)
     fill_row(fade, 0, round_up(rows, ROW_QUANTUM), 1.0)
+    add_row(at(base, w.bins), at(base, w.lost), rows * p.bins, 1.0)
     for n in range(p.value_count):
         a = values[n]
         weights, binned = at(pointer_like(base, a.weights), h * a.weights_head), at(base, w.bins + a.bins)

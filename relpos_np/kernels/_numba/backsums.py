@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from relpos_np.kernels._numba.attend import add_binned
+from relpos_np.kernels._numba.attend import add_binned, add_number
 from relpos_np.kernels._numba.build import helper
 from relpos_np.kernels._numba.pieces import round_up
 from relpos_np.kernels._numba.rows import (
@@ -20,7 +20,6 @@ from relpos_np.kernels._numba.rows import (
     pointer_like,
     put,
     scale_row,
-    sum_row,
 )
 from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM
 from relpos_np.kernels._numba.tiles import accumulate, accumulate_transposed
@@ -56,32 +55,18 @@ def bypass_rows(a: Any, along: int, across: int, rows: Any, width: int, count: i
 
 
 @helper
-def add_number(sums: Any, low: Any, n: int, x: Any) -> None:
-    """`add_sum` of one number."""
-    old, new = get(sums, n), x + get(low, n)
-    total = old + new
-    part = total - old
-    lost = (old - (total - part)) + (new - part)
-    put(sums, n, total)
-    put(low, n, 0.0 if math.isnan(lost) else lost)
-
-
-@helper
 def add_sunk(x: Any, a: Any, target: Any, low: Any, t: int, cols: int) -> None:
     """target[j * dst_col + map[t + j]] += x[j] for every entry of the map that is not negative."""
-    if a.dst_col == 0 and a.low == 0:
-        add_binned(x, a, target, t, cols)
+    if a.dst_col == 0 and a.low:
+        add_binned(x, a, target, low, t, cols)
         return
-    index, j = integers(a.map), 0
-    while j < cols:
-        r, end = get(index, t + j), min(get(integers(a.runs), t + j) - t, cols) if a.runs else j + 1
-        if r >= 0:
-            n, total = j * a.dst_col + r, sum_row(at(x, j), end - j) if a.runs else get(x, j)
-            if a.low:
-                add_number(target, low, n, total)
-            else:
-                put(target, n, get(target, n) + total)
-        j = end
+    index = integers(a.map)
+    for j in range(cols):
+        r = get(index, t + j)
+        if r >= 0 and a.low:
+            add_number(target, low, j * a.dst_col + r, get(x, j))
+        elif r >= 0:
+            put(target, j * a.dst_col + r, get(target, j * a.dst_col + r) + get(x, j))
 
 
 @helper

@@ -67,7 +67,9 @@ def decode_layout(depth: int, v_depth: int, turning: int, lanes: int) -> Layout:
     best = tops + MOST_ROWS * lanes
     top = best + 64
     fade = top + 64
-    return Layout(0, keys, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, fade + 64)
+    return Layout(
+        0, keys, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, 0, fade + 64
+    )
 
 
 @helper

@@ -81,7 +81,7 @@ class Sums:
         def sink(term: Any, count: int, shape: tuple[int, ...], **fields: int) -> None:
             sums = self.gathered[term] = np.zeros(shape, self.call.dtype)
             index = map_record(self.call, term.index, runs=not fields.get("dst_col"))
-            low = np.zeros(shape if many(count, term.index.rows) else 0, self.call.dtype)
+            low = np.zeros(shape if index.runs or many(count, term.index.rows) else 0, self.call.dtype)
             self.low.append((sums, low))
             kept = self.call.keep(low) if low.size else 0
             out.append(SinkRecord(index, dst=self.call.keep(sums), low=kept, **fields))
