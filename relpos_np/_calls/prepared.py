@@ -155,6 +155,7 @@ class PreparedAttention:
         if options["backend"] != "numba":
             return
         shape = problem.out_shape[1:] if flat else problem.out_shape
+        np.empty(shape, result)  # what no machine can hold is refused now, and not in each call
         made = ready((q, k, v), problem, schemes, shape, result)
         self._ready = {False: made, True: made}
         if made is not None and not made.takes_lengths:

@@ -52,7 +52,11 @@ class Prepared:
     """
 
     def __init__(self, problem: Problem, terms: Terms, dtype: np.dtype[Any], vectors: Sequence[Array] = ()) -> None:
-        out, sources = np.empty(problem.out_shape, dtype), (problem.stored_q, problem.stored_k, *vectors)
+        # Of the result only the shape and the dtype are planned with.
+        out, sources = (
+            np.broadcast_to(np.empty((), dtype), problem.out_shape),
+            (problem.stored_q, problem.stored_k, *vectors),
+        )
         self.threads = launch.available_threads()
         self.plan, call = planned(problem, terms, out, None)
         call.fields["lse_unit"] = LOG2
