@@ -105,8 +105,8 @@ def ready(
 ) -> Ready | None:
     """What calls of the CPU kernels begin with; None if nothing is.
 
-    Terms must be the same in all of them, and kernels may not read copies of operands, as they do if these are in
-    another byte order or layout.
+    Terms must be the same in all of them, but for vectors that schemes make anew, and kernels may not read copies of
+    operands, as they do if these are in another byte order or layout.
     """
     kernels = _backend.kernels("numba")
     stored = zip(operands, (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
