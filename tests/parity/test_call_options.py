@@ -67,7 +67,7 @@ def test_sinks_of_rows_and_relative_logits(rng):
     }
 
     def other(q, k, v, sinks, relative_states, proj):
-        module, at = peer("inkling2").Inkling2RelativeLogits(3, 6), torch.arange(20)
+        module, at = peer("inkling").InklingRelativeLogits(3, 6), torch.arange(20)
         bias = torch.func.functional_call(module, {"proj": proj}, (relative_states.transpose(1, 2), at, at))
         return eager("inkling2", q, k, v, causal(20), position_bias=bias, sinks=sinks[..., None])
 

@@ -10,7 +10,7 @@ import pytest
 import relpos_np as rp
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
 from relpos_np.configs import model_types  # noqa: E402

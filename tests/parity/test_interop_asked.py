@@ -9,7 +9,7 @@ import pytest
 import relpos_np as rp
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -79,7 +79,7 @@ def test_tables_do_not_overlap():
     assert sum(map(len, tables)) == len(set().union(*tables))
 
 
-@pytest.mark.parametrize("name", ["block_indices", "cache", "seq_idx", "zeta"])
+@pytest.mark.parametrize("name", ["block_indices", "block_table", "seq_idx", "zeta"])
 def test_an_argument_is_refused_by_name(name):
     model = model_of("Llama")
     register(model)

@@ -9,7 +9,7 @@ import pytest
 import relpos_np as rp
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

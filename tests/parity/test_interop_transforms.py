@@ -27,7 +27,7 @@ class Layer(torch.nn.Module):
 
 def llama():
     """A model that runs here, and its inputs."""
-    transformers = pytest.importorskip("transformers", minversion="5.23")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
     from relpos_np.interop.transformers import register
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}

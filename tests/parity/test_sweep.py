@@ -6,7 +6,7 @@ import re
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
 
 from relpos_np.interop.transformers import asked  # noqa: E402

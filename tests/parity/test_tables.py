@@ -90,7 +90,7 @@ def test_layoutlmv3_attention(agrees, rng):
     encoder, (text, page), scheme = layoutlm(3, boxes, positions)
     attention = encoder.layer[0].attention.self
     x = torch.randn(BATCH, 50, WIDTH, dtype=torch.float64)
-    expected = split_heads(attention(x, rel_pos=text, rel_2d_pos=page)[0])
+    expected = split_heads(attention(x, position_bias=(text + page) / DIM**0.5)[0])
     agrees(expected, *projected(attention, ("query", "key", "value"), x), position=scheme)
 
 
@@ -114,13 +114,11 @@ def test_layoutlmv2_attention(agrees, rng):
 
 
 def test_layoutlmv3_without_positions_adds_nothing(rng):
-    """A configuration with boxes alone: its attention asks for both."""
+    """A configuration with boxes alone: its encoder asks for both."""
     config = layoutlm_config(3)
     config.has_relative_attention_bias = False
-    attention = randomised(layoutlmv3.LayoutLMv3SelfAttention(config))
-    x = torch.randn(BATCH, 9, WIDTH, dtype=torch.float64)
-    page = torch.randn(BATCH, HEADS, 9, 9, dtype=torch.float64)
-    np.testing.assert_array_equal(attention(x, rel_2d_pos=page)[0], attention(x)[0])
+    boxes, positions = (torch.from_numpy(x) for x in words(rng, 9))
+    assert randomised(layoutlmv3.LayoutLMv3Encoder(config))._compute_position_bias(positions, boxes) is None
 
 
 # ---------------------------------------------------------------------------------------------- UDOP

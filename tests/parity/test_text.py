@@ -23,18 +23,36 @@ def operands(rng, length, kv_heads=HEADS, keys=None):
 # ---------------------------------------------------------------------------------------------- Inkling
 
 
-@pytest.mark.parametrize("model", ["inkling", "inkling2"])
+def inkling_bias(rng, extent, queries, keys):
+    """The bias of Inkling, the states of which it is made, and its trained profiles."""
+    peer = pytest.importorskip("transformers.models.inkling.modeling_inkling")
+    module = peer.InklingRelativeLogits(5, extent).double()
+    torch.nn.init.normal_(module.proj)
+    states = torch.from_numpy(rng.standard_normal((BATCH, len(queries), HEADS, 5)))
+    return module(states, queries, keys), states, module.proj
+
+
+def inkling2_bias(rng, extent, queries, keys):
+    """That of Inkling 2, whose module makes the states of the hidden ones."""
+    peer = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
+    config = peer.Inkling2TextConfig(hidden_size=24, d_rel=5, rel_l2_clip_threshold=1.5)
+    module = peer.Inkling2RelativePositionBias(config, HEADS, extent, log_scaling=False).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.from_numpy(rng.standard_normal((BATCH, len(queries), 24)))
+    states = module.norm(module.linear(hidden).unflatten(-1, (HEADS, 5)), queries)
+    return module(hidden, queries[:, None] - keys, queries), states, module.proj
+
+
+@pytest.mark.parametrize("model", [inkling_bias, inkling2_bias])
 @pytest.mark.parametrize("extent", [1, 4, 30])
 @pytest.mark.parametrize(("length", "memory"), [(1, 0), (9, 0), (4, 7)])
 def test_inkling(agrees, rng, length, memory, extent, model):
     """The module's bias, and attention with it in float64."""
-    peer = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
-    module = getattr(peer, f"{model.capitalize()}RelativeLogits")(5, extent).double()
-    torch.nn.init.normal_(module.proj)
     q, k, v = operands(rng, length, 2, length + memory)
-    states = rng.standard_normal((BATCH, HEADS, length, 5))
     places = torch.arange(length + memory)
-    bias = module(torch.from_numpy(states).transpose(1, 2), places[memory:], places)
+    bias, states, proj = (x.detach() for x in model(rng, extent, places[memory:], places))
+    states, proj = states.transpose(1, 2).numpy(), proj.numpy()
     seen = places <= places[memory:, None]
     expected = functional.scaled_dot_product_attention(
         *map(torch.from_numpy, (q, k, v)),
@@ -44,7 +62,7 @@ def test_inkling(agrees, rng, length, memory, extent, model):
     )
 
     def scheme(dtype):
-        return rp.Inkling(states.astype(dtype), module.proj.numpy().astype(dtype))
+        return rp.Inkling(states.astype(dtype), proj.astype(dtype))
 
     found = rp.logits(0 * q, 0 * k, position=scheme(np.float64), backend="numpy")
     np.testing.assert_allclose(found, bias.numpy(), rtol=0, atol=1e-13)

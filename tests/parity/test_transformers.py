@@ -98,8 +98,8 @@ def test_t5_decoder_whole_and_in_steps(agrees, implementation):
     agrees(expected, q, k, v, position=scheme, causal=True, scale=1.0)
 
     cache = transformers.DynamicCache()
-    module(x[:, :33], mask=additive(causal[None, None, :33, :33]), past_key_values=cache)
-    last = merge_heads(module(x[:, 33:], mask=additive(causal[None, None, 33:]), past_key_values=cache)[0])
+    module(x[:, :33], mask=additive(causal[None, None, :33, :33]), cache=cache)
+    last = merge_heads(module(x[:, 33:], mask=additive(causal[None, None, 33:]), cache=cache)[0])
     np.testing.assert_allclose(last, expected[:, :, 33:], rtol=0, atol=1e-12)
     agrees(last, q[:, :, 33:], k, v, position=scheme, causal=True, scale=1.0)
 

@@ -121,7 +121,7 @@ class _Patch:
         if found != expected:
             raise RelposImportError(
                 f"transformers {transformers.__version__}: {self.cls}.{self.method} takes {', '.join(found)}; this "
-                f"version of relpos_np can replace one that takes {', '.join(expected)}, as in transformers 5.23"
+                f"version of relpos_np can replace one that takes {', '.join(expected)}, as in transformers 5.24"
             )
 
 
