@@ -1,6 +1,7 @@
 """Products of pairs of bfloat16 at awkward sizes: ``python -m tests.products`` prints what this process's unit makes.
 
-One line of JSON: the unit, a digest of all bits, and the largest error, in units of what rounding of sums allows.
+One line of JSON: the unit, a digest of all bits, another of those products that vectors make where there are matrix
+tiles, and the largest error, in units of what rounding of sums allows.
 What a product must not read is NaN, and so is what it has not written.
 """
 
@@ -13,6 +14,7 @@ import ml_dtypes
 import numba
 import numpy as np
 
+from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.rows import floats
 from relpos_np.kernels._numba.target import PAIR_ROWS, PAIR_STEPS, TARGET, UNIT
 from relpos_np.kernels._numba.tiles import accumulate_pairs, accumulate_transposed_pairs, average_pairs, pair_panel
@@ -24,18 +26,22 @@ ROWS = 96
 @numba.njit
 def scores(a, lda, b, c, ldc, count, cols, depth):
     """One panel of scores."""
+    open_tiles()
     pair_panel(floats(a), lda, floats(b), depth, floats(c), ldc, count, cols, 1.0)
+    close_tiles()
 
 
 @numba.njit
 def sums(kind, a, lda, b, ldb, c, ldc, ones, count, width, depth):
     """One of the three products with values or gradients."""
+    open_tiles()
     if kind == 0:
         accumulate_pairs(floats(a), lda, floats(b), ldb, floats(c), ldc, floats(ones), count, width, depth)
     elif kind == 1:
         average_pairs(floats(a), lda, floats(b), ldb, floats(c), ldc, floats(ones), count, width, depth)
     else:
         accumulate_transposed_pairs(floats(a), lda, floats(b), ldb, floats(c), ldc, count, width, depth)
+    close_tiles()
 
 
 def operand(rng, rows, steps, axis):
@@ -60,14 +66,14 @@ def steps_of(x, axis):
 
 
 class Record:
-    """A digest of results, and the largest of their errors."""
+    """Digests of results, and the largest of their errors."""
 
     def __init__(self):
-        self.bits, self.error = hashlib.sha256(), 0.0
+        self.bits, self.on_vectors, self.error = hashlib.sha256(), hashlib.sha256(), 0.0
 
-    def add(self, found, x, y):
+    def add(self, found, x, y, *, on_vectors=False):
         """A result, and the operands whose product it should be."""
-        self.bits.update((found + np.float32(0)).tobytes())  # either zero is one
+        (self.on_vectors if on_vectors else self.bits).update((found + np.float32(0)).tobytes())  # either zero is one
         allowed = np.abs(x) @ np.abs(y) * x.shape[1] * 2.0**-23
         self.error = max(self.error, np.nan_to_num(np.abs(found - x @ y) / allowed, nan=np.inf).max())
 
@@ -97,8 +103,8 @@ def main():
                 c[:, width:] = np.nan
                 pointers = a.ctypes.data, a.shape[1], b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1]
                 sums(kind, *pointers, ones.ctypes.data, 49, width, depth)
-                record.add(c[:49, :width], left[:49], right)
-    print(json.dumps([UNIT, record.bits.hexdigest(), record.error]))
+                record.add(c[:49, :width], left[:49], right, on_vectors=kind == 2)
+    print(json.dumps([UNIT, record.bits.hexdigest(), record.on_vectors.hexdigest(), record.error]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from relpos_np.kernels._numba import target
+from tests.emulated import amx
 from tests.processes import child
 
 
@@ -14,10 +15,49 @@ def test_small_matrices_have_the_bits_of_pairs():
     for unit in ("emulated", "emulated mmla"):
         status, out, log = child("from tests import products; products.main()", bare=True, RELPOS_MATRIX_UNIT=unit)
         assert status == 0, log
-        name, made[unit], error = json.loads(out)
+        name, *made[unit], error = json.loads(out)
         assert name == unit
         assert error <= 1.0
     assert made["emulated"] == made["emulated mmla"]
+
+
+@pytest.mark.simulator
+@pytest.mark.skipif(amx.environment() is None, reason="the other instructions of this code need AVX512-BF16")
+def test_matrix_tiles_have_the_bits_of_their_emulation():
+    """The machine code, and operations on registers in memory: every product at every size."""
+    code = "from tests import products; products.main()"
+    machine = "from tests.emulated import amx; amx.begin(); "
+    runs = [
+        child(machine + code, bare=True, **amx.environment()),
+        child(code, bare=True, RELPOS_MATRIX_UNIT="emulated tiles"),
+    ]
+    assert [status for status, _, _ in runs] == [0, 0], runs
+    (_, made, _, error), (_, expected, _, _) = (json.loads(out) for _, out, _ in runs)
+    assert made == expected
+    assert error <= 1.0
+
+
+FOUND = {"avx512bf16": True, "amx-bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("features", "allowed", "unit"),
+    [
+        (FOUND, True, "tiles"),
+        (FOUND, False, "dot"),
+        ({"avx512bf16": True}, True, "dot"),
+        # Gradients multiply pairs on vectors.
+        ({"amx-bf16": True}, True, "none"),
+        ({}, True, "none"),
+    ],
+)
+def test_what_is_chosen_on_intel(features, allowed, unit, monkeypatch):
+    """Tiles, if the processor has them and the system lets this process use them."""
+    monkeypatch.delenv("RELPOS_MATRIX_UNIT", raising=False)
+    monkeypatch.setattr(target, "TARGET", target.AVX512)
+    monkeypatch.setattr(target, "host_features", lambda: features)
+    monkeypatch.setattr(target, "_allows_tiles", lambda: allowed)
+    assert target.detect_unit() == unit
 
 
 @pytest.mark.parametrize(

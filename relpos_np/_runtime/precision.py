@@ -39,8 +39,8 @@ def set_precision(name: Precision | None) -> None:
         The words of ``torch.set_float32_matmul_precision``. In each of them the softmax and all sums are in float32.
 
         - "highest": products of float32 numbers, or as exact as those. Operands of half precision are widened.
-        - "high": products with an error of 3 * 2^-16 at most, where matrix tiles make them, which must be asked for
-          (``RELPOS_MATRIX_UNIT``); elsewhere, and for gradients, as "highest".
+        - "high": products with an error of 3 * 2^-16 at most, where matrix tiles make them (``RELPOS_MATRIX_UNIT``);
+          elsewhere, and for gradients, as "highest".
         - "medium": products of operands rounded to bfloat16, and of probabilities and (for gradients) slopes of scores
           rounded to bfloat16, with an error of 2^-8 each; where the processor multiplies bfloat16 no faster than
           float32, as "highest".

@@ -25,7 +25,7 @@ from relpos_np.kernels._numba.division import Division, into_blocks, into_parts
 from relpos_np.kernels._numba.pieces import OWN, pair_steps
 from relpos_np.kernels._numba.plan import fill, readable
 from relpos_np.kernels._numba.skew import is_skewed
-from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_ROWS, TARGET, TILES, UNIT
+from relpos_np.kernels._numba.target import ASKED, BLOCK_KEYS, PAIR_ROWS, TARGET, TILES, UNIT
 from relpos_np.kernels._numba.window import windows
 from relpos_np.types import Array
 
@@ -187,7 +187,9 @@ def planes_of(problem: Problem, terms: Terms) -> int:
     """Planes of bfloat16 in which matrix tiles multiply float32: as many as the precision needs, or 0 for none."""
     if UNIT not in TILES or problem.site.dtype.itemsize != 4 or in_pairs(problem, terms):
         return 0
-    return 2 if problem.precision == "high" else 3
+    if problem.precision == "high":
+        return 2
+    return 3 if ASKED or UNIT == "emulated tiles" else 0
 
 
 def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:

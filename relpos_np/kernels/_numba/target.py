@@ -127,17 +127,15 @@ def _allows_tiles() -> bool:
 
 
 def detect_unit() -> str:
-    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "mmla" by Arm's extension BF16, and "dot" by AVX512-BF16.
-
-    "tiles" must be asked for: nobody has yet run them on a processor that has them.
-    """
+    """One of UNITS: `RELPOS_MATRIX_UNIT`, else "tiles" by AMX-BF16, "mmla" by Arm's BF16, "dot" by AVX512-BF16."""
     features, able = host_features(), dict.fromkeys(UNITS, True)
     able["dot"] = bool(features.get({"avx512": "avx512bf16", "neon": "bf16"}.get(TARGET.name, "")))
     able["mmla"] = TARGET is NEON and able["dot"]
     able["tiles"] = TARGET is AVX512 and able["dot"] and bool(features.get("amx-bf16"))
     chosen = os.environ.get("RELPOS_MATRIX_UNIT") or "auto"
     if chosen == "auto":
-        return next(name for name in ("mmla", "dot", "none") if able[name])
+        able["tiles"] = able["tiles"] and _allows_tiles()
+        return next(name for name in ("tiles", "mmla", "dot", "none") if able[name])
     if not able.get(chosen):
         allowed = ["auto", *(name for name in UNITS if able[name])]
         raise RelposValueError(f"RELPOS_MATRIX_UNIT: expected one of {', '.join(allowed)} here, found {chosen!r}")
@@ -148,6 +146,9 @@ def detect_unit() -> str:
 
 UNIT = detect_unit()
 TILED = UNIT in TILES
+# Whether tiles were asked for by name: then they multiply float32 too where no less than its own precision will do. The
+# six products are exact enough, but nobody has yet timed them on a processor that has tiles.
+ASKED = os.environ.get("RELPOS_MATRIX_UNIT") in TILES
 MATRICES = UNIT in ("mmla", "emulated mmla")
 # Where pairs are multiplied, rows of queries and steps of a sum come in as many as this.
 PAIR_ROWS, PAIR_STEPS = (16, 16) if TILED else (TARGET.score_rows, 1)
