@@ -1,4 +1,4 @@
-"""How exactly products are made: the setting of a call, of a block, of the process, of the environment."""
+"""How exactly products are made: the setting of a call, of a block, of the process, of the environment, of others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from relpos_np.types import Precision
 
 PRECISIONS = ("highest", "high", "medium")
 _default: Precision | None = None
-_scoped: ContextVar[Precision | None] = ContextVar("relpos_np_precision", default=None)
+# Of the innermost block; a tuple, since what a block holds may be that nobody has chosen.
+_scoped: ContextVar[tuple[Precision | None] | None] = ContextVar("relpos_np_precision", default=None)
 
 
 def _checked(name: Any) -> Precision:
@@ -22,12 +23,28 @@ def _checked(name: Any) -> Precision:
     return name  # type: ignore[return-value]
 
 
-def chosen(name: Any = None) -> Precision | None:
-    """What a call that asks for `name` uses now; None if nothing was chosen, so that the dtype decides."""
+def chosen(name: Any = None, setting: Precision | None = None) -> Precision | None:
+    """What a call that asks for `name` uses now; None if nothing was chosen, so that the dtype decides.
+
+    `setting`: what the package that the operands come from was told, which counts if nothing of this library was.
+    """
     if name is not None:
         return _checked(name)
-    found = _scoped.get() or _default or os.environ.get("RELPOS_PRECISION")
-    return _checked(found) if found else None
+    scoped = _scoped.get()
+    if scoped is not None:
+        return scoped[0]
+    found = _default or os.environ.get("RELPOS_PRECISION")
+    return _checked(found) if found else setting
+
+
+@contextmanager
+def held(found: Precision | None) -> Iterator[None]:
+    """Inside, calls that ask for nothing use what `chosen` has found before, maybe elsewhere; that may be nothing."""
+    token = _scoped.set((found,))
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
 
 
 def set_precision(name: Precision | None) -> None:
@@ -56,6 +73,9 @@ def set_precision(name: Precision | None) -> None:
 
     Notes
     -----
+    The innermost of these that says something counts: the argument of a call, `use_precision`, this function, the
+    environment variable, and for tensors of float32 the setting of the package they come from (`relpos_np.interop`).
+
     A precision is a permission, which the CPU kernels make use of, with gradients or for more than a few queries, and
     the forward kernels of CUDA where ``RELPOS_CUDA_UNIT=mma`` asks for matrix units; all else computes with "highest".
     float64 is never rounded.
@@ -92,8 +112,5 @@ def use_precision(name: Precision) -> Iterator[None]:
     ...     rp.attention(q, q, q).dtype
     dtype('float32')
     """
-    token = _scoped.set(_checked(name))
-    try:
+    with held(_checked(name)):
         yield
-    finally:
-        _scoped.reset(token)

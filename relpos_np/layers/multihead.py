@@ -265,6 +265,8 @@ class MultiHeadAttention(Projected):
             Rate at which probabilities are dropped; needs `rng`.
         rng : numpy.random.Generator, optional
             Source of the dropout mask.
+        precision : {"highest", "high", "medium"}, optional
+            How exactly attention makes products, see `relpos_np.set_precision`; projections are not rounded.
         backend : {"numpy", "terms", "numba", "cuda"}, optional
             See `relpos_np.set_backend`.
         return_probabilities : bool

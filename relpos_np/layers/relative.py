@@ -304,7 +304,7 @@ class RelativeMultiHeadAttention(Projected):
             Wav2Vec2-Conformer's modules are given.
         mask, key_lengths, causal, window, rule, selected, query_scale, softcap, cap_order, sinks
             See `MultiHeadAttention`. Transformer-XL is meant to be used with ``causal=True``.
-        dropout, rng, backend, return_probabilities
+        dropout, rng, precision, backend, return_probabilities
             See `MultiHeadAttention`.
 
         Returns

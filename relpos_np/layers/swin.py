@@ -14,7 +14,7 @@ from relpos_np.errors import RelposValueError
 from relpos_np.layers.state import Source
 from relpos_np.layers.window import WindowAttention, lengths, read, sizes
 from relpos_np.schemes.window import WindowBias
-from relpos_np.types import Array, Backend
+from relpos_np.types import Array, Backend, Precision
 
 PAD_ORDERS = ("pad_then_shift", "shift_then_pad")
 SMALL_MAPS = ("axis", "all", "pad", "keep")
@@ -335,6 +335,7 @@ class _ShiftedWindows:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
+        precision: Precision | None = ...,
         backend: Backend | None = ...,
         return_attention: Literal[False] = ...,
     ) -> Array: ...
@@ -346,6 +347,7 @@ class _ShiftedWindows:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
+        precision: Precision | None = ...,
         backend: Backend | None = ...,
         return_attention: Literal[True],
     ) -> tuple[Array, Array]: ...
@@ -357,6 +359,7 @@ class _ShiftedWindows:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
+        precision: Precision | None = ...,
         backend: Backend | None = ...,
         return_attention: bool,
     ) -> Array | tuple[Array, Array]: ...
@@ -368,6 +371,7 @@ class _ShiftedWindows:
         *,
         train: bool = False,
         rng: np.random.Generator | None = None,
+        precision: Precision | None = None,
         backend: Backend | None = None,
         return_attention: bool = False,
     ) -> Array | tuple[Array, Array]:
@@ -381,6 +385,8 @@ class _ShiftedWindows:
             Whether to drop.
         rng : numpy.random.Generator, optional
             Source of what is dropped.
+        precision : {"highest", "high", "medium"}, optional
+            How exactly attention makes products, see `relpos_np.set_precision`; projections are not rounded.
         backend : {"numpy", "terms", "numba", "cuda"}, optional
             See `relpos_np.set_backend`.
         return_attention : bool
@@ -416,6 +422,7 @@ class _ShiftedWindows:
             shift_mask(padded, window, shift, self.mask_value),
             train=train,
             rng=rng,
+            precision=precision,
             backend=backend,
             return_attention=return_attention,
         )

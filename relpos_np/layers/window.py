@@ -16,7 +16,7 @@ from relpos_np.formulas.softmax import drop, softmax
 from relpos_np.layers.linear import Linear, merge_heads
 from relpos_np.layers.state import Source, State
 from relpos_np.schemes.window import WindowBias, rstt_frames, window_index
-from relpos_np.types import Array, Backend
+from relpos_np.types import Array, Backend, Precision
 
 TABLE, INDEX = "relative_position_bias_table", "relative_position_index"
 # The names in each kind of checkpoint: projections of queries, of keys and values, and of the output, and the table.
@@ -291,6 +291,7 @@ class WindowAttention:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
+        precision: Precision | None = ...,
         backend: Backend | None = ...,
         return_attention: Literal[True] = ...,
     ) -> tuple[Array, Array]: ...
@@ -304,6 +305,7 @@ class WindowAttention:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
+        precision: Precision | None = ...,
         backend: Backend | None = ...,
         return_attention: Literal[False],
     ) -> Array: ...
@@ -317,6 +319,7 @@ class WindowAttention:
         *,
         train: bool = ...,
         rng: np.random.Generator | None = ...,
+        precision: Precision | None = ...,
         backend: Backend | None = ...,
         return_attention: bool,
     ) -> Array | tuple[Array, Array]: ...
@@ -330,6 +333,7 @@ class WindowAttention:
         *,
         train: bool = False,
         rng: np.random.Generator | None = None,
+        precision: Precision | None = None,
         backend: Backend | None = None,
         return_attention: bool = True,
     ) -> Array | tuple[Array, Array]:
@@ -347,6 +351,8 @@ class WindowAttention:
             Whether to drop.
         rng : numpy.random.Generator, optional
             Source of what is dropped: probabilities first, then outputs.
+        precision : {"highest", "high", "medium"}, optional
+            How exactly attention makes products, see `relpos_np.set_precision`; projections are not rounded.
         backend : {"numpy", "terms", "numba", "cuda"}, optional
             See `relpos_np.set_backend`.
         return_attention : bool
@@ -385,7 +391,15 @@ class WindowAttention:
             if len(q) % len(mask):
                 raise RelposValueError(f"mask: its {len(mask)} windows do not divide the {len(q)} of q")
         x, attn = self.attend(
-            q, kv, self.position, mask, train=train, rng=rng, backend=backend, return_attention=return_attention
+            q,
+            kv,
+            self.position,
+            mask,
+            train=train,
+            rng=rng,
+            precision=precision,
+            backend=backend,
+            return_attention=return_attention,
         )
         return x if attn is None else (x, attn)
 
@@ -398,6 +412,7 @@ class WindowAttention:
         *,
         train: bool,
         rng: np.random.Generator | None,
+        precision: Precision | None,
         backend: Backend | None,
         return_attention: bool,
     ) -> tuple[Array, Array | None]:
@@ -409,7 +424,7 @@ class WindowAttention:
             As when the layer is called, with any number of tokens.
         position : WindowBias
             On grids of that many tokens.
-        mask, train, rng, backend, return_attention
+        mask, train, rng, precision, backend, return_attention
             As when the layer is called.
 
         Returns
@@ -437,7 +452,7 @@ class WindowAttention:
         rate = self.attn_drop if training else 0.0
         # The probabilities to return need the same survivors as those that the kernel drops.
         twin = copy.deepcopy(rng) if rate and return_attention else None
-        z = api.attention(*split, dropout=rate, rng=rng if rate else None, **options)
+        z = api.attention(*split, dropout=rate, rng=rng if rate else None, precision=precision, **options)
         attn = None
         if return_attention:
             p, _ = softmax(api.logits(*split[:2], **options))
