@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import relpos_np as rp
+from relpos_np._contract import check
 from relpos_np._contract.terms import KeyTerm, Terms, Toeplitz
 from relpos_np.distributed import attention, merge, partial, plan
 from relpos_np.schemes.base import Scheme
@@ -401,6 +402,25 @@ def test_same_chunks_same_bits(da, rng):
     q, k, v = (da.from_array(x, chunks=(1, 5, 4)) for x in rng.standard_normal((3, 2, 16, 4)).astype(np.float32))
     lazy = attention(q, k, v)
     np.testing.assert_array_equal(lazy.compute(scheduler="sync"), lazy.compute(scheduler="threads", num_workers=4))
+
+
+def test_tasks_follow_what_was_chosen_where_they_were_made(da, rng, monkeypatch):
+    q, k, v = (da.from_array(x, chunks=(1, 20, 8)) for x in rng.standard_normal((3, 2, 40, 8)).astype(np.float32))
+    seen, call = [], check.call
+
+    def record(*arguments):
+        found = call(*arguments)
+        seen.append(found[0].precision)
+        return found
+
+    monkeypatch.setattr(check, "call", record)
+    with rp.use_precision("medium"):
+        own, asked = attention(q, k, v), attention(q, k, v, precision="high")
+    for lazy, expected in ((own, "medium"), (asked, "high")):
+        seen.clear()
+        lazy.compute(scheduler="threads", num_workers=2)
+        assert len(seen) == 8
+        assert set(seen) == {expected}
 
 
 # ---------------------------------------------------------------------------------------------- MPI and plans

@@ -13,6 +13,7 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import NumberOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem
+from relpos_np._runtime import precision
 from relpos_np.distributed.merging import merge
 from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
@@ -264,6 +265,8 @@ def attention(
     whatever the scheduler and the number of workers.
     """
     given = completed(attention, options) | {"key_lengths": key_lengths}
+    # Tasks run in other threads and processes, where a block of this one does not count.
+    given["precision"] = precision.chosen(given["precision"])
     da, delayed = _dask()
     name = evaluating(given["backend"])
     split_every = check.integer("split_every", split_every, 2)
