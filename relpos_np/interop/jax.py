@@ -11,10 +11,11 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._calls.packed import PackedCall, is_packed
 from relpos_np._contract import check
 from relpos_np._contract.options import ForeignOptions, completed, takes
+from relpos_np._runtime import precision
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import with_bias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
-from relpos_np.types import Array
+from relpos_np.types import Array, Precision
 
 try:
     import jax
@@ -67,6 +68,33 @@ def _known(name: str, value: Any) -> Any:
     return np.asarray(value) if isinstance(value, jax.Array) else value
 
 
+# What `jax_default_matmul_precision` allows, in this library's words. "default" is the same to JAX as None, which
+# nobody has said, and so it allows nothing; nor do words that are not here.
+_SETTINGS: dict[str | None, Precision] = {
+    "highest": "highest",
+    "float32": "highest",
+    "high": "high",
+    "tensorfloat32": "high",
+    "bfloat16_3x": "high",
+    "bfloat16": "medium",
+    "fastest": "medium",
+    "F64_F64_F64": "highest",
+    "F32_F32_F32": "highest",
+    "TF32_TF32_F32_X3": "highest",
+    "BF16_BF16_F32_X9": "highest",
+    "BF16_BF16_F32_X6": "highest",
+    "BF16_BF16_F32_X3": "high",
+    "TF32_TF32_F32": "high",
+    "BF16_BF16_F32": "medium",
+    "BF16_BF16_BF16": "medium",
+}
+
+
+def _setting(x: Any) -> Precision | None:
+    """What JAX was told about products of this operand: its setting is for float32 alone."""
+    return _SETTINGS.get(jax.config.jax_default_matmul_precision) if x.dtype == np.float32 else None
+
+
 def _stand_in(x: Any) -> Array:
     """An array of the same shape and dtype, for checks while a program is traced."""
     one: Array = np.ones((), x.dtype)
@@ -78,10 +106,19 @@ _TRAINED = ("query_scale", "sinks")
 
 
 class _Call:
-    """One call without its arrays: after the operands come those of options, which are named, and those of schemes."""
+    """One call without its arrays: after the operands come those of options, which are named, and those of schemes.
 
-    def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], named: tuple[str, ...]) -> None:
-        self.positions, self.options, self.named = positions, options, named
+    `precision` is that of each run: what was chosen where a program is traced is not where, or when, it runs.
+    """
+
+    def __init__(
+        self,
+        positions: tuple[Any, ...],
+        options: dict[str, Any],
+        named: tuple[str, ...],
+        precision: Precision | None,
+    ) -> None:
+        self.positions, self.options, self.named, self.precision = positions, options, named, precision
 
     def arguments(self, arrays: Any) -> dict[str, Any]:
         count = len(self.named)
@@ -110,14 +147,16 @@ class _Call:
     def forward(self, *arrays: Any) -> tuple[Array, Array]:
         """On the host: the output and the log-sum-exp."""
         q, k, v, *others = (np.asarray(x) for x in arrays)
-        found: tuple[Array, Array] = rp.attention(q, k, v, return_lse=True, **self.arguments(others))
+        with precision.held(self.precision):
+            found: tuple[Array, Array] = rp.attention(q, k, v, return_lse=True, **self.arguments(others))
         return found
 
     def backward(self, grad_out: Any, grad_lse: Any, *arrays: Any) -> tuple[Array, ...]:
         """On the host: gradients of operands, of options that have them, and of the schemes' arrays."""
         q, k, v, *others = (np.asarray(x) for x in arrays)
         options = {"grad_lse": np.asarray(grad_lse), **self.arguments(others)}
-        found = rp.attention_vjp(q, k, v, grad_out=np.asarray(grad_out), **options)
+        with precision.held(self.precision):
+            found = rp.attention_vjp(q, k, v, grad_out=np.asarray(grad_out), **options)
         options_grads = [getattr(found, name) for name in self.named if name in _TRAINED]
         own = [
             np.zeros_like(x) if g is None else g.astype(x.dtype, copy=False)
@@ -216,8 +255,13 @@ def attention(
         See `relpos_np.attention`.
     query_scale, sinks : jax.Array, optional
         See `relpos_np.attention`. They receive gradients.
-    segments, offset, causal, window, rule, scale, softcap, cap_order, precision
+    segments, offset, causal, window, rule, scale, softcap, cap_order
         See `relpos_np.attention`; not traced.
+    precision : {"highest", "high", "medium"}, optional
+        See `relpos_np.set_precision`. Where nothing was chosen there, ``jax_default_matmul_precision`` counts for
+        operands of float32: "highest" and "float32" are "highest", "high", "tensorfloat32" and "BF16_BF16_F32_X3" are
+        "high", "bfloat16" and "BF16_BF16_F32" are "medium". None and "default", which JAX does not tell apart, say
+        nothing.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         See `relpos_np.set_backend`.
     return_lse : bool
@@ -240,6 +284,9 @@ def attention(
     The call is a `jax.pure_callback`: JAX hands its arrays to the host and takes the results back, with copies if
     they are on a GPU. Under `jax.vmap` calls are made one after the other; leading axes of the operands are faster.
     There is neither dropout nor a second derivative.
+
+    A compiled program keeps the precision that was chosen when it was traced. JAX traces again where its own setting
+    has changed, and does not know of `relpos_np.use_precision`.
     """
     given: dict[str, Any] = {**completed(attention, options)}
     given |= {"offset": _known("offset", offset), "segments": _known("segments", segments)}
@@ -257,8 +304,8 @@ def attention(
             named["mask"] = mask
         else:
             positions = with_bias(positions, mask, given)
-    call = _Call(positions, given, tuple(named))
     arrays = [*map(_array, "qkv", (q, k, v)), *named.values(), *tensors(positions)]
+    call = _Call(positions, given, tuple(named), precision.chosen(given["precision"], _setting(q)))
     has_gradient = [True] * 3 + [name in _TRAINED for name in named] + [True] * len(tensors(positions))
     results = call.results(arrays)
 

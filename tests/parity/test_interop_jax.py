@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._runtime import precision
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("numba")
@@ -221,3 +222,93 @@ def test_errors_come_while_tracing(rng):
         attention(q[..., :4], k, v)
     with pytest.raises(rp.RelposTypeError, match="q: expected an array of JAX or NumPy, found list"):
         attention([[1.0]], k, v)
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """The precision of each forward and each backward pass."""
+    monkeypatch.delenv("RELPOS_PRECISION", raising=False)
+    seen = []
+
+    def recorded(function):
+        def record(*arrays, **options):
+            seen.append(precision.chosen(options.get("precision")))
+            return function(*arrays, **options)
+
+        return record
+
+    monkeypatch.setattr(rp, "attention", recorded(rp.attention))
+    monkeypatch.setattr(rp, "attention_vjp", recorded(rp.attention_vjp))
+    return seen
+
+
+def both_passes(*operands):
+    """Attention and its gradients."""
+    return jax.value_and_grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2))(*operands), attention(*operands)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, None),
+        ("default", None),
+        ("highest", "highest"),
+        ("float32", "highest"),
+        ("BF16_BF16_F32_X6", "highest"),
+        ("high", "high"),
+        ("tensorfloat32", "high"),
+        ("BF16_BF16_F32_X3", "high"),
+        ("bfloat16", "medium"),
+        ("BF16_BF16_F32", "medium"),
+        ("F16_F16_F32", None),
+    ],
+)
+def test_float32_follows_the_setting_of_jax(rng, found, setting, expected):
+    """As it is where a program is traced, and traced again when it changes; other dtypes have none."""
+    own = operands(rng, 2, dtype=np.float32)
+    compiled = jax.jit(both_passes)
+    jax.block_until_ready(compiled(*own))
+    assert set(found) == {None}
+    with jax.default_matmul_precision(setting):
+        found.clear()
+        calls = [compiled(*own), both_passes(*own), jax.jit(jax.vmap(attention))(*own)]
+        jax.block_until_ready(calls)
+        assert found
+        assert set(found) == {expected}
+        for dtype in (np.float64, np.float16, jnp.bfloat16):
+            found.clear()
+            jax.block_until_ready(compiled(*(x.astype(dtype) for x in own)))
+            assert set(found) == {None}
+    same = jax.jit(lambda *x: attention(*x, precision=expected or "highest"))
+    np.testing.assert_array_equal(calls[0][1], same(*own))
+
+
+def test_what_was_chosen_here_counts_more_than_the_setting_of_jax(rng, found, monkeypatch):
+    """And is kept in programs that were compiled with it: JAX does not know of it."""
+    own = operands(rng, dtype=np.float32)
+    compiled = jax.jit(both_passes)
+    with jax.default_matmul_precision("high"):
+        with rp.use_precision("medium"):
+            jax.block_until_ready((compiled(*own), both_passes(*own)))
+            assert set(found) == {"medium"}
+            found.clear()
+            jax.block_until_ready(attention(*own, precision="highest"))
+            assert set(found) == {"highest"}
+        found.clear()
+        jax.block_until_ready(compiled(*own))
+        assert set(found) == {"medium"}
+        monkeypatch.setenv("RELPOS_PRECISION", "highest")
+        found.clear()
+        jax.block_until_ready(both_passes(*own))
+        assert set(found) == {"highest"}
+    with pytest.raises(rp.RelposValueError, match="precision: expected one of"):
+        jax.jit(lambda q: attention(q, q, q, precision="fastest"))(own[0])
+
+
+def test_a_program_keeps_that_nobody_had_chosen(rng, found):
+    own = operands(rng, dtype=jnp.bfloat16)
+    compiled = jax.jit(both_passes)
+    jax.block_until_ready(compiled(*own))
+    with rp.use_precision("highest"):
+        jax.block_until_ready(compiled(*own))
+    assert set(found) == {None}
