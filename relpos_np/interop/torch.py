@@ -9,10 +9,11 @@ import numpy as np
 
 import relpos_np as rp
 from relpos_np._contract.options import ForeignOptions, completed, takes
+from relpos_np._runtime import precision
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import with_bias
 from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
-from relpos_np.types import Array
+from relpos_np.types import Array, Precision
 
 try:
     import torch
@@ -24,6 +25,8 @@ except ImportError as error:
 __all__ = ["Trained", "attention", "trained"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What `torch.backends` calls products of float32.
+_FLOAT32_PRODUCTS: dict[str, Precision] = {"ieee": "highest", "tf32": "high", "bf16": "medium"}
 
 
 def outside_graphs(function: Any) -> Any:
@@ -60,6 +63,27 @@ def _operand(name: str, x: Any) -> Any:
     if _checked(name, x).dtype not in _DTYPES:
         raise RelposTypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, found {x.dtype}")
     return x
+
+
+def _autocast(x: Any) -> Any:
+    """An operand as `torch.autocast` hands it to PyTorch's own attention; all floats but float64 are cast."""
+    kind = x.device.type
+    if x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _setting(x: Any) -> Precision | None:
+    """What PyTorch was told about products of this operand: it has settings for float32 alone."""
+    if x.dtype is not torch.float32:
+        return None
+    try:
+        found: Precision | None = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # Settings of `torch.backends` that differ have no common name.
+        own = torch.backends.mkldnn if x.device.type == "cpu" else torch.backends.cuda
+        found = _FLOAT32_PRODUCTS.get(own.matmul.fp32_precision)
+    return found
 
 
 def _refuse_transformed(named: list[tuple[str, Any]]) -> None:
@@ -139,13 +163,20 @@ def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
 class _Call:
     """One call without its tensors: what autograd keeps beside them for the backward pass.
 
-    After the operands come tensors of options, those that are `named`, and then tensors of schemes.
+    After the operands come tensors of options, those that are `named`, and then tensors of schemes. `precision` is
+    that of both passes: where the backward pass runs, and when, others may be chosen.
     """
 
     def __init__(
-        self, positions: tuple[Any, ...], named: tuple[str, ...], options: dict[str, Any], seed: int | None
+        self,
+        positions: tuple[Any, ...],
+        named: tuple[str, ...],
+        options: dict[str, Any],
+        seed: int | None,
+        precision: Precision | None,
     ) -> None:
         self.positions, self.named, self.options, self.seed = positions, named, options, seed
+        self.precision = precision
 
     def arguments(self, tensors: tuple[Any, ...]) -> dict[str, Any]:
         """Arguments of the library's own functions, with schemes made of the tensors as they are now."""
@@ -158,26 +189,29 @@ class _Call:
     def forward(self, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[Any, Any]:
         """The output and the log-sum-exp."""
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
-        out, lse = rp.attention(read(q), read(k), read(v), return_lse=True, **self.arguments(tensors))
+        with precision.held(self.precision):
+            out, lse = rp.attention(read(q), read(k), read(v), return_lse=True, **self.arguments(tensors))
         return _tensor(out), _tensor(lse)
 
     def output(self, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
         """The output alone."""
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
-        return _tensor(rp.attention(read(q), read(k), read(v), **self.arguments(tensors)))
+        with precision.held(self.precision):
+            return _tensor(rp.attention(read(q), read(k), read(v), **self.arguments(tensors)))
 
     def backward(self, saved: tuple[Any, ...], grad_out: Any, grad_lse: Any) -> list[Any]:
         """Gradients of q, k, v, of options and of each scheme's tensors."""
         q, k, v, *tensors = saved
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
-        found = rp.attention_vjp(
-            read(q),
-            read(k),
-            read(v),
-            grad_out=read(grad_out),
-            grad_lse=None if grad_lse is None else read(grad_lse),
-            **self.arguments(tuple(tensors)),
-        )
+        with precision.held(self.precision):
+            found = rp.attention_vjp(
+                read(q),
+                read(k),
+                read(v),
+                grad_out=read(grad_out),
+                grad_lse=None if grad_lse is None else read(grad_lse),
+                **self.arguments(tuple(tensors)),
+            )
         own = [getattr(found, name) for name in self.named]
         grads = [found.q, found.k, found.v, *own, *gradients(self.positions, found.position)]
         return [None if g is None else _tensor(g).to(x) for g, x in zip(grads, saved, strict=True)]
@@ -312,8 +346,12 @@ def attention(
         Rate at which probabilities are dropped.
     generator : torch.Generator, optional
         Source of the dropout mask's seed; default that of PyTorch, so that `torch.manual_seed` repeats it.
-    causal, window, rule, scale, softcap, cap_order, precision
+    causal, window, rule, scale, softcap, cap_order
         See `relpos_np.attention`.
+    precision : {"highest", "high", "medium"}, optional
+        See `relpos_np.set_precision`. Where nothing was chosen there, ``torch.get_float32_matmul_precision()`` counts
+        for operands of float32; where ``torch.backends.*.matmul.fp32_precision`` has replaced it, what that says of
+        the operands' device: "ieee" is "highest", "tf32" is "high", "bf16" is "medium".
     backend : {"numpy", "terms", "numba", "cuda"}, optional
         Default "cuda" for tensors on a device, else as `relpos_np.set_backend` says.
     return_lse : bool
@@ -322,7 +360,7 @@ def attention(
     Returns
     -------
     out : torch.Tensor, shape (..., H, L_q, D_v)
-        In the dtype of q.
+        In the dtype of q; inside of `torch.autocast`, in the dtype that it casts to.
     lse : torch.Tensor, shape (..., H, L_q)
         Only with `return_lse`.
 
@@ -333,6 +371,10 @@ def attention(
 
     Notes
     -----
+    Inside of `torch.autocast` for the operands' device q, k and v are cast to its dtype, as PyTorch's own attention
+    casts them: unless they are of float64, and with gradients in the dtype that was given. Masks and all else stay as
+    they are. The backward pass has the precision of the call, wherever and whenever it runs.
+
     Tensors on the host are read where they lie, and results are not copied either; only a result in the wrong order
     of memory, tensors with a lazy negation and half precision that a kernel does not read are converted. The
     backward pass computes probabilities again, tile by tile. There are no second derivatives and no `torch.func`.
@@ -351,6 +393,7 @@ def attention(
     for name, x in operands.items():
         if x.device != q.device:
             raise RelposTypeError(f"{name}: expected a tensor on {str(q.device)!r} like q, found one on {x.device}")
+    q, k, v = map(_autocast, (q, k, v))
     if q.device.type == "cuda":
         given["backend"] = given["backend"] or "cuda"
     given |= {name: _read(name, x) for name, x in fixed.items()}
@@ -364,7 +407,8 @@ def attention(
     if dropout:
         given["dropout"] = dropout
         seed = int(torch.randint(2**62, (), generator=generator))
-    call = _Call(positions, tuple(trained_options), given, seed)
+    found = precision.chosen(given["precision"], _setting(q))
+    call = _Call(positions, tuple(trained_options), given, seed, found)
     inputs = (q, k, v, *trained_options.values(), *tensors(positions))
     if grad and any(x.requires_grad for x in inputs):
         out, lse = _Attention.apply(call, *inputs)

@@ -71,6 +71,7 @@ OPTIONS = {
         Option("sinks", ("s_aux",)),
         Option("sinks", ("sinks",), _per_query),
         Option("selected", ("indices",)),
+        Option("precision", ("precision",)),
         Option("segments", ("cu_seq_lens_q", "cu_seq_lens_k"), lambda queries, keys: (queries, keys)),
     )
     for argument in option.arguments
