@@ -50,6 +50,7 @@ def window_rows(frames_q, frames_kv, window):
 
 def window_attention(q, kv, frames_q, frames_kv, window, weights, mask=None):
     """The module's ``forward``: output and probabilities."""
+    kv = q if kv is None else kv
     batch, n_q, channels = q.shape
     n_kv, table = kv.shape[1], weights["relative_position_bias_table"]
     heads = table.shape[1]
@@ -60,7 +61,7 @@ def window_attention(q, kv, frames_q, frames_kv, window, weights, mask=None):
     k, v = project["kv"](kv).reshape(batch, n_kv, 2, heads, -1).transpose(2, 0, 3, 1, 4)
     scores = q * (channels // heads) ** -0.5 @ k.swapaxes(-1, -2)
     rows = window_rows(frames_q, frames_kv, window)
-    scores = scores + table[rows.ravel()].reshape(n_q, n_kv, heads).transpose(2, 0, 1)
+    scores = scores + table[rows.ravel()].reshape(n_q, n_kv, -1).transpose(2, 0, 1)
     if mask is not None:
         scores = (scores.reshape(-1, len(mask), heads, n_q, n_kv) + mask[:, None]).reshape(batch, heads, n_q, n_kv)
     attn = softmax(scores)

@@ -24,15 +24,20 @@ def test_shaw(length, k, rng):
         assert length == 1 or np.abs(notes.shaw_output(x, *weights, *tables[:, ::-1]) - printed).max() > 0.1
 
 
-@pytest.mark.parametrize(("frames_q", "frames_kv"), [(1, 1), (4, 4), (3, 2), (7, 4)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_rstt(frames_q, frames_kv, masked, rng):
-    window, channels, heads, windows = (2, 3), 8, 2, 2
+def rstt_weights(channels, frames_q, window, heads, rng):
     weights = {
         "relative_position_bias_table": rng.standard_normal((np.prod([2 * e - 1 for e in (frames_q, *window)]), heads))
     }
     for name, size in (("q", channels), ("kv", 2 * channels), ("proj", channels)):
         weights |= {f"{name}.weight": rng.standard_normal((size, channels)), f"{name}.bias": rng.standard_normal(size)}
+    return weights
+
+
+@pytest.mark.parametrize(("frames_q", "frames_kv"), [(1, 1), (4, 4), (3, 2), (7, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rstt(frames_q, frames_kv, masked, rng):
+    window, channels, heads, windows = (2, 3), 8, 2, 2
+    weights = rstt_weights(channels, frames_q, window, heads, rng)
     sizes = channels, frames_q, frames_kv, window, heads
     module = layers.WindowAttention(*sizes, weights=weights)
     q, kv = (rng.standard_normal((3 * windows, frames * 6, channels)) for frames in (frames_q, frames_kv))
@@ -46,6 +51,25 @@ def test_rstt(frames_q, frames_kv, masked, rng):
     np.testing.assert_array_equal(
         reference.window_index([np.arange(frames_q), *axes], [keys, *axes], (frames_q, *window)), rows
     )
+
+
+def test_rstt_without_keys(rng):
+    """The code takes the queries for keys: a wrong bias with two heads and half as many key frames, else an error."""
+    window, channels = (2, 3), 12
+    q = rng.standard_normal((2, 4 * 6, channels))
+    for heads in (1, 2, 3, 4):
+        weights = rstt_weights(channels, 4, window, heads, rng)
+        module = layers.WindowAttention(channels, 4, 2, window, heads, weights=weights)
+        with pytest.raises(rp.RelposValueError, match="kv: needed"):
+            module(q)
+        if heads != 2:
+            with pytest.raises(ValueError, match=r"reshape|broadcast"):
+                notes.window_attention(q, None, 4, 2, window, weights)
+            continue
+        printed, attn = notes.window_attention(q, None, 4, 2, window, weights)
+        same = layers.WindowAttention(channels, 4, 4, window, heads, weights=weights)  # a table of as many rows
+        assert printed.shape == same(q)[0].shape
+        assert np.abs(attn - same(q)[1]).max() > 0.1
 
 
 def test_sinusoid_by_channel():
@@ -87,6 +111,16 @@ def test_the_last_matrix(memory, rng):
     printed, reverse = (rp.rel_shift(q @ r.T, variant="transformer_xl") for r in (rows, rows[::-1]))
     close(np.where(distance >= 0, reverse, 0), wanted)
     assert np.abs(np.where(distance >= 0, printed, 0) - wanted).max() > 1
+
+
+def test_what_the_shift_brings_in():
+    """Nothing of the same row: a zero, and the next row's beginning."""
+    entries = np.arange(1.0, 26.0).reshape(5, 5)
+    found = rp.rel_shift(entries, variant="transformer_xl")
+    for i in range(4):
+        expected = [*entries[i, 4 - i :], 0.0, *entries[i + 1]]
+        np.testing.assert_array_equal(found[i], expected[:5])
+    np.testing.assert_array_equal(found[4], entries[4])
 
 
 def test_the_class_for_sinusoids(rng):
