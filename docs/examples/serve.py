@@ -7,14 +7,16 @@ uvicorn --app-dir docs/examples --port 8000 --lifespan off serve:asgi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import itertools
 import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -73,23 +75,47 @@ class RefusedError(Exception):
 
 
 class Memory:
-    """Bytes that are still free for requests; whoever takes some gives them back when its answer has been sent."""
+    """Bytes that are still free for requests; whoever gets some gives them back when its answer has been sent.
+
+    Who asks first gets them first: small requests that keep coming would else leave a large one waiting for ever.
+    """
 
     def __init__(self, size: int) -> None:
         self.free = size
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> bool:
-        """Take so many bytes, if they are free."""
+    def ask(self, size: int) -> Future[None]:
+        """Wait for so many bytes, until the result is there; `settle` says how it ended."""
+        asked: Future[None] = Future()
         with self._lock:
-            taken = size <= self.free
-            self.free -= size if taken else 0
-        return taken
+            self._waiting.append((size, asked))
+        self.give(0)
+        return asked
+
+    def settle(self, asked: Future[None]) -> bool:
+        """Wait no longer: whether the bytes were got."""
+        got = not asked.cancel()
+        self.give(0)  # to those who stood behind
+        return got
 
     def give(self, size: int) -> None:
-        """Give them back."""
+        """Give bytes back."""
+        ready = []
         with self._lock:
             self.free += size
+            while self._waiting and (self._waiting[0][0] <= self.free or self._waiting[0][1].cancelled()):
+                size, asked = self._waiting.popleft()
+                if asked.set_running_or_notify_cancel():
+                    self.free -= size
+                    ready.append(asked)
+        for asked in ready:
+            asked.set_result(None)
+
+    def has(self, size: int) -> bool:
+        """Whether a request for so many bytes would get them at once."""
+        with self._lock:
+            return not self._waiting and size <= self.free
 
 
 class Counts:
@@ -241,16 +267,16 @@ class Answer:
 
 def page(path: str) -> Answer:
     """For operators: whether it is alive; whether it would take a small request now; what was counted."""
-    if path == "/readyz" and memory.free < cost(PIECE):
+    if path == "/readyz" and not memory.has(cost(PIECE)):
         return Answer(503, "busy", None)
     return Answer(200, counts.text() if path == "/metrics" else "ok", None)
 
 
-def pause(started: float) -> float:
-    """Seconds until memory is asked for again."""
-    if time.monotonic() - started > PATIENCE:
+def got(asked: Future[None], size: int) -> int:
+    """Bytes that a request has got, which waits no longer."""
+    if not memory.settle(asked):
         raise RefusedError(503, "busy")
-    return 0.01
+    return size
 
 
 def read(file: Any, size: int) -> bytes:
@@ -272,9 +298,10 @@ def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> 
         if path != "/":
             answer = page(path)
         else:
-            while not memory.take(cost(size)):
-                time.sleep(pause(started))
-            taken = cost(size)
+            asked = memory.ask(cost(size))
+            with contextlib.suppress(TimeoutError):
+                asked.result(PATIENCE)
+            taken = got(asked, cost(size))
             answer = Answer(200, attended(read(environ["wsgi.input"], size)), started, taken)
     except RefusedError as error:
         answer = Answer(error.status, str(error)[:2000], started, taken)
@@ -305,9 +332,13 @@ async def asgi(
             if path != "/":
                 answer = page(path)
             else:
-                while not memory.take(cost(size)):
-                    await asyncio.sleep(pause(started))
-                taken = cost(size)
+                asked = memory.ask(cost(size))
+                try:
+                    await asyncio.wait({asyncio.wrap_future(asked)}, timeout=PATIENCE)
+                except BaseException:
+                    memory.give(cost(size) if memory.settle(asked) else 0)
+                    raise
+                taken = got(asked, cost(size))
                 body = await received(receive, size)
                 out = await asyncio.get_running_loop().run_in_executor(computing, attended, body)
                 answer = Answer(200, out, started)
