@@ -101,9 +101,12 @@ def floating(name: str, value: Any) -> Array:
 
 
 def stored(name: str, value: Any) -> Array:
-    """As `floating`, but half precision that can be read where it lies stays as it is."""
+    """As `floating`, but half precision stays so, which decides how exactly a call computes; copied if it must be."""
     x = array(name, value)
-    return x if _is_stored(x) else floating(name, x)
+    if _is_stored(x):
+        return x
+    native = x.dtype.newbyteorder("=")
+    return x.astype(native) if name_of(native) in _HALVES else floating(name, x)
 
 
 def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:

@@ -1,5 +1,6 @@
 """Rows 24 and 25: buffers that begin beside a multiple of their elements' size, and those of the other byte order."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -53,6 +54,22 @@ def test_row_24_25_operands_masks_and_tables(dtype, change, backend, rng):
         np.testing.assert_array_equal(a, b)
     for x, copy in zip(odd, copies, strict=True):
         np.testing.assert_array_equal(x, copy)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+def test_row_24_operands_of_bfloat16(name, backend, rng):
+    """More queries than decoding takes: with units for bfloat16, products are made of it wherever an operand lies."""
+    operands = make(rng, ml_dtypes.bfloat16, q_len=60, k_len=60, depth=16, v_dim=16)
+    given = dict(zip(("q", "k", "v"), operands, strict=True), grad_out=operands[2])
+
+    def run(given):
+        operands = given["q"], given["k"], given["v"]
+        found = rp.attention_vjp(**given, backend=backend)
+        return [*rp.attention(*operands, return_lse=True, backend=backend), found.q, found.k, found.v]
+
+    for a, b in zip(run(given | {name: moved(given[name])}), run(given), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("change", [moved, swapped])
