@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np._contract import formula as edge
 
 F = np.float64
 
@@ -393,6 +394,31 @@ def test_formulas_refuse_what_is_no_argument_of_theirs(name):
         named = {p.name: wrong for p in taken if p.kind is p.KEYWORD_ONLY}
         said = refusal(formula, *args, **named)
         assert said is None or any(word in said for word in (*[p.name for p in taken], name)), (kind, said)
+
+
+# What passes the checks that come before those of words, by annotation.
+PASSING = {
+    "Array": np.ones((3, 3)),
+    "Int64": np.ones(3, int),
+    "int": 3,
+    "float": 1.0,
+    "bool": False,
+    "Sequence[int]": (2, 2),
+}
+
+
+@pytest.mark.parametrize("name", sorted(rp.reference.__all__))
+def test_formulas_refuse_words_that_they_do_not_know(name):
+    """Many would take any other word for the last of those that they know, and compute something."""
+    formula = getattr(rp.reference, name)
+    parameters = inspect.signature(formula).parameters.values()
+    needed = {p.name: PASSING.get(str(p.annotation)) for p in parameters if p.default is p.empty}
+    known = edge.words(formula)
+    for parameter in parameters:
+        if isinstance(parameter.default, str):
+            assert parameter.default in known[parameter.name]
+            with pytest.raises(rp.RelposValueError, match=f"{parameter.name}: expected one of '"):
+                formula(**needed, **{parameter.name: "no such word"})
 
 
 def test_formulas_name_the_argument_or_the_shapes():

@@ -117,12 +117,15 @@ def test_shaw_in_matrices_writes_no_vector_per_pair(rng):
 def test_shaw_in_matrices_refuses():
     q = np.ones((1, 3, 2))
     odd, even = np.ones((3, 2)), np.ones((4, 2))
-    with pytest.raises(rp.RelposValueError, match=r"key_table: expected an odd number 2k\+1 of rows"):
-        reference.shaw_attention_matrix(q, q, q, even, odd)
-    with pytest.raises(rp.RelposValueError, match=r"value_table: expected an odd number 2k\+1 of rows"):
-        reference.shaw_attention_matrix(q, q, q, odd, even)
-    with pytest.raises(rp.RelposValueError, match="outside: expected one of 'clip', 'zero'"):
-        reference.shaw_attention_matrix(q, q, q, odd, odd, outside="wrap")
+    for function in (reference.shaw_attention_matrix, reference.shaw_attention):
+        with pytest.raises(rp.RelposValueError, match=r"key_table: expected an odd number 2k\+1 of rows"):
+            function(q, q, q, even, odd)
+        with pytest.raises(rp.RelposValueError, match=r"value_table: expected an odd number 2k\+1 of rows"):
+            function(q, q, q, odd, even)
+        with pytest.raises(rp.RelposValueError, match=r"left: expected 0 \.\.\. 2 for value_table"):
+            function(q, q, q, even, odd, left=(1, 3))
+        with pytest.raises(rp.RelposValueError, match="outside: expected one of 'clip', 'zero'"):
+            function(q, q, q, odd, odd, outside="wrap")
 
 
 # ---------------------------------------------------------------------------------------------- terms by name

@@ -1,9 +1,10 @@
-"""The edge of formulas that users call one by one: arguments are checked by their annotations."""
+"""The edge of formulas that users call one by one: arguments are checked by annotations, and words by docstrings."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -47,6 +48,15 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
+# A parameter whose docstring lists its words, as numpydoc has it: ``outside : {"clip", "zero"}``.
+_WORDS = re.compile(r"^ *(\w+) : \{(\"[^}]*)\}", re.MULTILINE)
+
+
+def words(formula: Callable[..., Any]) -> dict[str, list[str]]:
+    """The words that each parameter may be, by its docstring."""
+    return {name: re.findall(r'"([^"]*)"', listed) for name, listed in _WORDS.findall(formula.__doc__ or "")}
+
+
 def checked(formula: _Formula) -> _Formula:
     """The formula as users call it: arguments of a wrong type are refused before any work.
 
@@ -57,6 +67,7 @@ def checked(formula: _Formula) -> _Formula:
     if hasattr(formula, "renamed"):
         formula.within = 1  # type: ignore[attr-defined]
     by_name = {name: str(p.annotation) for name, p in signature.parameters.items()}
+    allowed = words(formula)
 
     @functools.wraps(formula)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,6 +79,8 @@ def checked(formula: _Formula) -> _Formula:
             kind = by_name[name].removesuffix(" | None")
             if kind in _CHECKS and not (value is None and kind != by_name[name]):
                 _CHECKS[kind](name, value)
+            if name in allowed and isinstance(value, str):
+                check.choice(name, value, allowed[name])
         try:
             return formula(*args, **kwargs)
         except RelposError:

@@ -113,14 +113,21 @@ def shaw_attention(
     ndarray, shape (..., H, L_q, D_v)
         The output z.
 
+    Raises
+    ------
+    RelposValueError
+        If a table has an even number of rows and no `left` says which belongs to d = 0, or an option is unknown.
+
     References
     ----------
     Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", NAACL 2018.
     """
-    lengths = q.shape[-2], k.shape[-2]
-    lefts = left if isinstance(left, tuple) else (left, left)
-    a_k = relative_vectors(key_table, *lengths, offset=offset, outside=outside, left=lefts[0])
-    a_v = relative_vectors(value_table, *lengths, offset=offset, outside=outside, left=lefts[1])
+    check.choice("outside", outside, OUTSIDE)
+    tables = zip(("key_table", "value_table"), (key_table, value_table), _lefts(left), strict=True)
+    a_k, a_v = (
+        relative_vectors(one[1], q.shape[-2], k.shape[-2], offset=offset, outside=outside, left=_row_of_zero(*one))
+        for one in tables
+    )
     e = (np.einsum("...id,...jd->...ij", q, k) + np.einsum("...id,...ijd->...ij", q, a_k)) / np.sqrt(q.shape[-1])
     p, _ = softmax(e)
     return np.asarray(np.einsum("...ij,...jd->...id", p, v) + np.einsum("...ij,...ijd->...id", p, a_v))
@@ -160,8 +167,12 @@ def shaw_attention_matrix(
         Queries, keys and values.
     key_table, value_table : ndarray, shapes (2k+1, D) and (2k+1, D_v), or (H, 2k+1, D) and (H, 2k+1, D_v)
         Relative position vectors; k may differ between the two.
-    offset, outside, left
-        See `shaw_attention`; M is `offset`.
+    offset : int
+        Position M of the first query among the keys.
+    outside : {"clip", "zero"}
+        See `shaw_attention`.
+    left : int or tuple of (int or None), optional
+        See there, too.
 
     Returns
     -------

@@ -48,10 +48,16 @@ def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: str
     ndarray of float64, shape (L, D)
         One row per position.
 
+    Raises
+    ------
+    RelposValueError
+        If `dim` is below 1, or `layout` unknown.
+
     References
     ----------
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
     """
+    dim = check.integer("dim", dim, 1)
     t = np.asarray(positions, dtype=np.float64)[..., None]
     if layout == "dimension_index":
         i = np.arange(dim)

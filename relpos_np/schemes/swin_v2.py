@@ -125,8 +125,10 @@ def swin_v2_bias(
         Height and width.
     output_bias : ndarray, shape (H,), optional
         b_2; default 0.
-    pretrained_grid, variant
+    pretrained_grid
         See `swin_v2_coordinates`.
+    variant : {"microsoft", "transformers", "paper"}
+        See there, too.
 
     Returns
     -------

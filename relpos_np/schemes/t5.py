@@ -37,8 +37,10 @@ def t5_bias(
         Number of queries and of keys.
     offset : int
         Position of the first query among the keys.
-    max_distance, bidirectional, rounding
+    max_distance, bidirectional
         See `t5_bucket`.
+    rounding : {"exact", "float32"}
+        See `t5_bucket`, too.
 
     Returns
     -------

@@ -133,8 +133,10 @@ def wavlm_bias(
         Number of queries and of keys.
     offset : int
         Position of the first query among the keys.
-    max_distance, rounding
+    max_distance
         See `t5_bucket`.
+    rounding : {"exact", "float32"}
+        See there, too.
 
     Returns
     -------
