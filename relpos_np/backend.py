@@ -17,7 +17,7 @@ from relpos_np._contract.problem import Problem, name_of
 from relpos_np._contract.terms import Terms
 from relpos_np._runtime import results
 from relpos_np._runtime.forks import preparing
-from relpos_np.errors import RelposImportError, RelposValueError
+from relpos_np.errors import RelposImportError, RelposValueError, shown
 from relpos_np.types import Array, Backend
 
 __all__ = [
@@ -39,8 +39,8 @@ _scoped: ContextVar[Backend | None] = ContextVar("relpos_np_backend", default=No
 
 
 def _checked(name: Any) -> Backend:
-    if name not in BACKENDS:
-        raise RelposValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}; found {name!r}")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise RelposValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}; found {shown(name)}")
     return str(name)  # type: ignore[return-value]
 
 

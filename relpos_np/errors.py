@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+_LONGEST = 200
+
 
 class RelposError(Exception):
     """Base of every error this library raises on purpose; each is also the built-in kind it refines."""
@@ -25,3 +29,15 @@ class RelposImportError(RelposError, ImportError):
 
 class RelposMemoryError(RelposError, MemoryError):
     """A call needs more memory than its limit allows, or than the machine or the device has for it."""
+
+
+def shown(value: Any) -> str:
+    """What a message shows of an argument: its start if it is long, its type if it cannot be printed.
+
+    Python prints no integer of more than 4,300 digits.
+    """
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a representation may raise anything
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

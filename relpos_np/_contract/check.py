@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np._contract.options import DEFAULTS, Options
 from relpos_np._contract.problem import UNBOUNDED, Problem, Rule, Site, name_of
 from relpos_np._runtime import memory, precision
-from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError, shown
 from relpos_np.types import Array, Bools
 
 _Word = TypeVar("_Word", bound=str)
@@ -131,28 +131,33 @@ _LARGEST = 1 << 61
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """An integer, not a bool, at least `least`."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
-        raise RelposTypeError(f"{name}: expected an integer, found {value!r} of type {type(value).__name__}")
+        raise RelposTypeError(f"{name}: expected an integer, found {shown(value)} of type {type(value).__name__}")
     if least is not None and value < least:
-        raise RelposValueError(f"{name}: expected at least {least}, found {value}")
+        raise RelposValueError(f"{name}: expected at least {least}, found {shown(value)}")
     if abs(int(value)) > _LARGEST:
-        raise RelposValueError(f"{name}: {value} is too large")
+        raise RelposValueError(f"{name}: {shown(value)} is too large")
     return int(value)
 
 
 def real(name: str, value: Any) -> float:
     """A finite real number."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
-        raise RelposTypeError(f"{name}: expected a real number, found {value!r} of type {type(value).__name__}")
-    if not np.isfinite(float(value)):
-        raise RelposValueError(f"{name}: expected a finite number, found {value}")
-    return float(value)
+        raise RelposTypeError(f"{name}: expected a real number, found {shown(value)} of type {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction
+        number = math.inf
+    if not math.isfinite(number):
+        raise RelposValueError(f"{name}: expected a finite number, found {shown(value)}")
+    return number
 
 
 def positive(name: str, value: Any) -> float:
     """A finite real number above 0."""
-    if real(name, value) <= 0:
-        raise RelposValueError(f"{name}: expected a positive number, found {value}")
-    return float(value)
+    number = real(name, value)
+    if number <= 0:
+        raise RelposValueError(f"{name}: expected a positive number, found {shown(value)}")
+    return number
 
 
 def _all_whole(value: Any) -> bool:
@@ -169,9 +174,9 @@ def integers(name: str, value: Any) -> Array:
         try:
             x = np.zeros(0, np.int64) if isinstance(value, list | tuple) and not value else np.asarray(value)
         except ValueError:
-            raise RelposTypeError(f"{name}: expected integers in lists of one length, found {value!r}") from None
+            raise RelposTypeError(f"{name}: expected integers in lists of one length, found {shown(value)}") from None
     else:
-        raise RelposTypeError(f"{name}: expected integers, found {value!r} of type {type(value).__name__}")
+        raise RelposTypeError(f"{name}: expected integers, found {shown(value)} of type {type(value).__name__}")
     if x.dtype.kind not in "iu":
         raise RelposTypeError(f"{name}: expected integers, found dtype {x.dtype}")
     if x.dtype == np.uint64 and x.size and x.max() > np.iinfo(np.int64).max:
@@ -189,7 +194,7 @@ def rows(name: str, index: Array, count: int, least: int = 0) -> None:
 def flag(name: str, value: Any) -> bool:
     """A bool and nothing that merely looks true."""
     if not isinstance(value, bool | np.bool_):
-        raise RelposTypeError(f"{name}: expected True or False, found {value!r}")
+        raise RelposTypeError(f"{name}: expected True or False, found {shown(value)}")
     return bool(value)
 
 
@@ -197,7 +202,7 @@ def choice(name: str, value: _Word, allowed: Sequence[str]) -> _Word:
     """One of the named options."""
     found: Any = value
     if not isinstance(found, str) or found not in allowed:
-        raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {found!r}")
+        raise RelposValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; found {shown(found)}")
     # The same word, also from a subclass of str.
     return str(found)  # type: ignore[return-value]
 
@@ -225,7 +230,7 @@ def _band(causal: bool, window: Any) -> tuple[int, int]:
     if window is not None:
         pair = window if isinstance(window, tuple) else (window, window)
         if len(pair) != 2:
-            raise RelposValueError(f"window: expected w or (left, right), found {window!r}")
+            raise RelposValueError(f"window: expected w or (left, right), found {shown(window)}")
         left, right = (UNBOUNDED if w is None else min(integer("window", w, 0), UNBOUNDED) for w in pair)
     return left, min(right, 0) if causal else right
 

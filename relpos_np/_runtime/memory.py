@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Integral
 from typing import Any
 
-from relpos_np.errors import RelposMemoryError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposMemoryError, RelposTypeError, RelposValueError, shown
 
 VARIABLE = "RELPOS_MEMORY_LIMIT"
 # More than any address space holds, and than the integers that NumPy counts bytes with.
@@ -30,10 +31,10 @@ _scoped: ContextVar[int | _Unset | None] = ContextVar("relpos_np_memory", defaul
 def _checked(name: str, value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RelposTypeError(f"{name}: expected bytes as an integer or None, found {value!r}")
-    if int(value) < 0:
-        raise RelposValueError(f"{name}: expected 0 or more bytes, found {value}")
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RelposTypeError(f"{name}: expected bytes as an integer or None, found {shown(value)}")
+    if value < 0:
+        raise RelposValueError(f"{name}: expected 0 or more bytes, found {shown(value)}")
     return int(value)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from relpos_np.errors import RelposValueError
+from relpos_np.errors import RelposValueError, shown
 from relpos_np.types import Precision
 
 PRECISIONS = ("highest", "high", "medium")
@@ -19,7 +19,7 @@ _scoped: ContextVar[tuple[Precision | None] | None] = ContextVar("relpos_np_prec
 
 def _checked(name: Any) -> Precision:
     if not isinstance(name, str) or name not in PRECISIONS:
-        raise RelposValueError(f"precision: expected one of {', '.join(map(repr, PRECISIONS))}; found {name!r}")
+        raise RelposValueError(f"precision: expected one of {', '.join(map(repr, PRECISIONS))}; found {shown(name)}")
     return name  # type: ignore[return-value]
 
 

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from relpos_np._runtime.forks import preparing
-from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError, shown
 
 # Numba's number belongs to one thread and BLAS's to the process; ours to the process, or to a thread's or task's block.
 _default: int | None = None
@@ -38,14 +38,15 @@ def _numba() -> Any:
 
 def _checked(n: Any, most: int) -> int:
     if isinstance(n, bool):
-        raise RelposTypeError(f"n: expected a number of threads, found {n}")
+        raise RelposTypeError(f"n: expected a number of threads, found {shown(n)}")
     try:
         count = operator.index(n)
     except TypeError:
-        raise RelposTypeError(f"n: expected an integer, found {type(n).__name__} {n!r}") from None
+        raise RelposTypeError(f"n: expected an integer, found {type(n).__name__} {shown(n)}") from None
     if not 1 <= count <= most:
         raise RelposValueError(
-            f"n: expected 1 to {most} threads (processors, or NUMBA_NUM_THREADS before Python starts), found {count}"
+            f"n: expected 1 to {most} threads (processors, or NUMBA_NUM_THREADS before Python starts), "
+            f"found {shown(count)}"
         )
     return count
 

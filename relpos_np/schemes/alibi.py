@@ -10,7 +10,7 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import KeyTerm, TableTerm, Terms
-from relpos_np.errors import RelposValueError
+from relpos_np.errors import RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -144,9 +144,11 @@ class ALiBi(Scheme):
         bias_max: float | None = None,
     ) -> None:
         if slopes is not None and heads is not None:
-            raise RelposValueError(f"heads: found {heads!r} besides slopes, which already say how many heads there are")
+            raise RelposValueError(
+                f"heads: found {shown(heads)} besides slopes, which already say how many heads there are"
+            )
         if slopes is not None and bias_max is not None:
-            raise RelposValueError(f"bias_max: found {bias_max!r} besides slopes, which it would have no part in")
+            raise RelposValueError(f"bias_max: found {shown(bias_max)} besides slopes, which it would have no part in")
         self.bias_max = None if bias_max is None else check.positive("bias_max", bias_max)
         self.slopes = None if slopes is None else check.table("slopes", slopes, "heads")
         self.heads = None if heads is None else check.integer("heads", heads, 1)

@@ -13,7 +13,7 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -111,7 +111,7 @@ class BEiT(Scheme):
     def __init__(self, table: Any, grid: Sequence[int]) -> None:
         self.table = check.table("table", table, "rows heads")
         if not isinstance(grid, tuple | list) or len(grid) != 2:
-            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {grid!r}")
+            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {shown(grid)}")
         self.grid = check.integer("grid", grid[0], 1), check.integer("grid", grid[1], 1)
         rows = prod(2 * n - 1 for n in self.grid) + 3
         if len(self.table) != rows:

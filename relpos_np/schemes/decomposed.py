@@ -13,7 +13,7 @@ from relpos_np._contract import check
 from relpos_np._contract.problem import Site
 from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import Dense, QueryTerm, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.resize_tables import resize_matrix
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
@@ -281,7 +281,7 @@ class DecomposedBias(Scheme):
 
 def _grid(name: str, value: Any) -> Grid:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise RelposTypeError(f"{name}: expected height and width such as (14, 14), found {value!r}")
+        raise RelposTypeError(f"{name}: expected height and width such as (14, 14), found {shown(value)}")
     return check.integer(name, value[0], 1), check.integer(name, value[1], 1)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -24,6 +24,7 @@ METHODS = ("product", "euclidean", "quantization", "cross")
 MODES = ("contextual", "bias")
 # What decides between two buckets is rounded to this many decimals, so that an exact half is one.
 _DECIMALS = 9
+_LEAST = 1e-100
 
 
 def piecewise_index(x: Int64, *, alpha: float = 1.9, beta: float = 3.8, gamma: float = 15.2) -> Int64:
@@ -212,7 +213,7 @@ class IRPE(Scheme):
     ------
     RelposValueError
         If no table is given, or shapes do not match the buckets, the heads, the channels or the tokens; if not
-        0 < alpha <= beta, alpha < gamma and beta at least 1.
+        1e-100 <= alpha <= beta, alpha < gamma <= 1e100 and beta at least 1.
 
     References
     ----------
@@ -238,7 +239,7 @@ class IRPE(Scheme):
         class_tokens: int = 0,
     ) -> None:
         if not isinstance(grid, tuple | list) or len(grid) != 2:
-            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {grid!r}")
+            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {shown(grid)}")
         self.grid = check.integer("grid", grid[0], 1), check.integer("grid", grid[1], 1)
         self.mode = check.choice("mode", mode, MODES)
         self.method = check.choice("method", method, METHODS)
@@ -246,10 +247,12 @@ class IRPE(Scheme):
             check.real(name, x) for name, x in (("alpha", alpha), ("beta", beta), ("gamma", gamma))
         )
         self.class_tokens = check.integer("class_tokens", class_tokens, 0)
-        if not (0 < self.alpha <= self.beta and self.alpha < self.gamma and self.beta >= 1):
+        # Beyond these sizes, which no grid needs, quotients of them would leave the range of float64.
+        bounded = self.alpha >= _LEAST and self.gamma <= 1 / _LEAST
+        if not (bounded and self.alpha <= self.beta and self.alpha < self.gamma and self.beta >= 1):
             raise RelposValueError(
-                f"alpha, beta, gamma: expected 0 < alpha <= beta, alpha < gamma and beta >= 1, "
-                f"found {alpha}, {beta}, {gamma}"
+                f"alpha, beta, gamma: expected {_LEAST} <= alpha <= beta, alpha < gamma <= {1 / _LEAST} and beta >= 1, "
+                f"found {self.alpha}, {self.beta}, {self.gamma}"
             )
         if mode == "bias" and value_table is not None:
             raise RelposValueError("value_table: values have no bias; use mode='contextual'")

@@ -13,7 +13,7 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import bucket_rows, t5_map
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, of_batch
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
@@ -210,7 +210,7 @@ class LayoutBias(Scheme):
             found = [None if t is None else t.shape for t in (self.table, self.x_table, self.y_table)]
             raise RelposValueError(f"table, x_table, y_table: shapes {found} are for different numbers of heads")
         if factor is not None and variant != "udop":
-            raise RelposValueError(f"factor: only 'udop' has one, found {factor} for {variant!r}")
+            raise RelposValueError(f"factor: only 'udop' has one, found {shown(factor)} for {variant!r}")
         self.factor = factor if factor is None else check.real("factor", factor)
         self._factor = 100.0 if self.factor is None else self.factor
         if not 0 < self._factor <= _LARGEST_FACTOR:

@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -174,7 +174,7 @@ class NeighborhoodBias(Scheme):
         self, table: Any, grid: Sequence[int], kernel: int | Sequence[int], dilation: int | Sequence[int] = 1
     ) -> None:
         if not isinstance(grid, tuple | list) or not 1 <= len(grid) <= 3:
-            raise RelposTypeError(f"grid: expected one to three lengths such as (14, 14), found {grid!r}")
+            raise RelposTypeError(f"grid: expected one to three lengths such as (14, 14), found {shown(grid)}")
         self.grid = tuple(check.integer("grid", n, 1) for n in grid)
         self.kernel = self._along("kernel", kernel)
         self.dilation = self._along("dilation", dilation)
@@ -197,7 +197,7 @@ class NeighborhoodBias(Scheme):
         """One integer per axis."""
         given = value if isinstance(value, Sequence) and not isinstance(value, str) else [value] * len(self.grid)
         if len(given) != len(self.grid):
-            raise RelposValueError(f"{name}: expected {len(self.grid)} integers as in grid, found {value!r}")
+            raise RelposValueError(f"{name}: expected {len(self.grid)} integers as in grid, found {shown(value)}")
         return tuple(check.integer(name, n, 1) for n in given)
 
     def check(self, site: Site) -> None:

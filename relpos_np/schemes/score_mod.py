@@ -9,7 +9,7 @@ import numpy as np
 
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Change, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.types import Array
 
@@ -69,7 +69,8 @@ class ScoreMod(Scheme):
         for name, value in (("function", function), ("derivative", derivative)):
             if not callable(value) and (name == "function" or value is not None):
                 raise RelposTypeError(
-                    f"{name}: expected a function of (s, b, h, i, j), found {value!r} of type {type(value).__name__}"
+                    f"{name}: expected a function of (s, b, h, i, j), found {shown(value)} of type "
+                    f"{type(value).__name__}"
                 )
         self.function, self.derivative = function, derivative
 

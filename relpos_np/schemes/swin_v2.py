@@ -15,7 +15,7 @@ from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient, in_order
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -368,7 +368,7 @@ class SwinV2(Scheme):
 
 def _grid(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise RelposTypeError(f"{name}: expected height and width such as (8, 8), found {value!r}")
+        raise RelposTypeError(f"{name}: expected height and width such as (8, 8), found {shown(value)}")
     return check.integer(name, value[0], 1), check.integer(name, value[1], 1)
 
 

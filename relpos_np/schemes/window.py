@@ -14,7 +14,7 @@ from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Site
 from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -236,7 +236,7 @@ class WindowBias(Scheme):
 
 def _grid(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise RelposTypeError(f"{name}: expected a tuple of lengths such as (7, 7), found {value!r}")
+        raise RelposTypeError(f"{name}: expected a tuple of lengths such as (7, 7), found {shown(value)}")
     return tuple(check.integer(name, n, 1) for n in value)
 
 
@@ -255,7 +255,7 @@ def _coords(value: Any, axes: int) -> list[Int64 | None]:
             continue
         points = check.integers("key_coords", c)
         if points.ndim != 1 or not points.size:
-            raise RelposTypeError(f"key_coords: expected integers along an axis, found {c!r}")
+            raise RelposTypeError(f"key_coords: expected integers along an axis, found {shown(c)}")
         out.append(points.astype(np.int64))
     return out
 

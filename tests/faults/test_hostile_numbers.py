@@ -3,6 +3,7 @@
 import inspect
 import time
 import tracemalloc
+from fractions import Fraction
 from math import inf, nan
 
 import numpy as np
@@ -14,7 +15,9 @@ from relpos_np.testing.arguments import arguments
 from tests.every import ATTENTION
 
 HOSTILE = (0, -1, 4_000_000, 2**31 - 1, 2**31, 2**40, 2**61 - 1, 2**61, 10**30)
-HOSTILE += (0.0, 1e-300, 1e18, 1e300, nan, inf, -inf, True, "4")
+HOSTILE += (0.0, 1e-320, 1e-300, 1e18, 1e300, nan, inf, -inf, True, "4")
+# Beyond the largest float, and more digits than Python prints.
+HOSTILE += (10**400, -(10**400), 10**5000, Fraction(10**400))
 # Of calls of 17 tokens; a number that bounds nothing asks for thousands of times as much.
 SECONDS, BYTES = 2.0, 16 << 20
 
@@ -85,3 +88,48 @@ def test_row_48_borders_of_large_tables(backend, rng):
         taken, most = bounded(lambda position=position: rp.attention(q, k, v, position=position, backend=backend))
         assert taken <= SECONDS
         assert most <= 4 * BYTES
+
+
+class Unprintable:
+    """Whose representation fails."""
+
+    def __repr__(self):
+        raise RuntimeError
+
+
+# What no option takes.
+WORDS = {
+    "many digits": 10**5000,
+    "negative": -(10**5000),
+    "unprintable": Unprintable(),
+    "of unprintable ones": [Unprintable()],
+    "empty": np.empty(0),
+    "masked": np.ma.masked,
+    "long": "x" * 10**6,
+}
+OPTIONS = ("window", "offset", "scale", "softcap", "key_lengths", "causal", "segments", "dropout", "rule")
+OPTIONS += ("precision", "backend", "cap_order")
+SETTINGS = (rp.set_num_threads, rp.set_memory_limit, rp.set_precision, rp.set_backend)
+BLOCKS = (rp.threads, rp.memory_limit, rp.use_precision, rp.use_backend)
+RULES = (rp.Chunked, rp.Dilated)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_row_48_numbers_of_calls(word, rng):
+    """A message shows the start of what was found, or its type if it cannot be printed."""
+    value = WORDS[word]
+    q = rng.standard_normal((2, 5, 4))
+
+    def enter(block):
+        with block(value):
+            pass
+
+    calls = {name: lambda name=name: rp.attention(q, q, q, **{name: value}) for name in OPTIONS}
+    calls |= {f.__name__: lambda f=f: f(value) for f in (*SETTINGS, *RULES)}
+    calls |= {f.__name__: lambda f=f: enter(f) for f in BLOCKS}
+    if word == "many digits":
+        del calls["set_memory_limit"], calls["memory_limit"]  # as good as none
+    for name, call in calls.items():
+        with pytest.raises(rp.RelposError) as caught:
+            call()
+        assert len(str(caught.value)) < 1000, name
