@@ -91,6 +91,17 @@ def test_blocks_have_halves_of_their_own(channels, backend, rng):
     assert repr(same).endswith(f"channels={channels}, blocks=4)")
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("blocks", [2, 4, 8, 16])
+def test_blocks_of_one_pair_each(blocks, dtype, backend, rng):
+    """Two in a row, in every dtype: sines of one pair lie apart, at which a function of NumPy 2.4 wrote wrong numbers."""
+    q, k, v = (rng.standard_normal((2, 1, n, 32)).astype(dtype) for n in (9, 63, 63))
+    split = rp.Rotary(2 * blocks, blocks=blocks)
+    expected = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), position=split, backend="numpy")
+    found = rp.attention(q, k, v, position=split, backend=backend)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=50 * np.finfo(dtype).eps)
+
+
 def test_channels_may_be_said_with_their_number():
     for scheme in (rp.Rotary(channels=(2, 6)), rp.Rotary(4, channels=[2, 6]), rp.Rotary(channels=np.array([2, 6]))):
         assert (scheme.dim, scheme.channels) == (4, (2, 6))

@@ -75,7 +75,8 @@ def turn_pairs(x: Array, cos: Array, sin: Array, layout: str, out: Array) -> Non
     # Both factors spread over the channels: a product of long rows costs half of one of pairs.
     along, across = np.empty((2, *cos.shape[:-1], 2 * pairs), cos.dtype)
     along[..., first] = along[..., second] = cos
-    np.negative(sin, out=across[..., first])
+    # Not np.negative(sin, out=...): where elements of both lie apart, NumPy 2.4 may write wrong numbers.
+    across[..., first] = -sin
     across[..., second] = sin
     parts: Iterable[tuple[slice, ...]] = [()]
     if x.size > _BLOCK:

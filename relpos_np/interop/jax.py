@@ -106,19 +106,10 @@ _TRAINED = ("query_scale", "sinks")
 
 
 class _Call:
-    """One call without its arrays: after the operands come those of options, which are named, and those of schemes.
+    """One call without its arrays: after the operands come those of options, which are named, and those of schemes."""
 
-    `precision` is that of each run: what was chosen where a program is traced is not where, or when, it runs.
-    """
-
-    def __init__(
-        self,
-        positions: tuple[Any, ...],
-        options: dict[str, Any],
-        named: tuple[str, ...],
-        precision: Precision | None,
-    ) -> None:
-        self.positions, self.options, self.named, self.precision = positions, options, named, precision
+    def __init__(self, positions: tuple[Any, ...], options: dict[str, Any], named: tuple[str, ...]) -> None:
+        self.positions, self.options, self.named = positions, options, named
 
     def arguments(self, arrays: Any) -> dict[str, Any]:
         count = len(self.named)
@@ -147,7 +138,7 @@ class _Call:
     def forward(self, *arrays: Any) -> tuple[Array, Array]:
         """On the host: the output and the log-sum-exp."""
         q, k, v, *others = (np.asarray(x) for x in arrays)
-        with precision.held(self.precision):
+        with precision.held(self.options["precision"]):
             found: tuple[Array, Array] = rp.attention(q, k, v, return_lse=True, **self.arguments(others))
         return found
 
@@ -155,7 +146,7 @@ class _Call:
         """On the host: gradients of operands, of options that have them, and of the schemes' arrays."""
         q, k, v, *others = (np.asarray(x) for x in arrays)
         options = {"grad_lse": np.asarray(grad_lse), **self.arguments(others)}
-        with precision.held(self.precision):
+        with precision.held(self.options["precision"]):
             found = rp.attention_vjp(q, k, v, grad_out=np.asarray(grad_out), **options)
         options_grads = [getattr(found, name) for name in self.named if name in _TRAINED]
         own = [
@@ -305,7 +296,9 @@ def attention(
         else:
             positions = with_bias(positions, mask, given)
     arrays = [*map(_array, "qkv", (q, k, v)), *named.values(), *tensors(positions)]
-    call = _Call(positions, given, tuple(named), precision.chosen(given["precision"], _setting(q)))
+    # Where a program runs, and when, another may be chosen than where it is traced.
+    given["precision"] = precision.chosen(given["precision"], _setting(q))
+    call = _Call(positions, given, tuple(named))
     has_gradient = [True] * 3 + [name in _TRAINED for name in named] + [True] * len(tensors(positions))
     results = call.results(arrays)
 

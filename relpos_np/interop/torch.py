@@ -66,11 +66,8 @@ def _operand(name: str, x: Any) -> Any:
 
 
 def _autocast(x: Any) -> Any:
-    """An operand as `torch.autocast` hands it to PyTorch's own attention; all floats but float64 are cast."""
-    kind = x.device.type
-    if x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
+    """An operand as `torch.autocast` hands it to PyTorch's own attention."""
+    return x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _setting(x: Any) -> Precision | None:
@@ -163,20 +160,13 @@ def trained(scheme: Any, *args: Any, **kwargs: Any) -> Trained:
 class _Call:
     """One call without its tensors: what autograd keeps beside them for the backward pass.
 
-    After the operands come tensors of options, those that are `named`, and then tensors of schemes. `precision` is
-    that of both passes: where the backward pass runs, and when, others may be chosen.
+    After the operands come tensors of options, those that are `named`, and then tensors of schemes.
     """
 
     def __init__(
-        self,
-        positions: tuple[Any, ...],
-        named: tuple[str, ...],
-        options: dict[str, Any],
-        seed: int | None,
-        precision: Precision | None,
+        self, positions: tuple[Any, ...], named: tuple[str, ...], options: dict[str, Any], seed: int | None
     ) -> None:
         self.positions, self.named, self.options, self.seed = positions, named, options, seed
-        self.precision = precision
 
     def arguments(self, tensors: tuple[Any, ...]) -> dict[str, Any]:
         """Arguments of the library's own functions, with schemes made of the tensors as they are now."""
@@ -189,21 +179,20 @@ class _Call:
     def forward(self, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[Any, Any]:
         """The output and the log-sum-exp."""
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
-        with precision.held(self.precision):
-            out, lse = rp.attention(read(q), read(k), read(v), return_lse=True, **self.arguments(tensors))
+        out, lse = rp.attention(read(q), read(k), read(v), return_lse=True, **self.arguments(tensors))
         return _tensor(out), _tensor(lse)
 
     def output(self, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
         """The output alone."""
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
-        with precision.held(self.precision):
-            return _tensor(rp.attention(read(q), read(k), read(v), **self.arguments(tensors)))
+        return _tensor(rp.attention(read(q), read(k), read(v), **self.arguments(tensors)))
 
     def backward(self, saved: tuple[Any, ...], grad_out: Any, grad_lse: Any) -> list[Any]:
         """Gradients of q, k, v, of options and of each scheme's tensors."""
         q, k, v, *tensors = saved
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
-        with precision.held(self.precision):
+        # Where and when this runs another precision may be chosen, or one where none was.
+        with precision.held(self.options["precision"]):
             found = rp.attention_vjp(
                 read(q),
                 read(k),
@@ -393,7 +382,9 @@ def attention(
     for name, x in operands.items():
         if x.device != q.device:
             raise RelposTypeError(f"{name}: expected a tensor on {str(q.device)!r} like q, found one on {x.device}")
-    q, k, v = map(_autocast, (q, k, v))
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = map(_autocast, (q, k, v))
+    given["precision"] = precision.chosen(given["precision"], _setting(q))
     if q.device.type == "cuda":
         given["backend"] = given["backend"] or "cuda"
     given |= {name: _read(name, x) for name, x in fixed.items()}
@@ -407,8 +398,7 @@ def attention(
     if dropout:
         given["dropout"] = dropout
         seed = int(torch.randint(2**62, (), generator=generator))
-    found = precision.chosen(given["precision"], _setting(q))
-    call = _Call(positions, tuple(trained_options), given, seed, found)
+    call = _Call(positions, tuple(trained_options), given, seed)
     inputs = (q, k, v, *trained_options.values(), *tensors(positions))
     if grad and any(x.requires_grad for x in inputs):
         out, lse = _Attention.apply(call, *inputs)

@@ -1,7 +1,7 @@
 """What PyTorch was told about precision, and its autocast: attention follows where nobody chose for this library."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -82,6 +82,17 @@ def test_other_dtypes_do_not(found, dtype):
     # What a scheme is made of does not count.
     attention(q, k, v, position=trained(rp.T5, torch.zeros(32, 2)))
     assert {chosen for _, chosen in found} == {None}
+
+
+@pytest.mark.parametrize("chosen", [None, "high"])
+def test_the_backward_pass_keeps_what_the_call_has_found(found, chosen):
+    """Also that nobody had chosen, so that bfloat16 is multiplied as such."""
+    q, k, v = operands(torch.bfloat16)
+    with nullcontext() if chosen is None else rp.use_precision(chosen):
+        out = attention(q, k, v)
+    with rp.use_precision("highest"):
+        out.sum().backward()
+    assert found == [("bfloat16", chosen), ("bfloat16", chosen, "grad")]
 
 
 def test_what_was_chosen_here_counts_more(found, monkeypatch):
