@@ -94,7 +94,7 @@ def test_blocks_have_halves_of_their_own(channels, backend, rng):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("blocks", [2, 4, 8, 16])
 def test_blocks_of_one_pair_each(blocks, dtype, backend, rng):
-    """Two in a row, in every dtype: sines of one pair lie apart, at which a function of NumPy 2.4 wrote wrong numbers."""
+    """In every dtype: sines of one pair lie apart, where a function of NumPy 2.4 writes wrong numbers."""
     q, k, v = (rng.standard_normal((2, 1, n, 32)).astype(dtype) for n in (9, 63, 63))
     split = rp.Rotary(2 * blocks, blocks=blocks)
     expected = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), position=split, backend="numpy")
