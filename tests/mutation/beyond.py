@@ -49,7 +49,7 @@ BEYOND: list[Bug] = [
         "np.arange(heads) // groups", "np.arange(heads) // min(groups, 4) % x.shape[-3]",
         "same(draw(1, heads=12, kv_heads=2, q_len=9), 'terms')"),
     Bug("beyond: rotary pairs from 65 on", "_contract.turned:turn_pairs",
-        "np.negative(sin, out=across[..., first])", "np.negative(np.where(np.arange(sin.shape[-1]) < 64, sin, 0), out=across[..., first])",
+        "across[..., first] = -sin", "across[..., first] = -np.where(np.arange(sin.shape[-1]) < 64, sin, 0)",
         "same(draw(1, heads=1, q_len=9, dim=160), 'terms', position=rp.Rotary(160))"),
     Bug("beyond: a fourth table", "_contract.terms:Terms.__add__",
         "self.tables + other.tables", "(self.tables + other.tables)[:3]",

@@ -18,7 +18,7 @@ BUGS = [
     Bug("xl: first row of xlnet", "schemes.transformer_xl:TransformerXL._own_row", "0 if self.variant in ('xlnet', 'xlnet_uni') else 1", "1"),
     Bug("sinusoid: frequency", "schemes.sinusoidal:sinusoidal", "-2.0 * (np.arange(dim) // 2) / dim", "-2.0 * (np.arange(dim) // 2) / (dim - 1)"),
     Bug("rotary: sign", "formulas.rotations:rotary_matrices", "-np.sin(angle)", "np.sin(angle)"),
-    Bug("rotary: sign in lower", "_contract.turned:turn_pairs", "np.negative(sin, out=across[..., first])", "across[..., first] = sin"),
+    Bug("rotary: sign in lower", "_contract.turned:turn_pairs", "across[..., first] = -sin", "across[..., first] = sin"),
     Bug("rotary: positions of queries", "schemes.placed:Placed._at", "self.positions[..., site.offset:site.offset + site.q_len]", "self.positions[..., :site.q_len]"),
     Bug("rotary: grouped frequencies", "schemes.rotary:Rotary._tables", "np.repeat(queries[0], groups, axis=-3)", "np.concatenate([queries[0]] * groups, axis=-3)"),
     Bug("rotary: gradient of frequencies", "schemes.rotary:Rotary._spun", "product(g[..., second], y[..., first]) - product(g[..., first], y[..., second])", "product(g[..., second], y[..., first]) + product(g[..., first], y[..., second])"),
