@@ -198,7 +198,8 @@ def attention(
     dropout : float
         Rate at which probabilities are dropped; needs `rng`. Holds a mask of L_q L_k.
     rng : numpy.random.Generator, optional
-        Source of the dropout mask; the same state gives the same mask on every backend.
+        Source of the dropout mask; the same state gives the same mask on every backend. A call that is refused may
+        have drawn from it.
     precision : {"highest", "high", "medium"}, optional
         See `set_precision`; without it, bfloat16 is multiplied as such where the processor can.
     backend : {"numpy", "terms", "numba", "cuda"}, optional
@@ -251,6 +252,7 @@ def attention(
     >>> lse.shape
     (2, 4, 10)
     """
+    return_lse = check.flag("return_lse", return_lse)
     form = None if return_bound is not False else repeated.form(q, k, v, position, options)
     ready = None if form is None else repeated.known(form)
     if ready is not None:

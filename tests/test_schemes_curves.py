@@ -61,6 +61,14 @@ def test_fire_needs_no_square_of_memory_before_the_threshold(rng):
     assert terms.tables[0].table.size <= 4 * 8000
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_fire_gives_gradients_of_the_shapes_it_was_given(rng, shape):
+    q, k, v = operands(rng, 7, 9)
+    scheme = rp.FIRE(*network(rng), np.full(shape, 0.1), np.full(shape, 4.0))
+    found = rp.attention_vjp(q, k, v, position=scheme, grad_out=np.ones((2, 4, 7, 5))).position
+    assert found["c"].shape == found["threshold"].shape == shape
+
+
 def test_fire_refuses(rng):
     w1, b1, w2, b2 = network(rng)
     q = np.zeros((2, 3, 4))

@@ -231,6 +231,7 @@ class PreparedAttention:
         RelposError
             As `relpos_np.attention`, and where an operand differs from what was prepared.
         """
+        return_lse = check.flag("return_lse", return_lse)
         operands, quick = (check.array("q", q), check.array("k", k), check.array("v", v)), True
         for x, (shape, strides, dtype) in zip(operands, self._forms, strict=True):
             if x.shape != shape or x.dtype != dtype:

@@ -71,13 +71,13 @@ def fire_bias(
 
 
 def _scalar(name: str, value: Any) -> Array:
-    """A positive number as an array without axes, so that it has a dtype and a gradient."""
+    """A positive number as an array of its shape, so that it has a dtype and a gradient of that shape."""
     x = check.floating(name, value) if isinstance(value, np.ndarray) else np.asarray(check.real(name, value))
     if x.size != 1:
         raise RelposValueError(f"{name}: expected one number, found shape {x.shape}")
-    x = x.reshape(()).copy()
-    if not (np.isfinite(x) and x > 0):
-        raise RelposValueError(f"{name}: expected a positive number, found {x}")
+    if not (np.isfinite(x.item()) and x.item() > 0):
+        raise RelposValueError(f"{name}: expected a positive number, found {x.item()}")
+    x = x.copy()
     x.flags.writeable = False
     return x
 
@@ -157,7 +157,7 @@ class FIRE(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        network = self.w1, self.b1, self.w2, self.b2, float(self.c), float(self.threshold)
+        network = self.w1, self.b1, self.w2, self.b2, self.c.item(), self.threshold.item()
         return fire_bias(*network, site.q_len, site.k_len, offset=site.offset, eps=self.eps).astype(site.dtype)
 
     def _blocks(self, site: Site) -> tuple[bool, list[tuple[slice, Array, Array]]]:
@@ -165,7 +165,7 @@ class FIRE(Scheme):
 
         n has the shape (rows of the Toeplitz lookup,) or (queries, L_k), and m broadcasts to it.
         """
-        level, first_key = float(self.threshold), self._first_key
+        level, first_key = self.threshold.item(), self._first_key
         if site.offset + first_key + site.q_len - 1 <= level:
             d = relative_positions(site.q_len, site.k_len, site.offset)
             return True, [(slice(None), np.abs(d).astype(np.float64), np.full(1, level))]
@@ -179,7 +179,7 @@ class FIRE(Scheme):
 
     def _hidden(self, n: Array, m: Array) -> tuple[Array, Array, Array]:
         """Numerator and denominator of the network's input, and the hidden layer before its ReLU: (..., E)."""
-        c = float(self.c)
+        c = self.c.item()
         above, below = np.log1p(c * n), np.log1p(c * m) + self.eps
         w1, b1 = self.w1.reshape(-1).astype(np.float64), self.b1.astype(np.float64)
         return above, below, np.add(np.multiply.outer(above / below, w1), b1)
@@ -215,7 +215,7 @@ class FIRE(Scheme):
         """Through the network, to its input, to c and L; block by block as in `lower`."""
         alone, blocks = self._blocks(site)
         rows_grad = grad.tables[0].table if alone else grad.biases[0]
-        c, level = float(self.c), float(self.threshold)
+        c, level = self.c.item(), self.threshold.item()
         w1, w2 = self.w1.reshape(-1).astype(np.float64), self.w2.astype(np.float64)
         names = ("w1", "b1", "w2", "b2", "c", "threshold")
         total = {name: np.zeros(getattr(self, name).shape) for name in names}

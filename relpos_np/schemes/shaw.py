@@ -122,7 +122,6 @@ def shaw_attention(
     ----------
     Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", NAACL 2018.
     """
-    check.choice("outside", outside, OUTSIDE)
     tables = zip(("key_table", "value_table"), (key_table, value_table), _lefts(left), strict=True)
     a_k, a_v = (
         relative_vectors(one[1], q.shape[-2], k.shape[-2], offset=offset, outside=outside, left=_row_of_zero(*one))
@@ -188,7 +187,6 @@ def shaw_attention_matrix(
     ----------
     Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", NAACL 2018, section 3.3.
     """
-    check.choice("outside", outside, OUTSIDE)
     d = np.arange(k.shape[-2]) - (np.arange(q.shape[-2])[:, None] + offset)
     tables = zip(("key_table", "value_table"), (key_table, value_table), _lefts(left), strict=True)
     spans = [(_row_of_zero(*one), one[1].shape[-2]) for one in tables]
