@@ -9,8 +9,11 @@ such a processor, such as a product before LDTILECFG, ends the process.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,7 +30,8 @@ from numba.extending import intrinsic
 # each kind of instruction has; rows and bytes of a row, and the contents of eight registers.
 THREADS = 256
 COUNTED = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps")
-_OWNER, _OPEN, _COUNTS = 0, 1, 2
+# At 0 stands who it is.
+_OPEN, _COUNTS = 1, 2
 _NUMBERS = np.zeros((THREADS, 2 + len(COUNTED)), np.int64)
 _SHAPES = np.zeros((THREADS, 8, 2), np.int64)
 _CONTENTS = np.zeros((THREADS, 8, 16, 16), np.uint32)
@@ -137,11 +141,10 @@ def _carry_out(context):
 
     address, stride = np.int64(0), np.int64(0)
     if mode != 3:
-        index_scale = np.int64(0)
         if low == 4:
             scale, index, base = code[5] >> 6, code[5] >> 3 & 7 | more_index << 3, np.int64(code[5] & 7)
             size = 6
-            index_scale = 0 if index == 4 else stored[_STORED[index]] << np.int64(scale)
+            stride = np.int64(0) if index == 4 else stored[_STORED[index]] << np.int64(scale)
         else:
             base = low
         wide = mode == 2 or (mode == 0 and base == 5)
@@ -152,7 +155,6 @@ def _carry_out(context):
             address += stored[_NEXT] + size
         elif not (mode == 0 and base == 5):
             address += stored[_STORED[base | more_base << 3]]
-        stride = index_scale
 
     if operation == 0x49 and prefix == 0 and tile == 0 and mode != 3:
         kind = 0
@@ -229,12 +231,30 @@ def install() -> None:
         raise OSError(ctypes.get_errno(), "sigaction")
 
 
+# VDPBF16PS and VCVTNE2PS2BF16 of the register 0, and a return.
+_PAIRS = bytes.fromhex("62f27e4852c0 62f27f4872c0 c5f877 c3")
+_TRIAL = f"""
+import ctypes, mmap
+code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code.write({_PAIRS!r})
+ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
+"""
+
+
+@functools.cache
+def _multiplies_pairs() -> bool:
+    """Whether the processor carries out AVX512-BF16, which virtual machines may hide though it is there."""
+    if llvmlite.binding.get_host_cpu_features().get("avx512bf16"):
+        return True
+    return subprocess.run([sys.executable, "-I", "-S", "-c", _TRIAL], check=False).returncode == 0
+
+
 def environment(unit: str = "tiles") -> dict[str, str] | None:
     """What makes the compiler use matrix tiles on this machine; None where it cannot run other parts of the code."""
     features = dict(llvmlite.binding.get_host_cpu_features())
-    if not {name for name, there in features.items() if there} >= {"avx512f", "avx512vl", "avx512dq", "avx512bf16"}:
+    if not all(features.get(name) for name in ("avx512f", "avx512vl", "avx512dq")) or not _multiplies_pairs():
         return None
-    features["amx-tile"] = features["amx-bf16"] = True
+    features["avx512bf16"] = features["amx-tile"] = features["amx-bf16"] = True
     return {
         "NUMBA_CPU_NAME": llvmlite.binding.get_host_cpu_name(),
         "NUMBA_CPU_FEATURES": ",".join("-+"[there] + name for name, there in features.items()),
