@@ -587,7 +587,9 @@ def _reversed(x):
 
 
 def _spaced(x):
-    out = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)[..., ::2]
+    # Between numbers that cannot be NaN lie some that no index may be.
+    between = np.nan if x.dtype.kind == "f" else np.iinfo(x.dtype).min if x.dtype.kind == "i" else 1
+    out = np.full((*x.shape[:-1], 2 * x.shape[-1]), between, x.dtype)[..., ::2]
     out[...] = x
     return out
 

@@ -36,6 +36,19 @@ def test_bits_do_not_depend_on_memory_or_neighbours(dtype, layout, rng):
 # ---------------------------------------------------------------------------------------------- several axes
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bits_do_not_depend_on_how_positions_lie(dtype, backend, rng):
+    """Coordinates that come as rows (L, A), with frequencies per head."""
+    q, k, v = (rng.standard_normal((2, 2, 9, 8)).astype(dtype) for _ in range(3))
+    rows = rng.integers(0, 20, (9, 2))
+    found, expected = (
+        rp.attention(q, k, v, position=rp.Rotary(frequencies=omega, positions=at), backend=backend)
+        for omega in [rng.standard_normal((2, 2, 4))]
+        for at in (rows.T, rows.T.copy())
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_axis_maps_by_hand():
     sections = rp.reference.section_axes
     assert sections((2, 1, 3)).tolist() == [0, 0, 1, 2, 2, 2]

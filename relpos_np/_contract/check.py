@@ -109,18 +109,22 @@ def stored(name: str, value: Any) -> Array:
     return x.astype(native) if name_of(native) in _HALVES else floating(name, x)
 
 
+def ordered(name: str, value: Any) -> Array:
+    """As `floating`, read-only and in C order: a BLAS does not promise the same bits for any layout."""
+    x = np.asarray(floating(name, value), order="C").view()
+    x.flags.writeable = False
+    return x
+
+
 def table(name: str, value: Any, axes: str, *, empty: bool = False) -> Array:
     """A read-only float table in C order, with the axes named, for instance "rows heads" or "rows | heads rows"."""
-    x = floating(name, value)
+    x = ordered(name, value)
     forms = [form.split() for form in axes.split("|")]
     if x.ndim not in {len(form) for form in forms}:
         wanted = " or ".join("(" + ", ".join(form) + ")" for form in forms)
         raise RelposValueError(f"{name}: expected shape {wanted}, found {x.shape}")
     if not empty and 0 in x.shape:
         raise RelposValueError(f"{name}: every axis must have at least one entry, found shape {x.shape}")
-    # Products with it must be the same bits for any layout, which a BLAS does not promise.
-    x = np.ascontiguousarray(x).view()
-    x.flags.writeable = False
     return x
 
 
@@ -449,7 +453,8 @@ def call(
             ) from None
         q, k, v = (np.broadcast_to(x, (*batch, *x.shape[-3:])) for x in (q, k, v))
     if given["query_scale"] is not None:
-        q = q.astype(dtype) * per_query("query_scale", given["query_scale"], q.shape[:-1], dtype)[..., None]
+        factors = per_query("query_scale", given["query_scale"], q.shape[:-1], dtype)
+        q = np.multiply(q, factors[..., None], dtype=dtype, order="C")
     left, right = _band(flag("causal", given["causal"]), given["window"])
     site = Site(
         heads=heads,

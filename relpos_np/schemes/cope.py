@@ -141,7 +141,7 @@ class CoPE(Scheme):
     ) -> None:
         self.table = check.table("table", table, "npos head_dim | heads npos head_dim")
         self.variant = check.choice("variant", variant, VARIANTS)
-        self.gate_key = None if gate_key is None else check.floating("gate_key", gate_key)
+        self.gate_key = None if gate_key is None else check.ordered("gate_key", gate_key)
         if self.gate_key is not None and self.gate_key.ndim < 3:
             raise RelposValueError(f"gate_key: expected shape (..., H_kv, L_k, D), found {self.gate_key.shape}")
         self.counted = None if counted is None else check.array("counted", counted)
@@ -266,7 +266,7 @@ class CoPE(Scheme):
     def _steps(self, q: Array, k: Array, site: Site) -> tuple[Array, Array, Array, Array, Array]:
         """Keys of the gates, gates, products with whole positions, row below, the way to the next."""
         keys = (k if self.gate_key is None else self.gate_key).astype(np.float64)
-        keys = keys[..., np.arange(site.heads) // (site.heads // site.kv_heads), :, :]
+        keys = keys[..., np.arange(site.heads) * site.kv_heads // max(site.heads, 1), :, :]
         queries = q.astype(np.float64)
         with np.errstate(all="ignore"):
             x = np.matmul(queries, np.swapaxes(keys, -1, -2)) * site.scale

@@ -134,8 +134,7 @@ class FoX(Scheme):
     computes = False
 
     def __init__(self, gates: Any, *, variant: Literal["fox", "cable", "log"] = "fox") -> None:
-        self.gates = check.floating("gates", gates).view()
-        self.gates.flags.writeable = False
+        self.gates = check.ordered("gates", gates)
         self.variant = check.choice("variant", variant, VARIANTS)
         # Slopes, and what is left of the sums at queries and at keys, in a part of a call.
         self._cut: tuple[Array, Array, Array] | None = None

@@ -90,8 +90,7 @@ class Inkling(Scheme):
 
     def __init__(self, relative_states: Any, proj: Any) -> None:
         self.proj = check.table("proj", proj, "channels distances")
-        self.relative_states = check.floating("relative_states", relative_states).view()
-        self.relative_states.flags.writeable = False
+        self.relative_states = check.ordered("relative_states", relative_states)
         if self.relative_states.ndim < 3 or self.relative_states.shape[-1] != self.proj.shape[0]:
             raise RelposValueError(
                 f"relative_states: expected shape (..., H, L_q, {self.proj.shape[0]}) as proj {self.proj.shape} has "

@@ -112,9 +112,8 @@ class PaTH(Scheme):
     content = True
 
     def __init__(self, w: Any, beta: Any) -> None:
-        self.w, self.beta = check.floating("w", w).view(), check.floating("beta", beta).view()
+        self.w, self.beta = check.ordered("w", w), check.ordered("beta", beta)
         for name, x, axes in (("w", self.w, "H, L_k, D"), ("beta", self.beta, "H, L_k")):
-            x.flags.writeable = False
             if x.ndim < axes.count(",") + 1:
                 raise RelposValueError(f"{name}: expected shape (..., {axes}), found {x.shape}")
             if not np.isfinite(x).all():

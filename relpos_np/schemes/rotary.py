@@ -16,7 +16,7 @@ from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, par
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
 from relpos_np.schemes.placed import Placed
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -314,7 +314,7 @@ class Rotary(Placed):
 
         for *items, rows in parts_of((*batch, x.shape[-2]), max(_PART // max(x.shape[-3] * pairs, 1), 1)):
             part = (*items, slice(None), rows)
-            g, y = grad[part], x[part]
+            g, y = in_order(grad[part]), in_order(x[part])
             angle = product(g[..., second], y[..., first]) - product(g[..., first], y[..., second])
             total += self._summed(angle, at[part], site)
         return total
@@ -330,7 +330,7 @@ class Rotary(Placed):
         batch, (length, pairs) = angle.shape[:-3], angle.shape[-2:]
         count = math.prod(batch)
         angle = angle.reshape(count, heads, angle.shape[-3] // heads, length, pairs).sum(axis=2)
-        at = np.broadcast_to(at, (*batch, *at.shape[-2:])).reshape(count, at.shape[-2], length)
+        at = in_order(np.broadcast_to(at, (*batch, *at.shape[-2:])).reshape(count, at.shape[-2], length))
         spun: Array = np.einsum("bhlp,bal->ahp", angle, at)
         return spun
 

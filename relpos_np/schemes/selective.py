@@ -107,7 +107,7 @@ class Selective(Scheme):
     ) -> None:
         self.head = check.integer("head", head, 0)
         self.variant = check.choice("variant", variant, VARIANTS)
-        self.past = None if past is None else check.floating("past", past)
+        self.past = None if past is None else check.ordered("past", past)
         if self.past is not None and self.past.ndim < 1:
             raise RelposValueError(f"past: expected shape (..., L_k), found {self.past.shape}")
 

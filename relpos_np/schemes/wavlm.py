@@ -191,8 +191,7 @@ class WavLM(Scheme):
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
         self.table = bucket_table("table", table, self.max_distance)
-        self.gate = check.floating("gate", gate).view()
-        self.gate.flags.writeable = False
+        self.gate = check.ordered("gate", gate)
         if self.gate.ndim < 2 or self.gate.shape[-2] != self.table.shape[1]:
             raise RelposValueError(
                 f"gate: expected shape (..., {self.table.shape[1]}, L_q) as table {self.table.shape} has heads, "

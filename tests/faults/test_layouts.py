@@ -2,10 +2,13 @@
 
 import copy
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import relpos_np as rp
+from relpos_np.testing.arguments import arguments
 from tests.faults.calls import (
     FEW_SCHEMES,
     both,
@@ -21,6 +24,7 @@ from tests.faults.calls import (
     strict,
 )
 from tests.strategies import LAYOUTS as ALL_LAYOUTS
+from tests.strategies import cases
 
 # Of the rows 24 and 25 there are tests elsewhere.
 LAYOUTS = {name: ALL_LAYOUTS[name] for name in ALL_LAYOUTS if name not in ("big-endian", "misaligned", "contiguous")}
@@ -78,6 +82,42 @@ def test_row_21_layouts_of_operands_and_tables_change_no_bits(name, layout, back
                 same([rp.logits(*viewed[:2], position=position, **options)], [rp.logits(q, k, **expected)], layout)
                 assert [x.tobytes() for x in viewed] == before
                 assert {n: getattr(position, n).tobytes() for n in kept} == kept
+
+
+def all_laid_out(x, view):
+    """Whatever holds arrays, with each of them in another layout."""
+    if isinstance(x, np.ndarray):
+        return view(x) if x.ndim else x
+    if isinstance(x, tuple):
+        return tuple(all_laid_out(one, view) for one in x)
+    if isinstance(x, rp.Scheme):
+        return type(x)(**{name: all_laid_out(one, view) for name, one in arguments(x).items()})
+    return x
+
+
+@pytest.mark.parametrize("name", [name for name, info in rp.SCHEMES.items() if info.kind == "attention"])
+def test_row_21_layouts_of_all_that_a_call_is_given_change_no_bits(name):
+    """Whatever arrays a scheme of any form has, positions and labels too, and those of all options."""
+
+    @hypothesis.given(
+        cases(small=True, name=name), st.sampled_from(sorted(LAYOUTS)), st.sampled_from([np.float32, np.float64])
+    )
+    def run(case, layout, dtype):
+        hypothesis.assume(case.legal(dtype))
+        view, operands, options = LAYOUTS[layout], case.operands(dtype), case.options(dtype)
+        viewed = {name: all_laid_out(x, view) for name, x in options.items()}
+        rng = np.random.default_rng(case.seed)
+        grad_out = rng.standard_normal((*case.batch, case.heads, case.q_len, case.v_dim)).astype(dtype)
+        other, grad_other = [view(x) for x in operands], view(grad_out)
+        for backend in rp.backend.HOST_BACKENDS:
+            same(both(*other, **viewed, backend=backend), both(*operands, **options, backend=backend), layout)
+            same(
+                gradients(*other, grad_out=grad_other, **viewed, backend=backend),
+                gradients(*operands, grad_out=grad_out, **options, backend=backend),
+                layout,
+            )
+
+    run()
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])

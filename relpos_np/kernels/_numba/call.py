@@ -100,7 +100,8 @@ class Call:
         # Neighbours are the same pairs in any number of blocks.
         f["turn_first"], f["turn_blocks"] = q.first, q.blocks if q.layout == "half" else 1
         for letter, one in (("q", q), ("k", k)):
-            turns = np.concatenate([one.cos, one.sin], axis=-1)
+            # In C order, whatever that of the two is.
+            turns = np.ascontiguousarray(np.concatenate([one.cos, one.sin], axis=-1))
             heads, length, width = turns.shape[-3:]
             shared = math.prod(turns.shape[:-3]) == 1
             if not shared:

@@ -163,8 +163,10 @@ class Sums:
     def _weights(self, term: QueryTerm | KeyTerm | ValueTerm, x: Array) -> Array:
         """Gradient of a gathered term's weights: its sums (..., H, L, R) times x (..., H, L, E), added in float64."""
         sums = self.gathered[term]
-        # What has no share in the sums may hold anything.
-        seen = np.where(sums.any(axis=-1, keepdims=True), x, self.call.dtype.type(0))
+        # What has no share in the sums may hold anything. In C order, since a BLAS adds by strides.
+        read = sums.any(axis=-1, keepdims=True)
+        seen = np.zeros(np.broadcast_shapes(read.shape, x.shape), self.call.dtype)
+        np.copyto(seen, x, where=read)
         # In products so small that no BLAS takes threads for them: those would go on spinning while ours work.
         length, rows, width = seen.shape[-2], sums.shape[-1], seen.shape[-1]
         step = max(BLAS_ALONE // (rows * width), 64)
