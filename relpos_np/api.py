@@ -456,8 +456,8 @@ def attention_vjp(
         See `attention`.
     mask_gradient : bool
         Also return the gradient of a float mask. Refused beside a softcap on the scores of a position
-        (`cap_order="scores"`), which is for what the position adds but not for the mask, and with segments or offsets
-        of items.
+        (`cap_order="scores"`) and beside `ScoreMod`, which are for what positions add but not for the mask, and with
+        segments or offsets of items.
     mask, key_lengths, causal, window, rule, selected, scale, offset, query_scale, softcap, cap_order
         See `attention`.
     segments, sinks
@@ -539,7 +539,7 @@ def attention_vjp(
         if given["sinks"] is not None:
             sinks = _sinks(given["sinks"], problem)
             plain = _without_sinks(name, problem, schemes, terms)
-            grad_out = grad_out.astype(problem.site.dtype, copy=False)
+            grad_out = np.ascontiguousarray(grad_out, problem.site.dtype)
             grad_out, grad_lse, grad_sinks = before_sinks(*plain, sinks, grad_out, grad_lse)
             grad_sinks = fit_option(grad_sinks, given["sinks"], per_head=True)
         if name in _backend.WITH_KERNELS:
@@ -559,7 +559,7 @@ def attention_vjp(
         if given["query_scale"] is not None:
             dtype = problem.site.dtype
             factors = check.per_query("query_scale", given["query_scale"], grad_q.shape[:-1], dtype)
-            grad_scale = np.einsum("...d,...d->...", grad_q, q.astype(dtype, copy=False))
+            grad_scale = np.einsum("...d,...d->...", grad_q, np.ascontiguousarray(q, dtype))
             grad_scale = fit_option(grad_scale, given["query_scale"], per_head=False)
             grad_q = grad_q * factors[..., None]
         # Operands may have been broadcast over batch axes, or had no axis of heads.
@@ -588,7 +588,7 @@ def _with_mask_gradient(
     if mask.dtype.kind != "f" and mask.dtype.name != "bfloat16":
         raise RelposTypeError(f"mask_gradient: expected a float mask, found dtype {mask.dtype}")
     schemes = position if isinstance(position, tuple) else () if position is None else (position,)
-    own: Any = {**given, "mask": None, "cap_order": cap_beside_bias("mask_gradient", given, len(schemes))}
+    own: Any = {**given, "mask": None, "cap_order": cap_beside_bias("mask_gradient", given, schemes)}
     q, k, v = operands
     bias = DenseBias(mask)
     found = attention_vjp(q, k, v, grad_out=grad_out, grad_lse=grad_lse, position=(*schemes, bias), **own)

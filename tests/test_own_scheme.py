@@ -500,6 +500,26 @@ def test_gradient_of_a_score_mod(call, backend, causal):
     assert grads.position[1:] == ({}, {}, {})
 
 
+@pytest.mark.parametrize("backend", ["numpy", "terms"])
+def test_what_a_score_mod_excludes_is_not_capped(call, backend):
+    """The cap is for scores; a key that a function has excluded stays so, and may hold anything."""
+    q, k, v, _ = call
+    one = {"derivative": lambda s, *_: np.ones_like(s)}
+    shut = rp.ScoreMod(lambda s, b, h, i, j: np.where(j == 2, -np.inf, s), **one)
+    again = rp.ScoreMod(lambda s, *_: np.maximum(s, -9.0), **one)
+    mask = np.arange(k.shape[-2]) != 2
+    expected = rp.attention(q, k, v, mask=np.broadcast_to(mask, (7, 10)), softcap=2.0, backend="numpy")
+    options = {"softcap": 2.0, "backend": backend}
+    np.testing.assert_allclose(rp.attention(q, k, v, position=shut, **options), expected, rtol=0, atol=1e-14)
+    k, v = k.copy(), v.copy()
+    k[..., 2, :] = v[..., 2, :] = np.nan
+    for position in (shut, (shut, again)):
+        np.testing.assert_allclose(rp.attention(q, k, v, position=position, **options), expected, rtol=0, atol=1e-14)
+        grads = rp.attention_vjp(q, k, v, position=position, grad_out=expected, **options)
+        assert (grads.k[..., 2, :] == 0).all()
+        assert np.isfinite(grads.q).all()
+
+
 def test_indices_of_several_batch_axes_and_of_none():
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 3, 4, 5, 6))
@@ -552,6 +572,9 @@ def test_a_gradient_needs_the_derivative(call, backend):
     q, k, v, _ = call
     with pytest.raises(rp.RelposTypeError, match="ScoreMod has no derivative of what it makes of the scores"):
         rp.attention_vjp(q, k, v, position=rp.ScoreMod(cubed), grad_out=v, backend=backend)
+    mask = {"mask": np.zeros((7, 10)), "mask_gradient": True}
+    with pytest.raises(rp.RelposValueError, match="mask_gradient: no gradient of a float mask beside ScoreMod, which"):
+        rp.attention_vjp(q, k, v, position=(rp.ALiBi(), rp.ScoreMod(cubed)), grad_out=v, **mask, backend=backend)
 
 
 @pytest.mark.parametrize(

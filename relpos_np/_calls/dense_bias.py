@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,8 @@ class DenseBias(Scheme):
         return f"DenseBias(bias={self.bias.shape})"
 
 
-def cap_beside_bias(name: str, given: Options, schemes: int) -> str:
-    """The order of the cap in a call whose float mask is one more scheme, a `DenseBias`, beside so many others.
+def cap_beside_bias(name: str, given: Options, schemes: Sequence[Any]) -> str:
+    """The order of the cap in a call whose float mask is one more scheme, a `DenseBias`, beside others.
 
     Parameters
     ----------
@@ -76,8 +77,8 @@ def cap_beside_bias(name: str, given: Options, schemes: int) -> str:
         The argument that asks for the gradient of the mask.
     given : mapping
         All options of the call.
-    schemes : int
-        How many schemes it has.
+    schemes : sequence
+        The others, or of schemes that hold tensors what has their class as `cls`.
 
     Returns
     -------
@@ -87,8 +88,14 @@ def cap_beside_bias(name: str, given: Options, schemes: int) -> str:
     Raises
     ------
     RelposValueError
-        If there is none, or if the call is several.
+        If there is none, if a scheme changes the scores before the mask is added, or if the call is several.
     """
+    for scheme in schemes:
+        cls = getattr(scheme, "cls", type(scheme))
+        if getattr(cls, "change", Scheme.change) is not Scheme.change:
+            raise RelposValueError(
+                f"{name}: no gradient of a float mask beside {cls.__name__}, which comes before masks"
+            )
     if is_packed(given):
         raise RelposValueError(f"{name}: no gradient of a float mask with segments or offsets of items")
     order: str = given["cap_order"]

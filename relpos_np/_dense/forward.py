@@ -80,6 +80,7 @@ def _before_masks(problem: Problem, schemes: Sequence[Scheme], slopes: Slopes) -
             if change.slope is not None:
                 slopes.scores.append(change.slope(s))
             s = change.apply(s)
+            shut.append(s == -np.inf)
     if problem.softcap and not problem.cap_content:
         s, slope = capped(s, problem.softcap)
         slopes.scores.append(slope)

@@ -55,16 +55,20 @@ def _before_masks(problem: Problem, terms: Terms, slopes: Slopes) -> Array:
         s = s + np.where(there, picked, zero)
     for bias in terms.biases:
         s = np.where(np.isneginf(bias), bias, s + bias)
+    hidden = []
     for change in terms.changes:
         if change.slope is not None:
             slopes.scores.append(change.slope(s))
         s = change.apply(s)
+        hidden.append(np.isneginf(s))
     if problem.softcap and not problem.cap_content:
         bent = np.tanh(s / cap)
         slopes.scores.append(1 - bent**2)
         s = cap * bent
     for bias in terms.biases:
         s = np.where(np.isneginf(bias), bias, s)
+    for pairs in hidden:
+        s = np.where(pairs, site.dtype.type(-np.inf), s)
     return np.asarray(s)
 
 

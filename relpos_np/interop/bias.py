@@ -30,7 +30,7 @@ def with_bias(positions: tuple[Any, ...], mask: Any, given: dict[str, Any]) -> t
     Raises
     ------
     RelposValueError
-        If there is no such order, or the call is several.
+        If there is no such order, a scheme changes the scores before the mask is added, or the call is several.
     """
-    given["cap_order"] = cap_beside_bias("mask", given, len(positions))  # type: ignore[arg-type]
+    given["cap_order"] = cap_beside_bias("mask", given, positions)  # type: ignore[arg-type]
     return (*positions, Trained(DenseBias, {"bias": mask}, {}))

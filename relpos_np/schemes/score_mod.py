@@ -36,7 +36,8 @@ class ScoreMod(Scheme):
     function : callable
         ``function(s, b, h, i, j)`` with s (..., H, L_q, L_k) in the dtype of the computation and integer arrays that
         broadcast to it: b counts batch items through all batch axes, (..., 1, 1, 1), h is (H, 1, 1), i (L_q, 1) and j
-        (L_k,). Returns floating-point scores that broadcast to the shape of s; -inf excludes a key.
+        (L_k,). Returns floating-point scores that broadcast to the shape of s; -inf excludes a key, also
+        where the call caps scores.
     derivative : callable, optional
         From the same arguments the derivative of each result by its own s; without it `attention_vjp` is refused.
 

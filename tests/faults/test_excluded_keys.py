@@ -5,6 +5,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
+from relpos_np._calls.dense_bias import DenseBias
 from tests.every import ATTENTION
 from tests.faults.calls import (
     FEW_SCHEMES,
@@ -138,6 +139,32 @@ def test_row_07_no_scheme_lets_an_excluded_key_reach_others(name, variant, rng):
             arguments = {"position": e.position, **hidden, **options, "backend": backend}
             same(both(e.q, k, v, **arguments), both(e.q, e.k, e.v, **arguments), backend)
             same(gradients(e.q, k, v, **arguments), gradients(e.q, e.k, e.v, **arguments), backend)
+            if hidden.get("mask") is float_mask and e.kwargs.get("cap_order") != "scores":
+                # Then the mask is one more bias of every pair, beside those of the scheme.
+                arguments["mask_gradient"] = True
+                same(gradients(e.q, k, v, **arguments), gradients(e.q, e.k, e.v, **arguments), backend)
+
+
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+def test_row_07_nor_one_that_a_neighbourhood_excludes(name, variant):
+    """A scheme that excludes keys does so whatever those beside it make of them."""
+    e = testing.example(name, variant=variant, dtype="float64", size="tiny")
+    n = min(e.q.shape[-2], e.k.shape[-2])
+    q, k, v = e.q[..., :n, :], e.k[..., :n, :], e.v[..., :n, :]
+    far = np.abs(np.arange(n)[:, None] - np.arange(n)) > n // 3
+    position = (e.position, DenseBias(np.where(far, -INF, 0.25)))
+    try:
+        seen = rp.logits(q, k, position=position, backend="numpy")[..., -1] != -INF
+    except rp.RelposError:
+        return  # lengths or positions of its own
+    if name == "cope":
+        return  # a query counts keys that a mask hides
+    dirty = k.copy()
+    dirty[..., -1, :] = NAN
+    for backend in rp.backend.HOST_BACKENDS:
+        clean, found = (rp.attention(q, x, v, position=position, backend=backend) for x in (k, dirty))
+        np.testing.assert_array_equal(found[~seen], clean[~seen])
+        assert np.isnan(found[seen]).all()
 
 
 ROWWISE = {

@@ -68,9 +68,9 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
 def _biases(terms: Terms, mask: Array | None, pairs: int, item: int) -> int:
     """Biases of every pair, and masks that are copied."""
     if terms.biases:
-        # Their sum, and that with the mask; broadcast where they can be.
+        # Their sum, what one of them excludes, and the sum with the mask; broadcast where they can be.
         made = [0 if isinstance(b, CountedBias) else b.nbytes for b in terms.biases]
-        size = sum(made[1:]) + (0 if mask is None else 2 * pairs * item)
+        size = sum(made[1:]) + (pairs if len(made) > 1 else 0) + (0 if mask is None else 2 * pairs * item)
         return size + (made.count(0) + 1) * pairs * item if needed(terms) else size
     return pairs * mask.itemsize if mask is not None and _copied(mask, 1) else 0
 

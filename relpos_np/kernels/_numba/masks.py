@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def _add_inner(call: Call, batches: Array) -> None:
     """Set the bias of every pair that is within the cap."""
     if not call.terms.biases:
         return
-    total = reduce(np.add, call.terms.biases)
+    total = _total(call.terms.biases)
     if total.shape[-1] != call.site.k_len or total.strides[-1] != total.itemsize:
         total = np.ascontiguousarray(np.broadcast_to(total, (*total.shape[:-1], call.site.k_len)))
     total = np.broadcast_to(total, call.shape(call.site.q_len, call.site.k_len))
@@ -74,11 +74,21 @@ def _add_inner(call: Call, batches: Array) -> None:
     batches[BATCH_INNER] = batch_offsets(total, len(call.site.batch))
 
 
+def _total(biases: Sequence[Array]) -> Array:
+    """Their sum, where the -inf of one excludes a pair, also if another is NaN or infinity there."""
+    total = biases[0]
+    for bias in biases[1:]:
+        total, former = total + bias, total
+        for one in (former, bias):
+            np.copyto(total, one.dtype.type(-np.inf), where=one == -np.inf)
+    return total
+
+
 def _with_biases(call: Call, mask: Array | None) -> Array | None:
     """Biases of every pair are read like a float mask, and together with one."""
     if not call.terms.biases:
         return mask
-    total: Array = reduce(np.add, call.terms.biases)
+    total = _total(call.terms.biases)
     if mask is not None:
         if mask.dtype == np.bool_:
             total = np.where(mask, total, call.dtype.type(-np.inf))
