@@ -21,7 +21,7 @@ ROWS: Mapping[int, tuple[str, str]] = {
     2: ("all queries of a batch item without keys", "zeros"),
     3: (
         "a float mask with a large negative number on a whole row",
-        "as written: the mean of the values; only -inf masks",
+        "as written: the mean of the values, down to the lowest number that there is; only -inf masks",
     ),
     4: ("a row whose scores are all below -1e5", "the softmax, not 0"),
     5: ("+inf in q, k or the bias", "NaN in the rows that attend it, the others untouched"),
@@ -275,7 +275,7 @@ themselves, so that no number of units in the last place is promised for single 
 However many keys there are: tiles of keys are summed in groups, and errors of 48 queries with a million keys in float32
 were 3.4 eps Σ p|v| at most; those of the gradients of 48 values from a million queries were 2.9 eps Σ p|g|. Numbers
 that are all equal are rounded the same way each time. Sums of them, in gradients and by row of a table, keep what they
-lose; within a group it is up to 16 eps. The factor 1 + lse is what a probability made of its log-sum-exp may be off.
+lose; within a group it is up to 16 eps. The factor 1 + lse is what a probability may be off, by rounding of its score.
 
 That probabilities sum to 1 within 1e-6 would be more than float32 gives: weights and values are summed in different
 orders, both sums are near 1, and the kernels are off by up to 1.3e-6, NumPy in float32 by up to 1.6e-6. The limit is 16

@@ -89,14 +89,35 @@ def test_row_02_one_batch_item_of_length_0(backend, rng):
             np.testing.assert_allclose(found[name][1:], alone[name], rtol=0, atol=256 * np.finfo(dtype).eps)
 
 
-def test_row_03_a_finite_mask_of_a_whole_row_averages(backend, rng):
+@pytest.mark.parametrize("parts", [8, 1])
+def test_row_03_a_finite_mask_of_a_whole_row_averages(parts, backend, rng):
+    """However low it is, with a number per pair, per query or for all."""
     for dtype in dtypes(backend):
-        for q_len, k_len in shapes(backend):
+        for q_len, k_len in [*shapes(backend), *([] if small(backend) else [(49, 49), (1, 900)])]:
             q, k, v = operands(rng, backend, dtype, q_len, k_len)
-            mask = np.full((q_len, k_len), np.finfo(dtype).min / 8, dtype)
-            out = rp.attention(q, k, v, mask=mask, backend=backend)
-            expected = np.broadcast_to(v.mean(axis=-2, keepdims=True, dtype=np.float64), out.shape)
-            np.testing.assert_allclose(out, expected, rtol=0, atol=16 * np.finfo(dtype).eps)
+            for shape in ((q_len, k_len), (q_len, 1), (1, 1)):
+                mask = np.full(shape, np.finfo(dtype).min / parts, dtype)
+                out, lse = both(q, k, v, mask=mask, backend=backend)
+                expected = np.broadcast_to(v.mean(axis=-2, keepdims=True, dtype=np.float64), out.shape)
+                np.testing.assert_allclose(out, expected, rtol=0, atol=16 * np.finfo(dtype).eps)
+                # Kernels count in units of log 2, where there is room for 0.69 of the lowest number.
+                assert np.isfinite(lse).all()
+                assert (lse < np.finfo(dtype).min / parts * 0.69).all()
+
+
+@pytest.mark.parametrize("host", rp.backend.HOST_BACKENDS)
+@pytest.mark.parametrize("low", [-1e4, -1e9, -1e30, None])
+def test_row_03_gradients_where_a_finite_mask_has_a_whole_row(low, host, rng):
+    """Beside a log-sum-exp so low a sum of 100 keys has no digits, and each probability must still be 1 / 100."""
+    for dtype in (np.float32, np.float64):
+        q, k, v, grad_out = rng.standard_normal((4, 2, 3, 100, 8)).astype(dtype)
+        q[..., :40, :] = 0  # scores beside which the mask is that of a row exactly
+        mask = np.where(np.arange(100)[:, None] < 40, np.finfo(dtype).min if low is None else dtype(low), dtype(0))
+        found = gradients(q, k, v, grad_out=grad_out, mask=np.repeat(mask, 100, axis=1), backend=host)
+        expected = gradients(q, k, v, grad_out=grad_out, backend="numpy")
+        for name, x in expected.items():
+            room = 16 * np.finfo(dtype).eps * (1 + abs(x).max())
+            np.testing.assert_allclose(found[name], x, rtol=0, atol=room, err_msg=name)
 
 
 def test_row_03_a_finite_mask_of_some_keys_excludes_them(backend, rng):

@@ -129,9 +129,11 @@ class Vectors:
         lost = (old - (target - part)) + (new - part)
         kept[...] = np.where(np.isnan(lost), 0, lost)
 
-    def add_mask(self, out, x, n, factor):
+    def add_mask(self, out, x, n, least, factor):
         source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
-        target[...] = np.where(source == -np.inf, source, target + source * source.dtype.type(factor))
+        real = source.dtype.type
+        bounded = np.where(source < real(least), real(least), source)
+        target[...] = np.where(source == -np.inf, source, target + bounded * real(factor))
 
     def cap_row(self, out, n, cap, inverse, slopes, sloped):
         target = self.m.row(out, 0, n, write=True)
@@ -190,10 +192,10 @@ class Vectors:
         row[...] = exp2(row - row.dtype.type(reference))
         sums[...] = sums * sums.dtype.type(fade) + row.reshape(-1, lanes).sum(axis=0, dtype=row.dtype)
 
-    def soften_row(self, s, dp, n, lse, delta):
+    def soften_row(self, s, dp, n, lse, low, delta):
         n = up(n, TARGET.lanes(s.size))
         p, ds = self.m.row(s, 0, n, write=True), self.m.row(dp, 0, n, write=True)
-        p[...] = np.where(p == -np.inf, p.dtype.type(0), exp2(p - p.dtype.type(lse)))
+        p[...] = np.where(p == -np.inf, p.dtype.type(0), exp2(p - p.dtype.type(lse) - p.dtype.type(low)))
         ds[...] = np.where(p == 0, p.dtype.type(0), p * (ds - p.dtype.type(delta)))
 
     # blocks ------------------------------------------------------------------------------------

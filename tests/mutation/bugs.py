@@ -52,7 +52,7 @@ BUGS = [
     Bug("kernel: missing -inf", "kernels._numba.scores:complete_scores", "fill_row(s, end, wide, MINUS_INFINITY)", "fill_row(s, cols, wide, MINUS_INFINITY)"),
     Bug("kernel: left edge of the window", "kernels._numba.scores:complete_scores", "q + p.offset - p.left - j0", "q + p.offset - p.left - j0 + 1"),
     Bug("kernel: grouped heads", "kernels._numba.pieces:head_of", "h // p.v_group", "h % (p.heads // p.v_group)"),
-    Bug("kernel: base of the lse", "kernels._numba.attend:write_lse", "(top + math.log2(total)) * p.lse_unit", "top + math.log2(total)"),
+    Bug("kernel: base of the lse", "kernels._numba.attend:write_lse", "(top + more) * p.lse_unit", "top + more"),
     Bug("kernel: values that are not finite", "kernels._numba.attend:add_tile", "not fused", "cols < 0"),
     Bug("kernel: bins not rescaled", "kernels._numba.attend:weigh_row", "scale_row(bins, bins, p.bins, fade)", "None"),
     Bug("kernel: dropout not rescaled", "kernels._numba.attend:weigh_row", "p.keep_scale", "1.0"),

@@ -89,13 +89,15 @@ def _backward(
 ) -> tuple[Terms, Array]:
     """`backward` of a call that has queries and keys, and biases that are arrays."""
     dtype = problem.site.dtype
-    lse, delta = np.empty(problem.out_shape[:-1], dtype), np.zeros(problem.out_shape[:-1], dtype)
+    # With what their rounding has lost.
+    lse = np.zeros((2, *problem.out_shape[:-1]), dtype)
+    delta = np.zeros(problem.out_shape[:-1], dtype)
     grad_out = readable_gradient(problem, terms, grad_out)
     # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
     if problem.site.v_dim:
         job.attention(problem, terms, delta, lse, 1.0, grad_out)
     else:
-        _lse_only(problem, terms, lse, 1.0)
+        _lse_only(problem, terms, lse[0], 1.0)
     work = BackwardJob(problem, terms, lse, delta, grad_out, grad_lse, stored=stored)
     work.run()
     return work.gradients()

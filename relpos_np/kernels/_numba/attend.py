@@ -185,7 +185,13 @@ def bypass_pairs(base: Any, w: Any, rows: int, cols: int, v_depth: int, v_width:
 def write_lse(p: Any, like: Any, row: int, top: float, total: float) -> None:
     """Write the log-sum-exp of a row, if it is asked for, from its maximum and its sum."""
     if p.lse:
-        put(pointer_like(like, p.lse), row, MINUS_INFINITY if total == 0.0 else (top + math.log2(total)) * p.lse_unit)
+        own, more = pointer_like(like, p.lse), 0.0 if total == 0.0 else math.log2(total)
+        put(own, row, MINUS_INFINITY if total == 0.0 else (top + more) * p.lse_unit)
+        if p.lse_low:
+            # The unit is 1 then. Exact, whichever of the two is larger.
+            kept = get(own, row) - top
+            lost = (top - (get(own, row) - kept)) + (more - kept)
+            put(own, row + p.lse_low, lost if math.isfinite(lost) else 0.0)
 
 
 @inlined

@@ -270,7 +270,8 @@ def soften_tile(p: Any, e: Any, dp_adds: Any, base: Any, w: Any, head: Any, tile
         if p.keep:
             scale_row(dp, dp, cols, p.keep_scale)
             mask_row(dp, keep, cols, 0.0)
-        soften_row(s, dp, wide, get(pointer_like(base, p.lse), row), get(pointer_like(base, e.delta), row))
+        lse = at(pointer_like(base, p.lse), row)
+        soften_row(s, dp, wide, get(lse, 0), get(lse, p.lse_low), get(pointer_like(base, e.delta), row))
         if p.keep:
             scale_row(s, s, cols, p.keep_scale)
             mask_row(s, keep, cols, 0.0)

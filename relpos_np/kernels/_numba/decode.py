@@ -248,11 +248,12 @@ if CONVERTS_HALF:
 def merge(partial: Array, out: Array, lse: Array | None, unit: float) -> None:
     """Combine parts (rows, parts, 2 + D_v): maximum in units of log 2, sum, weighted sum of values."""
     top, total, sums = partial[..., 0], partial[..., 1], partial[..., 2:]
-    best = top.max(axis=1, keepdims=True)
-    share = np.exp2(top - np.where(best == -np.inf, 0, best))
-    whole = (total * share).sum(axis=1)
     # A part without keys has sums of 0; what is not finite elsewhere stays.
-    mixed = np.matmul(share[:, None], sums)[:, 0] / np.where(whole == 0, 1, whole)[:, None]
-    out.reshape(mixed.shape)[...] = mixed
-    if lse is not None:
-        lse.reshape(whole.shape)[...] = (best[:, 0] + np.log2(whole)) * unit
+    with np.errstate(all="ignore"):
+        best = top.max(axis=1, keepdims=True)
+        share = np.exp2(top - np.where(best == -np.inf, 0, best))
+        whole = (total * share).sum(axis=1)
+        mixed = np.matmul(share[:, None], sums)[:, 0] / np.where(whole == 0, 1, whole)[:, None]
+        out.reshape(mixed.shape)[...] = mixed
+        if lse is not None:
+            lse.reshape(whole.shape)[...] = (best[:, 0] + np.log2(whole)) * unit

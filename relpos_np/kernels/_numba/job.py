@@ -57,7 +57,8 @@ def attention(
 ) -> None:
     """Fill `out` and `lse`, of a call that has queries, keys and values; lse in units of log 2, times `unit`.
 
-    With `grad_out`, `out` (..., H, L_q) becomes the product of each row of the output with that of its gradient.
+    With `grad_out`, `out` (..., H, L_q) becomes the product of each row of the output with that of its gradient, and
+    `lse` is two arrays: what the rounding of each sum has lost is the other.
     """
     plan, call = planned(problem, terms, out, lse, grad_out)
     call.fields["lse_unit"] = unit

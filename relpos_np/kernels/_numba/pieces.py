@@ -6,6 +6,8 @@ import math
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
+
 from relpos_np.kernels._numba.build import helper
 from relpos_np.kernels._numba.records import BATCH_GRAD, BATCH_INNER, BATCH_K, BATCH_MASK, BATCH_Q, BATCH_V
 from relpos_np.kernels._numba.rows import at, get, lanes_of, pointer_like
@@ -15,6 +17,8 @@ SCORE_ROWS, PANEL_VECTORS, VECTOR_BYTES = TARGET.score_rows, TARGET.score_vector
 MINUS_INFINITY = -math.inf
 LOG2 = math.log(2.0)
 LOG2E = 1.0 / LOG2
+# The least that a mask counts as, in float32 and float64: multiplied by LOG2E it is no infinity, nor with a score.
+_LEAST = tuple(-float(np.finfo(name).max) * LOG2 * (1 - 2.0**-10) for name in ("float32", "float64"))
 
 
 # How an operand is stored: in the dtype of the computation, or in half precision. DELTA: of a result only the product
@@ -34,6 +38,12 @@ Tile = namedtuple("Tile", "i0 rows j0 cols first")  # noqa: PYI024
 def size_of(like: Any, kind: int) -> int:
     """Bytes of an element of an operand that is stored in one of these ways."""
     return 2 if kind in (HALF, BRAIN) else VECTOR_BYTES // lanes_of(like)
+
+
+@helper
+def least_mask(like: Any) -> float:
+    """What numbers of a mask below it are taken for: only its -inf excludes."""
+    return _LEAST[0] if size_of(like, OWN) == 4 else _LEAST[1]
 
 
 @helper

@@ -28,7 +28,8 @@ def readable(problem: Problem) -> bool:
 def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: bool = False) -> None:
     """Set every field of a call's record but those that divide the work.
 
-    `out` and `lse` are C-contiguous; with a gradient of the output, `out` has a number for each of its rows. `stored`:
+    `out` and `lse` are C-contiguous; with a gradient of the output, `out` has a number for each of its rows, and `lse`
+    is two arrays: the second has what the rounding of the first has lost. `stored`:
     operands are read in half precision, if they are stored so. `windowed`: the kernel for windows will run.
     """
     problem, site, f, count = call.problem, call.site, call.fields, call.count
@@ -41,8 +42,9 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
         f[name + "_head"], f[name + "_row"] = x.strides[-3] // x.itemsize, x.strides[-2] // x.itemsize
         if count > 1:
             batches[row] = batch_offsets(x, len(site.batch))
-    if call.grad_out is not None:
+    if call.grad_out is not None and lse is not None:
         _add_gradient(call, call.grad_out, batches)
+        f["lse_low"] = lse.size // 2
     width = site.v_dim if call.grad_out is None else 1
     f["out_batch"], f["out_head"], f["out_row"] = site.heads * site.q_len * width, site.q_len * width, width
     f["heads"], f["v_group"] = site.heads, site.heads // max(site.kv_heads, 1)

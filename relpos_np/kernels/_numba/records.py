@@ -29,8 +29,10 @@ CALL = np.dtype(
         *_integers("q", "k", "v", "out", "lse"),
         # for gradients: that of the output, and how it is stored
         *_integers("grad_out", "grad_head", "grad_row", "grad_kind"),
-        # what the log-sum-exp, in units of log 2, is multiplied by
+        # what the log-sum-exp, in units of log 2, is multiplied by; for gradients, so many elements behind it lies what
+        # its rounding has lost; else 0
         ("lse_unit", "<f8"),
+        *_integers("lse_low"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
         # how each of them is stored (`pieces.py`); elements of a packed query or key, half as many as channels where
         # each is a pair of bfloat16; planes into which they are split (`planes.py`), or 0

@@ -159,18 +159,19 @@ def add_sum(typingctx: Any, out: Any, low: Any, x: Any, n: Any) -> Any:
 
 
 @intrinsic
-def add_mask(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
-    """out[:n] += x[:n] * factor, and -inf wherever x is -inf, even where out is NaN."""
+def add_mask(typingctx: Any, out: Any, x: Any, n: Any, least: Any, factor: Any) -> Any:
+    """out[:n] += max(x[:n], least) * factor, and -inf wherever x is -inf, even where out is NaN."""
 
-    def generate(v: Vectors, out: Any, x: Any, n: Any, factor: Any) -> None:
+    def generate(v: Vectors, out: Any, x: Any, n: Any, least: Any, factor: Any) -> None:
         def body(u: Vectors, k: ir.Value) -> None:
-            mask, shut = u.load(x, k), u.const(float("-inf"))
-            total = u.fma(mask, u.splat(factor), u.load(out, k))
+            mask, bound, shut = u.load(x, k), u.splat(least), u.const(float("-inf"))
+            bounded = u.b.select(u.b.fcmp_ordered("<", mask, bound), bound, mask)
+            total = u.fma(bounded, u.splat(factor), u.load(out, k))
             u.store(u.b.select(u.b.fcmp_ordered("==", mask, shut), shut, total), out, k)
 
         v.each(n, body)
 
-    return types.void(out, x, _i8, out.dtype), code(generate)
+    return types.void(out, x, _i8, out.dtype, out.dtype), code(generate)
 
 
 @intrinsic
@@ -343,16 +344,20 @@ def exp2_row(typingctx: Any, x: Any, n: Any, reference: Any, total: Any, fade: A
 
 
 @intrinsic
-def soften_row(typingctx: Any, s: Any, dp: Any, n: Any, lse: Any, delta: Any) -> Any:
-    """s[:n] = p = 2**(s - lse), 0 for -inf; dp[:n] = p * (dp - delta), 0 where p is; n is a multiple of the lanes."""
+def soften_row(typingctx: Any, s: Any, dp: Any, n: Any, lse: Any, low: Any, delta: Any) -> Any:
+    """s[:n] = p = 2**(s - lse - low), 0 for -inf; dp[:n] = p * (dp - delta), 0 where p is; n: a multiple of the lanes.
 
-    def generate(v: Vectors, s: Any, dp: Any, n: Any, lse: Any, delta: Any) -> None:
+    `low` is what the rounding of lse has lost: beside scores of 1e9 all digits of the sum.
+    """
+
+    def generate(v: Vectors, s: Any, dp: Any, n: Any, lse: Any, low: Any, delta: Any) -> None:
         b, shift, mean, nothing, shut = v.b, v.splat(lse), v.splat(delta), v.const(0), v.const(float("-inf"))
+        lost = v.splat(low)
 
         def body(k: ir.Value, _: list[Any]) -> list[Any]:
             x = v.load(s, k)
             # An excluded key has no share of a row whose log-sum-exp is NaN, either.
-            p = b.select(b.fcmp_ordered("==", x, shut), nothing, v.exp2(b.fsub(x, shift)))
+            p = b.select(b.fcmp_ordered("==", x, shut), nothing, v.exp2(b.fsub(b.fsub(x, shift), lost)))
             ds = b.fmul(p, b.fsub(v.load(dp, k), mean))
             v.store(p, s, k)
             # An excluded key may hold anything, and so may its products.
@@ -361,7 +366,7 @@ def soften_row(typingctx: Any, s: Any, dp: Any, n: Any, lse: Any, delta: Any) ->
 
         v.loop(index(0), n, v.lanes, [], body)
 
-    return types.void(s, dp, _i8, s.dtype, s.dtype), code(generate)
+    return types.void(s, dp, _i8, s.dtype, s.dtype, s.dtype), code(generate)
 
 
 @intrinsic

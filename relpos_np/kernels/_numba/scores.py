@@ -6,7 +6,7 @@ from typing import Any
 
 from relpos_np.kernels._numba.build import helper
 from relpos_np.kernels._numba.pack import pack_indexed
-from relpos_np.kernels._numba.pieces import LOG2E, MINUS_INFINITY, PANEL_VECTORS, SCORE_ROWS, round_up
+from relpos_np.kernels._numba.pieces import LOG2E, MINUS_INFINITY, PANEL_VECTORS, SCORE_ROWS, least_mask, round_up
 from relpos_np.kernels._numba.rows import (
     add_constant,
     add_mask,
@@ -152,12 +152,13 @@ def complete_scores(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) 
         mask = head.mask + head.h * p.mask_head + q * p.mask_row + j0 * p.mask_col
         if p.soft:
             soft = at(pointer_like(base, p.soft), mask)
+            least = least_mask(base)
             if p.mask_col:
-                add_mask(s, soft, cols, LOG2E)
+                add_mask(s, soft, cols, least, LOG2E)
             elif get(soft, 0) == MINUS_INFINITY:
                 fill_row(s, 0, cols, MINUS_INFINITY)
             else:
-                add_constant(s, cols, get(soft, 0) * LOG2E)
+                add_constant(s, cols, max(get(soft, 0), least) * LOG2E)
         if p.allowed:
             allowed = at(bytes_(p.allowed), mask)
             if p.mask_col:

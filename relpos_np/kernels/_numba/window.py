@@ -31,6 +31,7 @@ from relpos_np.kernels._numba.pieces import (
     OWN,
     PANEL_VECTORS,
     head_of,
+    least_mask,
     round_up,
     size_of,
     whole_columns,
@@ -104,7 +105,7 @@ def mask_rows(p: Any, base: Any, w: Any, mask: int, rows: int, wide: int) -> Non
     for i in range(rows):
         s, tops = at(base, w.scores + i * BLOCK_KEYS), at(base, w.tops + i * lanes)
         if p.soft:
-            add_mask(s, at(pointer_like(base, p.soft), mask + i * p.mask_row), p.k_len, LOG2E)
+            add_mask(s, at(pointer_like(base, p.soft), mask + i * p.mask_row), p.k_len, least_mask(base), LOG2E)
         else:
             mask_row(s, at(bytes_(p.allowed), mask + i * p.mask_row), p.k_len, MINUS_INFINITY)
         fill_row(tops, 0, lanes, MINUS_INFINITY)
