@@ -147,6 +147,14 @@ def test_dtypes(backend, rng):
         np.testing.assert_allclose(x, exact, rtol=0, atol=32 * np.finfo(dtype).eps * np.abs(exact).max())
 
 
+def test_bytes_of_either_order(rng):
+    layer = WindowAttention(8, 1, 1, (2, 2), 2, rng=rng)
+    q, kv = rng.standard_normal((2, 3, 4, 8))
+    for x in (q, q.astype(">f8")):
+        found = layer(x, kv.astype(">f8"), backend="numpy")[0]
+        np.testing.assert_array_equal(found, layer(q, kv, backend="numpy")[0])
+
+
 def test_what_is_not_finite_stays_in_its_window(backend, rng):
     layer = randomise(WindowAttention, rng, 6, 1, 1, (2, 2), 2)
     q = rng.standard_normal((4, 4, 6))

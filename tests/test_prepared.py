@@ -2,6 +2,7 @@
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -167,6 +168,22 @@ def test_operands_that_must_be_copied(rng):
     assert not odd.flags.aligned
     ready = rp.prepare(*odd[..., ::2, :])
     np.testing.assert_array_equal(ready(*room[..., ::2, :]), expected)
+
+
+@pytest.mark.parametrize("length", [64, 5000])
+def test_nothing_to_attend_is_no_reason_to_warn(length):
+    """Also where keys are attended in parts that are merged, on the quick way of a call that is made again."""
+    q, k = np.ones((1, 1, 1), np.float32), np.ones((1, length, 1), np.float32)
+    shut = np.zeros((1, length), bool)
+    with np.errstate(all="raise"):
+        for run in (
+            partial(rp.prepare(q, k, k, mask=shut), q, k, k),
+            partial(rp.prepare(q, k, k), q, k, k, key_lengths=0),
+            *[partial(rp.attention, q, k, k, mask=shut)] * 6,
+        ):
+            out, lse = run(return_lse=True)
+            assert (out == 0).all()
+            assert (lse == -np.inf).all()
 
 
 def test_what_it_keeps(rng):

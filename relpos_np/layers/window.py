@@ -380,7 +380,7 @@ class WindowAttention:
             )
         if kv is not None:
             self._tokens("kv", kv, self.tokens_kv)
-            if len(kv) != len(q) or kv.dtype != q.dtype:
+            if len(kv) != len(q) or kv.dtype.newbyteorder("=") != q.dtype.newbyteorder("="):
                 raise RelposValueError(f"kv: expected {len(q)} windows in {q.dtype}, found {len(kv)} in {kv.dtype}")
         if mask is not None:
             mask = check.array("mask", mask)

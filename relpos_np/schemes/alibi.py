@@ -166,7 +166,9 @@ class ALiBi(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        slopes = alibi_slopes(site.heads, bias_max=self.bias_max or 8.0) if self.slopes is None else self.slopes
+        slopes = self.slopes
+        if slopes is None:  # also for no heads
+            slopes = alibi_slopes(max(site.heads, 1), bias_max=self.bias_max or 8.0)[: site.heads]
         bias = alibi_bias(slopes, site.q_len, site.k_len, offset=site.offset, form=self.form)
         return bias.astype(site.dtype)
 
@@ -175,7 +177,7 @@ class ALiBi(Scheme):
         if self.slopes is None:
             # The closed form of both rules: the heads beyond the power of two lie halfway between the others.
             h = np.arange(site.heads)
-            whole = 1 << (site.heads.bit_length() - 1)
+            whole = 1 << max(site.heads.bit_length() - 1, 0)
             last = 8 if self.bias_max is None else self.bias_max
             slopes = np.exp2(-last / whole * np.where(h < whole, h + 1, h - whole + 0.5))
         else:

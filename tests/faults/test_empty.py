@@ -71,6 +71,24 @@ def test_row_14_no_batch_items_or_no_heads(sizes, name, backend, rng):
     check_empty(sizes, name, backend, rng)
 
 
+@pytest.mark.parametrize(
+    "position",
+    [
+        *(rp.ALiBi(), rp.ALiBi(form="key"), rp.CoPE(np.ones((3, 4))), rp.Rotary(), rp.XPos(), rp.Sandwich(8)),
+        *(rp.Shaw(np.ones((3, 4)), np.ones((3, 4))), rp.LieRE(np.ones((1, 2, 2))), rp.NeighborhoodBias(None, (3,), 3)),
+    ],
+    ids=str,
+)
+def test_row_14_no_heads_of_schemes_for_any_number(position, backend):
+    """Whatever has nothing for each head has nothing to do."""
+    q = np.ones((1, 0, 3, 4))
+    assert rp.attention(q, q, q, position=position, backend=backend).shape == q.shape
+    assert rp.logits(q, q, position=position, backend=backend).shape == (1, 0, 3, 3)
+    found = gradients(q, q, q, position=position, backend=backend)
+    assert found["q"].shape == found["k"].shape == found["v"].shape == q.shape
+    assert all((x == 0).all() for x in found.values())
+
+
 def test_row_14_no_value_dimension(backend, rng):
     """Shape (..., L_q, 0), and still a log-sum-exp, with a gradient of its own."""
     for q_len, k_len in shapes(backend):
