@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._calls import repeated
+from relpos_np._contract.options import DEFAULTS
+from relpos_np.kernels._numba import target
 from tests.every import ATTENTION, remade
 from tests.strategies import cases
 from tests.test_prepared import DTYPES, assert_same_bits, runs
@@ -115,6 +117,43 @@ def test_one_that_holds_the_same_is_the_same(rng, runs):
             [rp.attention(q, k, v, position=position, **given)], [first(q, k, v, position=position, **given)]
         )
     assert len(runs) == 1
+
+
+# Two values, of those that may be part of a form, of each option; and other options that one of them needs.
+PLAIN = {
+    "causal": (False, True),
+    "window": (3, (3, None)),
+    "scale": (None, 0.3),
+    "offset": (None, 1),
+    "softcap": (None, 0.5),
+    "cap_order": ("scores", "content", {"softcap": 0.5}),
+    "precision": ("highest", "medium"),
+    "backend": ("numba", "numpy"),
+}
+# Arrays, objects, and numbers that each call draws.
+NEVER_PLAIN = {"mask", "key_lengths", "rule", "selected", "query_scale", "segments", "sinks", "dropout", "rng"}
+
+
+def test_every_option_may_be_part_of_a_form_or_not():
+    assert PLAIN.keys() | NEVER_PLAIN == DEFAULTS.keys()
+    assert not PLAIN.keys() & NEVER_PLAIN
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_calls_that_differ_in_an_option_have_forms_of_their_own(name, rng, known):
+    """What was kept for one of its values is never used for the other."""
+    q, k, v = rng.standard_normal((3, 2, 8, 8)).astype(np.float32)
+    position = rp.T5(rng.standard_normal((32, 2)).astype(np.float32))
+    one, other, *more = PLAIN[name]
+    rest = {"position": position, **(more[0] if more else {})}
+    for before, after in ((one, other), (other, one)):
+        known.clear()
+        met(q, k, v, **rest, **{name: before})
+        found = [rp.attention(q, k, v, **rest, **{name: x}) for x in (before, after)]
+        assert_same_bits(found, [first(q, k, v, **rest, **{name: x}) for x in (before, after)])
+    # Else nothing was shown.
+    same = name == "precision" and target.UNIT == "none"
+    assert same or not np.array_equal(*found)
 
 
 def test_every_byte_of_a_larger_table_counts(rng):
