@@ -324,6 +324,8 @@ def test_medium_rounds_float32(rng):
         np.testing.assert_array_equal(found.astype(BRAIN), rp.attention(*rounded))
     if not target.TILED:  # which make products of planes
         np.testing.assert_array_equal(rp.attention(q, k, v, precision="high"), exact)
+        wide = rp.attention(*rounded, precision="highest")
+        np.testing.assert_array_equal(rp.attention(*rounded, precision="high"), wide)
     wide = [x.astype(np.float64) for x in (q, k, v)]
     np.testing.assert_array_equal(rp.attention(*wide, precision="medium"), rp.attention(*wide))
 

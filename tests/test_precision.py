@@ -2,14 +2,19 @@
 
 import contextvars
 from functools import partial
+from itertools import product
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np import layers
+from relpos_np._contract import check
+from relpos_np._contract.terms import Terms
 from relpos_np._runtime import precision
-from relpos_np.kernels._numba import target
+from relpos_np._runtime.precision import PRECISIONS
+from relpos_np.kernels._numba import job, target
 
 
 @pytest.fixture
@@ -64,6 +69,28 @@ def test_what_was_found_is_held_elsewhere(monkeypatch, before):
     with rp.use_precision("highest"):
         assert run() == ["highest", *inside, "highest"]
         assert contextvars.Context().run(run) == ["medium", *inside, "medium"]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["", "asked"])
+@pytest.mark.parametrize("unit", target.UNITS)
+def test_what_each_unit_multiplies(monkeypatch, unit, asked):
+    """Pairs of bfloat16, planes of float32, or float32 itself: as the table of precisions and that of units say."""
+    monkeypatch.delenv("RELPOS_PRECISION", raising=False)
+    monkeypatch.setattr(job, "UNIT", unit)
+    monkeypatch.setattr(job, "ASKED", asked)
+    scheme = rp.Rotary(8)
+    for dtype, chosen in product((np.float64, np.float32, np.float16, ml_dtypes.bfloat16), (None, *PRECISIONS)):
+        problem, _, _ = check.problem(*np.ones((3, 2, 4, 8), dtype), precision=chosen)
+        narrow = dtype is not np.float64 and unit != "none"
+        for terms in (Terms(), scheme.lower(problem.q, problem.k, problem.site)):
+            rounded = chosen == "medium" or (chosen is None and dtype is ml_dtypes.bfloat16 and terms.query is None)
+            pairs = narrow and rounded
+            planes = 0
+            if narrow and not pairs and unit in target.TILES:
+                exact = 3 if asked or unit == "emulated tiles" else 0
+                planes = 2 if chosen == "high" else exact
+            found = job.in_pairs(problem, terms), job.planes_of(problem, terms)
+            assert found == (pairs, planes), (dtype, chosen, terms.query is None)
 
 
 def multihead(draw):
