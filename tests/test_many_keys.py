@@ -135,11 +135,12 @@ def test_equal_probabilities_by_label(dtype, rng):
     assert np.abs(out / exact - 1).max() <= 3 * EPS[dtype]
 
 
+@pytest.mark.parametrize("n", [2000, 6000])
 @pytest.mark.parametrize("name", ["T5", "Shaw"])
-def test_gradients_by_distance_over_many_queries(name):
-    """Every query adds as much to a distance: with one sum for all the table of T5 was off by 20 here."""
-    n = 6000
-    q, v = np.ones((1, n, 1), np.float32), np.where(np.arange(n) < n // 2, 1, -1).astype(np.float32)[None, :, None]
+def test_gradients_by_distance_over_many_queries(name, n):
+    """Every query adds as much to a distance: with one sum for all the table of T5 was off by 40 here."""
+    third = 1 / 3  # whose sums are rounded, which those of powers of 2 are not for long
+    q, v = np.ones((1, n, 1), np.float32), np.where(np.arange(n) < n // 2, third, -third)[None, :, None].astype("f")
     k = np.zeros_like(q)
 
     def found(dtype):
@@ -151,6 +152,21 @@ def test_gradients_by_distance_over_many_queries(name):
 
     expected = found(np.float64)
     assert np.abs(found(np.float32) - expected).max() <= (4 + np.log(n)) * EPS[np.float32] * np.abs(expected).max()
+
+
+def test_gradients_of_weights_in_a_narrow_band():
+    """Tiles add as much each, of as many queries as a band of two keys can have: in one sum they were off by 17."""
+    n = 100_000
+    q, v = np.full((1, n, 1), 1 / 3, np.float32), np.arange(n, dtype=np.float32)[None, :, None]
+    shaw = rp.Shaw(np.zeros((2 * n - 1, 1), np.float32))
+    ones = np.ones_like(q)
+    found = rp.attention_vjp(q, 0 * q, v, position=shaw, grad_out=ones, scale=1.0, window=(1, 0))
+    # Both keys of a query have half of its probability, and values that are 1 apart.
+    expected = (n - 1) / 4 * np.float64(q[0, 0, 0])
+    (table,) = found.position.values()
+    own, before = table[n - 1, 0], table[n - 2, 0]
+    assert abs(own / expected - 1) <= 6 * EPS[np.float32]
+    assert abs(before / expected + 1) <= 6 * EPS[np.float32]
 
 
 CASES = {
