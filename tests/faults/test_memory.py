@@ -176,16 +176,26 @@ PRODUCTS = {
 }
 
 
+# Where a result goes: a new array, or one of the caller's that is filled as it lies, or copied to.
+OUTS = {
+    "new": lambda shape: {},
+    "out": lambda shape: {"out": np.empty(shape)},
+    "out, every other column": lambda shape: {"out": np.empty((*shape[:-1], 2 * shape[-1]))[..., ::2]},
+}
+
+
+@pytest.mark.parametrize("where", OUTS)
 @pytest.mark.parametrize("layout", PRODUCTS)
 @pytest.mark.parametrize("variant", get_args(Shift))
 @pytest.mark.parametrize("backend", HOST)
-def test_row_37_rel_shift(backend, variant, layout, asked, monkeypatch):
+def test_row_37_rel_shift(backend, variant, layout, where, asked, monkeypatch):
     """In memory that is traced, which the pool's is not."""
     monkeypatch.setattr(results, "_chosen", 0)
     x = PRODUCTS[layout]()
+    out = OUTS[where](rp.rel_shift(x, variant=variant).shape)
 
     def call(backend):
-        return rp.rel_shift(x, variant=variant, backend=backend)
+        return rp.rel_shift(x, variant=variant, backend=backend, **out)
 
     if np.may_share_memory(call(backend), x):
         with rp.memory_limit(1 << 16):  # a view takes nothing
