@@ -12,15 +12,32 @@ if not DOCS.is_dir():
     pytest.skip("the documentation is not here", allow_module_level=True)
 
 STATED = script("reliability").DETERMINISM
-# Beyond one block of keys; shared key heads; a window; few queries, with one range of keys and with several.
+# Beyond one block of keys; shared key heads; a window; few queries, with one range of keys and with several; and one
+# head, which threads might want to divide.
 KERNELS = {
-    "attention": [Kernel("numba", (3, 2, 2, 300, 300, 64, 64)), Kernel("numba", (2, 4, 2, 97, 397, 33, 20))],
-    "windows": [Kernel("numba", (3, 4, 2, 64, 64, 32, 64)), Kernel("numba", (3, 2, 2, 49, 49, 20, 32))],
-    "decoding": [Kernel("numba", (2, 2, 2, 1, 3000, 32, 64)), Kernel("numba", (2, 8, 2, 2, 300, 64, 64))],
-    "products": [Kernel("numba", (3, 4, 4, 90, 130, 32, 32), relative=True)],
+    "attention": [
+        Kernel("numba", (3, 2, 2, 300, 300, 64, 64)),
+        Kernel("numba", (2, 4, 2, 97, 397, 33, 20)),
+        Kernel("numba", (1, 1, 1, 700, 700, 64, 64)),
+    ],
+    "windows": [
+        Kernel("numba", (3, 4, 2, 64, 64, 32, 64)),
+        Kernel("numba", (3, 2, 2, 49, 49, 20, 32)),
+        Kernel("numba", (1, 1, 1, 1000, 150, 64, 64)),
+    ],
+    "decoding": [
+        Kernel("numba", (2, 2, 2, 1, 3000, 32, 64)),
+        Kernel("numba", (2, 8, 2, 2, 300, 64, 64)),
+        Kernel("numba", (1, 1, 1, 3, 1500, 64, 64)),
+    ],
+    "products": [
+        Kernel("numba", (3, 4, 4, 90, 130, 32, 32), relative=True),
+        Kernel("numba", (1, 1, 1, 400, 500, 64, 32), relative=True),
+    ],
     "gradients of q, k, v": [
         Kernel("numba", (2, 1, 1, 300, 300, 32, 32), backward=True),
         Kernel("numba", (2, 4, 2, 64, 64, 32, 64), backward=True),
+        Kernel("numba", (1, 1, 1, 700, 500, 32, 32), backward=True),
     ],
     "gradients of tables": [Kernel("numba", (2, 1, 1, 300, 300, 32, 32), backward=True, table=True)],
     "numpy": [Kernel("numpy", (2, 4, 2, 37, 50, 12, 9)), Kernel("numpy", (2, 2, 2, 20, 30, 8, 8), backward=True)],
