@@ -3,7 +3,7 @@
 Cases of `strategies.py` have any options too, but are rarely of the shape that one of the kernels is for.
 """
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -102,3 +102,30 @@ def test_any_two_options(sizes, rng):
         found = rp.attention(q, own_k, own_v, **drawn(options), return_lse=True, backend="numba")
         for x, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(x, wanted, rtol=ROOM, atol=ROOM, err_msg=str(options.keys()))
+
+
+# Keys that a mask leaves: as a range of keys says it, and as none can.
+LEFT = {
+    "all": lambda n: np.ones(n, bool),
+    "none": lambda n: np.zeros(n, bool),
+    "the first": lambda n: np.arange(n) < n // 2,
+    "the last": lambda n: np.arange(n) >= n // 3,
+    "one": lambda n: np.arange(n) == n - 2,
+    "all but one": lambda n: np.arange(n) != n // 2,
+    "every other": lambda n: np.arange(n) % 2 == 1,
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_masks_of_keys_of_any_two_kinds(sizes, rng):
+    """Items of one batch, of which each has a kind of its own, with as many keys as there are or fewer."""
+    q_len, k_len, depth, v_dim = sizes
+    q = rng.standard_normal((BATCH, HEADS, q_len, depth))
+    k, v = (rng.standard_normal((BATCH, KV_HEADS, k_len, width)) for width in (depth, v_dim))
+    for kinds in product(LEFT, repeat=BATCH):
+        mask = np.stack([LEFT[kind](k_len) for kind in kinds])[:, None, None]
+        for lengths in (None, [k_len - 1, 2]):
+            options = {"mask": mask, "key_lengths": lengths, "return_lse": True}
+            expected = rp.attention(q, k, v, **options, backend="numpy")
+            for x, wanted in zip(rp.attention(q, k, v, **options, backend="numba"), expected, strict=True):
+                np.testing.assert_allclose(x, wanted, rtol=ROOM, atol=ROOM, err_msg=f"{kinds}, {lengths}")
