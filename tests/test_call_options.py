@@ -225,7 +225,7 @@ def test_an_offset_for_each_item(backend, rng):
         "key_lengths": rng.integers(3, 9, (2, 3)),
         "mask": rng.random((3, 1, 9, 9)) < 0.7,
         "sinks": rng.standard_normal((2, 1, 4, 9)),
-        "query_scale": 1 + rng.random((2, 3, 1, 9)),
+        "query_scale": 1 + rng.random((1, 3, 1, 9)),
         "selected": rng.integers(-1, 9, (1, 3, 9, 4)),
         "rule": rp.Prefix(rng.integers(0, 9, (1, 3))),
     }
@@ -233,12 +233,14 @@ def test_an_offset_for_each_item(backend, rng):
     out, lse = rp.attention(q, k, v, offset=offsets, return_lse=True, **options, **shared)
     grads = {"grad_out": rng.standard_normal(out.shape), "grad_lse": rng.standard_normal(lse.shape)}
     found = rp.attention_vjp(q, k, v, offset=offsets, **grads, **options, **shared)
+    # Items share both, each along another axis.
+    sinks, query_scale = np.zeros((2, 1, 4, 9)), np.zeros((1, 3, 1, 9))
     for b in np.ndindex(2, 3):
         own = {
             "key_lengths": options["key_lengths"][b],
             "mask": options["mask"][b[1]],
             "sinks": options["sinks"][b[0], 0],
-            "query_scale": options["query_scale"][b],
+            "query_scale": options["query_scale"][0, b[1]],
             "selected": options["selected"][0, b[1]],
             "rule": rp.Prefix(options["rule"].lengths[0, b[1]]),
         }
@@ -249,7 +251,10 @@ def test_an_offset_for_each_item(backend, rng):
         one = rp.attention_vjp(q[b], k[b], v[b], **{name: x[b] for name, x in grads.items()}, **call)
         for letter in "qkv":
             np.testing.assert_allclose(getattr(found, letter)[b], getattr(one, letter), rtol=0, atol=1e-12)
-        np.testing.assert_allclose(found.query_scale[b], one.query_scale, rtol=0, atol=1e-12)
+        sinks[b[0], 0] += one.sinks
+        query_scale[0, b[1]] += one.query_scale
+    np.testing.assert_allclose(found.sinks, sinks, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.query_scale, query_scale, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
