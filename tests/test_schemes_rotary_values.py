@@ -294,8 +294,11 @@ def test_row_37_copies_that_turned_have_a_part_of_the_sum(backend, monkeypatch, 
     monkeypatch.setattr(memory, "require", lambda function, found: parts.update(found) or require(function, found))
     q, k, v = (x.astype(np.float16) for x in drawn(rng))
     with rp.memory_limit(1 << 40):
-        rp.attention(q, k, v, position=SCHEMES["last"](rng), backend=backend)
-    assert parts["turned values and output"] >= 4 * (v.size + 2 * 4 * 7 * 7)
+        out = rp.attention(q, k, v, position=SCHEMES["last"](rng), backend=backend)
+        assert parts["turned values and output"] >= 4 * (v.size + out.size)
+        rp.attention_vjp(q, k, v, grad_out=out, position=SCHEMES["last"](rng), backend=backend)
+    # Values turn, and the gradient of the output; then those of values turn back, beside what is to turn.
+    assert parts["turned values and output"] >= 4 * 2 * (v.size + out.size)
 
 
 # ---------------------------------------------------------------------------------------------- a class of one's own
