@@ -13,6 +13,7 @@ from relpos_np import testing
 from relpos_np._contract import check
 from relpos_np._dense import bounds as made
 from relpos_np.schemes.base import Scheme
+from relpos_np.terms import Terms, Toeplitz
 from tests import exact, test_mpmath
 from tests.bounds import DTYPES, NOTHING, compared, exactly, judged, random_call, sweep
 from tests.every import ATTENTION
@@ -291,25 +292,40 @@ def test_a_scheme_of_ones_own(rng):
         assert (bound < (1e-5 if dtype == np.float32 else 1e-14)).all()
 
 
-def test_roundings_that_a_scheme_of_ones_own_declares(rng):
+def of_ones_own(where, site):
+    """Terms with numbers of 0.5 in one of their places."""
+    index = Toeplitz(np.zeros(site.q_len + site.k_len - 1, np.int32), 1)
+    terms, half = rp.terms, np.float64(0.5)
+    vectors = [np.full((*site.batch, site.heads, n, site.head_dim), half) for n in (site.q_len, site.k_len)]
+    row, values = np.full((1, 1, site.head_dim), half), np.full((1, 1, site.v_dim), half)
+    return {
+        "biases": lambda: Terms(biases=(np.full((1, site.q_len, site.k_len), half),)),
+        "tables": lambda: Terms(tables=(terms.TableTerm(np.full((1, 1), half), index),)),
+        "queries": lambda: Terms(queries=(terms.QueryTerm(vectors[0], row, index),)),
+        "keys": lambda: Terms(keys=(terms.KeyTerm(vectors[1], row, index),)),
+        "values": lambda: Terms(values=(terms.ValueTerm(values, index),)),
+        "content": lambda: Terms(*vectors),
+    }[where]()
+
+
+@pytest.mark.parametrize("where", ["biases", "tables", "queries", "keys", "values", "content"])
+def test_roundings_that_a_scheme_of_ones_own_declares(where, rng):
     """In units of float64, in which it is lowered: bounds grow by as much."""
 
-    class Bias(rp.Scheme):
+    class Own(rp.Scheme):
         computes = False
+        content = where == "content"
 
         def __init__(self, roundings):
             self.roundings = roundings
 
-        def scores(self, q, k, site):
-            return self.lower(q, k, site).biases[0]
-
         def lower(self, q, k, site):
-            return rp.terms.Terms(biases=(np.full((1, site.q_len, site.k_len), 0.5, site.dtype),))
+            return of_ones_own(where, site)
 
     q, k, v = rng.standard_normal((3, 1, 4, 6))
-    few, many = (rp.attention(q, k, v, position=Bias(n), return_bound=True)[1] for n in (0.0, 1e6))
-    # Half of 1e6 units, of weights whose values and output are about 1 together.
-    assert ((many - few > 0.1e6 * 2.0**-53) & (many - few < 5e6 * 2.0**-53)).all()
+    few, many = (rp.attention(q, k, v, position=Own(n), return_bound=True, backend="terms")[1] for n in (0.0, 1e6))
+    # Half of 1e6 units, of weights whose values and output are about 1 together, and of products some times as many.
+    assert ((many - few > 0.1e6 * 2.0**-53) & (many - few < 50e6 * 2.0**-53)).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
