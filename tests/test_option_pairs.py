@@ -3,7 +3,7 @@
 Cases of `strategies.py` have any options too, but are rarely of the shape that one of the kernels is for.
 """
 
-from itertools import combinations, product
+from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 import pytest
@@ -102,6 +102,52 @@ def test_any_two_options(sizes, rng):
         found = rp.attention(q, own_k, own_v, **drawn(options), return_lse=True, backend="numba")
         for x, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(x, wanted, rtol=ROOM, atol=ROOM, err_msg=str(options.keys()))
+
+
+def terms(sizes, rng):
+    """Schemes with a term of each kind that kernels tell apart, for the sizes of a call."""
+    q_len, k_len, depth, v_dim = sizes
+    labels, table = rng.integers(0, 9, (q_len, k_len)), rng.standard_normal((9, HEADS))
+    every = 2 * max(q_len, k_len) - 1
+    return {
+        "a table by distance": rp.T5(rng.standard_normal((32, HEADS))),
+        "a table by pair": rp.GraphLabels(labels, table),
+        "a table by pair of each item": rp.GraphLabels(np.stack([labels, labels[::-1]]), table),
+        "vectors of queries by distance": rp.Shaw(rng.standard_normal((5, depth))),
+        "vectors of queries for every distance": rp.Shaw(rng.standard_normal((every, depth))),
+        "vectors of queries by pair": rp.GraphLabels(labels, key_table=rng.standard_normal((9, depth))),
+        "vectors of keys": rp.ALiBi(form="key"),
+        "vectors of values": rp.Shaw(value_table=rng.standard_normal((5, v_dim))),
+        "a bias": DenseBias(rng.standard_normal((HEADS, q_len, k_len))),
+        "turned operands": rp.Rotary(depth // 2 * 2),
+    }
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_any_two_terms(sizes, rng):
+    """Also twice the same, forward and back."""
+    q_len, k_len, depth, v_dim = sizes
+    q, g = (rng.standard_normal((BATCH, HEADS, q_len, width)) for width in (depth, v_dim))
+    k, v = (rng.standard_normal((BATCH, KV_HEADS, k_len, width)) for width in (depth, v_dim))
+    given = terms(sizes, rng)
+    for names in combinations_with_replacement(given, 2):
+        position = tuple(given[name] for name in names)
+        if sum(scheme.content for scheme in position) > 1:
+            continue
+        found, expected = (
+            rp.attention(q, k, v, position=position, return_lse=True, backend=b) for b in ("numba", "numpy")
+        )
+        for x, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, wanted, rtol=ROOM, atol=ROOM, err_msg=str(names))
+        back, wanted_back = (
+            rp.attention_vjp(q, k, v, position=position, grad_out=g, backend=b) for b in ("numba", "numpy")
+        )
+        arrays, wanted_arrays = (
+            [x.q, x.k, x.v, *(y for own in x.position for y in own.values())] for x in (back, wanted_back)
+        )
+        for x, wanted in zip(arrays, wanted_arrays, strict=True):
+            room = ROOM * max(np.abs(wanted).max(), 1)
+            np.testing.assert_allclose(x, wanted, rtol=0, atol=room, err_msg=str(names))
 
 
 # Keys that a mask leaves: as a range of keys says it, and as none can.
