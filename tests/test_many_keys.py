@@ -155,6 +155,21 @@ def test_equal_probabilities_by_label(dtype, rng):
     assert np.abs(out / exact - 1).max() <= 3 * EPS[dtype]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_labels_of_keys_that_fade(dtype, rng):
+    """Also what their sums lost to rounding: a key of the next block has a million times their weight."""
+    n = BLOCK_KEYS + 1
+    q, k = np.ones((1, 24, 1), dtype), rng.random((1, n, 1)).astype(dtype)
+    k[:, -1] += dtype(14)
+    labels = np.broadcast_to(np.arange(n) % 2, (24, n))
+    graph = rp.GraphLabels(labels, value_table=np.eye(2, dtype=dtype))
+    out = rp.attention(q, k, np.zeros((1, n, 2), dtype), position=graph, scale=1.0)
+    p = np.exp(k[0, :, 0].astype(np.longdouble))
+    expected = np.array([p[label::2].sum() for label in range(2)]) / p.sum()
+    # Scores of 14 have as many units of rounding.
+    assert float(np.abs(out / expected - 1).max()) <= 16 * EPS[dtype]
+
+
 @pytest.mark.parametrize("n", [2000, 6000])
 @pytest.mark.parametrize("name", ["T5", "Shaw"])
 def test_gradients_by_distance_over_many_queries(name, n):
