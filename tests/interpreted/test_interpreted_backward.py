@@ -21,6 +21,8 @@ CASES = {
     "t5, causal": ((T5_CAUSAL,), {"causal": True, "q_len": 97}),
     "band and lengths": ((KINDS["t5"],), {"window": (20, 3), "batch": True, "key_lengths": (150, 190), "q_len": 99}),
     "shaw, both sides": ((SHAW_PER_HEAD, KINDS["alibi key"]), {"causal": True, "q_len": 13, "k_len": 31}),
+    "more ranges of keys": ((KINDS["deberta"], SHAW_PER_HEAD), {"q_len": 20, "k_len": BLOCK_KEYS + 9, "depth": 3}),
+    "several ranges of queries": ((KINDS["deberta"], SHAW_PER_HEAD), {"q_len": 99, "k_len": 20, "depth": 3}),
     "transformer_xl": ((KINDS["transformer_xl"],), {"causal": True, "q_len": 99, "k_len": 210}),
     "conformer and a bias": ((KINDS["transformer_xl conformer"], KINDS["t5"]), {"q_len": 25, "k_len": 40}),
     "grid": ((grid(20, 37),), {"q_len": 20, "k_len": 37}),
