@@ -203,10 +203,11 @@ def test_bad_numbers_reach_gradients_of_those_that_attend_them(rng):
         np.testing.assert_array_equal(np.isnan(getattr(found, name)), np.isnan(getattr(expected, name)), err_msg=name)
 
 
-def test_gradients_repeat_bit_by_bit_in_any_number_of_pieces(rng, monkeypatch):
+@pytest.mark.parametrize("dim", [5, 150], ids=["a block", "several blocks share a head"])
+def test_gradients_repeat_bit_by_bit_in_any_number_of_pieces(dim, rng, monkeypatch):
     from relpos_np.kernels._cuda import backplan, plan
 
-    operands, terms, given = every_kind(rng, (), 2, 1, 33, 35, (5, 3), "pairs", "float32")
+    operands, terms, given = every_kind(rng, (), 2, 1, 33, 35, (dim, 3), "pairs", "float32")
     along = TableTerm(np.float32(rng.standard_normal((2, 4))), Toeplitz(np.arange(67, dtype=np.int32) % 4, 4))
     every = Toeplitz(np.arange(67, dtype=np.int32), 67)
     skewed = QueryTerm(terms.queries[0].query, np.float32(rng.standard_normal((1, 67, 4))), every)
