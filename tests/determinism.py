@@ -30,6 +30,7 @@ class Kernel:
     backward: bool = False
     relative: bool = False  # Transformer-XL's positions: products with rows of distances
     table: bool = False  # T5's positions, and the gradient of their table in place of those of q, k and v
+    window: tuple[int, int] | None = None
 
     def operands(self, dtype: Any) -> list[Any]:
         b, h, h_kv, q_len, k_len, d, d_v = self.shape
@@ -51,7 +52,7 @@ class Kernel:
 
     def run(self, q: Any, k: Any, v: Any, heads: slice = slice(None), **options: Any) -> Results:
         dtype = np.float64 if q.dtype.itemsize == 8 else np.float32
-        options |= {"position": self.position(heads, dtype), "backend": self.backend}
+        options |= {"position": self.position(heads, dtype), "backend": self.backend, "window": self.window}
         if not self.backward:
             return rp.attention(q, k, v, return_lse=True, **options)
         # Every head and batch item has the same gradient of its output.

@@ -38,6 +38,8 @@ KERNELS = {
         Kernel("numba", (2, 1, 1, 300, 300, 32, 32), backward=True),
         Kernel("numba", (2, 4, 2, 64, 64, 32, 64), backward=True),
         Kernel("numba", (1, 1, 1, 700, 500, 32, 32), backward=True),
+        Kernel("numba", (1, 1, 1, 700, 700, 32, 32), backward=True, window=(300, 20)),
+        Kernel("numba", (1, 1, 1, 300, 4000, 8, 8), backward=True, window=(3300, 20)),
     ],
     "gradients of tables": [Kernel("numba", (2, 1, 1, 300, 300, 32, 32), backward=True, table=True)],
     "numpy": [Kernel("numpy", (2, 4, 2, 37, 50, 12, 9)), Kernel("numpy", (2, 2, 2, 20, 30, 8, 8), backward=True)],

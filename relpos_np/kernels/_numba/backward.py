@@ -446,8 +446,14 @@ def backward_head(
         fill_row(base, w.far_dv, w.far_dv + v_size, 0.0)
         fill_row(base, w.low_dk, w.low_dk + size, 0.0)
         fill_row(base, w.low_dv, w.low_dv + v_size, 0.0)
-    # Neither below the first key that the range's first query sees nor above the last one's.
-    begin = max(get(batches, KEY_BEGIN * p.count + task.b), task.key_first, first + p.offset - p.left)
+    # Neither below the first key that the range's first query sees nor above the last one's. A range of queries begins
+    # on the grid of tiles that all queries have, so that their gradients have the same bits however they are divided.
+    origin = max(get(batches, KEY_BEGIN * p.count + task.b), task.key_first, p.offset - p.left)
+    begin = max(origin, first + p.offset - p.left)
+    if side == 0:
+        if far_keys:
+            origin = max(origin, begin // GROUP_KEYS * GROUP_KEYS)
+        begin = origin + (begin - origin) // BLOCK_KEYS * BLOCK_KEYS
     end = min(get(batches, KEY_END * p.count + task.b), task.key_stop, stop - 1 + p.offset + p.right + 1)
     tiles = max(end - begin + BLOCK_KEYS - 1, 0) // BLOCK_KEYS
     end = min(end, begin + tiles * (e.cut + 1) // e.cuts * BLOCK_KEYS)
