@@ -39,6 +39,19 @@ def test_errors_do_not_grow_with_the_length(dtype, rng):
     assert float(np.max(np.abs(lse - expected_lse) / expected_lse)) <= 2 * EPS[dtype]
 
 
+@pytest.mark.parametrize("backend", ["numpy", "terms"])
+@pytest.mark.parametrize("n", [1000, 10_000, 100_000])
+def test_errors_of_the_reference_do_not_grow_either(n, backend, rng):
+    """Sums in halves and in pairs of blocks, also of numbers that are all equal: one sum of all was off by 1e-3."""
+    q, k, v = ((0.3 * rng.standard_normal((1, m, 8))).astype(np.float32) for m in (3, n, n))
+    v += np.float32(0.5)
+    expected, size, _ = exact(q, k, v)
+    out = rp.attention(q, k, v, backend=backend)
+    assert float(np.max(np.abs(out - expected) / size)) <= 8 * EPS[np.float32]
+    equal = rp.attention(0 * q, k, np.ones_like(v), backend=backend)
+    assert float(np.max(np.abs(equal - 1))) <= 24 * EPS[np.float32]
+
+
 @pytest.mark.parametrize("where", [0, 5 * BLOCK_KEYS, GROUP_KEYS - 40])
 @pytest.mark.parametrize("right", [0, 3, 40])
 def test_the_bits_of_a_row_do_not_depend_on_its_block(where, right, rng):

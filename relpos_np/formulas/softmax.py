@@ -16,6 +16,9 @@ import numpy as np
 
 from relpos_np.types import Array, Bools
 
+# Terms of a sum that are added up one after the other.
+_ADDED = 1024
+
 
 def repeat_heads(x: Array, heads: int) -> Array:
     """Repeat grouped key or value heads (..., H_kv, L, D) so that head h of H uses h // (H / H_kv)."""
@@ -49,6 +52,16 @@ def drop(x: Array, rate: float, keep: Bools | None) -> Array:
     return x if keep is None else np.where(keep, x * x.dtype.type(1.0 / (1.0 - rate)), x.dtype.type(0))
 
 
+def _in_halves(p: Array, v: Array) -> Array:
+    """The product of matrices, its sums in halves: a BLAS adds up many more terms one after the other."""
+    n = p.shape[-1]
+    if n <= _ADDED:
+        product: Array = np.matmul(p, v)
+        return product
+    half = n // 2
+    return _in_halves(p[..., :half], v[..., :half, :]) + _in_halves(p[..., half:], v[..., half:, :])
+
+
 def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
     """Sum of p_ij v_j over attended keys.
 
@@ -68,7 +81,7 @@ def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
     """
     finite = np.isfinite(v)
     with np.errstate(all="ignore"):
-        out: Array = np.matmul(p, np.where(finite, v, v.dtype.type(0)))
+        out = _in_halves(p, np.where(finite, v, v.dtype.type(0)))
         bad = ~finite.all(axis=-1)
         for j in np.unique(np.nonzero(bad)[-1]):
             value = np.where(finite[..., j, :], v.dtype.type(0), v[..., j, :])[..., None, :]
