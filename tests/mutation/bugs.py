@@ -338,5 +338,15 @@ BUGS = [
     Bug("cuda: blocks of later launches", "kernels._cuda.backplan:Backward.launch", "begin * parts", "begin"),
     Bug("cuda: ranges along the second batch axis", "kernels._cuda.plan:Forward._ranges", "2 * self.site.q_len if any(steps[:-2]) else 0", "2 * self.site.q_len if any(steps[:1]) else 0"),
     Bug("cuda: types of kept copies", "kernels._cuda.resident:kept", "x.dtype.str", "x.size"),
+    Bug("turns: cosines in the order of positions", "kernels._numba.call:Call._turn", "np.ascontiguousarray(np.concatenate([one.cos, one.sin], axis=-1))", "np.concatenate([one.cos, one.sin], axis=-1)"),
+    Bug("plan: what the second of two biases excludes", "kernels._numba.masks:_total", "(former, bias)", "(former,)"),
+    Bug("plan: the lowest number of a mask", "kernels._numba.pieces:least_mask", "_LEAST[0] if size_of(like, OWN) == 4 else _LEAST[1]", "MINUS_INFINITY"),
+    Bug("backward: what the rounding of the lse has lost", "kernels._numba.attend:write_lse", "lost if math.isfinite(lost) else 0.0", "0.0"),
+    Bug("backward: rounding of a large sum and a small maximum", "kernels._numba.attend:write_lse", "top - (get(own, row) - kept) + (more - kept)", "top - get(own, row)"),
+    Bug("score_mod: a cap of what it excludes", "_dense.forward:_before_masks", "shut.append(s == -np.inf)", "shut.append(s == np.inf)"),
+    Bug("score_mod: a cap of what it excludes, in terms", "_dense.from_terms:_before_masks", "hidden.append(np.isneginf(s))", "hidden.append(np.isposinf(s))"),
+    Bug("mask's gradient: before a function", "_calls.dense_bias:cap_beside_bias", "getattr(cls, 'change', Scheme.change) is not Scheme.change", "cls is None"),
+    Bug("formula: one sum over all keys", "formulas.softmax:_in_halves", "n <= _ADDED", "n >= 0"),
+    Bug("check: layout of gates", "_contract.check:ordered", "np.asarray(floating(name, value), order='C').view()", "floating(name, value).view()"),
 ]
 # fmt: on
