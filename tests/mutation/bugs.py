@@ -321,7 +321,7 @@ BUGS = [
     Bug("memory: gradients of turned values", "_calls.memory_bounds:_turned", "(2 if backward else 1) * count * rows * site.v_dim * item", "count * rows * site.v_dim * item"),
     Bug("memory: what dropout draws", "_calls.memory_bounds:Admission.__call__", "9 * lines * pairs", "lines * pairs"),
     Bug("packed: factors that parts share", "_calls.packed:PackedCall._spread", "target += own.reshape(target.shape)", "target[...] = own.reshape(target.shape)"),
-    Bug("mask's gradient: a cap around one scheme", "_calls.dense_bias:cap_beside_bias", "if schemes: ...", "if schemes > 1: ..."),
+    Bug("mask's gradient: a cap around one scheme", "_calls.dense_bias:cap_beside_bias", "if schemes: ...", "if len(schemes) > 1: ..."),
     Bug("sinks: gradient of the log-sum-exp", "_calls.sinks:before_sinks", "(to_lse + keys * grad_lse, to_sinks + own * grad_lse)", "(to_lse + keys * grad_lse, to_sinks)"),
     Bug("own schemes: pairs beyond the channels of values", "_calls.stated:_Checked.turn", "turn.first + 2 * pairs > site.v_dim", "turn.first + pairs > site.v_dim"),
     Bug("bounds: roundings of schemes that others wrote", "_calls.bounded:Bounded.__init__", "float(units) * max((scheme.roundings or 0.0 for scheme in schemes), default=0.0)", "max((scheme.roundings or 0.0 for scheme in schemes), default=0.0)"),
