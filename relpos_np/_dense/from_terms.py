@@ -107,22 +107,20 @@ def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
         p = weight / np.where(total == 0, site.dtype.type(1), total)[..., None]
         if problem.keep is not None:
             p = p * (problem.keep * site.dtype.type(problem.keep_scale))
-        # Pairs are summed one key at a time so that an excluded key's value is never multiplied.
         v = _heads(problem.v if terms.turn is None else terms.turn.of_values(problem.v), site.heads)
-        clean = np.isfinite(v).all()
-        if clean:
-            # Blocks of keys, whose sums are added up in pairs, lose less than one long sum.
-            blocks = [slice(j, j + 128) for j in range(0, site.k_len, 128)] or [slice(0)]
-            sums = [np.einsum("...ij,...jd->...id", p[..., own], v[..., own, :]) for own in blocks]
-            while len(sums) > 1:
-                pairs = (sums[n : n + 2] for n in range(0, len(sums), 2))
-                sums = [pair[0] + pair[1] if len(pair) > 1 else pair[0] for pair in pairs]
-            (out,) = sums
-        else:
-            out = np.zeros(problem.out_shape, site.dtype)
-            for key in range(site.k_len):
-                seen = ~np.isneginf(s[..., key])[..., None]
-                out = out + np.where(seen, p[..., key, None] * v[..., key, None, :], site.dtype.type(0))
+        finite = np.isfinite(v)
+        clean = v if finite.all() else np.where(finite, v, site.dtype.type(0))
+        # Blocks of keys, whose sums are added up in pairs, lose less than one long sum.
+        blocks = [slice(j, j + 128) for j in range(0, site.k_len, 128)] or [slice(0)]
+        sums = [np.einsum("...ij,...jd->...id", p[..., own], clean[..., own, :]) for own in blocks]
+        while len(sums) > 1:
+            pairs = (sums[n : n + 2] for n in range(0, len(sums), 2))
+            sums = [pair[0] + pair[1] if len(pair) > 1 else pair[0] for pair in pairs]
+        (out,) = sums
+        # An excluded key's value is never multiplied.
+        for key in np.flatnonzero(~finite.all(axis=(*range(v.ndim - 2), -1))):
+            seen = ~np.isneginf(s[..., key])[..., None] & ~finite[..., key, None, :]
+            out = out + np.where(seen, p[..., key, None] * v[..., key, None, :], site.dtype.type(0))
         for term in terms.values:
             rows, there = _rows(term.index, problem)
             rows, there = np.broadcast_to(rows, p.shape), np.broadcast_to(there, p.shape)
