@@ -25,7 +25,7 @@ from relpos_np._dense.backward import backward
 from relpos_np._dense.slopes import Slopes
 from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposTypeError
-from relpos_np.schemes.base import Position, Scheme
+from relpos_np.schemes.base import Position, Scheme, in_order
 from relpos_np.types import Array
 
 __all__ = ["attention", "attention_vjp", "logits", "prepare", "rel_shift"]
@@ -554,7 +554,9 @@ def attention_vjp(
 
                 s = from_terms.scores(problem, terms, slopes)
             grads, grad_v = backward(problem, terms, s, grad_out, grad_lse, slopes)
-        operands = (problem.q, problem.k) if computing else (problem.stored_q, problem.stored_k)
+        operands = (problem.stored_q, problem.stored_k)
+        if computing:
+            operands = (in_order(problem.q), in_order(problem.k))
         grad_q, grad_k, arrays = each_lifted(operands, problem, position, schemes, lowered, grads)
         if given["query_scale"] is not None:
             dtype = problem.site.dtype

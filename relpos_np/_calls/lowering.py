@@ -15,7 +15,7 @@ from relpos_np._contract.renamed import entries
 from relpos_np._contract.terms import Terms, fit
 from relpos_np._contract.turned import Turned, TurnedBack, Turning
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme, in_order
+from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 
 
@@ -124,7 +124,7 @@ def each_lifted(
     if not any(scheme.content for scheme in schemes):
         grad_q, grad_k = grads.query, grads.key
     rest = {slot: iter(getattr(grads, slot)) for slot in ("tables", "queries", "keys", "values", "biases")}
-    arrays, ordered = [], False
+    arrays = []
     for scheme, terms in zip(schemes, lowered, strict=True):
         of_operands: list[Any] = [grads.query, grads.key] if scheme.content else [None, None]
         if isinstance(terms.query, Turned):
@@ -133,8 +133,6 @@ def each_lifted(
         own.turn = None if terms.turn is None else grads.turn
         for slot, left in rest.items():
             setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))
-        if scheme.computes and not (scheme.turns or ordered):
-            operands, ordered = (in_order(operands[0]), in_order(operands[1])), True
         share = scheme.lift(*operands, problem.site, own)
         share = stated.checked_lift(scheme, share, tuple(x.shape for x in operands))
         own_arrays = {
