@@ -52,6 +52,19 @@ def test_errors_of_the_reference_do_not_grow_either(n, backend, rng):
     assert float(np.max(np.abs(equal - 1))) <= 24 * EPS[np.float32]
 
 
+@pytest.mark.parametrize("backend", ["numpy", "terms"])
+@pytest.mark.parametrize("n", [1000, 10_000, 100_000])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_sums_over_value_tables_do_not_either(labelled, n, backend, rng):
+    """Nearly all keys share one vector of Shaw's; with labels, a fifth of them each."""
+    q, k, v = ((0.3 * rng.standard_normal((1, m, 8))).astype(np.float32) for m in (3, n, n))
+    table = np.full((5, 8), 0.7, np.float32)
+    labels = rng.integers(0, 5, (3, n))
+    position = rp.GraphLabels(labels, value_table=table) if labelled else rp.Shaw(None, table)
+    out = rp.attention(q, k, 0 * v, position=position, backend=backend)
+    assert float(np.max(np.abs(out / np.float64(table[0]) - 1))) <= 24 * EPS[np.float32]
+
+
 @pytest.mark.parametrize("where", [0, 5 * BLOCK_KEYS, GROUP_KEYS - 40])
 @pytest.mark.parametrize("right", [0, 3, 40])
 def test_the_bits_of_a_row_do_not_depend_on_its_block(where, right, rng):

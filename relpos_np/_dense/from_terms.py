@@ -94,6 +94,20 @@ def scores(problem: Problem, terms: Terms, slopes: Slopes | None = None) -> Arra
     return np.asarray(np.where(out, site.dtype.type(-np.inf), s))
 
 
+def _bins(p: Array, rows: Array, there: Array, count: int) -> Array:
+    """Sums of p (..., L_q, L_k) over the keys of each row: (..., L_q, count), in halves down to a block of keys."""
+    keys = p.shape[-1]
+    if keys <= max(128, count // 64):
+        bins = np.zeros((*p.shape[:-1], count), p.dtype)
+        rows, there = np.broadcast_to(rows, p.shape), np.broadcast_to(there, p.shape)
+        first = np.arange(0, bins.size, count).reshape(*p.shape[:-1], 1) if bins.size else rows
+        np.add.at(bins.reshape(-1), (first + rows)[there], p[there])
+        return bins
+    halves = [(..., slice(keys // 2)), (..., slice(keys // 2, None))]
+    first, second = (_bins(p[own], rows[own], there[own], count) for own in halves)
+    return np.asarray(first + second)
+
+
 def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
     """Output (*batch, H, L_q, D_v) and log-sum-exp (*batch, H, L_q)."""
     site = problem.site
@@ -123,11 +137,7 @@ def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
             out = out + np.where(seen, p[..., key, None] * v[..., key, None, :], site.dtype.type(0))
         for term in terms.values:
             rows, there = _rows(term.index, problem)
-            rows, there = np.broadcast_to(rows, p.shape), np.broadcast_to(there, p.shape)
-            bins = np.zeros((*p.shape[:-1], term.weights.shape[-2]), site.dtype)
-            # Each query's bins, one key after the other.
-            first = np.arange(0, bins.size, bins.shape[-1]).reshape(*p.shape[:-1], 1) if bins.size else rows
-            np.add.at(bins.reshape(-1), (first + rows)[there], p[there])
+            bins = _bins(p, rows, there, term.weights.shape[-2])
             out = out + np.einsum("...ir,...rd->...id", bins, term.weights)
         if terms.turn is not None:
             out = terms.turn.of_output(out)

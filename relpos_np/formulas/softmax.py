@@ -16,8 +16,8 @@ import numpy as np
 
 from relpos_np.types import Array, Bools
 
-# Terms of a sum that are added up one after the other.
-_ADDED = 1024
+# Terms of a sum that a BLAS, and `einsum`, add up one after the other.
+_ADDED, _ADDED_VECTORS = 1024, 128
 
 
 def repeat_heads(x: Array, heads: int) -> Array:
@@ -60,6 +60,29 @@ def _in_halves(p: Array, v: Array) -> Array:
         return product
     half = n // 2
     return _in_halves(p[..., :half], v[..., :half, :]) + _in_halves(p[..., half:], v[..., half:, :])
+
+
+def weighted_vectors(p: Array, a: Array) -> Array:
+    """Sum of p_ij a_ij over keys, for vectors that belong to pairs.
+
+    Parameters
+    ----------
+    p : ndarray, shape (..., L_q, L_k)
+        Probabilities.
+    a : ndarray, shape (..., L_q, L_k, D_v)
+        The vectors.
+
+    Returns
+    -------
+    ndarray, shape (..., L_q, D_v)
+        The sums, which are made in halves.
+    """
+    n = p.shape[-1]
+    if n <= _ADDED_VECTORS:
+        return np.asarray(np.einsum("...ij,...ijd->...id", p, a))
+    half = n // 2
+    first, second = weighted_vectors(p[..., :half], a[..., :half, :]), weighted_vectors(p[..., half:], a[..., half:, :])
+    return np.asarray(first + second)
 
 
 def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:

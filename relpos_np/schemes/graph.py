@@ -11,6 +11,7 @@ from relpos_np._contract import check
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.formulas.softmax import weighted_vectors
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -289,7 +290,7 @@ class GraphLabels(Scheme):
         if self.value_table is None:
             return None
         a = label_vectors(self.value_table.astype(site.dtype, copy=False), self.labels)
-        return np.asarray(np.einsum("...ij,...ijd->...id", p, a))
+        return weighted_vectors(p, a)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """A term per table on the labels themselves."""

@@ -15,6 +15,7 @@ from relpos_np._contract import check
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
+from relpos_np.formulas.softmax import weighted_vectors
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -325,7 +326,7 @@ class IRPE(Scheme):
         """Vectors of values weighted by the probabilities."""
         if self.value_table is None:
             return None
-        parts = [np.einsum("...ij,...ijd->...id", p, r) for r, _ in self._looked_up(self.value_table, site)]
+        parts = [weighted_vectors(p, r) for r, _ in self._looked_up(self.value_table, site)]
         return np.asarray(sum(parts[1:], parts[0]))
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:

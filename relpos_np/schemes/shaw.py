@@ -12,7 +12,7 @@ from relpos_np._contract.index_maps import clip_map
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.errors import RelposValueError
-from relpos_np.formulas.softmax import softmax
+from relpos_np.formulas.softmax import softmax, weighted_vectors
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.schemes.registry import register
 from relpos_np.schemes.sample import Sample
@@ -303,7 +303,7 @@ class Shaw(Scheme):
         a = relative_vectors(
             table, site.q_len, site.k_len, offset=site.offset, outside=self.outside, left=self._value_zero
         )
-        return np.asarray(np.einsum("...ij,...ijd->...id", p, a))
+        return weighted_vectors(p, a)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One query term and one value term on Toeplitz maps."""
