@@ -27,7 +27,7 @@ _BOX_DISTANCE = {"layoutlmv2": 256, "layoutlmv3": 256, "udop": 100}
 _LARGEST, _LARGEST_FACTOR = 2.0**31, 2.0**20
 
 
-def layout_distance(coordinates: Array, *, factor: float | None = None) -> Int64:
+def layout_distance(coordinates: Array, *, factor: float | None = None, queries: slice = slice(None)) -> Int64:
     r"""Distance between the places of every two tokens along one axis, in the units of the buckets.
 
     .. math::
@@ -42,15 +42,17 @@ def layout_distance(coordinates: Array, *, factor: float | None = None) -> Int64
         Places c of the tokens.
     factor : float, optional
         F; without it coordinates are integers. Products are rounded to the dtype of the coordinates.
+    queries : slice
+        Tokens i; default all.
 
     Returns
     -------
-    ndarray of int64, shape (..., L, L)
+    ndarray of int64, shape (..., L_q, L)
         Place of token j less that of token i.
     """
     if factor is None:
-        return np.asarray(coordinates[..., None, :] - coordinates[..., :, None], dtype=np.int64)
-    apart = (coordinates[..., None, :] - coordinates[..., :, None]) * coordinates.dtype.type(factor)
+        return np.asarray(coordinates[..., None, :] - coordinates[..., queries, None], dtype=np.int64)
+    apart = (coordinates[..., None, :] - coordinates[..., queries, None]) * coordinates.dtype.type(factor)
     return np.asarray(np.trunc(apart), dtype=np.int64)
 
 
@@ -66,6 +68,7 @@ def layout_bias(
     max_box_distance: int | None = None,
     factor: float = 100.0,
     rounding: str = "exact",
+    queries: slice = slice(None),
 ) -> Array:
     """The bias between every two tokens of a page, written out, without the scale.
 
@@ -89,22 +92,27 @@ def layout_bias(
         Only for "udop", whose boxes are fractions of the page.
     rounding : {"exact", "float32"}
         See `t5_bucket`; fractions of the page are computed with in float64 or in float32.
+    queries : slice
+        Tokens that are queries; default all.
 
     Returns
     -------
-    ndarray, shape (..., H, L, L)
+    ndarray, shape (..., H, L_q, L)
         To be added to the scores; "layoutlmv3" multiplies it by the scale of the scores first.
     """
     left, top, right, bottom = np.moveaxis(boxes, -1, 0)
     if variant == "udop":
         left, top, right, bottom = np.moveaxis(boxes.astype(np.float32 if rounding == "float32" else np.float64), -1, 0)
-        distances = [layout_distance(c, factor=factor) for c in ((left + right) / 2, (top + bottom) / 2)]
+        distances = [
+            layout_distance(c, factor=factor, queries=queries) for c in ((left + right) / 2, (top + bottom) / 2)
+        ]
     else:
-        distances = [layout_distance(c) for c in (left, bottom)]
+        distances = [layout_distance(c, queries=queries) for c in (left, bottom)]
     on_page = _BOX_DISTANCE[variant] if max_box_distance is None else max_box_distance
     tables, furthest = [x_table, y_table], [on_page, on_page]
     if table is not None:
-        distances.append(layout_distance(np.arange(boxes.shape[-2]) if positions is None else positions))
+        own = np.arange(boxes.shape[-2]) if positions is None else positions
+        distances.append(layout_distance(own, queries=queries))
         tables, furthest = [*tables, table], [*furthest, max_distance]
     bias = np.zeros((), x_table.dtype)
     for d, rows, largest in zip(distances, tables, furthest, strict=True):
@@ -282,7 +290,8 @@ class LayoutBias(Scheme):
             max_box_distance=self.max_box_distance,
             factor=self._factor,
             rounding=self.rounding,
-        )[..., site.offset : site.offset + site.q_len, :]
+            queries=slice(site.offset, site.offset + site.q_len),
+        )
         return bias * site.dtype.type(site.scale) if self.variant == "layoutlmv3" else bias
 
     def _tables(self) -> dict[str, Array]:
@@ -353,9 +362,9 @@ class LayoutBias(Scheme):
         return cut, page, replace(rest, keys=slice(here.q_len, len(at)))
 
     def held(self, site: Site) -> Held:
-        """Maps per page and axis; distances are integers of 64 bit, in the formula those of all tokens."""
+        """Maps per page and axis; distances are integers of 64 bit."""
         pages = math.prod(self._boxes.shape[:-2])
-        formula = super().held(site).formula + 112 * pages * site.k_len * site.k_len
+        formula = super().held(site).formula + 112 * pages * site.q_len * site.k_len
         return Held(formula, 40 * pages * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
