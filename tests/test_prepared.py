@@ -75,9 +75,21 @@ def test_the_quick_way_is_taken(shape, position, rng, runs):
     runs.clear()
     with rp.memory_limit(1 << 30):
         ready(one, k, v)
+    assert not runs
+    # What is too small for two threads is done by one, however many there may be.
     with rp.threads(1):
         ready(one, k, v)
+    assert len(runs) == 1
+
+
+def test_a_plan_for_other_threads_is_not_used(rng, runs):
+    q, k, v = rng.standard_normal((3, 8, 256, 64)).astype(np.float32)
+    ready = rp.prepare(q, k, v)
+    with rp.threads(1):
+        found = ready(q, k, v)
     assert not runs
+    assert_same_bits([ready(q, k, v)], [found])
+    assert len(runs) == (rp.get_num_threads() > 1)
 
 
 @given(cases(small=False), st.sampled_from(rp.backend.HOST_BACKENDS), st.booleans())

@@ -234,15 +234,26 @@ def test_what_is_chosen_for_the_process_is_followed(rng, runs):
     q, k, v = rng.standard_normal((3, 2, 40, 8)).astype(np.float32)
     met(q, k, v)
     runs.clear()
-    for chosen in (rp.use_backend("numpy"), rp.use_precision("medium"), rp.memory_limit(1 << 30), rp.threads(1)):
+    for chosen in (rp.use_backend("numpy"), rp.use_precision("medium"), rp.memory_limit(1 << 30)):
         with chosen:
             assert_same_bits([rp.attention(q, k, v)], [first(q, k, v)])
     with rp.memory_limit(100), pytest.raises(rp.RelposMemoryError):
         rp.attention(q, k, v)
     assert not runs
-    with rp.threads(1):
+
+
+@pytest.mark.skipif(rp.get_num_threads() < 2, reason="there is one thread at most")
+def test_fewer_threads_make_a_plan_anew(rng, runs):
+    """Of work that is enough for two; less is done by one, however many there may be."""
+    for length, quick in ((40, True), (256, False)):
+        q, k, v = rng.standard_normal((3, 8, length, 64)).astype(np.float32)
         met(q, k, v)
-    assert runs
+        runs.clear()
+        with rp.threads(1):
+            assert_same_bits([rp.attention(q, k, v)], [first(q, k, v)])
+            assert bool(runs) == quick
+            met(q, k, v)
+            assert runs
 
 
 @pytest.mark.parametrize("at", range(3))

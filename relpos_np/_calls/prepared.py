@@ -148,7 +148,7 @@ class PreparedAttention:
         problem, result, flat = check.call(q, k, v, DEFAULTS | options, admit)
         schemes = own_schemes(checked_schemes(position, problem, options["backend"]))
         self._attention, self._position, self._options = attention, schemes or None, options
-        self._forms = [(x.shape, x.strides, x.dtype) for x in (q, k, v)]
+        self._form = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
         self._batch, self._k_len = problem.batch, problem.site.k_len
         # What each call of the kernels begins with, without lengths of keys and with them.
         self._ready: dict[bool, Ready | None] = {False: None, True: None}
@@ -231,14 +231,17 @@ class PreparedAttention:
         RelposError
             As `relpos_np.attention`, and where an operand differs from what was prepared.
         """
-        return_lse = check.flag("return_lse", return_lse)
-        operands, quick = (check.array("q", q), check.array("k", k), check.array("v", v)), True
-        for x, (shape, strides, dtype) in zip(operands, self._forms, strict=True):
-            if x.shape != shape or x.dtype != dtype:
-                self._refuse(operands)
-            quick = quick and x.strides == strides and x.flags.aligned
+        if return_lse is not False:
+            return_lse = check.flag("return_lse", return_lse)
+        operands = q, k, v
+        if not type(q) is type(k) is type(v) is np.ndarray:
+            operands = q, k, v = check.array("q", q), check.array("k", k), check.array("v", v)
+        quick = self._form == (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
         ready = self._ready[key_lengths is not None]
-        if not quick or ready is None or memory.limit() is not None or not ready.fits():
+        if not (quick and q.flags.aligned and k.flags.aligned and v.flags.aligned):
+            self._refuse(operands)
+            ready = None
+        if ready is None or memory.limit() is not None or not ready.fits():
             given = {"key_lengths": key_lengths, "return_lse": return_lse, "out": out, **self._options}
             found: Array | tuple[Array, Array] = self._attention(q, k, v, position=self._position, **given)
             return found
@@ -246,7 +249,9 @@ class PreparedAttention:
         return ready.run(operands, lengths, out, operands, return_lse=return_lse)
 
     def _refuse(self, operands: tuple[Array, Array, Array]) -> None:
-        for name, x, (shape, _, dtype) in zip(_NAMES, operands, self._forms, strict=True):
+        """Refuse operands that differ in more than how they lie in memory."""
+        forms = zip(self._form[::3], self._form[2::3], strict=True)
+        for name, x, (shape, dtype) in zip(_NAMES, operands, forms, strict=True):
             if x.shape != shape:
                 raise RelposValueError(f"{name}: the call was prepared for shape {shape}, found {x.shape}")
             if x.dtype != dtype:

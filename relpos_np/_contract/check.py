@@ -550,9 +550,17 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: Seque
         raise RelposValueError("out: the array is read-only")
     if not out.flags.c_contiguous and _repeats(out) if host else out.repeats:
         raise RelposValueError("out: elements of the array share memory")
-    for x in arrays_within([x for x in inputs if type(x) not in _NO_ARRAYS]) if host else inputs:
-        if np.may_share_memory(out, x) if host else out.overlaps(x):
-            raise RelposValueError("out: the array overlaps an input")
+    if not host:
+        overlaps = any(out.overlaps(x) for x in inputs)
+    else:
+        overlaps = False
+        for x in inputs:
+            # What nearly all operands are is asked first, since small calls take no longer than such questions do.
+            kind = type(x)
+            for own in (x,) if kind is np.ndarray else () if kind in _NO_ARRAYS else arrays_within(x):
+                overlaps = overlaps or np.may_share_memory(out, own)
+    if overlaps:
+        raise RelposValueError("out: the array overlaps an input")
 
 
 def arrays_within(value: Any, depth: int = 8) -> Iterator[Array]:

@@ -72,6 +72,9 @@ def _length(threads: int) -> int:
     return _NUMBERS + 8 * threads
 
 
+_ONE = _length(1)
+
+
 def _symbol(name: str) -> int | None:
     """Address of a function of Numba's pool, which is started unless it runs."""
     with preparing:
@@ -132,7 +135,7 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
     address = kernel.address
     call = ctypes.addressof(ctypes.c_char.from_buffer(record))
     if threads == 1:
-        _function(address)(_ARRAYS, _length(1), _STEPS, call)
+        _function(address)(_ARRAYS, _ONE, _STEPS, call)
         return
     # GNU OpenMP kills a forked child that enters the parent's pool; Numba's own "workqueue" aborts
     # the process when two threads enter it. Threads of Python have neither flaw, and start slower.
@@ -140,7 +143,7 @@ def run(kernel: Kernel, record: bytearray, threads: int) -> None:
     pool = _pool() if home else None
     shared = _shared() if home else None
     if shared is not None:
-        shared.run(address, _NUMBERS, _length(1), _STEPS, call, threads)
+        shared.run(address, _NUMBERS, _ONE, _STEPS, call, threads)
     elif pool is not None:
         pool(address, _ARRAYS, _length(threads), _STEPS, call, 0, 1, threads)
     else:
@@ -169,6 +172,15 @@ def run_pieces(
     kernel needs a `workspace` of so many bytes for each thread, where that lies follows. `size`: all work, in units of
     that from which on there are threads; where processors are taken, one thread does small work.
     """
+    if threads == 1 and pieces <= chunk:
+        # Such calls take microseconds, of which the rest of this function would be a good part.
+        memory = None
+        if workspace:
+            memory, address, stride = lend(workspace, 1)
+            _PACK_WORK(record, _PAIR, address, stride)
+        _PACK_WORK(record, 0, 0, pieces)
+        run(kernel, record, 1)
+        return
     # To compile or load a kernel is not timed.
     memory, small, started = None, threads > 1 and size < SMALL and kernel.ready, 0.0
     if small:

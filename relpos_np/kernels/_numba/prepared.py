@@ -75,6 +75,8 @@ class Prepared:
         self.batches, self.adds = named[call.fields["batches"]], named.get(call.fields["adds"])
         self.products = [_Product.of(p, self.adds, sources, problem.site.heads) for p in made]
         self.kept += [p.weights for p in made]
+        # Work that is too small for two threads, however many there are.
+        self.alone = self.plan.division.size < 1.0 and not made
 
     @property
     def takes_lengths(self) -> bool:
@@ -83,7 +85,7 @@ class Prepared:
 
     def fits(self) -> bool:
         """Whether a call may still use the threads that the plan is for."""
-        return launch.available_threads() == self.threads
+        return self.alone or launch.available_threads() == self.threads
 
     def run(
         self,
