@@ -303,4 +303,5 @@ def sections(folder=RECORDED):
         "figures_model_types": read("transformers.json", model_types),
         "figures_arm": read("arm.json", arm),
         "figures_peers": read("compare.json", origin, peers),
+        "figures_peers_fma": read("compare-fma.json", origin, peers),
     }
