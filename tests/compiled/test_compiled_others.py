@@ -65,7 +65,7 @@ def test_decoding(stored, threads, rows, depth, wide):
 def test_merging(stored):
     dtype = np.dtype("float64" if stored == "float64" else "float32")
     code = compiled(
-        decode.merge(dtype, stored, 128), array(dtype), flat(FORMATS[stored][0]), array(dtype), *[types.int64] * 4
+        decode.merge(dtype, stored, 128), array(dtype), flat(FORMATS[stored][0]), array(dtype), *[types.int64] * 5
     )
     assert code.spilled == 0
     assert code.registers <= 64

@@ -18,6 +18,7 @@ from relpos_np.kernels._cuda import tile
 from relpos_np.kernels._cuda.device import inline, jit, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import BINS, BINS_SIZE
+from relpos_np.kernels._cuda.rowsum import write_lse
 from relpos_np.kernels._cuda.scores import UNCAPPED, complete, stage_strip, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
@@ -237,6 +238,7 @@ def attend(
         tile.clear(high, columns, tiling.dtype),
     )
     add_values, add_terms = _add_values(tiling, of_value, width), add_value_terms(tiling, width)
+    write_sum = write_lse(tiling.dtype)
     write = write_results(tiling, of_out, width)
 
     @jit()
@@ -311,13 +313,7 @@ def attend(
         if me < rows:
             factors[me] = total
         if mine and part == 0 and call.wants_lse != 0:
-            if total == zero:
-                results.lse[u64(row_at + me)] = least
-            else:
-                base = top
-                if top == least:
-                    base = zero
-                results.lse[u64(row_at + me)] = base + real(math.log(total))
+            write_sum(results.lse, row_at + me, top, total, call.lse_apart)
         # Also lets every thread see the bins, which are in global memory.
         wait()
         here = tile.Tile(own, first, last, key, stop)

@@ -23,15 +23,16 @@ LEFT_OUT = -1
 
 @cache
 def _fetch_queries(tiling: Tiling) -> Any:
-    """Fill shared memory with the log-sum-exps and deltas of a tile's queries, from number `line` on."""
+    """Fill shared memory with the log-sum-exps, in two parts, and deltas of a tile's queries, from number `line` on."""
     rows, zero = tiling.rows, tiling.dtype.type(0)
 
-    def fetch(lses, deltas, upstream, line, size, me):  # type: ignore[no-untyped-def]
+    def fetch(lses, deltas, upstream, line, apart, size, me):  # type: ignore[no-untyped-def]
         if me < rows:
-            row_lse, row_delta = zero, zero
+            base, more, row_delta = zero, zero, zero
             if me < size:
-                row_lse, row_delta = upstream.lse[u64(line + me)], upstream.delta[u64(line + me)]
-            lses[me] = row_lse
+                base, more = upstream.lse[u64(line + me)], upstream.lse[u64(line + me + apart)]
+                row_delta = upstream.delta[u64(line + me)]
+            lses[me], lses[rows + me] = base, more
             deltas[me] = row_delta
 
     return inline(fetch)
@@ -54,7 +55,7 @@ def _probabilities(tiling: Tiling) -> Any:
                 ps[x, column] = left_out
                 careful = 1
             else:
-                weight = real(math.exp(value - lses[x]))
+                weight = real(math.exp((value - lses[x]) - lses[rows + x]))
                 after = weight
                 if call.keep >= 0:
                     after = weight * kept
@@ -80,7 +81,7 @@ def key_gradient(
     of_query, of_key, of_value = stored
     left_shape, right_shape = (tile.DEPTH, rows + tile.PAD), (tile.DEPTH, max(rows, width) + tile.PAD)
     p_shape, strip_size = (rows, rows + tile.PAD), 2 * rows
-    fits(tiling, left_shape, right_shape, p_shape, p_shape, (strip_size,), (rows,), (rows,))
+    fits(tiling, left_shape, right_shape, p_shape, p_shape, (strip_size,), (2 * rows,), (rows,))
     s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
     b_size, real = max(tiling.wide, columns), tiling.dtype.type
     zero, one, left_out = real(0), real(1), real(LEFT_OUT)
@@ -106,7 +107,7 @@ def key_gradient(
         # Probabilities, then gradients of scores.
         ds = cuda.shared.array(p_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        lses = cuda.shared.array(rows, kind, ALIGNED)
+        lses = cuda.shared.array(2 * rows, kind, ALIGNED)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
         starts = cuda.shared.array((STARTS, 2), types.int64)
         own = cuda.shared.array(OWN_SIZE, types.int64)
@@ -142,7 +143,7 @@ def key_gradient(
             last = min(first + rows, own[tile.FINAL])
             here = tile.Tile(own, first, last, key, stop)
             first_line = (own[tile.BATCH] * call.heads + own[tile.HEAD]) * q_len + first
-            fetch_queries(lses, deltas, upstream, first_line, last - first, me)
+            fetch_queries(lses, deltas, upstream, first_line, back.lines, last - first, me)
             q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
             k = tile.Rows(operands.k, starts[tile.K], key, stop, depth)
             scores(ps, room, k, q, tables, call, here, scales, slopes, thread)

@@ -123,7 +123,7 @@ class Backward(Forward):
     def launch(self) -> None:
         """Run the kernels of both passes; everything stays on the device."""
         site, dtype, lines = self.site, self.dtype, self.lines
-        out, lse = self.start(wants_lse=True)
+        out, lse = self.start(wants_lse=True, apart=True)
         back, queries = self.back, lines * site.q_len
         self.upstream = self._whole(self.grad_out, self.problem.out_shape)
         delta, self.work = empty(queries, dtype), empty(self.work_size, dtype)

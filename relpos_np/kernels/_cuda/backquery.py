@@ -51,7 +51,7 @@ def _probabilities(tiling: Tiling) -> Any:
     rows, threads, real = tiling.rows, tiling.threads, tiling.dtype.type
     turns, least, excluded = rows * rows // threads, real(-np.inf), real(EXCLUDED)
 
-    def probabilities(ps, row_lse, tables, call, here, me):  # type: ignore[no-untyped-def]
+    def probabilities(ps, base, more, tables, call, here, me):  # type: ignore[no-untyped-def]
         careful, row = 0, me % rows
         for turn in range(turns):
             y = (turn * threads + me) // rows
@@ -60,7 +60,7 @@ def _probabilities(tiling: Tiling) -> Any:
                 ps[y, row] = excluded
                 careful = 1
             else:
-                weight = real(math.exp(value - row_lse))
+                weight = real(math.exp((value - base) - more))
                 if call.keep >= 0 and not survives(tables, call, here, here.first + row, here.key + y):
                     weight = -weight
                 ps[y, row] = weight
@@ -175,9 +175,10 @@ def query_gradient(
             wipe_sums(work, tables, call, back, own, last - first, me)
         clear_gradients(o)
         # The one row of a tile that the thread turns into probabilities.
-        row, row_lse, row_delta = me % rows, zero, zero
+        row, base, more, row_delta = me % rows, zero, zero, zero
         if first + row < last:
-            row_lse, row_delta = upstream.lse[u64(line + row)], upstream.delta[u64(line + row)]
+            base, more = upstream.lse[u64(line + row)], upstream.lse[u64(line + row + back.lines)]
+            row_delta = upstream.delta[u64(line + row)]
         if me < rows:
             deltas[me] = row_delta
         wait()
@@ -187,7 +188,7 @@ def query_gradient(
             q = tile.Rows(operands.q, starts[tile.Q], first, last, depth)
             k = tile.Rows(operands.k, starts[tile.K], key, stop, depth)
             scores(ps, room, q, k, tables, call, here, scales, slopes, thread)
-            careful = probabilities(ps, row_lse, tables, call, here, me)
+            careful = probabilities(ps, base, more, tables, call, here, me)
             if call.n_values > 0:
                 wait()
                 if part == 0 and me < rows and first + me < last:

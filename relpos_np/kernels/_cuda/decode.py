@@ -31,6 +31,7 @@ from relpos_np.kernels._cuda.device import empty, jit, launch, simulated
 from relpos_np.kernels._cuda.intrinsics import FORMATS, converters, elements, u32, u64, wait
 from relpos_np.kernels._cuda.records import VECTORS, Call, Operands, Results, Scales, Tables
 from relpos_np.kernels._cuda.resident import kept
+from relpos_np.kernels._cuda.rowsum import write_lse
 from relpos_np.kernels._cuda.tile import ALIGNED, keys_of, origin, share
 from relpos_np.types import Array
 
@@ -109,11 +110,11 @@ def decode(block: Block, stored: tuple[str, ...]) -> Any:
 def merge(dtype: np.dtype[Any], stored: str, threads: int) -> Any:
     """The kernel that merges the ranges of each query, in their order: one channel per thread."""
     _, narrow = converters(stored)
-    real = dtype.type
+    real, write_sum = dtype.type, write_lse(dtype)
     zero, one, least = real(0), real(1), real(-np.inf)
 
     @jit()
-    def kernel(work, out, lse, queries, parts, v_dim, wants_lse):  # type: ignore[no-untyped-def]
+    def kernel(work, out, lse, queries, parts, v_dim, wants_lse, apart):  # type: ignore[no-untyped-def]
         work, out, lse = elements(work), elements(out), elements(lse)
         slices = (v_dim + threads - 1) // threads
         row, d = cuda.blockIdx.x // slices, cuda.blockIdx.x % slices * threads + cuda.threadIdx.x
@@ -138,7 +139,7 @@ def merge(dtype: np.dtype[Any], stored: str, threads: int) -> Any:
         if d < v_dim:
             out[u64(row * v_dim + d)] = narrow(zero if total == zero else o * (one / total))
         if d == 0 and wants_lse != 0:
-            lse[u64(row)] = least if total == zero else base + real(math.log(total))
+            write_sum(lse, row, base, total, apart)
 
     return kernel
 
@@ -215,5 +216,5 @@ def run(
     given = operands, tables, Results(out, lse, work), call, Ranges(parts, queries), scales
     launch(decode(block, formats), blocks, threads, *given)
     if parts > 1:
-        sizes = queries, parts, call.v_dim, call.wants_lse
+        sizes = queries, parts, call.v_dim, call.wants_lse, call.lse_apart
         launch(merge(dtype, formats[-1], threads), queries * slices, threads, work, out, lse, *sizes)

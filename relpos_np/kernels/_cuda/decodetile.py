@@ -12,6 +12,7 @@ from numba import types
 from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import converters, neighbours, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import ADD, ADD_SIZE, PAIRS, VECTORS
+from relpos_np.kernels._cuda.rowsum import write_lse
 from relpos_np.kernels._cuda.scores import is_ruled_out
 from relpos_np.kernels._cuda.tile import PAD, origin
 
@@ -414,8 +415,8 @@ def add_values(block: Block, of_value: str) -> Any:
 @cache
 def finish(block: Block, of_out: str) -> Any:
     """Write the results and log-sum-exps of all rows, or what of them belongs to one of several ranges."""
-    rows, real = block.rows, block.dtype.type
-    zero, one, least = real(0), real(1), real(-np.inf)
+    rows, real, write_sum = block.rows, block.dtype.type, write_lse(block.dtype)
+    zero, one = real(0), real(1)
     _, narrow = converters(of_out)
 
     def finish(results, o, space, top, ranges, part, call, own, channel, me):  # type: ignore[no-untyped-def]
@@ -429,13 +430,7 @@ def finish(block: Block, of_out: str) -> Any:
                 work[u64((own.line + me) * parts + part)] = top
                 work[u64((ranges.queries + own.line + me) * parts + part)] = total
             elif channel == 0 and call.wants_lse != 0:
-                if total == zero:
-                    results.lse[u64(own.line + me)] = least
-                else:
-                    base = top
-                    if top == least:
-                        base = zero
-                    results.lse[u64(own.line + me)] = base + real(math.log(total))
+                write_sum(results.lse, own.line + me, top, total, call.lse_apart)
         wait()
         d = channel + me
         for r in range(rows):

@@ -23,6 +23,7 @@ from relpos_np.kernels._cuda.attend import EXCLUDED, add_value_terms, write_resu
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.planes import Block
+from relpos_np.kernels._cuda.rowsum import write_lse
 from relpos_np.kernels._cuda.scores import SCORES, UNCAPPED, finish, is_whole, put, scale, stage_strip, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS
 from relpos_np.kernels._cuda.warp import COLUMNS, STEPS, bits, high, low, packed, product, repeated, swap
@@ -265,6 +266,7 @@ def attend(block: Block, of_out: str, capped: int = UNCAPPED) -> Any:
     finished = finish(tiling, keys_first=True, skewed=skewed, capped=capped)
     weigh = tile.add_bins(tiling, by_query=True, skipped=EXCLUDED)
     add_terms, write = add_value_terms(tiling, width), write_results(tiling, of_out, width)
+    write_sum = write_lse(tiling.dtype)
     always_shared = skewed or capped == SCORES
 
     def mend(c, given):  # type: ignore[no-untyped-def]
@@ -417,13 +419,7 @@ def attend(block: Block, of_out: str, capped: int = UNCAPPED) -> Any:
                 row = 8 * r + thread.down
                 shared_factors[row] = total[r]
                 if first + row < last and part == 0 and call.wants_lse != 0:
-                    if total[r] == zero:
-                        results.lse[u64(row_at + row)] = least
-                    else:
-                        base = top[r]
-                        if base == least:
-                            base = zero
-                        results.lse[u64(row_at + row)] = base + np.float32(math.log(total[r]))
+                    write_sum(results.lse, row_at + row, top[r], total[r], call.lse_apart)
         # Also lets every thread see the bins, which are in global memory.
         wait()
         here = tile.Tile(own, first, last, key, stop)

@@ -346,12 +346,13 @@ class Forward:
             n_bins=n_bins,
             v_dim=site.v_dim,
             wants_lse=0,
+            lse_apart=0,
         )
 
-    def start(self, out: Any = None, lse: Any = None, *, wants_lse: bool) -> tuple[Any, Any]:
+    def start(self, out: Any = None, lse: Any = None, *, wants_lse: bool, apart: bool = False) -> tuple[Any, Any]:
         """Copy to the device what is not there, and launch; returns outputs and log-sum-exps there, flat.
 
-        They are written into `out` and `lse` where these are `Operand`.
+        They are written into `out` and `lse` where these are `Operand`. `apart`: see `Call.lse_apart`.
         """
         site, call = self.site, self.call()
         integers = [pool.joined() for pool in (self.index, self.flags, self.meta)]
@@ -363,9 +364,10 @@ class Forward:
         result = out.flat if isinstance(out, Operand) else empty(queries * site.v_dim, site.dtype)
         # Not written to, but it must have an address.
         (nothing,) = kept(np.zeros(1, site.dtype))
-        sums = lse.flat if isinstance(lse, Operand) else empty(queries, site.dtype) if wants_lse else nothing
+        size = 2 * queries if apart else queries
+        sums = lse.flat if isinstance(lse, Operand) else empty(size, site.dtype) if wants_lse else nothing
         formats = (*self.formats, out.dtype.name if isinstance(out, Operand) else site.dtype.name)
-        call = call._replace(wants_lse=int(wants_lse))
+        call = call._replace(wants_lse=int(wants_lse), lse_apart=queries if apart else 0)
         real = site.dtype.type
         self.scales = Scales(real(site.scale), real(self.problem.keep_scale), real(self.problem.softcap))
         depth = self.query.shape[-1]

@@ -134,6 +134,8 @@ class Call(NamedTuple):
     n_bins: int
     v_dim: int
     wants_lse: int
+    # How many rows behind a base the logarithm of the row's sum is written; 0: the sum of both is.
+    lse_apart: int
 
 
 class Back(NamedTuple):
@@ -190,7 +192,10 @@ class Tables(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What gradients start from: the gradient of the output, and per query log-sum-exp and delta = dO . O - dlse."""
+    """What gradients start from: the gradient of the output, and per query log-sum-exp and delta = dO . O - dlse.
+
+    Log-sum-exps are two numbers, `Back.lines` apart: see `Call.lse_apart`.
+    """
 
     grad_out: Any
     lse: Any
