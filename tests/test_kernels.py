@@ -352,3 +352,42 @@ def test_bias_of_the_next_query_is_not_seen_beside_the_last_key(q_len, dtype, rn
     expected = rp.attention(q, k, v, backend="numpy", **options)
     actual = rp.attention(*(x.astype(dtype) for x in (q, k, v)), backend="numba", **options)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
+
+
+INLINED = """
+import re, sys
+from contextlib import nullcontext
+from numba.core import ir
+from relpos_np.kernels._numba import build
+from relpos_np.kernels._numba.product import product
+with build._scopes_copied_once() if sys.argv[1:] else nullcontext():
+    assert hasattr(ir.Scope, "__deepcopy__") == bool(sys.argv[1:])
+    print(product[4]._compile()._library.get_asm_str())
+assert not hasattr(ir.Scope, "__deepcopy__")
+"""
+
+
+def test_what_spares_time_while_compiling_changes_no_instruction():
+    """And leaves nothing behind, and a Numba alone whose scopes have more to copy."""
+    code = []
+    for arguments in ([], ["spared"]):
+        command = [sys.executable, "-c", INLINED, *arguments]
+        code.append(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+    assert "ret" in code[0]
+    assert code[0] == code[1]
+
+
+def test_scopes_that_hold_more_are_copied_by_numba(monkeypatch):
+    from numba.core import ir
+
+    from relpos_np.kernels._numba import build
+
+    made = ir.Scope.__init__
+
+    def with_more(self, parent, loc):
+        made(self, parent, loc)
+        self.more = {}
+
+    monkeypatch.setattr(ir.Scope, "__init__", with_more)
+    with build._scopes_copied_once():
+        assert not hasattr(ir.Scope, "__deepcopy__")
