@@ -82,6 +82,23 @@ def test_the_quick_way_is_taken(shape, position, rng, runs):
     assert len(runs) == 1
 
 
+@pytest.mark.parametrize("at", range(3))
+def test_one_operand_that_lies_otherwise(at, rng, runs):
+    """Other strides of one of the three, and memory that is not aligned: the numbers are what counts."""
+    operands = rng.standard_normal((3, 2, 40, 8)).astype(np.float32)
+    ready = rp.prepare(*operands)
+    expected = ready(*operands)
+    x = operands[at]
+    across = x.swapaxes(-1, -2).copy().swapaxes(-1, -2)
+    apart = np.zeros((2, 40, 16), np.float32)[..., ::2]
+    odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(x.shape)
+    for other in (across, apart, odd):
+        other[...] = x
+        runs.clear()
+        assert_same_bits([ready(*operands[:at], other, *operands[at + 1 :])], [expected])
+        assert not runs
+
+
 def test_a_plan_for_other_threads_is_not_used(rng, runs):
     q, k, v = rng.standard_normal((3, 8, 256, 64)).astype(np.float32)
     ready = rp.prepare(q, k, v)
