@@ -80,8 +80,8 @@ def key_gradient(
     rows, kind, columns = tiling.rows, tiling.kind, width // tile.ACROSS
     of_query, of_key, of_value = stored
     left_shape, right_shape = (tile.DEPTH, rows + tile.PAD), (tile.DEPTH, max(rows, width) + tile.PAD)
-    p_shape, strip_size = (rows, rows + tile.PAD), 2 * rows
-    fits(tiling, left_shape, right_shape, p_shape, p_shape, (strip_size,), (2 * rows,), (rows,))
+    p_shape, strip_size, both = (rows, rows + tile.PAD), 2 * rows, 2 * rows
+    fits(tiling, left_shape, right_shape, p_shape, p_shape, (strip_size,), (both,), (rows,))
     s_shape, o_shape, high = (tiling.high, tiling.wide), (tiling.high, columns), tiling.high
     b_size, real = max(tiling.wide, columns), tiling.dtype.type
     zero, one, left_out = real(0), real(1), real(LEFT_OUT)
@@ -107,7 +107,7 @@ def key_gradient(
         # Probabilities, then gradients of scores.
         ds = cuda.shared.array(p_shape, kind, ALIGNED)
         strip = cuda.shared.array(strip_size, kind)
-        lses = cuda.shared.array(2 * rows, kind, ALIGNED)
+        lses = cuda.shared.array(both, kind, ALIGNED)
         deltas = cuda.shared.array(rows, kind, ALIGNED)
         starts = cuda.shared.array((STARTS, 2), types.int64)
         own = cuda.shared.array(OWN_SIZE, types.int64)
