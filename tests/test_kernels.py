@@ -355,7 +355,7 @@ def test_bias_of_the_next_query_is_not_seen_beside_the_last_key(q_len, dtype, rn
 
 
 INLINED = """
-import re, sys
+import sys
 from contextlib import nullcontext
 from numba.core import ir
 from relpos_np.kernels._numba import build

@@ -99,6 +99,7 @@ def test_one_operand_that_lies_otherwise(at, rng, runs):
         assert not runs
 
 
+@pytest.mark.skipif(rp.get_num_threads() < 2, reason="there is one thread at most")
 def test_a_plan_for_other_threads_is_not_used(rng, runs):
     q, k, v = rng.standard_normal((3, 8, 256, 64)).astype(np.float32)
     ready = rp.prepare(q, k, v)
@@ -106,7 +107,7 @@ def test_a_plan_for_other_threads_is_not_used(rng, runs):
         found = ready(q, k, v)
     assert not runs
     assert_same_bits([ready(q, k, v)], [found])
-    assert len(runs) == (rp.get_num_threads() > 1)
+    assert len(runs) == 1
 
 
 @given(cases(small=False), st.sampled_from(rp.backend.HOST_BACKENDS), st.booleans())
