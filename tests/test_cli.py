@@ -506,18 +506,31 @@ def test_check_finds_a_wrong_backend(run, few_cases, monkeypatch, factor):
     monkeypatch.setattr(rp.backend, "evaluate", lambda *args: tuple(x * factor for x in right(*args)))
     code, out, _ = run("check")
     assert code == 1
-    assert "MISMATCH on terms" in out
+    assert "MISMATCH of terms and the reference" in out
     assert "times the tolerance in t5 exact, float32, " in out
+    assert "terms is wrong: the scheme's terms in long double are within " in out
     code, out, _ = run("check", "--json")
     assert code == 1
     assert {r["backend"] for r in json.loads(out)["results"] if not r["ok"]} == {"terms"}
+
+
+def test_check_finds_a_wrong_reference(run, few_cases, monkeypatch):
+    """What is blamed is not the backend that differs from it."""
+    right = rp.T5.scores
+    monkeypatch.setattr(rp.T5, "scores", lambda *args: right(*args) * (1 + 1e-3))
+    code, out, _ = run("check")
+    assert code == 1
+    assert "MISMATCH of terms and the reference" in out
+    assert "terms is wrong" not in out
+    assert "    the reference is wrong: " in out
 
 
 def test_check_finds_a_wrong_encoding(run, few_cases, monkeypatch):
     right = rp.Sinusoidal.__call__
     monkeypatch.setattr(rp.Sinusoidal, "__call__", lambda self, x: right(self, x) + (x.dtype == "float32") * 1e-5)
     out = run("check")[1]
-    assert "MISMATCH on numpy" in out
+    assert "MISMATCH of numpy and the reference" in out
+    assert "either may be wrong" in out
     assert "in sinusoidal interleaved, float32, " in out
 
 

@@ -133,6 +133,23 @@ def rotary(draw, q, k):
     return rp.Rotary(layout="interleaved"), {"logit": logit, "content": False}
 
 
+def pope(draw, q, k):
+    """Gopalakrishnan et al. 2025: all of a score; positions at which a rounded angle has lost 7 bits."""
+    bias, base, step = draw(D), 50.0, 37
+    delta = exact(bias.tolist())
+    omega = [mpf(base) ** (-mpf(c) / D) for c in range(D)]
+    places = np.arange(K) * step
+
+    def size(x):
+        return mpmath.log(1 + mpmath.exp(x))
+
+    def logit(h, i, j, sigma):
+        d = int(places[j] - places[i + K - Q])
+        return sigma * sum(size(q[h][i][c]) * size(k[h][j][c]) * mpmath.cos(d * omega[c] + delta[c]) for c in range(D))
+
+    return rp.PoPE(bias, base=base, positions=places), {"logit": logit, "content": False}
+
+
 def kerple(draw, q, k):
     """Chi et al. 2022: -r1 log(1 + r2 |d|)."""
     r1, r2 = (np.exp(-np.abs(draw(HEADS))) for _ in "ab")
@@ -152,7 +169,7 @@ def window(draw, q, k):
     return rp.WindowBias(table, (4, 3), (7, 3), extent=(7, 3)), {"logit": logit}
 
 
-CASES = (plain, shaw, t5, alibi, transformer_xl, rotary, kerple, window)
+CASES = (plain, shaw, t5, alibi, transformer_xl, rotary, pope, kerple, window)
 
 
 def units(found, wanted, unit):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import relpos_np as rp
 from relpos_np._commands.common import MISMATCH, natural
 from relpos_np._commands.saved_call import UnusableError
 from relpos_np._commands.terminal import print_json, print_table, progress
 from relpos_np.versions import collect_versions
+
+if TYPE_CHECKING:
+    from relpos_np.testing.sweep import Case
 
 SUMMARY = "all backends against the reference"
 HELP = """\
@@ -71,11 +74,26 @@ def _promises(args: argparse.Namespace) -> int:
     return 0 if ok else MISMATCH
 
 
+def _blamed(case: Case) -> str:
+    """Which of a backend and the reference is wrong, by a third way to compute the same."""
+    found = case.third_opinion()
+    if found is None:
+        return "nothing else can compute this call, so that either may be wrong"
+    of_backend, of_reference = found
+    if min(found) > 1:
+        return "the scheme's terms in long double agree with neither"
+    wrong = case.backend if of_backend > of_reference else "the reference"
+    return (
+        f"{wrong} is wrong: the scheme's terms in long double are within {of_backend:.2g} of {case.backend} and "
+        f"within {of_reference:.2g} of the reference"
+    )
+
+
 def _sweep(args: argparse.Namespace, seed: int) -> int:
     from relpos_np.testing.sweep import DTYPES, cases, parts
 
     backends, absent = rp.backend.available()
-    worst: dict[tuple[str, str | None, str, str], tuple[float, str]] = {}
+    worst: dict[tuple[str, str | None, str, str], tuple[float, Case]] = {}
     count, started = 0, time.perf_counter()
     for part in progress(parts(), "checking", quiet=args.json):
         for case in cases(*part, backends, seed):
@@ -83,14 +101,14 @@ def _sweep(args: argparse.Namespace, seed: int) -> int:
             error = case.error()
             count += 1
             if key not in worst or error > worst[key][0]:
-                worst[key] = error, case.example.where
+                worst[key] = error, case
     ok = all(error <= 1 for error, _ in worst.values())
     seconds = time.perf_counter() - started
     if args.json:
         names = ("scheme", "variant", "backend", "dtype")
         results = [
-            {**dict(zip(names, key, strict=True)), "error": error, "where": where, "ok": error <= 1}
-            for key, (error, where) in worst.items()
+            {**dict(zip(names, key, strict=True)), "error": error, "where": case.example.where, "ok": error <= 1}
+            for key, (error, case) in worst.items()
         ]
         found = {"ok": ok, "seed": seed, "cases": count, "seconds": seconds}
         print_json({**found, "not_available": absent, "results": results})
@@ -107,8 +125,9 @@ def _sweep(args: argparse.Namespace, seed: int) -> int:
     print_table(["scheme", "variant", *backends], rows)
     for backend, reason in absent.items():
         print(f"not checked: {backend}: {reason}")
-    for (_, _, backend, _), (error, where) in worst.items():
+    for (_, _, backend, _), (error, case) in worst.items():
         if error > 1:
-            print(f"MISMATCH on {backend}: {error:.3g} times the tolerance in {where}")
+            print(f"MISMATCH of {backend} and the reference: {error:.3g} times the tolerance in {case.example.where}")
+            print(f"    {_blamed(case)}")
     print(f"{count} cases in {seconds:.0f} s; {'all' if ok else 'NOT all'} within the tolerance")
     return 0 if ok else MISMATCH

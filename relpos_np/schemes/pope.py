@@ -12,6 +12,7 @@ from relpos_np._contract import check
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposValueError
+from relpos_np.formulas.angles import cos_sin, geometric_frequencies
 from relpos_np.schemes.base import Held, Scheme, SchemeGradient
 from relpos_np.schemes.placed import Placed
 from relpos_np.schemes.registry import register
@@ -44,9 +45,14 @@ def polar_vectors(x: Array, angles: Array) -> Array:
     ----------
     Gopalakrishnan et al., "Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings", 2025.
     """
-    count = angles.shape[-1]
+    return _polar_vectors(x, np.cos(angles), np.sin(angles))
+
+
+@np.errstate(all="ignore")
+def _polar_vectors(x: Array, cos: Array, sin: Array) -> Array:
+    count = cos.shape[-1]
     size = np.logaddexp(0.0, x[..., :count])
-    whole = np.concatenate([size * np.cos(angles), size * np.sin(angles), x[..., count:]], axis=-1)
+    whole = np.concatenate([size * cos, size * sin, x[..., count:]], axis=-1)
     return whole.astype(x.dtype, copy=False)
 
 
@@ -127,13 +133,16 @@ class PoPE(Placed):
 
     def transform(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
         """Both operands in polar coordinates; the bias is taken off the angles of queries, which have all heads."""
-        count = self.bias.shape[-1]
-        omega = self.base ** (-np.arange(count) / count) if self.frequencies is None else self.frequencies
-        rows, columns = self._stand(site)
+        rows, columns = (np.asarray(at, np.float64)[..., None, :, None] for at in self._stand(site))
         bias = self.bias[..., None, :].astype(np.float64)  # (H or none, 1, C)
-        queries = rows[..., None, :, None] * omega.astype(np.float64) - bias
-        keys = columns[..., None, :, None] * omega.astype(np.float64)
-        return polar_vectors(q, queries), polar_vectors(k, keys)
+        queries, keys = (cos_sin(at, self._omega(), shift) for at, shift in ((rows, bias), (columns, np.zeros(()))))
+        return _polar_vectors(q, *queries), _polar_vectors(k, *keys)
+
+    def _omega(self) -> tuple[Array, Array]:
+        """Frequencies in float64, and what rounding took off them."""
+        if self.frequencies is None:
+            return geometric_frequencies(self.base, self.bias.shape[-1])
+        return self.frequencies.astype(np.float64), np.zeros(self.frequencies.shape)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with tables of cosines and sines, on the keys before their heads are repeated."""
@@ -147,12 +156,15 @@ class PoPE(Placed):
     def _turns(self, site: Site) -> list[tuple[Array, Array]]:
         """e^(i theta) of queries and of keys in float64, (..., H or 1, L, C), and positions (..., 1, L, 1)."""
         count = self.bias.shape[-1]
-        omega = np.exp(np.arange(count) * (-math.log(self.base) / count))
-        if self.frequencies is not None:
-            omega = self.frequencies.astype(np.float64)
         places = [np.moveaxis(at, -1, -2)[..., None, :, :] for at in self._at(site)]
         shift = self.bias.astype(np.float64).reshape(-1, 1, count)
-        return [(np.exp(1j * (places[0] * omega - shift)), places[0]), (np.exp(1j * (places[1] * omega)), places[1])]
+        turns = []
+        for place, off in ((places[0], shift), (places[1], np.zeros(()))):
+            cos, sin = cos_sin(place, self._omega(), off)
+            turn = np.empty(cos.shape, np.complex128)
+            turn.real, turn.imag = cos, sin
+            turns.append((turn, place))
+        return turns
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and the bias of the heads; without positions, distances decide."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from relpos_np.api import attention
+from relpos_np.errors import RelposError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing import Example
 from relpos_np.testing import cases as examples
+from relpos_np.testing.arguments import rebuilt
+from relpos_np.testing.compare import ratio
 from relpos_np.types import Backend
 
 __all__ = ["DTYPES", "Case", "cases", "parts"]
@@ -44,6 +50,39 @@ class Case:
             The largest error in units of what is tolerated.
         """
         return self.example.backend_error(self.backend)
+
+    def third_opinion(self) -> tuple[float, float] | None:
+        """What arithmetic in long double says of the backend and of the reference: to tell which of them is wrong.
+
+        Returns
+        -------
+        tuple of float, or None
+            How far the backend and the reference may be from the exact value of the scheme's terms, in units of what
+            is tolerated. None where that cannot be bounded.
+        """
+        one = self.example
+        if one.encoding is not None:
+            return None
+        wide = replace(
+            one,
+            q=one.q.astype(np.float64),
+            k=one.k.astype(np.float64),
+            v=one.v.astype(np.float64),
+            position=rebuilt(one.position, np.float64),
+        )
+        allowed, slack = one.tolerated()
+        found: list[float] = []
+        try:
+            for call, backend in ((one, self.backend), (wide, "numpy")):
+                position, given = call.position, {**call.kwargs, "backend": backend}
+                *_, bound, lse_bound = attention(
+                    call.q, call.k, call.v, position=position, return_lse=True, return_bound=True, **given
+                )
+                of_lse = float(lse_bound.max(initial=0.0)) / slack
+                found.append(max(ratio(bound, np.zeros_like(bound), allowed), of_lse))
+        except RelposError:
+            return None
+        return found[0], found[1]
 
 
 def parts() -> list[tuple[str, str | None]]:
