@@ -6,7 +6,7 @@ is nothing to rewrite here, and where warnings are errors, importing this packag
 
 import importlib as _importlib
 
-from relpos_np import _moved, backend
+from relpos_np import backend
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.rules import Chunked, Dilated, Prefix
 from relpos_np._runtime.memory import memory_limit, set_memory_limit
@@ -97,6 +97,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC, *(info.cls.__name__ for info in SCHEMES.values())})
-
-
-_moved.install(__name__)

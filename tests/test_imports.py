@@ -4,7 +4,6 @@ import ast
 import json
 import subprocess
 import sys
-import textwrap
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -17,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module may import modules of lower levels only; those of one level know nothing of each other.
 # Rooms, from the lowest level to the highest: folders of the package, and the files beside them.
 LEVELS = (
-    {"errors", "types", "_moved"},
+    {"errors", "types"},
     {"_runtime"},
     {"_contract"},
     {"_files", "backend", "formulas", "kernels"},
@@ -94,7 +93,7 @@ def test_rooms_import_lower_levels_only(path):
     """A room knows those below it, and those of its level know nothing of each other."""
     name = dotted(path)
     for other, late in imports(path):
-        if room(other) == room(name) or (name == "" and other == "_moved"):
+        if room(other) == room(name):
             continue
         if late and room(other) in LATE.get(room(name), ()):
             continue
@@ -171,19 +170,3 @@ def test_every_module_says_what_it_is_for():
         first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
         assert first, path
         assert first[0].endswith("."), path
-
-
-@pytest.mark.parametrize("old", relpos_np._moved._MOVED)
-def test_modules_that_moved_are_still_found(old):
-    """By either way of importing them, with a warning that says where they are."""
-    code = f"""
-        import warnings, relpos_np.{old}
-        successor = __import__("importlib").import_module("relpos_np.{relpos_np._moved._MOVED[old]}")
-        name = next(name for name in vars(successor) if not name.startswith("_") and name != "annotations")
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            assert getattr(relpos_np.{old}, name) is getattr(successor, name)
-            exec(f"from relpos_np.{old} import {{name}}")
-        assert len(found) == 2 and all("has moved to" in str(one.message) for one in found), found
-    """
-    python(textwrap.dedent(code))

@@ -11,7 +11,6 @@ import numpy as np
 
 from relpos_np._calls import stated
 from relpos_np._contract.problem import Problem, Site
-from relpos_np._contract.renamed import entries
 from relpos_np._contract.terms import Terms, fit
 from relpos_np._contract.turned import Turned, TurnedBack, Turning
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -138,7 +137,7 @@ def each_lifted(
         own_arrays = {
             name: np.asarray(x).astype(attrgetter(name)(scheme).dtype, copy=False) for name, x in share.arrays.items()
         }
-        arrays.append(entries(own_arrays, type(scheme)))
+        arrays.append(own_arrays)
         if share.q is not None:
             grad_q = share.q if grad_q is None else grad_q + share.q
         if share.k is not None:

@@ -88,7 +88,7 @@ def rel_shift(
 
 
 def _shifted(
-    x: Array, shape: tuple[int, ...], dtype: np.dtype[Any], variant: str, name: str | None, out: Array | None
+    x: Array, shape: tuple[int, ...], dtype: np.dtype[Any], variant: Shift, name: str | None, out: Array | None
 ) -> Array:
     """The shift on a backend with kernels, or in NumPy if `name` is None."""
     if name is None:

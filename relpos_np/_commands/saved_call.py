@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from relpos_np._contract.problem import Rule
-from relpos_np._contract.renamed import by_new_names
 from relpos_np._contract.rules import Chunked, Dilated, Prefix
 from relpos_np._files.npz import load_npz
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
@@ -106,7 +105,6 @@ def _scheme(name: str | None, parameters: Mapping[str, Array], source: str, pref
             f"scheme: {name} is added to the inputs before q, k and v are made of them, not to attention"
         )
     constructor: Callable[..., Any] = SCHEMES[name].cls
-    parameters = by_new_names(constructor, parameters)
     known = {n: p for n, p in inspect.signature(constructor).parameters.items() if n != "self"}
     # Without a constructor of its own a class reports (*args, **kwargs).
     known = {n: p for n, p in known.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}

@@ -1,12 +1,11 @@
-"""The edge of formulas that users call one by one: arguments are checked by annotations, and words by docstrings."""
+"""The edge of formulas that users call one by one: what annotations say of an argument is checked."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -48,13 +47,14 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-# A parameter whose docstring lists its words, as numpydoc has it: ``outside : {"clip", "zero"}``.
-_WORDS = re.compile(r"^ *(\w+) : \{(\"[^}]*)\}", re.MULTILINE)
-
-
-def words(formula: Callable[..., Any]) -> dict[str, list[str]]:
-    """The words that each parameter may be, by its docstring."""
-    return {name: re.findall(r'"([^"]*)"', listed) for name, listed in _WORDS.findall(formula.__doc__ or "")}
+def words(formula: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
+    """The words that each parameter may be: those of its `Literal`, whether or not None may stand in their place."""
+    found = {}
+    for name, hint in get_type_hints(formula).items():
+        for kind in (hint, *get_args(hint)):
+            if get_origin(kind) is Literal and name != "return":
+                found[name] = get_args(kind)
+    return found
 
 
 def checked(formula: _Formula) -> _Formula:
@@ -64,8 +64,6 @@ def checked(formula: _Formula) -> _Formula:
     names the shapes. Inside the package formulas are called as they are, with what has been checked before.
     """
     signature = inspect.signature(formula)
-    if hasattr(formula, "renamed"):
-        formula.within = 1  # type: ignore[attr-defined]
     by_name = {name: str(p.annotation) for name, p in signature.parameters.items()}
     allowed = words(formula)
 
@@ -79,7 +77,7 @@ def checked(formula: _Formula) -> _Formula:
             kind = by_name[name].removesuffix(" | None")
             if kind in _CHECKS and not (value is None and kind != by_name[name]):
                 _CHECKS[kind](name, value)
-            if name in allowed and isinstance(value, str):
+            if name in allowed and not (value is None and kind != by_name[name]):
                 check.choice(name, value, allowed[name])
         try:
             return formula(*args, **kwargs)

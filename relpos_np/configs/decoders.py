@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
@@ -94,7 +94,7 @@ class Rotating:
     backwards: bool = False
     turning: str = ""
     norm: str = ""
-    mrope: tuple[tuple[int, ...], str] | None = None
+    mrope: tuple[tuple[int, ...], Literal["chunks", "cyclic"]] | None = None
     elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     sized: Callable[[At], Mapping[str, Any]] | None = None

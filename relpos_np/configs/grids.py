@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,7 +28,7 @@ def on_grid(
     *,
     layout: str = "half",
     others: str = "",
-    coordinates: str = "index",
+    coordinates: Literal["index", "centered"] = "index",
     blocks: tuple[int, ...] = (),
     known: tuple[int, ...] = (),
 ) -> SchemePlan:
@@ -56,7 +56,14 @@ def on_grid(
     return SchemePlan("Rotary", shown, inputs=("grid",), remark=remark, make=make, varies=True)
 
 
-def _make(given: Given, *, others: str, coordinates: str, blocks: tuple[int, ...], known: tuple[int, ...]) -> Rotary:
+def _make(
+    given: Given,
+    *,
+    others: str,
+    coordinates: Literal["index", "centered"],
+    blocks: tuple[int, ...],
+    known: tuple[int, ...],
+) -> Rotary:
     axes, grid = len(given.options["frequencies"]), given.inputs["grid"]
     if not isinstance(grid, Sequence | np.ndarray):
         raise RelposTypeError(f"grid: expected {axes} numbers of patches, found {grid!r}")

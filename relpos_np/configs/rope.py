@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from relpos_np._contract import check
 from relpos_np.configs.keys import Keys
@@ -39,7 +39,7 @@ class Parameters:
     share: float
     longest: int
     original: int | None
-    order: str = "chunks"
+    order: Literal["chunks", "cyclic"] = "chunks"
 
     @property
     def rule(self) -> str:
@@ -87,7 +87,7 @@ def parameters(
     share_key: str = "partial_rotary_factor",
     elsewhere: Sequence[str] = (),
     plain: Sequence[str] = (),
-    order: str = "chunks",
+    order: Literal["chunks", "cyclic"] = "chunks",
     sections: Sequence[int] | None = None,
 ) -> Parameters:
     """The rotary parameters of a layer, whichever way they are stored.

@@ -16,12 +16,12 @@ from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import Sinusoidal
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
 from relpos_np.schemes.wavlm import WavLM, wavlm_gate
-from relpos_np.types import Layout
+from relpos_np.types import Layout, Shift
 
 _TURNED = "inputs of the projections of q and k turned, rp.reference.rotate_inputs with base {base:g}"
 
 
-def projected_rows(given: Given, weight: Any, variant: str, layout: Layout, clamp: int | None = None) -> Any:
+def projected_rows(given: Given, weight: Any, variant: Shift, layout: Layout, clamp: int | None = None) -> Any:
     """Sinusoids of the distances of a call, projected to every head: (R, H, D)."""
     heads = given.arrays["u"].shape[0]
     width = weight.shape[-1]

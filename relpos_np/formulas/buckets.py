@@ -6,7 +6,7 @@ r"""Buckets of distances, as a formula: what T5's relatives share.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def t5_bucket(
     num_buckets: int = 32,
     max_distance: int = 128,
     bidirectional: bool = True,
-    rounding: str = "exact",
+    rounding: Literal["exact", "float32"] = "exact",
 ) -> Int64:
     r"""Bucket of each relative position d = j - i.
 

@@ -2,16 +2,16 @@ r"""rel_shift: from products with one row per distance to one score per key, in 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.types import Array
+from relpos_np.types import Array, Shift
 
-VARIANTS = ("transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni")
+VARIANTS: tuple[str, ...] = get_args(Shift)
 # Of these the result lies in an input in C order as it is: no kernel moves anything.
 UNMOVED = ("wenet", "xlnet_uni")
 
@@ -43,7 +43,10 @@ def checked(x: Any, variant: Any) -> tuple[int, ...]:
     return (*x.shape[:-1], shifted_length(x.shape, check.choice("variant", variant, VARIANTS)))
 
 
-def rel_shift(x: Array, variant: str = "transformer_xl") -> Array:
+def rel_shift(
+    x: Array,
+    variant: Shift = "transformer_xl",
+) -> Array:
     """`relpos_np.rel_shift` in NumPy.
 
     Parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -91,7 +91,12 @@ def _progression(old: int, new: int) -> Array:
 
 @np.errstate(all="ignore")
 def resize_table(
-    table: Any, old_grid: Sequence[int], new_grid: Sequence[int], *, mode: str = "cubic", extra_rows: int = 0
+    table: Any,
+    old_grid: Sequence[int],
+    new_grid: Sequence[int],
+    *,
+    mode: Literal["cubic", "linear", "geometric"] = "cubic",
+    extra_rows: int = 0,
 ) -> Array:
     r"""A table of relative positions for another window.
 

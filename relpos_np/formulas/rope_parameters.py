@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -63,7 +63,7 @@ def rope_parameters(
     partial_rotary_factor: float | None = None,
     max_position_embeddings: int | None = None,
     original_max_position_embeddings: int | None = None,
-    order: str | None = None,
+    order: Literal["chunks", "cyclic"] | None = None,
 ) -> tuple[Array, float]:
     r"""Frequencies and attention factor of a model, from its configuration as it is published.
 
@@ -163,10 +163,11 @@ def rope_parameters(
     sections = given.get("mrope_section")
     interleaved = given.get("mrope_interleaved")
     if interleaved is not None:
-        interleaved = "cyclic" if check.flag("mrope_interleaved", interleaved) else "chunks"
-        if order not in (None, interleaved):
-            raise RelposValueError(f"order: mrope_interleaved says {interleaved!r}, found {order!r}")
-        order = interleaved
+        stated: Literal["chunks", "cyclic"]
+        stated = "cyclic" if check.flag("mrope_interleaved", interleaved) else "chunks"
+        if order not in (None, stated):
+            raise RelposValueError(f"order: mrope_interleaved says {stated!r}, found {order!r}")
+        order = stated
     if sections is None:
         return omega, magnitude
     sections = check.integers("mrope_section", sections)

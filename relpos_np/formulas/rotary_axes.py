@@ -3,7 +3,7 @@ r"""Rotary positions with several coordinates: frequencies per axis, and the coo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -56,7 +56,9 @@ def axis_frequencies(frequencies: Any, axes: Any, count: int | None = None) -> A
     return np.where(np.arange(count)[:, None] == axes, omega, 0.0)
 
 
-def section_axes(sections: Sequence[int], *, order: str = "chunks", pairs: int | None = None) -> Array:
+def section_axes(
+    sections: Sequence[int], *, order: Literal["chunks", "cyclic", "time_last"] = "chunks", pairs: int | None = None
+) -> Array:
     r"""Axes of the pairs in models with multimodal positions (time, height, width).
 
     Parameters
@@ -109,7 +111,11 @@ def section_axes(sections: Sequence[int], *, order: str = "chunks", pairs: int |
 
 
 def axial_frequencies(
-    dim: int | Sequence[int], axes: int | None = None, *, base: float = 10000.0, spread: str = "same"
+    dim: int | Sequence[int],
+    axes: int | None = None,
+    *,
+    base: float = 10000.0,
+    spread: Literal["same", "alternate"] = "same",
 ) -> Array:
     r"""Frequencies of images and videos: a share of the pairs for each axis of a grid, one after the other.
 
@@ -178,7 +184,7 @@ def _shares(dim: Any, axes: Any) -> list[int]:
     return [dim // axes] * axes
 
 
-def pixel_frequencies(pairs: int, *, resolution: float = 224.0, spacing: str = "linear") -> Array:
+def pixel_frequencies(pairs: int, *, resolution: float = 224.0, spacing: Literal["linear", "log"] = "linear") -> Array:
     r"""Frequencies for coordinates from -1 to 1, of P pairs.
 
     .. math::
@@ -218,7 +224,12 @@ def pixel_frequencies(pairs: int, *, resolution: float = 224.0, spacing: str = "
     return frequencies
 
 
-def grid_positions(grid: Sequence[int], *, coordinates: str = "index", reference: Sequence[int] | None = None) -> Array:
+def grid_positions(
+    grid: Sequence[int],
+    *,
+    coordinates: Literal["index", "centered", "ends"] = "index",
+    reference: Sequence[int] | None = None,
+) -> Array:
     r"""Coordinates of the cells of a grid, the last axis running fastest.
 
     Parameters

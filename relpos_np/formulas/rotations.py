@@ -2,7 +2,7 @@ r"""Rotary positions on arrays: the formulas of the reference, on matrices and v
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,7 +54,9 @@ def rotary_matrices(positions: Array, frequencies: Array, *, magnitude: float = 
 
 
 @np.errstate(all="ignore")
-def rotate_pairs(x: Array, matrices: Array, *, layout: str = "half", first: int = 0, blocks: int = 1) -> Array:
+def rotate_pairs(
+    x: Array, matrices: Array, *, layout: Literal["half", "interleaved"] = "half", first: int = 0, blocks: int = 1
+) -> Array:
     r"""Turn 2P channels of each vector, pair by pair; the others stay.
 
     .. math::

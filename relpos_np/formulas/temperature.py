@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,7 +14,11 @@ TEMPERATURES = ("llama4", "ministral3", "inkling", "qwen", "ssmax")
 
 
 def query_temperature(
-    positions: Any, *, variant: str, length: float | None = None, strength: float | None = None
+    positions: Any,
+    *,
+    variant: Literal["llama4", "ministral3", "inkling", "qwen", "ssmax"],
+    length: float | None = None,
+    strength: float | None = None,
 ) -> Array:
     r"""Factors on queries by their positions n, counted from 0: what a call takes as ``query_scale``.
 

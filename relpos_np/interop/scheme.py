@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from relpos_np._contract.renamed import by_new_names
 from relpos_np.errors import RelposTypeError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -54,7 +53,7 @@ class Trained:
         if not (isinstance(scheme, type) and issubclass(scheme, Scheme)):
             raise RelposTypeError(f"scheme: expected the class of a scheme, such as relpos_np.T5, found {scheme!r}")
         try:
-            given = inspect.signature(scheme).bind(*args, **by_new_names(scheme, kwargs, stacklevel=4)).arguments
+            given = inspect.signature(scheme).bind(*args, **kwargs).arguments
         except TypeError as error:
             raise RelposTypeError(f"scheme: {scheme.__name__} cannot be called like that: {error}") from error
         tensors = {name: x for name, x in given.items() if is_tensor(name, x)}

@@ -8,7 +8,6 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.options import LayerOptions, completed, takes
-from relpos_np._contract.renamed import OldName, renamed
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.encoding import RelativePositionalEncoding
 from relpos_np.layers.linear import Cache, Linear, Projected, Weights, thirds
@@ -69,9 +68,6 @@ class RelativeMultiHeadAttention(Projected):
     (3, 5, 8)
     """
 
-    u, v = OldName("content_bias"), OldName("position_bias")
-
-    @renamed(u="content_bias", v="position_bias")
     def __init__(
         self,
         query: Weights,

@@ -61,7 +61,9 @@ def alibi_slopes(heads: int, *, bias_max: float = 8.0) -> Array:
     return np.concatenate([first, second[0::2][: heads - whole]])
 
 
-def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: str = "symmetric") -> Array:
+def alibi_bias(
+    slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: Literal["symmetric", "causal", "key"] = "symmetric"
+) -> Array:
     r"""The bias of every pair, written out.
 
     With the relative position d = j - (i + offset) it is

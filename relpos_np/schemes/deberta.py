@@ -81,7 +81,7 @@ def deberta_scores(
     *,
     offset: int = 0,
     max_position: int | None = None,
-    p2c: str = "code",
+    p2c: Literal["code", "paper"] = "code",
 ) -> tuple[Array | None, Array | None]:
     r"""The two unscaled parts that positions add to :math:`q_i \cdot k_j`.
 

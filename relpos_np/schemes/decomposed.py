@@ -11,7 +11,6 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.problem import Site
-from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.resize_tables import resize_matrix
@@ -25,7 +24,7 @@ ROUNDING = ("exact", "float32")
 Grid = tuple[int, int]
 
 
-def axis_rows(q_size: int, k_size: int, *, rounding: str = "exact") -> Int64:
+def axis_rows(q_size: int, k_size: int, *, rounding: Literal["exact", "float32"] = "exact") -> Int64:
     r"""Table row of each pair of coordinates along one axis, which queries and keys may sample differently.
 
     .. math::
@@ -62,7 +61,6 @@ def axis_rows(q_size: int, k_size: int, *, rounding: str = "exact") -> Int64:
     return rows
 
 
-@renamed(query_grid="grid")
 def decomposed_scores(
     q: Array,
     height_table: Array,
@@ -70,7 +68,7 @@ def decomposed_scores(
     grid: Sequence[int],
     key_grid: Sequence[int],
     *,
-    rounding: str = "exact",
+    rounding: Literal["exact", "float32"] = "exact",
 ) -> Array:
     r"""What both tables add to the scores, written out.
 
@@ -185,9 +183,7 @@ class DecomposedBias(Scheme):
 
     computes = False
     dense = True
-    query_grid = OldName("grid")
 
-    @renamed(query_grid="grid")
     def __init__(
         self,
         height_table: Any,

@@ -21,7 +21,7 @@ from relpos_np.types import Array
 VARIANTS = ("fox", "cable", "log")
 
 
-def forget_gates(gates: Array, *, variant: str = "fox") -> Array:
+def forget_gates(gates: Array, *, variant: Literal["fox", "cable", "log"] = "fox") -> Array:
     r"""Logarithms of forget gates.
 
     .. math::

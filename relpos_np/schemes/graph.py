@@ -3,7 +3,7 @@ r"""Labels between any two tokens, such as edges or distances in a graph: a bias
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -80,7 +80,7 @@ def alphafold_labels(
     *,
     residue_bins: int = 32,
     chain_bins: int = 2,
-    offsets: str = "entity",
+    offsets: Literal["entity", "chain"] = "entity",
 ) -> tuple[Int32, Int32, Int32, Int32]:
     r"""Labels of AlphaFold's relative positions: residue, token, same entity and chain.
 

@@ -73,7 +73,7 @@ def piecewise_index(x: Int64, *, alpha: float = 1.9, beta: float = 3.8, gamma: f
 def irpe_buckets(
     grid: Sequence[int],
     *,
-    method: str = "product",
+    method: Literal["product", "euclidean", "quantization", "cross"] = "product",
     alpha: float = 1.9,
     beta: float = 3.8,
     gamma: float = 15.2,

@@ -19,7 +19,9 @@ from relpos_np.types import Array
 FORMS = ("log", "power")
 
 
-def kerple_bias(a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, form: str = "log") -> Array:
+def kerple_bias(
+    a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, form: Literal["log", "power"] = "log"
+) -> Array:
     r"""The bias of every pair, written out.
 
     With the relative position d = j - (i + offset) it is

@@ -63,11 +63,11 @@ def layout_bias(
     boxes: Array,
     *,
     positions: Int64 | None = None,
-    variant: str = "layoutlmv2",
+    variant: Literal["layoutlmv2", "layoutlmv3", "udop"] = "layoutlmv2",
     max_distance: int = 128,
     max_box_distance: int | None = None,
     factor: float = 100.0,
-    rounding: str = "exact",
+    rounding: Literal["exact", "float32"] = "exact",
     queries: slice = slice(None),
 ) -> Array:
     """The bias between every two tokens of a page, written out, without the scale.

@@ -30,7 +30,7 @@ def sandwich_bias(
     dim: int = 128,
     base: float = 10000.0,
     offset: int = 0,
-    variant: str = "paper",
+    variant: Literal["paper", "nemo"] = "paper",
 ) -> Array:
     r"""The bias of every pair, from the sinusoidal vectors of its two positions.
 

@@ -20,7 +20,7 @@ from relpos_np.types import Array
 VARIANTS = ("paper", "x_transformers")
 
 
-def selective_votes(scores: Array, *, offset: int = 0, variant: str = "paper") -> Array:
+def selective_votes(scores: Array, *, offset: int = 0, variant: Literal["paper", "x_transformers"] = "paper") -> Array:
     r"""What each query says against each key.
 
     .. math::

@@ -22,7 +22,13 @@ OUTSIDE = ("clip", "zero")
 
 
 def relative_vectors(
-    table: Array, q_len: int, k_len: int, *, offset: int = 0, outside: str = "clip", left: int | None = None
+    table: Array,
+    q_len: int,
+    k_len: int,
+    *,
+    offset: int = 0,
+    outside: Literal["clip", "zero"] = "clip",
+    left: int | None = None,
 ) -> Array:
     r"""The vectors :math:`a_{ij}` of every query and key, written out.
 
@@ -85,7 +91,7 @@ def shaw_attention(
     value_table: Array,
     *,
     offset: int = 0,
-    outside: str = "clip",
+    outside: Literal["clip", "zero"] = "clip",
     left: Any = None,
 ) -> Array:
     r"""Attention with relative position vectors on keys and values, as the paper writes it.
@@ -141,7 +147,7 @@ def shaw_attention_matrix(
     value_table: Array,
     *,
     offset: int = 0,
-    outside: str = "clip",
+    outside: Literal["clip", "zero"] = "clip",
     left: Any = None,
 ) -> Array:
     r"""The same as `shaw_attention` in matrices: no vector :math:`a_{ij}` is ever written out.

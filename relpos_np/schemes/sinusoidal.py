@@ -16,7 +16,13 @@ from relpos_np.types import Array, Layout
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
 
 
-def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: str = "interleaved") -> Array:
+def sinusoidal(
+    positions: Array,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    layout: Layout = "interleaved",
+) -> Array:
     r"""Sinusoidal encoding of each position.
 
     With p the index of a pair of dimensions and t a position,

@@ -13,7 +13,6 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient, in_order
@@ -23,7 +22,6 @@ from relpos_np.types import Array
 
 VARIANTS = ("microsoft", "transformers", "paper")
 # Of arguments, before grids had one name everywhere; `window` is also an option of every call.
-_OLD = {"window": "grid", "pretrained_window": "pretrained_grid"}
 # Norms are at least this; logit_scale counts up to the logarithm of 100.
 _LEAST_NORM, _LARGEST_SCALE = 1e-12, log(100.0)
 
@@ -49,9 +47,11 @@ def unit_vectors(x: Array) -> Array:
     return np.asarray(x / np.maximum(norm, 1e-12), dtype=x.dtype)
 
 
-@renamed(**_OLD)
 def swin_v2_coordinates(
-    grid: Sequence[int], *, pretrained_grid: Sequence[int] | None = None, variant: str = "microsoft"
+    grid: Sequence[int],
+    *,
+    pretrained_grid: Sequence[int] | None = None,
+    variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
 ) -> list[Array]:
     r"""What the network reads for each difference of coordinates, axis by axis.
 
@@ -93,7 +93,6 @@ def swin_v2_coordinates(
     return [np.sign(r) * np.log2(1 + np.abs(r)) / np.log2(8) for r in ratios]
 
 
-@renamed(**_OLD)
 def swin_v2_bias(
     hidden_weight: Array,
     hidden_bias: Array,
@@ -102,7 +101,7 @@ def swin_v2_bias(
     *,
     output_bias: Array | None = None,
     pretrained_grid: Sequence[int] | None = None,
-    variant: str = "microsoft",
+    variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
 ) -> Array:
     r"""The bias of every pair of tokens, row by row of the window.
 
@@ -207,9 +206,7 @@ class SwinV2(Scheme):
 
     content = True
     dense = True
-    window, pretrained_window = OldName("grid"), OldName("pretrained_grid")
 
-    @renamed(**_OLD)
     def __init__(
         self,
         hidden_weight: Any,

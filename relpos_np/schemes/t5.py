@@ -25,7 +25,7 @@ def t5_bias(
     offset: int = 0,
     max_distance: int = 128,
     bidirectional: bool = True,
-    rounding: str = "exact",
+    rounding: Literal["exact", "float32"] = "exact",
 ) -> Array:
     """The bias of every pair, written out: ``table[t5_bucket(j - i - offset), h]``.
 

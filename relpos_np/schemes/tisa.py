@@ -28,7 +28,7 @@ def tisa_bias(
     k_len: int,
     *,
     offset: int = 0,
-    variant: str = "paper",
+    variant: Literal["paper", "published"] = "paper",
 ) -> Array:
     r"""The bias of every pair, written out.
 

@@ -11,7 +11,6 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import distance_map, wrapped_map
 from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import QueryTerm, Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.relshift import VARIANTS, rel_shift
@@ -21,10 +20,15 @@ from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array, Int64, Shift
 
 # Of arguments: v is also the values of every call.
-_OLD = {"u": "content_bias", "v": "position_bias"}
 
 
-def row_distances(q_len: int, k_len: int, variant: str = "transformer_xl", *, clamp: int | None = None) -> Int64:
+def row_distances(
+    q_len: int,
+    k_len: int,
+    variant: Shift = "transformer_xl",
+    *,
+    clamp: int | None = None,
+) -> Int64:
     """Distance i + M - j (or, for "wenet", key position j) that belongs to each row a variant expects.
 
     Parameters
@@ -60,7 +64,6 @@ def row_distances(q_len: int, k_len: int, variant: str = "transformer_xl", *, cl
     return np.clip(distances, -most, most)
 
 
-@renamed(**_OLD)
 def transformer_xl_scores(
     q: Array,
     k: Array,
@@ -68,7 +71,7 @@ def transformer_xl_scores(
     position_bias: Array,
     rows: Array,
     *,
-    variant: str = "transformer_xl",
+    variant: Shift = "transformer_xl",
     zero_triu: bool = False,
 ) -> tuple[Array, Array]:
     r"""The two parts of the unscaled scores.
@@ -105,7 +108,7 @@ def transformer_xl_scores(
     return ac, _position_scores(q, position_bias, rows, variant, zero_triu)
 
 
-def _position_scores(q: Array, v: Array, rows: Array, variant: str, zero_triu: bool) -> Array:
+def _position_scores(q: Array, v: Array, rows: Array, variant: Shift, zero_triu: bool) -> Array:
     """The position part alone."""
     products = np.matmul(q + v[:, None, :], np.transpose(rows, (1, 2, 0)))
     bd = rel_shift(products, variant)
@@ -182,7 +185,6 @@ def absolute_terms(e: Array, u: Array, w_q: Array | None = None, w_k: Array | No
     return AbsoluteTerms(*(query @ key for query in queries for key in keys))
 
 
-@renamed(**_OLD)
 def relative_terms(q: Array, k: Array, content_bias: Array, position_bias: Array, rows: Array) -> RelativeTerms:
     r"""What the unscaled scores with relative positions consist of.
 
@@ -284,9 +286,7 @@ class TransformerXL(Scheme):
 
     content = True
     roundings = 2.0
-    u, v = OldName("content_bias"), OldName("position_bias")
 
-    @renamed(**_OLD)
     def __init__(
         self,
         content_bias: Any,

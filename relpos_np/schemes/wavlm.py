@@ -119,7 +119,7 @@ def wavlm_bias(
     *,
     offset: int = 0,
     max_distance: int = 800,
-    rounding: str = "exact",
+    rounding: Literal["exact", "float32"] = "exact",
 ) -> Array:
     """The bias of every pair, written out: ``gate[..., h, i] * table[t5_bucket(j - i - offset), h]``.
 

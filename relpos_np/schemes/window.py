@@ -12,7 +12,6 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.problem import Site
-from relpos_np._contract.renamed import OldName, renamed
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient
@@ -126,9 +125,7 @@ class WindowBias(Scheme):
     computes = False
     roundings = 0.0
     dense = True
-    query_grid = OldName("grid")
 
-    @renamed(query_grid="grid")
     def __init__(
         self,
         table: Any,
@@ -179,7 +176,6 @@ class WindowBias(Scheme):
         return grid_map(self._query, self._key, self.extent)
 
     @classmethod
-    @renamed(window_size="grid")
     def rstt(
         cls, table: Any, num_frames_q: int, num_frames_kv: int, grid: Sequence[int], frames: Any = None
     ) -> WindowBias:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np._contract.renamed import by_new_names
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.schemes.base import Scheme
@@ -145,7 +144,7 @@ def _made(name: str, given: Mapping[str, Any]) -> Any:
     """A scheme of that class."""
     if name not in _CLASSES:
         raise RelposValueError(f"class: expected one of {', '.join(_CLASSES)}; found {reprlib.repr(name)}")
-    given, parameters = by_new_names(_CLASSES[name], given), _parameters(_CLASSES[name])
+    parameters = _parameters(_CLASSES[name])
     unknown = [key for key in given if key not in parameters]
     missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
     if unknown or missing:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 import relpos_np as rp
 from relpos_np import layers, reference
 from relpos_np.errors import RelposError, RelposValueError
-from relpos_np.formulas.relshift import VARIANTS
 from relpos_np.schemes.sinusoidal import LAYOUTS as SINUSOIDAL
-from relpos_np.types import Backend
+from relpos_np.types import Backend, Shift
 
 # What a file may ask for, and nothing else.
 _LAYERS = ("SwinAttention", "cyclic_shift", "shift_mask", "window_partition")
@@ -74,7 +73,7 @@ def _reference(function: str, **arguments: Any) -> Call:
 
 
 def _shifts() -> Iterator[Divergence]:
-    for variant in VARIANTS:
+    for variant in get_args(Shift):
         calls = []
         for q_len, k_len in ((1, 1), (5, 5), (4, 7)):
             columns = len(reference.row_distances(q_len, k_len, variant))
