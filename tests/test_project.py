@@ -13,7 +13,9 @@ ROOT = Path(rp.__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 SETTINGS = [
+    ".ci/nightly",
     ".ci/run",
+    ".ci/stages",
     ".pre-commit-config.yaml",
     ".readthedocs.yaml",
     "CONTRIBUTING.md",
