@@ -8,24 +8,18 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls import bounded, memory_bounds, on_device, repeated
+from relpos_np._calls import bounded, on_device, repeated
+from relpos_np._calls.call import Call
 from relpos_np._calls.dense_bias import DenseBias, cap_beside_bias
-from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
 from relpos_np._calls.packed import PackedCall, is_packed
 from relpos_np._calls.prepared import PreparedAttention
 from relpos_np._calls.shifting import rel_shift
-from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options, PreparedOptions, ScoreOptions, completed, takes
-from relpos_np._contract.problem import Problem
-from relpos_np._contract.terms import Terms, fit
-from relpos_np._dense import forward
-from relpos_np._dense.backward import backward
-from relpos_np._dense.slopes import Slopes
 from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposTypeError
-from relpos_np.schemes.base import Position, Scheme, in_order
+from relpos_np.schemes.base import Position
 from relpos_np.types import Array
 
 __all__ = ["attention", "attention_vjp", "logits", "prepare", "rel_shift"]
@@ -268,61 +262,23 @@ def attention(
         return there
     if is_packed(given):
         with _ATTENTION:
-            call = PackedCall(q, k, v, position, given)
-            found_of_parts: Array = call.attention(attention, return_lse, call.checked_out(out), return_bound)
-            return found_of_parts
-    returned = {"return_lse": return_lse, "return_bound": bool(return_bound)}
+            packed = PackedCall(q, k, v, position, given)
+            of_parts: Array = packed.attention(attention, return_lse, packed.checked_out(out), return_bound)
+            return of_parts
     # With sinks, and where the caller's array is not in C order, kernels fill another one.
     filled = isinstance(out, np.ndarray) and out.flags.c_contiguous and given["sinks"] is None
-    admit = memory_bounds.admission("attention", position, chosen, out=filled, **returned)
+    asked = {"out": filled, "return_lse": return_lse, "return_bound": bool(return_bound)}
     with _ATTENTION, np.errstate(all="ignore"):
-        problem, dtype, flat = check.call(q, k, v, given, admit)
-        name = _backend.current(chosen)
-        schemes = checked_schemes(position, problem, name)
-        shape = problem.out_shape
-        target = None
-        if out is not None:
-            check.output(out, shape[1:] if flat else shape, dtype, (q, k, v, *given.values(), position))
-            target = out[None] if flat else out
-        if name not in _backend.WITH_KERNELS:
-            memory.countable("attention", (*shape[:-1], problem.site.k_len))
-            problem.pack()
-        sinks = None if given["sinks"] is None else _sinks(given["sinks"], problem)
-        bounds = bounded.Bounded((q, k, v), position, given, problem.site.dtype) if return_bound else None
-        if name == "numpy":
-            result, lse = forward.attention(problem, schemes, sinks)
-        else:
-            lowered = _lowered(name, schemes, problem) if admit is None else admit.lowered
-            if sinks is not None:
-                # Rounded to half precision after the sinks have taken their share.
-                result, found = _backend.evaluate(name, problem, all_terms(lowered), None, True, problem.site.dtype)
-                assert found is not None
-                sink(result, found, sinks)
-            else:
-                result, found = _backend.evaluate(name, problem, all_terms(lowered), target, return_lse, dtype)
-            lse = found if found is not None else result
-        if flat:
-            result, lse = result[0], lse[0]
-        if out is not None:
-            if result.base is not out and result is not out:
-                out[...] = result
-            result = out
-        elif result.dtype != dtype:
-            result = result.astype(dtype)
+        call = Call("attention", (q, k, v), position, given, **asked)
+        call.check_output(out)
+        bounds = bounded.Bounded((q, k, v), position, given, call.problem.site.dtype) if return_bound else None
+        result, lse = call.attend(out, return_lse)
         if form is not None:
-            repeated.keep(form, (q, k, v), problem, schemes, result.shape, dtype)
-        found_all = (result, lse) if return_lse else (result,)
+            repeated.keep(form, (q, k, v), call.problem, call.schemes, result.shape, call.dtype)
+        found = (result, lse) if return_lse and lse is not None else (result,)
         if bounds is not None:
-            return (*found_all, *bounds.of(result, lse if return_lse else None))
-    return found_all if return_lse else result
-
-
-def _lowered(name: str, schemes: tuple[Scheme, ...], problem: Problem) -> list[Terms]:
-    return each_lowered(schemes, problem, turning=name == "numba", by_rows=name == "numba")
-
-
-def _sinks(given: Any, problem: Problem) -> Array:
-    return check.per_head("sinks", given, problem.out_shape[:-1], problem.site.dtype)
+            return (*found, *bounds.of(result, lse if return_lse else None))
+    return found if return_lse else result
 
 
 @takes(PreparedOptions)
@@ -409,21 +365,8 @@ def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[S
            [-1.5, -1. , -0.5,  0. ]])
     """
     given = completed(logits, options)
-    chosen = given["backend"]
-    admit = memory_bounds.admission("logits", position, chosen)
     with _LOGITS, np.errstate(all="ignore"):
-        problem, _, flat = check.call(q, k, None, given, admit)
-        dense = _backend.current(chosen) == "terms"
-        schemes = checked_schemes(position, problem, "terms" if dense else None)
-        problem.pack()
-        if dense:
-            from relpos_np._dense import from_terms
-
-            lowered = each_lowered(schemes, problem) if admit is None else admit.lowered
-            s = from_terms.scores(problem, all_terms(lowered))
-        else:
-            s = forward.scores(problem, schemes)
-    return s[0] if flat else s
+        return Call("logits", (q, k, None), position, given).scores()
 
 
 @takes(Options)
@@ -508,8 +451,7 @@ def attention_vjp(
     chosen, packed, there = given["backend"], is_packed(given), type(q) is not np.ndarray and check.on_device(q)
     if packed and not there:
         with _ATTENTION_VJP:
-            call = PackedCall(q, k, v, position, given)
-            return call.attention_vjp(attention_vjp, grad_out, grad_lse, mask_gradient)
+            return PackedCall(q, k, v, position, given).attention_vjp(attention_vjp, grad_out, grad_lse, mask_gradient)
     if check.flag("mask_gradient", mask_gradient) and not packed:
         return _with_mask_gradient((q, k, v), grad_out, grad_lse, position, given)
     if there:
@@ -517,68 +459,9 @@ def attention_vjp(
         compute = attention_vjp if packed else None
         far: AttentionGradient = on_device.attention_vjp(named, chosen, position, given, mask_gradient, compute)
         return far
-    admit = memory_bounds.admission("attention_vjp", position, chosen)
     with _ATTENTION_VJP, np.errstate(all="ignore"):
-        problem, _, flat = check.call(q, k, v, given, admit)
-        name = _backend.current(chosen)
-        schemes = checked_schemes(position, problem, name, backward=True)
-        if name not in _backend.WITH_KERNELS:
-            memory.countable("attention_vjp", (*problem.out_shape[:-1], problem.site.k_len))
-        gradients = check.output_gradients({"grad_out": grad_out, "grad_lse": grad_lse}, problem, flat)
-        grad_out, grad_lse = gradients["grad_out"], gradients.get("grad_lse")
-        if flat:
-            grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
-        if name not in _backend.WITH_KERNELS:
-            problem.pack()
-            grad_out = np.ascontiguousarray(grad_out, problem.site.dtype)
-        lowered = _lowered(name, schemes, problem) if admit is None else admit.lowered
-        terms = all_terms(lowered)
-        # Gradients of schemes that do not compute with queries and keys do not need their numbers, either.
-        computing = any(scheme.computes and not scheme.turns for scheme in schemes)
-        grad_sinks = grad_scale = None
-        if given["sinks"] is not None:
-            sinks = _sinks(given["sinks"], problem)
-            plain = _without_sinks(name, problem, schemes, terms)
-            grad_out = np.ascontiguousarray(grad_out, problem.site.dtype)
-            grad_out, grad_lse, grad_sinks = before_sinks(*plain, sinks, grad_out, grad_lse)
-            grad_sinks = fit_option(grad_sinks, given["sinks"], per_head=True)
-        if name in _backend.WITH_KERNELS:
-            stored = not computing
-            grads, grad_v = _backend.backward(name, problem, terms, grad_out, grad_lse, stored=stored)
-        else:
-            slopes = Slopes()
-            if name == "numpy":
-                s = forward.scores(problem, schemes, slopes)
-            else:
-                from relpos_np._dense import from_terms
-
-                s = from_terms.scores(problem, terms, slopes)
-            grads, grad_v = backward(problem, terms, s, grad_out, grad_lse, slopes)
-        operands = (problem.stored_q, problem.stored_k)
-        if computing:
-            operands = (in_order(problem.q), in_order(problem.k))
-        grad_q, grad_k, arrays = each_lifted(operands, problem, position, schemes, lowered, grads)
-        if given["query_scale"] is not None:
-            dtype = problem.site.dtype
-            factors = check.per_query("query_scale", given["query_scale"], grad_q.shape[:-1], dtype)
-            grad_scale = np.einsum("...d,...d->...", grad_q, np.ascontiguousarray(q, dtype))
-            grad_scale = fit_option(grad_scale, given["query_scale"], per_head=False)
-            grad_q = grad_q * factors[..., None]
-        # Operands may have been broadcast over batch axes, or had no axis of heads.
-        grad_q, grad_k, grad_v = (
-            fit(x[0] if flat else x, operand.shape).astype(operand.dtype, copy=False)
-            for x, operand in ((grad_q, q), (grad_k, k), (grad_v, v))
-        )
-    return AttentionGradient(grad_q, grad_k, grad_v, arrays, sinks=grad_sinks, query_scale=grad_scale)
-
-
-def _without_sinks(name: str, problem: Problem, schemes: tuple[Scheme, ...], terms: Terms) -> tuple[Array, Array]:
-    """Output and log-sum-exp of a call whose sinks have not had their share."""
-    if name == "numpy":
-        return forward.attention(problem, schemes)
-    out, lse = _backend.evaluate(name, problem, terms, None, True, problem.site.dtype)
-    assert lse is not None
-    return out, lse
+        call = Call("attention_vjp", (q, k, v), position, given, is_backward=True)
+        return call.differentiate(grad_out, grad_lse)
 
 
 def _with_mask_gradient(

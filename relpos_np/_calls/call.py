@@ -1,0 +1,184 @@
+"""One call on the host, from its arguments to its results: check, lower, run, lift, the same for every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relpos_np import backend as _backend
+from relpos_np._calls import memory_bounds
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
+from relpos_np._calls.sinks import before_sinks, sink
+from relpos_np._contract import check
+from relpos_np._contract.gradient import AttentionGradient
+from relpos_np._contract.options import Options
+from relpos_np._contract.terms import Terms, fit
+from relpos_np._dense import forward
+from relpos_np._dense.backward import backward
+from relpos_np._dense.slopes import Slopes
+from relpos_np._runtime import memory
+from relpos_np.schemes.base import Position, in_order
+from relpos_np.types import Array
+
+
+class Call:
+    """A checked call: its problem, its schemes and the backend that is to compute it.
+
+    Raises
+    ------
+    RelposError
+        From the constructor alone, before any work.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        operands: tuple[Array, Array, Array | None],
+        position: Position,
+        given: Options,
+        *,
+        is_backward: bool = False,
+        **returned: bool,
+    ) -> None:
+        self.operands, self.position, self.given = operands, position, given
+        self._admitted = memory_bounds.admission(function, position, given["backend"], **returned)
+        self.problem, self.dtype, self.flat = check.call(*operands, given, self._admitted)
+        self.backend = _backend.current(given["backend"])
+        if operands[2] is None and self.backend != "terms":
+            # Kernels never hold the scores.
+            self.backend = "numpy"
+        self.schemes = checked_schemes(position, self.problem, self.backend, backward=is_backward)
+        self.has_kernels = self.backend in _backend.WITH_KERNELS
+        self._function = function
+
+    def _lower(self) -> list[Terms]:
+        """The terms of each scheme; those that were counted before are not made again."""
+        if self._admitted is not None:
+            return self._admitted.lowered
+        by_kernels = self.backend == "numba"
+        return each_lowered(self.schemes, self.problem, turning=by_kernels, by_rows=by_kernels)
+
+    def _allow_pairs(self) -> None:
+        """Without kernels there are matrices of all pairs."""
+        if not self.has_kernels:
+            memory.countable(self._function, (*self.problem.out_shape[:-1], self.problem.site.k_len))
+            self.problem.pack()
+
+    def _sinks(self) -> Array | None:
+        given = self.given["sinks"]
+        if given is None:
+            return None
+        return check.per_head("sinks", given, self.problem.out_shape[:-1], self.problem.site.dtype)
+
+    def check_output(self, out: Array | None) -> None:
+        """Refuse an `out` that cannot hold the result, or shares memory with what is read."""
+        if out is not None:
+            shape, read = self.problem.out_shape, (*self.operands, *self.given.values(), self.position)
+            check.output(out, shape[1:] if self.flat else shape, self.dtype, read)
+
+    def attend(self, out: Array | None, return_lse: bool) -> tuple[Array, Array | None]:
+        """Output and, if it was asked for, log-sum-exp."""
+        self._allow_pairs()
+        result, lse = self._attend(out, self._sinks(), return_lse)
+        if self.flat:
+            result, lse = result[0], None if lse is None else lse[0]
+        if out is None:
+            return (result if result.dtype == self.dtype else result.astype(self.dtype)), lse
+        if result.base is not out and result is not out:
+            out[...] = result
+        return out, lse
+
+    def _attend(self, out: Array | None, sinks: Array | None, return_lse: bool) -> tuple[Array, Array | None]:
+        if self.backend == "numpy":
+            return forward.attention(self.problem, self.schemes, sinks)
+        terms = all_terms(self._lower())
+        if sinks is None:
+            target = out[None] if out is not None and self.flat else out
+            return _backend.evaluate(self.backend, self.problem, terms, target, return_lse, self.dtype)
+        # Rounded to half precision after the sinks have taken their share.
+        result, lse = _backend.evaluate(self.backend, self.problem, terms, None, True, self.problem.site.dtype)
+        assert lse is not None
+        sink(result, lse, sinks)
+        return result, lse
+
+    def differentiate(self, grad_out: Any, grad_lse: Any) -> AttentionGradient:
+        """Gradients of operands, of the schemes' arrays, and of the options that have one."""
+        gradients = check.output_gradients({"grad_out": grad_out, "grad_lse": grad_lse}, self.problem, self.flat)
+        grad_out, grad_lse = gradients["grad_out"], gradients.get("grad_lse")
+        if self.flat:
+            grad_out, grad_lse = grad_out[None], None if grad_lse is None else grad_lse[None]
+        if not self.has_kernels:
+            self.problem.pack()
+            grad_out = np.ascontiguousarray(grad_out, self.problem.site.dtype)
+        lowered = self._lower()
+        terms = all_terms(lowered)
+        # Gradients of schemes that do not compute with queries and keys do not need their numbers, either.
+        computing = any(scheme.computes and not scheme.turns for scheme in self.schemes)
+        sinks, grad_sinks = self._sinks(), None
+        if sinks is not None:
+            out, lse = self._without_sinks(terms)
+            grad_out = np.ascontiguousarray(grad_out, self.problem.site.dtype)
+            grad_out, grad_lse, grad_sinks = before_sinks(out, lse, sinks, grad_out, grad_lse)
+            grad_sinks = fit_option(grad_sinks, self.given["sinks"], per_head=True)
+        grads, grad_v = self._backward(terms, grad_out, grad_lse, stored=not computing)
+        operands = (self.problem.stored_q, self.problem.stored_k)
+        if computing:
+            operands = (in_order(self.problem.q), in_order(self.problem.k))
+        grad_q, grad_k, arrays = each_lifted(operands, self.problem, self.position, self.schemes, lowered, grads)
+        grad_scale = None
+        if self.given["query_scale"] is not None:
+            grad_q, grad_scale = self._unscaled(grad_q)
+        return AttentionGradient(
+            self._fitted(grad_q, 0),
+            self._fitted(grad_k, 1),
+            self._fitted(grad_v, 2),
+            arrays,
+            sinks=grad_sinks,
+            query_scale=grad_scale,
+        )
+
+    def _without_sinks(self, terms: Terms) -> tuple[Array, Array]:
+        """Output and log-sum-exp before sinks have their share."""
+        if self.backend == "numpy":
+            return forward.attention(self.problem, self.schemes)
+        out, lse = _backend.evaluate(self.backend, self.problem, terms, None, True, self.problem.site.dtype)
+        assert lse is not None
+        return out, lse
+
+    def _backward(self, terms: Terms, grad_out: Array, grad_lse: Any, *, stored: bool) -> tuple[Terms, Array]:
+        """Gradients of terms and values."""
+        if self.has_kernels:
+            return _backend.backward(self.backend, self.problem, terms, grad_out, grad_lse, stored=stored)
+        slopes = Slopes()
+        if self.backend == "numpy":
+            s = forward.scores(self.problem, self.schemes, slopes)
+        else:
+            from relpos_np._dense import from_terms
+
+            s = from_terms.scores(self.problem, terms, slopes)
+        return backward(self.problem, terms, s, grad_out, grad_lse, slopes)
+
+    def _unscaled(self, grad_q: Array) -> tuple[Array, Array]:
+        """Gradients of queries before their factors, and of the factors."""
+        dtype, given = self.problem.site.dtype, self.given["query_scale"]
+        factors = check.per_query("query_scale", given, grad_q.shape[:-1], dtype)
+        grad_scale = np.einsum("...d,...d->...", grad_q, np.ascontiguousarray(self.operands[0], dtype))
+        return grad_q * factors[..., None], fit_option(grad_scale, given, per_head=False)
+
+    def _fitted(self, x: Array, n: int) -> Array:
+        """A gradient as its operand is, which may have been broadcast over batch axes, or had no axis of heads."""
+        operand = self.operands[n]
+        assert operand is not None
+        return fit(x[0] if self.flat else x, operand.shape).astype(operand.dtype, copy=False)
+
+    def scores(self) -> Array:
+        """The scores of all pairs: by the schemes' formulas, or by the terms where that backend is asked for."""
+        self.problem.pack()
+        if self.backend == "terms":
+            from relpos_np._dense import from_terms
+
+            s = from_terms.scores(self.problem, all_terms(self._lower()))
+        else:
+            s = forward.scores(self.problem, self.schemes)
+        return s[0] if self.flat else s
