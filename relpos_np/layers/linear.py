@@ -11,7 +11,7 @@ from relpos_np import api
 from relpos_np._calls.packed import is_packed
 from relpos_np._calls.sinks import sink
 from relpos_np._contract import check
-from relpos_np._contract.options import Options, ScoreOptions
+from relpos_np._contract.options import LayerOptions, Options, ScoreOptions
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import softmax
 from relpos_np.layers.state import State
@@ -23,6 +23,16 @@ CALL_FLOPS = 1e10
 # Rows of one product: elements of them at most, unless those are fewer rows than pay for a product.
 PART, LEAST_ROWS = 1 << 18, 512
 Weights: TypeAlias = "Linear | Array | tuple[Array, Array | None]"
+# States that are attended, or what `Projected.project` made of them.
+Context: TypeAlias = "Array | Cache | None"
+
+
+class StateOptions(LayerOptions, total=False):
+    """What a call takes beside the states that ask and those that are attended."""
+
+    values: Array | None
+    memory: Array | None
+    cache: Cache | None
 
 
 class Linear:
@@ -323,7 +333,7 @@ class Projected:
         return cache
 
     def _keys_values(
-        self, x: Array, context: Array | Cache | None, values: Array | None, memory: Array | None, cache: Cache | None
+        self, x: Array, context: Context, values: Array | None, memory: Array | None, cache: Cache | None
     ) -> tuple[Array, Array]:
         """What x attends, in heads."""
         if isinstance(context, Cache):
@@ -361,7 +371,7 @@ class Projected:
     def _attend(
         self,
         given: Array,
-        context: Array | Cache | None,
+        context: Context,
         values: Array | None,
         memory: Array | None,
         cache: Cache | None,

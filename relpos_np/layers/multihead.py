@@ -9,12 +9,19 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.options import LayerOptions, completed, takes
 from relpos_np.errors import RelposValueError
-from relpos_np.layers.linear import Cache, Linear, Projected, Weights, thirds
+from relpos_np.layers.linear import Cache, Context, Linear, Projected, StateOptions, Weights, thirds
 from relpos_np.layers.state import ATTENTION, Names, Source, State
 from relpos_np.schemes.base import Position, Scheme
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.t5 import T5
 from relpos_np.types import Array
+
+
+class _Options(StateOptions, total=False):
+    """What a call takes."""
+
+    offset: int | Array | None
+    segments: Any
 
 
 class MultiHeadAttention(Projected):
@@ -179,45 +186,20 @@ class MultiHeadAttention(Projected):
     def __call__(
         self,
         x: Array,
-        context: Array | Cache | None = ...,
+        context: Context = ...,
         *,
-        values: Array | None = ...,
-        memory: Array | None = ...,
-        cache: Cache | None = ...,
-        offset: int | Array | None = ...,
-        segments: Any = ...,
         return_probabilities: Literal[False] = ...,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[_Options],
     ) -> Array: ...
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        context: Array | Cache | None = ...,
-        *,
-        values: Array | None = ...,
-        memory: Array | None = ...,
-        cache: Cache | None = ...,
-        offset: int | Array | None = ...,
-        segments: Any = ...,
-        return_probabilities: Literal[True],
-        **options: Unpack[LayerOptions],
+        self, x: Array, context: Context = ..., *, return_probabilities: Literal[True], **options: Unpack[_Options]
     ) -> tuple[Array, Array]: ...
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        context: Array | Cache | None = ...,
-        *,
-        values: Array | None = ...,
-        memory: Array | None = ...,
-        cache: Cache | None = ...,
-        offset: int | Array | None = ...,
-        segments: Any = ...,
-        return_probabilities: bool,
-        **options: Unpack[LayerOptions],
+        self, x: Array, context: Context = ..., *, return_probabilities: bool, **options: Unpack[_Options]
     ) -> Array | tuple[Array, Array]: ...
 
     @takes(LayerOptions)
@@ -225,7 +207,7 @@ class MultiHeadAttention(Projected):
     def __call__(
         self,
         x: Array,
-        context: Array | Cache | None = None,
+        context: Context = None,
         *,
         values: Array | None = None,
         memory: Array | None = None,

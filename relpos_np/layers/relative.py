@@ -10,10 +10,16 @@ from relpos_np._contract import check
 from relpos_np._contract.options import LayerOptions, completed, takes
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.encoding import RelativePositionalEncoding
-from relpos_np.layers.linear import Cache, Linear, Projected, Weights, thirds
+from relpos_np.layers.linear import Cache, Context, Linear, Projected, StateOptions, Weights, thirds
 from relpos_np.layers.state import RELATIVE, Names, Source, State
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
 from relpos_np.types import Array, Shift
+
+
+class _Options(StateOptions, total=False):
+    """What a call takes."""
+
+    pos_emb: Array | None
 
 
 class RelativeMultiHeadAttention(Projected):
@@ -232,42 +238,20 @@ class RelativeMultiHeadAttention(Projected):
     def __call__(
         self,
         x: Array,
-        context: Array | Cache | None = ...,
+        context: Context = ...,
         *,
-        values: Array | None = ...,
-        memory: Array | None = ...,
-        cache: Cache | None = ...,
-        pos_emb: Array | None = ...,
         return_probabilities: Literal[False] = ...,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[_Options],
     ) -> Array: ...
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        context: Array | Cache | None = ...,
-        *,
-        values: Array | None = ...,
-        memory: Array | None = ...,
-        cache: Cache | None = ...,
-        pos_emb: Array | None = ...,
-        return_probabilities: Literal[True],
-        **options: Unpack[LayerOptions],
+        self, x: Array, context: Context = ..., *, return_probabilities: Literal[True], **options: Unpack[_Options]
     ) -> tuple[Array, Array]: ...
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        context: Array | Cache | None = ...,
-        *,
-        values: Array | None = ...,
-        memory: Array | None = ...,
-        cache: Cache | None = ...,
-        pos_emb: Array | None = ...,
-        return_probabilities: bool,
-        **options: Unpack[LayerOptions],
+        self, x: Array, context: Context = ..., *, return_probabilities: bool, **options: Unpack[_Options]
     ) -> Array | tuple[Array, Array]: ...
 
     @takes(LayerOptions)
@@ -275,7 +259,7 @@ class RelativeMultiHeadAttention(Projected):
     def __call__(
         self,
         x: Array,
-        context: Array | Cache | None = None,
+        context: Context = None,
         *,
         values: Array | None = None,
         memory: Array | None = None,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar, Literal, Self, overload
+from typing import Any, ClassVar, Literal, Self, Unpack, overload
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.state import Source
-from relpos_np.layers.window import WindowAttention, lengths, read, sizes
+from relpos_np.layers.window import WindowAttention, WindowOptions, lengths, read, sizes
 from relpos_np.schemes.window import WindowBias
 from relpos_np.types import Array, Backend, Precision
 
@@ -330,38 +330,17 @@ class _ShiftedWindows:
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        *,
-        train: bool = ...,
-        rng: np.random.Generator | None = ...,
-        precision: Precision | None = ...,
-        backend: Backend | None = ...,
-        return_attention: Literal[False] = ...,
+        self, x: Array, *, return_attention: Literal[False] = ..., **options: Unpack[WindowOptions]
     ) -> Array: ...
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        *,
-        train: bool = ...,
-        rng: np.random.Generator | None = ...,
-        precision: Precision | None = ...,
-        backend: Backend | None = ...,
-        return_attention: Literal[True],
+        self, x: Array, *, return_attention: Literal[True], **options: Unpack[WindowOptions]
     ) -> tuple[Array, Array]: ...
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        *,
-        train: bool = ...,
-        rng: np.random.Generator | None = ...,
-        precision: Precision | None = ...,
-        backend: Backend | None = ...,
-        return_attention: bool,
+        self, x: Array, *, return_attention: bool, **options: Unpack[WindowOptions]
     ) -> Array | tuple[Array, Array]: ...
 
     @np.errstate(all="ignore")

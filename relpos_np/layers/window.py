@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -31,6 +31,15 @@ FORMATS = tuple(_NAMES)
 # A prefix may end at the block that holds the attention, or at the attention itself. In this order: in transformers a
 # block has an output.dense of its own, which belongs to the layers after the attention.
 _INSIDE = ("attn.", "attention.", "")
+
+
+class WindowOptions(TypedDict, total=False):
+    """What a call of a layer with windows takes beside its arrays."""
+
+    train: bool
+    rng: np.random.Generator | None
+    precision: Precision | None
+    backend: Backend | None
 
 
 @np.errstate(all="ignore")
@@ -289,11 +298,8 @@ class WindowAttention:
         kv: Array | None = ...,
         mask: Array | None = ...,
         *,
-        train: bool = ...,
-        rng: np.random.Generator | None = ...,
-        precision: Precision | None = ...,
-        backend: Backend | None = ...,
         return_attention: Literal[True] = ...,
+        **options: Unpack[WindowOptions],
     ) -> tuple[Array, Array]: ...
 
     @overload
@@ -303,11 +309,8 @@ class WindowAttention:
         kv: Array | None = ...,
         mask: Array | None = ...,
         *,
-        train: bool = ...,
-        rng: np.random.Generator | None = ...,
-        precision: Precision | None = ...,
-        backend: Backend | None = ...,
         return_attention: Literal[False],
+        **options: Unpack[WindowOptions],
     ) -> Array: ...
 
     @overload
@@ -317,11 +320,8 @@ class WindowAttention:
         kv: Array | None = ...,
         mask: Array | None = ...,
         *,
-        train: bool = ...,
-        rng: np.random.Generator | None = ...,
-        precision: Precision | None = ...,
-        backend: Backend | None = ...,
         return_attention: bool,
+        **options: Unpack[WindowOptions],
     ) -> Array | tuple[Array, Array]: ...
 
     @np.errstate(all="ignore")
