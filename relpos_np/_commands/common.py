@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-# Exit codes: 0, what was asked for was done; 1, a wrong number was found; 2, it could not be done. `relpos conform` has
-# 3: nothing ran.
-MISMATCH, FAILED = 1, 2
+# Exit codes: 0, what was asked for was done; 1, a wrong number was found; 2, it could not be done; 130, Ctrl-C.
+# `relpos conform` has 3: nothing ran.
+MISMATCH, FAILED, INTERRUPTED = 1, 2, 130
 
 BUSY = "this machine is busy: calls wait for processors, and those of several threads wait longest"
 # From so many times the best on, the median is that of calls that were interrupted.

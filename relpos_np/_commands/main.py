@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import relpos_np as rp
 from relpos_np._commands import attend, bench, check, config, conform, identify, info, plot, vectors, warmup
-from relpos_np._commands.common import FAILED
+from relpos_np._commands.common import FAILED, INTERRUPTED
 from relpos_np._commands.completion import SHELLS, script
+from relpos_np._commands.saved_call import UnusableError
 from relpos_np._commands.terminal import note
 from relpos_np.errors import RelposError
 
@@ -45,20 +49,50 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0; 1 for a wrong number; 2 for unusable arguments; 3 if nothing ran."""
-    args, left = _parser().parse_known_args(argv)
-    if left:  # said with the usage of the command, which argparse itself says with that of all
-        args.parser.error(f"unrecognized arguments: {' '.join(left)}")
+    name = "relpos"
     try:
-        return int(args.run(args))
-    except (RelposError, MemoryError) as error:
-        message = " ".join(str(error).split()) or "out of memory"
-        if isinstance(error, MemoryError):
-            message += "; backend numba needs the least, and a part of the queries less than all"
-        note(f"relpos {args.command}: {message}")
-        return FAILED
+        try:
+            args, left = _parser().parse_known_args(argv)
+            if left:  # said with the usage of the command, which argparse itself says with that of all
+                args.parser.error(f"unrecognized arguments: {' '.join(left)}")
+            name = f"relpos {args.command}"
+            _check_environment()
+            return int(args.run(args))
+        finally:
+            # Here, where an error can still be reported: the interpreter's own flush comes too late.
+            print(end="", flush=True)
+    except MemoryError as error:
+        message = str(error) or "out of memory"
+        note(f"{name}: {_line(message)}; backend numba needs the least, and a part of the queries less than all")
+    except RelposError as error:
+        note(f"{name}: {_line(error)}")
+    except OSError as error:
+        note(f"{name}: {error.filename or 'standard output'}: {error.strerror or _line(error)}")
+        _drop_output()
     except KeyboardInterrupt:
-        note(f"relpos {args.command}: interrupted")
-        return 130
+        note(f"{name}: interrupted")
+        return INTERRUPTED
+    return FAILED
+
+
+def _line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def _check_environment() -> None:
+    """Report a variable that Numba answers with a traceback while it is imported."""
+    text = os.environ.get("NUMBA_NUM_THREADS", "")
+    if text.lstrip("-").isdecimal() and int(text) < 1:
+        raise UnusableError(f"NUMBA_NUM_THREADS: expected a number from 1 on, found {text}")
+
+
+def _drop_output() -> None:
+    """Where stdout cannot be written, let what it still holds go nowhere: the interpreter flushes it once more."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
