@@ -9,19 +9,25 @@ from relpos_np._commands.peers.shapes import Case
 from relpos_np.types import Array
 
 
-def index(case: Case) -> Array:
-    """Table row of every pair, (L_q, L_k)."""
+def per_pair(case: Case) -> Array | None:
+    """What positions need of every pair, (L_q, L_k): its row of a table or, for ALiBi, its distance."""
     s = case.shape
+    if s.kind == "plain":
+        return None
+    if s.kind == "transformer_xl":
+        return apart(case) > 0  # who is hidden
+    if s.kind == "alibi":
+        return np.abs(apart(case)).astype(np.float32)
+    if s.kind == "shaw":
+        reach = len(case.arrays["key_table"]) // 2
+        return np.clip(apart(case), -reach, reach) + reach
     if s.kind == "t5":
         distances = np.arange(1 - s.q_len, s.k_len)
         buckets = rp.reference.t5_bucket(distances, num_buckets=32, max_distance=128, bidirectional=True)
         return np.asarray(buckets[apart(case) + s.q_len - 1])
-    if s.kind == "window":
-        grid = [np.arange(7), np.arange(7)]
-        return rp.reference.window_index(grid, grid, (7, 7))
-    four = np.arange(4)
-    frames = rp.reference.rstt_frames(7, 4)
-    return rp.reference.window_index([np.arange(7), four, four], [frames, four, four], (7, 4, 4))
+    grid = [np.arange(7)] * 2 if s.kind == "window" else [np.arange(7), np.arange(4), np.arange(4)]
+    keys = grid if s.kind == "window" else [rp.reference.rstt_frames(7, 4), *grid[1:]]
+    return rp.reference.window_index(grid, keys, tuple(map(len, grid)))
 
 
 def apart(case: Case) -> Array:
@@ -35,16 +41,10 @@ def bias(case: Case) -> Array:
     if case.shape.kind == "plain":
         return np.zeros((1, case.shape.q_len, case.shape.k_len), np.float32)
     if case.shape.kind == "alibi":
-        return -case.arrays["slopes"][:, None, None] * np.abs(apart(case)).astype(np.float32)
-    return np.ascontiguousarray(np.moveaxis(case.arrays["table"][index(case)], -1, 0))
+        return np.asarray(-case.arrays["slopes"][:, None, None] * per_pair(case))
+    return np.ascontiguousarray(np.moveaxis(case.arrays["table"][per_pair(case)], -1, 0))
 
 
 def minus_infinity(case: Case) -> Array:
     """0 where a causal query may attend, else -inf: (L_q, L_k)."""
     return np.where(apart(case) > 0, np.float32(-np.inf), np.float32(0))
-
-
-def shaw_rows(case: Case) -> Array:
-    """Row of Shaw's tables of every pair."""
-    reach = len(case.arrays["key_table"]) // 2
-    return np.clip(apart(case), -reach, reach) + reach

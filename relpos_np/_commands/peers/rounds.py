@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,21 +181,6 @@ def compare(
     return record
 
 
-@contextmanager
-def _started(
-    names: Sequence[str], interpreter: Callable[[str], str] | None, threads: int
-) -> Iterator[dict[str, Process]]:
-    """The peers' processes, ours first: the limit is run for as long."""
-    processes: dict[str, Process] = {}
-    try:
-        for name in sorted(names, key=lambda name: name != OURS):
-            processes[name] = Process(name, interpreter(name) if interpreter else sys.executable, threads)
-        yield processes
-    finally:
-        for process in processes.values():
-            process.close()
-
-
 def load() -> list[float] | None:
     """Programs that want to run, on average over 1, 5 and 15 minutes; None where the system does not say."""
     return list(os.getloadavg()) if hasattr(os, "getloadavg") else None
@@ -222,7 +207,12 @@ def run(
         "rounds": rounds,
         "load_before": load(),
     }
-    with _started(names, interpreter, threads) as processes, tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        processes = {}
+        for name in sorted(names, key=lambda name: name != OURS):  # ours first: the limit is run for as long
+            process = Process(name, interpreter(name) if interpreter else sys.executable, threads)
+            processes[name] = stack.enter_context(closing(process))
         record["versions"] = {name: process.ask("versions") for name, process in processes.items()}
         record["words"] = {name: PEERS[name].words for name in processes}
         for task, shapes in jobs.items():

@@ -27,6 +27,8 @@ SCHEMES: dict[str, Callable[[dict[str, Array]], Any]] = {
     "plain": lambda a: None,
     "rotary": lambda a: rp.Rotary(),
 }
+# Those whose table holds a number for each head.
+TABLES = ("t5", "window", "rstt")
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,11 @@ def narrow(x: Array, storage: str) -> Array:
     bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     named = bfloat16()
     return bits if named is None else bits.view(named)
+
+
+def bits(x: Array) -> Array:
+    """Half precision as its bits in uint16; other arrays as they are."""
+    return x.view(np.uint16) if x.dtype.name in ("bfloat16", "float16") else x
 
 
 def wide(x: Array) -> Array:

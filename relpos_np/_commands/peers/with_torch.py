@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,7 @@ import torch
 from torch.nn import functional
 
 from relpos_np._commands.peers import Prepared, UnavailableError, arrays
-from relpos_np._commands.peers.shapes import Case
-
-TABLES = ("t5", "window", "rstt")
+from relpos_np._commands.peers.shapes import TABLES, Case
 
 
 def rel_shift(x: Any, k_len: Any) -> Any:
@@ -44,34 +43,27 @@ class Operands:
     def __init__(self, case: Any) -> None:
         self.shape = case.shape
         self.q, self.k, self.v = (tensor(x) for x in (case.q, case.k, case.v))
-        # Tables of vectors meet queries and probabilities; tables of numbers are added to scores.
-        vectors = case.shape.kind in ("transformer_xl", "shaw")
         self.arrays = {name: torch.from_numpy(x) for name, x in case.arrays.items()}
-        if vectors:
+        # Tables of vectors meet queries and probabilities; tables of numbers are added to scores.
+        if case.shape.kind in ("transformer_xl", "shaw"):
             self.arrays = {name: x.to(self.q.dtype) for name, x in self.arrays.items()}
         self.scale = 1 / math.sqrt(case.shape.head_dim)
-        kind = case.shape.kind
-        if kind in TABLES:
-            self.index = torch.from_numpy(arrays.index(case))
-        elif kind == "transformer_xl":
-            self.hidden = torch.from_numpy(arrays.apart(case) > 0)
+        pairs = arrays.per_pair(case)
+        self.pairs: Any = None if pairs is None else torch.from_numpy(pairs)
+        if case.shape.kind == "transformer_xl":
             self.rows = self.arrays["rows"].permute(1, 2, 0).contiguous()
-        elif kind == "shaw":
-            self.index = torch.from_numpy(arrays.shaw_rows(case))
-        elif kind == "alibi":
-            self.apart = torch.from_numpy(arrays.apart(case)).float()
 
     def bias(self) -> Any:
         """What tables and slopes add to the scores, in the operands' dtype; None if there is nothing."""
         if self.shape.kind == "plain":
             return None
         if self.shape.kind == "t5":
-            gathered = functional.embedding(self.index, self.arrays["table"])
+            gathered = functional.embedding(self.pairs, self.arrays["table"])
             return gathered.permute(2, 0, 1).unsqueeze(0).to(self.q.dtype)
         if self.shape.kind in TABLES:
-            gathered = self.arrays["table"][self.index.view(-1)].view(*self.index.shape, -1)
+            gathered = self.arrays["table"][self.pairs.view(-1)].view(*self.pairs.shape, -1)
             return gathered.permute(2, 0, 1).contiguous().unsqueeze(0).to(self.q.dtype)
-        return (-self.arrays["slopes"][:, None, None] * self.apart.abs()).to(self.q.dtype)
+        return (-self.arrays["slopes"][:, None, None] * self.pairs).to(self.q.dtype)
 
     def position(self) -> Any:
         """Transformer-XL's part from positions, unscaled."""
@@ -82,12 +74,12 @@ class Operands:
         kind = self.shape.kind
         if kind == "transformer_xl":
             content = (self.q + self.arrays["content_bias"][:, None]) @ self.k.transpose(-1, -2)
-            s = ((content + self.position()) * self.scale).masked_fill(self.hidden, -math.inf)
+            s = ((content + self.position()) * self.scale).masked_fill(self.pairs, -math.inf)
             return torch.softmax(s, dim=-1) @ self.v
         s = self.q @ self.k.transpose(-1, -2)
         if kind == "shaw":
             # (L_q, L_k, D): a vector for each pair, as the formula has it
-            on_keys, on_values = (self.arrays[name][self.index] for name in ("key_table", "value_table"))
+            on_keys, on_values = (self.arrays[name][self.pairs] for name in ("key_table", "value_table"))
             s = s + torch.einsum("bhid,ijd->bhij", self.q, on_keys)
             p = torch.softmax(s * self.scale, dim=-1)
             return p @ self.v + torch.einsum("bhij,ijd->bhid", p, on_values)
@@ -100,7 +92,7 @@ class Operands:
     def sdpa(self) -> Any:
         """The fused operator, with the bias built for it."""
         if self.shape.kind == "transformer_xl":
-            mask = (self.position() * self.scale).masked_fill(self.hidden, -math.inf)
+            mask = (self.position() * self.scale).masked_fill(self.pairs, -math.inf)
             query = self.q + self.arrays["content_bias"][:, None]
             return functional.scaled_dot_product_attention(query, self.k, self.v, attn_mask=mask)
         return functional.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=self.bias())
@@ -111,59 +103,45 @@ def flex(operands: Operands) -> Prepared:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     s, a = operands.shape, operands.arrays
-    note = ""
+    if s.kind == "shaw":
+        raise UnavailableError("flex_attention has nothing to add to values")
+    # What the compiled function is given beside q, k and v, and what it adds to a score of it.
+    note, given, hide = "", None, None
+    last = s.q_len - 1
+    adders: dict[str, Callable[..., Any]] = {
+        "alibi": lambda given, b, h, i, j: -given[h] * (s.k_len - 1 - j),
+        "t5": lambda given, b, h, i, j: given[h, j - i + last],
+        # Keys after the query's position are hidden: there any column will do.
+        "transformer_xl": lambda given, b, h, i, j: given[b, h, i, torch.clamp(last - i + j, max=s.k_len - 1)],
+    }
+    add: Callable[..., Any] = adders.get(s.kind, lambda given, b, h, i, j: given[h, i, j])
     if s.kind == "transformer_xl":
         note = "products with distances eager, before the compiled part, inside the call"
-        memory, last = s.k_len - s.q_len, s.q_len - 1
-        place = operands.q.device
-        hide = create_block_mask(lambda b, h, i, j: j <= i + memory, None, None, s.q_len, s.k_len, device=place)
-
-        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
-            def score(x: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-                # Keys after the query's position are hidden: there any column will do.
-                return x + given[b, h, i, torch.clamp(last - i + j, max=s.k_len - 1)]
-
-            return flex_attention(q, k, v, score_mod=score, block_mask=hide)
-
-        def inputs() -> Any:
-            products = (operands.q + a["position_bias"][:, None]) @ operands.rows * operands.scale
-            return operands.q + a["content_bias"][:, None], operands.k, operands.v, products
-
-    elif s.kind == "plain":
-
-        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
-            return flex_attention(q, k, v)
-
-        fixed = None
-    elif s.kind == "shaw":
-        raise UnavailableError("flex_attention has nothing to add to values")
+        memory = s.k_len - s.q_len
+        hide = create_block_mask(
+            lambda b, h, i, j: j <= i + memory, None, None, s.q_len, s.k_len, device=operands.q.device
+        )
     elif s.kind == "alibi":
-
-        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
-            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x - given[h] * (s.k_len - 1 - j))
-
-        fixed = a["slopes"]
+        given = a["slopes"]
     elif s.kind == "t5":
         note = "a value per distance, expanded before the call"
         # Row 0 holds distances 0 ... L_k - 1, the last row those down to 1 - L_q.
-        distances = torch.cat([operands.index[:, 0].flip(0)[:-1], operands.index[0]])
-        values = a["table"][distances].T.contiguous()
-
-        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
-            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + given[h, j - i + s.q_len - 1])
-
-        fixed = values
-    else:
+        distances = torch.cat([operands.pairs[:, 0].flip(0)[:-1], operands.pairs[0]])
+        given = a["table"][distances].T.contiguous()
+    elif s.kind in TABLES:
         note = "bias of a window built before the call"
+        given = operands.bias()[0]
 
-        def run(q: Any, k: Any, v: Any, given: Any) -> Any:
-            return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + given[h, i, j])
+    def run(q: Any, k: Any, v: Any, given: Any) -> Any:
+        if s.kind == "plain":
+            return flex_attention(q, k, v)
+        return flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + add(given, b, h, i, j), block_mask=hide)
 
-        fixed = operands.bias()[0]
-    if s.kind != "transformer_xl":
-
-        def inputs() -> Any:
-            return operands.q, operands.k, operands.v, fixed
+    def inputs() -> Any:
+        if s.kind != "transformer_xl":
+            return operands.q, operands.k, operands.v, given
+        products = (operands.q + a["position_bias"][:, None]) @ operands.rows * operands.scale
+        return operands.q + a["content_bias"][:, None], operands.k, operands.v, products
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
