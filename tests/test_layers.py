@@ -200,6 +200,14 @@ def relative_parts(rng):
     return parts_of(rng), pos, u, v
 
 
+def relative_layer(given, *, variant="transformer_xl", zero_triu=False, **encoding):
+    """The module with the options of its encoding."""
+    parts, pos, u, v = given
+    encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, **encoding)
+    options = {"variant": variant, "encoding": encoding, "zero_triu": zero_triu}
+    return layers.RelativeMultiHeadAttention(*parts, pos=pos, content_bias=u, position_bias=v, **options)
+
+
 def relative_loops(given, x, context, variant, *, causal=False, clamp=10**9, max_len=0, triu=False):
     """The rows of distances that each variant has, and the papers' shift of their products."""
     parts, pos, u, v = given
@@ -227,11 +235,7 @@ def relative_loops(given, x, context, variant, *, causal=False, clamp=10**9, max
 @pytest.mark.parametrize("variant", ["transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet"])
 def test_relative_attention(backend, rng, variant, memory):
     given = relative_parts(rng)
-    parts, pos, u, v = given
-    encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, max_len=9)
-    layer = layers.RelativeMultiHeadAttention(
-        *parts, pos=pos, content_bias=u, position_bias=v, variant=variant, encoding=encoding
-    )
+    layer = relative_layer(given, variant=variant, max_len=9)
     x = rng.standard_normal((2, 5 + memory, WIDTH))
     causal = variant == "transformer_xl"
     expected = [relative_loops(given, item[memory:], item, variant, causal=causal, max_len=9) for item in x]
@@ -240,7 +244,7 @@ def test_relative_attention(backend, rng, variant, memory):
     close(got, expected)
     close(layer(x[:, memory:], x, causal=causal, backend=backend), expected)
     # Encodings that are given are used.
-    pos_emb = encoding.encode(5, 5 + memory)
+    pos_emb = layer.encoding.encode(5, 5 + memory)
     close(layer(x[:, memory:], x, pos_emb=pos_emb[None], causal=causal, backend=backend), got, 0)
     other = layer(x[:, memory:], x, pos_emb=pos_emb[::-1], causal=causal, backend=backend)
     assert np.abs(other - got).max() > 1e-3
@@ -249,11 +253,7 @@ def test_relative_attention(backend, rng, variant, memory):
 @pytest.mark.parametrize("variant", ["conformer", "espnet_legacy"])
 def test_relative_attention_without_terms_above_the_diagonal(backend, rng, variant):
     given = relative_parts(rng)
-    parts, pos, u, v = given
-    encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, max_len=7)
-    layer = layers.RelativeMultiHeadAttention(
-        *parts, pos=pos, content_bias=u, position_bias=v, variant=variant, encoding=encoding, zero_triu=True
-    )
+    layer = relative_layer(given, variant=variant, max_len=7, zero_triu=True)
     x = rng.standard_normal((7, WIDTH))
     expected = relative_loops(given, x[2:], x, variant, max_len=7, triu=True)
     close(layer(x[2:], memory=x[:2], backend=backend), expected)
@@ -262,11 +262,7 @@ def test_relative_attention_without_terms_above_the_diagonal(backend, rng, varia
 @pytest.mark.parametrize("variant", ["transformer_xl", "xlnet", "xlnet_uni"])
 def test_clamped_distances(backend, rng, variant):
     given = relative_parts(rng)
-    parts, pos, u, v = given
-    encoding = layers.RelativePositionalEncoding(WIDTH, variant=variant, clamp_len=2)
-    layer = layers.RelativeMultiHeadAttention(
-        *parts, pos=pos, content_bias=u, position_bias=v, variant=variant, encoding=encoding
-    )
+    layer = relative_layer(given, variant=variant, clamp_len=2)
     x = rng.standard_normal((6, WIDTH))
     expected = relative_loops(given, x, x, variant, causal=True, clamp=2)
     close(layer(x, causal=True, backend=backend), expected)
@@ -533,15 +529,8 @@ def test_states_of_other_widths_must_be_given():
 
 
 def test_bad_calls_of_relative_attention_and_encodings():
-    layer = layers.RelativeMultiHeadAttention(
-        SQUARE,
-        SQUARE,
-        SQUARE,
-        pos=SQUARE,
-        content_bias=np.ones((2, 4)),
-        position_bias=np.ones((2, 4)),
-        variant="conformer",
-    )
+    biases = {"content_bias": np.ones((2, 4)), "position_bias": np.ones((2, 4))}
+    layer = layers.RelativeMultiHeadAttention(SQUARE, SQUARE, SQUARE, pos=SQUARE, **biases, variant="conformer")
     with pytest.raises(rp.RelposValueError, match=r"pos_emb: expected \(5, 8\) for variant 'conformer' with L_q = 3"):
         layer(X, pos_emb=np.ones((1, 6, 8)))
     with pytest.raises(rp.RelposTypeError, match="encoding: expected a number of dimensions or an encoding"):

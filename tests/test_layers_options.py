@@ -9,20 +9,15 @@ import pytest
 import relpos_np as rp
 from relpos_np import layers
 from tests import naive
+from tests.test_layers import DIM, HEADS, WIDTH, close, parts_of
 
-WIDTH, HEADS, DIM, LENGTH = 12, 3, 4, 7
+LENGTH = 7
 
 
 @pytest.fixture
 def weights(rng):
     """(weight, bias) of q, k, v and out."""
-    shape = HEADS * DIM, WIDTH
-    return [(rng.standard_normal(shape) / math.sqrt(WIDTH), rng.standard_normal(HEADS * DIM)) for _ in range(4)]
-
-
-def close(found, expected):
-    assert found.shape == np.shape(expected)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    return parts_of(rng)
 
 
 def loops(weights, x, terms=None, *, factors=None, sinks=None, softcap=None, cap_order="scores", **limits):
