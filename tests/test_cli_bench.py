@@ -7,6 +7,7 @@ import pytest
 from relpos_np._commands import bench, common
 from relpos_np._commands.main import main
 from relpos_np._commands.peers import OURS, PEERS, rounds
+from relpos_np._commands.peers.shapes import SHAPES
 
 SMALL = ["bench", "--shapes", "a", "h", "--peers", "numpy", "--rounds", "2"]
 
@@ -31,6 +32,11 @@ def test_tables_and_a_file(tmp_path, capsys, monkeypatch):
         assert f"{found['numpy']['times_ours']:.2f}" in out
     assert "a: T5 bias, float32; 1 × 2 heads, 48 × 48, head_dim 16" in out
     assert f"numpy: {PEERS['numpy'].words}" in out
+
+
+def test_what_is_timed_unasked_exists():
+    assert set(bench._SHAPES) <= set(SHAPES)
+    assert set(bench._UNASKED) <= set(PEERS)
 
 
 def timed(median, best):

@@ -13,7 +13,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._commands import main as cli
-from relpos_np._commands import promises, terminal
+from relpos_np._commands import bench, promises, terminal
 from relpos_np.testing import records, sweep
 
 COMMANDS = cli._parser()._subparsers._group_actions[0].choices
@@ -37,6 +37,7 @@ def brief(monkeypatch):
         sweep, "examples", lambda *args, **kwargs: (one for one in every(*args, **kwargs) if one.edge == "own")
     )
     monkeypatch.setattr(rp.backend, "available", lambda: (("numpy", "terms"), {"numba": "left out"}))
+    monkeypatch.setattr(bench, "_SHAPES", ("a", "h"))
     monkeypatch.setattr(promises, "MEASURES", (("one", "a promise", 1.0, "s", lambda: (0.5, "here")),))
 
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 import relpos_np as rp
-from relpos_np._commands.common import BUSY, MISMATCH, busy, load, positive
-from relpos_np._commands.saved_call import UnusableError, attention_schemes, call_arguments, needed, read
+from relpos_np._commands.common import BUSY, MISMATCH, UnusableError, busy, load, positive, refuse
+from relpos_np._commands.saved_call import attention_schemes, call_arguments, needed, read
 from relpos_np._commands.terminal import note, print_json, print_lines
 from relpos_np._commands.terminal import seconds as duration
 from relpos_np.errors import RelposImportError
@@ -138,9 +138,7 @@ def run(args: argparse.Namespace) -> int:
     if args.file is not None:
         with _threads(args.threads, backend):
             return _attend_file(args, backend)
-    for name in ("scheme", "out"):
-        if getattr(args, name) is not None:
-            raise UnusableError(f"--{name}: goes with a FILE: relpos attend FILE --{name} ...")
+    refuse(args, ("scheme", "out"), "goes with a FILE: relpos attend FILE --{} ...")
     with _threads(args.threads, backend):
         return _attend_real(args, backend)
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from relpos_np import versions
-from relpos_np._commands.common import BUSY, MISMATCH, busy, positive
+from relpos_np._commands.common import BUSY, MISMATCH, UnusableError, busy, positive
 from relpos_np._commands.peers import OURS, PEERS, rounds
 from relpos_np._commands.peers.shapes import SHAPES, SMALL
-from relpos_np._commands.saved_call import UnusableError
 from relpos_np._commands.terminal import note, print_json, print_lines, print_table
 from relpos_np._commands.terminal import seconds as duration
 

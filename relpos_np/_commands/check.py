@@ -7,8 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import relpos_np as rp
-from relpos_np._commands.common import MISMATCH, natural
-from relpos_np._commands.saved_call import UnusableError
+from relpos_np._commands.common import MISMATCH, natural, refuse
 from relpos_np._commands.terminal import print_json, print_table, progress
 from relpos_np.versions import collect_versions
 
@@ -42,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """The sweep of `relpos_np.testing.sweep` or what `relpos_np._commands.promises` measures, as a table."""
     if not args.promises:
         return _sweep(args, args.seed or 0)
-    if args.seed is not None:
-        raise UnusableError("--seed: goes without --promises, which are measured on fixed numbers")
+    refuse(args, ["seed"], "goes without --promises, which are measured on fixed numbers")
     return _promises(args)
 
 

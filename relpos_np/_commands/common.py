@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
+
+from relpos_np.errors import RelposError
+
+
+class UnusableError(RelposError):
+    """A file or an option that cannot be used."""
+
 
 # Exit codes: 0, what was asked for was done; 1, a wrong number was found; 2, it could not be done; 130, Ctrl-C.
 # `relpos conform` has 3: nothing ran.
@@ -22,6 +30,14 @@ def load() -> float | None:
 def busy(median: float = 0.0, best: float = 0.0) -> bool:
     """Whether others want the processors too, or the median of some calls says so beside the best."""
     return (load() or 0.0) > 1 or median > _CALM * best
+
+
+def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise an error that names the first of these options that is given."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            raise UnusableError(f"--{name}: {why.format(name)}")
 
 
 def natural(text: str) -> int:

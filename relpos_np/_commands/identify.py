@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from relpos_np._commands.common import MISMATCH
-from relpos_np._commands.saved_call import UnusableError, read
+from relpos_np._commands.saved_call import option, read
 from relpos_np._commands.terminal import note, print_json, print_lines
-from relpos_np.types import Array
 
 _OPERANDS = ("q", "k", "v", "out", "scores", "lse", "x")
-_NUMBERS = ("scale", "offset", "causal", "softcap", "cap_order")
-_ARRAYS = ("mask", "key_lengths")
+_OPTIONS = ("mask", "key_lengths", "scale", "offset", "causal", "window", "softcap", "cap_order")
 
 SUMMARY = "which scheme, variant and conventions produced saved arrays"
 HELP = """\
@@ -55,8 +50,11 @@ def run(args: argparse.Namespace) -> int:
     """Identify the arrays of a file."""
     from relpos_np.testing.identify import identify
 
-    operands, given, options = _sorted(read(args.file), str(args.file))
-    found = identify(**operands, given=given, **options)
+    arrays = read(args.file)
+    operands = {name: arrays.pop(name) for name in _OPERANDS if name in arrays}
+    options: dict[str, Any] = {name: option(name, arrays.pop(name)) for name in _OPTIONS if name in arrays}
+    # What is left belongs to positions.
+    found = identify(**operands, given=arrays, **options)
     if args.json:
         print_json({"file": str(args.file), **found.as_dict()})
         return 0 if found.matches else MISMATCH
@@ -72,34 +70,6 @@ def run(args: argparse.Namespace) -> int:
     lines += [("not tried", f"{name}: {why}") for name, why in found.untried.items() if not found.matches]
     print_lines([*lines, ("compared", f"{found.calls} calls")])
     return 0 if found.matches else MISMATCH
-
-
-def _sorted(arrays: Mapping[str, Array], source: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Operands, what belongs to positions, and options of the call."""
-    operands: dict[str, Any] = {}
-    given: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for name, x in arrays.items():
-        if name in _OPERANDS:
-            operands[name] = x
-        elif name in _ARRAYS:
-            options[name] = x
-        elif name in _NUMBERS:
-            options[name] = _single(name, x, source)
-        elif name == "window":
-            sides = [None if w < 0 else int(w) for w in np.atleast_1d(x)] if x.dtype.kind in "iu" and x.ndim < 2 else []
-            if len(sides) != (2 if x.ndim else 1):
-                raise UnusableError(f"{source}: window: expected w or (left, right), found {x.dtype} {x.shape}")
-            options[name] = tuple(sides) if x.ndim else sides[0]
-        else:
-            given[name] = x
-    return operands, given, options
-
-
-def _single(name: str, x: Array, source: str) -> Any:
-    if x.size != 1:
-        raise UnusableError(f"{source}: {name}: expected a single value, found shape {x.shape}")
-    return x.item()
 
 
 def _lines(match: Any, first: str) -> list[tuple[str, str]]:

@@ -11,9 +11,8 @@ from typing import Any
 
 import relpos_np as rp
 from relpos_np._commands import attend, bench, check, config, conform, identify, info, plot, vectors, warmup
-from relpos_np._commands.common import FAILED, INTERRUPTED
+from relpos_np._commands.common import FAILED, INTERRUPTED, UnusableError
 from relpos_np._commands.completion import SHELLS, script
-from relpos_np._commands.saved_call import UnusableError
 from relpos_np._commands.terminal import note
 from relpos_np.errors import RelposError
 

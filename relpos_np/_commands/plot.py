@@ -6,8 +6,7 @@ import argparse
 from collections import Counter
 
 import relpos_np as rp
-from relpos_np._commands.common import natural
-from relpos_np._commands.saved_call import UnusableError
+from relpos_np._commands.common import UnusableError, natural, refuse
 from relpos_np._commands.terminal import print_json, print_lines
 from relpos_np.formulas.relshift import VARIANTS
 
@@ -76,14 +75,10 @@ def run(args: argparse.Namespace) -> int:
     name, variant = named(args.scheme, args.variant)
     path = args.out or f"relpos-{name}.png"
     if name in LAYERS:
-        given = {"--variant": args.variant, "--rows": args.rows, "--differences": args.differences}
-        for option, value in given.items():
-            if value:
-                raise UnusableError(f"{option}: is for schemes, and {name} is a layer")
+        refuse(args, ("variant", "rows", "differences"), f"is for schemes, and {name} is a layer")
         figure = layer_picture(name, seed=args.seed)
     elif name == SHIFT:
-        if args.rows or args.differences:
-            raise UnusableError(f"--{'rows' if args.rows else 'differences'}: rel_shift has no table")
+        refuse(args, ("rows", "differences"), "rel_shift has no table")
         variant = variant or VARIANTS[0]
         if variant not in VARIANTS:
             raise UnusableError(f"--variant: expected one of {', '.join(VARIANTS)}; found {variant!r}")

@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relpos_np._commands.common import UnusableError
 from relpos_np._contract.problem import Rule
 from relpos_np._contract.rules import Chunked, Dilated, Prefix
 from relpos_np._files.npz import load_npz
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.types import Array
-
-
-class UnusableError(RelposError):
-    """A file or an option that cannot be used."""
 
 
 def attention_schemes() -> list[str]:
@@ -66,15 +63,10 @@ def call_arguments(arrays: Mapping[str, Array], scheme: str | None, source: str)
         )
     call: dict[str, Any] = {}
     for name, value in arrays.items():
-        if name in ("q", "k", "v", *_ARRAYS):
+        if name in ("q", "k", "v"):
             call[name] = value
-        elif name in _NUMBERS:
-            call[name] = _scalar(name, value)
-        elif name == "offset":
-            call[name] = _scalar(name, value) if value.size == 1 else value
-        elif name == "window":
-            sides = [None if w < 0 else w for w in _integers(name, value)]
-            call[name] = tuple(sides) if value.ndim else sides[0]
+        elif name in (*_ARRAYS, *_NUMBERS, "window", "offset"):
+            call[name] = option(name, value)
     if "key_segments" in arrays:
         if "segments" not in arrays:
             raise UnusableError(f"{source}: key_segments without segments, which are those of queries")
@@ -86,6 +78,16 @@ def call_arguments(arrays: Mapping[str, Array], scheme: str | None, source: str)
     parameters = {name.removeprefix(_PREFIX): value for name, value in arrays.items() if name.startswith(_PREFIX)}
     call["position"] = _scheme(scheme or named, parameters, source, _PREFIX)
     return call
+
+
+def option(name: str, value: Array) -> Any:
+    """What an array says of an option of a call: a number as Python's own, and no limit where a window is negative."""
+    if name in _NUMBERS or (name == "offset" and value.size == 1):
+        return _scalar(name, value)
+    if name == "window":
+        sides = [None if w < 0 else w for w in _integers(name, value)]
+        return tuple(sides) if value.ndim else sides[0]
+    return value
 
 
 def _scheme(name: str | None, parameters: Mapping[str, Array], source: str, prefix: str) -> Any:

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import relpos_np as rp
-from relpos_np._commands.common import MISMATCH, natural
-from relpos_np._commands.saved_call import UnusableError
+from relpos_np._commands.common import MISMATCH, natural, refuse
 from relpos_np._commands.terminal import print_json, progress
 
 SUMMARY = "exact answers as files, for tests in any language"
@@ -66,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(f"{names} records, {size / 1e6:.1f} MB, written to {args.folder}")
         return 0
-    for name in ("seed", "bfloat16"):
-        if getattr(args, name):
-            raise UnusableError(f"--{name}: goes without --check; what was written decides")
+    refuse(args, ("seed", "bfloat16"), "goes without --check; what was written decides")
     backends, absent = rp.backend.available()
     listed = golden.manifest(args.folder)
     found = [
@@ -100,9 +97,7 @@ def _cases(args: argparse.Namespace) -> int:
     """Write test cases of ONNX."""
     from relpos_np.testing.onnx_cases import writing_onnx
 
-    for name in ("check", "bfloat16"):
-        if getattr(args, name):
-            raise UnusableError(f"--{name}: goes without --format onnx")
+    refuse(args, ("check", "bfloat16"), "goes without --format onnx")
     seed = args.seed or 0
     found = list(progress(writing_onnx(args.folder, seed=seed), "writing", quiet=args.json))
     written = sum(case is not None for _, case in found)
