@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np._commands import main as cli
 from relpos_np._commands import bench, promises, terminal
+from relpos_np._commands import main as cli
 from relpos_np.testing import records, sweep
 
 COMMANDS = cli._parser()._subparsers._group_actions[0].choices
