@@ -42,6 +42,18 @@ def run(capsys):
 
 
 @pytest.fixture
+def as_json(run):
+    """``as_json(argument, ...)``: the object that --json prints, with nothing on stderr and this exit code."""
+
+    def call(*argv, code=0):
+        found, out, err = run(*argv, "--json")
+        assert (found, err) == (code, "")
+        return json.loads(out)
+
+    return call
+
+
+@pytest.fixture
 def refuses(run):
     """``refuses("words", argument, ...)``: exit code 2 and one line on stderr that holds the words."""
 
@@ -114,11 +126,9 @@ def test_version_and_help(run):
     assert run("attend", "--threads", "0")[0] == 2
 
 
-def test_warmup_prepares_every_kernel(run):
+def test_warmup_prepares_every_kernel(run, as_json):
     numba_kernels = pytest.importorskip("relpos_np.kernels._numba")
-    code, out, _ = run("warmup", "--json")
-    assert code == 0
-    found = json.loads(out)
+    found = as_json("warmup")
     assert set(found["seconds"]) == set(numba_kernels.KERNELS)
     stored = {path.name.partition("-")[0] for path in Path(found["folder"]).iterdir()}
     assert {kernel.function.__name__.strip("_") for kernel in numba_kernels.KERNELS.values()} <= stored
@@ -127,10 +137,8 @@ def test_warmup_prepares_every_kernel(run):
     assert f"kept in {found['folder']}" in out
 
 
-def test_info(run):
-    code, out, _ = run("info", "--json")
-    assert code == 0
-    assert json.loads(out)["relpos_np"] == rp.__version__
+def test_info(run, as_json):
+    assert as_json("info")["relpos_np"] == rp.__version__
     assert rp.__version__ in run("info")[1]
 
 
@@ -146,12 +154,10 @@ def test_as_a_module():
 
 
 @pytest.mark.parametrize("backend", rp.backend.HOST_BACKENDS)
-def test_real_example(run, backend, tmp_path):
+def test_real_example(as_json, backend, tmp_path):
     if backend == "numba":
         pytest.importorskip("numba")
-    code, out, err = run("attend", "--backend", backend, "--json", "--plot", "none")
-    found = json.loads(out)
-    assert (code, err) == (0, "")
+    found = as_json("attend", "--backend", backend, "--plot", "none")
     assert found["backend"] == backend
     assert found["ok"] is True
     assert max(found["error"].values()) <= 2e-6
@@ -171,7 +177,7 @@ def test_real_example_in_words(run, tmp_path):
     assert (tmp_path / "relpos-attend.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_backend_gives_exit_code_1(run, monkeypatch):
+def test_a_wrong_backend_gives_exit_code_1(run, as_json, monkeypatch):
     right = rp.backend.evaluate
 
     def wrong(*args):
@@ -183,17 +189,13 @@ def test_a_wrong_backend_gives_exit_code_1(run, monkeypatch):
     code, out, _ = run("attend", "--backend", "terms", "--plot", "none")
     assert code == 1
     assert "MISMATCH" in out
-    code, out, _ = run("attend", "--backend", "terms", "--plot", "none", "--json")
-    assert code == 1
-    assert json.loads(out)["ok"] is False
+    assert as_json("attend", "--backend", "terms", "--plot", "none", code=1)["ok"] is False
 
 
-def test_nan_is_a_mismatch_and_still_json(run, monkeypatch):
+def test_nan_is_a_mismatch_and_still_json(as_json, monkeypatch):
     right = rp.backend.evaluate
     monkeypatch.setattr(rp.backend, "evaluate", lambda *args: (right(*args)[0] * np.nan, None))
-    code, out, _ = run("attend", "--backend", "terms", "--plot", "none", "--json")
-    assert code == 1
-    assert json.loads(out)["error"]["float64"] is None
+    assert as_json("attend", "--backend", "terms", "--plot", "none", code=1)["error"]["float64"] is None
 
 
 def test_without_matplotlib_the_rest_goes_on(run, monkeypatch, tmp_path):
@@ -206,12 +208,10 @@ def test_without_matplotlib_the_rest_goes_on(run, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_threads(run, refuses):
+def test_threads(as_json, refuses):
     numba = pytest.importorskip("numba")
     before = numba.get_num_threads()
-    code, out, _ = run("attend", "--backend", "numba", "--threads", "1", "--json", "--plot", "none")
-    assert code == 0
-    assert json.loads(out)["threads"] == 1
+    assert as_json("attend", "--backend", "numba", "--threads", "1", "--plot", "none")["threads"] == 1
     assert numba.get_num_threads() == before
     refuses("at most", "attend", "--backend", "numba", "--threads", "100000")
     refuses("only backend 'numba'", "attend", "--backend", "numpy", "--threads", "1")
@@ -233,11 +233,9 @@ def test_a_picture_that_cannot_be_written(refuses):
 
 
 @pytest.mark.parametrize(("name", "variant"), ATTENTION)
-def test_every_scheme_from_a_file(run, name, variant, tmp_path):
+def test_every_scheme_from_a_file(as_json, name, variant, tmp_path):
     one = testing.example(name, dtype="float64", variant=variant)
-    code, out, err = run("attend", saved(**archive(one)), "--backend", "terms", "--json")
-    assert (code, err) == (0, "")
-    found = json.loads(out)
+    found = as_json("attend", saved(**archive(one)), "--backend", "terms")
     assert found["out"] == "in-out.npz"
     assert found["finite"] is True
     assert found["shape"] == list(one.expected.shape)
@@ -329,12 +327,10 @@ def test_scheme_of_the_option_goes_first(run):
     assert run("attend", saved(**arrays), "--backend", "terms", "--scheme", "t5")[0] == 0
 
 
-def test_picture_of_a_file(run, tmp_path):
+def test_picture_of_a_file(as_json, tmp_path):
     pytest.importorskip("matplotlib")
     arrays = archive(testing.example("shaw"))
-    code, out, _ = run("attend", saved(**arrays), "--backend", "numpy", "--plot", "p.png", "--json")
-    assert code == 0
-    assert json.loads(out)["plot"] == "p.png"
+    assert as_json("attend", saved(**arrays), "--backend", "numpy", "--plot", "p.png")["plot"] == "p.png"
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -416,7 +412,7 @@ def few_vectors(monkeypatch):
     monkeypatch.setattr(rp.backend, "available", lambda: (("numpy", "terms"), {"numba": "it is not installed"}))
 
 
-def test_vectors(run, few_vectors, tmp_path):
+def test_vectors(run, as_json, few_vectors, tmp_path):
     code, out, err = run("vectors", "golden")
     assert (code, err) == (0, "")
     assert "records, " in out
@@ -424,19 +420,15 @@ def test_vectors(run, few_vectors, tmp_path):
     assert (code, err) == (0, "")
     assert "all within the tolerance" in out
     assert "not checked: numba: it is not installed" in out
-    code, out, _ = run("vectors", "other", "--seed", "1", "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert found["records"] == len(list((tmp_path / "other").glob("*.npz")))
-    code, out, _ = run("vectors", "--check", "other", "--json")
-    assert code == 0
-    found = json.loads(out)
+    written = as_json("vectors", "other", "--seed", "1")
+    assert written["records"] == len(list((tmp_path / "other").glob("*.npz")))
+    found = as_json("vectors", "--check", "other")
     assert found["ok"] is True
     assert found["problems"] == []
     assert found["comparisons"] > 5 * found["records"]
 
 
-def test_wrong_vectors_give_exit_code_1(run, few_vectors, tmp_path, monkeypatch):
+def test_wrong_vectors_give_exit_code_1(run, as_json, few_vectors, tmp_path, monkeypatch):
     run("vectors", "golden")
     (tmp_path / "golden" / "t5.exact.own.float32.npz").unlink()
     (tmp_path / "golden" / "t5.exact.own.float64.json").write_text("{}")
@@ -444,9 +436,7 @@ def test_wrong_vectors_give_exit_code_1(run, few_vectors, tmp_path, monkeypatch)
     assert code == 1
     assert "MISMATCH: t5.exact.own.float32: t5.exact.own.float32.npz: no such file\n" in out
     assert "MISMATCH: t5.exact.own.float64: t5.exact.own.float64.json" in out
-    code, out, _ = run("vectors", "--check", "golden", "--json")
-    assert code == 1
-    assert len(json.loads(out)["problems"]) == 2
+    assert len(as_json("vectors", "--check", "golden", code=1)["problems"]) == 2
     right = rp.backend.evaluate
     monkeypatch.setattr(rp.backend, "evaluate", lambda *args: tuple(x * 1.01 for x in right(*args)))
     code, out, _ = run("vectors", "--check", "golden")
@@ -482,14 +472,12 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(rp.backend, "available", lambda: (("numpy", "terms"), {"numba": "it is not installed"}))
 
 
-def test_check(run, few_cases):
+def test_check(run, as_json, few_cases):
     code, out, err = run("check", "--seed", "3")
     assert (code, err) == (0, "")
     assert "not checked: numba" in out
     assert "t5" in out
-    code, out, err = run("check", "--json")
-    found = json.loads(out)
-    assert (code, err) == (0, "")
+    found = as_json("check")
     assert found["ok"] is True
     assert found["not_available"] == {"numba": "it is not installed"}
     assert {(r["scheme"], r["backend"]) for r in found["results"]} == {
@@ -501,7 +489,7 @@ def test_check(run, few_cases):
 
 
 @pytest.mark.parametrize("factor", [1.01, np.nan])
-def test_check_finds_a_wrong_backend(run, few_cases, monkeypatch, factor):
+def test_check_finds_a_wrong_backend(run, as_json, few_cases, monkeypatch, factor):
     right = rp.backend.evaluate
     monkeypatch.setattr(rp.backend, "evaluate", lambda *args: tuple(x * factor for x in right(*args)))
     code, out, _ = run("check")
@@ -509,9 +497,7 @@ def test_check_finds_a_wrong_backend(run, few_cases, monkeypatch, factor):
     assert "MISMATCH of terms and the reference" in out
     assert "times the tolerance in t5 exact, float32, " in out
     assert "terms is wrong: the scheme's terms in long double are within " in out
-    code, out, _ = run("check", "--json")
-    assert code == 1
-    assert {r["backend"] for r in json.loads(out)["results"] if not r["ok"]} == {"terms"}
+    assert {r["backend"] for r in as_json("check", code=1)["results"] if not r["ok"]} == {"terms"}
 
 
 def test_check_finds_a_wrong_reference(run, few_cases, monkeypatch):
@@ -556,7 +542,7 @@ def test_backends_of_this_machine(missing, monkeypatch):
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_on_a_terminal(run, few_cases, monkeypatch, rich):
+def test_on_a_terminal(run, as_json, few_cases, monkeypatch, rich):
     if rich:
         pytest.importorskip("rich")
     else:
@@ -567,8 +553,7 @@ def test_on_a_terminal(run, few_cases, monkeypatch, rich):
     assert code == 0
     assert "sinusoidal" in out
     assert "checking" in err
-    code, out, _ = run("check", "--json")
-    assert json.loads(out)["ok"] is True
+    assert as_json("check")["ok"] is True
 
 
 def test_interruption(run, monkeypatch):
@@ -589,11 +574,10 @@ def test_plot_writes_a_picture(run, name):
     assert Path(f"relpos-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_of_a_variant_as_svg(run):
+def test_plot_of_a_variant_as_svg(as_json):
     pytest.importorskip("matplotlib")
-    code, out, _ = run("plot", "transformer_xl", "--variant", "xlnet", "--out", "shift.svg", "--json")
-    assert code == 0
-    assert json.loads(out) == {"scheme": "transformer_xl", "variant": "xlnet", "seed": 0, "plot": "shift.svg"}
+    found = as_json("plot", "transformer_xl", "--variant", "xlnet", "--out", "shift.svg")
+    assert found == {"scheme": "transformer_xl", "variant": "xlnet", "seed": 0, "plot": "shift.svg"}
     assert "<svg" in Path("shift.svg").read_text(encoding="utf-8")
 
 
@@ -612,20 +596,17 @@ def test_plot_of_a_variant_as_svg(run):
         (["rel_shift", "--variant", "conformer"], "rel_shift", "conformer"),
     ],
 )
-def test_plot_takes_the_names_that_the_field_uses(run, words, scheme, variant):
+def test_plot_takes_the_names_that_the_field_uses(as_json, words, scheme, variant):
     pytest.importorskip("matplotlib")
-    code, out, err = run("plot", *words, "--json")
-    assert code == 0, err
-    assert json.loads(out) == {"scheme": scheme, "variant": variant, "seed": 0, "plot": f"relpos-{scheme}.png"}
+    expected = {"scheme": scheme, "variant": variant, "seed": 0, "plot": f"relpos-{scheme}.png"}
+    assert as_json("plot", *words) == expected
     assert Path(f"relpos-{scheme}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("word", ["SwinAttention", "multi_head_attention", "relative-multi-head-attention"])
-def test_plot_of_a_layer(run, word):
+def test_plot_of_a_layer(as_json, word):
     pytest.importorskip("matplotlib")
-    code, out, err = run("plot", word, "--seed", "3", "--json")
-    assert code == 0, err
-    found = json.loads(out)
+    found = as_json("plot", word, "--seed", "3")
     assert found["scheme"].replace("_", "") == word.lower().replace("_", "").replace("-", "")
     assert found["seed"] == 3
     assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
@@ -635,20 +616,28 @@ def test_plot_names_the_layers_that_there_are():
     assert tuple(plot_layers.LAYERS) == plot_command.LAYERS
 
 
-def test_plot_refuses(run, refuses):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["swin_attention", "--rows"], "--rows: is for schemes, and swin_attention is a layer"),
+        (["swin_attention", "--differences"], "--differences: is for schemes, and swin_attention is a layer"),
+        (["swin_attention", "--variant", "swin"], "--variant: is for schemes, and swin_attention is a layer"),
+        (["nothing"], "scheme: expected one of"),
+        (["paper"], "found 'paper'"),  # a variant of several schemes
+        (["rope", "--rows"], "rotary: takes no rows of a table"),
+        (["rel_shift", "--rows"], "--rows: rel_shift has no table"),
+        (["rel_shift", "--differences"], "--differences: rel_shift has no table"),
+        (["t5", "--differences"], "t5: has no table by differences"),
+        (["swin", "--rows", "--differences"], "another picture than --rows"),
+        (["rel_shift", "--variant", "shaw"], "expected one of transformer_xl, "),
+        (["t5", "--variant", "wrong"], "variant: t5 has 'exact', 'float32'; found 'wrong'"),
+        (["t5", "--out", "t5.nothing"], "the picture cannot be written to t5.nothing"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_plot_refuses(refuses, words, message):
     pytest.importorskip("matplotlib")
-    for words in (["--rows"], ["--differences"], ["--variant", "swin"]):
-        refuses(f"{words[0]}: is for schemes, and swin_attention is a layer", "plot", "swin_attention", *words)
-    assert run("plot", "nothing")[0] == 2
-    refuses("found 'paper'", "plot", "paper")  # a variant of several schemes
-    refuses("rotary: takes no rows of a table", "plot", "rope", "--rows")
-    refuses("rel_shift has no table", "plot", "rel_shift", "--rows")
-    refuses("--differences: rel_shift has no table", "plot", "rel_shift", "--differences")
-    refuses("t5: has no table by differences", "plot", "t5", "--differences")
-    refuses("another picture than --rows", "plot", "swin", "--rows", "--differences")
-    refuses("expected one of transformer_xl, ", "plot", "rel_shift", "--variant", "shaw")
-    refuses("variant: t5 has 'exact', 'float32'; found 'wrong'", "plot", "t5", "--variant", "wrong")
-    refuses("the picture cannot be written to t5.nothing", "plot", "t5", "--out", "t5.nothing")
+    refuses(message, "plot", *words)
 
 
 def test_plot_without_matplotlib(refuses, monkeypatch):
