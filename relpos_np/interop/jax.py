@@ -14,7 +14,7 @@ from relpos_np._contract.options import ForeignOptions, completed, takes
 from relpos_np._runtime import precision
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import with_bias
-from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.interop.scheme import TensorOptions, Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array, Precision
 
 try:
@@ -157,59 +157,18 @@ class _Call:
 
 
 @overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Any = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    selected: Any = ...,
-    query_scale: Any = ...,
-    sinks: Any = ...,
-    segments: Any = ...,
-    offset: Any = ...,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[ForeignOptions],
-) -> Any: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[False] = ..., **options: Unpack[TensorOptions]) -> Any: ...
 
 
 @overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Any = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    selected: Any = ...,
-    query_scale: Any = ...,
-    sinks: Any = ...,
-    segments: Any = ...,
-    offset: Any = ...,
-    return_lse: Literal[True],
-    **options: Unpack[ForeignOptions],
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[TensorOptions]
 ) -> tuple[Any, Any]: ...
 
 
 @overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Any = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    selected: Any = ...,
-    query_scale: Any = ...,
-    sinks: Any = ...,
-    segments: Any = ...,
-    offset: Any = ...,
-    return_lse: bool,
-    **options: Unpack[ForeignOptions],
+    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[TensorOptions]
 ) -> Any | tuple[Any, Any]: ...
 
 

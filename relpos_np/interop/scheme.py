@@ -6,9 +6,23 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from relpos_np._contract.options import ForeignOptions
 from relpos_np.errors import RelposTypeError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
+
+
+class TensorOptions(ForeignOptions, total=False):
+    """What a call of a package takes beside its operands: all that may be tensors, and all that may not."""
+
+    position: Any
+    mask: Any
+    key_lengths: Any
+    selected: Any
+    query_scale: Any
+    sinks: Any
+    segments: Any
+    offset: Any
 
 
 class Trained:

@@ -12,7 +12,7 @@ from relpos_np._contract.options import ForeignOptions, completed, takes
 from relpos_np._runtime import precision
 from relpos_np.errors import RelposImportError, RelposTypeError
 from relpos_np.interop.bias import with_bias
-from relpos_np.interop.scheme import Trained, as_tuple, gradients, made, tensors
+from relpos_np.interop.scheme import TensorOptions, Trained, as_tuple, gradients, made, tensors
 from relpos_np.types import Array, Precision
 
 try:
@@ -228,67 +228,23 @@ class _Attention(torch.autograd.Function):
         return (None, *ctx.call.backward(saved, grad_out, grad_lse))
 
 
-@overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Any = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    selected: Any = ...,
-    query_scale: Any = ...,
-    sinks: Any = ...,
-    segments: Any = ...,
-    offset: Any = ...,
-    dropout: float = ...,
-    generator: Any = ...,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[ForeignOptions],
-) -> Any: ...
+class _Options(TensorOptions, total=False):
+    """What a call takes."""
+
+    dropout: float
+    generator: Any
 
 
 @overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Any = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    selected: Any = ...,
-    query_scale: Any = ...,
-    sinks: Any = ...,
-    segments: Any = ...,
-    offset: Any = ...,
-    dropout: float = ...,
-    generator: Any = ...,
-    return_lse: Literal[True],
-    **options: Unpack[ForeignOptions],
-) -> tuple[Any, Any]: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[False] = ..., **options: Unpack[_Options]) -> Any: ...
 
 
 @overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Any = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    selected: Any = ...,
-    query_scale: Any = ...,
-    sinks: Any = ...,
-    segments: Any = ...,
-    offset: Any = ...,
-    dropout: float = ...,
-    generator: Any = ...,
-    return_lse: bool,
-    **options: Unpack[ForeignOptions],
-) -> Any | tuple[Any, Any]: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[_Options]) -> tuple[Any, Any]: ...
+
+
+@overload
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[_Options]) -> Any | tuple[Any, Any]: ...
 
 
 @outside_graphs
