@@ -53,12 +53,18 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory, request):
-    """A cold kernel cache for the session and its processes, unless one is named from outside."""
-    base = tmp_path_factory.getbasetemp()
+    """A kernel cache for tests alone, unless one is named from outside.
+
+    It is kept with what pytest keeps: kernels are known by their source, so that only what has changed is compiled.
+    `pytest --cache-clear` begins anew.
+    """
     worker = getattr(request.config, "workerinput", None)
+    kept = getattr(request.config, "cache", None)
+    folder = tmp_path_factory.mktemp("kernels") if kept is None else kept.mkdir("kernels")
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("RELPOS_CACHE_DIR"):
-            patch.setenv("RELPOS_CACHE_DIR", str((base.parent if worker else base) / "kernels"))
+            folder.chmod(0o700)  # or what is in it would not be trusted
+            patch.setenv("RELPOS_CACHE_DIR", str(folder))
         if worker and len(request.session.items) > MANY_TESTS and request.config.option.markexpr != "simulator":
             share = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
             # On a stack of its own: as deep as this one is, CPython maps and unmaps memory for many a call.

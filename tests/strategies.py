@@ -28,9 +28,10 @@ from relpos_np.testing._sizes import lengths as sizes_of
 from relpos_np.testing.arguments import arguments, rebuilt
 from tests import naive
 from tests.every import ATTENTION
+from tests.sizes import BLOCK_KEYS, ROW_QUANTUM, around
 
 SMALL_LENGTHS = (1, 2, 3, 5, 7, 8)
-LENGTHS = (1, 7, 15, 16, 17, 24, 48, 63, 65, 191, 192, 193)
+LENGTHS = (1, 7, 15, 16, 17, 63, 65, ROW_QUANTUM, 2 * ROW_QUANTUM, *around(BLOCK_KEYS))
 SMALL_DIMS = (1, 2, 5, 7)
 DIMS = (1, 7, 16, 20, 33, 64, 65)
 
@@ -72,7 +73,7 @@ class Mask:
         return np.asarray(np.where(there, added, dtype(-np.inf)))
 
 
-@lru_cache(maxsize=4)  # one call is asked for its numbers many times, as itself and as changed a little
+@lru_cache(maxsize=16)  # one call is asked for its numbers many times, as itself and as changed a little
 def _parts(position, size, batch, heads, seed, rounded):
     rng = np.random.default_rng(seed)
     sample = Sample(lambda *shape: rng.standard_normal(shape).astype(rounded), **dict(size), batch=batch, heads=heads)

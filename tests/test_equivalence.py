@@ -6,37 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relpos_np as rp
-from relpos_np.testing.arguments import arguments
+from tests.compare import assert_backends, assert_close, assert_float32_promise
 from tests.strategies import EVERY, KINDS, LAYOUTS, Case, cases, float64_tolerance
-
-EPS32 = np.finfo(np.float32).eps
-
-
-def assert_close(actual, expected, tolerance):
-    """Equal up to `tolerance`, infinities and shapes included; NaN is never right here."""
-    assert actual.shape == expected.shape
-    assert not np.isnan(actual).any()
-    # The shapes above agree, so that inf - inf is only met where both are infinite.
-    same = actual == expected
-    with np.errstate(invalid="ignore"):
-        gap = np.where(same, 0.0, np.abs(actual.astype(np.float64) - expected))
-    worst = np.max(gap / np.broadcast_to(tolerance, gap.shape), initial=0.0)
-    assert worst <= 1.0, f"{worst:.3g} times the tolerance"
-
-
-def assert_same(actual, expected, case):
-    """Output and log-sum-exp agree in float64."""
-    out_tolerance, lse_tolerance = float64_tolerance(case)
-    assert_close(actual[0], expected[0], out_tolerance)
-    assert_close(actual[1], expected[1], lse_tolerance)
 
 
 @given(cases(small=True))
 @settings(max_examples=2 * settings().max_examples)
 def test_loops_agree_with_every_backend(case):
     expected = case.naive()
-    for backend in rp.backend.HOST_BACKENDS:
-        assert_same(case.attention(np.float64, backend), expected, case)
+    assert_backends(case, expected, rp.backend.HOST_BACKENDS)
 
 
 @given(cases(small=True))
@@ -49,31 +27,13 @@ def test_loops_agree_with_logits(case):
     for backend in rp.backend.HOST_BACKENDS:
         s = rp.logits(q, k, **case.score_options(np.float64), backend=backend)
         _, tolerance = float64_tolerance(case)
-        assert_close(s, expected, tolerance[..., None])
+        assert_close(s, expected, tolerance[..., None], f"logits of {backend} for {case}: ")
 
 
 @given(cases(small=False))
 def test_backends_agree_on_awkward_lengths(case):
     expected = case.attention(np.float64, "numpy")
-    for backend in ("terms", "numba"):
-        assert_same(case.attention(np.float64, backend), expected, case)
-
-
-def assert_float32_promise(case):
-    """Error <= 4 eps sum_j p |v| (1 + |logit|) against the float64 oracle of the same float32 numbers.
-
-    The log-sum-exp may exceed every logit by log L_k, and is rounded itself: its error is relative to both.
-    """
-    expected, lse = case.attention(np.float64, "numpy", rounded=np.float32)
-    actual, actual_lse = case.attention(np.float32, "numba")
-    assert actual.dtype == actual_lse.dtype == np.float32
-    top, weight = case.sizes(np.float32)
-    # All products of PoPE's magnitudes have one sign: their sum is off by more the more there are, as a random walk is.
-    polar = any(position.name == "pope" for position in case.positions)
-    units = max(4.0, (2 * case.depth) ** 0.5) if polar else 4.0
-    assert_close(actual, expected, np.maximum(units * EPS32 * (1 + top)[..., None] * weight, np.finfo(np.float32).tiny))
-    size = np.maximum(top, np.abs(np.where(np.isneginf(lse), 0.0, lse)))
-    assert_close(actual_lse, lse, units * EPS32 * (1 + size))
+    assert_backends(case, expected, ("terms", "numba"))
 
 
 @given(cases(small=False))
@@ -126,19 +86,6 @@ def test_memory_layout_changes_nothing(case, data):
         np.testing.assert_array_equal(x, copy)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_layout_of_larger_operands(layout, backend, rng):
-    q, k, v = (LAYOUTS[layout](x.astype(np.float32)) for x in rng.standard_normal((3, 2, 2, 65, 33)))
-    position = rp.T5(LAYOUTS[layout](rng.standard_normal((32, 2)).astype(np.float32)))
-    actual = rp.attention(q, k, v, position=position, backend=backend)
-    copies = [np.ascontiguousarray(x, np.float32) for x in (q, k, v)]
-    expected = rp.attention(*copies, position=position, backend=backend)
-    if backend == "numba":
-        np.testing.assert_array_equal(actual, expected)
-    else:  # BLAS may sum a transposed operand in another order
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=64 * EPS32)
-
-
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("shape", [(2, 3, 65, 70), (1, 3, 65, 70), (65, 70), (2, 1, 1, 70), (3, 65, 1)])
 def test_memory_layout_of_masks(shape, kind, rng):
@@ -157,27 +104,6 @@ def test_memory_layout_of_masks(shape, kind, rng):
         found = rp.attention(q, k, v, mask=viewed, backend="numba", return_lse=True)
         for a, b in zip(found, contiguous, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=layout)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_memory_layout_of_tables(name):
-    case = Case(3, ((), (), ()), (), 1, 2, 37, 45, 20, 33, positions=(KINDS[name],))
-    operands, scheme = case.operands(np.float64), case.schemes(np.float64)[0]
-    expected = rp.attention(*operands, position=scheme, backend="numba", return_lse=True)
-    given = arguments(scheme)
-    tables = {n: x for n, x in given.items() if isinstance(x, np.ndarray) and x.ndim and x.dtype.kind == "f"}
-    for layout in LAYOUTS:
-        views = {n: LAYOUTS[layout](x) for n, x in tables.items()}
-        for x in views.values():
-            x.flags.writeable = False
-        copies = {n: x.copy() for n, x in views.items()}
-        scheme = type(scheme)(**{**given, **views})
-        found = rp.attention(*operands, position=scheme, backend="numba", return_lse=True)
-        for a, b in zip(found, expected, strict=True):
-            # Products with a table that lies otherwise may be summed in another order.
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-13, err_msg=layout)
-        for n, x in views.items():
-            np.testing.assert_array_equal(x, copies[n], err_msg=layout)
 
 
 def test_broadcast_operands_are_read_in_place(rng):
@@ -209,21 +135,6 @@ def test_key_lengths_broadcast_to_the_batch_axes(lengths, backend, rng):
     for b in np.ndindex(2, 3):
         expected = rp.attention(q[b], k[b][:, : full[b]], v[b][:, : full[b]], backend="terms", offset=0)
         np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_computes_in_float32(dtype, backend, rng):
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
-    q, k, v = rng.standard_normal((3, 2, 33, 20)).astype(dtype)
-    out, lse = rp.attention(q, k, v, backend=backend, return_lse=True, causal=True, precision="highest")
-    wide, wide_lse = rp.attention(
-        *(x.astype(np.float32) for x in (q, k, v)), backend=backend, return_lse=True, causal=True
-    )
-    assert out.dtype == np.dtype(dtype)
-    assert lse.dtype == np.float32
-    np.testing.assert_array_equal(out, wide.astype(dtype))
-    np.testing.assert_array_equal(lse, wide_lse)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -12,7 +12,7 @@ from relpos_np.distributed import merge, partial
 from relpos_np.kernels._numba.prepared import Prepared
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, SchemeGradient, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.testing import check_scheme
-from tests.test_gradients import assert_is_slope
+from tests.compare import assert_is_slope
 
 BACKENDS = rp.backend.HOST_BACKENDS
 OPERANDS_AND_ARRAYS = ("q", "k", "v", *(f"position {name}" for name in ("scalars", "vectors", "keys", "values")))

@@ -11,6 +11,7 @@ from relpos_np._calls import repeated
 from relpos_np.kernels._numba import job
 from relpos_np.kernels._numba.attend import attend
 from relpos_np.kernels._numba.target import TILED
+from tests.sizes import BLOCK_KEYS
 from tests.test_half import CALLS, call_of, draw
 
 pytestmark = pytest.mark.skipif(not TILED, reason="products are made without tiles")
@@ -20,8 +21,8 @@ TWO_PLANES = 3 * 2.0**-16
 # Lengths around tiles, panels, blocks of queries and of keys, and what is left of them.
 SHAPES = [
     (1, 2, 63, 257, 32),
-    (2, 1, 65, 193, 7),
-    (1, 1, 385, 449, 64),
+    (2, 1, 65, BLOCK_KEYS + 1, 7),
+    (1, 1, 2 * BLOCK_KEYS + 1, 449, 64),
     (1, 3, 30, 1000, 1),
     (1, 1, 9, 225, 65),
     (1, 2, 17, 200, 33),

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.compare import assert_same
 from tests.strategies import cases
-from tests.test_equivalence import assert_same
 
 # In the simulator NumPy warns of the infinities that some calls put in.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")

@@ -10,10 +10,10 @@ import pytest
 import relpos_np as rp
 from relpos_np._contract.terms import Dense, Toeplitz
 from relpos_np.testing.arguments import arguments
+from tests.compare import assert_same
 from tests.faults.arrays import PLACES
 from tests.faults.operands import make
 from tests.strategies import KINDS, Case, Position
-from tests.test_equivalence import assert_same
 
 
 def refused(call, kind=ValueError, match="."):

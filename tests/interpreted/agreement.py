@@ -3,9 +3,9 @@
 import numpy as np
 
 import relpos_np as rp
+from tests.compare import assert_close, assert_float32_promise
 from tests.interpreted.machine import interpreted
 from tests.strategies import float64_tolerance
-from tests.test_equivalence import assert_close, assert_float32_promise
 
 
 def shut_keys(case):
