@@ -1,6 +1,5 @@
 """What options of a call do that no call without them shows; generated calls of `strategies.py` have them as well."""
 
-import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +27,7 @@ def positions(heads=4):
         "none": None,
         "t5": rp.T5(rng.standard_normal((8, heads)), max_distance=20),
         "rotary": rp.Rotary(8),
+        "values that turn": rp.Rotary(frequencies=rng.standard_normal(2), values=True, magnitude=1.25),
         "shaw": rp.Shaw(rng.standard_normal((9, 8)), rng.standard_normal((9, 8))),
         "alibi": rp.ALiBi(form="key"),
         "cope": rp.CoPE(rng.standard_normal((60, 8))),
@@ -121,25 +121,6 @@ def test_segments_hold_nothing_of_all_pairs():
         out = rp.attention(q, q, q, segments=np.arange(0, length + 1, 128), causal=True)
     expected = np.concatenate([rp.attention(x, x, x, causal=True) for x in np.split(q, 32, axis=1)], axis=1)
     np.testing.assert_array_equal(out, expected)
-
-
-@pytest.mark.slow
-def test_segments_of_a_long_batch(rng):
-    """32 sequences of 4,096 tokens in 2 MiB beside the result: a mask of all pairs would be 16 GiB."""
-    count, length = 32, 4096
-    q, k, v = rng.standard_normal((3, 1, count * length, 16), dtype=np.float32)
-    call = {"position": rp.T5(rng.standard_normal((32, 1), dtype=np.float32)), "causal": True, "backend": "numba"}
-    bounds = np.arange(0, count * length + 1, length)
-    rp.attention(q[:, :length], k[:, :length], v[:, :length], **call)  # loads kernels
-    tracemalloc.start()
-    try:
-        out = rp.attention(q, k, v, segments=bounds, **call)
-        most = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert most - out.nbytes < 2 << 20
-    for a, b in pairwise(bounds):
-        assert_same_bits(out[:, a:b], rp.attention(q[:, a:b], k[:, a:b], v[:, a:b], **call))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -423,13 +404,6 @@ def _allowed(rule, i, j):
     if isinstance(rule, rp.Chunked):
         return i // 64 == j // 64
     return j <= max(i, 99) if isinstance(rule, rp.Prefix) else (i - j) % 1000 == 0
-
-
-@pytest.mark.parametrize("options", [{"rule": rp.Chunked(16)}, {"softcap": 2.0}, {"selected": np.zeros((70, 3), int)}])
-def test_prepared_calls_have_them(options, rng):
-    q, k, v = rng.standard_normal((3, 2, 70, 16)).astype(np.float32)
-    ready = rp.prepare(q, k, v, causal=True, **options)
-    np.testing.assert_array_equal(ready(q, k, v), rp.attention(q, k, v, causal=True, **options))
 
 
 # ---------------------------------------------------------------------------------------------- query temperature

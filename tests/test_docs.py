@@ -244,21 +244,6 @@ def test_variants_with_names_are_those_of_the_schemes():
             assert name in rp.SCHEMES[row.scheme].variants, row.models
 
 
-def test_models_of_the_register_are_in_the_tables():
-    words = CHECKPOINTS.tables() + CHECKPOINTS.families()
-    # Names of types have no hyphens, or others.
-    words = re.sub("[-_]", "", words).lower()
-    asked = re.findall(
-        r"\S+",
-        "T5 MPNet BLOOM MPT Falcon-RW DeBERTa Transformer-XL XLNet ESPnet NeMo Wav2Vec2-Conformer "
-        "Wav2Vec2-BERT SpeechT5 VITS WavLM Whisper Marian Swin RSTT BEiT SAM MViTv2 NAT Graphormer "
-        "GPT-J GPT-NeoX Llama Qwen2-VL RetNet",
-    )
-    for model in asked:
-        assert re.sub("[-_]", "", model).lower() in words
-        assert any(model in "".join(info.models) for info in rp.SCHEMES.values()), model
-
-
 ROOT = DOCS.parent
 SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

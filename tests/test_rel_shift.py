@@ -147,26 +147,6 @@ def test_into_a_given_array(variant, dtype, streamed, backend, monkeypatch):
         np.testing.assert_array_equal(apart, expected)
 
 
-@pytest.mark.parametrize(
-    ("out", "words"),
-    [
-        (np.zeros((3, 4)), "shape"),
-        (np.zeros((3, 5), np.float32), "dtype"),
-        ([[0.0] * 5] * 3, "NumPy array"),
-        (np.broadcast_to(np.zeros(5), (3, 5)), "read-only"),
-    ],
-)
-def test_array_that_does_not_fit(out, words, backend):
-    with pytest.raises(rp.RelposError, match=f"out: .*{words}"):
-        rp.rel_shift(np.zeros((3, 7)), variant="conformer", out=out, backend=backend)
-
-
-def test_array_that_overlaps_the_products(backend):
-    x = np.zeros((3, 7))
-    with pytest.raises(rp.RelposValueError, match="out: the array overlaps an input"):
-        rp.rel_shift(x, variant="conformer", out=x[:, :5], backend=backend)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_query_and_one_key(variant, backend):
     x = np.arange(1.0, columns(variant, 1, 1) + 1)[None]

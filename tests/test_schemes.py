@@ -8,6 +8,7 @@ import pytest
 
 import relpos_np as rp
 from tests import naive
+from tests.compare import close
 
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
 
@@ -16,25 +17,7 @@ def make(rng, q_len=9, k_len=9, heads=2, depth=6, v_dim=5):
     return tuple(rng.standard_normal((2, heads, *s)) for s in ((q_len, depth), (k_len, depth), (k_len, v_dim)))
 
 
-def transformer_xl(rng, q_len, k_len, variant="transformer_xl"):
-    rows = len(rp.reference.row_distances(q_len, k_len, variant))
-    return rp.TransformerXL(*(rng.standard_normal(shape) for shape in ((2, 6), (2, 6), (rows, 2, 6))), variant=variant)
-
-
-def close(a, b, atol=1e-13):
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
-
-
 # ---------------------------------------------------------------------------------------------- all schemes
-
-
-def test_two_transformer_xl_cannot_be_combined(rng):
-    """Both would replace the query; whoever cannot evaluate that says so instead of dropping one."""
-    q, k, v = make(rng)
-    pair = tuple(transformer_xl(rng, 9, 9, variant) for variant in ("conformer", "xlnet"))
-    for backend in ("terms", "numba"):
-        with pytest.raises(rp.RelposValueError, match="position"):
-            rp.attention(q, k, v, position=pair, backend=backend)
 
 
 def test_an_empty_tuple_is_no_scheme(backend, rng):

@@ -5,7 +5,7 @@ import pytest
 
 import relpos_np as rp
 from tests import naive
-from tests.test_schemes import close
+from tests.compare import close
 
 
 def scores(scheme, q_len, k_len, heads, backend, **options):
@@ -61,21 +61,15 @@ def test_alibi_needs_no_square_of_memory(form):
 
 
 def test_alibi_refuses():
-    q = np.zeros((2, 3, 4))
     for call, words in (
-        (lambda: rp.ALiBi(form="decoder"), "form: .*'decoder'"),
         (lambda: rp.ALiBi(np.ones(2), heads=2), "heads: found 2 besides slopes"),
         (lambda: rp.ALiBi(np.ones(2), bias_max=4), "bias_max: found 4 besides slopes"),
         (lambda: rp.ALiBi(bias_max=0), "bias_max: expected a positive number, found 0"),
         (lambda: rp.reference.alibi_slopes(2, bias_max="8"), "bias_max: .*'8'"),
-        (lambda: rp.ALiBi(np.ones((2, 1))), r"slopes: .*\(2, 1\)"),
         (lambda: rp.ALiBi(np.array([1.0, np.nan])), "slopes: .*nan"),
         (lambda: rp.ALiBi(np.array([1.0, np.inf])), "slopes: .*inf"),
         (lambda: rp.ALiBi(heads=0), "heads: .*0"),
-        (lambda: rp.ALiBi([1.0]), "slopes: .*list"),
         (lambda: rp.reference.alibi_slopes(0), "heads: .*0"),
-        (lambda: rp.attention(q, q, q, position=rp.ALiBi(np.ones(3))), "3 heads, the call has 2"),
-        (lambda: rp.attention(q, q, q, position=rp.ALiBi(heads=4)), "4 heads, the call has 2"),
     ):
         with pytest.raises(rp.RelposError, match=words):
             call()
@@ -93,16 +87,13 @@ def test_kerple_by_hand(backend):
 
 
 def test_kerple_refuses():
-    one, q = np.ones(2), np.zeros((2, 3, 4))
+    one = np.ones(2)
     for call, words in (
-        (lambda: rp.KERPLE(one, one, form="exp"), "form: .*'exp'"),
-        (lambda: rp.KERPLE(one, np.ones(3)), r"b: shape \(3,\) differs from \(2,\)"),
         (lambda: rp.KERPLE(0 * one, one), "a: expected positive numbers, found 0"),
         (lambda: rp.KERPLE(one, -one), "b: expected positive numbers, found -1"),
         (lambda: rp.KERPLE(one * np.nan, one), "a: .*nan"),
         (lambda: rp.KERPLE(one * np.inf, one), "a: .*inf"),
         (lambda: rp.KERPLE(one, 2.5 * one, form="power"), "b: expected positive numbers up to 2, found 2.5"),
-        (lambda: rp.attention(q, q, q, position=rp.KERPLE(np.ones(3), np.ones(3))), "3 heads, the call has 2"),
     ):
         with pytest.raises(rp.RelposValueError, match=words):
             call()

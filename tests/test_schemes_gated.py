@@ -9,11 +9,6 @@ import relpos_np as rp
 def test_inkling_refuses():
     states, proj, q = np.ones((2, 5, 3)), np.ones((3, 4)), np.ones((1, 2, 5, 3))
     for call, words in (
-        (lambda: rp.Inkling(states, proj[0]), r"proj: expected shape \(channels, distances\), found \(4,\)"),
-        (lambda: rp.Inkling(states[0], proj), r"relative_states: expected shape .* found \(5, 3\)"),
-        (lambda: rp.Inkling(states, proj.T), r"relative_states: expected shape \(\.\.\., H, L_q, 4\)"),
-        (lambda: rp.attention(q, q, q, position=rp.Inkling(states[:1], proj)), "for 1 heads, the call has 2"),
-        (lambda: rp.attention(q, q, q, position=rp.Inkling(states[:, 1:], proj)), "L_q = 5"),
         (lambda: rp.attention(q, q, q, position=rp.Inkling(np.ones((3, 2, 5, 3)), proj)), "batch axes"),
     ):
         with pytest.raises(rp.RelposError, match=words):
@@ -35,11 +30,7 @@ def test_inkling_of_a_query_that_is_nan_reaches_no_other(backend, rng):
 def test_fox_refuses():
     gates, q = np.ones((2, 5)), np.ones((1, 2, 5, 3))
     for call, words in (
-        (lambda: rp.FoX(gates[0]), r"gates: expected shape \(\.\.\., H, L_k\), found \(5,\)"),
-        (lambda: rp.FoX(gates, variant="sigmoid"), "variant: .*'sigmoid'"),
         (lambda: rp.FoX(np.array([[0.0, -np.inf]]), variant="log"), "gates: expected finite numbers, found -inf"),
-        (lambda: rp.attention(q, q, q, position=rp.FoX(gates[:1])), "for 1 heads, the call has 2"),
-        (lambda: rp.attention(q, q, q, position=rp.FoX(gates[:, 1:])), "L_k = 5"),
         (lambda: rp.attention(q, q, q, position=rp.FoX(np.ones((3, 2, 5)))), "batch axes"),
         (lambda: rp.attention(q, q, q, position=rp.FoX(gates), offset=1), r"offset: queries stand at 1 \.\.\. 5"),
         (lambda: rp.attention(q, q, q, position=rp.FoX(gates), offset=-1), r"offset: queries stand at -1 \.\.\. 3"),
@@ -101,12 +92,7 @@ def test_selective_refuses():
     q = np.ones((1, 2, 5, 3))
     for call, words in (
         (lambda: rp.Selective(-1), "head: expected at least 0"),
-        (lambda: rp.Selective(True), "head: expected an integer"),
-        (lambda: rp.Selective(variant="code"), "variant: .*'code'"),
-        (lambda: rp.Selective(past=np.ones((), np.float64)), r"past: expected shape \(\.\.\., L_k\)"),
-        (lambda: rp.Selective(past=np.ones(5, int)), "past: expected dtype"),
         (lambda: rp.attention(q, q, q, position=rp.Selective(2)), r"head: expected 0 \.\.\. 1, found 2"),
-        (lambda: rp.attention(q, q, q, position=rp.Selective(past=np.ones(4))), "L_k = 5"),
         (lambda: rp.attention(q, q, q, position=rp.Selective(past=np.ones((3, 5)))), "batch axes"),
     ):
         with pytest.raises(rp.RelposError, match=words):
@@ -133,10 +119,8 @@ def test_dape_refuses(rng):
     w1, b1, w2, b2 = network(rng, 2)
     q = np.ones((1, 2, 5, 3))
     for call, words in (
-        (lambda: rp.DAPE("alibi", w1, b1, w2, b2), "bias: expected ALiBi, KERPLE, FIRE or T5, found str"),
         (lambda: rp.DAPE(rp.Shaw(np.ones((3, 3))), w1, b1, w2, b2), "found Shaw"),
         (lambda: rp.DAPE(rp.ALiBi(form="key"), w1, b1, w2, b2), "found its form 'key'"),
-        (lambda: rp.DAPE(rp.ALiBi(), w1[:, 1:], b1, w2, b2), r"expected \(E, 2 H\), \(E,\), \(H, E\) and \(H,\)"),
         (lambda: rp.DAPE(rp.ALiBi(), w1, b1, w2, b2, slope=np.inf), "slope: expected a finite number"),
         (lambda: rp.attention(q[:, :1], q, q, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2)), "k: 2 heads do not"),
         (lambda: rp.attention(*(q[:, :1],) * 3, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2)), "for 2 heads"),
@@ -166,13 +150,7 @@ def test_path_of_reflections_that_undo_each_other(backend, rng):
 def test_path_refuses():
     w, beta, q = np.ones((2, 5, 3)), np.ones((2, 5)), np.ones((1, 2, 5, 3))
     for call, words in (
-        (lambda: rp.PaTH(w[0], beta), r"w: expected shape \(\.\.\., H, L_k, D\), found \(5, 3\)"),
-        (lambda: rp.PaTH(w, beta[0]), r"beta: expected shape \(\.\.\., H, L_k\), found \(5,\)"),
         (lambda: rp.PaTH(w * np.inf, beta), "w: expected finite numbers, found inf"),
-        (lambda: rp.attention(q, q, q, position=rp.PaTH(w, beta[:1])), "are for 2 and 1 heads"),
-        (lambda: rp.attention(q, q, q, position=rp.PaTH(w[:1], beta[:1])), "are for 1 and 1 heads"),
-        (lambda: rp.attention(q, q, q, position=rp.PaTH(w[:, 1:], beta)), r"expected \(\.\.\., 5, 3\)"),
-        (lambda: rp.attention(q, q, q, position=rp.PaTH(w, beta[:, 1:])), r"and \(\.\.\., 5\)"),
         (lambda: rp.attention(q, q, q, position=rp.PaTH(w, beta), offset=1), r"queries stand at 1 \.\.\. 5"),
         (lambda: rp.attention(q, q, q, position=(rp.PaTH(w, beta), rp.XPos(2))), "cannot be combined"),
     ):

@@ -5,7 +5,7 @@ import pytest
 
 import relpos_np as rp
 from tests import naive
-from tests.test_schemes import close
+from tests.compare import close
 from tests.test_schemes_windows import added, operands
 
 METHODS = ("product", "euclidean", "quantization", "cross")
@@ -58,38 +58,14 @@ def test_neighborhood_axis_by_hand():
     np.testing.assert_array_equal(step[4, [2, 4, 6]], [-1, 0, 1])
 
 
-def test_neighborhood_and_masks(backend, rng):
-    """A mask excludes further keys, possibly all of a query's; NaN in a key or a value reaches neighbours only."""
-    q, k, v = operands(rng, 12)
-    scheme = neighborhood(rng, (3, 4), (3, 3))
-    bias = added(scheme, 12)
-    mask = rng.random((12, 12)) < 0.4
-    mask[5] = False
-    out, lse = rp.attention(q, k, v, position=scheme, mask=mask, backend=backend, return_lse=True)
-    expected = rp.attention(q, k, v, mask=np.where(mask, bias, -np.inf), backend=backend, return_lse=True)
-    close(out, expected[0])
-    np.testing.assert_allclose(lse, expected[1], atol=1e-13)
-    assert (lse[..., 5] == -np.inf).all()
-    for x in (k, v):
-        kept = x[..., 0, :].copy()
-        x[..., 0, :] = np.nan
-        out = rp.attention(q, k, v, position=scheme, backend=backend)
-        np.testing.assert_array_equal(np.isnan(out).all(axis=(0, 1, 3)), np.isfinite(bias[0, :, 0]))
-        np.testing.assert_array_equal(np.isnan(out).any(axis=(0, 1, 3)), np.isfinite(bias[0, :, 0]))
-        x[..., 0, :] = kept
-
-
 def test_neighborhood_refuses(rng):
     for call, words in (
         (lambda: rp.NeighborhoodBias(None, (4, 5), 2), "kernel: expected odd"),
         (lambda: rp.NeighborhoodBias(None, (4, 5), 5), "kernel: 5 times the dilation 1 exceeds"),
         (lambda: rp.NeighborhoodBias(None, (9, 9), 3, (1, 4)), "kernel: 3 times the dilation 4 exceeds"),
-        (lambda: rp.NeighborhoodBias(None, (4, 5), (3, 3, 3)), "kernel: expected 2 integers"),
         (lambda: rp.NeighborhoodBias(None, (4, 5), 3, 0), "dilation: .*0"),
         (lambda: rp.NeighborhoodBias(None, 5, 3), "grid: "),
         (lambda: rp.NeighborhoodBias(None, (3, 3, 3, 3), 3), "grid: "),
-        (lambda: rp.NeighborhoodBias(np.ones((2, 5, 7)), (4, 5), 3), r"table: .*\(heads, 5, 5\)"),
-        (lambda: rp.NeighborhoodBias(np.ones((2, 25)), (4, 5), 3), "table: "),
     ):
         with pytest.raises(rp.RelposError, match=words):
             call()
@@ -142,7 +118,6 @@ def test_irpe_refuses(rng):
         (lambda: rp.IRPE((3, 4)), "at least one"),
         (lambda: rp.IRPE((3, 4), key, beta=4.0), "key_table: expected .*81 buckets"),
         (lambda: rp.IRPE((3, 4), key, class_tokens=1, **LIMITS), "key_table: expected .*50 buckets"),
-        (lambda: rp.IRPE((3, 4), key[0], **LIMITS), "key_table: expected shape"),
         (lambda: rp.IRPE((3, 4), key[None], method="cross", **LIMITS), "key_table: expected .*7 buckets"),
         (lambda: rp.IRPE((3, 4), key[None, :, :7], method="cross", **LIMITS), r"key_table: expected \(2, heads"),
         (lambda: rp.IRPE((3, 4), value_table=value[..., 0], mode="bias", **LIMITS), "value_table: values have no bias"),
@@ -151,13 +126,7 @@ def test_irpe_refuses(rng):
         (lambda: rp.IRPE((3, 4), key, alpha=1.0, beta=2.0, gamma=1.0), "alpha, beta, gamma: "),
         (lambda: rp.IRPE((3, 4), key, alpha=0.1, beta=0.5, gamma=2.0), "alpha, beta, gamma: "),
         (lambda: rp.IRPE((3, 4), key, gamma=np.inf), "gamma: "),
-        (lambda: rp.IRPE((3, 4), key, method="quant"), "method: .*'quant'"),
-        (lambda: rp.IRPE((3, 4), key, mode="ctx"), "mode: .*'ctx'"),
-        (lambda: rp.IRPE((3, 4), key, class_tokens=-1), "class_tokens: "),
         (lambda: rp.IRPE(12, key), "grid: "),
-        (lambda: rp.attention(q[..., :4], q[..., :4], q, position=good), "key_table: .*vectors of 5"),
-        (lambda: rp.attention(q, q, q, position=good), "value_table: .*vectors of 3"),
-        (lambda: rp.attention(*operands(rng, 12, heads=3, kv_heads=3), position=good), "query_table: .*2 heads"),
     ):
         with pytest.raises(rp.RelposError, match=words):
             call()

@@ -8,7 +8,7 @@ import pytest
 import relpos_np as rp
 from relpos_np.schemes import rotary
 from tests import naive
-from tests.test_schemes import close
+from tests.compare import close
 
 RULES = (
     "linear_frequencies",
@@ -37,58 +37,6 @@ def test_pairs_are_turned_where_they_are(layout, rng):
     matrices = rp.reference.rotary_matrices(np.arange(7), rp.reference.rotary_frequencies(6))
     expected, _ = naive.rotary(x, x, dim=6, layout=layout)
     close(rp.reference.rotate_pairs(x, matrices, layout=layout), expected)
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_any_channels_turn(layout, causal, backend, rng):
-    """As DeepSeek's models do; the same as with these channels in front."""
-    q, k, v = make(rng, depth=10)
-    w = rng.standard_normal((2, 4, 7, 5))
-    frequencies = np.array([1.0, 0.3, 0.01])
-    options = {"causal": causal, "backend": backend}
-    last = rp.Rotary(frequencies=frequencies, channels=(4, 10), layout=layout)
-    front = rp.Rotary(frequencies=frequencies, layout=layout)
-    close(
-        rp.attention(q, k, v, position=last, **options),
-        rp.attention(*(np.roll(x, 6, axis=-1) for x in (q, k)), v, position=front, **options),
-    )
-    found = rp.attention_vjp(q, k, v, position=last, grad_out=w, **options)
-    moved = rp.attention_vjp(*(np.roll(x, 6, axis=-1) for x in (q, k)), v, position=front, grad_out=w, **options)
-    close(found.q, np.roll(moved.q, -6, axis=-1), 1e-11)
-    close(found.k, np.roll(moved.k, -6, axis=-1), 1e-11)
-    close(found.position["frequencies"], moved.position["frequencies"], 1e-11)
-    x = rng.standard_normal((3, 10))
-    matrices = rp.reference.rotary_matrices(np.arange(3), frequencies)
-    turned = rp.reference.rotate_pairs(x, matrices, layout=layout, first=1)
-    np.testing.assert_array_equal(turned[:, [0, 7, 8, 9]], x[:, [0, 7, 8, 9]])
-    np.testing.assert_array_equal(turned[:, 1:7], rp.reference.rotate_pairs(x[:, 1:7], matrices, layout=layout))
-
-
-@pytest.mark.parametrize("channels", [(0, 8), (1, 9), (2, 10)])
-def test_blocks_have_halves_of_their_own(channels, backend, rng):
-    """Two heads side by side, each with its frequencies."""
-    q, k, v = make(rng, depth=10)
-    w = rng.standard_normal((2, 4, 7, 5))
-    frequencies = np.array([1.0, 0.3, 0.01, 2.0])
-    order = np.arange(10)
-    inner = channels[0] + np.array([0, 1, 4, 5, 2, 3, 6, 7])  # channels that halves of all have in their places
-    order[channels[0] : channels[1]] = inner
-    parts = rp.Rotary(frequencies=frequencies, channels=channels, blocks=2)
-    whole = rp.Rotary(frequencies=frequencies, channels=channels)
-    close(
-        rp.attention(q, k, v, position=parts, backend=backend),
-        rp.attention(q[..., order], k[..., order], v, position=whole, backend=backend),
-    )
-    found = rp.attention_vjp(q, k, v, position=parts, grad_out=w, backend=backend)
-    moved = rp.attention_vjp(q[..., order], k[..., order], v, position=whole, grad_out=w, backend=backend)
-    close(found.q[..., order], moved.q, 1e-11)
-    close(found.k[..., order], moved.k, 1e-11)
-    close(found.position["frequencies"], moved.position["frequencies"], 1e-11)
-    pairs = rp.Rotary(frequencies=frequencies, channels=channels, layout="interleaved")
-    same = rp.Rotary(frequencies=frequencies, channels=channels, layout="interleaved", blocks=4)
-    close(rp.logits(q, k, position=pairs, backend=backend), rp.logits(q, k, position=same, backend=backend))
-    assert repr(same).endswith(f"channels={channels}, blocks=4)")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -259,14 +207,11 @@ def call(scheme, depth=8):
 BAD = {
     "dim: odd": (lambda: rp.Rotary(3), ["dim", "3"]),
     "dim: 0": (lambda: rp.Rotary(0), ["dim", "0"]),
-    "dim: float": (lambda: rp.Rotary(4.0), ["dim", "4.0"]),
     "dim: large": (call(rp.Rotary(10)), ["dim", "10", "8"]),
     "dim: head_dim odd": (call(rp.Rotary(), 7), ["dim", "7"]),
     "channels: odd": (lambda: rp.Rotary(channels=(2, 5)), ["channels", "(2, 5)"]),
     "channels: order": (lambda: rp.Rotary(channels=(6, 2)), ["channels", "(6, 2)"]),
     "channels: negative": (lambda: rp.Rotary(channels=(-4, 0)), ["channels", "(-4, 0)"]),
-    "channels: number": (lambda: rp.Rotary(channels=4), ["channels", "()"]),
-    "channels: floats": (lambda: rp.Rotary(channels=(0.0, 4.0)), ["channels", "0.0"]),
     "channels: dim": (lambda: rp.Rotary(6, channels=(2, 6)), ["dim", "4", "(2, 6)", "6"]),
     "channels: frequencies": (lambda: rp.Rotary(channels=(2, 6), frequencies=np.ones(3)), ["frequencies", "4", "3"]),
     "channels: large": (call(rp.Rotary(channels=(6, 10))), ["channels", "(6, 10)", "8"]),
@@ -276,18 +221,10 @@ BAD = {
     "base: 0": (lambda: rp.Rotary(base=0), ["base", "0"]),
     "base: nan": (lambda: rp.Rotary(base=np.nan), ["base", "nan"]),
     "base: and frequencies": (lambda: rp.Rotary(base=5.0, frequencies=np.ones(4)), ["base", "5.0"]),
-    "layout": (lambda: rp.Rotary(layout="neox"), ["layout", "'neox'", "'half'"]),
-    "magnitude": (lambda: rp.Rotary(magnitude="1"), ["magnitude", "'1'"]),
-    "frequencies: list": (lambda: rp.Rotary(frequencies=[1.0]), ["frequencies", "list"]),
-    "frequencies: rank": (lambda: rp.Rotary(frequencies=np.ones((1, 1, 2, 2))), ["frequencies", "(1, 1, 2, 2)"]),
     "frequencies: heads": (
         call(rp.Rotary(frequencies=np.ones((1, 2, 4)), positions=np.ones((1, 3)))),
         ["frequencies", "(1, 2, 4)", "4 key heads"],
     ),
-    "positions: list": (lambda: rp.Rotary(positions=[1, 2]), ["positions", "list"]),
-    "positions: bool": (lambda: rp.Rotary(positions=np.ones(3, bool)), ["positions", "bool"]),
-    "positions: nan": (lambda: rp.Rotary(positions=np.array([np.nan])), ["positions", "NaN"]),
-    "positions: number": (lambda: rp.Rotary(positions=np.array(3)), ["positions", "()"]),
     "positions: none": (lambda: rp.Rotary(key_positions=np.ones(3)), ["positions", "key_positions"]),
     "positions: missing": (call(rp.Rotary(frequencies=np.ones((2, 4)))), ["positions", "2 axes"]),
     "positions: length": (call(rp.Rotary(positions=np.ones(4))), ["positions", "(4,)", "(..., 3)"]),
@@ -334,7 +271,6 @@ BAD = {
     "axes: range": (lambda: rp.reference.axis_frequencies(np.ones(4), np.arange(4), 3), ["axes", "0 ... 3"]),
     "sections: negative": (lambda: rp.reference.section_axes((2, -1)), ["sections", "-1"]),
     "sections: none": (lambda: rp.reference.section_axes((0, 0)), ["sections", "(0, 0)"]),
-    "sections: order": (lambda: rp.reference.section_axes((1, 1), order="interleaved"), ["order", "'cyclic'"]),
     "sections: pairs": (lambda: rp.reference.section_axes((1, 2, 3), pairs=8), ["pairs", "(1, 2, 3)", "6", "8"]),
     "axial: dim": (lambda: rp.reference.axial_frequencies(6), ["dim", "6", "4"]),
     "axial: odd": (lambda: rp.reference.axial_frequencies((4, 3)), ["dim", "(4, 3)"]),
@@ -355,12 +291,9 @@ BAD = {
     "randomized: rng": (lambda: rp.reference.randomized_positions(5, 9, rng=3), ["rng", "int"]),
     "diagonal: grid": (lambda: rp.reference.diagonal_positions((3, 4)), ["grid", "(3, 4)"]),
     "diagonal: spacing": (lambda: rp.reference.diagonal_positions((3, 4, 2), spacing=np.inf), ["spacing", "inf"]),
-    "axial: spread": (lambda: rp.reference.axial_frequencies(8, spread="x"), ["spread", "'x'", "'alternate'"]),
-    "pixel: spacing": (lambda: rp.reference.pixel_frequencies(8, spacing="x"), ["spacing", "'x'"]),
     "grid: empty": (lambda: rp.reference.grid_positions(()), ["grid"]),
     "grid: size": (lambda: rp.reference.grid_positions((3, 0)), ["grid", "0"]),
     "grid: reference": (lambda: rp.reference.grid_positions((3, 2), reference=(4,)), ["reference", "2", "1"]),
-    "grid: coordinates": (lambda: rp.reference.grid_positions((3,), coordinates="x"), ["coordinates", "'ends'"]),
     "frequencies: none": (lambda: rp.Rotary(frequencies=np.ones(0)), ["frequencies", "(0,)"]),
     "frequencies: inf": (lambda: rp.Rotary(frequencies=np.array([np.inf])), ["frequencies"]),
     "frequencies: dim": (lambda: rp.Rotary(6, frequencies=np.ones(4)), ["frequencies", "6", "4"]),

@@ -6,7 +6,7 @@ import pytest
 import relpos_np as rp
 from relpos_np._contract import index_maps
 from tests import naive
-from tests.test_schemes import close
+from tests.compare import close
 
 
 def operands(rng, q_len, k_len, heads=4, kv_heads=2, batch=2):
@@ -86,18 +86,6 @@ def test_buckets_given_pair_by_pair(buckets, furthest, rounding):
     np.testing.assert_array_equal(few.index, expected[:, 990:1010])
 
 
-def test_layout_without_boxes_batch_or_tokens(backend, rng):
-    scheme = layout(rng, 0, "layoutlmv2", batch=())
-    empty = np.zeros((4, 0, 6))
-    assert rp.attention(empty, empty, empty, position=scheme, backend=backend).shape == (4, 0, 6)
-    q, k, v = (x[None] for x in operands(rng, 3, 3))
-    scheme = layout(rng, 3, "layoutlmv2", batch=(2,))
-    close(
-        rp.attention(q, k, v, position=scheme, backend=backend)[0],
-        rp.attention(q[0], k[0], v[0], position=scheme, backend=backend),
-    )
-
-
 def test_layout_refuses():
     table, boxes, q = np.zeros((8, 2)), np.zeros((2, 3, 4), np.int64), np.zeros((2, 2, 3, 4))
 
@@ -105,10 +93,6 @@ def test_layout_refuses():
         rp.attention(q, q, q, position=rp.LayoutBias(*tables, at, **options), offset=offset)
 
     for arguments, options, words in (
-        ((table, table, table), {"variant": "layoutlm"}, "variant: .*'layoutlm'"),
-        ((table, table[:7], table), {}, r"x_table: expected an even number .* found shape \(7, 2\)"),
-        ((table, table, table[:, :1]), {}, "different numbers of heads"),
-        ((table[:, :1],) * 3, {}, "1 heads, the call has 2"),
         ((table, table, table), {"max_box_distance": 2}, "max_box_distance: 2 must exceed"),
         ((table, table, table), {"max_distance": 0}, "max_distance: .*0"),
         ((table, table, table), {"at": boxes * 0.5}, "boxes: expected integers, found float64"),
@@ -116,19 +100,13 @@ def test_layout_refuses():
         ((table, table, table), {"at": boxes * np.nan, "variant": "udop"}, "boxes: expected finite .*nan"),
         ((table, table, table), {"at": boxes + 1e12, "variant": "udop"}, "boxes: .* found 1000000000000.0"),
         ((table, table, table), {"at": boxes + 2**40}, "boxes: expected integers up to"),
-        ((table, table, table), {"at": boxes[..., :3]}, r"boxes: .*L_k, 4.*\(2, 3, 3\)"),
-        ((table, table, table), {"at": boxes[:, :2]}, "boxes: 2 of them, the call has 3 keys"),
         ((table, table, table), {"at": boxes[[0, 1, 0]]}, r"boxes: batch axes \(3,\) do not broadcast to \(2,\)"),
         ((table, table, table), {"at": boxes[None]}, "boxes: batch axes"),
-        ((table, table, table), {"at": boxes.tolist()}, "boxes: .*list"),
         ((table, table, table), {"positions": np.zeros((2, 4), int)}, r"positions: expected shape \(..., 3\)"),
-        ((table, table, table), {"positions": np.zeros(3)}, "positions: expected integers"),
         ((table, table, table), {"positions": np.zeros((3, 3), int)}, "positions: batch axes"),
-        ((table, table, table), {"positions": np.array(3)}, "positions: .*axis"),
         ((None, table, table), {"positions": np.zeros((2, 3), int)}, "positions: nothing reads them"),
         ((table, table, table), {"factor": 10}, "factor: only 'udop'"),
         ((table, table, table), {"at": boxes * 0.5, "variant": "udop", "factor": 0}, "factor: .*0"),
-        ((table, table, table), {"rounding": "half"}, "rounding: .*'half'"),
         ((table, table, table), {"offset": 1}, "offset: queries at 1 ... 3 are not among the 3 keys"),
         ((table, table, table), {"offset": -1}, "offset: queries at -1"),
     ):
@@ -193,15 +171,8 @@ def test_wavlm_refuses():
     state, weight, bias, const = np.zeros((5, 8)), np.zeros((8, 4)), np.zeros(8), np.ones(2)
     for call, words in (
         (lambda: rp.WavLM(table[:6], gate, max_distance=1), "max_distance: 1 must exceed"),
-        (lambda: rp.WavLM(table[:7], gate), r"table: expected an even number .*\(7, 2\)"),
-        (lambda: rp.WavLM(table, gate[:, :1]), r"gate: expected shape \(..., 2, L_q\)"),
-        (lambda: rp.WavLM(table, gate[0, 0]), "gate: expected shape"),
-        (lambda: rp.WavLM(table, gate.tolist()), "gate: .*list"),
-        (lambda: rp.WavLM(table, gate, rounding="up"), "rounding: .*'up'"),
-        (lambda: rp.attention(q, q, q, position=rp.WavLM(table, gate[..., :4])), "gate: .* L_q = 5"),
         (lambda: rp.attention(q, q, q, position=rp.WavLM(table, gate[:2])), r"gate: batch axes \(2,\)"),
         (lambda: rp.attention(q[:, [0]], q, q, position=rp.WavLM(table, gate)), "2 heads do not divide"),
-        (lambda: rp.attention(q[:, [0]], *[q[:, [0]]] * 2, position=rp.WavLM(table, gate)), "2 heads, the call has 1"),
         (lambda: rp.reference.wavlm_gate(state[:, :7], weight, bias, const), r"hidden: .*\(..., L, 8\).*\(5, 7\)"),
         (lambda: rp.reference.wavlm_gate(state, weight[:4], bias, const), r"weight, bias: .*\(4, 4\)"),
         (lambda: rp.reference.wavlm_gate(state, weight, bias[:4], const), r"weight, bias: .*\(4,\)"),

@@ -5,7 +5,8 @@ import pytest
 
 import relpos_np as rp
 from tests import naive
-from tests.test_schemes import close, make
+from tests.compare import close
+from tests.test_schemes import make
 
 # ---------------------------------------------------------------------------------------------- Shaw, uneven tables
 
@@ -39,8 +40,6 @@ def test_uneven_shaw_refuses():
         (lambda: rp.Shaw(table), r"key_table: expected an odd number .* or left=, found 4 in \(4, 3\)"),
         (lambda: rp.Shaw(table, left=4), r"left: expected 0 \.\.\. 3 for key_table of shape \(4, 3\), found 4"),
         (lambda: rp.Shaw(table, left=-1), "left: expected at least 0, found -1"),
-        (lambda: rp.Shaw(table, left=1.0), "left: expected an integer"),
-        (lambda: rp.Shaw(table, left=(1, 2, 3)), "left: expected an integer"),
         (lambda: rp.Shaw(table, table, left=(1, None)), "value_table: expected an odd number"),
         (lambda: rp.Shaw(value_table=table, left=(None, 9)), "left: .* value_table"),
         (lambda: rp.reference.shaw_attention_matrix(*np.ones((3, 2, 3)), table, table), "key_table: expected an odd"),
@@ -70,7 +69,6 @@ def test_transformer_xl_options_refuse():
     one = np.ones((2, 3))
     for call, words in (
         (lambda: rp.TransformerXL(one, one, np.ones((4, 2, 3)), variant="wenet", zero_triu=True), "zero_triu: .*wenet"),
-        (lambda: rp.TransformerXL(one, one, np.ones((4, 2, 3)), zero_triu=1), "zero_triu: expected True or False"),
         (lambda: rp.rel_shift(one[:, :2], variant="xlnet_uni"), "x: variant 'xlnet_uni' needs more columns"),
         (
             lambda: rp.attention(
@@ -150,18 +148,11 @@ def test_deberta_scale_counts_the_terms(rng):
 
 
 def test_deberta_refuses():
-    table, q = np.ones((2, 8, 3)), np.ones((2, 4, 3))
+    table = np.ones((2, 8, 3))
     for call, words in (
         (rp.DeBERTa, "expected pos_key, pos_query or both"),
-        (lambda: rp.DeBERTa(table[:, :7]), r"pos_key: expected an even number 2s of rows, found shape \(2, 7, 3\)"),
-        (lambda: rp.DeBERTa(table, table[:, :6]), r"pos_query: expected \(2, 8, 3\)"),
-        (lambda: rp.DeBERTa(table[0]), r"pos_key: expected shape \(heads, 2s, head_dim\), found \(8, 3\)"),
-        (lambda: rp.DeBERTa(table, p2c="both"), "p2c: .*'both'"),
         (lambda: rp.DeBERTa(table, max_position=3), "max_position: 3 leaves no buckets"),
         (lambda: rp.DeBERTa(table[:, :6], max_position=9), "max_position: 9 leaves no buckets; .* needs s >= 4"),
-        (lambda: rp.DeBERTa(table, max_position=9.0), "max_position: expected an integer"),
-        (lambda: rp.attention(q[:1], q[:1], q[:1], position=rp.DeBERTa(table)), "2 heads of 3, the call has 1 of 3"),
-        (lambda: rp.attention(*[q[..., :2]] * 3, position=rp.DeBERTa(pos_query=table)), "pos_query: .* 2 of 2"),
     ):
         with pytest.raises(rp.RelposError, match=words):
             call()
@@ -236,27 +227,15 @@ def test_graph_labels_refuse():
         (lambda: rp.GraphLabels(labels + 3, table), r"labels: expected -1 \.\.\. 2, found 3 \.\.\. 3"),
         (lambda: rp.GraphLabels(labels - 2, table), r"labels: expected -1 \.\.\. 2, found -2 \.\.\. -2"),
         (lambda: rp.GraphLabels(labels * 1.0, table), "labels: expected integers, found dtype float64"),
-        (lambda: rp.GraphLabels(labels[0], table), r"labels: expected shape \(\.\.\., L_q, L_k\), found \(4,\)"),
-        (lambda: rp.GraphLabels(labels.tolist(), table), "labels: expected a NumPy array"),
         (lambda: rp.GraphLabels(labels, table, key_table=np.ones((2, 3))), "as many labels in each, found table 3"),
         (
             lambda: rp.GraphLabels.graphormer(labels, table, np.ones(3)),
             "virtual: expected 2 heads as in table, found 3",
         ),
         (lambda: rp.GraphLabels.graphormer(labels + 3, table, np.ones(2)), "distances: expected"),
-        (lambda: rp.attention(q, q, q, position=rp.GraphLabels(labels[:3], table)), "labels: .* does not end in"),
-        (lambda: rp.attention(q, q, q, position=rp.GraphLabels(labels, np.ones((3, 1)))), "1 heads, the call has 2"),
         (
             lambda: rp.attention(q, q, q, position=rp.GraphLabels(np.zeros((3, 4, 4), int), table)),
             r"labels: batch axes \(3,\)",
-        ),
-        (
-            lambda: rp.attention(q, q, q, position=rp.GraphLabels(labels, key_table=np.ones((3, 4)))),
-            "key_table: .* vectors of 4, the call needs 3",
-        ),
-        (
-            lambda: rp.attention(q, q, q, position=rp.GraphLabels(labels, value_table=np.ones((3, 3, 3)))),
-            "value_table: .* 3 heads, the call has 2",
         ),
     ):
         with pytest.raises(rp.RelposError, match=words):

@@ -6,7 +6,7 @@ import pytest
 import relpos_np as rp
 from relpos_np.formulas.resize_tables import resize_matrix
 from tests import naive
-from tests.test_schemes import close
+from tests.compare import close
 
 
 def operands(rng, q_len, k_len=None, *, heads=2, kv_heads=1, dim=5, v_dim=3):
@@ -73,16 +73,10 @@ def test_swin_v2_gradient_of_the_scale_ends_at_its_limit(rng):
 def test_swin_v2_refuses(rng):
     w1, b1, w2, t = network(rng)
     for call, words in (
-        (lambda: rp.SwinV2(w1[:, :1], b1, w2, t, (2, 3)), r"hidden_weight: .*\(4, 2\)"),
-        (lambda: rp.SwinV2(w1, b1[:2], w2, t, (2, 3)), r"hidden_bias: .*\(4,\)"),
-        (lambda: rp.SwinV2(w1, b1, w2, t[:1], (2, 3)), "logit_scale: "),
-        (lambda: rp.SwinV2(w1, b1, w2, t[:, None], (2, 3)), "logit_scale: "),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), output_bias=b1), "output_bias: "),
         (lambda: rp.SwinV2(w1, b1, w2, t, 3), "grid: expected height and width"),
         (lambda: rp.SwinV2(w1, b1, w2, t, (0, 3)), "grid: .*0"),
         (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_grid=(0, 0)), "pretrained_grid: .*0"),
         (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_grid=(2, 2), variant="paper"), "pretrained_grid: "),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), variant="cr"), "variant: .*'cr'"),
         (lambda: rp.logits(*[np.ones((2, 6, 4))] * 2, position=(swin_v2(rng, (2, 3)), rp.Rotary())), "two of the"),
     ):
         with pytest.raises(rp.RelposError, match=words):
@@ -101,7 +95,6 @@ def test_beit_refuses():
     for call, words in (
         (lambda: rp.BEiT(np.ones((9, 2)), (2, 2)), r"table: grid \(2, 2\) needs 12 rows"),
         (lambda: rp.BEiT(np.ones((12, 2)), (2,)), "grid: "),
-        (lambda: rp.BEiT(np.ones(12), (2, 2)), "table: "),
     ):
         with pytest.raises(rp.RelposError, match=words):
             call()
@@ -198,16 +191,10 @@ def test_decomposed_rounding(sizes, backend, rng):
 
 def test_decomposed_refuses(rng):
     h, w = rng.standard_normal((5, 5)), rng.standard_normal((7, 5))
-    q = np.zeros((2, 12, 4))
     for call, words in (
         (lambda: rp.DecomposedBias(h[:4], w, (3, 4), variant="mvit"), "height_table: .*need 5 rows"),
         (lambda: rp.DecomposedBias(h, w, (3, 4), (3, 5), variant="mvit"), "width_table: .*need 9 rows"),
-        (lambda: rp.DecomposedBias(h, w[:, :3], (3, 4)), "width_table: "),
-        (lambda: rp.DecomposedBias(h, w, (3, 4), variant="vitdet"), "variant: .*'vitdet'"),
-        (lambda: rp.DecomposedBias(h, w, (3, 4), rounding="float16"), "rounding: "),
-        (lambda: rp.DecomposedBias(h, w, (3, 4), class_token=1), "class_token: "),
         (lambda: rp.DecomposedBias(h, w, 12), "grid: "),
-        (lambda: rp.logits(q, q, position=rp.DecomposedBias(h, w, (3, 4))), "height_table: .*vectors of 5"),
         (
             lambda: rp.logits(*[np.zeros((2, 12, 5))] * 2, position=rp.DecomposedBias(h, w, (3, 4), class_token=True)),
             "13 tok",

@@ -188,19 +188,6 @@ def test_relative_terms_of_heads(rng):
     close(terms.bd, bd)
 
 
-def test_relative_terms_of_sinusoids(rng):
-    """Position 3 asks 2 and position 4 asks 3 with the same vector: whatever depends on R alone is Toeplitz."""
-    e, (u, v) = rng.standard_normal((5, 6)), rng.standard_normal((2, 6))
-    rows = rp.Sinusoidal(6).encode(np.arange(4, -5, -1))
-    terms = reference.relative_terms(e, e, u, v, rows)
-    for found, expected in zip(
-        terms, naive.relative_terms(e, e, u, v, lambda t: naive.sinusoidal([t], 6)[0]), strict=True
-    ):
-        close(found, expected)
-    close(terms.d[1:, 1:], terms.d[:-1, :-1])
-    close(terms.c[1:], terms.c[:-1])
-
-
 @pytest.mark.parametrize("count", [0, 4, 6])
 def test_relative_terms_refuse(count):
     with pytest.raises(rp.RelposValueError, match="rows: expected 5 for L_q = 3 and L_k = 3"):
@@ -220,14 +207,6 @@ def test_rotation_moves_positions(dim, delta):
             here, there = (naive.sinusoidal([at], dim, base=base)[0] for at in (t, t + delta))
             close(m @ here, there, 1e-11)
             close(m @ rp.Sinusoidal(dim, base=base).encode(np.array([t]))[0], there, 1e-11)
-
-
-def test_rotations_form_a_group():
-    for a, b in ((1, 2), (-5, 5), (0.5, 700)):
-        m, n = (reference.rotation_matrix(x, 12) for x in (a, b))
-        close(m @ n, reference.rotation_matrix(a + b, 12))
-        close(np.linalg.det(m), 1)
-        close(m @ m.T, np.eye(12))
 
 
 @pytest.mark.parametrize(
@@ -316,22 +295,6 @@ def test_complexity():
     assert complexity("self_attention", n=7, d=1)._fields == ("operations", "sequential", "path")
 
 
-def test_complexity_grows_as_the_table_says():
-    """Doubling a size multiplies operations by the power it has in the formula."""
-    powers = {"convolution": (1, 2), "recurrent": (1, 2), "self_attention": (2, 1)}
-    for layer, (of_n, of_d) in powers.items():
-        k = {"k": 4} if layer == "convolution" else {}
-        one = complexity(layer, n=64, d=32, **k)
-        assert complexity(layer, n=128, d=32, **k).operations == one.operations * 2**of_n
-        assert complexity(layer, n=64, d=64, **k).operations == one.operations * 2**of_d
-        longer = complexity(layer, n=128, d=32, **k)
-        assert longer.path == (one.path if layer == "self_attention" else 2 * one.path)
-        assert longer.sequential == (2 * one.sequential if layer == "recurrent" else one.sequential)
-    wide = complexity("convolution", n=64, d=32, k=8)
-    narrow = complexity("convolution", n=64, d=32, k=4)
-    assert (wide.operations, wide.path) == (2 * narrow.operations, narrow.path // 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -398,10 +361,6 @@ def test_attention_operations_of_every_scheme(name):
     once = attention_operations(1, *sizes, scheme=scheme)
     assert once >= attention_operations(1, *sizes)
     assert attention_operations(4, *sizes, scheme=scheme) == 4 * once
-
-
-def test_attention_operations_of_the_benchmarks():
-    assert attention_operations(1, 8, 512, 512, 64, 64) == 4 * 8 * 512**2 * 64
 
 
 @pytest.mark.parametrize(
