@@ -4,7 +4,9 @@ A message names the worst element, what was found and expected there, the backen
 """
 
 import numpy as np
+import pytest
 
+from relpos_np.errors import RelposError
 from tests.strategies import float64_tolerance
 
 EPS32 = np.finfo(np.float32).eps
@@ -89,3 +91,18 @@ def assert_is_slope(grad, direction, loss, what="gradient"):
 def close(a, b, atol=1e-13):
     """Numbers of about 1, up to a few roundings."""
     np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+def assert_refused(*cases, kind=RelposError):
+    """Calls without arguments, each with a pattern of what its error says."""
+    for call, words in cases:
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def assert_error_names(call, words):
+    """The call's error holds every one of the words."""
+    with pytest.raises(RelposError) as raised:
+        call()
+    missing = [word for word in words if word not in str(raised.value)]
+    assert not missing, str(raised.value)

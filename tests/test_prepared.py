@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np.kernels._numba.prepared import Prepared
+from tests.compare import assert_refused
 from tests.every import ATTENTION, remade
 from tests.strategies import cases
 
@@ -282,7 +283,7 @@ def test_threads_share_it(rng):
 def test_refusals(rng):
     q, k, v = rng.standard_normal((3, 2, 5, 4))
     ready = rp.prepare(q, k, v)
-    for call, words in (
+    assert_refused(
         (lambda: ready(q[:, :4], k, v), r"q: the call was prepared for shape \(2, 5, 4\), found \(2, 4, 4\)"),
         (lambda: ready(q, k, v.astype(np.float32)), "v: the call was prepared for dtype float64, found float32"),
         (lambda: ready(q, k.tolist(), v), "k: expected a NumPy array, found list"),
@@ -294,6 +295,4 @@ def test_refusals(rng):
         (lambda: rp.prepare(q, k[:, :, :3], v), "k: head_dim 3 differs"),
         (lambda: rp.prepare(q, k, v, position=3), "position: expected a scheme"),
         (lambda: pickle.dumps(ready), "prepare: a prepared call cannot be pickled"),
-    ):
-        with pytest.raises(rp.RelposError, match=words):
-            call()
+    )

@@ -5,7 +5,7 @@ import pytest
 
 import relpos_np as rp
 from tests import naive
-from tests.compare import close
+from tests.compare import assert_refused, close
 from tests.test_schemes import make
 
 # ---------------------------------------------------------------------------------------------- Shaw, uneven tables
@@ -36,16 +36,14 @@ def test_music_transformer_is_its_skewing_procedure(length, backend, rng):
 
 def test_uneven_shaw_refuses():
     table = np.ones((4, 3))
-    for call, words in (
+    assert_refused(
         (lambda: rp.Shaw(table), r"key_table: expected an odd number .* or left=, found 4 in \(4, 3\)"),
         (lambda: rp.Shaw(table, left=4), r"left: expected 0 \.\.\. 3 for key_table of shape \(4, 3\), found 4"),
         (lambda: rp.Shaw(table, left=-1), "left: expected at least 0, found -1"),
         (lambda: rp.Shaw(table, table, left=(1, None)), "value_table: expected an odd number"),
         (lambda: rp.Shaw(value_table=table, left=(None, 9)), "left: .* value_table"),
         (lambda: rp.reference.shaw_attention_matrix(*np.ones((3, 2, 3)), table, table), "key_table: expected an odd"),
-    ):
-        with pytest.raises(rp.RelposError, match=words):
-            call()
+    )
     assert repr(rp.Shaw(table, left=1)) == "Shaw(key_table=(4, 3), outside='clip', left=1)"
 
 
@@ -67,7 +65,7 @@ def test_clamped_distances():
 
 def test_transformer_xl_options_refuse():
     one = np.ones((2, 3))
-    for call, words in (
+    assert_refused(
         (lambda: rp.TransformerXL(one, one, np.ones((4, 2, 3)), variant="wenet", zero_triu=True), "zero_triu: .*wenet"),
         (lambda: rp.rel_shift(one[:, :2], variant="xlnet_uni"), "x: variant 'xlnet_uni' needs more columns"),
         (
@@ -84,9 +82,7 @@ def test_transformer_xl_options_refuse():
             ),
             "k: variant 'xlnet_uni' needs L_k >= L_q",
         ),
-    ):
-        with pytest.raises(rp.RelposError, match=words):
-            call()
+    )
     assert repr(rp.TransformerXL(one, one, np.ones((4, 2, 3)), zero_triu=True)).endswith(", zero_triu=True)")
 
 
@@ -149,13 +145,11 @@ def test_deberta_scale_counts_the_terms(rng):
 
 def test_deberta_refuses():
     table = np.ones((2, 8, 3))
-    for call, words in (
+    assert_refused(
         (rp.DeBERTa, "expected pos_key, pos_query or both"),
         (lambda: rp.DeBERTa(table, max_position=3), "max_position: 3 leaves no buckets"),
         (lambda: rp.DeBERTa(table[:, :6], max_position=9), "max_position: 9 leaves no buckets; .* needs s >= 4"),
-    ):
-        with pytest.raises(rp.RelposError, match=words):
-            call()
+    )
 
 
 # ---------------------------------------------------------------------------------------------- labels of a graph
@@ -199,15 +193,13 @@ def test_labels_of_alphafold_by_loops(offsets, rng):
 
 def test_labels_of_alphafold_refuse():
     index, labels = np.arange(3), rp.reference.alphafold_labels
-    for call, words in (
+    assert_refused(
         (lambda: labels(index, index, index, index[:2], index), r"symmetry: expected shape .*found \(2,\)"),
         (lambda: labels(index, index * 1.0, index, index, index), "chain: expected integers, found dtype float64"),
         (lambda: labels(index, index, index, index, index, residue_bins=-1), "residue_bins: .*-1"),
         (lambda: labels(index, index, index, index, index, offsets="sym"), "offsets: .*'sym'"),
         (lambda: labels(index + 2**62, index, index, index, index), "residue: expected numbers of at most"),
-    ):
-        with pytest.raises(rp.RelposError, match=words):
-            call()
+    )
 
 
 def test_labels_are_kept_as_they_were(rng):
@@ -222,7 +214,7 @@ def test_labels_are_kept_as_they_were(rng):
 
 def test_graph_labels_refuse():
     labels, table, q = np.zeros((4, 4), int), np.ones((3, 2)), np.ones((2, 2, 4, 3))
-    for call, words in (
+    assert_refused(
         (lambda: rp.GraphLabels(labels), "expected table, key_table or value_table"),
         (lambda: rp.GraphLabels(labels + 3, table), r"labels: expected -1 \.\.\. 2, found 3 \.\.\. 3"),
         (lambda: rp.GraphLabels(labels - 2, table), r"labels: expected -1 \.\.\. 2, found -2 \.\.\. -2"),
@@ -237,6 +229,4 @@ def test_graph_labels_refuse():
             lambda: rp.attention(q, q, q, position=rp.GraphLabels(np.zeros((3, 4, 4), int), table)),
             r"labels: batch axes \(3,\)",
         ),
-    ):
-        with pytest.raises(rp.RelposError, match=words):
-            call()
+    )
