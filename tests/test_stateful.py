@@ -1,7 +1,6 @@
 """Any sequence of calls: each answer is right and nothing else changes, whatever came before, failures included."""
 
 import copy
-import importlib.util
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -24,7 +22,6 @@ import relpos_np as rp
 from relpos_np import layers, testing
 from relpos_np.testing.arguments import arguments, rebuilt
 from relpos_np.testing.example import Example
-from relpos_np.testing.records import _gradient_tolerance, gradients
 
 SCHEMES = [name for name, info in rp.SCHEMES.items() if info.kind == "attention"]
 BACKENDS = rp.backend.HOST_BACKENDS
@@ -168,25 +165,6 @@ class Machine(RuleBasedStateMachine):
         slack = testing.tolerance(call.q.dtype, logit_bound=call.right.logit_bound, depth=call.right.products)
         assert testing.compare.ratio(found, expected, slack) <= 1
 
-    @rule(call=calls, backend=st.sampled_from(["numpy", "terms"]), seed=seeds)
-    def differentiate(self, call, backend, seed):
-        weights = np.random.default_rng(seed).standard_normal(call.right.expected.shape).astype(call.q.dtype)
-        options = {"position": call.position, "grad_out": weights, "backend": backend} | call.kwargs
-        found = gradients(rp.attention_vjp(call.q, call.k, call.v, **options))
-        expected = gradients(call.right.expected_gradient(weights))
-        assert set(found) == set(expected)
-        for name, x in expected.items():
-            slack = _gradient_tolerance(call.right, x)(call.q.dtype.name)
-            assert testing.compare.ratio(found[name], x, slack) <= 1, (call.right.where, name)
-
-    @rule(seed=seeds, variant=st.sampled_from(["transformer_xl", "conformer"]), backend=backends)
-    def shift(self, seed, variant, backend):
-        x = np.random.default_rng(seed).standard_normal((2, 5, 5 if variant == "transformer_xl" else 9))
-        before = x.copy()
-        expected = rp.rel_shift(x, variant=variant, backend="numpy")
-        np.testing.assert_array_equal(rp.rel_shift(x, variant=variant, backend=backend), expected)
-        np.testing.assert_array_equal(x, before)
-
     # -------------------------------------------------------------------------------------- what is changed on purpose
 
     @rule(call=calls, seed=seeds)
@@ -264,28 +242,6 @@ class Machine(RuleBasedStateMachine):
             for answer in pool.map(lambda _: call.run(backend=backend), range(6)):
                 for found, wanted in zip(answer, expected, strict=True):
                     np.testing.assert_array_equal(found, wanted)
-
-    @precondition(lambda self: hasattr(rp, "memory_limit"))
-    @rule(call=calls)
-    def attend_within_memory(self, call):
-        expected = call.run(backend="numpy")
-        with rp.memory_limit(1), pytest.raises(rp.RelposMemoryError):
-            call.run(backend="numpy")
-        with rp.memory_limit(1 << 40):
-            for found, wanted in zip(call.run(backend="numpy"), expected, strict=True):
-                np.testing.assert_array_equal(found, wanted)
-
-    @precondition(lambda self: hasattr(rp, "threads"))
-    @rule(call=calls, backend=backends)
-    def attend_on_one_thread(self, call, backend):
-        expected = call.run(backend=backend)
-        # Without the package that tells BLAS, it keeps its threads.
-        with rp.threads(1, blas=importlib.util.find_spec("threadpoolctl") is not None):
-            found = call.run(backend=backend)
-        # A product of matrices may be summed in another order.
-        assert call.right.error(*found) <= 1
-        if backend == "numba":
-            np.testing.assert_array_equal(found[0], expected[0])
 
     # -------------------------------------------------------------------------------------- decoding
 
