@@ -36,22 +36,20 @@ import threadpoolctl
 
 import relpos_np as rp
 from relpos_np.versions import collect_versions
-from tests.soaking import kinds, memory, modules, refusals, surroundings
+from tests.soaking import kinds, memory, modules, surroundings
 from tests.soaking.kinds import Kind, Report
 
 # Each kind and its share. Gradients take several times as long as the rest.
 KINDS: tuple[tuple[int, Kind], ...] = (
-    (34, kinds.forward),
-    (16, kinds.structured),
-    (8, kinds.gradient),
+    (50, kinds.forward),
+    (14, kinds.gradient),
     (8, kinds.scores),
     (8, kinds.shift),
     (8, modules.layer),
     (4, kinds.encoding),
-    (7, refusals.refused),
+    (7, kinds.refused),
     (7, kinds.interrupted),
     (4, kinds.limited),
-    (6, kinds.structured_gradient),
     (4, kinds.packed),
     (5, surroundings.forked),
     (4, surroundings.signalled),
@@ -213,7 +211,7 @@ class Soak:
             "processors": versions["processors"],
             "kernels": {name: versions["kernels"][name] for name in ("vectors", "threading_layer")},
             "versions": {name: versions[name] for name in kept}
-            | {name: metadata.version(name) for name in ("hypothesis", "ml_dtypes")},
+            | {name: metadata.version(name) for name in ("ml_dtypes",)},
         }
 
 

@@ -59,7 +59,7 @@ def several(names, seconds, corpus, artifacts, same=False):
 
             targets.write_seeds(name, folder)
             lines = (
-                f'"{word}"' if "\\x" in word else '"' + word.replace('"', '\\"') + '"' for word in targets.WORDS[name]
+                f'"{word}"' if "\\x" in word else '"' + word.replace('"', '\\"') + '"' for word in targets.words(name)
             )
             words.write_text("\n".join(lines) + "\n", encoding="utf-8")
             options = [

@@ -423,76 +423,20 @@ CORPORA = {
     "manifest": _manifest_seeds,
     "arguments": _argument_seeds,
 }
-# Words that a mutation may insert, one list for each target.
-WORDS = {
-    "npz": [
-        "PK\\x05\\x06",
-        "PK\\x01\\x02",
-        "\\x93NUMPY",
-        "'descr': '<f4'",
-        "'|O'",
-        "fortran_order",
-        "'shape': (",
-        ".npy",
-        "PK\\x06\\x06",
-    ],
-    "tensors": [
-        '"dtype":',
-        '"shape":[',
-        '"data_offsets":[',
-        '"F32"',
-        '"BF16"',
-        '"I64"',
-        '"BOOL"',
-        '"__metadata__":{',
-        "\\x00\\x00",
-    ],
-    "vectors": [
-        '"array"',
-        '"class"',
-        '"arguments"',
-        '"float"',
-        '"nan"',
-        '"mapping"',
-        '"calls"',
-        '"function"',
-        "relpos_np.reference.",
-        '"atol"',
-        "999999999",
-        "-1",
-        "1e300",
-        "null",
-        "[]",
-    ],
-    "manifest": [
-        '"records"',
-        '"bytes"',
-        '"sha256"',
-        '"format"',
-        "relpos-vectors",
-        ".npz",
-        ".json",
-        "\\\\u0000",
-        "..",
-        "/",
-    ],
-    "arguments": [
-        '"array"',
-        '"x"',
-        '"class"',
-        '"arguments"',
-        '"float"',
-        '"nan"',
-        '"mapping"',
-        "-1",
-        "999999999",
-        "0.5",
-        "null",
-        "true",
-        "[]",
-        *(f'"{info.cls.__name__}"' for info in rp.SCHEMES.values()),
-    ],
+# Of .npz and .safetensors files, of names that are paths, and of all JSON.
+_BYTES = {
+    "npz": ("PK\\x05\\x06", "PK\\x01\\x02", "PK\\x06\\x06", "\\x93NUMPY", "'|O'", "'descr': '<f4'", "'shape': ("),
+    "tensors": ("\\x00\\x00",),
+    "manifest": ("\\\\u0000", "..", "/"),
 }
+_JSON = ("-1", "0.5", "1e300", "999999999", "null", "true", "[]", '"nan"', '"float"', '"mapping"')
+
+
+def words(name):
+    """What a mutation may insert, as a fuzzer reads it: words of a target's own texts and those of its format."""
+    texts = [data for data in CORPORA[name]() if data[:1] in (b"{", b"[") or data[8:9] == b"{"]
+    found = {word.decode() for data in texts for word in re.findall(rb'"[\w.-]{1,40}"', data)}
+    return [*_BYTES.get(name, ()), *_JSON, *sorted(found)]
 
 
 def seeds(name):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from hypothesis import given
 
 import relpos_np as rp
 from relpos_np.backend import WITH_KERNELS
@@ -24,6 +22,7 @@ from tests.every import ABSOLUTE
 from tests.soaking import calls
 from tests.soaking.calls import BACKENDS, pick
 from tests.soaking.interruption import Lines
+from tests.test_bad_input import BAD
 
 
 @dataclass
@@ -97,84 +96,6 @@ def forward(rng: np.random.Generator, report: Report) -> None:
     report.expect(bits(again) == bits(out), f"{backend} gave other bits when called again with out=")
     report.expect((target[..., [0, -1]] == 7.0).all(), "the memory beside out= was written to")
     report.calls += 2
-
-
-def drawn_case(buffer: bytes) -> strategies.Case | None:
-    """The case that hypothesis makes of some bytes."""
-    found: list[strategies.Case] = []
-
-    @given(strategies.cases(small=False))
-    def keep(case: strategies.Case) -> None:
-        found.append(case)
-
-    keep.hypothesis.fuzz_one_input(buffer)
-    return found[-1] if found else None
-
-
-_drawing = threading.Lock()
-
-
-def _drawn(rng: np.random.Generator) -> strategies.Case:
-    """What tests/strategies.py draws."""
-    case = None
-    with _drawing:
-        while case is None:
-            case = drawn_case(rng.bytes(1 << 12))
-    return case
-
-
-def structured(rng: np.random.Generator, report: Report) -> None:
-    """Batch axes that broadcast, several schemes at once, offsets far away: what tests/strategies.py draws."""
-    case = _drawn(rng)
-    report.where = repr(case)
-    backend = pick(rng, ("numba", "numba", "terms"))
-    expected, lse = case.attention(np.float64, "numpy", rounded=np.float32)
-    top, weight = case.sizes(np.float32)
-    actual, actual_lse = case.attention(np.float32, backend)
-    eps = EPS["float32"]
-    worst = ratio(actual, expected, np.maximum(4 * eps * (1 + top)[..., None] * weight, np.finfo(np.float32).tiny))
-    report.judge(backend, "float32", fair(backend, worst, case.k_len))
-    size = np.maximum(top, np.abs(np.where(np.isneginf(lse), 0.0, lse)))
-    worst = ratio(actual_lse, lse, 4 * eps * (1 + size))
-    report.judge(backend, "float32", fair(backend, worst, case.k_len), "log-sum-exp")
-    report.calls += 1
-
-
-def structured_gradient(rng: np.random.Generator, report: Report) -> None:
-    """Gradients of the same, of sinks and of factors on queries too: no worse than NumPy's, or a few roundings."""
-    case = _drawn(rng)
-    report.where = repr(case)
-    backend = pick(rng, ("numba", "numba", "terms"))
-    rows = (*case.batch, case.heads, case.q_len)
-    grad_out = rng.standard_normal((*rows, case.v_dim)).astype(np.float32)
-    grad_lse = rng.standard_normal(rows).astype(np.float32)
-
-    def found(by: str, dtype: Any, grads: tuple[Any, Any] = (grad_out, grad_lse)) -> dict[str, Any]:
-        own = rp.attention_vjp(
-            *case.operands(dtype, np.float32),
-            **case.options(dtype, np.float32),
-            grad_out=grads[0].astype(dtype),
-            grad_lse=grads[1].astype(dtype),
-            backend=by,
-        )
-        named = {name: getattr(own, name) for name in ("q", "k", "v", "sinks", "query_scale")}
-        each = own.position if isinstance(own.position, tuple) else (own.position,)
-        named |= {f"{at}.{name}": x for at, arrays in enumerate(each) for name, x in arrays.items()}
-        return {name: x for name, x in named.items() if x is not None}
-
-    expected, trusted = found("numpy", np.float64), found("numpy", np.float32)
-    # As in `gradient`: what a row's delta is rounded by is added to all of its scores.
-    delta = np.abs(grad_out).sum(-1) * np.abs(case.operands(np.float32)[2]).max(initial=0)
-    rounded = found("numpy", np.float64, (0 * grad_out, delta))
-    summed = found("numpy", np.float64, (np.abs(grad_out), 0 * grad_lse))
-    bound = float(case.sizes(np.float32)[0].max(initial=0))
-    for name, actual in found(backend, np.float32).items():
-        largest = max(1.0, *(float(np.abs(x[name]).max(initial=0)) for x in (expected, rounded)))
-        floor = 2 * tolerance("float32", logit_bound=bound, depth=case.depth, magnitude=largest)
-        allowed = floor + 4 * ratio(trusted[name], expected[name], 1.0)
-        allowed += cancelled(name, summed, "float32")
-        report.judge(backend, "float32", ratio(actual, expected[name], allowed), name)
-    report.calls += 1
 
 
 # Of schemes that begin anew in each sequence.
@@ -290,6 +211,22 @@ def encoding(rng: np.random.Generator, report: Report) -> None:
     report.where = one.where
     report.judge("numpy", str(one.q.dtype), one.backend_error("numpy"), "encoding")
     report.calls += 1
+
+
+def refused(rng: np.random.Generator, report: Report) -> None:
+    """One of the wrong calls of tests/test_bad_input.py; the right call before and after it gives the same bits."""
+    one, backend, what = calls.plain_example(rng), pick(rng, BACKENDS), pick(rng, sorted(BAD))
+    report.where = f"{one.where}, {what}"
+    right = {"q": one.q, "k": one.k, "v": one.v, "position": one.position, "backend": backend, **one.kwargs}
+    expected = bits(rp.attention(**right))
+    try:
+        BAD[what][0]()
+    except RelposError as error:
+        report.expect(len(str(error)) > 10, f"{what}: the message says nothing: {error}")
+    else:
+        report.problems.append(f"{what}: accepted")
+    report.expect(bits(rp.attention(**right)) == expected, f"{what}: other bits afterwards")
+    report.calls += 3
 
 
 def interrupted(rng: np.random.Generator, report: Report) -> None:
