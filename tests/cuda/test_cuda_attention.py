@@ -240,24 +240,3 @@ def test_broadcast_operands(rng):
 @pytest.mark.parametrize(("q_len", "k_len", "v_dim"), [(0, 3, 2), (3, 0, 2), (3, 4, 0)])
 def test_empty_axes(q_len, k_len, v_dim, rng):
     both(*operands(rng, q_len=q_len, k_len=k_len, v_dim=v_dim))
-
-
-def test_results_repeat_bit_by_bit(rng):
-    q, k, v = operands(rng, q_len=33, k_len=40, v_dim=5)
-    position = rp.Shaw(*rng.standard_normal((2, 7, 5)))
-    with rp.use_backend("cuda"):
-        first, second = (rp.attention(q, k, v, position=position) for _ in range(2))
-    np.testing.assert_array_equal(first, second)
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", "complex128"])
-@pytest.mark.parametrize("variant", ["transformer_xl", "espnet_legacy", "conformer", "xlnet", "wenet", "xlnet_uni"])
-def test_rel_shift(variant, dtype, rng):
-    for lead, q_len, k_len in (((2,), 3, 5), ((), 1, 1), ((), 4, 300)):
-        columns = {"conformer": q_len + k_len - 1, "xlnet": q_len + k_len, "xlnet_uni": k_len + 1}.get(variant, k_len)
-        x = (100 * rng.random((*lead, q_len, columns))).astype(dtype)
-        expected = rp.rel_shift(x, variant=variant, backend="numpy")
-        np.testing.assert_array_equal(rp.rel_shift(x, variant=variant, backend="cuda"), expected)
-        out = np.full(expected.shape, 99, dtype)
-        rp.rel_shift(x, variant=variant, backend="cuda", out=out)
-        np.testing.assert_array_equal(out, expected)

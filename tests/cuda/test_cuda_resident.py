@@ -97,9 +97,3 @@ def test_rel_shift(dtype, rng, stream):
     if dtype != "complex128":
         view = numba.cuda.as_cuda_array(found) if not device.simulated() else found
         np.testing.assert_array_equal(view.copy_to_host(), expected)
-
-
-def test_results_repeat_bit_by_bit(rng, stream):
-    there = [sent(x, stream) for x in draw(rng, "float32", 9, 34)]
-    first, second = (rp.attention(*there, position=rp.Rotary(), backend="cuda").copy_to_host() for _ in range(2))
-    np.testing.assert_array_equal(first, second)

@@ -106,4 +106,4 @@ def same(found, expected, where=""):
     names = expected if isinstance(expected, dict) else range(len(expected))
     for name in names:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{where} {name}")
-        assert found[name].dtype == expected[name].dtype
+        assert found[name].dtype.newbyteorder("=") == expected[name].dtype

@@ -9,24 +9,19 @@ _PROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 _PROTECT.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 # Nothing may be done with the memory.
 _NONE = 0
-# What is mapped stays so until `forget`.
+# What is mapped stays so.
 _kept = []
 
 
-def forget():
-    """Unmap what nobody uses: a process has 65,530 mappings at most."""
-    _kept.clear()
-
-
 def _region(size):
-    """Memory of so many bytes, rounded up to pages, between two pages that may not be touched: (bytes, size)."""
+    """Memory of so many bytes, rounded up to pages, between two pages that may not be touched."""
     size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, size + 2 * mmap.PAGESIZE)
     everything = np.frombuffer(memory, np.uint8)
     _kept.append(everything)
     shut(everything[: mmap.PAGESIZE])
     shut(everything[size + mmap.PAGESIZE :])
-    return everything[mmap.PAGESIZE : size + mmap.PAGESIZE], size
+    return everything[mmap.PAGESIZE : size + mmap.PAGESIZE]
 
 
 def shut(pages):
@@ -35,28 +30,12 @@ def shut(pages):
         raise OSError(ctypes.get_errno(), "mprotect")
 
 
-def at_end(x):
-    """A C-contiguous copy that ends where the memory does."""
-    memory, size = _region(x.nbytes)
-    out = memory[size - x.nbytes :].view(x.dtype).reshape(x.shape)
-    out[...] = x
-    return out
-
-
-def at_start(x):
-    """A C-contiguous copy that begins where the memory does."""
-    memory, _ = _region(x.nbytes)
-    out = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
-    out[...] = x
-    return out
-
-
 def hide(x, seen):
     """A copy of x (B, H, L, D) of which only rows first ... last - 1 of each batch item may be touched.
 
     `seen` (B, L) says which ones; each run of others must fill whole pages.
     """
-    memory, _ = _region(x.nbytes)
+    memory = _region(x.nbytes)
     out = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
     out[...] = x
     for b, row in enumerate(seen):

@@ -3,6 +3,7 @@
 import copy
 
 import hypothesis
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -26,8 +27,9 @@ from tests.faults.calls import (
 from tests.strategies import LAYOUTS as ALL_LAYOUTS
 from tests.strategies import cases
 
-# Of the rows 24 and 25 there are tests elsewhere.
-LAYOUTS = {name: ALL_LAYOUTS[name] for name in ALL_LAYOUTS if name not in ("big-endian", "misaligned", "contiguous")}
+BYTES = "misaligned", "big-endian"
+# Strides, and bytes: buffers that begin beside a multiple of their elements' size, and those of the other byte order.
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in ALL_LAYOUTS if name != "contiguous"}
 
 
 def laid_out(position, view):
@@ -48,9 +50,12 @@ def laid_out(position, view):
     return made[type(position)](position)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*FEW_SCHEMES, "grid", "rotary"])
-@simulate_only(name=["none", "shaw"], layout=["transposed"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    # All operands and tables are copied before they are computed with where bytes lie otherwise.
+    [(n, layout) for n in (*FEW_SCHEMES, "grid", "rotary") for layout in LAYOUTS if layout not in BYTES or n == "shaw"],
+)
+@simulate_only(name=["none", "shaw"], layout=["transposed", "misaligned", "big-endian"])
 def test_row_21_layouts_of_operands_and_tables_change_no_bits(name, layout, backend, rng):
     """Output, log-sum-exp, logits and gradients, with every array in another layout than that of its copy."""
     view = LAYOUTS[layout]
@@ -156,15 +161,61 @@ def test_row_21_masks_of_stride_0_change_no_bits(kind, axes, backend, rng):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_row_21_rel_shift_of_any_layout(layout, backend, rng):
-    for dtype in (np.float32, np.int16):
-        x = (9 * rng.standard_normal((2, 3, 5, 9))).astype(dtype)
-        viewed = LAYOUTS[layout](x) if dtype == np.float32 or layout != "every other" else np.repeat(x, 2, -1)[..., ::2]
-        before = viewed.tobytes()
-        for variant in ("conformer", "transformer_xl", "xlnet"):
-            found = rp.rel_shift(viewed, variant=variant, backend=backend)
-            np.testing.assert_array_equal(found, rp.rel_shift(x, variant=variant, backend="numpy"))
-        assert viewed.tobytes() == before
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int16, np.int32, np.complex64])
+def test_row_21_rel_shift_of_any_layout(dtype, layout, backend, rng):
+    x = (9 * rng.standard_normal((2, 3, 5, 12))).astype(dtype)
+    viewed = LAYOUTS[layout](x)
+    before = viewed.tobytes()
+    for variant in ("conformer", "transformer_xl", "xlnet", "wenet"):
+        found = rp.rel_shift(viewed, variant=variant, backend=backend)
+        np.testing.assert_array_equal(found, rp.rel_shift(x, variant=variant, backend="numpy"))
+    assert viewed.tobytes() == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_row_21_layouts_of_lengths_and_encodings_change_no_bits(layout, backend, rng):
+    view = LAYOUTS[layout]
+    q, k, v = make(rng)
+    lengths = np.array([3, 6])
+    found, expected = (rp.attention(q, k, v, key_lengths=x, backend=backend) for x in (view(lengths), lengths))
+    np.testing.assert_array_equal(found, expected)
+    x, table = rng.standard_normal((2, 5, 8)), rng.standard_normal((6, 8))
+    for encoding in (rp.Sinusoidal(8), rp.LearnedAbsolute(table)):
+        np.testing.assert_array_equal(encoding(view(x)), encoding(x))
+    np.testing.assert_array_equal(rp.LearnedAbsolute(view(table))(x), rp.LearnedAbsolute(table)(x))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+def test_row_24_misaligned_operands_of_bfloat16(name, backend, rng):
+    """More queries than decoding takes: with units for bfloat16, products are made of it wherever an operand lies."""
+    operands = make(rng, ml_dtypes.bfloat16, q_len=60, k_len=60, depth=16)
+    given = dict(zip("qkv", operands, strict=True), grad_out=operands[2])
+
+    def run(q, k, v, grad_out):
+        return {
+            **gradients(q, k, v, grad_out=grad_out, backend=backend),
+            "out": rp.attention(q, k, v, backend=backend),
+        }
+
+    same(run(**given | {name: LAYOUTS["misaligned"](given[name])}), run(**given))
+
+
+def test_row_25_operands_of_both_byte_orders_at_once(backend, rng):
+    q, k, v = make(rng)
+    mixed = rp.attention(q.astype(">f8"), k, v, mask=np.zeros((5, 6), ">f4"), backend=backend)
+    np.testing.assert_allclose(mixed, rp.attention(q, k, v, backend=backend), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_row_37_a_limit_changes_no_bits_whatever_the_layout(layout, backend, rng):
+    """Schemes were once lowered for operands as they lay, and without a limit for copies in C order."""
+    shape = (3, 2, 2, 9, 5) if small(backend) else (3, 2, 3, 65, 33)
+    q, k, v = (LAYOUTS[layout](x) for x in rng.standard_normal(shape).astype(np.float32))
+    position = rp.Shaw(rng.standard_normal((9, shape[-1])).astype(np.float32))
+    expected = rp.attention(q, k, v, position=position, backend=backend)
+    with rp.memory_limit(1 << 30):
+        found = rp.attention(q, k, v, position=position, backend=backend)
+    np.testing.assert_array_equal(found, expected)
 
 
 def read_only(x):

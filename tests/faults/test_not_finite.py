@@ -1,9 +1,12 @@
 """Infinity, NaN and the ends of the range of numbers: each reaches what depends on it, and no more."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.testing import cases
 from tests.faults.calls import (
     FEW_SCHEMES,
     INF,
@@ -203,6 +206,11 @@ def test_row_11_subnormal_numbers_keep_their_value(backend, rng):
             out, lse = both(q * tiny, k * tiny, np.ones_like(v), backend=backend)
             close(out, 1, dtype)
             np.testing.assert_allclose(lse, np.log(k_len), rtol=8 * np.finfo(dtype).eps)
+
+
+def test_row_11_subnormal_results_are_judged_by_the_smallest_number_there_is():
+    one = next(one for one in cases("sinusoidal", variant="dimension_index", dtype="float16") if one.x is not None)
+    assert replace(one, x=np.full_like(one.x, 5.96e-6)).backend_error("numpy") <= 1
 
 
 def test_row_08_rows_that_are_not_finite_are_so_on_every_call(backend, rng):

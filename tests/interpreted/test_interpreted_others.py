@@ -240,7 +240,7 @@ def test_other_vector_units(name, features):
     code, out, log = child(
         f"from relpos_np.kernels._numba.target import TARGET; assert TARGET.name == {name!r}\n"
         "import pytest\n"
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'not compiled', 'tests/interpreted']))",
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/interpreted']))",
         NUMBA_CPU_FEATURES=features,
         timeout=600,
     )

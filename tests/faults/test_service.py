@@ -1,12 +1,14 @@
-"""The service of the documentation under load, where many requests are damaged or made to do harm."""
+"""The service of the documentation under load: right requests, damaged ones, and some that are made to do harm."""
 
 import collections
 import io
 import itertools
 import os
 import re
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,11 +17,12 @@ import pytest
 
 import relpos_np as rp
 from tests.faults.bodies import mixed
-from tests.faults.service import FOLDER, POSITION, post, server
+from tests.faults.layers import LAYERS, environment
+from tests.faults.service import FOLDER, POSITION, packed, post, request, server
 from tests.processes import child
 
-pytest.importorskip("numba")
-pytest.importorskip("threadpoolctl")
+for package in ("numba", "threadpoolctl", "gunicorn", "uvicorn"):
+    pytest.importorskip(package)
 pytestmark = [
     pytest.mark.stress,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc"),
@@ -77,16 +80,18 @@ def counted(port):
     return {int(code): int(n) for code, n in re.findall(r'relpos_requests_total\{code="(\d+)"\} (\d+)', text.decode())}
 
 
+# Workers are forked after kernels have run.
 SERVERS = {
-    "gunicorn": ("--workers", "2", "--worker-class", "gthread", "--threads", "4"),
+    "gunicorn sync": ("--workers", "3"),
+    "gunicorn gthread": ("--workers", "2", "--worker-class", "gthread", "--threads", "4"),
     "uvicorn": (),
 }
 
 
-@pytest.mark.parametrize("name", SERVERS)
-def test_row_47_requests_of_all_kinds(name, tmp_path):
+@pytest.mark.parametrize("kind", SERVERS)
+def test_row_47_requests_of_all_kinds(kind, tmp_path):
     """No status 500, every right answer equal to a direct call, memory within its limit, and all is counted."""
-    pytest.importorskip(name)
+    name = kind.split()[0]
     log = tmp_path / "log"
     statuses, lock = collections.Counter(), threading.Lock()
     requests = mixed(0, COUNT)
@@ -99,7 +104,7 @@ def test_row_47_requests_of_all_kinds(name, tmp_path):
             statuses[given[0], status] += 1
         return problem
 
-    with server(log, *SERVERS[name], name=name, SERVE_MEMORY=str(MEMORY)) as port:
+    with server(log, *SERVERS[kind], name=name, SERVE_MEMORY=str(MEMORY)) as port:
         pid = int(re.search(r"(?:Listening at: .* \(|Started server process \[)(\d+)", log.read_text())[1])
         for path in ("/healthz", "/readyz"):
             assert post(port, None, path, "GET") == (200, b"ok")
@@ -116,7 +121,7 @@ def test_row_47_requests_of_all_kinds(name, tmp_path):
     assert {status for _, status in statuses} <= {200, 400, 404, 405, 411, 413, None}
     assert statuses["good", 200] > COUNT // 2
     assert "Traceback" not in log.read_text()
-    print(f"{name}: {used >> 20} MiB beyond the {idle >> 20} of an idle process;", dict(statuses))
+    print(f"{kind}: {used >> 20} MiB beyond the {idle >> 20} of an idle process;", dict(statuses))
 
 
 # Memory is for one large request and two small ones. No server is between, whose clients would leave gaps.
@@ -205,3 +210,47 @@ def test_row_47_small_requests_leave_room_for_a_large_one():
     assert code == 0, log
     served = "([200, 200, 200, 200], {200})"
     assert out.splitlines() == [served, served, "True", "503 503 False", "True"]
+
+
+# ---------------------------------------------------------------------------------------------- workers of gunicorn
+
+
+def load(port, clients, count):
+    """Requests from several clients at once; returns what is wrong with the answers."""
+
+    def one(seed):
+        return wrong(port, "good", f"seed {seed}", packed(**dict(zip("qkv", request(seed), strict=True))), {200})[1]
+
+    with ThreadPoolExecutor(clients) as pool:
+        return list(filter(None, pool.map(one, range(count))))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_row_39_workers_that_use_several_threads(layer, tmp_path):
+    """One worker's share is two threads: the parent has used its pool, and the children may not."""
+    variables = environment(layer) | {"WEB_CONCURRENCY": "1", "NUMBA_NUM_THREADS": "2"}
+    with server(tmp_path / "log", "--workers", "3", "--worker-class", "gthread", "--threads", "2", **variables) as port:
+        assert load(port, 6, 120) == []
+
+
+def test_row_39_a_worker_that_is_killed_is_replaced(tmp_path):
+    log = tmp_path / "log"
+    with server(log, "--workers", "2") as port:
+        assert load(port, 4, 20) == []
+        victim = int(re.search(r"Booting worker with pid: (\d+)", log.read_text())[1])
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(1)
+        assert load(port, 4, 40) == []
+        assert len(re.findall("Booting worker", log.read_text())) >= 3
+
+
+def test_row_39_requests_under_way_are_answered_before_the_end(tmp_path):
+    with server(tmp_path / "log", "--workers", "2", "--worker-class", "gthread", "--threads", "2") as port:
+        q, k, v = np.random.default_rng(0).standard_normal((3, 4, 6000, 32)).astype(np.float32)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(post, port, packed(q=q, k=k, v=v))
+            time.sleep(0.3)
+            os.kill(int(re.search(r"Listening at: .* \((\d+)\)", (tmp_path / "log").read_text())[1]), signal.SIGTERM)
+            status, body = waiting.result()
+        assert status == 200
+        np.testing.assert_array_equal(np.load(io.BytesIO(body)), rp.attention(q, k, v, position=POSITION))
