@@ -90,16 +90,16 @@ def test_blas_can_be_left_alone():
     assert blas() == before
 
 
-@pytest.mark.parametrize("n", [0, -1, MOST + 1, 2**70])
-def test_numbers_that_no_pool_has(n):
-    for choose in (rp.set_num_threads, lambda n: rp.threads(n).__enter__()):
+CHOICES = (rp.set_num_threads, lambda n: rp.threads(n).__enter__())
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("n", [0, -1, MOST + 1, 2**70, True, False, 1.0, "1", np.ones(2, int), [1]], ids=repr)
+def test_numbers_that_no_pool_has_and_what_is_no_number(n, choose):
+    if type(n) is int:
         with pytest.raises(rp.RelposValueError, match=rf"n: expected 1 to {MOST} threads.*NUMBA_NUM_THREADS.*{n}"):
             choose(n)
-
-
-@pytest.mark.parametrize("n", [True, False, 1.0, "1", np.ones(2, int), [1]], ids=repr)
-def test_what_is_no_number(n):
-    for choose in (rp.set_num_threads, lambda n: rp.threads(n).__enter__()):
+    else:
         with pytest.raises(rp.RelposTypeError, match="n: expected"):
             choose(n)
     with pytest.raises(rp.RelposTypeError):
@@ -110,7 +110,7 @@ def test_without_threadpoolctl_an_error_names_the_remedy_and_nothing_changes(mon
     before = counts()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "threadpoolctl", None)
-        for choose in (rp.set_num_threads, lambda n: rp.threads(n).__enter__()):
+        for choose in CHOICES:
             with pytest.raises(rp.RelposImportError, match=r'pip install "relpos-np\[threads\]".*blas=False'):
                 choose(1)
         assert (rp.get_num_threads(), launch.available_threads(), numba.get_num_threads()) == before[:3]
