@@ -6,11 +6,11 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._contract import check
-from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz
 from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
 from relpos_np.kernels._cuda import decode
 from relpos_np.kernels._cuda.device import upload
+from tests.cuda.terms import every_kind, in_float64
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -127,42 +127,19 @@ def test_shapes(shape, dtype, blocks, generally, rng):
 
 @pytest.mark.parametrize(("kind", "dtype"), [("distances", "float32"), ("pairs", "float64")])
 def test_terms_of_every_kind(kind, dtype, blocks, generally):
-    rng = np.random.default_rng(3)
-    batch, heads, kv_heads, q_len, k_len = (1, 2), 2, 1, 3, 40
-    shapes = ((heads, q_len, 4), (kv_heads, k_len, 4), (kv_heads, k_len, 4))
-    q, k, v = (rng.standard_normal((*batch, *shape)).astype(dtype) for shape in shapes)
+    """But those of values, which it leaves to the general kernel."""
+    (q, k, v), terms, _ = every_kind(np.random.default_rng(3), (1, 2), 2, 1, 3, 40, (4, 4), kind, dtype)
+    terms.values = ()
     problem, _, _ = check.problem(q, k, v, causal=True, offset=36)
-
-    def draw(*shape):
-        return rng.standard_normal(shape).astype(dtype)
-
-    def maps(rows):
-        if kind == "distances":
-            return Toeplitz(rng.integers(-1, rows, q_len + k_len - 1, dtype=np.int32), rows)
-        return Dense(rng.integers(-1, rows, (*batch, q_len, k_len), dtype=np.int32), rows)
-
-    terms = Terms(
-        tables=(TableTerm(draw(heads, 5), maps(5)), TableTerm(draw(1, 1), maps(1))),
-        queries=(QueryTerm(draw(*batch, heads, q_len, 4), draw(heads, 6, 4), maps(6)),),
-        keys=(KeyTerm(draw(*batch, kv_heads, k_len, 3), draw(1, 4, 3), maps(4)),),
-        biases=(draw(1, q_len, k_len), draw(heads, 1, k_len), draw(*batch, 1, q_len, 1)),
-    )
-    results = []
-    for call in (lambda f, *args: f(*args), generally):
-        out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
-        call(_cuda.attention, problem, terms, out, lse)
-        results.append((out, lse))
-    assert len(blocks) == 1
     wide, _, _ = check.problem(*(x.astype(np.float64) for x in (q, k, v)), causal=True, offset=36)
-    for term in (*terms.tables, *terms.queries, *terms.keys):
-        for name in {"table", "query", "key", "weights"} & set(term.__slots__):
-            setattr(term, name, getattr(term, name).astype(np.float64))
-    terms.biases = tuple(x.astype(np.float64) for x in terms.biases)
-    expected = from_terms.attention(wide, terms)
-    # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 4.
-    for found in results:
+    expected = from_terms.attention(wide, in_float64(terms))
+    for call in (lambda f, *args: f(*args), generally):
+        found = [np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1])]
+        call(_cuda.attention, problem, terms, *found)
+        # A score is a sum of fewer than 40 products and reaches 20; outputs are means of numbers below 4.
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=4 * 40 * EPS[dtype])
+    assert len(blocks) == 1
 
 
 def test_operands_that_repeat(blocks, rng):

@@ -23,6 +23,15 @@ class Place:
     call: Any
 
 
+class Called:
+    """An object that could be a number or an array, and must not be asked."""
+
+    def __array__(self, *args, **kwargs):
+        raise AssertionError("an object of the user was called")
+
+    __float__ = __int__ = __index__ = __len__ = __getitem__ = __iter__ = __array__
+
+
 def draw(*shape):
     return np.random.default_rng(0).standard_normal(shape)
 

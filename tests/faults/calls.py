@@ -107,3 +107,8 @@ def same(found, expected, where=""):
     for name in names:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{where} {name}")
         assert found[name].dtype.newbyteorder("=") == expected[name].dtype
+
+
+def close(found, expected, dtype):
+    """Equal up to rounding: scores below 10."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * np.finfo(dtype).eps)

@@ -1,5 +1,7 @@
 """Calls of every kind for tests of threads and processes, each as a function without arguments that returns bytes."""
 
+from functools import cache
+
 import numpy as np
 
 import relpos_np as rp
@@ -18,6 +20,7 @@ def _bytes(result):
     return result.tobytes()
 
 
+@cache
 def calls():
     """Forward and backward, windows, decoding, rel_shift and products, in several dtypes and schemes.
 

@@ -11,7 +11,7 @@ import relpos_np as rp
 from relpos_np._contract.terms import Dense, Toeplitz
 from relpos_np.testing.arguments import arguments
 from tests.compare import assert_same
-from tests.faults.arrays import PLACES
+from tests.faults.arrays import PLACES, Called
 from tests.faults.operands import make
 from tests.strategies import KINDS, Case, Position
 
@@ -215,15 +215,6 @@ def test_row_34_every_array_of_integers_is_here():
     """Arrays of integers are found by inspection; one that is new must be among the bad ones above."""
     given = {place.name for place in PLACES.values() if place.good.dtype.kind == "i"}
     assert given <= {part for name in INDICES for part in name.partition(":")[0].split(", ")}
-
-
-class Called:
-    """An object that could be an integer or an array of them, and must not be asked."""
-
-    def __array__(self, *args, **kwargs):
-        raise AssertionError("an object of the user was called")
-
-    __len__ = __getitem__ = __iter__ = __int__ = __index__ = __array__
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: [[x], [x]]], ids=["alone", "list", "lists"])

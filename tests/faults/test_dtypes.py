@@ -7,7 +7,8 @@ import pytest
 
 import relpos_np as rp
 from tests import naive
-from tests.faults.arrays import PLACES, unknown_parameters
+from tests.faults.arrays import PLACES, Called, unknown_parameters
+from tests.faults.operands import make
 
 # Where any numbers are moved and nothing is computed.
 MOVED = {"rel_shift(x)", "window_partition(x)", "window_reverse(windows)", "cyclic_shift(x)"}
@@ -25,19 +26,6 @@ ODD = (
     "str",
     "bytes",
 )
-
-
-class Called:
-    """An object that could be an array, and must not be asked."""
-
-    def __array__(self, *args, **kwargs):
-        raise AssertionError("an object of the user was called")
-
-    __float__ = __int__ = __index__ = __len__ = __getitem__ = __iter__ = __array__
-
-
-def make(rng, dtype=np.float64):
-    return [rng.standard_normal((2, 2, n, d)).astype(dtype) for n, d in ((5, 4), (6, 4), (6, 3))]
 
 
 def odd(good, kind):

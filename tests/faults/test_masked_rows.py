@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.faults.calls import FEW_SCHEMES, INF, both, dtypes, gradients, make, operands, scheme, shapes, small
-
-
-def close(found, expected, dtype):
-    """Equal up to rounding: scores below 10."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
+from tests.faults.calls import FEW_SCHEMES, INF, both, close, dtypes, gradients, make, operands, scheme, shapes, small
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

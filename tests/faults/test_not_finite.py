@@ -13,6 +13,7 @@ from tests.faults.calls import (
     NAN,
     SCHEMES,
     both,
+    close,
     dtypes,
     gradients,
     operands,
@@ -23,11 +24,6 @@ from tests.faults.calls import (
     small,
     strict,
 )
-
-
-def close(found, expected, dtype):
-    """Equal up to rounding: scores below 10."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
 
 
 def test_row_05_infinity_in_a_query_or_mask_reaches_its_row_only(backend, rng):
