@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import relpos_np as rp
 
@@ -50,7 +51,6 @@ class Entry:
 
     def answers(self):
         """Ours and theirs, rounded to what a page shows."""
-        import torch
 
         before = torch.get_default_dtype()
         torch.manual_seed(0)
@@ -70,10 +70,13 @@ def rounded(x):
     return float(f"{float(x):.4g}")
 
 
-def entry(package, kind, case, why, link=""):
+def entry(package, kind, link=""):
+    """An entry of a function: the first paragraph of its docstring says the case, the second what to know of it."""
+
     def kept(function):
         name = function.__name__
-        ENTRIES[name] = Entry(name, package, kind, " ".join(case.split()), " ".join(why.split()), link, function)
+        case, why = (" ".join(text.split()) for text in function.__doc__.split("\n\n"))
+        ENTRIES[name] = Entry(name, package, kind, case, why, link, function)
         return function
 
     return kept
@@ -82,17 +85,14 @@ def entry(package, kind, case, why, link=""):
 # ---------------------------------------------------------------------------------------------- images
 
 
-@entry(
-    "timm",
-    "error",
-    """A map of 9 rows in windows of 4 that are shifted by 2 (`SwinTransformerBlock`): does row 8 change when row 0
-    does? Rows 0 and 8 lie at opposite edges.""",
-    """It shifts the map, then pads it to 12 rows; its mask is made for one that was padded first, so that the first
-    rows, which the shift brought to the end, attend the last ones. `pad_order="shift_then_pad"` computes the same.""",
-    "https://github.com/huggingface/pytorch-image-models/issues/2438",
-)
+@entry("timm", "error", "https://github.com/huggingface/pytorch-image-models/issues/2438")
 def swin_shifts_before_it_pads():
-    import torch
+    """A map of 9 rows in windows of 4 that are shifted by 2 (`SwinTransformerBlock`): does row 8 change when row 0
+    does? Rows 0 and 8 lie at opposite edges.
+
+    It shifts the map, then pads it to 12 rows; its mask is made for one that was padded first, so that the first rows,
+    which the shift brought to the end, attend the last ones. `pad_order="shift_then_pad"` computes the same.
+    """
 
     from relpos_np.layers import SwinAttention
     from tests.parity.modules import without_torchvision
@@ -112,16 +112,14 @@ def swin_shifts_before_it_pads():
     return ("changes" if own else "stays"), ("changes" if theirs else "stays")
 
 
-@entry(
-    "transformers",
-    "error",
-    """`BeitRelativePositionBias` of a grid of 1 by 3 patches with one head, and a table that holds the numbers of its
-    own rows: the bias of the first patch with patches 0, 1, 2.""",
-    """`forward` takes the height of the grid for its width where it gives the table two dimensions, and so resizes the
-    table of the turned grid: on all grids that are no squares, also on the one that the table was trained for.""",
-)
+@entry("transformers", "error")
 def beit_takes_height_for_width():
-    import torch
+    """`BeitRelativePositionBias` of a grid of 1 by 3 patches with one head, and a table that holds the numbers of its
+    own rows: the bias of the first patch with patches 0, 1, 2.
+
+    `forward` takes the height of the grid for its width where it gives the table two dimensions, and so resizes the
+    table of the turned grid: on all grids that are no squares, also on the one that the table was trained for.
+    """
     from transformers import BeitConfig
     from transformers.models.beit.modeling_beit import BeitRelativePositionBias
 
@@ -133,16 +131,14 @@ def beit_takes_height_for_width():
     return list(ours[0, 1, 1:]), list(module((1, 3))[0, 0, 1, 1:].tolist())
 
 
-@entry(
-    "transformers",
-    "error",
-    """`Swinv2SelfAttention` with a window of 1 by 2 and the temperature at its limit; a query that is opposite to its
-    own key and along the other one, which lies in another region and has -100 in the mask: the weight of the other.""",
-    """It adds the mask twice. At the limit cosine scores are -100 and 100, so that -100 once leaves the other key
-    ahead, as in the authors' code, and twice makes both equal. Where scores are small the weight is 0 either way.""",
-)
+@entry("transformers", "error")
 def swin_v2_adds_its_mask_twice():
-    import torch
+    """`Swinv2SelfAttention` with a window of 1 by 2 and the temperature at its limit; a query that is opposite to its
+    own key and along the other one, which lies in another region and has -100 in the mask: the weight of the other.
+
+    It adds the mask twice. At the limit cosine scores are -100 and 100, so that -100 once leaves the other key ahead,
+    as in the authors' code, and twice makes both equal. Where scores are small the weight is 0 either way.
+    """
     from transformers import Swinv2Config
     from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
@@ -165,16 +161,14 @@ def swin_v2_adds_its_mask_twice():
     return (1 - ours[0, 0, 0, 0]) / 2, (1 - float(out)) / 2
 
 
-@entry(
-    "attn-gym",
-    "error",
-    """`generate_natten(canvas_w=6, canvas_h=9, kernel_w=3, kernel_h=3)`: how many keys the query in row 4, column 5
-    attends.""",
-    """It finds row and column of a place right, but calls the row x and clamps it to the width, the column to the
-    height. On a canvas that is no square, windows at the ends of its sides are cut or lie elsewhere.""",
-)
+@entry("attn-gym", "error")
 def natten_clamps_rows_to_the_width():
-    import torch
+    """`generate_natten(canvas_w=6, canvas_h=9, kernel_w=3, kernel_h=3)`: how many keys the query in row 4, column 5
+    attends.
+
+    It finds row and column of a place right, but calls the row x and clamps it to the width, the column to the height.
+    On a canvas that is no square, windows at the ends of its sides are cut or lie elsewhere.
+    """
     from attn_gym.masks import generate_natten
 
     at = torch.arange(54)
@@ -189,15 +183,13 @@ def natten_clamps_rows_to_the_width():
 # ---------------------------------------------------------------------------------------------- ALiBi
 
 
-@entry(
-    "attn-gym",
-    "error",
-    "`generate_alibi_bias(3)`: what the three heads take off a score at distance 1.",
-    """The paper's formula for powers of two is used for any number of heads. The authors' code, BLOOM and MPT take the
-    slopes of the power of two below, then every other one of twice as many.""",
-)
+@entry("attn-gym", "error")
 def alibi_slopes_of_three_heads():
-    import torch
+    """`generate_alibi_bias(3)`: what the three heads take off a score at distance 1.
+
+    The paper's formula for powers of two is used for any number of heads. The authors' code, BLOOM and MPT take the
+    slopes of the power of two below, then every other one of twice as many.
+    """
     from attn_gym.mods import generate_alibi_bias
 
     mod = generate_alibi_bias(3)
@@ -206,15 +198,13 @@ def alibi_slopes_of_three_heads():
     return list(rp.reference.alibi_slopes(3)), theirs
 
 
-@entry(
-    "transformers",
-    "error",
-    "`MptModel` with `attn_config={'alibi_bias_max': 2}` and two heads: the slope of the first head.",
-    """The number is read from the configuration, and `build_mpt_alibi_tensor` called without it: it computes with its
-    default 8 whatever a checkpoint says.""",
-)
+@entry("transformers", "error")
 def mpt_ignores_alibi_bias_max():
-    import torch
+    """`MptModel` with `attn_config={'alibi_bias_max': 2}` and two heads: the slope of the first head.
+
+    The number is read from the configuration, and `build_mpt_alibi_tensor` called without it: it computes with its
+    default 8 whatever a checkpoint says.
+    """
     from transformers import MptConfig, MptModel
 
     config = MptConfig(d_model=4, n_heads=2, n_layers=1, vocab_size=7, max_seq_len=8, attn_config={"alibi_bias_max": 2})
@@ -226,15 +216,13 @@ def mpt_ignores_alibi_bias_max():
     return rp.reference.alibi_slopes(2, bias_max=2.0)[0], (bias[0, -1] - bias[0, -2]).item()
 
 
-@entry(
-    "transformers",
-    "rounding",
-    "`build_alibi_tensor` of Falcon for 12 heads, in float32: the last head's bias of key 31.",
-    """Slopes and products are rounded to bfloat16 on the way, whatever dtype is asked for: biases of float32 are wrong
-    by up to 2^-7 of themselves.""",
-)
+@entry("transformers", "rounding")
 def falcon_rounds_its_bias_to_bfloat16():
-    import torch
+    """`build_alibi_tensor` of Falcon for 12 heads, in float32: the last head's bias of key 31.
+
+    Slopes and products are rounded to bfloat16 on the way, whatever dtype is asked for: biases of float32 are wrong by
+    up to 2^-7 of themselves.
+    """
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     theirs = build_alibi_tensor(torch.ones(1, 32, dtype=torch.long), 12, torch.float32)
@@ -244,16 +232,14 @@ def falcon_rounds_its_bias_to_bfloat16():
 # ---------------------------------------------------------------------------------------------- T5 and others
 
 
-@entry(
-    "transformers",
-    "rounding",
-    "`T5Attention._relative_position_bucket` of distance 42 with 38 buckets up to distance 196.",
-    """The formula's floor is of a whole number there: 9 + 10 log(42/9) / log(196/9) = 14. In float32 the quotient of
-    two logarithms is below it. With T5's own 32 buckets and 128 no distance is such a border.
-    `rounding="float32"` repeats it.""",
-)
+@entry("transformers", "rounding")
 def t5_rounds_a_border():
-    import torch
+    """`T5Attention._relative_position_bucket` of distance 42 with 38 buckets up to distance 196.
+
+    The formula's floor is of a whole number there: 9 + 10 log(42/9) / log(196/9) = 14. In float32 the quotient of two
+    logarithms is below it. With T5's own 32 buckets and 128 no distance is such a border. `rounding="float32"` repeats
+    it.
+    """
     from transformers.models.t5.modeling_t5 import T5Attention
 
     # In the middle of many, as a model computes it.
@@ -261,17 +247,15 @@ def t5_rounds_a_border():
     return int(rp.reference.t5_bucket(np.array([-42]), num_buckets=38, max_distance=196)[0]), int(theirs)
 
 
-@entry(
-    "torchscale",
-    "error",
-    """`XPOS(2)` of two queries and four keys of ones, both from position 0 on: the factor on the score of query 0 and
-    key 0, to the power of 512.""",
-    """Powers of xPos count from the middle of the sequence, so that those of query and key cancel but for their
-    distance. The module takes the middle of each operand that it is given: where lengths differ, and `offset` does not
-    make up for it, every score has a factor that is the distance of the two middles.""",
-)
+@entry("torchscale", "error")
 def xpos_has_two_middles():
-    import torch
+    """`XPOS(2)` of two queries and four keys of ones, both from position 0 on: the factor on the score of query 0 and
+    key 0, to the power of 512.
+
+    Powers of xPos count from the middle of the sequence, so that those of query and key cancel but for their distance.
+    The module takes the middle of each operand that it is given: where lengths differ, and `offset` does not make up
+    for it, every score has a factor that is the distance of the two middles.
+    """
     from torchscale.component.xpos_relative_position import XPOS
 
     module = XPOS(2)
@@ -282,17 +266,14 @@ def xpos_has_two_middles():
     return ours**512, theirs**512
 
 
-@entry(
-    "espnet",
-    "error",
-    """`LegacyRelPositionalEncoding(2, 0.0, max_len=20)` of three frames: the distances that its rows are sines of.""",
-    """Rows are the first of a table that counts down from max_len - 1, whatever the input's length: 19, 18, 17 for
-    distances 2, 1, 0. A model that was trained so has learned it; to read "distance 0" into the last row is wrong. The
-    class that is not legacy has the distances.""",
-    "https://github.com/espnet/espnet/pull/2816",
-)
+@entry("espnet", "error", "https://github.com/espnet/espnet/pull/2816")
 def legacy_rows_count_down_from_the_table():
-    import torch
+    """`LegacyRelPositionalEncoding(2, 0.0, max_len=20)` of three frames: the distances that its rows are sines of.
+
+    Rows are the first of a table that counts down from max_len - 1, whatever the input's length: 19, 18, 17 for
+    distances 2, 1, 0. A model that was trained so has learned it; to read "distance 0" into the last row is wrong. The
+    class that is not legacy has the distances.
+    """
     from espnet.nets.pytorch_backend.transformer.embedding import LegacyRelPositionalEncoding
 
     _, rows = LegacyRelPositionalEncoding(2, 0.0, max_len=20)(torch.zeros(1, 3, 2))
@@ -303,15 +284,13 @@ def legacy_rows_count_down_from_the_table():
 # ---------------------------------------------------------------------------------------------- windows
 
 
-@entry(
-    "transformers",
-    "error",
-    """`sliding_window_mask_function((16, 4))` of Moonshine Streaming: how many later frames query 10 attends.""",
-    """The paper (arXiv:2602.12241) calls a w_right of 4 a lookahead of 4 frames, 80 ms; the mask takes distances below
-    it. How the weights were trained is not known.""",
-    "https://github.com/huggingface/transformers/issues/46305",
-)
+@entry("transformers", "error", "https://github.com/huggingface/transformers/issues/46305")
 def moonshine_looks_ahead_one_frame_less():
+    """`sliding_window_mask_function((16, 4))` of Moonshine Streaming: how many later frames query 10 attends.
+
+    The paper (arXiv:2602.12241) calls a w_right of 4 a lookahead of 4 frames, 80 ms; the mask takes distances below it.
+    How the weights were trained is not known.
+    """
     from transformers.models.moonshine_streaming import modeling_moonshine_streaming
 
     seen = modeling_moonshine_streaming.sliding_window_mask_function((16, 4))
@@ -320,16 +299,15 @@ def moonshine_looks_ahead_one_frame_less():
     return int(np.isfinite(scores[11:]).sum()), sum(bool(seen(0, 0, 10, j)) for j in range(11, 32))
 
 
-@entry(
-    "transformers",
-    "error",
-    """Gemma 4's audio encoder with its own configuration, 12 frames back and none ahead: how many keys the mask leaves
-    to a query in the middle.""",
-    """The horizons are 12 and 0: blocks are cut for 12 frames before the query, positions are encoded for distances 12
-    to 0, and the mask of Gemma 3n, which has the same numbers, leaves 13 keys. Here the horizon is given to
-    `sliding_window_mask_function`, whose sides count the query's own frame: distance 12 is encoded and never seen.""",
-)
+@entry("transformers", "error")
 def gemma4_hears_one_frame_less():
+    """Gemma 4's audio encoder with its own configuration, 12 frames back and none ahead: how many keys the mask leaves
+    to a query in the middle.
+
+    The horizons are 12 and 0: blocks are cut for 12 frames before the query, positions are encoded for distances 12 to
+    0, and the mask of Gemma 3n, which has the same numbers, leaves 13 keys. Here the horizon is given to
+    `sliding_window_mask_function`, whose sides count the query's own frame: distance 12 is encoded and never seen.
+    """
     from transformers import Gemma4AudioConfig
     from transformers.models.gemma4.modeling_gemma4 import sliding_window_mask_function
 
@@ -341,16 +319,14 @@ def gemma4_hears_one_frame_less():
     return int(np.isfinite(scores).sum()), sum(bool(seen(0, 0, 40, j)) for j in range(64))
 
 
-@entry(
-    "transformers",
-    "convention",
-    """`sliding_window=2` in a causal and in a bidirectional mask: how many earlier keys a query in the middle attends
-    in each.""",
-    """Causal windows count the query's own key, bidirectional ones do not: the same number means distances below 2, and
-    up to 2. Here `window` is the largest distance that is attended, on every side.""",
-)
+@entry("transformers", "convention")
 def a_window_is_one_wider_without_causality():
-    import torch
+    """`sliding_window=2` in a causal and in a bidirectional mask: how many earlier keys a query in the middle attends
+    in each.
+
+    Causal windows count the query's own key, bidirectional ones do not: the same number means distances below 2, and up
+    to 2. Here `window` is the largest distance that is attended, on every side.
+    """
     from transformers import masking_utils
 
     def earlier(seen):
@@ -366,18 +342,16 @@ def a_window_is_one_wider_without_causality():
 # ---------------------------------------------------------------------------------------------- conventions
 
 
-@entry(
-    "onnx",
-    "convention",
+@entry("onnx", "convention", "https://github.com/onnx/onnx/issues/7865")
+def a_cap_comes_before_the_bias():
     """Attention of operator set 23 with a cap of 1 and a bias of 3 on the first of two keys, which otherwise have score
-    0: the weight of the second key.""",
-    """The cap is applied to products of queries and keys, and what is added is not capped. Here a cap takes in what
+    0: the weight of the second key.
+
+    The cap is applied to products of queries and keys, and what is added is not capped. Here a cap takes in what
     positions add, as in the published models that have both; `cap_order="content"` is ONNX's order. Before the change
     that the link names, ONNX too capped what it had added, its mask of -inf included, which then was -1 and let
-    excluded keys through.""",
-    "https://github.com/onnx/onnx/issues/7865",
-)
-def a_cap_comes_before_the_bias():
+    excluded keys through.
+    """
     from onnx import TensorProto, helper
     from onnx.reference import ReferenceEvaluator
 
@@ -397,17 +371,13 @@ def a_cap_comes_before_the_bias():
     return ours.item(), theirs.item()
 
 
-@entry(
-    "torch",
-    "convention",
-    """`scaled_dot_product_attention(is_causal=True)` of one query and three keys with values 1, 2, 3 and equal
-    scores.""",
-    """Its causal mask starts at the first key, as its documentation says: query i attends keys 0 to i. Here, in
-    FlashAttention from 2.1 on, and wherever tokens are decoded, the last query attends all keys.""",
-)
+@entry("torch", "convention")
 def causal_masks_start_at_the_first_key():
-    import torch
+    """`scaled_dot_product_attention(is_causal=True)` of one query and three keys with values 1, 2, 3 and equal scores.
 
+    Its causal mask starts at the first key, as its documentation says: query i attends keys 0 to i. Here, in
+    FlashAttention from 2.1 on, and wherever tokens are decoded, the last query attends all keys.
+    """
     q, v = torch.zeros(1, 1, 1, 1), torch.tensor([1.0, 2.0, 3.0])[:, None].expand(1, 1, 3, 1)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, 0 * v, v, is_causal=True)
     x = v.numpy()
@@ -415,17 +385,14 @@ def causal_masks_start_at_the_first_key():
     return ours.item(), theirs.item()
 
 
-@entry(
-    "torch",
-    "convention",
-    """`scaled_dot_product_attention` of two keys, the second of which a mask excludes, and whose value is NaN; that of
-    the first is 1.""",
-    """A probability of 0 is multiplied with every value, and 0 times NaN is NaN: padding that nobody has written can
-    reach results. Here what is excluded is not read.""",
-)
+@entry("torch", "convention")
 def excluded_values_reach_the_output():
-    import torch
+    """`scaled_dot_product_attention` of two keys, the second of which a mask excludes, and whose value is NaN; that of
+    the first is 1.
 
+    A probability of 0 is multiplied with every value, and 0 times NaN is NaN: padding that nobody has written can reach
+    results. Here what is excluded is not read.
+    """
     q, v = torch.zeros(1, 1, 1, 1), torch.tensor([1.0, float("nan")])[:, None].expand(1, 1, 2, 1)
     mask = torch.tensor([[True, False]])
     theirs = torch.nn.functional.scaled_dot_product_attention(q, torch.zeros_like(v), v, attn_mask=mask)
@@ -433,15 +400,13 @@ def excluded_values_reach_the_output():
     return str(ours.item()), str(theirs.item())
 
 
-@entry(
-    "x-transformers",
-    "convention",
-    """`Attend` of four query heads and two key heads, whose values are 0 and 1: the output of each query head.""",
-    """Query head h shares key head h mod 2. In Llama, torch, JAX, ONNX and here groups are neighbours, h // 2: weights
-    of grouped heads need another order.""",
-)
+@entry("x-transformers", "convention")
 def grouped_heads_alternate():
-    import torch
+    """`Attend` of four query heads and two key heads, whose values are 0 and 1: the output of each query head.
+
+    Query head h shares key head h mod 2. In Llama, torch, JAX, ONNX and here groups are neighbours, h // 2: weights of
+    grouped heads need another order.
+    """
     from x_transformers.attend import Attend
 
     q, k = torch.zeros(1, 4, 1, 2), torch.zeros(1, 2, 1, 2)
@@ -454,19 +419,15 @@ def grouped_heads_alternate():
 # ---------------------------------------------------------------------------------------------- said to be wrong
 
 
-@entry(
-    "torch",
-    "claim",
-    """`sigmoid(lse - sink)` times the output without a sink, as torchtitan computes gpt-oss: a key with score 0 and
-    value 1, and a sink of 1.""",
-    """The report takes it for wrong and renormalizes by log-sum-exps. But exp(lse) / (exp(lse) + exp(sink)) is
-    sigmoid(lse - sink): what it replaces is exact. Its own correction is clamped to exp(-20), and so a sink that is
-    further above all scores is not.""",
-    "https://github.com/pytorch/torchtitan/pull/2211",
-)
+@entry("torch", "claim", "https://github.com/pytorch/torchtitan/pull/2211")
 def a_sink_is_a_sigmoid():
-    import torch
+    """`sigmoid(lse - sink)` times the output without a sink, as torchtitan computes gpt-oss: a key with score 0 and
+    value 1, and a sink of 1.
 
+    The report takes it for wrong and renormalizes by log-sum-exps. But exp(lse) / (exp(lse) + exp(sink)) is sigmoid(lse
+    - sink): what it replaces is exact. Its own correction is clamped to exp(-20), and so a sink that is further above
+    all scores is not.
+    """
     lse, value, sink = torch.zeros((), dtype=torch.float64), 1.0, 1.0
     theirs = torch.sigmoid(lse - sink) * value
     zeros = np.zeros((1, 1, 1))

@@ -1,13 +1,23 @@
 """Modules of other packages and their inputs, as the comparisons need them."""
 
 import contextlib
+import importlib
 import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 
+import relpos_np as rp
+
 torch = pytest.importorskip("torch")
+
+EPS32 = np.finfo(np.float32).eps
+
+
+def modeling(name):
+    """The module of transformers with the code of a model."""
+    return pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
 
 
 @contextlib.contextmanager
@@ -34,6 +44,13 @@ def without_torchvision():
         yield
 
 
+def timm(name):
+    """A module of timm."""
+    with without_torchvision():
+        pytest.importorskip("timm.models.swin_transformer")
+        return importlib.import_module(f"timm.{name}")
+
+
 def randomised(module, std=0.4):
     """The module in float64 and evaluation mode, every parameter drawn anew (some are initialised to zero)."""
     module = module.double().eval()
@@ -48,10 +65,36 @@ def without(module, name):
     return module
 
 
+def normal(*shape):
+    """A tensor of random numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def state_of(module):
+    """Weights as arrays, by name."""
+    return {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+
+
 def split_heads(flat, heads=4):
-    """(B, L, H*D) tensor to (B, H, L, D) array."""
-    batch, length, width = flat.shape
-    return flat.reshape(batch, length, heads, width // heads).transpose(1, 2).numpy()
+    """(..., L, H*D) tensor to (..., H, L, D) array."""
+    return flat.unflatten(-1, (heads, -1)).transpose(-3, -2).numpy()
+
+
+def projected(module, names, x, heads=4):
+    """What projections of the module make of x, as arrays of heads: their names in one text."""
+    return [split_heads(getattr(module, name)(x), heads) for name in names.split()]
+
+
+def chunked(flat, heads=4):
+    """q, k and v of one projection: three (B, H, N, D) arrays."""
+    return [split_heads(part, heads) for part in flat.chunk(3, dim=-1)]
+
+
+def added(position, *shape):
+    """What a scheme adds to scores of (..., H, L_q, L_k)."""
+    *lead, q_len, k_len = shape
+    q, k = np.zeros((*lead, q_len, 1)), np.zeros((*lead, k_len, 1))
+    return rp.logits(q, k, position=position, scale=1.0, backend="numpy")
 
 
 def padding(length, lengths):
@@ -59,7 +102,19 @@ def padding(length, lengths):
     return np.arange(length) < np.array(lengths)[:, None]
 
 
+def half_padded(length):
+    """A mask of keys (B, 1, 1, L) of two sequences: the second is half as long."""
+    return padding(length, [length, (length + 1) // 2])[:, None, None]
+
+
 def additive(mask):
     """The finite additive mask of transformers for a boolean one."""
     lowest = torch.finfo(torch.float64).min
     return torch.where(torch.from_numpy(mask.copy()), 0.0, torch.tensor(lowest, dtype=torch.float64))
+
+
+def sdpa(q, k, v, **options):
+    """PyTorch's own attention, of arrays or tensors; heads of keys may be fewer."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        *map(torch.as_tensor, (q, k, v)), enable_gqa=True, **options
+    )

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import modeling, sdpa
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
-modeling = pytest.importorskip("transformers.models.esmfold2.modeling_esmfold2")
+esmfold2 = modeling("esmfold2")
 
 
 class Config:
@@ -18,7 +18,7 @@ class Config:
 
 def test_esmfold2(agrees, rng):
     """Their pair encoding of four numbers, as the bias of four heads."""
-    module = modeling.EsmFold2RelativePositionEncoding(Config()).double()
+    module = esmfold2.EsmFold2RelativePositionEncoding(Config()).double()
     torch.nn.init.normal_(module.embed.weight)
     entity = np.array([0] * 9 + [1] * 4)
     chain = np.array([0] * 4 + [1] * 2 + [2] * 3 + [3] * 4)
@@ -34,10 +34,5 @@ def test_esmfold2(agrees, rng):
     assert [np.unique(x).tolist() for x in labels[2:]] == [[-1, 0], [0, 1, 2, 3, 4, 5]]
     columns = np.split(module.embed.weight.numpy().T, [8, 16, 17])
     q, k, v = rng.standard_normal((3, 1, 4, 13, 8))
-    expected = torch.nn.functional.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v)), attn_mask=bias[None])
-
-    def of(dtype):
-        tables = [table.astype(dtype) for table in columns]
-        return tuple(rp.GraphLabels(x, table) for x, table in zip(labels, tables, strict=True))
-
-    agrees(expected.numpy(), q, k, v, position=of)
+    position = tuple(rp.GraphLabels(x, table) for x, table in zip(labels, columns, strict=True))
+    agrees(sdpa(q, k, v, attn_mask=bias[None]), q, k, v, position=position)

@@ -7,7 +7,7 @@ import pytest
 from tests.parity import board
 from tests.parity.adaptors import ADAPTORS
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("adaptor", ADAPTORS, ids=lambda one: f"{one.package}-{one.scheme}-{one.variant}")

@@ -36,7 +36,6 @@ from tests.parity.option_peers import (
     turned,
 )
 
-pytestmark = pytest.mark.parity
 functional = torch.nn.functional
 
 # What the simulator runs: each kind of option once.

@@ -9,7 +9,6 @@ import pytest
 import relpos_np as rp
 from relpos_np.conform import conform
 
-pytestmark = pytest.mark.parity
 FRAMEWORKS = ("torch", "jax")
 
 # Name of the function, scheme, variant, dtype, a family that must fail, words of the cause.

@@ -7,7 +7,6 @@ import pytest
 
 import relpos_np as rp
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 theirs = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")

@@ -20,7 +20,6 @@ from tests.every import ATTENTION
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
-pytestmark = pytest.mark.parity
 
 BACKENDS = ("numpy", "terms", "numba")
 

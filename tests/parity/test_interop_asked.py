@@ -11,7 +11,7 @@ import relpos_np as rp
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 from relpos_np.interop.transformers import asked, interface, register, used  # noqa: E402
 from relpos_np.interop.transformers.masks import Mask, mask_of  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("numba")
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "interop.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

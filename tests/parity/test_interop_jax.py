@@ -8,7 +8,6 @@ from relpos_np._runtime import precision
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("numba")
-pytestmark = pytest.mark.parity
 
 from relpos_np.interop.jax import attention, trained  # noqa: E402
 

@@ -7,7 +7,6 @@ import relpos_np as rp
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
-pytestmark = pytest.mark.parity
 
 from relpos_np.interop.torch import attention, trained  # noqa: E402
 

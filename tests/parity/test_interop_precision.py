@@ -11,7 +11,7 @@ from relpos_np._runtime import precision
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 from relpos_np.interop.torch import attention, trained  # noqa: E402
 

@@ -8,7 +8,7 @@ import relpos_np as rp
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 from relpos_np.interop.transformers import NAME, patched, register  # noqa: E402
 

@@ -6,12 +6,9 @@ import relpos_np as rp
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
-pytestmark = [
-    pytest.mark.parity,
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
-    ),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+)
 
 from relpos_np.interop.torch import attention, trained  # noqa: E402
 

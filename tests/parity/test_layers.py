@@ -8,7 +8,6 @@ from relpos_np import layers
 from relpos_np.reference import rotary_frequencies, rotary_matrices, rotate_pairs
 from tests.parity.modules import additive, padding, randomised
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 
 BATCH, HEADS, DIM = 2, 4, 8

@@ -8,7 +8,6 @@ import pytest
 from relpos_np.layers import SwinAttention, VideoSwinAttention, WindowAttention, shift_mask
 from tests.parity.modules import randomised
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 
 BATCH, HEADS, WIDTH = 2, 2, 8

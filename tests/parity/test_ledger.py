@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from tests.parity import ledger
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 RECORDED = json.loads(ledger.RECORD.read_text(encoding="utf-8"))["entries"]
 
 

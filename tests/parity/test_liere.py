@@ -5,14 +5,13 @@ import pytest
 
 import relpos_np as rp
 
-pytestmark = pytest.mark.parity
+pytestmark = pytest.mark.usefixtures("with_gradients")
 torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("heads", [(), (4,)])
 def test_liere(heads, agrees, rng):
     """As the published code of LieRE makes them, with the exponential of PyTorch in float64."""
-    torch.set_grad_enabled(True)
     raw = rng.standard_normal((2, *heads, 2, 3, 3)) / 2
     places = rng.standard_normal((2, 9))
     q, k, v, w = rng.standard_normal((4, 2, 4, 9, 8))
@@ -30,8 +29,8 @@ def test_liere(heads, agrees, rng):
 
     out = torch.nn.functional.scaled_dot_product_attention(turn(given[0]), turn(given[1]), given[2])
     (out * torch.from_numpy(w)).sum().backward()
-    agrees(out.detach().numpy(), q, k, v, position=lambda dtype: rp.LieRE(raw.astype(dtype), positions=places))
     position = rp.LieRE(raw, positions=places)
+    agrees(out.detach(), q, k, v, position=position)
     found = rp.attention_vjp(q, k, v, position=position, grad_out=w, backend=agrees.backend)
     for ours, theirs in zip((found.q, found.k, found.v, found.position["generators"]), given, strict=True):
         np.testing.assert_allclose(ours, theirs.grad.numpy(), rtol=0, atol=1e-12)

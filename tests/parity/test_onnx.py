@@ -11,7 +11,6 @@ import pytest
 
 import relpos_np as rp
 
-pytestmark = pytest.mark.parity
 onnx = pytest.importorskip("onnx")
 node_cases = pytest.importorskip("onnx.backend.test.case.node")
 ml_dtypes = pytest.importorskip("ml_dtypes")

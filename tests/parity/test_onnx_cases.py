@@ -11,7 +11,6 @@ import relpos_np as rp
 from relpos_np._commands import main as cli
 from relpos_np.testing import onnx_cases, write_onnx_cases
 
-pytestmark = pytest.mark.parity
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
 base = pytest.importorskip("onnx.backend.base")

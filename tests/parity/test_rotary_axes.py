@@ -4,34 +4,40 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import EPS32, modeling, sdpa, timm
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-RTOL = 16 * np.finfo(np.float32).eps
+RTOL = 16 * EPS32
+
+
+def recomposed(model, name, sections):
+    """What their module makes of tables that hold the number of their axis."""
+    cls = getattr(modeling(model), name)
+    module = cls.__new__(cls)
+    torch.nn.Module.__init__(module)
+    module.mrope_section = list(sections)
+    tables = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, sum(sections)).clone()
+    return module.recomposition_frequencies(tables)[0, 0].numpy()
 
 
 @pytest.mark.parametrize("sections", [(24, 20, 20), (3, 5, 5), (8, 12, 12), (11, 11, 10), (5, 1, 4)])
 def test_sections_in_turn_of_qwen3_vl(sections):
-    """Their module puts together tables that hold the number of their axis."""
-    modeling = pytest.importorskip("transformers.models.qwen3_vl.modeling_qwen3_vl")
-    module = modeling.Qwen3VLTextRotaryEmbedding.__new__(modeling.Qwen3VLTextRotaryEmbedding)
-    torch.nn.Module.__init__(module)
-    module.mrope_section = list(sections)
-    tables = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, sum(sections)).clone()
-    found = module.recomposition_frequencies(tables)[0, 0, : sum(sections)]
-    np.testing.assert_array_equal(rp.reference.section_axes(sections, order="cyclic"), found.numpy())
+    found = recomposed("qwen3_vl", "Qwen3VLTextRotaryEmbedding", sections)[: sum(sections)]
+    np.testing.assert_array_equal(rp.reference.section_axes(sections, order="cyclic"), found)
+
+
+def test_time_last_of_ernie():
+    """Sections are those of height, width and time."""
+    found = recomposed("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextRotaryEmbedding", (22, 22, 20))[::2]
+    np.testing.assert_array_equal(rp.reference.section_axes((20, 22, 22), order="time_last"), found)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72])
 def test_sections_in_turn_of_timm(head_dim):
     """Sections of GenLIP, which fill 36 pairs and are too many for 32."""
-    from tests.parity.modules import without_torchvision
-
-    with without_torchvision():
-        timm = pytest.importorskip("timm.layers.pos_embed_sincos")
-    module = timm.RotaryEmbeddingMRope(head_dim)
+    module = timm("layers.pos_embed_sincos").RotaryEmbeddingMRope(head_dim)
     found = rp.reference.section_axes(module.mrope_section, order="cyclic", pairs=head_dim // 2)
     np.testing.assert_array_equal(found, module.axis.numpy())
     # Time stands still.
@@ -48,22 +54,11 @@ def turned(x, frequencies, positions, **options):
     return rp.reference.rotate_pairs(x, matrices, **options)
 
 
-def test_time_last_of_ernie():
-    """They turn tables that hold the number of their axis; sections are those of height, width and time."""
-    modeling = pytest.importorskip("transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe")
-    module = modeling.Ernie4_5_VLMoeTextRotaryEmbedding.__new__(modeling.Ernie4_5_VLMoeTextRotaryEmbedding)
-    torch.nn.Module.__init__(module)
-    module.mrope_section = [22, 22, 20]
-    tables = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, 64).clone()
-    found = module.recomposition_frequencies(tables)[0, 0, ::2]
-    np.testing.assert_array_equal(rp.reference.section_axes((20, 22, 22), order="time_last"), found.numpy())
-
-
 def test_halves_of_each_axis_of_gemma4(rng):
     """Tables in float64 from our angles, put together and applied by their code; and their tables in float32."""
-    modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    peer = modeling("gemma4")
     config = transformers.Gemma4VisionConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
-    module = modeling.Gemma4VisionRotaryEmbedding(config)
+    module = peer.Gemma4VisionRotaryEmbedding(config)
     frequencies = rp.reference.axial_frequencies(16, base=config.rope_parameters["rope_theta"])
     grid = rp.reference.grid_positions((3, 5))
     freqs = torch.from_numpy(np.einsum("al,ap->lap", grid, frequencies[[0, 0], :4][:, :4]))[None]
@@ -73,10 +68,10 @@ def test_halves_of_each_axis_of_gemma4(rng):
         np.testing.assert_allclose(x.numpy(), y.numpy(), rtol=0, atol=5 * RTOL)
     q, k, v = rng.standard_normal((3, 1, 4, 15, 16))
     theirs = [
-        modeling.apply_multidimensional_rope(torch.from_numpy(x).transpose(1, 2), cos, sin, ids).transpose(1, 2)
+        peer.apply_multidimensional_rope(torch.from_numpy(x).transpose(1, 2), cos, sin, ids).transpose(1, 2)
         for x in (q, k)
     ]
-    expected = torch.nn.functional.scaled_dot_product_attention(*theirs, torch.from_numpy(v)).numpy()
+    expected = sdpa(*theirs, v).numpy()
     np.testing.assert_allclose(turned(q, frequencies, grid, blocks=2), theirs[0].numpy(), rtol=0, atol=1e-14)
     position = rp.Rotary(frequencies=frequencies, positions=grid, blocks=2)
     for backend in ("numpy", "numba"):
@@ -86,19 +81,19 @@ def test_halves_of_each_axis_of_gemma4(rng):
 
 def test_memory_attention_of_sam2(rng):
     """Width before height, interleaved."""
-    modeling = pytest.importorskip("transformers.models.sam2_video.modeling_sam2_video")
+    peer = modeling("sam2_video")
     config = transformers.Sam2VideoConfig(
         memory_attention_hidden_size=32,
         memory_attention_num_attention_heads=2,
         memory_attention_rope_feat_sizes=[4, 4],
         memory_attention_downsample_rate=1,
     )
-    module = modeling.Sam2VideoVisionRotaryEmbedding(config)
+    module = peer.Sam2VideoVisionRotaryEmbedding(config)
     grid = rp.reference.grid_positions((4, 4))[::-1]
     cos, sin = module(torch.zeros(1), torch.from_numpy(grid.T.copy()))
     frequencies = rp.reference.axial_frequencies(16, base=config.rope_parameters["rope_theta"])
     x = rng.standard_normal((1, 2, 16, 16)).astype(np.float32)
-    theirs, _ = modeling.apply_rotary_pos_emb_2d(torch.from_numpy(x), torch.from_numpy(x), cos[:, None], sin[:, None])
+    theirs, _ = peer.apply_rotary_pos_emb_2d(torch.from_numpy(x), torch.from_numpy(x), cos[:, None], sin[:, None])
     found = turned(x, frequencies, grid, layout="interleaved")
     np.testing.assert_allclose(found, theirs.numpy(), rtol=0, atol=4 * RTOL * np.abs(x).max())
 

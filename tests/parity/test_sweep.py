@@ -19,7 +19,6 @@ REFUSED = {"bigbird_pegasus": "mask", "git": "mask", "bridgetower": "is_causal",
 WRONG = {"differs", "failed", "no call"}
 
 
-@pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*EQUAL, *REFUSED])
 def test_some_model_types(name):
@@ -33,7 +32,6 @@ def test_some_model_types(name):
         assert max(row["difference"].values()) <= sweep.TOLERANCE
 
 
-@pytest.mark.parity
 def test_the_record_holds_no_wrong_answer():
     rows = json.loads(sweep.RECORD.read_text(encoding="utf-8"))["types"]
     verdicts = {row["verdict"] for row in rows.values()}
@@ -73,7 +71,6 @@ HEADS = {
 }
 
 
-@pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_losses_and_generation_ask_for_nothing_unknown(name, monkeypatch):
@@ -107,7 +104,6 @@ def test_heads_losses_and_generation_ask_for_nothing_unknown(name, monkeypatch):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parity
 def test_a_gap_is_not_explained_away():
     """An answer that is wrong is neither the model's own error nor its other implementation's."""
     model, inputs, _ = sweep.built(tiny.model_types()["llama"])

@@ -4,29 +4,30 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import randomised, split_heads, without
+from tests.parity.modules import (
+    EPS32,
+    added,
+    additive,
+    modeling,
+    normal,
+    projected,
+    randomised,
+    sdpa,
+    split_heads,
+    without,
+)
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-layoutlmv2 = pytest.importorskip("transformers.models.layoutlmv2.modeling_layoutlmv2")
-layoutlmv3 = pytest.importorskip("transformers.models.layoutlmv3.modeling_layoutlmv3")
-udop = pytest.importorskip("transformers.models.udop.modeling_udop")
-umt5 = pytest.importorskip("transformers.models.umt5.modeling_umt5")
-wavlm = pytest.importorskip("transformers.models.wavlm.modeling_wavlm")
+layoutlmv2, layoutlmv3, udop, umt5, wavlm = map(modeling, ("layoutlmv2", "layoutlmv3", "udop", "umt5", "wavlm"))
 
 BATCH, HEADS, DIM = 2, 4, 8
 WIDTH = HEADS * DIM
 
 
-def projected(module, names, x):
-    return [split_heads(getattr(module, name)(x)) for name in names]
-
-
 def bias(scheme, length):
     """What a scheme adds, unscaled: (B, H, L, L)."""
-    q = np.zeros((BATCH, HEADS, length, 1))
-    return rp.logits(q, q, position=scheme, scale=1.0, backend="numpy")
+    return added(scheme, BATCH, HEADS, length, length)
 
 
 def words(rng, length):
@@ -56,23 +57,18 @@ def layoutlm_config(version):
 
 
 def layoutlm(version, boxes, positions, **options):
-    """An encoder in float64, its two biases, and the scheme of its tables as a function of the dtype."""
+    """An encoder in float64, its two biases, and the scheme of its tables."""
     module = {2: layoutlmv2.LayoutLMv2Encoder, 3: layoutlmv3.LayoutLMv3Encoder}[version](layoutlm_config(version))
     encoder = randomised(module)
-    tables = [
-        linear.weight.numpy().T for linear in (encoder.rel_pos_bias, encoder.rel_pos_x_bias, encoder.rel_pos_y_bias)
-    ]
+    layers = (encoder.rel_pos_bias, encoder.rel_pos_x_bias, encoder.rel_pos_y_bias)
+    tables = [linear.weight.numpy().T for linear in layers]
     assert [t.shape for t in tables] == [(32, HEADS), (64, HEADS), (64, HEADS)]
     at, boxed = torch.from_numpy(positions), torch.from_numpy(boxes)
     if version == 2:
         parts = encoder._calculate_1d_position_embeddings(at), encoder._calculate_2d_position_embeddings(boxed)
     else:
         parts = encoder._cal_1d_pos_emb(at), encoder._cal_2d_pos_emb(boxed)
-
-    def scheme(dtype):
-        cast = [t.astype(dtype) for t in tables]
-        return rp.LayoutBias(*cast, boxes, positions=positions, variant=f"layoutlmv{version}", **options)
-
+    scheme = rp.LayoutBias(*tables, boxes, positions=positions, variant=f"layoutlmv{version}", **options)
     return encoder, parts, scheme
 
 
@@ -80,37 +76,32 @@ def layoutlm(version, boxes, positions, **options):
 @pytest.mark.parametrize("version", [2, 3])
 def test_layoutlm_biases(version, rounding, rng):
     """Bucket for bucket, up to distances of a whole page."""
-    boxes, positions = words(rng, 300)
-    _, parts, scheme = layoutlm(version, boxes, positions, rounding=rounding)
-    np.testing.assert_allclose(bias(scheme(np.float64), 300), sum(parts).numpy(), rtol=0, atol=1e-15)
+    _, parts, scheme = layoutlm(version, *words(rng, 300), rounding=rounding)
+    np.testing.assert_allclose(bias(scheme, 300), sum(parts).numpy(), rtol=0, atol=1e-15)
 
 
 def test_layoutlmv3_attention(agrees, rng):
-    boxes, positions = words(rng, 50)
-    encoder, (text, page), scheme = layoutlm(3, boxes, positions)
+    encoder, (text, page), scheme = layoutlm(3, *words(rng, 50))
     attention = encoder.layer[0].attention.self
-    x = torch.randn(BATCH, 50, WIDTH, dtype=torch.float64)
+    x = normal(BATCH, 50, WIDTH)
     expected = split_heads(attention(x, position_bias=(text + page) / DIM**0.5)[0])
-    agrees(expected, *projected(attention, ("query", "key", "value"), x), position=scheme)
+    agrees(expected, *projected(attention, "query key value", x), position=scheme)
 
 
 def test_layoutlmv2_attention(agrees, rng):
     """Its code refuses float64 (it masks with a number that float32 has not); PyTorch's takes the same scores."""
-    boxes, positions = words(rng, 50)
-    encoder, (text, page), scheme = layoutlm(2, boxes, positions)
+    encoder, (text, page), scheme = layoutlm(2, *words(rng, 50))
     attention = encoder.layer[0].attention.self
-    x = torch.randn(BATCH, 50, WIDTH, dtype=torch.float64)
+    x = normal(BATCH, 50, WIDTH)
     hidden = torch.zeros(BATCH, 1, 1, 50, dtype=torch.bool)
     hidden[1, ..., 41:] = True
     q, k, v = (split_heads(part) for part in attention.compute_qkv(x))
-    mask = (text + page).masked_fill(hidden, -torch.inf)
-    expected = torch.nn.functional.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v)), attn_mask=mask)
+    expected = sdpa(q, k, v, attn_mask=(text + page).masked_fill(hidden, -torch.inf))
     agrees(expected, q, k, v, position=scheme, key_lengths=np.array([50, 41]))
     own = attention.float()(x.float(), attention_mask=hidden, rel_pos=text.float(), rel_2d_pos=page.float())[0]
     # A score is a sum of products of sums, whose terms are rounded to eps; probabilities are then wrong by as much.
     size = np.abs(q).max() * np.abs(k).max() * DIM**0.5 + np.abs((text + page).numpy()).max()
-    atol = 8 * np.finfo(np.float32).eps * (1 + size) * np.abs(v).max()
-    np.testing.assert_allclose(split_heads(own), expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(split_heads(own), expected, rtol=0, atol=8 * EPS32 * (1 + size) * np.abs(v).max())
 
 
 def test_layoutlmv3_without_positions_adds_nothing(rng):
@@ -124,49 +115,51 @@ def test_layoutlmv3_without_positions_adds_nothing(rng):
 # ---------------------------------------------------------------------------------------------- UDOP
 
 
+def udop_boxes(rng, length):
+    return words(rng, length)[0].astype(np.float32) / np.float32(1000)
+
+
 def udop_bias(boxes, **arguments):
-    """The encoder's bias modules in float64, and the scheme of their tables as a function of the dtype."""
+    """What the encoder's bias modules add in float64, and their tables."""
     kinds = [{"type": "1d"}, {"type": "horizontal", **arguments}, {"type": "vertical", **arguments}]
     config = transformers.UdopConfig(
         d_model=WIDTH, d_kv=DIM, num_heads=HEADS, dropout_rate=0.0, relative_bias_args=kinds
     )
     module = randomised(udop.RelativePositionBiasAggregated(udop.create_relative_bias(config)))
-    tables = [one.relative_attention_bias.weight.numpy() for one in module.biases]
     expected = module(attention_mask=torch.ones(boxes.shape[:2]), bbox=torch.from_numpy(boxes))
+    return config, expected, [one.relative_attention_bias.weight.numpy() for one in module.biases]
 
-    def scheme(dtype, rounding="float32", **options):
-        cast = [t.astype(dtype) for t in tables]
-        return rp.LayoutBias(*cast, boxes, variant="udop", rounding=rounding, **options)
 
-    return config, expected, scheme
+def udop_scheme(tables, boxes, rounding="float32", **options):
+    return rp.LayoutBias(*tables, boxes, variant="udop", rounding=rounding, **options)
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.01, 1 / 224, 0.001])
 def test_udop_bias(unit, rng):
     """Boxes in hundredths and other fractions of a page, where float32 decides."""
-    boxes = words(rng, 200)[0].astype(np.float32) / np.float32(1000)
+    boxes = udop_boxes(rng, 200)
     boxes = (np.round(boxes / unit) * unit).astype(np.float32)
-    _, expected, scheme = udop_bias(boxes)
-    np.testing.assert_allclose(bias(scheme(np.float64), 200), expected.numpy(), rtol=0, atol=1e-15)
+    _, expected, tables = udop_bias(boxes)
+    np.testing.assert_allclose(bias(udop_scheme(tables, boxes), 200), expected.numpy(), rtol=0, atol=1e-15)
     if unit == 0.01:
-        assert not np.allclose(bias(scheme(np.float64, rounding="exact"), 200), expected.numpy())
+        assert not np.allclose(bias(udop_scheme(tables, boxes, "exact"), 200), expected.numpy())
 
 
 def test_udop_bias_with_other_units(rng):
-    boxes = words(rng, 60)[0].astype(np.float32) / np.float32(1000)
-    _, expected, scheme = udop_bias(boxes, scaling_factor=37.5, max_distance=40, relative_attention_num_buckets=16)
-    found = bias(scheme(np.float64, factor=37.5, max_box_distance=40), 60)
+    boxes = udop_boxes(rng, 60)
+    _, expected, tables = udop_bias(boxes, scaling_factor=37.5, max_distance=40, relative_attention_num_buckets=16)
+    found = bias(udop_scheme(tables, boxes, factor=37.5, max_box_distance=40), 60)
     np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-15)
 
 
 def test_udop_attention(agrees, rng):
-    boxes = words(rng, 50)[0].astype(np.float32) / np.float32(1000)
-    config, table, scheme = udop_bias(boxes)
+    boxes = udop_boxes(rng, 50)
+    config, table, tables = udop_bias(boxes)
     config._attn_implementation = "eager"
     attention = without(randomised(udop.UdopAttention(config)), "o")
-    x = torch.randn(BATCH, 50, WIDTH, dtype=torch.float64)
+    x = normal(BATCH, 50, WIDTH)
     expected = split_heads(attention(x, position_bias=table)[0])
-    agrees(expected, *projected(attention, "qkv", x), position=scheme, scale=1.0)
+    agrees(expected, *projected(attention, "q k v", x), position=udop_scheme(tables, boxes), scale=1.0)
 
 
 # ---------------------------------------------------------------------------------------------- WavLM
@@ -190,25 +183,20 @@ def gate_arguments(module):
 def test_wavlm(agrees, length):
     """Up to distances beyond 800."""
     module = wavlm_attention()
-    x = torch.randn(BATCH, length, WIDTH, dtype=torch.float64)
+    x = normal(BATCH, length, WIDTH)
     mask = torch.ones(BATCH, length, dtype=torch.long)
     mask[1, length * 3 // 4 + 1 :] = 0
     expected = split_heads(module(x, attention_mask=mask)[0])
-    q, k, v = projected(module, ("q_proj", "k_proj", "v_proj"), x)
     gate = rp.reference.wavlm_gate(x.numpy(), *(a.numpy() for a in gate_arguments(module)))
-    table = module.rel_attn_embed.weight.numpy()
-
-    def scheme(dtype):
-        return rp.WavLM(table.astype(dtype), gate.astype(dtype))
-
-    agrees(expected, q, k, v, position=scheme, key_lengths=mask.sum(dim=1).numpy())
+    options = {"position": rp.WavLM(module.rel_attn_embed.weight.numpy(), gate), "key_lengths": mask.sum(1).numpy()}
+    agrees(expected, *projected(module, "q_proj k_proj v_proj", x), **options)
 
 
 def test_wavlm_gradients(rng):
     """PyTorch's own derivatives of table, gate weights and the hidden state behind the gate."""
     module = wavlm_attention()
-    x = torch.randn(BATCH, 30, WIDTH, dtype=torch.float64)
-    q, k, v = projected(module, ("q_proj", "k_proj", "v_proj"), x)
+    x = normal(BATCH, 30, WIDTH)
+    q, k, v = projected(module, "q_proj k_proj v_proj", x)
     weight = rng.standard_normal((BATCH, HEADS, 30, DIM))
     with torch.enable_grad():
         x.requires_grad_(True)
@@ -237,14 +225,8 @@ def test_umt5_is_t5(agrees, decoder):
     config = transformers.UMT5Config(d_model=WIDTH, d_kv=DIM, num_heads=HEADS, is_decoder=decoder, dropout_rate=0.0)
     config._attn_implementation = "eager"
     module = without(randomised(umt5.UMT5Attention(config, has_relative_attention_bias=True, layer_idx=0)), "o")
-    x = torch.randn(BATCH, 150, WIDTH, dtype=torch.float64)
-    allowed = torch.ones(150, 150, dtype=torch.bool).tril() if decoder else torch.ones(150, 150, dtype=torch.bool)
-    lowest = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64)
-    mask = torch.where(allowed, torch.zeros_like(lowest), lowest)[None, None]
-    expected = split_heads(module(x, attention_mask=mask)[0])
-    table = module.relative_attention_bias.weight.numpy()
-
-    def scheme(dtype):
-        return rp.T5(table.astype(dtype), bidirectional=not decoder)
-
-    agrees(expected, *projected(module, "qkv", x), position=scheme, scale=1.0, causal=decoder)
+    x = normal(BATCH, 150, WIDTH)
+    seen = np.tri(150, dtype=bool) if decoder else np.ones((150, 150), bool)
+    expected = split_heads(module(x, attention_mask=additive(seen[None, None]))[0])
+    position = rp.T5(module.relative_attention_bias.weight.numpy(), bidirectional=not decoder)
+    agrees(expected, *projected(module, "q k v", x), position=position, scale=1.0, causal=decoder)

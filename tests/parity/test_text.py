@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import randomised
+from tests.parity.modules import added, modeling, randomised, sdpa
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
@@ -25,8 +24,7 @@ def operands(rng, length, kv_heads=HEADS, keys=None):
 
 def inkling_bias(rng, extent, queries, keys):
     """The bias of Inkling, the states of which it is made, and its trained profiles."""
-    peer = pytest.importorskip("transformers.models.inkling.modeling_inkling")
-    module = peer.InklingRelativeLogits(5, extent).double()
+    module = modeling("inkling").InklingRelativeLogits(5, extent).double()
     torch.nn.init.normal_(module.proj)
     states = torch.from_numpy(rng.standard_normal((BATCH, len(queries), HEADS, 5)))
     return module(states, queries, keys), states, module.proj
@@ -34,7 +32,7 @@ def inkling_bias(rng, extent, queries, keys):
 
 def inkling2_bias(rng, extent, queries, keys):
     """That of Inkling 2, whose module makes the states of the hidden ones."""
-    peer = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
+    peer = modeling("inkling2")
     config = peer.Inkling2TextConfig(hidden_size=24, d_rel=5, rel_l2_clip_threshold=1.5)
     module = peer.Inkling2RelativePositionBias(config, HEADS, extent, log_scaling=False).double()
     for parameter in module.parameters():
@@ -52,27 +50,18 @@ def test_inkling(agrees, rng, length, memory, extent, model):
     q, k, v = operands(rng, length, 2, length + memory)
     places = torch.arange(length + memory)
     bias, states, proj = (x.detach() for x in model(rng, extent, places[memory:], places))
-    states, proj = states.transpose(1, 2).numpy(), proj.numpy()
     seen = places <= places[memory:, None]
-    expected = functional.scaled_dot_product_attention(
-        *map(torch.from_numpy, (q, k, v)),
-        attn_mask=bias.masked_fill(~seen, -torch.inf),
-        scale=1 / DIM,
-        enable_gqa=True,
-    )
-
-    def scheme(dtype):
-        return rp.Inkling(states.astype(dtype), proj.astype(dtype))
-
-    found = rp.logits(0 * q, 0 * k, position=scheme(np.float64), backend="numpy")
+    expected = sdpa(q, k, v, attn_mask=bias.masked_fill(~seen, -torch.inf), scale=1 / DIM)
+    position = rp.Inkling(states.transpose(1, 2).numpy(), proj.numpy())
+    found = added(position, *bias.shape)
     np.testing.assert_allclose(found, bias.numpy(), rtol=0, atol=1e-13)
-    agrees(expected.numpy(), q, k, v, position=scheme, causal=True, scale=1 / DIM)
+    agrees(expected, q, k, v, position=position, causal=True, scale=1 / DIM)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_bias_of_a_layer_of_inkling(rng, layer):
     """Queries and bias grow with the logarithm of the position in a layer without a window."""
-    peer = pytest.importorskip("transformers.models.inkling.modeling_inkling")
+    peer = modeling("inkling")
     config = peer.InklingTextConfig(
         hidden_size=24,
         num_hidden_layers=2,
@@ -145,11 +134,7 @@ def test_cable(agrees, rng, length):
     bias = sums[..., :, None] - sums[..., None, :]
     s = torch.from_numpy(q) @ torch.from_numpy(k).mT + bias.masked_fill(torch.ones_like(bias).triu(1) > 0, -torch.inf)
     expected = s.softmax(-1) @ torch.from_numpy(v)
-
-    def scheme(dtype):
-        return rp.FoX(gates.astype(dtype), variant="cable")
-
-    agrees(expected.numpy(), q, k, v, position=scheme, causal=True, scale=1.0)
+    agrees(expected, q, k, v, position=rp.FoX(gates, variant="cable"), causal=True, scale=1.0)
 
 
 # ---------------------------------------------------------------------------------------------- selective attention
@@ -164,7 +149,7 @@ def test_selective(agrees, rng, length, memory):
     s = s.masked_fill(torch.ones(length, length + memory, dtype=torch.bool).triu(1 + memory), -1e300)
     expected = peer.selective_attn(s).softmax(-1) @ torch.from_numpy(v)
     for variant in ("x_transformers", "paper")[: 1 if memory else 2]:
-        agrees(expected.numpy(), q, k, v, position=lambda _, one=variant: rp.Selective(variant=one), causal=True)
+        agrees(expected, q, k, v, position=rp.Selective(variant=variant), causal=True)
 
 
 def test_selective_of_the_paper(agrees, rng):
@@ -181,7 +166,7 @@ def test_selective_of_the_paper(agrees, rng):
         said[:, 0] = 0
         total = total + said
     expected = torch.stack(rows, dim=-2).softmax(-1) @ torch.from_numpy(v)
-    agrees(expected.numpy(), q, k, v, position=lambda _: rp.Selective(1), causal=True)
+    agrees(expected, q, k, v, position=rp.Selective(1), causal=True)
 
 
 # ---------------------------------------------------------------------------------------------- DAPE
@@ -202,14 +187,8 @@ def test_dape(agrees, rng, kind):
     pairs = torch.cat([s, bias.expand_as(s)], dim=1).permute(0, 2, 3, 1)
     s = s + bias + layers(pairs).permute(0, 3, 1, 2)
     expected = s.masked_fill(behind.new_ones(11, 11).triu(1) > 0, -torch.inf).softmax(-1) @ torch.from_numpy(v)
-
-    def scheme(dtype):
-        first, second = p.astype(dtype), a.astype(dtype)
-        inner = rp.ALiBi(first) if kind == "alibi" else rp.KERPLE(first, second)
-        network = layers[0].weight, layers[0].bias, layers[2].weight, layers[2].bias
-        return rp.DAPE(inner, *(x.numpy().astype(dtype) for x in network))
-
-    agrees(expected.numpy(), q, k, v, position=scheme, causal=True)
+    inner = rp.ALiBi(p) if kind == "alibi" else rp.KERPLE(p, a)
+    agrees(expected, q, k, v, position=rp.DAPE(inner, *(x.numpy() for x in layers.parameters())), causal=True)
 
 
 # ---------------------------------------------------------------------------------------------- PaTH
@@ -245,8 +224,4 @@ def test_path_of_the_paper(agrees, rng):
             axis = torch.from_numpy(w[b, heads[h], j])
             between = between @ (torch.eye(DIM) - beta[b, heads[h], j] * torch.outer(axis, axis))
     expected = (s / DIM**0.5).softmax(-1) @ torch.from_numpy(v[:, heads])
-
-    def scheme(dtype):
-        return rp.PaTH(w.astype(dtype), beta.astype(dtype))
-
-    agrees(expected.numpy(), q, k, v, position=scheme, causal=True)
+    agrees(expected, q, k, v, position=rp.PaTH(w, beta), causal=True)

@@ -4,37 +4,22 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import randomised, without_torchvision
+from tests.parity.modules import added, chunked, normal, randomised, split_heads, timm
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
-
-with without_torchvision():
-    timm_swin = pytest.importorskip("timm.models.swin_transformer")
-    timm_pos = pytest.importorskip("timm.layers.pos_embed_rel")
+timm_swin, timm_pos = timm("models.swin_transformer"), timm("layers.pos_embed_rel")
 
 BATCH, HEADS, DIM = 2, 4, 8
 WIDTH = HEADS * DIM
 
 
-def qkv(module, x):
-    """What WindowAttention computes from one projection, as three (B, H, N, D) arrays."""
-    windows, area, _ = x.shape
-    return module.qkv(x).reshape(windows, area, 3, HEADS, DIM).permute(2, 0, 3, 1, 4).numpy()
-
-
-def own_index(window):
-    """A table that holds its own row numbers shows the index map."""
-    rows, area = (2 * window[0] - 1) * (2 * window[1] - 1), window[0] * window[1]
-    zeros = np.zeros((1, 1, area, 1))
-    table = np.arange(rows, dtype=np.float64)[:, None]
-    return rp.logits(zeros, zeros, position=rp.WindowBias(table, window), backend="numpy")[0, 0]
-
-
 @pytest.mark.parametrize("window", [(1, 1), (1, 4), (3, 3), (2, 5), (7, 4)])
 def test_index(window):
-    np.testing.assert_array_equal(own_index(window), timm_pos.gen_relative_position_index(window).numpy())
-    np.testing.assert_array_equal(own_index(window), timm_swin.get_relative_position_index(*window).numpy())
+    """A table that holds its own row numbers shows the index map."""
+    rows, area = (2 * window[0] - 1) * (2 * window[1] - 1), window[0] * window[1]
+    found = added(rp.WindowBias(np.arange(rows, dtype=np.float64)[:, None], window), 1, area, area)[0]
+    np.testing.assert_array_equal(found, timm_pos.gen_relative_position_index(window).numpy())
+    np.testing.assert_array_equal(found, timm_swin.get_relative_position_index(*window).numpy())
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -42,11 +27,9 @@ def test_index(window):
 def test_window_attention(agrees, window, fused):
     module = randomised(timm_swin.WindowAttention(WIDTH, HEADS, window_size=window))
     module.fused_attn, module.proj = fused, torch.nn.Identity()
-    area = window[0] * window[1]
-    x = torch.randn(3, area, WIDTH, dtype=torch.float64)
-    expected = module(x).reshape(3, area, HEADS, DIM).transpose(1, 2).numpy()
-    table = module.relative_position_bias_table.numpy()
-    agrees(expected, *qkv(module, x), position=lambda dtype: rp.WindowBias(table.astype(dtype), window))
+    x = normal(3, window[0] * window[1], WIDTH)
+    position = rp.WindowBias(module.relative_position_bias_table.numpy(), window)
+    agrees(split_heads(module(x)), *chunked(module.qkv(x)), position=position)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -61,21 +44,14 @@ def test_shifted_windows(agrees, window, shift, fused):
     mask = block.attn_mask.double()
     area, windows = window[0] * window[1], 6
     assert mask.shape == (windows, area, area)
-    x = torch.randn(BATCH * windows, area, WIDTH, dtype=torch.float64)
-    expected = module(x, mask).reshape(BATCH * windows, area, HEADS, DIM).transpose(1, 2).numpy()
-    table = module.relative_position_bias_table.numpy()
+    x = normal(BATCH * windows, area, WIDTH)
+    position = rp.WindowBias(module.relative_position_bias_table.numpy(), window)
     tiled = np.tile(mask.numpy(), (BATCH, 1, 1))[:, None]
-
-    def scheme(dtype):
-        return rp.WindowBias(table.astype(dtype), window)
-
-    agrees(expected, *qkv(module, x), position=scheme, mask=tiled)
-    agrees(expected, *qkv(module, x), position=scheme, mask=tiled == 0)  # -100 stands for "never": exp(-100) < 1e-43
+    for hidden in (tiled, tiled == 0):  # -100 stands for "never": exp(-100) < 1e-43
+        agrees(split_heads(module(x, mask)), *chunked(module.qkv(x)), position=position, mask=hidden)
 
 
 def test_rel_pos_bias_module(rng):
     module = randomised(timm_pos.RelPosBias((3, 4), HEADS))
-    table = module.relative_position_bias_table.numpy()
-    zeros = np.zeros((1, HEADS, 12, 1))
-    got = rp.logits(zeros, zeros, position=rp.WindowBias(table, (3, 4)), backend="numpy")
-    np.testing.assert_array_equal(got, module.get_bias().numpy())
+    position = rp.WindowBias(module.relative_position_bias_table.numpy(), (3, 4))
+    np.testing.assert_array_equal(added(position, 1, HEADS, 12, 12), module.get_bias().numpy())

@@ -12,7 +12,6 @@ from relpos_np.testing import cases
 from relpos_np.testing._sizes import lengths
 from relpos_np.testing.example import build
 
-pytestmark = pytest.mark.parity
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
 reference = pytest.importorskip("onnx.reference")

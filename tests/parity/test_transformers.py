@@ -4,26 +4,28 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import additive, padding, randomised, split_heads, without
+from tests.parity.modules import (
+    EPS32,
+    added,
+    additive,
+    half_padded,
+    modeling,
+    normal,
+    padding,
+    projected,
+    randomised,
+    split_heads,
+    without,
+)
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
-mpnet = pytest.importorskip("transformers.models.mpnet.modeling_mpnet")
-swin = pytest.importorskip("transformers.models.swin.modeling_swin")
-w2v2_conformer = pytest.importorskip("transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer")
-w2v2_bert = pytest.importorskip("transformers.models.wav2vec2_bert.modeling_wav2vec2_bert")
-seamless = pytest.importorskip("transformers.models.seamless_m4t.modeling_seamless_m4t")
-xlnet = pytest.importorskip("transformers.models.xlnet.modeling_xlnet")
-vits = pytest.importorskip("transformers.models.vits.modeling_vits")
-speecht5 = pytest.importorskip("transformers.models.speecht5.modeling_speecht5")
-whisper = pytest.importorskip("transformers.models.whisper.modeling_whisper")
-marian = pytest.importorskip("transformers.models.marian.modeling_marian")
+t5, mpnet, swin, xlnet, vits, speecht5 = map(modeling, ("t5", "mpnet", "swin", "xlnet", "vits", "speecht5"))
+w2v2_bert = modeling("wav2vec2_bert")
 
 BATCH, HEADS, DIM = 2, 4, 8
 WIDTH = HEADS * DIM
-EPS32 = np.finfo(np.float32).eps
+SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS}
 
 
 def merge_heads(split):
@@ -32,35 +34,30 @@ def merge_heads(split):
 
 
 def random_input(length, batch=BATCH):
-    return torch.randn(batch, length, WIDTH, dtype=torch.float64)
+    return normal(batch, length, WIDTH)
 
 
 # ---------------------------------------------------------------------------------------------- T5 and MPNet
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (320, 800), (64, 256), (28, 882), (8, 20)])
-def test_t5_buckets_bit_for_bit(num_buckets, max_distance, bidirectional):
+@pytest.mark.parametrize(
+    ("num_buckets", "max_distance", "rounding"),
+    [
+        *((n, far, "float32") for n, far in ((32, 128), (320, 800), (64, 256), (28, 882), (8, 20))),
+        (32, 128, "exact"),  # where the single-precision rule and the exact one are the same
+    ],
+)
+def test_t5_buckets_bit_for_bit(num_buckets, max_distance, rounding, bidirectional):
     """A table that holds its own row numbers shows the bucket of every distance."""
     reach = 2000
     distances = torch.arange(-reach, reach + 1)
     expected = t5.T5Attention._relative_position_bucket(distances, bidirectional, num_buckets, max_distance).numpy()
     table = np.arange(num_buckets, dtype=np.float64)[:, None]
     q, k = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 2 * reach + 1, 1))
-    scheme = rp.T5(table, max_distance=max_distance, bidirectional=bidirectional, rounding="float32")
-    got = rp.logits(q, k, position=scheme, scale=1.0, offset=reach, backend="numpy")
+    scheme = rp.T5(table, max_distance=max_distance, bidirectional=bidirectional, rounding=rounding)
+    got = rp.logits(q, k, position=scheme, offset=reach, backend="numpy")
     np.testing.assert_array_equal(got[0, 0, 0], expected)
-
-
-def test_t5_default_buckets_are_exact():
-    """With 32 buckets and 128 the single-precision rule and the exact one are the same."""
-    for bidirectional in (True, False):
-        distances = torch.arange(-2000, 2001)
-        expected = t5.T5Attention._relative_position_bucket(distances, bidirectional).numpy()
-        table = np.arange(32, dtype=np.float64)[:, None]
-        q, k = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 4001, 1))
-        got = rp.logits(q, k, position=rp.T5(table, bidirectional=bidirectional), offset=2000, backend="numpy")
-        np.testing.assert_array_equal(got[0, 0, 0], expected)
 
 
 def t5_attention(implementation, *, decoder):
@@ -75,12 +72,9 @@ def test_t5_encoder(agrees, implementation):
     x = random_input(150)  # farther than max_distance, so that the last bucket is used
     mask = padding(150, [150, 97])[:, None, None]
     expected = merge_heads(module(x, mask=additive(mask))[0])
-    table = module.relative_attention_bias.weight.numpy()
-    q, k, v = (split_heads(linear(x)) for linear in (module.q, module.k, module.v))
-    agrees(expected, q, k, v, position=lambda dtype: rp.T5(table.astype(dtype)), mask=mask, scale=1.0)
-    agrees(
-        expected, q, k, v, position=lambda dtype: rp.T5(table.astype(dtype)), key_lengths=np.array([150, 97]), scale=1.0
-    )
+    position = rp.T5(module.relative_attention_bias.weight.numpy())
+    for hidden in ({"mask": mask}, {"key_lengths": np.array([150, 97])}):
+        agrees(expected, *projected(module, "q k v", x), position=position, scale=1.0, **hidden)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -89,33 +83,26 @@ def test_t5_decoder_whole_and_in_steps(agrees, implementation):
     x = random_input(40)
     causal = np.tril(np.ones((40, 40), dtype=bool))
     expected = merge_heads(module(x, mask=additive(causal[None, None]))[0])
-    table = module.relative_attention_bias.weight.numpy()
-    q, k, v = (split_heads(linear(x)) for linear in (module.q, module.k, module.v))
-
-    def scheme(dtype):
-        return rp.T5(table.astype(dtype), bidirectional=False)
-
-    agrees(expected, q, k, v, position=scheme, causal=True, scale=1.0)
+    position = rp.T5(module.relative_attention_bias.weight.numpy(), bidirectional=False)
+    q, k, v = projected(module, "q k v", x)
+    agrees(expected, q, k, v, position=position, causal=True, scale=1.0)
 
     cache = transformers.DynamicCache()
     module(x[:, :33], mask=additive(causal[None, None, :33, :33]), cache=cache)
     last = merge_heads(module(x[:, 33:], mask=additive(causal[None, None, 33:]), cache=cache)[0])
     np.testing.assert_allclose(last, expected[:, :, 33:], rtol=0, atol=1e-12)
-    agrees(last, q[:, :, 33:], k, v, position=scheme, causal=True, scale=1.0)
+    agrees(last, q[:, :, 33:], k, v, position=position, causal=True, scale=1.0)
 
 
 def test_mpnet_encoder(agrees):
-    config = transformers.MPNetConfig(
-        hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=1, intermediate_size=8, vocab_size=16
-    )
+    config = transformers.MPNetConfig(**SIZES, num_hidden_layers=1, intermediate_size=8, vocab_size=16)
     encoder = randomised(mpnet.MPNetEncoder(config))
     module = without(encoder.layer[0].attention.attn, "o")
     x = random_input(140)
     mask = padding(140, [140, 64])[:, None, None]
     expected = merge_heads(module(x, additive(mask), position_bias=encoder.compute_position_bias(x))[0])
-    table = encoder.relative_attention_bias.weight.numpy()
-    q, k, v = (split_heads(linear(x)) for linear in (module.q, module.k, module.v))
-    agrees(expected, q, k, v, position=lambda dtype: rp.T5(table.astype(dtype)), mask=mask)
+    position = rp.T5(encoder.relative_attention_bias.weight.numpy())
+    agrees(expected, *projected(module, "q k v", x), position=position, mask=mask)
 
 
 # ---------------------------------------------------------------------------------------------- Swin
@@ -132,103 +119,67 @@ def test_swin_windows(agrees, window, shift):
     windows, area = (side // window) ** 2, window * window
     x = random_input(area, batch=BATCH * windows)
     expected = merge_heads(module(x, shift_mask)[0])
-    table = module.relative_position_bias.relative_position_bias_table.numpy()
-    q, k, v = (split_heads(linear(x)) for linear in (module.q_proj, module.k_proj, module.v_proj))
-
-    def scheme(dtype):
-        return rp.WindowBias(table.astype(dtype), (window, window))
-
-    if shift_mask is None:
-        agrees(expected, q, k, v, position=scheme)
-        return
-    tiled = np.tile(shift_mask.numpy(), (BATCH, 1, 1))[:, None]
-    agrees(expected, q, k, v, position=scheme, mask=tiled)
-    agrees(expected, q, k, v, position=scheme, mask=tiled == 0)  # exp(-100) is below 1e-43
+    position = rp.WindowBias(module.relative_position_bias.relative_position_bias_table.numpy(), (window, window))
+    masks = [None]
+    if shift_mask is not None:
+        tiled = np.tile(shift_mask.numpy(), (BATCH, 1, 1))[:, None]
+        masks = [tiled, tiled == 0]  # exp(-100) is below 1e-43
+    for mask in masks:
+        agrees(expected, *projected(module, "q_proj k_proj v_proj", x), position=position, mask=mask)
 
 
 def test_swin_index():
     """A table that holds its own row numbers shows the index map."""
     module = swin.SwinRelativePositionBias(1, (3, 5))
     table = np.arange(5 * 9, dtype=np.float64)[:, None]
-    zeros = np.zeros((1, 1, 15, 1))
-    got = rp.logits(zeros, zeros, position=rp.WindowBias(table, (3, 5)), backend="numpy")[0, 0]
+    got = added(rp.WindowBias(table, (3, 5)), 1, 15, 15)[0]
     np.testing.assert_array_equal(got, module.relative_position_index.view(15, 15).numpy())
 
 
 # ---------------------------------------------------------------------------------------------- Transformer-XL family
 
 
-CONFORMERS = {"Wav2Vec2Conformer": w2v2_conformer, "Wav2Vec2Bert": w2v2_bert, "SeamlessM4TConformer": seamless}
-
-
-def conformer(name):
-    """The self-attention and the positional embedding of one of the three models, which agree in their names."""
-    options = {"hidden_size": WIDTH, "position_embeddings_type": "relative", "max_source_positions": 50}
-    if name == "SeamlessM4TConformer":
-        config = transformers.SeamlessM4TConfig(speech_encoder_attention_heads=HEADS, **options)
-    else:
-        config = getattr(transformers, f"{name}Config")(num_attention_heads=HEADS, **options)
-    attention, embedding = (
-        getattr(CONFORMERS[name], name + part) for part in ("SelfAttention", "RelPositionalEmbedding")
-    )
-    return without(randomised(attention(config)), "linear_out"), embedding(config)
+CONFORMERS = {
+    "Wav2Vec2Conformer": "wav2vec2_conformer",
+    "Wav2Vec2Bert": "wav2vec2_bert",
+    "SeamlessM4TConformer": "seamless_m4t",
+}
 
 
 @pytest.mark.parametrize("length", [1, 2, 17])
 @pytest.mark.parametrize("name", sorted(CONFORMERS))
 def test_conformer(agrees, name, length):
-    module, embedding = conformer(name)
+    """Three models, which agree in their names."""
+    options = {"hidden_size": WIDTH, "position_embeddings_type": "relative", "max_source_positions": 50}
+    if name == "SeamlessM4TConformer":
+        config = transformers.SeamlessM4TConfig(speech_encoder_attention_heads=HEADS, **options)
+    else:
+        config = getattr(transformers, f"{name}Config")(num_attention_heads=HEADS, **options)
+    peer = modeling(CONFORMERS[name])
+    module = without(randomised(getattr(peer, f"{name}SelfAttention")(config)), "linear_out")
     x = random_input(length)
-    encoded = embedding(x)
+    encoded = getattr(peer, f"{name}RelPositionalEmbedding")(config)(x)
     own = rp.Sinusoidal(WIDTH).encode(np.arange(length - 1, -length, -1))
     np.testing.assert_allclose(own, encoded[0].numpy(), rtol=0, atol=4 * EPS32 * (1 + length))
 
     rows = module.linear_pos(encoded).view(2 * length - 1, HEADS, DIM).numpy()
-    u, v_bias = module.pos_bias_u.numpy(), module.pos_bias_v.numpy()
-    mask = padding(length, [length, (length + 1) // 2])[:, None, None]
+    mask = half_padded(length)
     expected = merge_heads(module(x, attention_mask=additive(mask), relative_position_embeddings=encoded)[0])
-    q, k, v = (split_heads(linear(x)) for linear in (module.linear_q, module.linear_k, module.linear_v))
-
-    def scheme(dtype):
-        return rp.TransformerXL(*(part.astype(dtype) for part in (u, v_bias, rows)), variant="conformer")
-
-    agrees(expected, q, k, v, position=scheme, mask=mask)
-
-
-@pytest.mark.parametrize(("length", "memory"), [(1, 0), (6, 0), (1, 5), (7, 11)])
-def test_xlnet(agrees, rng, length, memory):
-    keys = length + memory
-    config = transformers.XLNetConfig(d_model=WIDTH, n_head=HEADS, n_layer=1, d_inner=8, vocab_size=16, dropout=0.0)
-    module = randomised(xlnet.XLNetRelativeAttention(config))
-    encoded = xlnet.XLNetModel(config).relative_positional_encoding(length, keys)[:, 0]
-    own = rp.Sinusoidal(WIDTH, layout="concatenated").encode(np.arange(keys, -length, -1))
-    np.testing.assert_allclose(own, encoded.numpy(), rtol=0, atol=4 * EPS32 * (1 + keys))
-
-    rows = torch.einsum("rw,whd->rhd", encoded.double(), module.r)
-    # the module counts (length, batch, heads, dim), and masks with 1 where a key is hidden
-    q, k, v = (torch.from_numpy(rng.standard_normal((n, BATCH, HEADS, DIM))) for n in (length, keys, keys))
-    hidden = np.triu(np.ones((length, keys)), 1 + memory)
-    u, v_bias = module.r_w_bias.numpy(), module.r_r_bias.numpy()
-    arrays = [t.permute(1, 2, 0, 3).numpy() for t in (q, k, v)]
-
-    def scheme(dtype):
-        return rp.TransformerXL(*(part.astype(dtype) for part in (u, v_bias, rows.numpy())), variant="xlnet")
-
-    for mask in (None, torch.from_numpy(hidden)[:, :, None, None].expand(-1, -1, BATCH, HEADS)):
-        out = module.rel_attn_core(q, k, v, rows[:, None].expand(-1, BATCH, -1, -1), attn_mask=mask)
-        expected = out.permute(1, 2, 0, 3).numpy()
-        agrees(expected, *arrays, position=scheme, causal=mask is not None)
+    position = rp.TransformerXL(module.pos_bias_u.numpy(), module.pos_bias_v.numpy(), rows, variant="conformer")
+    agrees(expected, *projected(module, "linear_q linear_k linear_v", x), position=position, mask=mask)
 
 
 @pytest.mark.parametrize(("length", "keys"), [(1, 1), (5, 5), (1, 6), (4, 9)])
 def test_xlnet_rel_shift(rng, length, keys):
     x = rng.standard_normal((BATCH, HEADS, length, length + keys))
-    expected = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.from_numpy(x), klen=keys).numpy()
-    np.testing.assert_array_equal(rp.rel_shift(x, variant="xlnet", backend="numpy"), expected)
     one_way = x[..., : keys + 1]
-    expected = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.from_numpy(one_way), klen=keys).numpy()
-    for backend in rp.backend.HOST_BACKENDS:
-        np.testing.assert_array_equal(rp.rel_shift(one_way, variant="xlnet_uni", backend=backend), expected)
+    for columns, variant, backends in (
+        (x, "xlnet", ["numpy"]),
+        (one_way, "xlnet_uni", rp.backend.HOST_BACKENDS),
+    ):
+        expected = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.from_numpy(columns), klen=keys).numpy()
+        for backend in backends:
+            np.testing.assert_array_equal(rp.rel_shift(columns, variant=variant, backend=backend), expected)
 
 
 def published_shift(x):
@@ -247,20 +198,14 @@ def test_transformer_xl(agrees, rng, length, memory):
     tq, tk, tv, tu, tb, tr = map(torch.from_numpy, (q, k, v, u, v_bias, rows))
     products = torch.einsum("bhid,rhd->bhir", tq + tb[:, None], tr)
     shifted = published_shift(products)
-    for variant in ("transformer_xl", "espnet_legacy"):
-        got = rp.rel_shift(products.numpy(), variant=variant, backend="numpy")
-        np.testing.assert_array_equal(got, shifted.numpy())
-
     scores = (torch.einsum("bhid,bhjd->bhij", tq + tu[:, None], tk) + shifted) / DIM**0.5
     later = torch.ones(length, keys, dtype=torch.bool).triu(1 + memory)
     for variant, causal in (("transformer_xl", True), ("espnet_legacy", False)):
+        got = rp.rel_shift(products.numpy(), variant=variant, backend="numpy")
+        np.testing.assert_array_equal(got, shifted.numpy())
         seen = scores.masked_fill(later, -torch.inf) if causal else scores
-        expected = (torch.softmax(seen, dim=-1) @ tv).numpy()
-
-        def scheme(dtype, variant=variant):
-            return rp.TransformerXL(*(part.astype(dtype) for part in (u, v_bias, rows)), variant=variant)
-
-        agrees(expected, q, k, v, position=scheme, causal=causal)
+        expected = torch.softmax(seen, dim=-1) @ tv
+        agrees(expected, q, k, v, position=rp.TransformerXL(u, v_bias, rows, variant=variant), causal=causal)
 
 
 # ---------------------------------------------------------------------------------------------- Shaw family
@@ -268,19 +213,15 @@ def test_transformer_xl(agrees, rng, length, memory):
 
 @pytest.mark.parametrize("length", [1, 3, 5, 14])
 def test_vits_is_shaw_with_zero_outside(agrees, length):
-    config = transformers.VitsConfig(hidden_size=WIDTH, num_attention_heads=HEADS, window_size=4, attention_dropout=0.0)
+    config = transformers.VitsConfig(**SIZES, window_size=4, attention_dropout=0.0)
     module = without(randomised(vits.VitsAttention(config)), "out_proj")
     x = random_input(length)
-    mask = padding(length, [length, (length + 1) // 2])[:, None, None]
+    mask = half_padded(length)
     wide = np.broadcast_to(mask, (BATCH, 1, length, length))
     expected = merge_heads(module(x, attention_mask=additive(wide))[0])
-    key_table, value_table = module.emb_rel_k[0].numpy(), module.emb_rel_v[0].numpy()
-    q, k, v = (split_heads(linear(x)) for linear in (module.q_proj, module.k_proj, module.v_proj))
-
-    def scheme(dtype):
-        return rp.Shaw(key_table.astype(dtype), value_table.astype(dtype), outside="zero")
-
-    agrees(expected, q, k, v, position=scheme, mask=mask, largest_value=np.abs(value_table).max())
+    tables = module.emb_rel_k[0].numpy(), module.emb_rel_v[0].numpy()
+    options = {"position": rp.Shaw(*tables, outside="zero"), "mask": mask, "largest_value": np.abs(tables[1]).max()}
+    agrees(expected, *projected(module, "q_proj k_proj v_proj", x), **options)
 
 
 @pytest.mark.parametrize(("max_length", "length"), [(4, 12), (30, 9)])
@@ -290,50 +231,43 @@ def test_speecht5_is_shaw_clipped(agrees, max_length, length):
     positions = randomised(speecht5.SpeechT5RelativePositionalEncoding(DIM, max_length))
     x = random_input(length)
     expected = merge_heads(module(x, position_bias=positions(x))[0])
-    table = positions.pe_k.weight.numpy()[::-1]
-    q, k, v = (split_heads(linear(x)) for linear in (module.q_proj, module.k_proj, module.v_proj))
-    agrees(expected, q, k, v, position=lambda dtype: rp.Shaw(table.astype(dtype), left=max_length - 1))
+    position = rp.Shaw(positions.pe_k.weight.numpy()[::-1], left=max_length - 1)
+    agrees(expected, *projected(module, "q_proj k_proj v_proj", x), position=position)
 
 
 def test_wav2vec2_bert_is_shaw_clipped(agrees):
     """Wav2Vec2-BERT clips at 6 on the left and 2 on the right."""
-    config = transformers.Wav2Vec2BertConfig(
-        hidden_size=WIDTH,
-        num_attention_heads=HEADS,
-        position_embeddings_type="relative_key",
-        left_max_position_embeddings=6,
-        right_max_position_embeddings=2,
-    )
+    reach = {"left_max_position_embeddings": 6, "right_max_position_embeddings": 2}
+    config = transformers.Wav2Vec2BertConfig(**SIZES, **reach, position_embeddings_type="relative_key")
     module = without(randomised(w2v2_bert.Wav2Vec2BertSelfAttention(config)), "linear_out")
     x = random_input(15)
-    mask = padding(15, [15, 8])[:, None, None]
+    mask = half_padded(15)
     expected = merge_heads(module(x, attention_mask=additive(mask))[0])
-    table = module.distance_embedding.weight.numpy()
-    q, k, v = (split_heads(linear(x)) for linear in (module.linear_q, module.linear_k, module.linear_v))
-    agrees(expected, q, k, v, position=lambda dtype: rp.Shaw(table.astype(dtype), left=6), mask=mask)
+    position = rp.Shaw(module.distance_embedding.weight.numpy(), left=6)
+    agrees(expected, *projected(module, "linear_q linear_k linear_v", x), position=position, mask=mask)
 
 
 # ---------------------------------------------------------------------------------------------- absolute
 
 
-@pytest.mark.parametrize("dim", [24, 25])
-def test_tensor2tensor_sinusoids_of_fairseq(dim):
-    """M2M-100's; they count from 2, and the padding's row is 0."""
-    m2m = pytest.importorskip("transformers.models.m2m_100.modeling_m2m_100")
-    expected = m2m.M2M100SinusoidalPositionalEmbedding.get_embedding(200, dim, 1).numpy()
-    own = rp.Sinusoidal(dim, layout="tensor2tensor").encode(200)
-    np.testing.assert_allclose(own[2:], expected[2:], rtol=0, atol=4 * EPS32 * 200)
-    assert not expected[1].any()
-
-
-def test_tensor2tensor_sinusoids_of_whisper():
-    expected = whisper.sinusoids(200, 24).numpy()
-    own = rp.Sinusoidal(24, layout="tensor2tensor").encode(200)
-    np.testing.assert_allclose(own, expected, rtol=0, atol=4 * EPS32 * 200)
-
-
-@pytest.mark.parametrize("dim", [24, 25])
-def test_concatenated_sinusoids_of_marian(dim):
-    expected = marian.MarianSinusoidalPositionalEmbedding(200, dim).create_weight().numpy()
-    own = rp.Sinusoidal(dim, layout="concatenated").encode(200)
-    np.testing.assert_allclose(own, expected, rtol=0, atol=EPS32)
+@pytest.mark.parametrize(
+    ("model", "dim", "layout"),
+    [
+        *(("m2m_100", dim, "tensor2tensor") for dim in (24, 25)),
+        ("whisper", 24, "tensor2tensor"),
+        *(("marian", dim, "concatenated") for dim in (24, 25)),
+    ],
+)
+def test_sinusoids(model, dim, layout):
+    """M2M-100 counts from 2, and the padding's row is 0; Marian's table is computed in float64."""
+    peer = modeling(model)
+    expected = {
+        "m2m_100": lambda: peer.M2M100SinusoidalPositionalEmbedding.get_embedding(200, dim, 1),
+        "whisper": lambda: peer.sinusoids(200, dim),
+        "marian": lambda: peer.MarianSinusoidalPositionalEmbedding(200, dim).create_weight(),
+    }[model]().numpy()
+    own = rp.Sinusoidal(dim, layout=layout).encode(200)
+    start = 2 if model == "m2m_100" else 0
+    atol = EPS32 if model == "marian" else 4 * EPS32 * 200
+    np.testing.assert_allclose(own[start:], expected[start:], rtol=0, atol=atol)
+    assert model != "m2m_100" or not expected[1].any()

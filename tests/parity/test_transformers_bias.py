@@ -4,29 +4,20 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import EPS32, added, modeling, sdpa
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
-falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon")
-mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+bloom, falcon, mpt = map(modeling, ("bloom", "falcon", "mpt"))
 
 HEADS = [1, 2, 3, 8, 12, 16, 40, 71, 112]
-
-
-def bias(scheme, heads, q_len, k_len):
-    """What a scheme adds: (H, L_q, L_k)."""
-    q, k = np.zeros((heads, q_len, 1)), np.zeros((heads, k_len, 1))
-    return rp.logits(q, k, position=scheme, backend="numpy")
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_key_form_is_that_of_bloom(heads):
     """Its slopes are powers of a float32 number, whose rounding they multiply by up to H."""
     expected = bloom.build_alibi_tensor(torch.ones(1, 33, dtype=torch.long), heads, torch.float64).numpy()
-    found = bias(rp.ALiBi(form="key"), heads, 1, 33)
-    np.testing.assert_allclose(found, expected, rtol=(heads + 2) * np.finfo(np.float32).eps, atol=0)
+    found = added(rp.ALiBi(form="key"), heads, 1, 33)
+    np.testing.assert_allclose(found, expected, rtol=(heads + 2) * EPS32, atol=0)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -34,10 +25,10 @@ def test_key_form_is_that_of_bloom(heads):
 def test_causal_form_is_that_of_mpt(heads, bias_max):
     """MPT has the row of the last query, and words the rule for slopes in another way."""
     expected = mpt.build_mpt_alibi_tensor(heads, 33, alibi_bias_max=bias_max).numpy()
-    found = bias(rp.ALiBi(form="causal", bias_max=bias_max), heads, 1, 33)
-    np.testing.assert_allclose(found, expected, rtol=4 * np.finfo(np.float32).eps, atol=0)
+    found = added(rp.ALiBi(form="causal", bias_max=bias_max), heads, 1, 33)
+    np.testing.assert_allclose(found, expected, rtol=4 * EPS32, atol=0)
     if bias_max == 8:
-        np.testing.assert_array_equal(bias(rp.ALiBi(form="causal"), heads, 1, 33), found)
+        np.testing.assert_array_equal(added(rp.ALiBi(form="causal"), heads, 1, 33), found)
 
 
 def test_mpt_of_transformers_computes_with_8_whatever_its_configuration_says():
@@ -56,7 +47,7 @@ def test_mpt_of_transformers_computes_with_8_whatever_its_configuration_says():
 def test_falcon_rounds_its_bias_to_bfloat16(heads):
     """Slopes and products are rounded, each by up to 2^-8."""
     expected = falcon.build_alibi_tensor(torch.ones(1, 33, dtype=torch.long), heads, torch.float64).numpy()
-    found = bias(rp.ALiBi(form="key"), heads, 1, 33)
+    found = added(rp.ALiBi(form="key"), heads, 1, 33)
     np.testing.assert_allclose(found, expected, rtol=2.0**-7, atol=0)
 
 
@@ -66,19 +57,10 @@ def test_attention_of_bloom(form, agrees, rng):
     heads, length = 6, 19
     q, k, v = rng.standard_normal((3, 2, heads, length, 8))
     there = np.arange(length) >= np.array([[0], [5]])
-    added = bloom.build_alibi_tensor(torch.from_numpy(there.astype(np.int64)), heads, torch.float64)
-    added = added.reshape(2, heads, 1, length).expand(2, heads, length, length).clone()
+    bias = bloom.build_alibi_tensor(torch.from_numpy(there.astype(np.int64)), heads, torch.float64)
+    bias = bias.reshape(2, heads, 1, length).expand(2, heads, length, length).clone()
     seen = torch.from_numpy(np.tril(np.ones((length, length), bool)) & there[:, None, None])
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *map(torch.from_numpy, (q, k, v)), attn_mask=added.masked_fill(~seen, -torch.inf)
-    ).nan_to_num()  # queries that are padding see nothing
+    # Queries that are padding see nothing.
+    expected = sdpa(q, k, v, attn_mask=bias.masked_fill(~seen, -torch.inf)).nan_to_num()
     slopes = bloom.build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float64)[:, 0, 1].numpy()
-    agrees(
-        expected,
-        q,
-        k,
-        v,
-        position=lambda dtype: rp.ALiBi(slopes.astype(dtype), form=form),
-        causal=True,
-        mask=there[:, None, None],
-    )
+    agrees(expected, q, k, v, position=rp.ALiBi(slopes, form=form), causal=True, mask=there[:, None, None])

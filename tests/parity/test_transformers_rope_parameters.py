@@ -7,22 +7,30 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.modules import EPS32, modeling
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 rope = pytest.importorskip("transformers.modeling_rope_utils")
 
 # The peer's frequencies are float32, and go through a power and a few products.
-RTOL = 16 * np.finfo(np.float32).eps
+RTOL = 16 * EPS32
 LONG = {"original_max_position_embeddings": 64}
 SHORT = [1 + 0.1 * n for n in range(32)]
 SPREAD = [1.5**n for n in range(32)]
 
+BASE = {"rope_theta": 5e5}
+BETAS = {"beta_fast": 8.0, "beta_slow": 2.0}
+
 CONFIGS = {
-    "default": [{}, {"rope_theta": 5e5}, {"partial_rotary_factor": 0.5}, {"rope_type": None}],
-    "linear": [{"factor": 1.0}, {"factor": 8}, {"factor": 2.5, "partial_rotary_factor": 0.25}],
-    "dynamic": [{"factor": 1.0}, {"factor": 4.0}, {"factor": 2.0, "partial_rotary_factor": 0.5}],
+    "default": [{}, BASE, {"partial_rotary_factor": 0.5}, {"rope_type": None}],
+    "linear": [{"factor": 1.0}, {"factor": 8}, {"factor": 2.5, "partial_rotary_factor": 0.25}, BASE | {"factor": 7.5}],
+    "dynamic": [
+        {"factor": 1.0},
+        {"factor": 4.0},
+        {"factor": 2.0, "partial_rotary_factor": 0.5},
+        BASE | {"factor": 2.0},
+    ],
     "yarn": [
         LONG | {"factor": factor} | more
         for factor in (1.0, 4.0, None)
@@ -34,6 +42,18 @@ CONFIGS = {
             {"beta_fast": 16, "beta_slow": 2, "truncate": False, "rope_theta": 150000},
             {"partial_rotary_factor": 0.5, "original_max_position_embeddings": None},
         )
+    ]
+    + [
+        BASE | {"factor": factor, "original_max_position_embeddings": length, "truncate": truncate} | betas
+        for factor, length in ((1.0, 4096), (4.0, 8192), (40.0, 4096), (16.0, 100))
+        for truncate in (True, False)
+        for betas in ({}, BETAS)
+    ]
+    + [
+        BASE | {"factor": 40.0, "original_max_position_embeddings": 4096} | magnitudes
+        for mscale, whole in ((0.707, 0.707), (1.0, 0.5), (0.3, 2.0))
+        # Alone, neither has an effect there.
+        for magnitudes in ({"mscale": mscale, "mscale_all_dim": whole}, {"mscale": mscale}, {"mscale_all_dim": whole})
     ],
     "longrope": [
         LONG | {"short_factor": SHORT, "long_factor": SPREAD} | more
@@ -41,14 +61,27 @@ CONFIGS = {
             {},
             {"factor": 16.0},
             {"attention_factor": 1.19},
+            {"original_max_position_embeddings": 256},
             {"partial_rotary_factor": 0.5, "short_factor": SHORT[:16], "long_factor": SPREAD[:16]},
         )
     ],
     "llama3": [
         LONG | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         {"factor": 32.0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 20},
+    ]
+    + [
+        BASE
+        | {
+            "factor": factor,
+            "original_max_position_embeddings": length,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+        }
+        for factor, length in ((8.0, 8192), (32.0, 8192), (4.0, 512))
+        for low, high in ((1.0, 4.0), (2.0, 16.0), (1.0, 1.0))
     ],
-    "proportional": [{}, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.3, "factor": 8.0}],
+    "proportional": [{}, {"partial_rotary_factor": 0.25}]
+    + [{"partial_rotary_factor": share, "factor": factor} for share in (0.25, 0.3, 0.5, 1.0) for factor in (1.0, 8.0)],
 }
 
 
@@ -103,10 +136,10 @@ def test_every_key_of_theirs_is_known():
 
 
 def test_alpha_of_hunyuan():
-    modeling = pytest.importorskip("transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense")
+    peer = modeling("hunyuan_v1_dense")
     parameters = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0, "beta_fast": 32}
     config = transformers.HunYuanDenseV1Config(head_dim=64, rope_parameters=dict(parameters))
-    module = modeling.HunYuanDenseV1RotaryEmbedding(config)
+    module = peer.HunYuanDenseV1RotaryEmbedding(config)
     ours = rp.reference.rope_parameters(parameters, head_dim=64)
     np.testing.assert_allclose(ours[0], module.inv_freq.numpy(), rtol=RTOL)
     assert ours[1] == module.attention_scaling
@@ -115,7 +148,7 @@ def test_alpha_of_hunyuan():
 @pytest.mark.parametrize("length", [60, 70])
 def test_magnitudes_of_phimoe(length):
     """Up to the original length; beyond, they keep the short factors but take the long magnitude."""
-    modeling = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    peer = modeling("phimoe")
     parameters = LONG | {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -128,7 +161,7 @@ def test_magnitudes_of_phimoe(length):
         hidden_size=256, num_attention_heads=4, max_position_embeddings=256, rope_parameters=dict(parameters)
     )
     config.head_dim = 64
-    cos, _ = modeling.PhimoeRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    cos, _ = peer.PhimoeRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
     omega, magnitude = rp.reference.rope_parameters(parameters, head_dim=64, length=length, max_position_embeddings=256)
     assert cos[0, 0, 0].item() == magnitude
     if length <= 64:
@@ -137,7 +170,7 @@ def test_magnitudes_of_phimoe(length):
 
 
 def test_phi3_keeps_the_original_length_beside():
-    modeling = pytest.importorskip("transformers.models.phi3.modeling_phi3")
+    peer = modeling("phi3")
     parameters = {"type": "longrope", "short_factor": SHORT, "long_factor": SPREAD}
     config = transformers.Phi3Config(
         hidden_size=128,
@@ -146,7 +179,7 @@ def test_phi3_keeps_the_original_length_beside():
         original_max_position_embeddings=64,
         rope_scaling=dict(parameters),
     )
-    module = modeling.Phi3RotaryEmbedding(config)
+    module = peer.Phi3RotaryEmbedding(config)
     ours = rp.reference.rope_parameters(
         parameters, head_dim=64, max_position_embeddings=256, original_max_position_embeddings=64
     )

@@ -13,7 +13,7 @@ import relpos_np as rp
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 from relpos_np.configs import model_types  # noqa: E402
 from relpos_np.configs.families import FAMILIES  # noqa: E402

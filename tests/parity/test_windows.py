@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import randomised, split_heads, without
+from tests.parity.modules import added, chunked, normal, projected, randomised, split_heads, timm, without
 
-pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
@@ -16,20 +15,9 @@ HEADS, DIM = 4, 8
 WIDTH = HEADS * DIM
 
 
-def timm_module(name):
-    """A module of timm, which needs torchvision or the stand-in of its own tests."""
-    importlib.import_module("tests.parity.test_timm")
-    return importlib.import_module(f"timm.{name}")
-
-
 def transformers_module(name):
     pytest.importorskip("transformers")
     return importlib.import_module(f"transformers.models.{name}")
-
-
-def of_linear(layer, x):
-    """q, k and v of one projection: three (B, H, N, D) arrays."""
-    return tuple(split_heads(part) for part in layer(x).chunk(3, dim=-1))
 
 
 # ---------------------------------------------------------------------------------------------- Swin V2
@@ -60,16 +48,19 @@ def theirs(window, pretrained=(0, 0)):
     return randomised(module.Swinv2SelfAttention(config, WIDTH, HEADS, window, list(pretrained)))
 
 
-def from_transformers(module, x):
-    """Its q, k and v, and what builds the scheme from its weights."""
-    first, last = module.continuous_position_bias_mlp[0], module.continuous_position_bias_mlp[2]
+def scheme_of(module, window, first, last, **options):
+    """The scheme of a module's temperature and of the two layers of its network."""
     weights = [w.numpy() for w in (first.weight, first.bias, last.weight, module.logit_scale)]
-    qkv = [split_heads(layer(x)) for layer in (module.query, module.key, module.value)]
+    return rp.SwinV2(*weights, window, **options)
 
-    def scheme(dtype, window, **options):
-        return rp.SwinV2(*(w.astype(dtype) for w in weights), window, **options)
 
-    return qkv, scheme
+def scheme_of_transformers(module, window, **options):
+    mlp = module.continuous_position_bias_mlp
+    return scheme_of(module, window, mlp[0], mlp[2], **options)
+
+
+def qkv_of_transformers(module, x):
+    return projected(module, "query key value", x)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +69,9 @@ def from_transformers(module, x):
 def test_swin_v2_of_transformers(agrees, wide, window, pretrained):
     module = theirs(window, pretrained)
     x = torch.randn(3, window[0] * window[1], WIDTH)
-    qkv, scheme = from_transformers(module, x)
     trained = pretrained if pretrained[0] else None
-    agrees(
-        split_heads(module(x)[0]),
-        *qkv,
-        position=lambda dtype: scheme(dtype, window, pretrained_grid=trained, variant="transformers"),
-    )
+    position = scheme_of_transformers(module, window, pretrained_grid=trained, variant="transformers")
+    agrees(split_heads(module(x)[0]), *qkv_of_transformers(module, x), position=position)
 
 
 def test_swin_v2_of_transformers_adds_its_mask_twice(agrees, wide):
@@ -93,16 +80,11 @@ def test_swin_v2_of_transformers_adds_its_mask_twice(agrees, wide):
     x = torch.randn(4, area, WIDTH)
     seen = torch.rand(2, area, area) < 0.6
     seen |= torch.eye(area, dtype=torch.bool)
-    qkv, scheme = from_transformers(module, x)
-
-    def position(dtype):
-        return scheme(dtype, window)
-
     soft = torch.randn(2, area, area)
-    tiled = np.tile(soft.numpy(), (2, 1, 1))[:, None]
-    agrees(split_heads(module(x, soft)[0]), *qkv, position=position, mask=2 * tiled)
-    hidden = split_heads(module(x, torch.where(seen, 0.0, -100.0))[0])
-    agrees(hidden, *qkv, position=position, mask=np.tile(seen.numpy(), (2, 1, 1))[:, None])
+    for given, ours in ((soft, 2 * soft), (torch.where(seen, 0.0, -100.0), seen)):
+        mask = np.tile(ours.numpy(), (2, 1, 1))[:, None]
+        expected, position = split_heads(module(x, given)[0]), scheme_of_transformers(module, window)
+        agrees(expected, *qkv_of_transformers(module, x), position=position, mask=mask)
 
 
 def test_swin_v2_of_transformers_at_the_limit_of_its_temperature(agrees, wide):
@@ -116,24 +98,21 @@ def test_swin_v2_of_transformers_at_the_limit_of_its_temperature(agrees, wide):
     module.continuous_position_bias_mlp[2].weight.zero_()
     x = torch.randn(1, 1, WIDTH) * torch.tensor([1.0, -1.0])[:, None]
     regions = torch.tensor([[[0.0, -100.0], [-100.0, 0.0]]])
-    (q, k, v), scheme = from_transformers(module, x)
-    expected, added = split_heads(module(x, regions)[0]), regions.numpy()[:, None]
-
-    def position(dtype):
-        return scheme(dtype, (1, 2))
-
-    agrees(expected, q, k, v, position=position, mask=2 * added)
+    q, k, v = qkv_of_transformers(module, x)
+    expected, mask = split_heads(module(x, regions)[0]), regions.numpy()[:, None]
+    position = scheme_of_transformers(module, (1, 2))
+    agrees(expected, q, k, v, position=position, mask=2 * mask)
     np.testing.assert_allclose(expected, 0, atol=1e-10)  # equal shares of x and -x
-    once = rp.attention(q, k, v, position=position(np.float64), mask=added, backend="numpy")
+    once = rp.attention(q, k, v, position=position, mask=mask, backend="numpy")
     np.testing.assert_allclose(once, v[..., ::-1, :], rtol=1e-12)
 
 
 def test_swin_v2_without_patches(rng):
     """Rounded coordinates move the bias by a few float32 roundings of 16."""
     module = theirs((5, 7))
-    x = torch.randn(1, 35, WIDTH, dtype=torch.float64)
-    (q, k, v), scheme = from_transformers(module, x)
-    found = rp.attention(q, k, v, position=scheme(np.float64, (5, 7)), backend="numpy")
+    x = normal(1, 35, WIDTH)
+    position = scheme_of_transformers(module, (5, 7))
+    found = rp.attention(*qkv_of_transformers(module, x), position=position, backend="numpy")
     difference = np.abs(found - split_heads(module(x)[0])).max()
     assert 1e-12 < difference < 1e-5
 
@@ -143,8 +122,8 @@ def test_windows_of_one_column(wide):
     module = theirs((3, 1))
     x = torch.randn(1, 3, WIDTH)
     assert module(x)[0].isnan().all()
-    (q, k, v), scheme = from_transformers(module, x)
-    assert np.isfinite(rp.attention(q, k, v, position=scheme(np.float64, (3, 1), variant="transformers"))).all()
+    position = scheme_of_transformers(module, (3, 1), variant="transformers")
+    assert np.isfinite(rp.attention(*qkv_of_transformers(module, x), position=position)).all()
 
 
 @pytest.mark.parametrize(
@@ -152,44 +131,31 @@ def test_windows_of_one_column(wide):
     [((4, 4), (0, 0)), ((3, 5), (0, 0)), ((3, 5), (2, 7)), ((1, 6), (0, 0)), ((6, 1), (0, 0)), ((4, 2), (1, 1))],
 )
 def test_swin_v2_of_timm(agrees, wide, window, pretrained):
-    swin = timm_module("models.swin_transformer_v2")
+    swin = timm("models.swin_transformer_v2")
     module = randomised(swin.WindowAttention(WIDTH, window, HEADS, pretrained_window_size=pretrained))
     wide.setattr(swin, "torch", Float64Torch())
     module._init_buffers()
     module.proj = torch.nn.Identity()
     x = torch.randn(3, window[0] * window[1], WIDTH)
-    bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
-    qkv = of_linear(lambda x: module.qkv(x) + bias, x)
-    first, last = module.cpb_mlp[0], module.cpb_mlp[2]
-    weights = [w.numpy() for w in (first.weight, first.bias, last.weight, module.logit_scale)]
-    agrees(
-        split_heads(module(x)),
-        *qkv,
-        position=lambda dtype: rp.SwinV2(
-            *(w.astype(dtype) for w in weights), window, pretrained_grid=pretrained if pretrained[0] else None
-        ),
-    )
+    qkv = module.qkv(x) + torch.cat((module.q_bias, module.k_bias, module.v_bias))
+    trained = pretrained if pretrained[0] else None
+    position = scheme_of(module, window, module.cpb_mlp[0], module.cpb_mlp[2], pretrained_grid=trained)
+    agrees(split_heads(module(x)), *chunked(qkv), position=position)
 
 
 @pytest.mark.parametrize("window", [(4, 4), (1, 6), (5, 1)])
 def test_swin_v2_cr_of_timm(agrees, wide, window):
     """The coordinates of the paper, a bias in the last layer and no sigmoid."""
-    swin = timm_module("models.swin_transformer_v2_cr")
+    swin = timm("models.swin_transformer_v2_cr")
     module = randomised(swin.WindowMultiHeadAttention(WIDTH, HEADS, window))
     wide.setattr(swin, "torch", Float64Torch())
     module._init_buffers()
     module.proj = torch.nn.Identity()
     x = torch.randn(3, window[0] * window[1], WIDTH)
     first, last = module.meta_mlp.fc1, module.meta_mlp.fc2
-    weights = [w.numpy() for w in (first.weight, first.bias, last.weight / 10, module.logit_scale)]
     last.weight /= 10  # of hundreds of hidden units, so that scores stay moderate
-    agrees(
-        split_heads(module(x)),
-        *of_linear(module.qkv, x),
-        position=lambda dtype: rp.SwinV2(
-            *(w.astype(dtype) for w in weights), window, output_bias=last.bias.numpy().astype(dtype), variant="paper"
-        ),
-    )
+    position = scheme_of(module, window, first, last, output_bias=last.bias.numpy(), variant="paper")
+    agrees(split_heads(module(x)), *chunked(module.qkv(x)), position=position)
 
 
 # ---------------------------------------------------------------------------------------------- BEiT and resizing
@@ -210,8 +176,8 @@ def beit_bias(grid, kind):
 
 
 def own_bias(table, grid):
-    zeros = np.zeros((HEADS, 1 + grid[0] * grid[1], 1))
-    return rp.logits(zeros, zeros, position=rp.BEiT(table, grid), backend="numpy")
+    length = 1 + grid[0] * grid[1]
+    return added(rp.BEiT(table, grid), HEADS, length, length)
 
 
 @pytest.mark.parametrize("kind", ["beit", "data2vec"])
@@ -245,28 +211,23 @@ def test_beit_of_transformers(agrees, grid):
     config._attn_implementation = "sdpa"  # "eager" rounds the probabilities to float32
     module = randomised(transformers_module("beit.modeling_beit").BeitAttention(config))
     module.o_proj = torch.nn.Identity()
-    x = torch.randn(2, 1 + grid[0] * grid[1], WIDTH, dtype=torch.float64)
-    qkv = [split_heads(layer(x)) for layer in (module.q_proj, module.k_proj, module.v_proj)]
+    x = normal(2, 1 + grid[0] * grid[1], WIDTH)
     expected = split_heads(module(x, attention_mask=bias(grid))[0])
-    table = bias.relative_position_bias_table.numpy()
-    agrees(expected, *qkv, position=lambda dtype: rp.BEiT(table.astype(dtype), grid))
+    position = rp.BEiT(bias.relative_position_bias_table.numpy(), grid)
+    agrees(expected, *projected(module, "q_proj k_proj v_proj", x), position=position)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("grid", [(3, 3), (2, 5), (1, 4)])
 def test_beit_of_timm(agrees, grid, fused):
-    module = timm_module("models.beit").Attention(WIDTH, HEADS, qkv_bias=True, window_size=grid)
+    module = timm("models.beit").Attention(WIDTH, HEADS, qkv_bias=True, window_size=grid)
     module = randomised(module)
     module.fused_attn, module.proj = fused, torch.nn.Identity()
-    x = torch.randn(2, 1 + grid[0] * grid[1], WIDTH, dtype=torch.float64)
-    bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
-    table = module.relative_position_bias_table.numpy()
-    agrees(
-        split_heads(module(x)),
-        *of_linear(lambda x: module.qkv(x) + bias, x),
-        position=lambda dtype: rp.BEiT(table.astype(dtype), grid),
-    )
-    index = timm_module("layers.pos_embed_rel").gen_relative_position_index(grid, class_token=True)
+    x = normal(2, 1 + grid[0] * grid[1], WIDTH)
+    qkv = module.qkv(x) + torch.cat((module.q_bias, module.k_bias, module.v_bias))
+    position = rp.BEiT(module.relative_position_bias_table.numpy(), grid)
+    agrees(split_heads(module(x)), *chunked(qkv), position=position)
+    index = timm("layers.pos_embed_rel").gen_relative_position_index(grid, class_token=True)
     np.testing.assert_array_equal(rp.reference.beit_index(grid), index.numpy())
 
 
@@ -283,7 +244,7 @@ def test_resized_tables_of_torch(old, new, rng):
 
 def test_resized_tables_of_timm(rng):
     """Its simple way takes every old window for a square, and keeps extra rows."""
-    resize = timm_module("layers.pos_embed_rel").resize_rel_pos_bias_table_simple
+    resize = timm("layers.pos_embed_rel").resize_rel_pos_bias_table_simple
     table = rng.standard_normal((13 * 13 + 3, HEADS))
     expected = resize(torch.from_numpy(table), (9, 6), (17 * 11 + 3, HEADS)).numpy()
     found = rp.reference.resize_table(table, (7, 7), (9, 6), extra_rows=3)
@@ -294,7 +255,7 @@ def test_resized_tables_of_timm(rng):
 @pytest.mark.parametrize(("old", "new"), [((7, 7), (12, 12)), ((7, 7), (9, 7)), ((6, 4), (9, 11)), ((7, 5), (4, 5))])
 def test_geometric_tables_of_timm(wide, rng, old, new):
     """What its loaders of BEiT and Swin do, in float64 here, in float32 there."""
-    resize = timm_module("layers.pos_embed_rel").resize_rel_pos_bias_table
+    resize = timm("layers.pos_embed_rel").resize_rel_pos_bias_table
     sides = [[2 * n - 1 for n in grid] for grid in (old, new)]
     table = rng.standard_normal((np.prod(sides[0]) + 3, HEADS))
     expected = resize(torch.from_numpy(table), new, (np.prod(sides[1]) + 3, HEADS), old_window_size=old).numpy()
@@ -305,43 +266,41 @@ def test_geometric_tables_of_timm(wide, rng, old, new):
 # ---------------------------------------------------------------------------------------------- SAM, ViTDet, MViTv2
 
 
-def assert_decomposed(agrees, module, grid):
-    """Tables of another grid are interpolated."""
-    module = without(randomised(module), "proj")
-    x = torch.randn(2, *grid, WIDTH, dtype=torch.float64)
-    tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
-    out = module(x)
-    agrees(
-        split_heads((out[0] if isinstance(out, tuple) else out).flatten(1, 2)),
-        *of_linear(module.qkv, x.flatten(1, 2)),
-        position=lambda dtype: rp.DecomposedBias(*(t.astype(dtype) for t in tables), grid),
-    )
-
-
-@pytest.mark.parametrize(("grid", "trained"), [((4, 4), 4), ((3, 5), 4), ((6, 2), 4), ((1, 7), 3)])
-def test_sam_of_transformers(agrees, grid, trained):
+def sam(trained=4):
     config = transformers_module("sam.configuration_sam").SamVisionConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, use_rel_pos=True, qkv_bias=True
     )
-    module = transformers_module("sam.modeling_sam").SamVisionSdpaAttention(config, trained)
-    assert_decomposed(agrees, module, grid)
+    return transformers_module("sam.modeling_sam").SamVisionSdpaAttention(config, trained)
 
 
-@pytest.mark.parametrize("grid", [(3, 5), (6, 2)])
-def test_vitdet_of_transformers(agrees, grid):
+def vitdet():
     config = transformers_module("vitdet.configuration_vitdet").VitDetConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, use_relative_position_embeddings=True
     )
-    module = transformers_module("vitdet.modeling_vitdet").VitDetAttention(config, input_size=(4, 4))
-    assert_decomposed(agrees, module, grid)
+    return transformers_module("vitdet.modeling_vitdet").VitDetAttention(config, input_size=(4, 4))
 
 
-@pytest.mark.parametrize("grid", [(3, 5), (6, 2)])
-def test_sam_of_timm(agrees, grid):
-    module = timm_module("models.vision_transformer_sam").Attention(
-        WIDTH, HEADS, qkv_bias=True, use_rel_pos=True, input_size=(4, 4)
-    )
-    assert_decomposed(agrees, module, grid)
+def sam_of_timm():
+    attention = timm("models.vision_transformer_sam").Attention
+    return attention(WIDTH, HEADS, qkv_bias=True, use_rel_pos=True, input_size=(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "grid"),
+    [
+        *((sam, grid) for grid in ((4, 4), (3, 5), (6, 2))),
+        (lambda: sam(trained=3), (1, 7)),
+        *((make, grid) for make in (vitdet, sam_of_timm) for grid in ((3, 5), (6, 2))),
+    ],
+)
+def test_decomposed_bias(agrees, make, grid):
+    """Tables of another grid are interpolated."""
+    module = without(randomised(make()), "proj")
+    x = normal(2, *grid, WIDTH)
+    out = module(x)
+    expected = split_heads((out[0] if isinstance(out, tuple) else out).flatten(1, 2))
+    position = rp.DecomposedBias(module.rel_pos_h.numpy(), module.rel_pos_w.numpy(), grid)
+    agrees(expected, *chunked(module.qkv(x.flatten(1, 2))), position=position)
 
 
 @pytest.mark.parametrize("class_token", [False, True])
@@ -350,39 +309,22 @@ def test_sam_of_timm(agrees, grid):
 )
 def test_mvit_of_timm(agrees, grid, keys, class_token):
     """Pooled keys and pooled queries; ratios that are no integers need the published rounding."""
-    mvit = timm_module("models.mvitv2")
-    lengths = [n * m + class_token for n, m in (grid, keys, keys)]
-    q, k, v = (torch.randn(1, HEADS, n, DIM, dtype=torch.float64) for n in lengths)
-    h, w = (torch.randn(2 * max(pair) - 1, DIM, dtype=torch.float64) for pair in zip(grid, keys, strict=True))
+    mvit = timm("models.mvitv2")
+    q, k, v = (normal(1, HEADS, n * m + class_token, DIM) for n, m in (grid, keys, keys))
+    h, w = (normal(2 * max(pair) - 1, DIM) for pair in zip(grid, keys, strict=True))
     scores = mvit.cal_rel_pos_type(q * DIM**-0.5 @ k.transpose(-2, -1), q, class_token, grid, keys, h, w)
-    expected = (scores.softmax(-1) @ v).numpy()
+    expected = scores.softmax(-1) @ v
     whole = all(max(pair) % min(pair) == 0 for pair in zip(grid, keys, strict=True))
     for rounding in ("exact", "float32") if whole else ("float32",):
-        agrees(
-            expected,
-            *(x.numpy() for x in (q, k, v)),
-            position=lambda dtype, rounding=rounding: rp.DecomposedBias(
-                *(x.numpy().astype(dtype) for x in (h, w)),
-                grid,
-                keys,
-                variant="mvit",
-                class_token=class_token,
-                rounding=rounding,
-            ),
-        )
+        options = {"variant": "mvit", "class_token": class_token, "rounding": rounding}
+        agrees(expected, q, k, v, position=rp.DecomposedBias(h.numpy(), w.numpy(), grid, keys, **options))
 
 
 def test_mvit_attention_of_timm(agrees):
     """The whole module, without pooling: its queries in the added products are not scaled either."""
-    module = timm_module("models.mvitv2").MultiScaleAttention(WIDTH, WIDTH, (4, 4), HEADS, residual_pooling=False)
-    module = randomised(module)
-    module.proj = torch.nn.Identity()
-    x = torch.randn(2, 17, WIDTH, dtype=torch.float64)
-    tables = [module.rel_pos_h.numpy(), module.rel_pos_w.numpy()]
-    agrees(
-        split_heads(module(x, [4, 4])[0]),
-        *of_linear(module.qkv, x),
-        position=lambda dtype: rp.DecomposedBias(
-            *(t.astype(dtype) for t in tables), (4, 4), variant="mvit", class_token=True
-        ),
-    )
+    module = timm("models.mvitv2").MultiScaleAttention(WIDTH, WIDTH, (4, 4), HEADS, residual_pooling=False)
+    module = without(randomised(module), "proj")
+    x = normal(2, 17, WIDTH)
+    tables = module.rel_pos_h.numpy(), module.rel_pos_w.numpy()
+    position = rp.DecomposedBias(*tables, (4, 4), variant="mvit", class_token=True)
+    agrees(split_heads(module(x, [4, 4])[0]), *chunked(module.qkv(x)), position=position)
