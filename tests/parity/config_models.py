@@ -1,194 +1,268 @@
 """Tiny models with random weights, one or more for each model type whose configuration is understood."""
 
-from tests.parity.config_sizes import (
-    BERT,
-    BOTH,
-    BOXES,
-    DELTA,
-    DIA,
-    FOUR,
-    GPT,
-    GPT2,
-    HEAD,
-    IMAGE,
-    INDEXER,
-    KV,
-    LATENT,
-    LATENT_VALUES,
-    LLAMA3,
-    LONGCAT,
-    MAMBA,
-    MISTRAL4,
-    MOE,
-    MROPE,
-    PAIR,
-    PALI,
-    QWEN3,
-    SEAMLESS,
-    SHARING,
-    SMALL,
-    SPEECH,
-    SWIN,
-    T5,
-    THREE_N,
-    TOWER,
-    W2V_BERT,
-    WINDOWS,
-    YARN,
-    Model,
-)
+from dataclasses import dataclass
+
+import numpy as np
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KV = {**SMALL, "num_key_value_heads": 2}
+HEAD = {**KV, "head_dim": 20}
+MOE = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MAGNITUDES = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}
+PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0]}
+GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 9}
+LLAMA4 = {"attention_chunk_size": 9, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 64}
+MPT = {"vocab_size": 50, "d_model": 60, "n_layers": 2, "n_heads": 6, "max_seq_len": 64}
+XLNET = {"vocab_size": 50, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64}
+LAYOUT = {"coordinate_size": 8, "shape_size": 16, "visual_embed": False}
+
+
+@dataclass
+class Model:
+    """A configuration, and how calls of its attention are recorded.
+
+    `last`: the last channels turn, and are turned apart; `scaled`: queries arrive with their scale; `net`: a class
+    that `AutoModel` does not know; `via`: the submodule that is called; `given`: inputs of the layers' own;
+    `published`: the type that files have whose model is this one.
+    """
+
+    model_type: str
+    config: dict
+    inputs: str = "text"
+    calls: str = "interface"
+    parts: tuple = ("",)
+    last: bool = False
+    scaled: bool = False
+    net: str = ""
+    via: str = ""
+    given: tuple = ()
+    attention: str = "eager"
+    published: str = ""
+
+
+BOTH = ("encoder", "decoder", "cross")
+GPT = {"vocab_size": 50, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 64, "rotary_dim": 8}
+GPT2 = {name: x for name, x in GPT.items() if name != "rotary_dim"}
+PAIR = {
+    "vocab_size": 50,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": 2,
+}
+T5 = {"vocab_size": 50, "d_model": 64, "d_kv": 12, "num_heads": 4, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 3}
+BERT = {**SMALL, "num_hidden_layers": 2}
+IMAGE = {**BERT, "image_size": 24, "patch_size": 4, "num_channels": 3}
+SPEECH = {**BERT, "conv_dim": [16, 16], "conv_kernel": [4, 3], "conv_stride": [4, 2], "num_conv_pos_embeddings": 8}
+SPEECH |= {"num_conv_pos_embedding_groups": 4, "num_feat_extract_layers": 2}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    **MOE,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT_VALUES = {
+    **SMALL,
+    **MOE,
+    "num_hidden_layers": 2,
+    "head_dim": 20,
+    "partial_rotary_factor": 0.4,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention"] * 2,
+    "mlp_layer_types": ["moe"] * 2,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "hc_mult": 2,
+}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 128, "mamba_chunk_size": 16}
+MROPE = {**PLAIN, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]}
+MISTRAL4 = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+LONGCAT = {
+    "num_layers": 2,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 2,
+}
+SHARING = ["sliding_attention", "full_attention"] * 3
+THREE_N = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "laurel_rank": 8}
+THREE_N |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": SHARING, "altup_num_inputs": 2}
+FOUR = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 24}
+DIA = {"cross_num_attention_heads": 6, "cross_head_dim": 12, "cross_num_key_value_heads": 3, "cross_hidden_size": 48}
+BOXES = np.array([[7 * n % 200, 11 * n % 300, 7 * n % 200 + 9, 11 * n % 300 + n] for n in range(37)])
+INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "temporal_patch_size": 2}
+TOWER |= {"spatial_merge_size": 2, "intermediate_size": 64}
+WINDOWS = {**TOWER, "hidden_size": 64, "out_hidden_size": 32, "window_size": 16}
+QWEN3 = {"hidden_size": 64, "out_hidden_size": 32, "num_position_embeddings": 36}
+QWEN3 |= {"rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
+PALI = {
+    "vision_config": {**BERT, "image_size": 16, "patch_size": 4, "vision_use_head": False},
+    "projection_dim": 64,
+    "image_token_index": 49,
+}
+W2V_BERT = {**BERT, "feature_projection_input_dim": 16, "left_max_position_embeddings": 6}
+W2V_BERT |= {"right_max_position_embeddings": 3, "output_hidden_size": 64}
+SEAMLESS = {
+    **{
+        f"{side}_{name}": n
+        for side in ("encoder", "decoder", "speech_encoder", "t2u_encoder", "t2u_decoder")
+        for name, n in (("layers", 2), ("attention_heads", 4))
+    },
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder", "t2u_encoder", "t2u_decoder")},
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "speech_encoder_intermediate_size": 64,
+    "feature_projection_input_dim": 16,
+    "t2u_vocab_size": 50,
+    "max_position_embeddings": 64,
+    "left_max_position_embeddings": 6,
+    "right_max_position_embeddings": 3,
+    "unit_embed_dim": 16,
+    "spkr_embed_dim": 8,
+    "lang_embed_dim": 8,
+    "upsample_initial_channel": 32,
+    "char_vocab_size": 50,
+    "add_adapter": False,
+    "unit_hifi_gan_vocab_size": 50,
+}
+SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "num_channels": 3,
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+}
+
+
+# ---------------------------------------------------------------------------------------------- models
 
 GRID = (("grid", (8, 14)),)
 MODELS = (
     Model("llama", KV),
     Model("llama", {**HEAD, "rope_parameters": LLAMA3}),
     Model("llama", {**KV, "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}}),
-    Model(
-        "llama",
-        {
-            **KV,
-            "max_position_embeddings": 16,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0},
-        },
-    ),
+    Model("llama", {**KV, "max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
     Model("llama", {**KV, "rope_parameters": YARN}),
-    Model(
-        "llama",
-        {**KV, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 8.0, "truncate": False}},
-    ),
+    Model("llama", {**KV, "rope_parameters": {**MAGNITUDES, "beta_fast": 8.0, "truncate": False}}),
     Model("llama", {**KV, "rope_parameters": {**YARN, "attention_factor": 1.3}}),
-    Model("arcee", KV),
-    Model("seed_oss", HEAD),
-    Model("bitnet", KV),
-    Model("jais2", KV),
-    Model("apertus", KV),
+    *(Model(name, KV) for name in ("arcee", "bitnet", "jais2", "apertus", "nemotron", "olmo2", "nanochat", "eurobert")),
+    *(Model(name, HEAD) for name in ("seed_oss", "gemma", "glm", "glm4", "ernie4_5", "internlm3")),
     Model("mistral", {**HEAD, "sliding_window": 9}),
     Model("mistral", {**KV, "sliding_window": None}),
-    Model("mixtral", {**KV, **MOE, "sliding_window": 9}),
-    Model("ministral", {**HEAD, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    *(Model(name, {**KV, **MOE, "sliding_window": 9}) for name in ("mixtral", "phimoe")),
+    Model("ministral", {**HEAD, "sliding_window": 9, "layer_types": SHARING[2:]}),
     Model("ministral", {**HEAD, "sliding_window": 9}),
-    Model(
-        "ministral3",
-        {**HEAD, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}},
-    ),
+    Model("ministral3", {**HEAD, "rope_parameters": MISTRAL4}),
     Model("qwen2", {**KV, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     Model("qwen2", KV),
     Model("qwen2_moe", {**KV, **MOE, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}),
     Model("qwen3", {**HEAD, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     Model("qwen3_moe", {**HEAD, **MOE, "use_sliding_window": True, "sliding_window": 9}),
-    Model(
-        "qwen2_vl_text",
-        {**KV, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}},
+    *(
+        Model(name, {**KV, "rope_parameters": {**PLAIN, "mrope_section": [2, 3, 3]}})
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text")
     ),
-    Model(
-        "qwen2_5_vl_text",
-        {**KV, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}},
+    *(
+        Model(name, {**KV, **experts, "head_dim": 16, "rope_parameters": {**PLAIN, "mrope_section": [4, 2, 2]}})
+        for name, experts in (("qwen3_vl_text", {}), ("qwen3_vl_moe_text", MOE))
     ),
-    Model(
-        "qwen3_vl_text",
-        {
-            **KV,
-            "head_dim": 16,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]},
-        },
-    ),
-    Model(
-        "qwen3_vl_moe_text",
-        {**KV, **MOE, "head_dim": 16}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]}},
-    ),
-    Model("gemma", HEAD),
-    Model("gemma2", {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0}),
-    Model(
-        "gemma3_text",
-        {
-            **HEAD,
-            "sliding_window": 9,
-            "query_pre_attn_scalar": 9,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
+    *(Model(name, {**HEAD, **GEMMA, "attn_logit_softcapping": 2.0}) for name in ("gemma2", "vaultgemma")),
+    Model("gemma3_text", {**HEAD, **GEMMA, "layer_types": SHARING[2:]}),
     Model("gemma3_text", {**HEAD, "sliding_window": 10, "num_hidden_layers": 7, "use_bidirectional_attention": True}),
     Model("phi", KV),
     Model("phi", {**KV, "qk_layernorm": True, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.25}}),
-    Model("phi3", {**KV, "sliding_window": 9}),
-    Model(
-        "phi3",
-        {
-            **KV,
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 100.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0],
+    *(
+        Model(
+            "phi3",
+            {
+                **KV,
+                "original_max_position_embeddings": length,
+                "rope_parameters": {**LONGROPE, "short_factor": [short] * 8},
             },
-        },
+        )
+        for length, short in ((16, 1.0), (48, 1.5))
     ),
-    Model(
-        "phi3",
-        {
-            **KV,
-            "original_max_position_embeddings": 48,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 100.0,
-                "short_factor": [1.5] * 8,
-                "long_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0],
-            },
-        },
-    ),
-    Model("phimoe", {**KV, **MOE, "sliding_window": 9}),
     Model("stablelm", {**KV, "qk_layernorm": True}),
-    Model("persimmon", SMALL),
-    Model("starcoder2", {**KV, "sliding_window": 9}),
-    Model("nemotron", KV),
-    Model("gpt_neox", SMALL),
+    *(Model(name, SMALL) for name in ("persimmon", "gpt_neox", "nomic_bert", "gte")),
+    *(Model(name, {**KV, "sliding_window": 9}) for name in ("starcoder2", "phi3", "olmo3", "cohere2", "exaone4")),
     Model("olmo", {**KV, "clip_qkv": 0.5}),
-    Model("olmo2", KV),
-    Model("olmo3", {**KV, "sliding_window": 9}),
     Model("olmo3", {**KV, "sliding_window": 9, "rope_scaling": YARN}),
-    Model("olmoe", {**KV, **MOE}),
-    Model("flex_olmo", {**KV, **MOE}),
+    *(Model(name, {**KV, **MOE}) for name in ("olmoe", "flex_olmo", "ernie4_5_moe")),
     Model("cohere", {**KV, "use_qk_norm": True}),
-    Model("cohere2", {**KV, "sliding_window": 9}),
     Model("granite", {**KV, "attention_multiplier": 0.2}),
     Model("granitemoe", {**KV, **MOE, "attention_multiplier": 0.2}),
     Model("granitemoeshared", {**KV, **MOE, "attention_multiplier": 0.2, "shared_intermediate_size": 32}),
-    Model("glm", HEAD),
-    Model("glm4", HEAD),
     Model("glm4_moe", {**KV, **MOE, "head_dim": 16, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
-    Model("ernie4_5", HEAD),
-    Model("ernie4_5_moe", {**KV, **MOE}),
     Model("helium", {**KV, "head_dim": 16}),
-    Model("exaone4", {**KV, "sliding_window": 9}),
     Model("exaone4", {**KV, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
     Model("smollm3", KV),
     Model("smollm3", {**KV, "use_sliding_window": True, "sliding_window": 9}),
-    Model(
-        "llama4_text",
-        {**HEAD, **MOE, "attention_chunk_size": 9, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 64},
-    ),
-    Model(
-        "llama4_text",
-        {**KV, **MOE, "attention_chunk_size": 9, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 64}
-        | {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
-    ),
+    Model("llama4_text", {**HEAD, **MOE, **LLAMA4}),
+    Model("llama4_text", {**KV, **MOE, **LLAMA4, "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}),
     Model("gpt_oss", {**HEAD, **MOE, "sliding_window": 9}),
     Model("minimax_m2", {**HEAD, **MOE}),
     Model("minimax_m2", {**HEAD, **MOE, "rotary_dim": 12, "rope_theta": 100.0}),
     Model("dots1", {**KV, **MOE, "sliding_window": 9, "max_window_layers": 2, "n_shared_experts": 1}),
-    Model("vaultgemma", {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0}),
-    Model("internlm3", HEAD),
     Model("cwm", {**HEAD, "sliding_window": 9}),
     Model("exaone_moe", {**KV, **MOE, "sliding_window": 9, "num_shared_experts": 1}),
-    Model("hy_v3", {**HEAD, **MOE, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
-    Model("nanochat", KV),
+    Model("hy_v3", {**HEAD, **MOE, "rope_parameters": PLAIN}),
     Model("mimo_v2_flash", {**HEAD, **MOE, "v_head_dim": 12, "sliding_window": 9, "partial_rotary_factor": 0.4}),
     Model(
         "mimo_v2_flash",
         {**HEAD, **MOE, "v_head_dim": 12, "sliding_window_size": 8, "attention_value_scale": None}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        | {"layer_types": SHARING[2:]},
     ),
     Model("modernbert-decoder", {**SMALL, "local_attention": 18}),
     Model("modernbert-decoder", {**SMALL, "local_attention": 18, "sliding_window": 12, "global_rope_theta": 50.0}),
@@ -235,12 +309,9 @@ MODELS = (
     ),
     Model("olmo_hybrid", {**KV, **DELTA}),
     Model("olmo_hybrid", {**KV, **DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
-    Model("eurobert", KV),
-    Model("nomic_bert", SMALL),
-    Model("gte", SMALL),
     Model("modernbert", {**SMALL, "local_attention": 8}),
     Model("deepseek_v2", LATENT, last=True),
-    Model("deepseek_v2", {**LATENT, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}}, last=True),
+    Model("deepseek_v2", {**LATENT, "rope_parameters": MAGNITUDES}, last=True),
     Model("deepseek_v3", LATENT, last=True),
     Model(
         "deepseek_v3",
@@ -274,24 +345,12 @@ MODELS = (
     Model("falcon", {**BERT, "new_decoder_architecture": True, "num_kv_heads": 2}, calls="falcon"),
     Model("falcon", {**BERT, "multi_query": False}, calls="falcon"),
     Model("bloom", {"vocab_size": 50, "hidden_size": 60, "n_layer": 2, "n_head": 6}, calls="bloom"),
-    Model("mpt", {"vocab_size": 50, "d_model": 60, "n_layers": 2, "n_heads": 6, "max_seq_len": 64}, calls="mpt"),
-    Model(
-        "mpt",
-        {
-            "vocab_size": 50,
-            "d_model": 60,
-            "n_layers": 2,
-            "n_heads": 6,
-            "max_seq_len": 64,
-            "attn_config": {"softmax_scale": 0.3, "clip_qkv": 1.5},
-        },
-        calls="mpt",
-    ),
-    Model("t5", T5, "pair", parts=BOTH),
+    Model("mpt", MPT, calls="mpt"),
+    Model("mpt", {**MPT, "attn_config": {"softmax_scale": 0.3, "clip_qkv": 1.5}}, calls="mpt"),
+    *(Model(name, T5, "pair", parts=BOTH) for name in ("t5", "umt5")),
     Model(
         "mt5", {**T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}, "pair", parts=BOTH
     ),
-    Model("umt5", T5, "pair", parts=BOTH),
     Model(
         "switch_transformers",
         {**T5, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2},
@@ -302,30 +361,17 @@ MODELS = (
         "pop2piano", T5, "pair", parts=BOTH, net="models.pop2piano.modeling_pop2piano.Pop2PianoForConditionalGeneration"
     ),
     Model("mpnet", {**BERT, "relative_attention_num_buckets": 32}, calls="mpnet"),
-    Model(
-        "layoutlmv3",
-        {**BERT, "coordinate_size": 8, "shape_size": 16, "rel_pos_bins": 8, "max_rel_pos": 20, "rel_2d_pos_bins": 16}
-        | {"max_rel_2d_pos": 60, "visual_embed": False},
-        "boxes",
-        "bert",
-        given=(("boxes", BOXES),),
+    *(
+        Model("layoutlmv3", {**BERT, **LAYOUT, **more}, "boxes", "bert", given=(("boxes", BOXES),))
+        for more in (
+            {"rel_pos_bins": 8, "max_rel_pos": 20, "rel_2d_pos_bins": 16, "max_rel_2d_pos": 60},
+            {"has_relative_attention_bias": False, "has_spatial_attention_bias": False},
+        )
     ),
-    Model(
-        "layoutlmv3",
-        {**BERT, "coordinate_size": 8, "shape_size": 16, "visual_embed": False}
-        | {"has_relative_attention_bias": False, "has_spatial_attention_bias": False},
-        "boxes",
-        "bert",
-        given=(("boxes", BOXES),),
+    *(
+        Model(name, PAIR, "pair", parts=BOTH)
+        for name in ("bart", "mbart", "plbart", "blenderbot", "blenderbot-small", "pegasus", "marian", "m2m_100")
     ),
-    Model("bart", PAIR, "pair", parts=BOTH),
-    Model("mbart", PAIR, "pair", parts=BOTH),
-    Model("plbart", PAIR, "pair", parts=BOTH),
-    Model("blenderbot", PAIR, "pair", parts=BOTH),
-    Model("blenderbot-small", PAIR, "pair", parts=BOTH),
-    Model("pegasus", PAIR, "pair", parts=BOTH),
-    Model("marian", PAIR, "pair", parts=BOTH),
-    Model("m2m_100", PAIR, "pair", parts=BOTH),
     Model(
         "whisper",
         {**PAIR, "num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 64},
@@ -335,17 +381,25 @@ MODELS = (
     ),
     Model("bert", BERT),
     Model("bert", {**BERT, "is_decoder": True}),
-    Model("ernie", BERT),
+    *(
+        Model(name, BERT)
+        for name in (
+            "ernie",
+            "electra",
+            "albert",
+            "roberta",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "camembert",
+            "roberta-prelayernorm",
+            "data2vec-text",
+            "layoutlm",
+            "splinter",
+            "biogpt",
+            "clip_text_model",
+        )
+    ),
     Model("megatron-bert", BERT, calls="bert"),
-    Model("electra", BERT),
-    Model("albert", BERT),
-    Model("roberta", BERT),
-    Model("xlm-roberta", BERT),
-    Model("xlm-roberta-xl", BERT),
-    Model("camembert", BERT),
-    Model("roberta-prelayernorm", BERT),
-    Model("data2vec-text", BERT),
-    Model("layoutlm", BERT),
     Model(
         "distilbert",
         {"vocab_size": 50, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": 64},
@@ -373,10 +427,8 @@ MODELS = (
     Model("ibert", BERT, calls="ibert"),
     Model("rembert", {**BERT, "input_embedding_size": 16, "output_embedding_size": 16}, calls="bert"),
     Model("roc_bert", {**BERT, "pronunciation_vocab_size": 50, "shape_vocab_size": 50}),
-    Model("splinter", BERT),
     Model("clap_text_model", {**BERT, "projection_dim": 16}, net="ClapTextModel"),
     Model("opt", {**BERT, "ffn_dim": 64, "word_embed_proj_dim": 64}, scaled=True),
-    Model("biogpt", BERT),
     Model(
         "xglm",
         {
@@ -389,35 +441,33 @@ MODELS = (
         },
         calls="bart",
     ),
-    Model("clip_text_model", BERT),
     Model("siglip_text_model", BERT, net="SiglipTextModel"),
-    Model("vit", IMAGE, "pixels"),
-    Model("deit", IMAGE, "pixels"),
-    Model("vit_msn", IMAGE, "pixels"),
-    Model("ijepa", IMAGE, "pixels"),
-    Model("dinov2", IMAGE, "pixels"),
-    Model("dinov2_with_registers", IMAGE, "pixels"),
-    Model("clip_vision_model", IMAGE, "pixels"),
+    *(
+        Model(name, IMAGE, "pixels")
+        for name in (
+            "vit",
+            "deit",
+            "vit_msn",
+            "ijepa",
+            "dinov2",
+            "dinov2_with_registers",
+            "clip_vision_model",
+            "vit_mae",
+        )
+    ),
     Model("siglip_vision_model", {**IMAGE, "vision_use_head": False}, "pixels"),
-    Model("vit_mae", IMAGE, "pixels"),
     Model("videomae", {**IMAGE, "num_frames": 4}, "video"),
     Model("vivit", {**IMAGE, "num_frames": 4, "tubelet_size": [2, 4, 4]}, "video"),
     Model("aimv2_vision_model", IMAGE, "pixels"),
     Model("aimv2_vision_model", {**IMAGE, "is_native": True}, "pixels"),
     Model("siglip2_vision_model", {**IMAGE, "num_patches": 36, "vision_use_head": False}, "patches"),
     Model("audio-spectrogram-transformer", {**BERT, "max_length": 40, "num_mel_bins": 24, "patch_size": 8}, "mels"),
-    Model("hubert", SPEECH, "wave"),
-    Model("wav2vec2", SPEECH, "wave"),
-    Model("unispeech", SPEECH, "wave"),
-    Model("unispeech-sat", SPEECH, "wave"),
-    Model("data2vec-audio", SPEECH, "wave"),
+    *(Model(name, SPEECH, "wave") for name in ("hubert", "wav2vec2", "unispeech", "unispeech-sat", "data2vec-audio")),
     Model("wavlm", {**SPEECH, "num_buckets": 16, "max_bucket_distance": 30}, "wave", "wavlm"),
     Model("wav2vec2-conformer", SPEECH, "wave", "conformer"),
     Model("wav2vec2-conformer", {**SPEECH, "position_embeddings_type": "rotary"}, "wave", "conformer"),
     Model("wav2vec2-bert", W2V_BERT, "features", "conformer"),
     Model("wav2vec2-bert", {**W2V_BERT, "position_embeddings_type": "relative"}, "features", "conformer"),
-    Model("seamless_m4t", SEAMLESS, "features", "conformer", ("speech_encoder",), via="speech_encoder"),
-    Model("seamless_m4t_v2", SEAMLESS, "features", "conformer", ("speech_encoder",), via="speech_encoder"),
     Model(
         "seamless_m4t_v2",
         {**SEAMLESS, "speech_encoder_chunk_size": 5, "speech_encoder_left_chunk_num": 1},
@@ -427,10 +477,15 @@ MODELS = (
         via="speech_encoder",
         attention="sdpa",  # eager adds the bool mask to the scores
     ),
-    Model("seamless_m4t", SEAMLESS, "text", parts=("encoder",), via="text_encoder"),
-    Model("seamless_m4t_v2", SEAMLESS, "text", parts=("encoder",), via="text_encoder"),
-    Model("seamless_m4t", SEAMLESS, "decoding", parts=("decoder", "cross"), via="text_decoder"),
-    Model("seamless_m4t_v2", SEAMLESS, "decoding", parts=("decoder", "cross"), via="text_decoder"),
+    *(
+        Model(name, SEAMLESS, inputs, calls, parts, via=via)
+        for name in ("seamless_m4t", "seamless_m4t_v2")
+        for inputs, calls, parts, via in (
+            ("features", "conformer", ("speech_encoder",), "speech_encoder"),
+            ("text", "interface", ("encoder",), "text_encoder"),
+            ("decoding", "interface", ("decoder", "cross"), "text_decoder"),
+        )
+    ),
     Model(
         "speecht5",
         {
@@ -468,40 +523,21 @@ MODELS = (
         "bart",
         via="text_encoder",
     ),
-    Model(
-        "deberta",
-        {**BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
-        calls="deberta",
+    *(
+        Model(name, {**BERT, "relative_attention": True, **more}, calls=calls)
+        for name, calls, more in (
+            ("deberta", "deberta", {"pos_att_type": ["c2p", "p2c"], "position_biased_input": False}),
+            ("deberta", "deberta", {"pos_att_type": "c2p", "max_relative_positions": 12}),
+            (
+                "deberta-v2",
+                "deberta_v2",
+                {"pos_att_type": "p2c|c2p", "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True},
+            ),
+            ("deberta-v2", "deberta_v2", {"pos_att_type": ["p2c"], "max_relative_positions": 12}),
+        )
     ),
-    Model(
-        "deberta",
-        {**BERT, "relative_attention": True, "pos_att_type": "c2p", "max_relative_positions": 12},
-        calls="deberta",
-    ),
-    Model(
-        "deberta-v2",
-        {
-            **BERT,
-            "relative_attention": True,
-            "pos_att_type": "p2c|c2p",
-            "position_buckets": 8,
-            "norm_rel_ebd": "layer_norm",
-            "share_att_key": True,
-        },
-        calls="deberta_v2",
-    ),
-    Model(
-        "deberta-v2",
-        {**BERT, "relative_attention": True, "pos_att_type": ["p2c"], "max_relative_positions": 12},
-        calls="deberta_v2",
-    ),
-    Model("xlnet", {"vocab_size": 50, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64}, calls="xlnet"),
-    Model(
-        "xlnet",
-        {"vocab_size": 50, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64, "attn_type": "uni", "clamp_len": 9},
-        inputs="ids",
-        calls="xlnet",
-    ),
+    Model("xlnet", XLNET, calls="xlnet"),
+    Model("xlnet", {**XLNET, "attn_type": "uni", "clamp_len": 9}, "ids", "xlnet"),
     Model("swin", SWIN, "pixels"),
     Model("swinv2", SWIN, "pixels", "swinv2"),
     Model("swinv2", {**SWIN, "pretrained_window_sizes": [3, 3]}, "pixels", "swinv2"),
@@ -532,19 +568,18 @@ MODELS = (
         )
     ),
     Model("pixtral", IMAGE, "pixels", given=(("grid", (6, 6)),)),
-    Model(
-        "paligemma",
-        {**PALI, "text_config": {**HEAD, "model_type": "gemma"}},
-        "prefix",
-        parts=("vision", "text"),
-        given=(("prefix_lengths", 20),),
-    ),
-    Model(
-        "paligemma",
-        {**PALI, "text_config": {**HEAD, "model_type": "gemma2", "sliding_window": 25, "attn_logit_softcapping": 2.0}},
-        "prefix",
-        parts=("vision", "text"),
-        given=(("prefix_lengths", 20),),
+    *(
+        Model(
+            "paligemma",
+            {**PALI, "text_config": {**HEAD, **text}},
+            "prefix",
+            parts=("vision", "text"),
+            given=(("prefix_lengths", 20),),
+        )
+        for text in (
+            {"model_type": "gemma"},
+            {"model_type": "gemma2", "sliding_window": 25, "attn_logit_softcapping": 2.0},
+        )
     ),
     Model("dinov3_vit", {**IMAGE, "num_register_tokens": 2}, "pixels", given=(("grid", (6, 6)),)),
 )

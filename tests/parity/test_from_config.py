@@ -54,60 +54,52 @@ def inputs_of(model, settings):
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    if model.inputs == "text":
-        return {"input_ids": ids(LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
-    if model.inputs == "ids":
-        return {"input_ids": ids(LENGTH)}
-    if model.inputs == "boxes":
-        return {"input_ids": ids(LENGTH), "bbox": torch.tensor(dict(model.given)["boxes"]).expand(2, -1, -1)}
-    if model.inputs == "codes":
-        return {"input_ids": torch.randint(3, 50, (2, LENGTH, settings.num_codebooks), generator=generator)}
-    if model.inputs == "pair":
-        return {"input_ids": ids(LENGTH), "decoder_input_ids": ids(23)}
-    if model.inputs == "mel":
-        return {"input_features": normal(2, settings.num_mel_bins, 80), "decoder_input_ids": ids(23)}
-    if model.inputs == "pixels":
-        return {"pixel_values": normal(1 if model.model_type == "pixtral" else 2, 3, *[settings.image_size] * 2)}
-    if model.inputs == "video":
-        return {"pixel_values": normal(2, settings.num_frames, 3, *[settings.image_size] * 2)}
-    if model.inputs == "patches":
-        patches = {"pixel_values": normal(2, 36, 3 * settings.patch_size**2)}
-        return patches | {"pixel_attention_mask": torch.ones(2, 36), "spatial_shapes": torch.tensor([[4, 9], [9, 4]])}
-    if model.inputs == "speech":
-        return {"input_values": normal(2, 12000), "decoder_input_ids": ids(23)}
-    if model.inputs == "channels":
-        codes = torch.randint(3, 50, (2, 23, settings.num_channels), generator=generator)
-        return {"input_ids": codes, "encoder_hidden_states": normal(2, LENGTH, settings.cross_hidden_size)}
-    if model.inputs == "codebooks":
-        return {"input_ids": ids(23).repeat(settings.num_codebooks, 1), "encoder_hidden_states": normal(2, LENGTH, 64)}
-    if model.inputs == "mels":
-        return {"input_values": normal(2, settings.max_length, settings.num_mel_bins)}
-    if model.inputs == "frames":
+    def codes(length, count):
+        return torch.randint(3, 50, (2, length, count), generator=generator)
+
+    def frames():
         # Windows of one size, or frames.
-        rows, columns = (
-            (8, 12) if "fullatt_block_indexes" in model.config and not settings.fullatt_block_indexes else (8, 14)
-        )
+        one_size = "fullatt_block_indexes" in model.config and not settings.fullatt_block_indexes
+        rows, columns = (8, 12) if one_size else (8, 14)
         channels = settings.in_channels * settings.temporal_patch_size * settings.patch_size**2
         return {"hidden_states": normal(2 * rows * columns, channels), "grid_thw": torch.tensor([[2, rows, columns]])}
-    if model.inputs == "prefix":
-        patches = (settings.vision_config.image_size // settings.vision_config.patch_size) ** 2
-        text = ids(LENGTH)
-        text[:, :patches] = settings.image_token_id
-        prefix = dict(model.given)["prefix_lengths"]
-        kinds = (torch.arange(LENGTH) >= prefix).long().expand(2, -1)
-        pixels = normal(2, 3, *[settings.vision_config.image_size] * 2)
+
+    def prefix():
+        vision, text = settings.vision_config, ids(LENGTH)
+        text[:, : (vision.image_size // vision.patch_size) ** 2] = settings.image_token_id
+        kinds = (torch.arange(LENGTH) >= given["prefix_lengths"]).long().expand(2, -1)
+        pixels = normal(2, 3, vision.image_size, vision.image_size)
         return {"input_ids": text, "token_type_ids": kinds, "pixel_values": pixels}
-    if model.inputs == "wave":
-        return {"input_values": normal(2, 320)}
-    if model.inputs == "features":
-        return {"input_features": normal(2, LENGTH, settings.feature_projection_input_dim)}
-    if model.inputs == "hidden":
-        return {"input_values": normal(2, LENGTH, 64), "decoder_input_values": normal(2, 23, 64)}
-    if model.inputs == "decoding":
-        return {"input_ids": ids(23), "encoder_hidden_states": normal(2, LENGTH, 64)}
-    if model.inputs == "vits":
-        return {"input_ids": ids(LENGTH), "padding_mask": torch.ones(2, LENGTH, 1)}
-    raise AssertionError(model.inputs)
+
+    def patches():
+        shapes = torch.tensor([[4, 9], [9, 4]])
+        pixels = normal(2, 36, 3 * settings.patch_size**2)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(2, 36), "spatial_shapes": shapes}
+
+    given, c = dict(model.given), settings
+    cross = "encoder_hidden_states"
+    return {
+        "text": lambda: {"input_ids": ids(LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)},
+        "ids": lambda: {"input_ids": ids(LENGTH)},
+        "boxes": lambda: {"input_ids": ids(LENGTH), "bbox": torch.tensor(given["boxes"]).expand(2, -1, -1)},
+        "codes": lambda: {"input_ids": codes(LENGTH, c.num_codebooks)},
+        "pair": lambda: {"input_ids": ids(LENGTH), "decoder_input_ids": ids(23)},
+        "mel": lambda: {"input_features": normal(2, c.num_mel_bins, 80), "decoder_input_ids": ids(23)},
+        "pixels": lambda: {"pixel_values": normal(1 + (c.model_type != "pixtral"), 3, c.image_size, c.image_size)},
+        "video": lambda: {"pixel_values": normal(2, c.num_frames, 3, c.image_size, c.image_size)},
+        "patches": patches,
+        "speech": lambda: {"input_values": normal(2, 12000), "decoder_input_ids": ids(23)},
+        "channels": lambda: {"input_ids": codes(23, c.num_channels), cross: normal(2, LENGTH, c.cross_hidden_size)},
+        "codebooks": lambda: {"input_ids": ids(23).repeat(c.num_codebooks, 1), cross: normal(2, LENGTH, 64)},
+        "mels": lambda: {"input_values": normal(2, c.max_length, c.num_mel_bins)},
+        "frames": frames,
+        "prefix": prefix,
+        "wave": lambda: {"input_values": normal(2, 320)},
+        "features": lambda: {"input_features": normal(2, LENGTH, c.feature_projection_input_dim)},
+        "hidden": lambda: {"input_values": normal(2, LENGTH, 64), "decoder_input_values": normal(2, 23, 64)},
+        "decoding": lambda: {"input_ids": ids(23), cross: normal(2, LENGTH, 64)},
+        "vits": lambda: {"input_ids": ids(LENGTH), "padding_mask": torch.ones(2, LENGTH, 1)},
+    }[model.inputs]()
 
 
 def run(net, settings, model):

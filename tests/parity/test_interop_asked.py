@@ -15,24 +15,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 from relpos_np.interop.transformers import asked, interface, register, used  # noqa: E402
 from relpos_np.interop.transformers.masks import Mask, mask_of  # noqa: E402
+from tests.parity.small import IDS, TEXT, small  # noqa: E402
 
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "vocab_size": 50,
-    "pad_token_id": 0,
-}
 OPERANDS = {"module", "query", "key", "value", "attention_mask"}
 SOURCES = sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
-IDS = torch.arange(1, 41)[None]
-
-
-def model_of(name, **config):
-    settings = getattr(transformers, f"{name}Config")(**SMALL, **config)
-    torch.manual_seed(0)
-    return getattr(transformers, f"{name}Model")._from_config(settings, attn_implementation="eager").eval()
 
 
 def asked_in(path):
@@ -81,7 +67,7 @@ def test_tables_do_not_overlap():
 
 @pytest.mark.parametrize("name", ["block_indices", "block_table", "seq_idx", "zeta"])
 def test_an_argument_is_refused_by_name(name):
-    model = model_of("Llama")
+    model = small("Llama")
     register(model)
     with pytest.raises(rp.RelposValueError, match=rf"^{name}: LlamaAttention asks for it"):
         model(IDS, **{name: torch.ones(1)})
@@ -182,14 +168,16 @@ def test_without_a_mask_a_module_says_that_it_sees_every_key(causal, argument, m
 @pytest.mark.parametrize("how", ["argument", "configuration"])
 @pytest.mark.parametrize("name", ["Llama", "Bert", "ViT", "CLIPText"])
 def test_probabilities_are_refused(name, how):
-    model = model_of(name, **({"image_size": 16, "patch_size": 8} if name == "ViT" else {}))
-    inputs = {"pixel_values": torch.randn(1, 3, 16, 16)} if name == "ViT" else {"input_ids": IDS}
+    model = small(name)
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32)} if name == "ViT" else {"input_ids": IDS}
     if how == "configuration":
         model.config.output_attentions = True
-    assert model(**inputs, **({"output_attentions": True} if how == "argument" else {})).attentions[0] is not None
+    else:
+        inputs["output_attentions"] = True
+    assert model(**inputs).attentions[0] is not None
     register(model)
     with pytest.raises(rp.RelposValueError, match=r"^output_attentions: attention implementation 'relpos_np' never"):
-        model(**inputs, **({"output_attentions": True} if how == "argument" else {}))
+        model(**inputs)
 
 
 def test_a_rule_is_a_mask_that_nobody_has_written():
@@ -267,14 +255,14 @@ def test_where_nothing_would_happen_it_is_an_error(name):
 def test_a_model_made_with_it_that_adds_masks_itself_is_refused():
     """transformers accepts the name for MPNet, which would take True for a bias of 1."""
     register()
-    config = transformers.MPNetConfig(**SMALL)
+    config = transformers.MPNetConfig(**TEXT)
     model = transformers.MPNetModel._from_config(config, attn_implementation="relpos_np").eval()
     with pytest.raises(rp.RelposValueError, match="mask: attention of this model adds its mask to the scores"):
         model(IDS)
 
 
 def test_used_names_the_layers():
-    model = model_of("Llama")
+    model = small("Llama")
     names = ("layers.0.self_attn", "layers.1.self_attn")
     assert used(model).elsewhere == names
     register(model)

@@ -9,9 +9,9 @@ transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from relpos_np.interop import torch as interop_torch  # noqa: E402
 from relpos_np.interop.transformers import asked, interface, register, used  # noqa: E402
 from tests.parity import sweep, tiny  # noqa: E402
+from tests.parity.small import small  # noqa: E402
 
 # What each of them must have handed over.
 MODELS = {
@@ -42,17 +42,9 @@ MODELS = {
 }
 
 
-@pytest.fixture
-def handed(monkeypatch):
-    """The options of all calls that are made, and of one of them the values."""
-    seen, original = {}, rp.attention
-
-    def record(*operands, **options):
-        seen.update({name: x for name, x in options.items() if x is not None})
-        return original(*operands, **options)
-
-    monkeypatch.setattr(interop_torch.rp, "attention", record)
-    return seen
+def handed(calls):
+    """The options of all calls that were made, and of one of them the values."""
+    return {name: x for one in calls for name, x in one.options.items() if x is not None}
 
 
 def answers(model, inputs):
@@ -67,7 +59,7 @@ def answers(model, inputs):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_and_gradients(name, handed):
+def test_answers_and_gradients(name, calls):
     """Within 1e-5 of the largest number; caps are set to where they bend scores."""
     model, inputs, _ = sweep.built(tiny.model_types()[name])
     for module in model.modules():
@@ -77,7 +69,8 @@ def test_answers_and_gradients(name, handed):
     register(model)
     assert used(model).here
     found, grads = answers(model, inputs)
-    assert handed.keys() >= MODELS[name]
+    options = handed(calls)
+    assert options.keys() >= MODELS[name]
     assert sweep.difference(found, expected) <= sweep.TOLERANCE
     assert grads.keys() == expected_grads.keys()
     for key, own in expected_grads.items():
@@ -86,31 +79,28 @@ def test_answers_and_gradients(name, handed):
     assert bool(sinks) == ("sinks" in MODELS[name])
     assert all(x.abs().max() > 1e-4 for x in sinks)
     if "selected" in MODELS[name]:
-        assert handed["selected"].shape[-1] < tiny.LENGTH
+        assert options["selected"].shape[-1] < tiny.LENGTH
 
 
 def packed_llama():
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, intermediate_size=64, vocab_size=50, use_cache=False)
-    torch.manual_seed(0)
-    model = transformers.LlamaModel._from_config(config, attn_implementation="eager").eval()
+    model = small("Llama", use_cache=False)
     tiny.randomise(model)
     bounds = torch.tensor([0, 7, 20, 21, 40], dtype=torch.int32)
     position_ids = torch.cat([torch.arange(n) for n in bounds.diff()])[None]
     return model, bounds, {"input_ids": torch.randint(1, 50, (1, 40)), "position_ids": position_ids}
 
 
-def test_packed_sequences(handed):
+def test_packed_sequences(calls):
     """As by eager attention, whose mask comes from positions that begin again."""
     model, bounds, inputs = packed_llama()
     expected, _ = answers(model, inputs)
     register(model)
     packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 19, "max_length_k": 19}
     for given in (inputs | packed, {"input_ids": inputs["input_ids"], **packed}):
-        handed.clear()
+        calls.clear()
         found, _ = answers(model, given)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-        assert [x.tolist() for x in handed["segments"]] == [bounds.tolist()] * 2
+        assert [x.tolist() for x in handed(calls)["segments"]] == [bounds.tolist()] * 2
     for missing in ("cu_seq_lens_q", "cu_seq_lens_k"):
         with pytest.raises(rp.RelposValueError, match=f"^{missing}: LlamaAttention asks for cu_seq_lens_q, cu_seq"):
             model(**inputs, **{name: x for name, x in packed.items() if name != missing})

@@ -13,26 +13,19 @@ transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-from relpos_np.interop import torch as interop_torch  # noqa: E402
 from relpos_np.interop.transformers import NAME, patch, patched, switch, unpatch, used  # noqa: E402
+from tests.parity.small import generating, small  # noqa: E402
 
-SIZES = {
-    "T5": {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 64, "num_layers": 2},
-    "MPNet": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
-    "Bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-}
+MODELS = pytest.mark.parametrize(
+    ("name", "own"), [("T5", "eager"), ("T5", "sdpa"), ("MPNet", "eager"), ("Bloom", "eager")]
+)
 LAYERS = {"T5": 6, "MPNet": 2, "Bloom": 2}
 IDS = torch.arange(2, 26).reshape(2, 12)
 
 
-def model_of(name, own="eager"):
-    config = getattr(transformers, f"{name}Config")(vocab_size=50, **SIZES[name])
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation=own).eval()
-    for key, x in model.named_parameters():
-        if "relative" in key:
-            torch.nn.init.normal_(x)
-    return model
+def threads(calls):
+    """Names of the threads that called this library's attention, one each time."""
+    return [one.thread for one in calls]
 
 
 def states(model):
@@ -41,23 +34,9 @@ def states(model):
         return model(IDS, **decoder).last_hidden_state
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Names of the threads that called this library's attention, one each time."""
-    names = []
-    original = interop_torch.rp.attention
-
-    def record(*args, **options):
-        names.append(threading.current_thread().name)
-        return original(*args, **options)
-
-    monkeypatch.setattr(interop_torch.rp, "attention", record)
-    return names
-
-
-@pytest.mark.parametrize(("name", "own"), [("T5", "eager"), ("T5", "sdpa"), ("MPNet", "eager"), ("Bloom", "eager")])
+@MODELS
 def test_patch_lasts_until_unpatch_in_every_thread(name, own, calls):
-    model = model_of(name, own)
+    model = small(name, own)
     before = {key: dict(vars(x)) for key, x in model.named_modules()}
     expected = states(model)
     assert used(model).here == ()
@@ -70,7 +49,7 @@ def test_patch_lasts_until_unpatch_in_every_thread(name, own, calls):
         thread.join()
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-5)
     assert torch.equal(found[1], found[0])
-    assert calls == ["run 0"] * LAYERS[name] + ["run 1"] * LAYERS[name]
+    assert threads(calls) == ["run 0"] * LAYERS[name] + ["run 1"] * LAYERS[name]
     with pytest.raises(rp.RelposValueError, match=f"{name}Model is patched already"):
         patch(model)
     assert unpatch(model) is model
@@ -84,9 +63,9 @@ def test_patch_lasts_until_unpatch_in_every_thread(name, own, calls):
     assert switch._switched == {}
 
 
-@pytest.mark.parametrize(("name", "own"), [("T5", "eager"), ("T5", "sdpa"), ("MPNet", "eager"), ("Bloom", "eager")])
+@MODELS
 def test_a_block_counts_for_its_own_thread(name, own, calls):
-    model = model_of(name, own)
+    model = small(name, own)
     expected = states(model)
     found = {}
     with patched(model):
@@ -103,13 +82,13 @@ def test_a_block_counts_for_its_own_thread(name, own, calls):
         assert model.config._attn_implementation == NAME
     assert torch.equal(found["outside"], expected)
     assert found["used"].here == ()
-    assert "other" not in calls
+    assert "other" not in threads(calls)
     assert len(calls) == LAYERS[name]
     torch.testing.assert_close(found["inside"], expected, rtol=0, atol=1e-5)
 
 
 def test_blocks_of_two_threads_and_within_each_other(calls):
-    model = model_of("MPNet")
+    model = small("MPNet")
     expected = states(model)
     entered, leave = threading.Event(), threading.Event()
 
@@ -129,7 +108,7 @@ def test_blocks_of_two_threads_and_within_each_other(calls):
     assert len(calls) == 2
     leave.set()
     thread.join()
-    assert calls[2:] == ["other"] * 2
+    assert threads(calls[2:]) == ["other"] * 2
     assert torch.equal(states(model), expected)
     assert model.config._attn_implementation == "eager"
 
@@ -137,7 +116,7 @@ def test_blocks_of_two_threads_and_within_each_other(calls):
 @pytest.mark.parametrize("change", [patch, unpatch])
 def test_a_pass_that_is_under_way_ends_as_it_began(change, calls):
     """The model is patched, or the patch taken back, while another thread stands between its two layers."""
-    model = model_of("MPNet")
+    model = small("MPNet")
     expected = states(model)
     if change is unpatch:
         patch(model)
@@ -159,18 +138,18 @@ def test_a_pass_that_is_under_way_ends_as_it_began(change, calls):
     hook.remove()
     if change is patch:
         assert torch.equal(found[0], expected)
-        assert calls == ["MainThread"] * 2
+        assert threads(calls) == ["MainThread"] * 2
         unpatch(model)
     else:
         assert torch.equal(now, expected)
-        assert calls == ["other"] * 2
+        assert threads(calls) == ["other"] * 2
     assert "forward" not in vars(model)
     assert "forward" not in vars(model.encoder.layer[0].attention.attn)
     assert switch._switched == {}
 
 
 def test_many_threads_patch_and_run_one_model():
-    model = model_of("T5")
+    model = small("T5")
     expected = states(model)
     worst, errors = [], []
 
@@ -198,7 +177,7 @@ def test_many_threads_patch_and_run_one_model():
 
 
 def test_a_copy_of_a_patched_model_is_its_own(calls):
-    model = patch(model_of("MPNet"))
+    model = patch(small("MPNet"))
     expected = states(model)
     other = copy.deepcopy(model)
     unpatch(model)
@@ -213,11 +192,8 @@ def test_a_copy_of_a_patched_model_is_its_own(calls):
 
 
 def test_generation_sees_the_signature_of_a_patched_model():
-    config = transformers.T5Config(
-        vocab_size=50, **SIZES["T5"], pad_token_id=0, eos_token_id=None, decoder_start_token_id=0
-    )
-    model = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
-    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(IDS), "eos_token_id": None}
+    model, options = generating(transformers.T5ForConditionalGeneration)
+    options["attention_mask"] = torch.ones_like(IDS)
     own, expected = inspect.signature(model.forward), model.generate(IDS, **options)
     patch(model)
     assert inspect.signature(model.forward) == own
@@ -225,7 +201,7 @@ def test_generation_sees_the_signature_of_a_patched_model():
 
 
 def test_a_method_that_somebody_else_replaced_stays():
-    model = model_of("MPNet")
+    model = small("MPNet")
     attention = model.encoder.layer[0].attention.attn
     attention.forward = own = attention.forward
     with pytest.raises(rp.RelposValueError, match=r"MPNetSelfAttention\.forward of this model was replaced already"):
@@ -236,7 +212,7 @@ def test_a_method_that_somebody_else_replaced_stays():
 
 
 def test_two_models_with_one_configuration():
-    model = model_of("MPNet")
+    model = small("MPNet")
     other = transformers.MPNetModel(model.config).eval()
     with patched(model), pytest.raises(rp.RelposValueError, match="MPNetConfig is that of another model"):
         patch(other)

@@ -1,13 +1,11 @@
 """What PyTorch was told about precision, and its autocast: attention follows where nobody chose for this library."""
 
 import threading
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 
 import pytest
 
 import relpos_np as rp
-from relpos_np._runtime import precision
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
@@ -20,9 +18,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def settings(few_threads_and_fixed_seed, monkeypatch):
+def settings(calls):
     """Nothing was chosen before; PyTorch's settings are put back; gradients are on."""
-    monkeypatch.delenv("RELPOS_PRECISION", raising=False)
     before = torch.get_float32_matmul_precision()
     with torch.enable_grad():
         yield
@@ -30,21 +27,10 @@ def settings(few_threads_and_fixed_seed, monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.fixture
-def found(monkeypatch):
+def told(calls):
     """The dtype and the precision of each call, in their order: forward passes, then backward passes with "grad"."""
-    seen = []
-
-    def recorded(function, *kind):
-        def record(q, *arrays, **options):
-            seen.append((str(q.dtype), precision.chosen(options.get("precision")), *kind))
-            return function(q, *arrays, **options)
-
-        return record
-
-    monkeypatch.setattr(rp, "attention", recorded(rp.attention))
-    monkeypatch.setattr(rp, "attention_vjp", recorded(rp.attention_vjp, "grad"))
-    return seen
+    kinds = {"attention": (), "attention_vjp": ("grad",)}
+    return [(str(one.operands[0].dtype), one.precision, *kinds[one.function]) for one in calls]
 
 
 def operands(dtype=torch.float32):
@@ -52,7 +38,7 @@ def operands(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("word", ["highest", "high", "medium"])
-def test_float32_follows_the_setting_of_torch(found, word):
+def test_float32_follows_the_setting_of_torch(calls, word):
     torch.set_float32_matmul_precision(word)
     q, k, v = operands()
     out, lse = attention(q, k, v, return_lse=True)
@@ -61,7 +47,7 @@ def test_float32_follows_the_setting_of_torch(found, word):
     thread = threading.Thread(target=(out.sum() + lse.sum()).backward)
     thread.start()
     thread.join()
-    assert found == [("float32", word), ("float32", word, "grad")]
+    assert told(calls) == [("float32", word), ("float32", word, "grad")]
     again = [x.detach().requires_grad_() for x in (q, k, v)]
     expected = attention(*again, precision=word)
     assert torch.equal(out, expected)
@@ -72,7 +58,7 @@ def test_float32_follows_the_setting_of_torch(found, word):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes_do_not(found, dtype):
+def test_other_dtypes_do_not(calls, dtype):
     q, k, v = operands(dtype)
     expected = attention(q, k, v)
     for word in ("high", "medium"):
@@ -81,21 +67,21 @@ def test_other_dtypes_do_not(found, dtype):
         assert torch.equal(out, expected)
     # What a scheme is made of does not count.
     attention(q, k, v, position=trained(rp.T5, torch.zeros(32, 2)))
-    assert {chosen for _, chosen in found} == {None}
+    assert {chosen for _, chosen in told(calls)} == {None}
 
 
 @pytest.mark.parametrize("chosen", [None, "high"])
-def test_the_backward_pass_keeps_what_the_call_has_found(found, chosen):
+def test_the_backward_pass_keeps_what_the_call_has_found(calls, chosen):
     """Also that nobody had chosen, so that bfloat16 is multiplied as such."""
     q, k, v = operands(torch.bfloat16)
     with nullcontext() if chosen is None else rp.use_precision(chosen):
         out = attention(q, k, v)
     with rp.use_precision("highest"):
         out.sum().backward()
-    assert found == [("bfloat16", chosen), ("bfloat16", chosen, "grad")]
+    assert told(calls) == [("bfloat16", chosen), ("bfloat16", chosen, "grad")]
 
 
-def test_what_was_chosen_here_counts_more(found, monkeypatch):
+def test_what_was_chosen_here_counts_more(calls, monkeypatch):
     torch.set_float32_matmul_precision("medium")
     q, k, v = operands()
     monkeypatch.setenv("RELPOS_PRECISION", "high")
@@ -110,7 +96,7 @@ def test_what_was_chosen_here_counts_more(found, monkeypatch):
         rp.set_precision(None)
     monkeypatch.delenv("RELPOS_PRECISION")
     attention(q, k, v)
-    assert [chosen for _, chosen in found] == ["high", "highest", "high", "highest", "medium"]
+    assert [chosen for _, chosen in told(calls)] == ["high", "highest", "high", "highest", "medium"]
     with pytest.raises(
         rp.RelposValueError, match="precision: expected one of 'highest', 'high', 'medium'; found 'tf32'"
     ):
@@ -126,7 +112,7 @@ def test_what_was_chosen_here_counts_more(found, monkeypatch):
         ("none", "tf32", None),  # what was told about GPUs says nothing about tensors on the host
     ],
 )
-def test_settings_by_backend_have_no_common_name(found, host, device, expected):
+def test_settings_by_backend_have_no_common_name(calls, host, device, expected):
     own, other = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     before = own.fp32_precision, other.fp32_precision
     try:
@@ -136,12 +122,12 @@ def test_settings_by_backend_have_no_common_name(found, host, device, expected):
         attention(*operands())
     finally:
         own.fp32_precision, other.fp32_precision = before
-    assert found == [("float32", expected)]
+    assert told(calls) == [("float32", expected)]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("given", [torch.float32, *HALVES], ids=str)
-def test_autocast_as_torch_has_it(found, dtype, given):
+def test_autocast_as_torch_has_it(calls, dtype, given):
     """Rounded once, as PyTorch's own attention rounds; gradients come in the dtypes of what was given."""
     torch.set_float32_matmul_precision("medium")  # which is about float32 alone
     inputs = operands(given)
@@ -158,10 +144,10 @@ def test_autocast_as_torch_has_it(found, dtype, given):
     for ours, theirs, true in zip(*results, exact, strict=True):
         assert ours.dtype is theirs.dtype
         torch.testing.assert_close(ours.double(), true, rtol=0, atol=4 * eps * true.abs().max().item())
-    assert found == [(str(dtype).removeprefix("torch."), None), (str(dtype).removeprefix("torch."), None, "grad")]
+    assert told(calls) == [(str(dtype).removeprefix("torch."), None), (str(dtype).removeprefix("torch."), None, "grad")]
 
 
-def test_autocast_leaves_float64_and_other_devices_alone(found):
+def test_autocast_leaves_float64_and_other_devices_alone(calls):
     q, k, v = operands(torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attention(q, k, v).dtype is sdpa(q, k, v).dtype is torch.float64
@@ -174,10 +160,10 @@ def test_autocast_leaves_float64_and_other_devices_alone(found):
         assert attention(q.float(), k.float(), v.float()).dtype is torch.float32
     finally:
         torch.set_autocast_enabled("cuda", False)
-    assert {dtype for dtype, _ in found} == {"float64", "float32"}
+    assert {dtype for dtype, _ in told(calls)} == {"float64", "float32"}
 
 
-def test_autocast_of_mixed_dtypes_and_of_what_is_beside_them(found):
+def test_autocast_of_mixed_dtypes_and_of_what_is_beside_them(calls):
     """q, k and v alone are cast, to one dtype; a precision is then about the products of that."""
     q, k, v = operands()
     own = [torch.randn(32, 2), torch.randn(40, 40), torch.randn(2), torch.rand(40)]
@@ -198,7 +184,7 @@ def test_autocast_of_mixed_dtypes_and_of_what_is_beside_them(found):
     grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v, table, mask, sinks, factors))
     assert {x.dtype for x in grads} == {torch.float32}
     assert all(x.abs().max() > 1e-3 for x in grads)
-    assert found == [("bfloat16", "highest"), ("bfloat16", "highest", "grad")]
+    assert told(calls) == [("bfloat16", "highest"), ("bfloat16", "highest", "grad")]
 
 
 def in_autocast(q):
@@ -215,16 +201,16 @@ def in_a_block(q):
 @pytest.mark.parametrize(
     ("function", "expected"), [(in_autocast, ("bfloat16", None)), (in_a_block, ("float32", "medium"))]
 )
-def test_compiled_functions_follow_as_others(found, function, expected):
+def test_compiled_functions_follow_as_others(calls, function, expected):
     q, *_ = operands()
     compiled = torch.compile(function, backend="aot_eager")
     for _ in range(2):
         compiled(q).sum().backward()
-    assert found == [expected, (*expected, "grad")] * 2
+    assert told(calls) == [expected, (*expected, "grad")] * 2
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_functions_follow_what_is_around_their_call(found):
+def test_compiled_functions_follow_what_is_around_their_call(calls):
     q, *_ = operands()
     compiled = torch.compile(lambda q: attention(2 * q, q, q) + 1, backend="aot_eager")
     compiled(q)
@@ -234,56 +220,39 @@ def test_compiled_functions_follow_what_is_around_their_call(found):
         compiled(q)
     torch.set_float32_matmul_precision("high")
     compiled(q)
-    assert found == [("float32", "highest"), ("float16", None), ("float32", "medium"), ("float32", "high")]
+    assert told(calls) == [("float32", "highest"), ("float16", None), ("float32", "medium"), ("float32", "high")]
 
 
-def test_checkpoints_remember_autocast(found):
+def test_checkpoints_remember_autocast(calls):
     q, *_ = operands()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = torch.utils.checkpoint.checkpoint(lambda x: attention(2 * x, x, x) ** 2, q, use_reentrant=False)
     out.float().sum().backward()
-    assert [dtype for dtype, *_ in found] == ["bfloat16"] * 3
+    assert [dtype for dtype, *_ in told(calls)] == ["bfloat16"] * 3
 
 
-IDS = torch.arange(1, 41)[None]
-
-
-SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 # Models whose attention goes through transformers' interface, and those that are patched.
-REGISTERED = {"Llama": SIZES, "Bert": SIZES}
-PATCHED = {
-    "T5Encoder": {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 64, "num_layers": 1},
-    "MPNet": SIZES,
-    "Bloom": {"hidden_size": 64, "n_layer": 1, "n_head": 4},
-}
+REGISTERED, PATCHED = ("Llama", "Bert"), ("T5Encoder", "MPNet", "Bloom")
 
 
 def model_of(name):
-    """A small model, and a block in which its attention is done here."""
-    transformers = pytest.importorskip("transformers", minversion="5.24")
+    """A model of one layer, and a block in which its attention is done here."""
     from relpos_np.interop.transformers import patched, register
+    from tests.parity.small import small
 
-    sizes = (REGISTERED | PATCHED)[name]
-    config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(vocab_size=50, pad_token_id=0, **sizes)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager").eval()
-
-    @contextmanager
-    def registered(model):
-        register(model)
-        yield
-
-    return model, partial(patched if name in PATCHED else registered, model)
+    layers = {"T5Encoder": "num_layers", "Bloom": "n_layer"}.get(name, "num_hidden_layers")
+    model = small(name, **{layers: 1})
+    return model, lambda: patched(model) if name in PATCHED else nullcontext(register(model))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", [*REGISTERED, *PATCHED])
-def test_models_follow_blocks_settings_and_autocast(found, name):
+def test_models_follow_blocks_settings_and_autocast(calls, name):
     model, here = model_of(name)
 
     def states():
         with torch.no_grad():
-            return model(IDS).last_hidden_state
+            return model(torch.arange(1, 41)[None]).last_hidden_state
 
     exact = states()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -296,23 +265,23 @@ def test_models_follow_blocks_settings_and_autocast(found, name):
         states()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = states()
-    assert found == [("float32", "highest"), ("float32", "medium"), ("float32", "high"), ("bfloat16", None)]
+    assert told(calls) == [("float32", "highest"), ("float32", "medium"), ("float32", "high"), ("bfloat16", None)]
     # About as far off as the model's own attention, in bfloat16 too.
     assert 0 < (out - exact).abs().max() <= 2 * (eager - exact).abs().max()
     with here(), torch.autocast("cpu", dtype=torch.bfloat16):
         model.train()
-        model(IDS).last_hidden_state.square().sum().backward()
-    assert found[-1][0] == "bfloat16"
-    assert found[-1][-1] == "grad"
+        model(torch.arange(1, 41)[None]).last_hidden_state.square().sum().backward()
+    assert told(calls)[-1][0] == "bfloat16"
+    assert told(calls)[-1][-1] == "grad"
     assert all(x.grad.dtype is torch.float32 for x in model.parameters() if x.grad is not None)
 
 
 @pytest.mark.parametrize("name", ["Llama", "T5Encoder"])
-def test_a_model_that_hands_its_arguments_on_takes_a_precision(found, name):
+def test_a_model_that_hands_its_arguments_on_takes_a_precision(calls, name):
     model, here = model_of(name)
     with here(), torch.no_grad():
         for one in ("medium", None):
-            model(IDS, precision=one)
+            model(torch.arange(1, 41)[None], precision=one)
         with pytest.raises(rp.RelposValueError, match="precision: expected one of"):
-            model(IDS, precision="low")
-    assert [chosen for _, chosen in found] == ["medium", "highest"]
+            model(torch.arange(1, 41)[None], precision="low")
+    assert [chosen for _, chosen in told(calls)] == ["medium", "highest"]

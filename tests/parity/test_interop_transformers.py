@@ -11,10 +11,8 @@ pytest.importorskip("numba")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 from relpos_np.interop.transformers import NAME, patched, register  # noqa: E402
+from tests.parity.small import generating, small  # noqa: E402
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-T5 = {"vocab_size": 50, "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 64, "num_layers": 2}
-VISION = {**SMALL, "image_size": 32, "patch_size": 8, "num_channels": 3}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -26,21 +24,14 @@ def tokens(length=37):
     return {"input_ids": ids, "attention_mask": attend}
 
 
-def pixels(dtype, size=32):
-    return {"pixel_values": torch.randn(2, 3, size, size, dtype=dtype)}
+def build(name, dtype):
+    return small(name).to(dtype)
 
 
-def build(name, dtype, **config):
-    """A model in evaluation mode, with its own attention, and what is fed to it."""
-    cls = getattr(transformers, f"{name}Model")
-    settings = getattr(transformers, f"{name}Config")(**config)
-    settings._attn_implementation = "eager"
-    model = cls(settings).to(dtype).eval()
-    # Tables are initialised to 0 in places, where a mistake would not be seen.
-    for key, x in model.named_parameters():
-        if "relative" in key:
-            torch.nn.init.normal_(x)
-    return model
+def close(found, expected):
+    """Within the tolerance of the dtype, of the largest number."""
+    atol = TOLERANCE[expected.dtype] * max(1, float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def answer(model, inputs):
@@ -50,54 +41,28 @@ def answer(model, inputs):
     return out if keep is None else out[keep.bool()]
 
 
-INTERFACE = {
-    "Llama": {**SMALL, "vocab_size": 50, "num_key_value_heads": 2},
-    "Mistral": {**SMALL, "vocab_size": 50, "num_key_value_heads": 2, "sliding_window": 11},
-    "GPT2": {"vocab_size": 50, "n_embd": 64, "n_layer": 2, "n_head": 4},
-    "GPTNeoX": {**SMALL, "vocab_size": 50},
-    "Bert": {**SMALL, "vocab_size": 50},
-    "ViT": VISION,
-    "Swin": {
-        "image_size": 32,
-        "patch_size": 2,
-        "embed_dim": 32,
-        "depths": [2, 2],
-        "num_heads": [2, 4],
-        "window_size": 4,
-    },
-    "T5": T5,
-    "UMT5": T5,
-}
+INTERFACE = ["Llama", "Mistral", "GPT2", "GPTNeoX", "Bert", "ViT", "Swin", "T5", "UMT5"]
 
 
 def inputs_of(name, dtype):
     if name in ("ViT", "Swin"):
-        return pixels(dtype)
+        return {"pixel_values": torch.randn(2, 3, 32, 32, dtype=dtype)}
     inputs = tokens()
     if name in ("T5", "UMT5", "MT5"):
         inputs["decoder_input_ids"] = torch.randint(1, 50, (2, 13))
     return inputs
 
 
-def check(model, name, dtype, run):
-    inputs = inputs_of(name, dtype)
-    expected = answer(model, inputs)
-    run(model)
-    found = answer(model, inputs)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1, float(expected.abs().max())))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", INTERFACE)
-def test_models_with_the_interface(name, dtype, monkeypatch):
-    calls = []
-    model = build(name, dtype, **INTERFACE[name])
+def test_models_with_the_interface(name, dtype, calls):
+    model = build(name, dtype)
     if dtype is torch.float64:
         model.set_attn_implementation("sdpa")  # eager ones take the softmax in float32
-    original = rp.attention
-    monkeypatch.setattr(rp, "attention", lambda *args, **options: calls.append(1) or original(*args, **options))
-    check(model, name, dtype, lambda model: model.set_attn_implementation(register()))
+    inputs = inputs_of(name, dtype)
+    expected = answer(model, inputs)
+    model.set_attn_implementation(register())
+    close(answer(model, inputs), expected)
     layers = sum(
         type(x).__name__.endswith(("Attention", "SelfAttention")) and hasattr(x, "config") for x in model.modules()
     )
@@ -105,21 +70,12 @@ def test_models_with_the_interface(name, dtype, monkeypatch):
     assert len(calls) >= layers
 
 
-PATCHED = {
-    "T5": T5,
-    "MT5": T5,
-    "UMT5": T5,
-    "MPNet": {**SMALL, "vocab_size": 50},
-    "Bloom": {"vocab_size": 50, "hidden_size": 64, "n_layer": 2, "n_head": 4},
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", PATCHED)
-def test_patched_models(name, dtype, monkeypatch):
+@pytest.mark.parametrize("name", ["T5", "MT5", "UMT5", "MPNet", "Bloom"])
+def test_patched_models(name, dtype):
     if dtype is torch.float64 and name == "Bloom":
         pytest.skip("its own softmax is in float32")
-    model = build(name, dtype, **PATCHED[name])
+    model = build(name, dtype)
     if dtype is torch.float64 and name == "UMT5":
         model.set_attn_implementation("sdpa")  # its eager one takes the softmax in float32
     own = model.config._attn_implementation
@@ -130,8 +86,7 @@ def test_patched_models(name, dtype, monkeypatch):
         assert same is model
         found = answer(model, inputs)
         assert model.config._attn_implementation == NAME
-    atol = TOLERANCE[dtype] * max(1, float(expected.abs().max()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    close(found, expected)
     # As it was: the same bits, no method left over.
     assert torch.equal(answer(model, inputs), expected)
     assert model.config._attn_implementation == own
@@ -139,36 +94,21 @@ def test_patched_models(name, dtype, monkeypatch):
         assert vars(x).keys() == before[key].keys(), key
 
 
-def test_a_patched_t5_holds_no_bias_per_pair(monkeypatch):
-    model = build("T5", torch.float32, **T5).encoder
-    sizes = []
-    original = rp.attention
-
-    def record(*args, **options):
-        sizes.append([options["position"][0].table.shape, options.get("mask")])
-        return original(*args, **options)
-
-    monkeypatch.setattr(rp, "attention", record)
+def test_a_patched_t5_holds_no_bias_per_pair(calls):
+    model = build("T5", torch.float32).encoder
     with patched(model):
         model(torch.randint(1, 50, (1, 40)))
-    assert sizes == [[(32, 4), None]] * 2
+    found = [(one.options["position"][0].table.shape, one.options.get("mask")) for one in calls]
+    assert found == [((32, 4), None)] * 2
 
 
 @pytest.mark.parametrize("name", ["T5", "Bloom"])
 def test_generation_with_a_cache(name):
     """Every token alone, from keys that are kept: queries begin where the cache ends."""
     cls = {"T5": transformers.T5ForConditionalGeneration, "Bloom": transformers.BloomForCausalLM}[name]
-    config = getattr(transformers, f"{name}Config")(
-        **PATCHED[name], pad_token_id=0, eos_token_id=None, decoder_start_token_id=0
-    )
-    model = cls(config).eval()
-    for key, x in model.named_parameters():
-        if "relative" in key:
-            torch.nn.init.normal_(x)
-    model.set_attn_implementation("eager")
+    model, options = generating(cls)
     ids = torch.randint(1, 50, (2, 9))
-    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
+    options |= {"attention_mask": torch.ones_like(ids), "output_logits": True, "return_dict_in_generate": True}
     expected = model.generate(ids, **options)
     with patched(model):
         found = model.generate(ids, **options)
@@ -178,7 +118,7 @@ def test_generation_with_a_cache(name):
 
 @pytest.mark.parametrize("run", ["interface", "patch"])
 def test_gradients_of_a_t5_encoder(run):
-    model = build("T5", torch.float64, **T5).encoder
+    model = build("T5", torch.float64).encoder
     ids = torch.randint(1, 50, (2, 17))
     grads = []
 
@@ -202,7 +142,7 @@ def test_gradients_of_a_t5_encoder(run):
 
 
 def test_what_is_not_there_is_refused():
-    model = build("Gemma2", torch.float32, **SMALL, vocab_size=50, num_key_value_heads=2, head_dim=16)
+    model = build("Gemma2", torch.float32)
     model.set_attn_implementation(register())
     with pytest.raises(rp.RelposValueError, match=r"block_indices: Gemma2Attention asks for it"):
         model(torch.ones(1, 5, dtype=torch.int64), block_indices=torch.zeros(1))
@@ -210,7 +150,7 @@ def test_what_is_not_there_is_refused():
         pass
     with pytest.raises(rp.RelposTypeError, match="expected a model of transformers"), patched(np.zeros(3)):
         pass
-    model = build("MPNet", torch.float32, **PATCHED["MPNet"])
+    model = build("MPNet", torch.float32)
     with pytest.raises(rp.RelposValueError, match="output_attentions"), patched(model):
         model(torch.ones(1, 5, dtype=torch.int64), output_attentions=True)
     assert "forward" not in vars(model.encoder.layer[0].attention.attn)
@@ -219,7 +159,7 @@ def test_what_is_not_there_is_refused():
 def test_another_version_of_transformers_is_refused(monkeypatch):
     from transformers.models.mpnet import modeling_mpnet
 
-    model = build("MPNet", torch.float32, **PATCHED["MPNet"])
+    model = build("MPNet", torch.float32)
     monkeypatch.setattr(modeling_mpnet.MPNetSelfAttention, "forward", lambda self, hidden_states: hidden_states)
     message = r"MPNetSelfAttention.forward takes self, hidden_states; this"
     with pytest.raises(rp.RelposImportError, match=message), patched(model):

@@ -24,13 +24,10 @@ class Layer(torch.nn.Module):
 
 def llama():
     """A model that runs here, and its inputs."""
-    transformers = pytest.importorskip("transformers", minversion="5.24")
     from relpos_np.interop.transformers import register
+    from tests.parity.small import small
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    config = transformers.LlamaConfig(**sizes, vocab_size=50, use_cache=False)
-    torch.manual_seed(0)
-    model = transformers.LlamaModel._from_config(config, attn_implementation="eager").eval()
+    model = small("Llama", use_cache=False)
     ids = torch.arange(1, 13)[None]
     with torch.no_grad():
         expected = model(ids).last_hidden_state

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relpos_np.layers import SwinAttention, VideoSwinAttention, WindowAttention, shift_mask
-from tests.parity.modules import randomised
+from tests.parity.modules import modeling, normal, randomised, timm
 
 torch = pytest.importorskip("torch")
 
@@ -22,7 +22,7 @@ def close(got, expected):
 
 
 def random_map(*grid):
-    return torch.randn(BATCH, *grid, WIDTH, dtype=torch.float64)
+    return normal(BATCH, *grid, WIDTH)
 
 
 class Nothing(torch.nn.Module):
@@ -38,7 +38,7 @@ MAPS = [((8, 8), 4, 2), ((8, 12), 4, 0), ((9, 14), 4, 2), ((7, 5), 3, 1), ((4, 9
 
 def transformers_swin(window, shift, grid, qkv_bias):
     """A block of which only the attention is left. SDPA, because the eager softmax is in float32 whatever the input."""
-    swin = pytest.importorskip("transformers.models.swin.modeling_swin")
+    swin = modeling("swin")
     config = swin.SwinConfig(window_size=window, qkv_bias=qkv_bias)
     config._attn_implementation = "sdpa"
     layer = randomised(swin.SwinLayer(config, WIDTH, grid, HEADS, shift_size=shift))
@@ -59,29 +59,24 @@ def donut_swin(window, shift, grid, qkv_bias):
     return layer, "transformers"
 
 
+def check(block, style, grid, window, shift, small_maps, backend, **how):
+    options = {"format": style, "shift_size": (shift,) * 2, "small_maps": small_maps}
+    ours = SwinAttention.from_state_dict(block.state_dict(), (window,) * 2, **options)
+    x = random_map(*grid)
+    flat = x.reshape(BATCH, -1, WIDTH)
+    close(ours(x.numpy(), backend=backend), (block(flat, grid, **how)[0] - flat).reshape(x.shape))
+
+
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @pytest.mark.parametrize("make", [transformers_swin, donut_swin])
 @pytest.mark.parametrize(("grid", "window", "shift"), MAPS)
 def test_transformers(grid, window, shift, make, qkv_bias, backend):
-    block, style = make(window, shift, grid, qkv_bias)
-    ours = SwinAttention.from_state_dict(
-        block.state_dict(), (window,) * 2, format=style, shift_size=(shift,) * 2, small_maps="all"
-    )
-    x = random_map(*grid)
-    flat = x.reshape(BATCH, -1, WIDTH)
-    expected = (block(flat, grid)[0] - flat).reshape(x.shape)
-    close(ours(x.numpy(), backend=backend), expected)
+    check(*make(window, shift, grid, qkv_bias), grid, window, shift, "all", backend)
 
 
 @pytest.mark.parametrize("grid", [(3, 9), (4, 4), (2, 3)])
 def test_transformers_always_partition(grid, backend):
-    block, style = transformers_swin(4, 2, grid, True)
-    options = {"format": style, "shift_size": (2, 2), "small_maps": "keep"}
-    ours = SwinAttention.from_state_dict(block.state_dict(), (4, 4), **options)
-    x = random_map(*grid)
-    flat = x.reshape(BATCH, -1, WIDTH)
-    expected = (block(flat, grid, always_partition=True)[0] - flat).reshape(x.shape)
-    close(ours(x.numpy(), backend=backend), expected)
+    check(*transformers_swin(4, 2, grid, True), grid, 4, 2, "keep", backend, always_partition=True)
 
 
 def test_transformers_fails_where_the_window_shrinks():
@@ -96,7 +91,7 @@ def test_transformers_attention_probabilities(backend):
     module = randomised(donut.DonutSwinAttention(donut.DonutSwinConfig(qkv_bias=True), WIDTH, HEADS, 3))
     ours = WindowAttention.from_state_dict(module.state_dict(), 1, 1, (3, 3), format="transformers")
     mask = shift_mask((9, 6), (3, 3), (1, 2))
-    x = torch.randn(BATCH * 6, 9, WIDTH, dtype=torch.float64)
+    x = normal(BATCH * 6, 9, WIDTH)
     expected = module(x, torch.from_numpy(mask.astype(np.float64)), output_attentions=True)
     for got, there in zip(ours(x.numpy(), mask=mask, backend=backend), expected, strict=True):
         close(got, there)
@@ -128,10 +123,8 @@ TIMM = [
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("grid", "window", "shift", "whole"), TIMM)
 def test_timm(grid, window, shift, whole, fused, head_dim, backend):
-    from tests.parity.test_timm import timm_swin
-
     block = randomised(
-        timm_swin.SwinTransformerBlock(
+        timm("models.swin_transformer").SwinTransformerBlock(
             WIDTH, grid, HEADS, head_dim, window_size=window, shift_size=shift, always_partition=whole
         )
     )
@@ -152,9 +145,8 @@ def test_timm(grid, window, shift, whole, fused, head_dim, backend):
 
 def test_timm_lets_opposite_edges_meet_where_it_pads():
     """Shifted before it is padded, a map's first rows attend its last ones; padded first, a mask keeps them apart."""
-    from tests.parity.test_timm import timm_swin
-
-    block = randomised(timm_swin.SwinTransformerBlock(WIDTH, (9, 8), HEADS, window_size=4, shift_size=2))
+    swin = timm("models.swin_transformer")
+    block = randomised(swin.SwinTransformerBlock(WIDTH, (9, 8), HEADS, window_size=4, shift_size=2))
     block.attn_mask = block.attn_mask.double()
     x = random_map(9, 8)
     changed = x.clone()
@@ -265,8 +257,7 @@ def test_rstt_decoder(backend):
     source = inner | {"relative_position_bias_table": weights["relative_position_bias_table"]}
     ours = WindowAttention.from_state_dict(source, frames, kept, window)
     n_q, n_kv = frames * math.prod(window), kept * math.prod(window)
-    q = torch.randn(BATCH * 4, n_q, WIDTH, dtype=torch.float64)
-    kv = torch.randn(BATCH * 4, n_kv, WIDTH, dtype=torch.float64)
+    q, kv = normal(BATCH * 4, n_q, WIDTH), normal(BATCH * 4, n_kv, WIDTH)
     mask = torch.where(torch.rand(4, n_q, n_kv) < 0.3, -100.0, 0.0).double()
     attention = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
     attention.in_proj_weight.copy_(weights["qkv.weight"])
