@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from tests.parity.adaptors import gives, in_heads
+from tests.parity.modules import modeling as peer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -26,11 +28,6 @@ BACKENDS = ("cuda",) if IN_SIMULATOR else ("numpy", "terms", "numba")
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 OPERANDS = ("q", "k", "v")
 OPTIONS = ("sinks", "query_scale", "mask")
-
-
-def peer(name):
-    """A module of transformers."""
-    return pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
 
 
 # ---------------------------------------------------------------------------------------------- comparing
@@ -131,15 +128,8 @@ def flex(q, k, v, score_mod=None, mask_mod=None):
         mask = flex_module.create_block_mask(mask_mod, *shape, device="cpu")
     with patch.object(flex_module, "_validate_device", lambda *_: None), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the dense form is slow, and of tensors that its tracer looks at
-        out, more = flex_module.flex_attention(
-            q,
-            k,
-            v,
-            score_mod=score_mod,
-            block_mask=mask,
-            enable_gqa=True,
-            return_aux=flex_module.AuxRequest(lse=True),
-        )
+        options = {"enable_gqa": True, "return_aux": flex_module.AuxRequest(lse=True)}
+        out, more = flex_module.flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, **options)
     return out, more.lse
 
 
@@ -155,17 +145,6 @@ def causal(q_len, k_len=None, offset=0):
     return masked(masking.causal_mask_function, q_len, k_len, offset)
 
 
-class Gives(torch.nn.Module):
-    """In the place of a projection: it gives what is to enter attention."""
-
-    def __init__(self, x):
-        super().__init__()
-        self.x = x
-
-    def forward(self, *_, **__):
-        return self.x
-
-
 class Rows(torch.nn.Module):
     """An embedding whose table is a tensor of autograd."""
 
@@ -177,20 +156,35 @@ class Rows(torch.nn.Module):
         return functional.embedding(index, self.table)
 
 
-def flat(x):
-    """(B, H, L, D) as projections give it."""
-    return x.transpose(1, 2).flatten(2)
+def fed(attention, **given):
+    """The attention of a model, which gets these tensors in the place of what its submodules would give."""
+    for name, x in given.items():
+        setattr(attention, name, gives(x))
+    attention.o_proj = torch.nn.Identity()
+    return attention.eval()
+
+
+def answer(out, scores):
+    """Output (B, H, L, D) and log-sum-exp, of a module's output and of the scores that reached its softmax."""
+    return in_heads(out, HEADS), scores[-1].logsumexp(-1)
+
+
+def config_of(name, **more):
+    """A configuration of attention with our sizes."""
+    sizes = {"hidden_size": HEADS * DIM, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = getattr(transformers, name)(**sizes | {"head_dim": DIM, "num_hidden_layers": 2} | more)
+    config._attn_implementation = "eager"
+    return config
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def t5_bias(table, q_len, k_len=None):
     """Of transformers' T5, queries at the end; the table has a column per head."""
     k_len = q_len if k_len is None else k_len
-    config = transformers.T5Config(
-        d_model=32,
-        num_heads=HEADS,
-        relative_attention_num_buckets=table.shape[0],
-        relative_attention_max_distance=20,
-    )
+    buckets = {"relative_attention_num_buckets": table.shape[0], "relative_attention_max_distance": 20}
+    config = transformers.T5Config(d_model=32, num_heads=HEADS, **buckets)
     module = peer("t5").T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
     module.relative_attention_bias = Rows(table)
     return module.compute_bias(q_len, k_len, device="cpu", past_seen_tokens=k_len - q_len)

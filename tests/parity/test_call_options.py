@@ -10,6 +10,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np.reference import query_temperature
+from tests.parity.adaptors import flat
 from tests.parity.option_peers import (
     BACKENDS,
     BATCH,
@@ -17,11 +18,13 @@ from tests.parity.option_peers import (
     HEADS,
     IN_SIMULATOR,
     KV_HEADS,
-    Gives,
+    PLAIN,
     agrees,
+    answer,
     causal,
+    config_of,
     eager,
-    flat,
+    fed,
     flex,
     gpt_oss,
     in_double,
@@ -187,37 +190,23 @@ def test_caps_of_the_standard(rng, kind):
 # ---------------------------------------------------------------------------------------------- temperatures
 
 
+HIDDEN, PLACE = torch.zeros(BATCH, 20, HEADS * DIM, dtype=torch.float64), torch.arange(20)[None]
+
+
 def llama4(layer):
     """Attention of Llama 4: layer 0 turns and is chunked, layer 1 has a temperature."""
     module = peer("llama4")
-    config = transformers.Llama4TextConfig(
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=DIM,
-        num_hidden_layers=2,
-        no_rope_layers=[1, 0],
-        use_qk_norm=False,
-        attn_temperature_tuning=True,
-        attn_scale=0.3,
-        floor_scale=4,
-        attention_chunk_size=6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    config._attn_implementation = "eager"
+    options = {"attn_temperature_tuning": True, "attn_scale": 0.3, "floor_scale": 4, "attention_chunk_size": 6}
+    config = config_of("Llama4TextConfig", no_rope_layers=[1, 0], use_qk_norm=False, rope_parameters=PLAIN, **options)
 
     def other(q, k, v):
         with in_double() as scores:
             attention = module.Llama4TextAttention(config, layer)
-            attention.q_proj, attention.k_proj, attention.v_proj = (Gives(flat(x)) for x in (q, k, v))
-            attention.o_proj = torch.nn.Identity()
-            hidden = torch.zeros(BATCH, 20, HEADS * DIM)
-            at = torch.arange(20)[None].expand(BATCH, -1)
-            angles = module.Llama4TextRotaryEmbedding(config)(hidden, at)
+            fed(attention, q_proj=flat(q), k_proj=flat(k), v_proj=flat(v))
+            at = PLACE.expand(BATCH, -1)
+            angles = module.Llama4TextRotaryEmbedding(config)(HIDDEN, at)
             make = masking.create_causal_mask if layer else masking.create_chunked_causal_mask
-            mask = make(config, hidden, None, None, position_ids=at)
-            out = attention(hidden, angles, mask)[0]
-        return out.unflatten(-1, (HEADS, DIM)).transpose(1, 2), scores[-1].logsumexp(-1)
+            return answer(attention(HIDDEN, angles, make(config, HIDDEN, None, None, position_ids=at))[0], scores)
 
     return other
 
@@ -229,29 +218,14 @@ def test_temperature_of_llama4(rng):
 
 def test_temperature_of_ministral3_beside_its_rotation(rng):
     module = peer("ministral3")
-    config = transformers.Ministral3Config(
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=DIM,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "llama_4_scaling_beta": 0.3,
-            "original_max_position_embeddings": 5,
-        },
-    )
-    config._attn_implementation = "eager"
+    ropes = PLAIN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 5}
+    config = config_of("Ministral3Config", rope_parameters=ropes)
 
     def other(q, k, v):
         with in_double() as scores:
-            attention = module.Ministral3Attention(config, 0)
-            attention.q_proj, attention.k_proj, attention.v_proj = (Gives(flat(x)) for x in (q, k, v))
-            attention.o_proj = torch.nn.Identity()
-            at, hidden = torch.arange(20)[None], torch.zeros(BATCH, 20, HEADS * DIM)
-            angles = module.Ministral3RotaryEmbedding(config)(hidden, at)
-            out = attention.eval()(hidden, angles, causal(20), at)[0]
-        return out.unflatten(-1, (HEADS, DIM)).transpose(1, 2), scores[-1].logsumexp(-1)
+            attention = fed(module.Ministral3Attention(config, 0), q_proj=flat(q), k_proj=flat(k), v_proj=flat(v))
+            angles = module.Ministral3RotaryEmbedding(config)(HIDDEN, PLACE)
+            return answer(attention(HIDDEN, angles, causal(20), PLACE)[0], scores)
 
     scale = query_temperature(20, variant="ministral3", length=5, strength=0.3)
     agrees(other, operands(rng), lambda _: rp.Rotary(DIM), causal=True, query_scale=scale)
@@ -259,34 +233,19 @@ def test_temperature_of_ministral3_beside_its_rotation(rng):
 
 def test_temperature_of_inkling_beside_its_bias(rng):
     """A factor on queries and on what they add, which ours are given with it; the scale is 1 / D."""
-    module, tau = peer("inkling"), query_temperature(20, variant="inkling", length=4, strength=0.3)
-    config = transformers.InklingTextConfig(
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=DIM,
-        d_rel=3,
-        rel_extent=6,
-        num_hidden_layers=1,
-        layer_types=["hybrid"],
-        log_scaling_n_floor=4,
-        log_scaling_alpha=0.3,
-    )
-    config._attn_implementation = "eager"
+    tau = query_temperature(20, variant="inkling", length=4, strength=0.3)
+    options = {"log_scaling_n_floor": 4, "log_scaling_alpha": 0.3, "d_rel": 3, "rel_extent": 6}
+    config = config_of("InklingTextConfig", num_hidden_layers=1, layer_types=["hybrid"], **options)
     arrays = operands(rng)
     arrays |= {"relative_states": rng.standard_normal((BATCH, HEADS, 20, 3)), "proj": rng.standard_normal((3, 6))}
 
     def other(q, k, v, relative_states, proj):
         cold = relative_states / torch.tensor(tau)[:, None]
+        given = {"q_norm": q.transpose(1, 2), "k_norm": k.transpose(1, 2), "v_sconv": flat(v), "r_proj": flat(cold)}
         with in_double() as scores:
-            attention = module.InklingAttention(config, 0)
-            attention.q_norm, attention.k_norm = (Gives(x.transpose(1, 2)) for x in (q, k))
-            attention.v_sconv, attention.r_proj = Gives(flat(v)), Gives(flat(cold))
-            attention.k_sconv, attention.o_proj = Gives(flat(k)), torch.nn.Identity()
+            attention = fed(peer("inkling").InklingAttention(config, 0), k_sconv=flat(k), **given)
             table = {"rel_logits_proj.proj": proj}
-            hidden = torch.zeros(BATCH, 20, HEADS * DIM)
-            out = torch.func.functional_call(attention.eval(), table, (hidden, causal(20)))[0]
-        return out.unflatten(-1, (HEADS, DIM)).transpose(1, 2), scores[-1].logsumexp(-1)
+            return answer(torch.func.functional_call(attention, table, (HIDDEN, causal(20)))[0], scores)
 
     agrees(
         other,
@@ -444,22 +403,9 @@ def test_an_offset_for_each_item(rng):
 def test_keys_that_deepseek_selects(rng):
     """The indexer of DeepSeek V3.2 names keys, and its attention masks the others; later ones it names too."""
     module = peer("deepseek_v32")
-    config = transformers.DeepseekV32Config(
-        hidden_size=16,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=DIM,
-        index_topk=5,
-        index_head_dim=8,
-        index_n_heads=2,
-        num_hidden_layers=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    config._attn_implementation = "eager"
+    sizes = {"hidden_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+    sizes |= {"num_key_value_heads": HEADS, "v_head_dim": DIM, "num_hidden_layers": 1, "rope_parameters": PLAIN}
+    config = config_of("DeepseekV32Config", index_topk=5, index_head_dim=8, index_n_heads=2, **sizes)
     original, chosen = module.eager_attention_forward, []
     with in_double():
         attention = module.DeepseekV32Attention(config, 0).eval()
@@ -478,7 +424,7 @@ def test_keys_that_deepseek_selects(rng):
 
         with in_double() as scores, patch.object(module, "eager_attention_forward", attend):
             out = attention(hidden, angles, causal(20), position_ids=at)[0]
-        return out.unflatten(-1, (HEADS, DIM)).transpose(1, 2), scores[-1].logsumexp(-1)
+        return answer(out, scores)
 
     selected = chosen[0].numpy()
     assert selected.shape == (BATCH, 20, 5)

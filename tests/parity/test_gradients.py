@@ -17,16 +17,12 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from tests.every import ATTENTION
+from tests.parity.modules import modeling as peer
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
 BACKENDS = ("numpy", "terms", "numba")
-
-
-def peer(name):
-    """A module of transformers."""
-    return pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
 
 
 # ---------------------------------------------------------------------------------------------- attention in torch

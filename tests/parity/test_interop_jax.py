@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np._runtime import precision
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("numba")
@@ -223,22 +222,9 @@ def test_errors_come_while_tracing(rng):
         attention([[1.0]], k, v)
 
 
-@pytest.fixture
-def found(monkeypatch):
-    """The precision of each forward and each backward pass."""
-    monkeypatch.delenv("RELPOS_PRECISION", raising=False)
-    seen = []
-
-    def recorded(function):
-        def record(*arrays, **options):
-            seen.append(precision.chosen(options.get("precision")))
-            return function(*arrays, **options)
-
-        return record
-
-    monkeypatch.setattr(rp, "attention", recorded(rp.attention))
-    monkeypatch.setattr(rp, "attention_vjp", recorded(rp.attention_vjp))
-    return seen
+def chosen(calls):
+    """The precisions of all forward and backward passes."""
+    return {one.precision for one in calls}
 
 
 def both_passes(*operands):
@@ -262,52 +248,52 @@ def both_passes(*operands):
         ("F16_F16_F32", None),
     ],
 )
-def test_float32_follows_the_setting_of_jax(rng, found, setting, expected):
+def test_float32_follows_the_setting_of_jax(rng, calls, setting, expected):
     """As it is where a program is traced, and traced again when it changes; other dtypes have none."""
     own = operands(rng, 2, dtype=np.float32)
     compiled = jax.jit(both_passes)
     jax.block_until_ready(compiled(*own))
-    assert set(found) == {None}
+    assert chosen(calls) == {None}
     with jax.default_matmul_precision(setting):
-        found.clear()
-        calls = [compiled(*own), both_passes(*own), jax.jit(jax.vmap(attention))(*own)]
-        jax.block_until_ready(calls)
-        assert found
-        assert set(found) == {expected}
+        calls.clear()
+        answers = [compiled(*own), both_passes(*own), jax.jit(jax.vmap(attention))(*own)]
+        jax.block_until_ready(answers)
+        assert calls
+        assert chosen(calls) == {expected}
         for dtype in (np.float64, np.float16, jnp.bfloat16):
-            found.clear()
+            calls.clear()
             jax.block_until_ready(compiled(*(x.astype(dtype) for x in own)))
-            assert set(found) == {None}
+            assert chosen(calls) == {None}
     same = jax.jit(lambda *x: attention(*x, precision=expected or "highest"))
-    np.testing.assert_array_equal(calls[0][1], same(*own))
+    np.testing.assert_array_equal(answers[0][1], same(*own))
 
 
-def test_what_was_chosen_here_counts_more_than_the_setting_of_jax(rng, found, monkeypatch):
+def test_what_was_chosen_here_counts_more_than_the_setting_of_jax(rng, calls, monkeypatch):
     """And is kept in programs that were compiled with it: JAX does not know of it."""
     own = operands(rng, dtype=np.float32)
     compiled = jax.jit(both_passes)
     with jax.default_matmul_precision("high"):
         with rp.use_precision("medium"):
             jax.block_until_ready((compiled(*own), both_passes(*own)))
-            assert set(found) == {"medium"}
-            found.clear()
+            assert chosen(calls) == {"medium"}
+            calls.clear()
             jax.block_until_ready(attention(*own, precision="highest"))
-            assert set(found) == {"highest"}
-        found.clear()
+            assert chosen(calls) == {"highest"}
+        calls.clear()
         jax.block_until_ready(compiled(*own))
-        assert set(found) == {"medium"}
+        assert chosen(calls) == {"medium"}
         monkeypatch.setenv("RELPOS_PRECISION", "highest")
-        found.clear()
+        calls.clear()
         jax.block_until_ready(both_passes(*own))
-        assert set(found) == {"highest"}
+        assert chosen(calls) == {"highest"}
     with pytest.raises(rp.RelposValueError, match="precision: expected one of"):
         jax.jit(lambda q: attention(q, q, q, precision="fastest"))(own[0])
 
 
-def test_a_program_keeps_that_nobody_had_chosen(rng, found):
+def test_a_program_keeps_that_nobody_had_chosen(rng, calls):
     own = operands(rng, dtype=jnp.bfloat16)
     compiled = jax.jit(both_passes)
     jax.block_until_ready(compiled(*own))
     with rp.use_precision("highest"):
         jax.block_until_ready(compiled(*own))
-    assert set(found) == {None}
+    assert chosen(calls) == {None}
