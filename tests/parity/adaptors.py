@@ -5,12 +5,34 @@ library. What a package does with a call is left as it is: where its causal mask
 without keys gets an average, that is what the board is to show.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+import relpos_np as rp
+
+RECORDED = Path(__file__).parents[2] / "asv_bench" / "recorded"
+
+
+def installed(package):
+    """The version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def written(path, **found):
+    """A record, with its date and this library's version before what was found."""
+    head = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "relpos_np": rp.__version__}
+    path.write_text(json.dumps({**head, **found}, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -8,25 +8,13 @@ import json
 import sys
 import warnings
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-import relpos_np as rp
 from relpos_np.conform import conform
-from tests.parity.adaptors import ADAPTORS
+from tests.parity.adaptors import ADAPTORS, RECORDED, installed, written
 
-RECORD = Path(__file__).parents[2] / "asv_bench" / "recorded" / "board.json"
+RECORD = RECORDED / "board.json"
 # Families that are quick, and enough to see that a package still does what was recorded.
 SHORT = ("self", "causal", "decoding", "masks")
-
-
-def installed(adaptor):
-    """The version of an adaptor's package, or None."""
-    try:
-        return version(adaptor.package)
-    except PackageNotFoundError:
-        return None
 
 
 def report(adaptor, dtype, function=None, families=None):
@@ -62,7 +50,7 @@ def row(adaptor, found):
         families[one.name] = kept
     return {
         "package": adaptor.package,
-        "version": installed(adaptor),
+        "version": installed(adaptor.package),
         "what": adaptor.name,
         "scheme": adaptor.scheme,
         "variant": adaptor.variant,
@@ -79,7 +67,7 @@ def record(names=()):
     """Run the adaptors of these packages, or of all that are installed."""
     before = json.loads(RECORD.read_text(encoding="utf-8"))["rows"] if RECORD.exists() else []
     rows = {key(one): one for one in before}
-    chosen = [one for one in ADAPTORS if installed(one) and (not names or one.package in names)]
+    chosen = [one for one in ADAPTORS if installed(one.package) and (not names or one.package in names)]
     for adaptor in chosen:
         function = adaptor.made()
         for dtype in adaptor.dtypes:
@@ -88,9 +76,7 @@ def record(names=()):
             rows[key(one)] = one
             print(f"{adaptor.package} {adaptor.name}, {dtype}: {found.summary}", flush=True)
     known = [(one.package, one.name, one.scheme, dtype) for one in ADAPTORS for dtype in one.dtypes]
-    head = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "relpos_np": rp.__version__}
-    kept = [rows[one] for one in known if one in rows]
-    RECORD.write_text(json.dumps({**head, "rows": kept}, indent=1) + "\n", encoding="utf-8")
+    written(RECORD, rows=[rows[one] for one in known if one in rows])
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import relpos_np as rp
+from tests.parity.adaptors import RECORDED, installed, written
 
-RECORD = Path(__file__).parents[2] / "asv_bench" / "recorded" / "ledger.json"
+RECORD = RECORDED / "ledger.json"
 # "error": against the paper, the documentation, or the package's own code elsewhere. "rounding": of what should be
 # exact. "convention": both are used, and who changes packages must know. "claim": said to be wrong, and is not.
 KINDS = ("error", "rounding", "convention", "claim")
@@ -44,10 +42,7 @@ class Entry:
     @property
     def installed(self):
         """The version of the package, or None."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
+        return installed(self.package)
 
     def answers(self):
         """Ours and theirs, rounded to what a page shows."""
@@ -450,8 +445,7 @@ def record(names=()):
             found[name] = {**text, "version": one.installed, "ours": ours, "theirs": theirs}
         elif name in before:
             found[name] = before[name] | text
-    head = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "relpos_np": rp.__version__}
-    RECORD.write_text(json.dumps({**head, "entries": found}, indent=1) + "\n", encoding="utf-8")
+    written(RECORD, entries=found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("adaptor", ADAPTORS, ids=lambda one: f"{one.package}-{one.scheme}-{one.variant}")
 def test_what_was_recorded_still_holds(adaptor):
-    installed = board.installed(adaptor)
+    installed = board.installed(adaptor.package)
     if installed is None:
         pytest.skip(f"{adaptor.package} is not installed")
     rows = [one for one in json.loads(board.RECORD.read_text(encoding="utf-8"))["rows"] if one["what"] == adaptor.name]

@@ -7,17 +7,12 @@ import relpos_np as rp
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
+pytestmark = pytest.mark.usefixtures("with_gradients")
 
 from relpos_np.interop.torch import attention, trained  # noqa: E402
 
 LENGTH = 10
 SEGMENTS = torch.tensor([0, 4, 4, 7, 10])
-
-
-@pytest.fixture(autouse=True)
-def with_gradients(few_threads_and_fixed_seed):
-    with torch.enable_grad():
-        yield
 
 
 def random(*shape):

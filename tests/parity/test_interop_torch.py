@@ -10,16 +10,11 @@ import relpos_np as rp
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
+pytestmark = pytest.mark.usefixtures("with_gradients")
 
 from relpos_np.interop.torch import attention, trained  # noqa: E402
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
-
-
-@pytest.fixture(autouse=True)
-def with_gradients(few_threads_and_fixed_seed):
-    with torch.enable_grad():
-        yield
 
 
 def operands(*, heads=4, kv_heads=None, q_len=9, k_len=9, dim=8, dtype=torch.float64, grad=True):
