@@ -16,6 +16,7 @@ from relpos_np.conform import conform, files
 from relpos_np.conform.formats import DTYPES, format_of
 from relpos_np.conform.frameworks import framework_of, loaded
 from relpos_np.conform.yardstick import distance, truth
+from relpos_np.testing.conventions import ABSENT, CONVENTIONS, Call, reach
 from relpos_np.testing.families import of_family
 from tests.every import ATTENTION
 from tests.processes import child
@@ -103,6 +104,46 @@ def test_wrong_answers_are_explained_by_kind():
     assert report.family("masks").verdict == "partly"  # without key_lengths
     shape = conform(lambda q, k, v: q[..., :1], "plain", families="self")
     assert "out has shape (1, 2, 2, 1), expected (1, 2, 2, 8)" in shape.text()
+
+
+@pytest.mark.parametrize("convention", [one for one in CONVENTIONS if one.mistake], ids=lambda one: one.mistake)
+def test_every_convention_that_conform_draws_is_named(convention):
+    """An implementation that follows one where another is meant, in the first family that shows it."""
+    family, option = SHOWN_BY[convention.option], convention.option
+
+    def follows(q, k, v, causal=False, window=None, softcap=None):
+        options = {"causal": causal, "window": window, "softcap": softcap}
+        call = Call(q.shape[-1], q.shape[-2], k.shape[-2], **options)
+        value = convention.value(call)
+        if option == "hidden":
+            seen = reach(slice(0, call.q_len), call.k_len, hidden=value)
+            options |= {"causal": False, "mask": seen if causal else None}
+        elif option == "cap":
+            options |= {"softcap": value[0], "cap_order": value[1]}
+        elif value is not ABSENT:
+            options |= {option: value}
+        return rp.attention(q, k, v, position=rp.ALiBi(form="symmetric"), backend="numpy", **options)
+
+    always = {"softcap": 1.5} if option == "cap" else {}
+    report = conform(follows, "alibi", variant="symmetric", dtype="float64", families=family, always=always)
+    assert report.causes == (convention.mistake,), report.text()
+
+
+SHOWN_BY = {"hidden": "decoding", "offset": "cross", "scale": "self", "window": "windows", "cap": "self"}
+
+
+def test_a_cause_is_one_that_gives_the_numbers():
+    """Positions as small as these are exact in half precision, which then explains no error of another kind."""
+
+    def nearly(q, k, v, **given):
+        out = rp.attention(q, k, v, position=rp.Rotary(**given), backend="numpy")
+        return out + np.float32(4e-5) * np.cos(np.arange(out.size, dtype="float32")).reshape(out.shape)
+
+    report = conform(nearly, "rotary", families="self")
+    assert report.family("self").verdict == "wrong"
+    # Further from the truth than any right answer, and nearer than any mistake.
+    assert all(4 < one.ratio < 100 for one in report.family("self").findings)
+    assert report.causes == ()
 
 
 def test_units_are_distances_to_the_next_number():

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
-import numpy as np
-
 from relpos_np.conform.report import Finding, Report
+from relpos_np.testing.identification import plain
 
 # Widths of letters on a badge, in a sans serif of 11 pixels, and its colours.
 _LETTER = 6.6
 _COLOURS = {0: "#2e7d32", 1: "#b71c1c", 3: "#757575"}
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold: it has no infinity and no NaN, and null stands for them."""
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def as_json(report: Report) -> str:

@@ -14,10 +14,9 @@ from relpos_np._contract.options import ScoreOptions
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.conform.frameworks import Framework
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.plain import Plain
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.testing.arguments import arguments
+from relpos_np.testing.arguments import arguments, changed, parameters
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -56,11 +55,7 @@ class Implementation:
         self.layout = check.choice("layout", layout, LAYOUTS)
         self.always = dict(always)
         self.scheme = SCHEMES[scheme].cls
-        self._constructor = {
-            name: one
-            for name, one in inspect.signature(self.scheme).parameters.items()
-            if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        }
+        self._constructor = parameters(self.scheme)
         unknown = [name for name in self.always if name not in self._constructor and name not in _OPTIONS]
         if unknown:
             raise RelposValueError(
@@ -108,24 +103,15 @@ class Implementation:
                 position = self.scheme(**given)
             except RelposError as error:
                 return None, str(error)
-        found = replace(one, position=self._rounded(position), kwargs=options)
+        # As the function gets its arrays.
+        position = changed(position, format_of(self.stored.computed).rounded)
+        found = replace(one, position=position, kwargs=options)
         try:
             problem, _, _ = check.problem(one.q, one.k, one.v, **options)
             (found.position or Plain()).check(problem.site)
         except RelposError as error:
             return None, f"without what the function does not take: {error}"
         return found, ""
-
-    def _rounded(self, position: Scheme | None) -> Scheme | None:
-        """The scheme with its arrays rounded to the format that the function gets them in."""
-        if position is None or not self._constructor:
-            return position
-        kept = format_of(self.stored.computed)
-        given = {
-            name: kept.rounded(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
-            for name, value in arguments(position).items()
-        }
-        return self.scheme(**given)  # type: ignore[no-any-return]
 
     def arrays(self, one: Example) -> dict[str, Array]:
         """What may have gradients: q, k and v, and the scheme's arrays that the function takes."""

@@ -17,7 +17,8 @@ from relpos_np.conform.suspects import Suspect, suspects
 from relpos_np.conform.yardstick import Truth, distance, truth
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.testing.cases import FEATURES
+from relpos_np.testing.arguments import changed
+from relpos_np.testing.cases import checked_families, checked_features
 from relpos_np.testing.example import Example
 from relpos_np.testing.families import FAMILIES, of_family
 from relpos_np.types import Array
@@ -107,14 +108,8 @@ def conform(
         check.choice("variant", variant, variants)
     chosen = variant or next(iter(variants), None)
     stored = format_of(dtype)
-    wanted = tuple(FAMILIES) if families is None else (families,) if isinstance(families, str) else tuple(families)
-    for one in wanted:
-        check.choice("families", one, tuple(FAMILIES))
-    if not wanted:
-        raise RelposValueError("families: expected at least one, found none")
-    able = None if supports is None else frozenset((supports,) if isinstance(supports, str) else supports)
-    for one in sorted(able or ()):
-        check.choice("supports", one, FEATURES)
+    wanted = tuple(FAMILIES) if families is None else checked_families(families)
+    able = None if supports is None else checked_features(supports)
     if isinstance(function, str):
         subject, function = function, loaded(function, framework)
         framework = "onnx" if framework is None and subject.endswith(".onnx") else framework
@@ -208,13 +203,8 @@ class _Bench:
 
     def _stored(self, one: Example) -> Example:
         """The case with numbers that the format holds."""
-        kept = format_of(self.stored.computed)
-        options = {
-            name: kept.rounded(x) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
-            for name, x in one.kwargs.items()
-        }
         q, k, v = (self.stored.rounded(x) for x in (one.q, one.k, one.v))
-        return replace(one, q=q, k=k, v=v, kwargs=options)
+        return replace(one, q=q, k=k, v=v, kwargs=changed(one.kwargs, format_of(self.stored.computed).rounded))
 
     @staticmethod
     def _in_words(

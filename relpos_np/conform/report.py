@@ -237,29 +237,31 @@ class Report:
         dict
             Of strings, numbers, lists and dicts.
         """
-        head = ("subject", "scheme", "variant", "framework", "version", "dtype", "grad", "seed")
-        families = [
-            {
-                "name": one.name,
-                "verdict": one.verdict,
-                "ran": one.ran,
-                "cause": one.cause,
-                "reason": one.reason,
-                "cases": [
-                    {
-                        "edge": case.edge,
-                        "where": case.where,
-                        "verdict": case.verdict,
-                        "reason": case.reason,
-                        "results": {n: {"error": case.errors[n], "allowed": case.allowed[n]} for n in case.errors},
-                    }
-                    for case in one.findings
-                ],
-            }
-            for one in self.families
-        ]
-        found = {name: getattr(self, name) for name in head}
-        return {"ok": self.ok, "exit_code": self.exit_code, "ran": self.ran, **found, "families": families}
+
+        def told(one: Any, *names: str) -> dict[str, Any]:
+            return {name: getattr(one, name) for name in names}
+
+        families = []
+        for family in self.families:
+            cases = []
+            for one in family.findings:
+                results = {n: {"error": error, "allowed": one.allowed[n]} for n, error in one.errors.items()}
+                cases.append(told(one, "edge", "where", "verdict", "reason") | {"results": results})
+            families.append(told(family, "name", "verdict", "ran", "cause", "reason") | {"cases": cases})
+        head = (
+            "ok",
+            "exit_code",
+            "ran",
+            "subject",
+            "scheme",
+            "variant",
+            "framework",
+            "version",
+            "dtype",
+            "grad",
+            "seed",
+        )
+        return told(self, *head) | {"families": families}
 
 
 def _explained(cause: str, families: list[Family]) -> list[str]:

@@ -15,22 +15,23 @@ exact by luck.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from relpos_np.api import attention, attention_vjp, logits
+from relpos_np.api import attention_vjp, logits
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.errors import RelposError
 from relpos_np.formulas.frequencies import rotary_frequencies
-from relpos_np.formulas.softmax import repeat_heads
+from relpos_np.formulas.softmax import repeat_heads, softmax
 from relpos_np.schemes.base import Position
 from relpos_np.schemes.placed import Placed
 from relpos_np.schemes.rotary import Rotary
-from relpos_np.testing.arguments import arguments, rebuilt
+from relpos_np.testing.arguments import arguments, changed, rebuilt
+from relpos_np.testing.compare import ratio
 from relpos_np.testing.example import Example
-from relpos_np.types import Array
+from relpos_np.types import Array, Backend
 
 FORWARD, BACKWARD = 2.0, 3.0
 # Where scores are large, one query between two keys decides what the largest error is, so that a few choices of
@@ -67,9 +68,7 @@ class Truth:
 def truth(one: Example, stored: Format, grad_out: Array | None, trained: tuple[str, ...]) -> Truth:
     """Exact results of a case whose numbers the format holds, and the errors that are allowed in it."""
     kept = format_of(stored.computed)
-    expected = {"out": one.expected, "lse": one.expected_lse}
-    if grad_out is not None:
-        expected |= _gradients(one, grad_out, trained)
+    expected = _results(one, "numpy", grad_out, trained)
     worst = dict.fromkeys(expected, 0.0)
     for found in _straightforward(one, kept, grad_out, trained):
         for name, x in found.items():
@@ -86,11 +85,7 @@ def truth(one: Example, stored: Format, grad_out: Array | None, trained: tuple[s
 
 def distance(x: Array, y: Array) -> float:
     """The largest difference; none between infinities that are equal, infinite for NaN and for another shape."""
-    if x.shape != y.shape:
-        return np.inf
-    with np.errstate(all="ignore"):
-        off = np.where(x == y, 0.0, np.abs(x - y))
-    return float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))
+    return ratio(x, y, 1.0)
 
 
 def largest(x: Array) -> float:
@@ -104,20 +99,21 @@ def _straightforward(one: Example, kept: Format, grad_out: Array | None, trained
     draws = min(_DRAWS, max(2, _SCORES // (batch * heads * q_len * one.k.shape[2])))
     for seed in range(draws):
         rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1)
-        out, lse = attention(rough.q, rough.k, rough.v, position=rough.position, return_lse=True, **_exact(rough))
-        found = {"out": kept.rounded(out + _summed(one, kept, np.random.default_rng(seed))), "lse": lse}
+        turned, added = None, {"out": _summed(one, kept, np.random.default_rng(seed))}
         if grad_out is not None:
             # What reaches a score is a product with values, which is rounded before a sum is subtracted from it.
-            turn = kept.eps * np.random.default_rng(seed).uniform(-1, 1, grad_out.shape)
-            back = _gradients(rough, grad_out * (1 + turn), trained)
-            added = _summed_back(one, kept, np.random.default_rng(seed), grad_out)
-            found |= {name: kept.rounded(x + added.get(name, 0.0)) for name, x in back.items()}
-        yield found
+            turned = grad_out * (1 + kept.eps * np.random.default_rng(seed).uniform(-1, 1, grad_out.shape))
+            added |= _summed_back(one, kept, np.random.default_rng(seed), grad_out)
+        found = _results(rough, "numpy", turned, trained)
+        yield {name: x if name == "lse" else kept.rounded(x + added.get(name, 0.0)) for name, x in found.items()}
     if kept.name in ("float32", "float64"):
         # In float64 the reference is the answer, and the same formula in terms has errors of its own.
-        backend = "numpy" if kept.name == "float32" else "terms"
+        backend: Backend = "numpy" if kept.name == "float32" else "terms"
+        dtype = np.dtype(kept.name)
+        q, k, v, kwargs, grad_out = changed((one.q, one.k, one.v, one.kwargs, grad_out), lambda x: x.astype(dtype))
+        cast = replace(one, q=q, k=k, v=v, kwargs=kwargs, position=rebuilt(one.position, dtype))
         try:
-            yield _in_numpy(one, np.dtype(kept.name), backend, grad_out, trained)
+            yield {name: x.astype(np.float64) for name, x in _results(cast, backend, grad_out, trained).items()}
         except RelposError:
             return  # reference only: no terms
 
@@ -129,7 +125,7 @@ def _summed(one: Example, kept: Format, rng: np.random.Generator) -> Array | flo
     """
     if kept.name not in ("float32", "float64"):
         return 0.0
-    sizes = attention(one.q, one.k, np.abs(one.v), position=one.position, **_exact(one))
+    sizes, _ = replace(one, v=np.abs(one.v)).run("numpy")
     return np.asarray(kept.eps / 2 * np.sqrt(one.k.shape[2] / 3) * np.abs(sizes) * rng.uniform(-1, 1, sizes.shape))
 
 
@@ -169,34 +165,17 @@ def _summed_back(one: Example, kept: Format, rng: np.random.Generator, grad_out:
     return found
 
 
-def _exact(one: Example) -> dict[str, Any]:
-    return {**one.kwargs, "backend": "numpy"}
-
-
-def _gradients(one: Example, grad_out: Array, trained: tuple[str, ...]) -> dict[str, Array]:
-    found = attention_vjp(one.q, one.k, one.v, position=one.position, grad_out=grad_out, **_exact(one))
-    named = {"q": found.q, "k": found.k, "v": found.v} | dict(found.position)
-    return {f"grad_{name}": named[name] for name in trained if name in named}
-
-
-def _in_numpy(
-    one: Example, dtype: Any, backend: str, grad_out: Array | None, trained: tuple[str, ...]
-) -> dict[str, Array]:
-    """NumPy, operation by operation."""
-    q, k, v = (x.astype(dtype) for x in (one.q, one.k, one.v))
-    options = {name: _cast(x, dtype) for name, x in one.kwargs.items()} | {"backend": backend}
-    position = rebuilt(one.position, dtype)
-    out, lse = attention(q, k, v, position=position, return_lse=True, **options)
-    found = {"out": out.astype(np.float64), "lse": lse.astype(np.float64)}
+def _results(one: Example, backend: Backend, grad_out: Array | None, trained: tuple[str, ...]) -> dict[str, Array]:
+    """Output, log-sum-exp and gradients by name."""
+    out, lse = one.run(backend)
+    found = {"out": out, "lse": lse}
     if grad_out is not None:
-        back = attention_vjp(q, k, v, position=position, grad_out=grad_out.astype(dtype), **options)
+        back = attention_vjp(
+            one.q, one.k, one.v, position=one.position, grad_out=grad_out, backend=backend, **one.kwargs
+        )
         named = {"q": back.q, "k": back.k, "v": back.v} | dict(back.position)
-        found |= {f"grad_{name}": named[name].astype(np.float64) for name in trained if name in named}
+        found |= {f"grad_{name}": named[name] for name in trained if name in named}
     return found
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
 
 
 @np.errstate(all="ignore")
@@ -224,7 +203,7 @@ def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_las
     half_units = [kept.unit(x) / 2 for x in scaled] + [kept.unit(x / scale) / 2 * scale for x in unscaled]
     error = np.sum([unit * rng.uniform(-1, 1, s.shape) for unit in half_units], axis=0)
     error = np.where(np.isfinite(s) & np.isfinite(error), error, 0.0)
-    p = np.exp(s + error - _log_sum(s + error))
+    p, _ = softmax(s + error)
     error = error + np.where(p > 0, np.nan_to_num(np.log(kept.rounded(p) / p), posinf=0.0, neginf=0.0), 0.0)
     if mask is not None and mask.dtype == np.bool_:
         error = np.where(mask, error, -np.inf)
@@ -232,12 +211,6 @@ def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_las
         error = error + mask
     kwargs = plain | {name: one.kwargs[name] for name in hidden if name in one.kwargs} | {"mask": error}
     return Example(one.name, one.variant, q, k, one.v, position, kwargs)  # type: ignore[arg-type]
-
-
-def _log_sum(s: Array) -> Array:
-    top = s.max(axis=-1, keepdims=True)
-    top = np.where(np.isfinite(top), top, 0.0)
-    return np.asarray(np.log(np.exp(s - top).sum(axis=-1, keepdims=True)) + top)
 
 
 def _angles_in_float32(one: Example, rng: np.random.Generator) -> Position:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -21,14 +21,15 @@ from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.types import Array
 
-_CLASSES: Mapping[str, type] = {info.cls.__name__: info.cls for info in SCHEMES.values()}
+CLASSES: Mapping[str, type] = {info.cls.__name__: info.cls for info in SCHEMES.values()}
 _MISSING = object()
 # Lists and mappings within each other, in what a file says; real ones have three.
 _DEPTH = 16
 
 
 @cache
-def _parameters(constructor: type) -> dict[str, inspect.Parameter]:
+def parameters(constructor: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a class by name."""
     # A class without a constructor of its own reports (*args, **kwargs).
     return {
         name: parameter
@@ -57,7 +58,7 @@ def arguments(scheme: Any) -> dict[str, Any]:
     """
     found = {}
     cls: type = type(scheme)
-    for name in _parameters(cls):
+    for name in parameters(cls):
         value = getattr(scheme, name, _MISSING)
         if value is _MISSING:
             raise RelposTypeError(
@@ -69,19 +70,20 @@ def arguments(scheme: Any) -> dict[str, Any]:
 
 def rebuilt(scheme: Any, dtype: Any) -> Any:
     """The same scheme, encoding or tuple of them, or None, with its arrays of floats in another precision."""
-    if isinstance(scheme, tuple):
-        return tuple(rebuilt(one, dtype) for one in scheme)
-    return None if scheme is None else type(scheme)(**_cast(arguments(scheme), dtype))
+    return changed(scheme, lambda x: x.astype(dtype))
 
 
-def _cast(value: Any, dtype: Any) -> Any:
+def changed(value: Any, change: Callable[[Array], Array]) -> Any:
+    """A value with other arrays of floats: itself, or those in a scheme, an encoding, a list, a tuple or a mapping."""
     if isinstance(value, np.ndarray):
-        return value.astype(dtype) if value.dtype.kind == "f" or value.dtype.name == "bfloat16" else value
-    if isinstance(value, dict):
-        return {name: _cast(entry, dtype) for name, entry in value.items()}
+        return change(value) if value.dtype.kind == "f" or value.dtype.name == "bfloat16" else value
+    if isinstance(value, Mapping):
+        return {name: changed(entry, change) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_cast(entry, dtype) for entry in value)
-    return rebuilt(value, dtype) if isinstance(value, Scheme | AbsoluteEncoding) else value
+        return tuple(changed(entry, change) for entry in value)
+    if isinstance(value, Scheme | AbsoluteEncoding):
+        return type(value)(**changed(arguments(value), change))
+    return value
 
 
 def encode(value: Any, name: str, arrays: dict[str, Array]) -> Any:
@@ -142,13 +144,13 @@ def _decoded(node: Any, arrays: Mapping[str, Array], depth: int) -> Any:
 
 def _made(name: str, given: Mapping[str, Any]) -> Any:
     """A scheme of that class."""
-    if name not in _CLASSES:
-        raise RelposValueError(f"class: expected one of {', '.join(_CLASSES)}; found {reprlib.repr(name)}")
-    parameters = _parameters(_CLASSES[name])
-    unknown = [key for key in given if key not in parameters]
-    missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
+    if name not in CLASSES:
+        raise RelposValueError(f"class: expected one of {', '.join(CLASSES)}; found {reprlib.repr(name)}")
+    known = parameters(CLASSES[name])
+    unknown = [key for key in given if key not in known]
+    missing = [key for key, one in known.items() if one.default is one.empty and key not in given]
     if unknown or missing:
         raise RelposTypeError(
-            f"{name}: expected arguments {', '.join(parameters) or 'none'}; found {reprlib.repr(list(given))}"
+            f"{name}: expected arguments {', '.join(known) or 'none'}; found {reprlib.repr(list(given))}"
         )
-    return _CLASSES[name](**given)
+    return CLASSES[name](**given)

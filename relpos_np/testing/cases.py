@@ -52,6 +52,24 @@ FEATURES = (
 )
 
 
+def checked_families(families: str | Iterable[str]) -> tuple[str, ...]:
+    """Families that are wanted: at least one."""
+    found = (families,) if isinstance(families, str) else tuple(families)
+    for one in found:
+        check.choice("families", one, tuple(FAMILIES))
+    if not found:
+        raise RelposValueError("families: expected at least one, found none")
+    return found
+
+
+def checked_features(supports: str | Iterable[str]) -> frozenset[str]:
+    """What is said to be supported."""
+    found = frozenset((supports,) if isinstance(supports, str) else supports)
+    for one in sorted(found):
+        check.choice("supports", one, FEATURES)
+    return found
+
+
 def cases(
     scheme: str,
     *,
@@ -115,17 +133,11 @@ def cases(
             f"variant: {scheme} has {', '.join(map(repr, info.variants)) or 'none'}; found {variant!r}"
         )
     if families is not None:
-        families = (families,) if isinstance(families, str) else tuple(families)
-        for one in families:
-            check.choice("families", one, tuple(FAMILIES))
-        if not families:
-            raise RelposValueError("families: expected at least one, found none")
+        families = checked_families(families)
         if info.kind == "absolute":
             raise RelposValueError(f"families: {scheme} is added to inputs, and has none; found {families}")
     if supports is not None and not callable(supports):
-        supports = frozenset((supports,) if isinstance(supports, str) else supports)
-        for one in sorted(supports):
-            check.choice("supports", one, FEATURES)
+        supports = checked_features(supports)
     return _chosen(scheme, variant, dtype, seed, long, families, supports)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import reprlib
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,19 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 class DamagedError(RelposValueError):
     """A file that does not hold what it should."""
+
+
+@contextmanager
+def new_folder(folder: Any) -> Iterator[Path]:
+    """A folder to write to, which must not exist or be empty."""
+    target = Path(folder)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if any(target.iterdir()):
+            raise RelposValueError(f"{target}: the folder is not empty")
+        yield target
+    except OSError as error:
+        raise RelposValueError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def npz(arrays: Mapping[str, Array]) -> bytes:

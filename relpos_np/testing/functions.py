@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, get_args
 
 import numpy as np
@@ -72,6 +73,20 @@ def _reference(function: str, **arguments: Any) -> Call:
     return Call(f"relpos_np.reference.{function}", arguments)
 
 
+def _each(function: str, **arguments: Any) -> list[Call]:
+    """A call for each combination of what stands in lists; other arguments are the same in all."""
+    varied = {name: value for name, value in arguments.items() if isinstance(value, list)}
+    return [
+        _reference(function, **arguments | dict(zip(varied, one, strict=True))) for one in product(*varied.values())
+    ]
+
+
+def _by(function: str, choice: str, words: Sequence[str], note: str, **arguments: Any) -> Iterator[Divergence]:
+    """A record for each word of one argument, named after it."""
+    for word in words:
+        yield Divergence(f"{function}.{word}", note, _each(function, **arguments, **{choice: word}))
+
+
 def _shifts() -> Iterator[Divergence]:
     for variant in get_args(Shift):
         calls = []
@@ -106,61 +121,63 @@ _BUCKETS = {
 
 def _buckets() -> Iterator[Divergence]:
     for name, (buckets, furthest, both, note) in _BUCKETS.items():
-        d = np.arange(-furthest - 70, furthest + 71)
-        calls = [
-            _reference(
-                "t5_bucket",
-                relative_position=d,
-                num_buckets=buckets,
-                max_distance=furthest,
-                bidirectional=both,
-                rounding=rounding,
-            )
-            for rounding in ("exact", "float32")
-        ]
+        calls = _each(
+            "t5_bucket",
+            relative_position=np.arange(-furthest - 70, furthest + 71),
+            num_buckets=buckets,
+            max_distance=furthest,
+            bidirectional=both,
+            rounding=["exact", "float32"],
+        )
         yield Divergence(f"t5_bucket.{name}", f"Exactly, then in float32 as frameworks compute it. {note}", calls)
 
 
 def _tables() -> Iterator[Divergence]:
-    t = np.array([0.0, 1.0, 2.0, 5.0, 63.0, 1000.0, -3.0, 2.5])
-    for layout in SINUSOIDAL:
-        calls = [_reference("sinusoidal", positions=t, dim=dim, layout=layout) for dim in (2, 10, 7)]
-        yield Divergence(
-            f"sinusoidal.{layout}",
-            "The paper's layout is interleaved. dimension_index is what some notes print by mistake: no rotation "
-            "moves one position to another.",
-            calls,
-        )
+    yield from _by(
+        "sinusoidal",
+        "layout",
+        SINUSOIDAL,
+        "The paper's layout is interleaved. dimension_index is what some notes print by mistake: no rotation "
+        "moves one position to another.",
+        positions=np.array([0.0, 1.0, 2.0, 5.0, 63.0, 1000.0, -3.0, 2.5]),
+        dim=[2, 10, 7],
+    )
     yield Divergence(
         "rotation_matrix",
         "Moves an interleaved sinusoid by so many positions.",
-        [_reference("rotation_matrix", delta=delta, dim=6) for delta in (0, 1, -2, 2.5)],
+        _each("rotation_matrix", delta=[0, 1, -2, 2.5], dim=6),
     )
     yield Divergence(
         "alibi_slopes",
         "Numbers of heads that are no power of two: the slopes of the power below, then every other one of the power "
         "above; not sorted.",
-        [_reference("alibi_slopes", heads=heads) for heads in (1, 2, 3, 5, 6, 7, 8, 12, 16, 20, 25, 32, 40, 71, 112)],
+        _each("alibi_slopes", heads=[1, 2, 3, 5, 6, 7, 8, 12, 16, 20, 25, 32, 40, 71, 112]),
     )
     yield Divergence(
         "alibi_slopes.bias_max",
         "MPT's alibi_bias_max in place of the paper's 8.",
-        [_reference("alibi_slopes", heads=heads, bias_max=bias_max) for heads in (3, 8) for bias_max in (4.0, 16.0)],
+        _each("alibi_slopes", heads=[3, 8], bias_max=[4.0, 16.0]),
     )
-    slopes = np.array([0.5, 0.125, 0.3])
-    for form in ("symmetric", "causal", "key"):
-        yield Divergence(
-            f"alibi_bias.{form}",
-            "Forms that agree for keys in the past, after the softmax.",
-            [_reference("alibi_bias", slopes=slopes, q_len=3, k_len=5, offset=offset, form=form) for offset in (0, 2)],
-        )
-    table = np.arange(1.0, 16.0).reshape(5, 3)
-    for outside in ("clip", "zero"):
-        yield Divergence(
-            f"relative_vectors.{outside}",
-            "Beyond the table: its outermost row (Shaw), or nothing (VITS, Music Transformer, later tensor2tensor).",
-            [_reference("relative_vectors", table=table, q_len=4, k_len=6, offset=2, outside=outside)],
-        )
+    yield from _by(
+        "alibi_bias",
+        "form",
+        ("symmetric", "causal", "key"),
+        "Forms that agree for keys in the past, after the softmax.",
+        slopes=np.array([0.5, 0.125, 0.3]),
+        q_len=3,
+        k_len=5,
+        offset=[0, 2],
+    )
+    yield from _by(
+        "relative_vectors",
+        "outside",
+        ("clip", "zero"),
+        "Beyond the table: its outermost row (Shaw), or nothing (VITS, Music Transformer, later tensor2tensor).",
+        table=np.arange(1.0, 16.0).reshape(5, 3),
+        q_len=4,
+        k_len=6,
+        offset=2,
+    )
 
 
 def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
@@ -175,20 +192,13 @@ def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
     yield Divergence(
         "ntk_frequencies",
         "The dynamic rule: nothing changes up to the trained length.",
-        [
-            _reference("ntk_frequencies", dim=16, length=length, trained_length=2048, factor=2.0)
-            for length in (100, 2048, 5000)
-        ],
+        _each("ntk_frequencies", dim=16, length=[100, 2048, 5000], trained_length=2048, factor=2.0),
     )
     yield Divergence(
         "yarn_frequencies",
         "Frequencies and the factor on attention; with the ends of the ramp rounded outwards, as published code has "
         "it, and without.",
-        [
-            _reference("yarn_frequencies", dim=64, factor=factor, trained_length=4096, truncate=truncate)
-            for factor in (4.0, 32.0)
-            for truncate in (True, False)
-        ],
+        _each("yarn_frequencies", dim=64, factor=[4.0, 32.0], trained_length=4096, truncate=[True, False]),
     )
     yield Divergence(
         "llama3_frequencies",
@@ -197,12 +207,14 @@ def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
     )
     x, positions = rng.standard_normal((2, 5, 10)), np.array([0.0, 1.0, 7.0, -2.0, 100.0])
     matrices = reference.rotary_matrices(positions, reference.rotary_frequencies(8))
-    for layout in ("half", "interleaved"):
-        yield Divergence(
-            f"rotate_pairs.{layout}",
-            "Which channels are partners; the last two of ten stay. Weights of one layout are wrong in the other.",
-            [_reference("rotate_pairs", x=x, matrices=matrices, layout=layout)],
-        )
+    yield from _by(
+        "rotate_pairs",
+        "layout",
+        ("half", "interleaved"),
+        "Which channels are partners; the last two of ten stay. Weights of one layout are wrong in the other.",
+        x=x,
+        matrices=matrices,
+    )
     # Two calls, the second on what the first returns.
     plain, weights = rng.standard_normal((5, 8)), rng.standard_normal((2, 8, 8))
     turned = reference.rotate_inputs(plain, 2)
@@ -219,36 +231,33 @@ def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
     yield Divergence(
         "longrope_frequencies",
         "Short factors up to the trained length, long ones beyond; the factor on attention applies to both.",
-        [
-            _reference("longrope_frequencies", dim=16, length=n, trained_length=4096, factor=32.0, **factors)
-            for n in (4096, 4097)
-        ],
+        _each("longrope_frequencies", dim=16, length=[4096, 4097], trained_length=4096, factor=32.0, **factors),
     )
     yield Divergence(
         "proportional_frequencies",
         "A quarter of the pairs turns, with the frequencies and partners they have among all.",
         [_reference("proportional_frequencies", dim=16, share=0.25)],
     )
-    for spread in ("same", "alternate"):
-        yield Divergence(
-            f"axial_frequencies.{spread}",
-            "Images: each axis with the frequencies of its share (EVA-02), or dealt out in turn (Pixtral).",
-            [_reference("axial_frequencies", dim=16, axes=2, spread=spread)],
-        )
-    for order in ("chunks", "cyclic"):
-        yield Divergence(
-            f"section_axes.{order}",
-            "Multimodal sections: one axis after the other (Qwen2-VL), or in turn (Qwen3-VL); in turn, the last ones "
-            "may not find room.",
-            [
-                _reference("section_axes", sections=sections, order=order)
-                for sections in ((4, 3, 1), (24, 20, 20), (3, 5, 5))
-            ],
-        )
+    yield from _by(
+        "axial_frequencies",
+        "spread",
+        ("same", "alternate"),
+        "Images: each axis with the frequencies of its share (EVA-02), or dealt out in turn (Pixtral).",
+        dim=16,
+        axes=2,
+    )
+    yield from _by(
+        "section_axes",
+        "order",
+        ("chunks", "cyclic"),
+        "Multimodal sections: one axis after the other (Qwen2-VL), or in turn (Qwen3-VL); in turn, the last ones "
+        "may not find room.",
+        sections=[(4, 3, 1), (24, 20, 20), (3, 5, 5)],
+    )
     yield Divergence(
         "xpos_scales",
         "Factors of the queries, as the paper has them, and around a centre.",
-        [_reference("xpos_scales", positions=np.arange(6.0), pairs=4, centre=centre) for centre in (0.0, 3.0)],
+        _each("xpos_scales", positions=np.arange(6.0), pairs=4, centre=[0.0, 3.0]),
     )
 
 
@@ -272,14 +281,11 @@ def _windows(rng: np.random.Generator) -> Iterator[Divergence]:
         "published code takes for both.",
         [index((2, 3), (2, 3)), *(index(grid, (2, 2, 3)) for grid in ((2, 2, 3), (1, 2, 3), (2, 2, 2)))],
     )
-    grid, window, shift = (4, 6), (2, 3), (1, 1)
+    shifted: dict[str, Any] = {"grid": (4, 6), "window": (2, 3), "shift": (1, 1)}
     yield Divergence(
         "shift_mask",
         "What is added to the scores of pairs that the shift brought together: -100 in published code; or excluded.",
-        [
-            Call("relpos_np.layers.shift_mask", {"grid": grid, "window": window, "shift": shift, "value": value})
-            for value in (-100.0, -np.inf, None)
-        ],
+        [Call("relpos_np.layers.shift_mask", shifted | {"value": value}) for value in (-100.0, -np.inf, None)],
     )
     x = rng.standard_normal((1, 5, 6, 8))
     shapes: dict[str, tuple[int, ...]] = {
@@ -318,29 +324,27 @@ def _terms(rng: np.random.Generator) -> Iterator[Divergence]:
 def _rows() -> Iterator[Divergence]:
     """Rows of tables, distances and coordinates beyond those of T5 and Swin."""
     distance = np.arange(-700, 701)
+    spans = ((512, None), (256, 512), (128, 513), (4, 32))
     yield Divergence(
         "deberta_bucket",
         "v1 counts one by one, v2 and v3 have logarithmic buckets, rounded up; v2's own sizes, and small ones.",
-        [
-            _reference("deberta_bucket", distance=distance, span=span, max_position=furthest)
-            for span, furthest in ((512, None), (256, 512), (128, 513), (4, 32))
-        ],
+        [_reference("deberta_bucket", distance=distance, span=span, max_position=most) for span, most in spans],
     )
     for rounding in ("exact", "float32"):
+        sizes = ((4, 4), (7, 3), (3, 7), (14, 5))
         yield Divergence(
             f"axis_rows.{rounding}",
             "Grids of queries and keys that differ, as after MViT's pooling.",
-            [
-                _reference("axis_rows", q_size=q, k_size=k, rounding=rounding)
-                for q, k in ((4, 4), (7, 3), (3, 7), (14, 5))
-            ],
+            [_reference("axis_rows", q_size=q, k_size=k, rounding=rounding) for q, k in sizes],
         )
-    for method in ("product", "euclidean", "quantization", "cross"):
-        yield Divergence(
-            f"irpe_buckets.{method}",
-            "Rows of iRPE; pairs with a class token share the last.",
-            [_reference("irpe_buckets", grid=(4, 5), method=method, class_tokens=n) for n in (0, 1)],
-        )
+    yield from _by(
+        "irpe_buckets",
+        "method",
+        ("product", "euclidean", "quantization", "cross"),
+        "Rows of iRPE; pairs with a class token share the last.",
+        grid=(4, 5),
+        class_tokens=[0, 1],
+    )
     for variant in ("microsoft", "transformers", "paper"):
         windows = (((8, 8), None), ((3, 5), (8, 8)), ((1, 4), None))
         yield Divergence(
@@ -352,43 +356,43 @@ def _rows() -> Iterator[Divergence]:
                 for window, trained in windows
             ],
         )
-    table = np.cos(np.arange(15.0 * 2)).reshape(15, 2)
-    for mode in ("cubic", "linear"):
-        yield Divergence(
-            f"resize_table.{mode}",
-            "A table of a window of 2 by 3 for larger and smaller ones.",
-            [
-                _reference("resize_table", table=table, old_grid=(2, 3), new_grid=grid, mode=mode)
-                for grid in ((4, 5), (3, 2), (1, 3))
-            ],
-        )
+    yield from _by(
+        "resize_table",
+        "mode",
+        ("cubic", "linear"),
+        "A table of a window of 2 by 3 for larger and smaller ones.",
+        table=np.cos(np.arange(15.0 * 2)).reshape(15, 2),
+        old_grid=(2, 3),
+        new_grid=[(4, 5), (3, 2), (1, 3)],
+    )
     yield Divergence(
         "neighborhood_axis",
         "Neighbours and steps: at a border the window moves inward. Without and with dilation.",
         [_reference("neighborhood_axis", length=n, kernel=3, dilation=by) for n, by in ((3, 1), (7, 1), (7, 2))],
     )
     curves = {name: np.array([[0.5, -1.0], [2.0, 0.25]]) for name in ("amplitudes", "sharpness", "offsets")}
-    for variant in ("paper", "published"):
-        yield Divergence(
-            f"tisa_bias.{variant}",
-            "The published code counts distances the other way, and is off by one.",
-            [_reference("tisa_bias", **curves, q_len=4, k_len=5, offset=1, variant=variant)],
-        )
-    for variant in ("paper", "nemo"):
-        yield Divergence(
-            f"sandwich_bias.{variant}",
-            "NeMo's frequencies begin one pair later, and the largest bias is 0.",
-            [_reference("sandwich_bias", heads=3, q_len=4, k_len=6, dim=16, offset=2, variant=variant)],
-        )
+    yield from _by(
+        "tisa_bias",
+        "variant",
+        ("paper", "published"),
+        "The published code counts distances the other way, and is off by one.",
+        **curves | {"q_len": 4, "k_len": 5, "offset": 1},
+    )
+    yield from _by(
+        "sandwich_bias",
+        "variant",
+        ("paper", "nemo"),
+        "NeMo's frequencies begin one pair later, and the largest bias is 0.",
+        heads=3,
+        q_len=4,
+        k_len=6,
+        dim=16,
+        offset=2,
+    )
 
 
 def divergences(seed: int) -> Iterator[Divergence]:
     """All of them, with random inputs, always in the same order."""
     rng = np.random.default_rng(seed)
-    yield from _shifts()
-    yield from _buckets()
-    yield from _tables()
-    yield from _rotations(rng)
-    yield from _windows(rng)
-    yield from _terms(rng)
-    yield from _rows()
+    for found in (_shifts(), _buckets(), _tables(), _rotations(rng), _windows(rng), _terms(rng), _rows()):
+        yield from found

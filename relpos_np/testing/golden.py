@@ -101,12 +101,8 @@ def writing(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> Iterator[s
     check.integer("seed", seed, 0)
     if check.flag("bfloat16", bfloat16):
         files.safetensors({"a": np.zeros(1, tensorfile.bfloat16())})
-    target = Path(folder)
     listed: dict[str, Any] = {}
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        if any(target.iterdir()):
-            raise RelposValueError(f"{target}: the folder is not empty")
+    with files.new_folder(folder) as target:
         for record in records(seed=seed, bfloat16=bfloat16):
             if record.name in listed:
                 raise RelposValueError(f"two records are called {record.name}")
@@ -116,8 +112,6 @@ def writing(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> Iterator[s
                 listed[record.name][file] = _file(data)
             yield record.name
         (target / MANIFEST).write_bytes(_json(_manifest(listed, seed)))
-    except OSError as error:
-        raise RelposValueError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def _contents(record: Record) -> dict[str, bytes]:
@@ -158,15 +152,8 @@ def manifest(folder: Any) -> dict[str, Any]:
     A RelposValueError says that there is no set, or its manifest is damaged or of another version.
     """
     path = Path(folder) / MANIFEST
-    try:
-        found = reading.parsed(reading.whole(path, _MANIFEST_LIMIT))
-    except FileNotFoundError:
-        raise RelposValueError(f"{path}: no such file; `relpos vectors` writes it last") from None
-    except OSError as error:
-        raise RelposValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except RelposValueError as error:
-        raise RelposValueError(f"{path}: {error}") from error
-    _version(found, str(path))
+    data = _read(path, str(path), _MANIFEST_LIMIT, "no such file; `relpos vectors` writes it last")
+    found = _parsed(data, str(path))
     listed = found.get("records")
     if not isinstance(listed, dict) or not listed:
         raise RelposValueError(f"{path}: lists no records")
@@ -195,12 +182,30 @@ def _usable(name: str, entry: Any) -> bool:
     )
 
 
-def _version(found: dict[str, Any], source: str) -> None:
+def _read(path: Path, source: str, limit: int, missing: str) -> bytes:
+    """The bytes of a file of no more than `limit`."""
+    try:
+        return reading.whole(path, limit)
+    except FileNotFoundError:
+        raise DamagedError(f"{source}: {missing}") from None
+    except OSError as error:
+        raise DamagedError(f"{source}: cannot be read: {error.strerror or error}") from error
+    except RelposValueError as error:
+        raise DamagedError(f"{source}: {error}") from error
+
+
+def _parsed(data: bytes, source: str) -> dict[str, Any]:
+    """The JSON of a file of this format and version."""
+    try:
+        found = reading.parsed(data)
+    except RelposValueError as error:
+        raise DamagedError(f"{source}: {error}") from error
     if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise DamagedError(
             f"{source}: expected format {FORMAT!r} of version {VERSION}, found {reprlib.repr(found.get('format'))} of "
             f"version {reprlib.repr(found.get('version'))}"
         )
+    return found
 
 
 def read_record(folder: Any, name: str, entry: Mapping[str, Any]) -> Record:
@@ -209,11 +214,7 @@ def read_record(folder: Any, name: str, entry: Mapping[str, Any]) -> Record:
     A RelposValueError says that a file is missing or damaged.
     """
     contents = {Path(file).suffix: _verified(Path(folder) / file, expected) for file, expected in entry.items()}
-    try:
-        about = reading.parsed(contents.pop(".json"))
-    except RelposValueError as error:
-        raise DamagedError(f"{name}.json: {error}") from error
-    _version(about, f"{name}.json")
+    about = _parsed(contents.pop(".json"), f"{name}.json")
     if about.get("name") != name or not isinstance(about.get("arrays"), dict):
         raise DamagedError(f"{name}.json: expected the record {name!r} with its arrays")
     ((suffix, data),) = contents.items()
@@ -226,14 +227,7 @@ def read_record(folder: Any, name: str, entry: Mapping[str, Any]) -> Record:
 
 def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
     """The bytes of a file that has the right size and checksum."""
-    try:
-        data = reading.whole(path, expected["bytes"])
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name}: no such file") from None
-    except OSError as error:
-        raise DamagedError(f"{path.name}: cannot be read: {error.strerror or error}") from error
-    except RelposValueError as error:
-        raise DamagedError(f"{path.name}: {error}") from error
+    data = _read(path, path.name, expected["bytes"], "no such file")
     if _file(data) != {"bytes": expected["bytes"], "sha256": expected["sha256"]}:
         raise DamagedError(f"{path.name}: damaged: its {len(data)} bytes do not have the manifest's checksum")
     return data

@@ -12,27 +12,29 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
-from relpos_np.testing import _bases as bases
-from relpos_np.testing._conventions import Convention, Operands, computed, conventions, readings, swapped
-from relpos_np.testing._fits import RUNGS, Fit, distance, grouped, match, relative_to, rung_of, stored_in, why
-from relpos_np.testing._identified import Identification, Match
-from relpos_np.testing._positions import Candidate, Lengths, candidates, parameter_names, setting_names
-from relpos_np.testing._sums import sums
+from relpos_np.testing import rotary_bases
+from relpos_np.testing.candidates import Candidate, Lengths, candidates, parameter_names, setting_names
 from relpos_np.testing.compare import EPS
+from relpos_np.testing.conventions import Call, Options, combinations, with_caps, with_windows
+from relpos_np.testing.identification import Identification
+from relpos_np.testing.operands import Operands, axes_swapped, computed, readings
+from relpos_np.testing.pairs_of_schemes import pairs_of_schemes
+from relpos_np.testing.precisions import RUNGS, Fit, distance, grouped, match, relative_to, rung_of, stored_in, why
 from relpos_np.types import Array
 
 # Calls that are made at most, and arrays of its own that a scheme may have.
 _CALLS, _ARRAYS = 30_000, 12
 _NEAREST = 5
-# Calls in which widths of windows are tried, and the widest.
-_SCANNED, _WIDEST = 6_000, 512
-# Gemma 2 and Grok, and round numbers below.
-_COMMON_CAPS = (50.0, 30.0, 20.0, 10.0)
+# Calls of each stage after the first.
+_SCANNED = 6_000
 # An error of the size of the answer's tenth is no rounding.
 _NEAR = 0.1
 # Fits whose error is larger than the best one's by more than this factor are no fits.
 _AS_GOOD = 1.25
-_OPTIONS = ("scale", "offset", "causal", "window", "softcap", "cap_order", "mask", "key_lengths")
+_MASKS = ("mask", "key_lengths")
+_OPTIONS = ("scale", "offset", "causal", "window", "softcap", "cap_order")
+# What a scheme says that does not take a call, or arrays that are not its own.
+_REFUSALS = (RelposError, ArithmeticError, IndexError, MemoryError, ValueError)
 
 
 @dataclass(eq=False)
@@ -44,10 +46,27 @@ class _Search:
     given: Mapping[str, Array]
     settings: Mapping[str, Any]
     calls: int = 0
+    # Calls at which a stage ends.
+    most: int = _CALLS
     complete: bool = True
     untried: dict[str, str] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+
+    def call(self, at: Operands) -> Call:
+        """What is known of the call."""
+        return Call(*at.lengths, **{name: x for name, x in self.stated.items() if name in _OPTIONS})
+
+    def combinations(self, at: Operands, sinks: str | None = None) -> list[Options]:
+        """All combinations of options that are tried."""
+        return list(combinations(self.call(at), sinks))
+
+    def ended(self, calls: int = 1) -> bool:
+        """Whether the stage has no room for so many calls."""
+        if self.calls + calls > self.most:
+            self.complete = False
+            return True
+        return False
 
 
 def identify(
@@ -119,27 +138,33 @@ def identify(
         return _absolute(x, out, arrays, settings, {"q": q, "k": k, "v": v, "scores": scores, "lse": lse} | stated)
     named = {"q": q, "k": k, "v": v, "out": out, "scores": scores, "lse": lse}
     readable = list(_read(named, stated))
-    search = _Search(_answer(named).dtype, stated, arrays, settings)
-    for at in readable:
-        _look(search, at, arrays)
+    search = _Search(check.array("out", scores if out is None else out).dtype, stated, arrays, settings)
+    for stage in _stages(search, readable):
+        before = list(search.fits)
+        stage()
         if _best(search):
-            return _result(search, readable[0])
-    for at in readable:
-        _bases(search, at)
-        if _best(search):
-            return _result(search, readable[0])
-    for at in readable:
-        for other, tables in readings(at, arrays):
-            _look(search, other, tables)
-            if _best(search):
-                return _result(search, readable[0])
-    _scan(search, readable[0], partial(_caps, search))
-    if stated.get("window") is None and out is not None and not _best(search):
-        _scan(search, readable[0], partial(_widths, readable[0]))
-    for at in readable:
-        if not _best(search):
-            _sums(search, at)
+            break
+        # What the first stage finds is nearest; a guess that does not explain the answer says nothing.
+        if stage.func is not _look:
+            search.fits = before
+        search.most = search.calls + _SCANNED
     return _result(search, readable[0])
+
+
+def _stages(search: _Search, readable: list[Operands]) -> Iterator[partial[None]]:
+    """What is tried, one after the other until something fits."""
+    for at in readable:
+        yield partial(_look, search, at, search.given)
+    for at in readable:
+        yield partial(_look_for_bases, search, at)
+    for at in readable:
+        for other, tables in readings(at, search.given):
+            yield partial(_look, search, other, tables)
+    yield partial(_scan, search, readable[0], with_caps)
+    if search.stated.get("window") is None and readable[0].out is not None:
+        yield partial(_scan, search, readable[0], with_windows)
+    for at in readable:
+        yield partial(_look_for_two, search, at)
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -150,28 +175,16 @@ def _checked_names(
 ) -> tuple[dict[str, Any], dict[str, Array], dict[str, Any]]:
     """Options that are stated, arrays of positions, and settings of positions."""
     for name in options:
-        if name not in _OPTIONS:
-            raise RelposTypeError(f"{name}: identify has no such argument; expected {', '.join(_OPTIONS)}")
+        if name not in (*_OPTIONS, *_MASKS):
+            raise RelposTypeError(f"{name}: identify has no such argument; expected {', '.join((*_OPTIONS, *_MASKS))}")
     stated = {name: value for name, value in options.items() if value is not None}
-    for name in ("scale", "softcap"):
-        if name in stated:
-            stated[name] = check.positive(name, stated[name])
-    if "offset" in stated:
-        stated["offset"] = check.integer("offset", stated["offset"])
-    if "causal" in stated:
-        stated["causal"] = check.flag("causal", stated["causal"])
-    if "cap_order" in stated:
-        check.choice("cap_order", stated["cap_order"], ("scores", "content"))
-        if "softcap" not in stated:
-            raise RelposValueError(f"cap_order: {stated['cap_order']!r} without softcap")
-    if "window" in stated:
-        window = stated["window"]
-        sides = window if isinstance(window, tuple) else (window,)
-        if len(sides) not in (1, 2) or (isinstance(window, tuple) and len(sides) != 2):
-            raise RelposValueError(f"window: expected w or (left, right), found {window!r}")
-        for side in sides:
-            if side is not None or len(sides) == 1:
-                check.integer("window", side, 0)
+    if "scale" in stated:
+        stated["scale"] = check.positive("scale", stated["scale"])
+    if "cap_order" in stated and "softcap" not in stated:
+        raise RelposValueError(f"cap_order: {stated['cap_order']!r} without softcap")
+    # What a call of any lengths would say of them.
+    small = np.zeros((1, 1, 1))
+    check.problem(small, small, None, **{n: stated[n] for n in _OPTIONS if n in stated})
     arrays: dict[str, Array] = {}
     settings: dict[str, Any] = {}
     for name, value in (given or {}).items():
@@ -206,12 +219,6 @@ def _sort(name: Any, value: Any, arrays: dict[str, Array], settings: dict[str, A
         raise RelposTypeError(f"{name}: expected an array or a setting, found {type(value).__name__}")
 
 
-def _answer(named: Mapping[str, Any]) -> Array:
-    """What is to be explained."""
-    answer = named.get("out") if named.get("out") is not None else named["scores"]
-    return check.array("out", answer)
-
-
 def _read(named: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[Operands]:
     """The operands in float64, in every order of axes that their shapes allow."""
     missing = [name for name in ("q", "k") if named[name] is None]
@@ -225,42 +232,42 @@ def _read(named: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[Opera
         raise RelposValueError("scores: expected either out or scores, found both")
     if named["scores"] is not None and named["lse"] is not None:
         raise RelposValueError("lse: goes with out; scores say all that it does")
-    found: dict[str, Array | None] = {}
+    found: dict[str, Any] = dict.fromkeys(named)
     for name, x in named.items():
-        own = None if x is None else check.floating(name, x)
-        if own is not None and own.ndim < (1 if name == "lse" else 2):
+        if x is None:
+            continue
+        own = check.floating(name, x)
+        if own.ndim < (1 if name == "lse" else 2):
             raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {own.shape}")
-        found[name] = None if own is None else own.astype(np.float64)
-        if own is not None and not own.size:
+        if not own.size:
             raise RelposValueError(f"{name}: expected at least one entry, found shape {own.shape}")
-    answer = found["out"] if found["out"] is not None else found["scores"]
-    assert answer is not None
-    if not np.isfinite(answer).any():
+        found[name] = own.astype(np.float64)
+    if not np.isfinite(found["scores"] if found["out"] is None else found["out"]).any():
         raise RelposValueError("out: holds no finite number")
-    ways = list(swapped(found))
+    ways = list(axes_swapped(found))
     if not ways:
         shapes = ", ".join(f"{name} {x.shape}" for name, x in found.items() if x is not None)
         raise RelposValueError(
             f"out: shapes do not belong together: found {shapes}; expected q (..., H, L_q, D), k (..., H_kv, L_k, D), "
             "v (..., H_kv, L_k, D_v), out (..., H, L_q, D_v), scores (..., H, L_q, L_k), lse (..., H, L_q)"
         )
-    refused: RelposError | None = None
-    usable = False
+    masks = {name: stated[name] for name in _MASKS if name in stated}
+    readable, refused = [], []
     for layout, way in ways:
-        one = {
-            name: x[None] if x is not None and (x.ndim == 2 or (name == "lse" and way["q"].ndim == 2)) else x  # type: ignore[union-attr]
+        flat = way["q"].ndim == 2
+        one: dict[str, Any] = {
+            name: x if x is None or x.ndim > (1 if name == "lse" and flat else 2) else x[None]
             for name, x in way.items()
         }
         try:
-            masks = {name: stated[name] for name in ("mask", "key_lengths") if name in stated}
             problem, _, _ = check.problem(one["q"], one["k"], one["v"], **masks)
         except RelposError as error:
-            refused = refused or error
-            continue
-        usable = True
-        yield Operands(**one, mask=problem.mask, key_lengths=problem.key_lengths, layout=layout)  # type: ignore[arg-type]
-    if not usable and refused is not None:
-        raise refused
+            refused.append(error)
+        else:
+            readable.append(Operands(**one, mask=problem.mask, key_lengths=problem.key_lengths, layout=layout))
+    if not readable:
+        raise refused[0]
+    yield from readable
 
 
 # ---------------------------------------------------------------------------------------------- searching
@@ -269,39 +276,33 @@ def _read(named: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[Opera
 def _look(search: _Search, at: Operands, tables: Mapping[str, Array]) -> None:
     """Compare every candidate under every convention with the answer."""
     lengths = _lengths(at)
-    for sink in (None, *_sinks(at, tables)):
+    heads, q_len = at.sizes[-3:-1]
+    # Arrays that may be sinks: a number per head, or per head and query.
+    sinks = [n for n, x in tables.items() if x.dtype.kind == "f" and x.shape in ((heads,), (heads, q_len))]
+    for sink in (None, *(sinks if at.out is not None else [])):
         own = {name: x for name, x in tables.items() if name != sink}
         found = candidates(lengths, own, search.settings, "attention")
         if sink is None:
             search.untried |= {name: why for name, why in found.untried.items() if name not in search.untried}
         search.complete &= found.complete
-        hows = list(conventions(at, search.stated, sink))
+        hows = search.combinations(at, sink)
         for candidate in found.found:
             _compare(search, at, candidate, hows, None if sink is None else tables[sink])
 
 
 def _lengths(at: Operands) -> Lengths:
-    shape, v = at.sizes, at.v
-    v_dim = 1 if v is None else v.shape[-1]
+    shape, v_dim = at.sizes, 1 if at.v is None else at.v.shape[-1]
     return Lengths(shape[:-3], shape[-3], at.k.shape[-3], shape[-2], shape[-1], at.q.shape[-1], v_dim)
 
 
-def _sinks(at: Operands, tables: Mapping[str, Array]) -> list[str]:
-    """Arrays that may be sinks: a number per head, or per head and query."""
-    heads, q_len = at.sizes[-3:-1]
-    if at.out is None:
-        return []
-    return [name for name, x in tables.items() if x.dtype.kind == "f" and x.shape in ((heads,), (heads, q_len))]
-
-
 def _compare(
-    search: _Search, at: Operands, candidate: Candidate, hows: Iterable[Convention], sinks: Array | None
+    search: _Search, at: Operands, candidate: Candidate, hows: Iterable[Options], sinks: Array | None = None
 ) -> None:
     """One candidate under some conventions."""
     refused = ""
     tried = False
     # What a scheme refuses, it refuses with every scale.
-    hopeless: set[Convention] = set()
+    hopeless: set[Options] = set()
     for how in hows:
         if search.calls >= _CALLS:
             search.complete = False
@@ -311,7 +312,7 @@ def _compare(
         search.calls += 1
         try:
             answer, lse = computed(at, candidate.made, how, sinks)
-        except (RelposError, ArithmeticError, IndexError, MemoryError, ValueError) as error:
+        except _REFUSALS as error:
             refused = refused or str(error)
             hopeless.add(unscaled)
             continue
@@ -330,24 +331,20 @@ def _compare(
 
 def _keep(search: _Search, fit: Fit) -> None:
     """All that fit, and of the others the nearest of each candidate."""
-    if fit.rung < len(RUNGS):
-        search.fits.append(fit)
-        return
-    for n, one in enumerate(search.fits):
-        if one.candidate is fit.candidate and one.at is fit.at and one.rung == fit.rung:
-            if fit.relative < one.relative:
-                search.fits[n] = fit
-            return
+    if fit.rung >= len(RUNGS):
+        for n, one in enumerate(search.fits):
+            if one.candidate is fit.candidate and one.at is fit.at and one.rung == fit.rung:
+                search.fits[n] = min(one, fit, key=lambda each: each.relative)
+                return
     search.fits.append(fit)
 
 
 def _best(search: _Search) -> list[Fit]:
     """The fits that cannot be told apart from the best one."""
-    fits = [fit for fit in search.fits if fit.rung < len(RUNGS)]
-    if not fits:
+    rung = min((fit.rung for fit in search.fits), default=len(RUNGS))
+    if rung >= len(RUNGS):
         return []
-    rung = min(fit.rung for fit in fits)
-    fits = [fit for fit in fits if fit.rung == rung]
+    fits = [fit for fit in search.fits if fit.rung == rung]
     least = min(fit.relative for fit in fits)
     noise = 64 * EPS["float64" if rung == 0 else "float32"]
     return sorted((fit for fit in fits if fit.relative <= _AS_GOOD * least + noise), key=_plainness)
@@ -355,127 +352,103 @@ def _best(search: _Search) -> list[Fit]:
 
 def _plainness(fit: Fit) -> tuple[int, ...]:
     """Fewest settings and conventions that are not the usual ones first."""
-    how, dim = fit.how, fit.at.q.shape[-1]
-    last = fit.at.k.shape[-2] - fit.at.q.shape[-2]
-    unusual = (how.scale != dim**-0.5) + (how.offset != last) + (how.hidden not in (None, how.offset))
-    return (unusual + (how.window is not None) + (how.softcap is not None), len(fit.candidate.settings))
+    how, call = fit.how, Call(*fit.at.lengths)
+    unusual = (how.scale != call.meant("scale")) + (how.offset != call.last) + (how.hidden not in (None, how.offset))
+    return (unusual + (how.window is not None) + (how.cap[0] is not None), len(fit.candidate.settings))
 
 
-def _caps(search: _Search, how: Convention) -> list[Convention]:
-    """The convention with caps that models have, unless one was stated."""
-    if "softcap" in search.stated:
-        return []
-    return [replace(how, softcap=cap, cap_order=order) for cap in _COMMON_CAPS for order in ("scores", "content")]
-
-
-def _widths(at: Operands, how: Convention) -> list[Convention]:
-    """The convention with windows of every width."""
-    widths = range(min(at.k.shape[-2] - 1, _WIDEST))
-    return [replace(how, window=(left, None if how.hidden is not None else left)) for left in widths]
-
-
-def _scan(search: _Search, at: Operands, changed: Callable[[Convention], list[Convention]]) -> None:
-    """Conventions that nobody stated, for the nearest position of each scheme and variant."""
+def _nearest(fits: Iterable[Fit]) -> list[Fit]:
+    """The nearest of each scheme and variant, the nearest first."""
     by_name: dict[tuple[str, str | None], Fit] = {}
-    for fit in sorted(search.fits, key=lambda one: one.relative):
-        if fit.how.sinks is None and fit.at is at:
-            by_name.setdefault((fit.candidate.scheme, fit.candidate.variant), fit)
-    before, most = list(search.fits), search.calls + _SCANNED
-    for how in conventions(at, search.stated, None):
-        hows = changed(how)
-        for fit in by_name.values():
-            if search.calls + len(hows) > most:
-                search.complete = False
+    for fit in sorted(fits, key=lambda one: one.relative):
+        by_name.setdefault((fit.candidate.scheme, fit.candidate.variant), fit)
+    return list(by_name.values())
+
+
+def _scan(search: _Search, at: Operands, changed: Callable[[Options, Call], list[Options]]) -> None:
+    """Options that nobody stated, for the nearest position of each scheme and variant."""
+    nearest = _nearest(fit for fit in search.fits if fit.how.sinks is None and fit.at is at)
+    for how in search.combinations(at):
+        hows = changed(how, search.call(at))
+        for fit in nearest:
+            if search.ended(len(hows)):
                 break
-            _compare(search, at, fit.candidate, hows, None)
+            _compare(search, at, fit.candidate, hows)
         if _best(search):
             return
-    # One that does not explain the answer says nothing.
-    search.fits = before
 
 
-def _bases(search: _Search, at: Operands) -> None:
+def _look_for_bases(search: _Search, at: Operands) -> None:
     """Rotary bases that nobody stated: those of released models, then one number that is fitted to the answer."""
     own = {id(one.candidate): one.candidate for one in search.fits if one.at is at and one.how.sinks is None}
-    free = [one for one in own.values() if bases.free(one, search.settings)]
-    hows = list(conventions(at, search.stated, None))
-    before, most = list(search.fits), search.calls + _SCANNED
+    free = [one for one in own.values() if rotary_bases.free(one, search.settings)]
 
-    def error(candidate: Candidate, how: Convention, base: float) -> float:
+    def error(candidate: Candidate, how: Options, base: float) -> float:
         search.calls += 1
         try:
-            answer, lse = computed(at, bases.with_base(candidate, base).made, how, None)
+            answer, lse = computed(at, rotary_bases.with_base(candidate, base).made, how, None)
         except (RelposError, ArithmeticError, ValueError):
             return np.inf
         found = distance(at, answer, lse)[1]
         return found if np.isfinite(found) else np.inf
 
     ranked: list[tuple[float, int]] = []
-    ways = [(candidate, how) for candidate in free for how in hows]
-    for n, (candidate, how) in enumerate(ways):
-        if search.calls > most:
-            search.complete = False
+    ways = [(candidate, how) for candidate in free for how in search.combinations(at)]
+    for n, way in enumerate(ways):
+        if search.ended(0):
             break
-        ranked.append((min(error(candidate, how, base) for base in bases.LANDMARKS), n))
+        ranked.append((min(error(*way, base) for base in rotary_bases.LANDMARKS), n))
     nearest = [ways[n] for far, n in sorted(ranked)[:_NEAREST] if far < np.inf]
     for candidate, how in nearest:
-        for base in bases.PUBLISHED:
-            _compare(search, at, bases.with_base(candidate, base), [how], None)
-    if _best(search):
-        return
+        for base in rotary_bases.PUBLISHED:
+            _compare(search, at, rotary_bases.with_base(candidate, base), [how])
     for candidate, how in nearest:
-        _fitted(search, at, candidate, how, partial(error, candidate, how))
-        if _best(search):
-            return
-    search.fits = before
+        if not _best(search):
+            _fit_base(search, at, candidate, how, partial(error, candidate, how))
 
 
-def _fitted(search: _Search, at: Operands, candidate: Candidate, how: Convention, error: bases.Error) -> None:
+def _fit_base(search: _Search, at: Operands, candidate: Candidate, how: Options, error: rotary_bases.Error) -> None:
     """A base that is fitted: the roundest number among those that explain the answer, and which these are."""
-    base = bases.lowest(error, max(at.sizes[-2:]))
+    base = rotary_bases.lowest(error, max(at.sizes[-2:]))
     least = error(base)
 
     def fits(other: float) -> bool:
         return error(other) <= _AS_GOOD * least + 64 * EPS["float64"]
 
-    rung = len(search.fits)
-    _compare(search, at, bases.with_base(candidate, base), [how], None)
+    count = len(search.fits)
+    _compare(search, at, rotary_bases.with_base(candidate, base), [how])
     # Rounding on the way, which is not that of the answer, would excuse a base that is only near.
-    if len(search.fits) == rung or search.fits[-1].rung >= RUNGS.index("float16 inside"):
+    if len(search.fits) == count or search.fits[-1].rung >= RUNGS.index("float16 inside"):
         return
-    round_one = next(other for other in bases.rounder(base) if fits(other))
-    first, last = bases.alike(base, fits)
+    round_one = next(other for other in rotary_bases.rounder(base) if fits(other))
+    first, last = rotary_bases.alike(base, fits)
     search.fits.pop()
-    _compare(search, at, bases.with_base(candidate, round_one), [how], None)
+    _compare(search, at, rotary_bases.with_base(candidate, round_one), [how])
     search.said.append(f"base: fitted to the answer, which {first:.9g} to {last:.9g} explain as well")
 
 
-def _sums(search: _Search, at: Operands) -> None:
+def _look_for_two(search: _Search, at: Operands) -> None:
     """Two schemes together."""
     if not at.whole:
         search.said.append("large operands: two schemes together were not tried")
         return
-    hows = list(conventions(at, search.stated, None))
+    hows = search.combinations(at)
 
     def scores(candidate: Candidate) -> Array | None:
         search.calls += 1
         for how in (hows[0], hows[-1]):
             try:
                 return computed(at, candidate.made, how, None, scores=True)[0]
-            except (RelposError, ArithmeticError, IndexError, ValueError):
+            except _REFUSALS:
                 continue
         return None
 
-    before, most = list(search.fits), search.calls + _SCANNED
-    pairs = list(sums(_lengths(at), search.given, search.settings, scores))
+    pairs = list(pairs_of_schemes(_lengths(at), search.given, search.settings, scores))
     for how in hows:
         for pair in pairs:
-            if search.calls >= most:
-                search.complete = False
+            if search.ended():
                 break
-            _compare(search, at, pair, [how], None)
-    if not _best(search):
-        search.fits = before
+            _compare(search, at, pair, [how])
 
 
 # ---------------------------------------------------------------------------------------------- telling
@@ -485,12 +458,7 @@ def _result(search: _Search, first: Operands) -> Identification:
     best = _best(search)
     groups = grouped(best)
     matches = [match(group, "" if n == 0 else why(groups[0][0], group[0], n)) for n, group in enumerate(groups)]
-    nearest: list[Match] = []
-    if not matches:
-        by_name: dict[tuple[str, str | None], Fit] = {}
-        for fit in sorted(search.fits, key=lambda one: one.relative):
-            by_name.setdefault((fit.candidate.scheme, fit.candidate.variant), fit)
-        nearest = [match([fit], "") for fit in list(by_name.values())[:_NEAREST]]
+    nearest = [] if matches else [match([fit], "") for fit in _nearest(search.fits)[:_NEAREST]]
     precision = RUNGS[best[0].rung] if best else None
     return Identification(
         tuple(matches), tuple(nearest), precision, search.untried, tuple(_notes(search, first)), search.calls
@@ -508,9 +476,8 @@ def _notes(search: _Search, at: Operands) -> Iterator[str]:
     if not at.whole:
         batch, rows = at.cut
         yield f"large operands: queries from {rows.start} on of {'the first batch item' if batch else 'the call'}"
-    wanted = at.out if at.out is not None else at.scores
-    if wanted is not None and np.isnan(wanted).any():
-        yield f"{int(np.isnan(wanted).sum())} numbers are NaN and were not compared"
+    if unknown := int(np.isnan(at.wanted).sum()):
+        yield f"{unknown} numbers are NaN and were not compared"
     yield from search.said
     if not search.complete:
         yield "the search was cut short: these arrays can be used in more ways than are tried; name them or state more"
@@ -540,18 +507,18 @@ def _absolute(
     found = candidates(lengths, arrays, settings, "absolute")
     search = _Search(dtype, {}, arrays, settings, complete=found.complete, untried=dict(found.untried))
     heads = inputs[..., None, :, :]
-    at = Operands(heads, heads, heads, wanted[..., None, :, :], None, None, None, None)
+    at = Operands(heads, heads, heads, wanted[..., None, :, :], None, None)
     size = float(np.abs(inputs[np.isfinite(inputs)]).max(initial=0.0)) + 1.0
     for candidate in found.found:
         search.calls += 1
         try:
             answer = candidate.made(inputs)
-        except (RelposError, ArithmeticError, IndexError, ValueError) as error:
+        except _REFUSALS as error:
             search.untried.setdefault(candidate.scheme, str(error))
             continue
         largest, relative = relative_to(answer, wanted)
         if np.isfinite(relative):
-            fit = Fit(candidate, Convention(1.0, 0), at, largest, relative, answer)
+            fit = Fit(candidate, Options(1.0, 0), at, largest, relative, answer)
             for n, name in enumerate(RUNGS[:4]):
                 coarser = dtype.name not in EPS or EPS[name] >= EPS[dtype.name]
                 kept = EPS[name] <= EPS["float32"] or stored_in(wanted, name)

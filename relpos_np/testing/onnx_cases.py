@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.errors import RelposTypeError
 from relpos_np.interop.onnx import to_onnx
 from relpos_np.interop.onnx.package import package
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing.example import Example
+from relpos_np.testing.files import new_folder
 from relpos_np.testing.records import examples, name_of
 
 # In half precision most nodes round every intermediate result, and an answer says little.
@@ -52,19 +53,13 @@ def writing_onnx(folder: Any, *, seed: int = 0) -> Iterator[tuple[str, str | Non
     """`write_onnx_cases`, with the scheme of each example and the case that it is, None if no model can say it."""
     check.integer("seed", seed, 0)
     package()
-    target = Path(folder)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        if any(target.iterdir()):
-            raise RelposValueError(f"{target}: the folder is not empty")
+    with new_folder(folder) as target:
         for one in _examples(seed):
             case = None
             if (model := _model(one)) is not None:
                 case = f"test_relpos_{name_of(one).replace('.', '_')}"
                 _write(target / case, one, model)
             yield one.name, case
-    except OSError as error:
-        raise RelposValueError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def _examples(seed: int) -> Iterator[Example]:

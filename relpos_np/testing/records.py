@@ -56,6 +56,11 @@ class _Writer:
             "atol_float64": tolerated("float64"),
         }
 
+    def record(self, one: Example, about: dict[str, Any]) -> Record:
+        """The record of an example, with more that its JSON says."""
+        of = {"scheme": one.name, "variant": one.variant, "edge": one.edge, "dtype": self.dtype}
+        return Record(name_of(one), about | of | {"outputs": self.outputs}, self.arrays)
+
 
 def name_of(one: Example) -> str:
     """Scheme, variant, edge and dtype of an example."""
@@ -63,9 +68,7 @@ def name_of(one: Example) -> str:
 
 
 def _attention(one: Example, seed: int) -> Record:
-    dtype = str(one.q.dtype)
-    name = name_of(one)
-    writer = _Writer(dtype)
+    writer = _Writer(str(one.q.dtype))
     writer.arrays |= {"q": one.q, "k": one.k, "v": one.v}
     position = encode(one.position, "position", writer.arrays)
     call = {key: encode(one.kwargs[key], key, writer.arrays) for key in sorted(one.kwargs)}
@@ -75,18 +78,7 @@ def _attention(one: Example, seed: int) -> Record:
     writer.add("lse", one.expected_lse, lambda kind: one.tolerated(kind)[1])
     for key, value in gradients(one.expected_gradient(grad_out)).items():
         writer.add(key, value, _gradient_tolerance(one, value))
-    about = {
-        "kind": "attention",
-        "scheme": one.name,
-        "variant": one.variant,
-        "edge": one.edge,
-        "where": one.where,
-        "dtype": dtype,
-        "position": position,
-        "call": call,
-        "outputs": writer.outputs,
-    }
-    return Record(name, about, writer.arrays)
+    return writer.record(one, {"kind": "attention", "where": one.where, "position": position, "call": call})
 
 
 def gradients(found: Any) -> dict[str, Array]:
@@ -110,8 +102,7 @@ def _encoding(one: Example, seed: int) -> Record:
     """Inputs with an absolute encoding added."""
     encoding: Any = one.encoding
     x = np.asarray(one.x)
-    dtype = str(x.dtype)
-    writer = _Writer(dtype)
+    writer = _Writer(str(x.dtype))
     writer.arrays["x"] = x
     about = {"encoding": encode(encoding, "encoding", writer.arrays)}
     exact = x.astype(np.float64)
@@ -122,9 +113,7 @@ def _encoding(one: Example, seed: int) -> Record:
     for key, value in sorted(encoding_gradients(encoding, writer.arrays["grad_out"], np.float64).items()):
         largest = float(np.abs(value).max())
         writer.add(f"gradient.encoding.{key}", value, lambda kind, m=largest: 4 * EPS[kind] * m)  # type: ignore[misc]
-    name = ".".join(part for part in (one.name, one.variant, one.edge, dtype) if part)
-    about |= {"kind": "encoding", "scheme": one.name, "variant": one.variant, "edge": one.edge, "dtype": dtype}
-    return Record(name, about | {"outputs": writer.outputs}, writer.arrays)
+    return writer.record(one, about | {"kind": "encoding"})
 
 
 def encoding_gradients(encoding: Any, grad_out: Array, dtype: Any) -> dict[str, Array]:

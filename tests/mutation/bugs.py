@@ -213,7 +213,7 @@ BUGS = [
     Bug("jobs: what is gathered", "kernels._numba.job:planned", "key is not None and not call.fields['add_count'] and call.count <= MOST_ITEMS", "key is not None and call.count <= MOST_ITEMS"),
     Bug("jobs: items of a batch", "kernels._numba.job:planned", "key is not None and not call.fields['add_count'] and call.count <= MOST_ITEMS", "key is not None and not call.fields['add_count']"),
     Bug("layout: a part's tokens", "schemes.layout:LayoutBias.narrow", "at if self._positions is None else of_batch(self._positions, 1, part.batch)[..., at]", "np.arange(len(at)) if self._positions is None else of_batch(self._positions, 1, part.batch)[..., at]"),
-    Bug("testing: forgotten precision", "testing.arguments:_cast", "value.astype(dtype)", "value"),
+    Bug("testing: forgotten precision", "testing.arguments:rebuilt", "x.astype(dtype)", "x"),
     Bug("half: the last of an odd number of keys", "kernels._numba.attend:add_tile", "(last_seen + 1) // 2", "last_seen // 2"),
     Bug("half: the last of an odd number of keys of a window", "kernels._numba.window:attend_window", "(cols + 1) // 2", "cols // 2"),
     Bug("half: sign of an infinity", "kernels._numba.attend:bypass_pairs", "MINUS_INFINITY if own & 0x8000 else math.inf", "math.inf"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class Match:
         dict
             By the names of the attributes.
         """
-        return {name: _plain(value) for name, value in vars(self).items()}
+        return {name: plain(value) for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,15 +101,16 @@ class Identification:
         dict
             By the names of the attributes, and ``unique``.
         """
-        found = {name: _plain(value) for name, value in vars(self).items()}
-        for name in ("matches", "nearest"):
-            found[name] = [match.as_dict() for match in getattr(self, name)]
-        return found | {"unique": self.unique}
+        lists = {name: [match.as_dict() for match in getattr(self, name)] for name in ("matches", "nearest")}
+        return {name: plain(value) for name, value in (vars(self) | lists).items()} | {"unique": self.unique}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON can hold: it has no infinity and no NaN, and null stands for them."""
     if isinstance(value, dict):
-        return {str(name): _plain(entry) for name, entry in value.items()}
+        return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return value.item() if isinstance(value, np.generic) else value
+        return [plain(entry) for entry in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

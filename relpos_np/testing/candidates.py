@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import combinations, islice, product
@@ -21,7 +22,7 @@ from relpos_np.errors import RelposError
 from relpos_np.schemes.registry import SCHEMES, SchemeInfo
 from relpos_np.schemes.sample import Sample
 from relpos_np.testing._sizes import SIZES
-from relpos_np.testing.arguments import decode, encode
+from relpos_np.testing.arguments import CLASSES, decode, encode, parameters
 from relpos_np.types import Array
 
 # Forms of a scheme that are tried, those nearest to its example first; and in how many ways arrays may be its own.
@@ -155,16 +156,9 @@ def _plain(value: Any) -> bool:
     return all(map(_plain, value)) if isinstance(value, list) else True
 
 
-def _copied(node: Any) -> Any:
-    """A node with containers of its own."""
-    if isinstance(node, dict):
-        return {name: _copied(value) for name, value in node.items()}
-    return [_copied(value) for value in node] if isinstance(node, list) else node
-
-
 def _settings(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any], type]]:
     """Path of each setting, the arguments that hold it, and their class."""
-    cls = _classes()[node["class"]]
+    cls = CLASSES[node["class"]]
     for name, value in node["arguments"].items():
         if isinstance(value, dict) and "class" in value:
             yield from _settings(value, f"{prefix}{name}.")
@@ -172,18 +166,8 @@ def _settings(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]
             yield prefix + name, node["arguments"], cls
 
 
-@cache
-def _classes() -> dict[str, type]:
-    return {info.cls.__name__: info.cls for info in SCHEMES.values()}
-
-
-@cache
-def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(cls).parameters
-
-
 def _default(cls: type, name: str) -> Any:
-    return _parameters(cls)[name].default
+    return parameters(cls)[name].default
 
 
 def _others(cls: type, name: str, value: Any) -> list[Any]:
@@ -208,7 +192,7 @@ def setting_names() -> frozenset[str]:
                 node = encode(made, _ROOT, {})
                 for path, held, cls in _settings(node):
                     name = path.rpartition(".")[2]
-                    kind = _parameters(cls)[name].annotation
+                    kind = parameters(cls)[name].annotation
                     found[name] = found.get(name, False) or held[name] is not None or kind not in ("Any", "Scheme")
     return frozenset(name for name, is_setting in found.items() if is_setting)
 
@@ -216,7 +200,7 @@ def setting_names() -> frozenset[str]:
 @cache
 def parameter_names() -> frozenset[str]:
     """Parameters of all schemes."""
-    return frozenset(name for info in SCHEMES.values() for name in inspect.signature(info.cls).parameters)
+    return frozenset(name for info in SCHEMES.values() for name in parameters(info.cls))
 
 
 # --------------------------------------------------------------------------------------- settings of a form
@@ -224,7 +208,7 @@ def parameter_names() -> frozenset[str]:
 
 def _kinds(node: Any) -> dict[str, tuple[Any, ...]]:
     """What can tell variants apart in the arguments of a form: choices, flags, axes, and what is there at all."""
-    cls = _classes()[node["class"]]
+    cls = CLASSES[node["class"]]
     found: dict[str, tuple[Any, ...]] = {}
     for name, value in node["arguments"].items():
         if isinstance(value, str | bool):
@@ -271,7 +255,7 @@ def _set(node: Any, stated: Mapping[str, Any], how: str, kept: Sequence[str]) ->
 
     A real number that is not stated is at its default: that of an example is one among many.
     """
-    node = _copied(node)
+    node = deepcopy(node)
     for path, held, cls in list(_settings(node)):
         name = path.rpartition(".")[2]
         if path in stated or name in stated:
@@ -292,7 +276,7 @@ def _varied(node: Any, stated: Mapping[str, Any]) -> Iterator[Any]:
         if path in stated or name in stated:
             continue
         for other in _others(cls, name, held[name]):
-            changed = _copied(node)
+            changed = deepcopy(node)
             list(_settings(changed))[at][1][name] = other
             yield changed
 
@@ -301,14 +285,14 @@ def _varied(node: Any, stated: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _fits(slot: Array, x: Array) -> bool:
-    kind = "i" if x.dtype.kind in "iu" else "b" if x.dtype.kind == "b" else "f"
-    wanted = "i" if slot.dtype.kind in "iu" else "b" if slot.dtype.kind == "b" else "f"
+    """Whether an array has the axes of a form's own, and numbers of its kind; integers may stand for real numbers."""
+    kind, wanted = ({"u": "i", "i": "i", "b": "b"}.get(one.dtype.kind, "f") for one in (x, slot))
     return slot.ndim == x.ndim and (kind == wanted or (wanted, kind) == ("f", "i"))
 
 
 def _kept(node: Any, slots: Mapping[str, Array], count: int) -> Iterator[tuple[list[str], tuple[str, ...]]]:
     """So many of a form's arrays, and the others: those that the constructor can do without may be left out."""
-    cls = _classes()[node["class"]]
+    cls = CLASSES[node["class"]]
     names = [name.removeprefix(_ROOT + ".") for name in slots]
     spare = [name for name in names if "." not in name and _default(cls, name) is None]
     for left_out in combinations(spare, len(names) - count) if len(names) >= count else ():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np.testing._positions import Candidate, Lengths, candidates
+from relpos_np.testing.candidates import Candidate, Lengths, candidates
 from relpos_np.types import Array
 
 # Arrays beyond which there are too many ways to share them out.
@@ -27,7 +27,7 @@ def shared(given: Mapping[str, Array]) -> Iterator[tuple[dict[str, Array], dict[
             yield {n: given[n] for n in part}, {n: x for n, x in given.items() if n not in part}
 
 
-def sums(
+def pairs_of_schemes(
     lengths: Lengths, given: Mapping[str, Array], stated: Mapping[str, Any], scores: Scores
 ) -> Iterator[Candidate]:
     """Candidates of two schemes, of which each says something about this call and no other says the same."""

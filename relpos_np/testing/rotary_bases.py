@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from relpos_np.testing._positions import Candidate
 from relpos_np.testing.arguments import arguments
+from relpos_np.testing.candidates import Candidate
 
 # Defaults of configurations in transformers 5.23, the most frequent first; 40000, 8e6 and 250000 are of checkpoints.
 PUBLISHED = (

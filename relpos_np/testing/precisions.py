@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np.testing._conventions import Convention, Operands, computed
-from relpos_np.testing._identified import Match
-from relpos_np.testing._positions import Candidate
+from relpos_np.testing.candidates import Candidate
 from relpos_np.testing.compare import EPS, tolerance
+from relpos_np.testing.conventions import Options
+from relpos_np.testing.identification import Match
+from relpos_np.testing.operands import Operands, computed
 from relpos_np.types import Array
 
 # What a framework writes for a score that is excluded, if not -inf.
@@ -23,7 +24,7 @@ class Fit:
     """A candidate with a convention, and how far from the answer it is."""
 
     candidate: Candidate
-    how: Convention
+    how: Options
     at: Operands
     error: float
     relative: float
@@ -77,14 +78,12 @@ def rung_of(stored: np.dtype[Any], fit: Fit, sinks: Array | None) -> int:
     size = 1.0
     if at.v is not None:
         size = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (fit.answer, at.v))
-    wanted = at.out if at.out is not None else at.scores
-    assert wanted is not None
     magnitude = 1 + bound if at.out is None else size if at.lse is None else max(size, 1.0)
     for n, label in enumerate(RUNGS):
         name, _, inside = label.partition(" ")
         if stored.name in EPS and EPS[name] < EPS[stored.name]:
             continue
-        if EPS[name] > EPS["float32"] and not stored_in(wanted, name):
+        if EPS[name] > EPS["float32"] and not stored_in(at.wanted, name):
             continue
         if inside:
             allowed = EPS[name] * (1 + bound) * magnitude if fit.relative <= _INSIDE else 0.0
@@ -105,17 +104,18 @@ def stored_in(x: Array, name: str) -> bool:
 
 def grouped(best: list[Fit]) -> list[list[Fit]]:
     """Fits of one scheme and variant whose answers are the same numbers, together."""
+
+    def key(fit: Fit) -> tuple[Any, ...]:
+        return fit.candidate.scheme, fit.candidate.variant, fit.candidate.arrays, fit.at.layout
+
     groups: list[list[Fit]] = []
     for fit in best:
-        key = (fit.candidate.scheme, fit.candidate.variant, fit.candidate.arrays, fit.at.layout)
-        for group in groups:
-            one = group[0]
-            own = (one.candidate.scheme, one.candidate.variant, one.candidate.arrays, one.at.layout)
-            if own == key and _same(one.answer, fit.answer):
-                group.append(fit)
-                break
-        else:
+        own = (group for group in groups if key(group[0]) == key(fit) and _same(group[0].answer, fit.answer))
+        group = next(own, None)
+        if group is None:
             groups.append([fit])
+        else:
+            group.append(fit)
     return groups
 
 
@@ -125,21 +125,18 @@ def _same(a: Array, b: Array) -> bool:
 
 
 def match(group: list[Fit], why: str) -> Match:
+    """What is told of fits that are the same numbers."""
     fit = group[0]
     at, own = fit.at, fit.candidate
-    sizes = (at.q.shape[-1], at.q.shape[-2], at.k.shape[-2])
-    call = fit.how.shown(*sizes)
+    call = fit.how.shown(*at.lengths)
+    shown = own.settings | call
     same: dict[str, list[Any]] = {}
     for one in group[1:]:
-        shown = one.candidate.settings | one.how.shown(*sizes)
-        for name, value in (own.settings | call).items():
-            other = shown.get(name)
-            if other != value and not name.endswith("_is") and other not in same.setdefault(name, []):
-                same[name].append(other)
-        for name in shown.keys() - (own.settings | call).keys():
-            if not name.endswith("_is") and shown[name] not in same.setdefault(name, []):
-                same[name].append(shown[name])
-    same = {name: values for name, values in same.items() if values}
+        others = one.candidate.settings | one.how.shown(*at.lengths)
+        for name in [*shown, *(others.keys() - shown.keys())]:
+            other, known = others.get(name), same.get(name, [])
+            if not name.endswith("_is") and other not in known and (name not in shown or other != shown[name]):
+                same[name] = [*known, other]
     return Match(own.scheme, own.variant, own.settings, own.arrays, call, at.layout, same, fit.error, fit.relative, why)
 
 

@@ -1,0 +1,174 @@
+"""A call whose arrays were saved: in which orders its arrays may be read, and what it returns by some conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from relpos_np._contract import check
+from relpos_np._contract.problem import Part
+from relpos_np.api import attention, logits
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.base import Scheme
+from relpos_np.testing.conventions import FROM_THE_END, IN_TURN, Options, from_the_end, in_turn, masked, reach
+from relpos_np.types import Array
+
+# Scores that are computed at once: of larger operands the last queries of the first batch item.
+_CUT = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """A call in float64, (*batch, H, L, D) each, and what it returned; `layout` says how it was read."""
+
+    q: Array
+    k: Array
+    v: Array | None
+    out: Array | None
+    scores: Array | None
+    lse: Array | None
+    mask: Array | None = None
+    key_lengths: Array | None = None
+    layout: tuple[str, ...] = ()
+    backwards: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of the scores, (*batch, H, L_q, L_k)."""
+        return (*self.q.shape[:-1], self.k.shape[-2])
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """D, L_q and L_k."""
+        return self.q.shape[-1], self.q.shape[-2], self.k.shape[-2]
+
+    @property
+    def wanted(self) -> Array:
+        """What is to be explained."""
+        found = self.scores if self.out is None else self.out
+        assert found is not None
+        return found
+
+    @property
+    def cut(self) -> tuple[tuple[slice, ...], slice]:
+        """The batch items and the queries that are computed."""
+        shape = self.sizes
+        if np.prod(shape, dtype=float) <= _CUT:
+            return tuple(slice(0, n) for n in shape[:-3]), slice(0, shape[-2])
+        rows = max(1, min(shape[-2], _CUT // max(1, shape[-3] * shape[-1])))
+        return tuple(slice(0, 1) for _ in shape[:-3]), slice(shape[-2] - rows, shape[-2])
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the call is computed."""
+        batch, rows = self.cut
+        return rows.start == 0 and all(s.stop == n for s, n in zip(batch, self.sizes[:-3], strict=True))
+
+
+def computed(
+    at: Operands, position: Scheme | None, how: Options, sinks: Array | None, *, scores: bool = False
+) -> tuple[Array, Array | None]:
+    """Output and log-sum-exp of the part of a call that is compared, by the reference, or its scores.
+
+    A RelposError says that there is no such call, or no form of the scheme for the part.
+    """
+    batch, rows = at.cut
+    q, k, v = at.q[(*batch, slice(None), rows)], at.k[batch], None if at.v is None else at.v[batch]
+    mask = None if at.mask is None else np.broadcast_to(at.mask, at.sizes)[(*batch, slice(None), rows)]
+    lengths = None if at.key_lengths is None else np.broadcast_to(at.key_lengths, at.sizes[:-3])[batch]
+    q_len, k_len = at.sizes[-2:]
+    scoring: dict[str, Any] = {"scale": how.scale, "offset": how.offset}
+    if at.backwards or how.hidden not in (None, how.offset):
+        seen = reach(rows, k_len, hidden=how.hidden, window=how.window, offset=how.offset)
+        mask = masked(mask, seen)
+    else:
+        scoring |= {"causal": how.hidden is not None, "window": how.window}
+    if at.backwards:
+        assert mask is not None
+        if lengths is not None:
+            mask = masked(mask, (np.arange(k_len) < lengths[..., None])[..., None, None, :])
+            lengths = None
+        mask = np.broadcast_to(mask, (*q.shape[:-1], k_len))[..., ::-1, ::-1]
+        q, k, v = from_the_end(q, k, v)
+        scoring["offset"] = k_len - q_len - how.offset
+        rows = slice(q_len - rows.stop, q_len - rows.start)
+    options = scoring | {"position": position, "backend": "numpy"}
+    if not at.whole:
+        options |= _narrowed(at, position, scoring, batch, rows)
+        sinks = sinks if sinks is None or sinks.ndim < 2 else sinks[..., rows]
+    options |= {"mask": mask, "key_lengths": lengths, "softcap": how.cap[0], "cap_order": how.cap[1]}
+    flip = slice(None, None, -1 if at.backwards else 1)
+    if scores or v is None:
+        return logits(q, k, **options)[..., flip, flip], None
+    out, lse = attention(q, k, v, sinks=sinks, return_lse=True, **options)
+    return out[..., flip, :], lse[..., flip]
+
+
+def _narrowed(
+    at: Operands, position: Scheme | None, scoring: dict[str, Any], batch: tuple[slice, ...], rows: slice
+) -> dict[str, Any]:
+    """Position, offset and backend for a part of the queries, where the scheme has a form for it."""
+    if position is None:
+        return {"offset": scoring["offset"] + rows.start}
+    own = check.problem(at.q, at.k, at.v, **scoring)[0].site
+    part = replace(Part.of(own), batch=batch, queries=rows)
+    position.check(own)
+    cut, site, rest = position.narrow(own, part)
+    alone, _ = part.alone(own)
+    if (site.q_len, site.k_len, site.batch, site.offset) != (alone.q_len, alone.k_len, alone.batch, alone.offset):
+        raise RelposValueError("position: the scheme has no form for a part of the queries")
+    assert rest.queries == slice(0, site.q_len)
+    return {"position": cut, "offset": site.offset, "backend": "terms"}
+
+
+# --------------------------------------------------------------------------------- other ways to read arrays
+
+
+def readings(at: Operands, tables: Mapping[str, Array]) -> Iterator[tuple[Operands, dict[str, Array]]]:
+    """The arrays in other orders that are in use, one change at a time."""
+    same = dict(tables)
+    yield replace(at, layout=(*at.layout, FROM_THE_END.layout), backwards=True), same
+    turned = in_turn(at.q.shape[-3], at.k, at.v)
+    if turned is not None:
+        yield replace(at, k=turned[0], v=turned[1], layout=(*at.layout, IN_TURN.layout)), same  # type: ignore[arg-type]
+    deepest = max((x.ndim for x in tables.values()), default=0)
+    if any(x.ndim == 2 for x in tables.values()):
+        swapped = {name: x.T if x.ndim == 2 else x for name, x in tables.items()}
+        yield replace(at, layout=(*at.layout, "tables with their two axes swapped")), swapped
+    for axis in [0, -2][: max(deepest - 1, 0)]:
+        flipped = {name: np.flip(x, axis) if x.ndim > 1 else x for name, x in tables.items()}
+        words = f"tables with their rows (axis {axis}) in the other order"
+        yield replace(at, layout=(*at.layout, words)), flipped
+
+
+def axes_swapped(at: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Operands as they are, and with axes (..., L, H, D) in operands, the output or both, where shapes allow it."""
+    for inputs, output in product((False, True), repeat=2):
+        names = [name for name, yes in (("q", inputs), ("k", inputs), ("v", inputs), ("out", output)) if yes]
+        if any(at[name] is None or at[name].ndim < 3 for name in names if name in ("q", "out")):
+            continue
+        turned = {n: np.swapaxes(at[n], -2, -3) for n in names if at[n] is not None and at[n].ndim >= 3}
+        found = {**at, **turned}
+        if _belong_together(**found):
+            words = [f"{text} (..., L, H, D)" for text, yes in (("q, k, v", inputs), ("out", output)) if yes]
+            yield tuple(words), found
+
+
+def _belong_together(
+    q: Array, k: Array, v: Array | None, out: Array | None, scores: Array | None, lse: Array | None
+) -> bool:
+    heads, kv_heads = (1 if x.ndim == 2 else x.shape[-3] for x in (q, k))
+    if q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3] or not kv_heads or heads % kv_heads:
+        return False
+    wanted = [
+        (v, k, 0 if v is None else v.shape[-1]),
+        (scores, q, k.shape[-2]),
+        (out, q, 0 if v is None else v.shape[-1]),
+    ]
+    if any(x is not None and x.shape != (*like.shape[:-1], last) for x, like, last in wanted):
+        return False
+    return lse is None or lse.shape == q.shape[:-1]
