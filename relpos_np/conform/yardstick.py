@@ -29,7 +29,7 @@ from relpos_np.schemes.base import Position
 from relpos_np.schemes.placed import Placed
 from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import arguments, changed, rebuilt
-from relpos_np.testing.compare import ratio
+from relpos_np.testing.compare import largest, ratio
 from relpos_np.testing.example import Example
 from relpos_np.types import Array, Backend
 
@@ -86,11 +86,6 @@ def truth(one: Example, stored: Format, grad_out: Array | None, trained: tuple[s
 def distance(x: Array, y: Array) -> float:
     """The largest difference; none between infinities that are equal, infinite for NaN and for another shape."""
     return ratio(x, y, 1.0)
-
-
-def largest(x: Array) -> float:
-    """The largest finite number."""
-    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
 def _straightforward(one: Example, kept: Format, grad_out: Array | None, trained: tuple[str, ...]) -> Any:

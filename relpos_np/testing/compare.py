@@ -24,6 +24,11 @@ _TORCH = {
 }
 
 
+def largest(x: Array) -> float:
+    """The largest finite number."""
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+
 def ratio(actual: Array, expected: Array, tolerated: Any) -> float:
     """The largest of |actual - expected| / tolerated; equal elements, also infinities, count 0."""
     if actual.shape != expected.shape:
@@ -153,8 +158,7 @@ def assert_no_worse_than(
     if floor is None:
         if found.dtype.name not in EPS:
             raise RelposTypeError(f"actual: expected one of {', '.join(EPS)}, or a floor; found {found.dtype}")
-        finite = np.abs(wanted[np.isfinite(wanted)])
-        floor = EPS[found.dtype.name] * float(finite.max(initial=0.0))
+        floor = EPS[found.dtype.name] * largest(wanted)
     elif check.real("floor", floor) < 0:
         raise RelposValueError(f"floor: expected a number from 0 on, found {floor}")
     wanted = wanted.astype(np.float64)

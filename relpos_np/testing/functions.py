@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -73,18 +73,171 @@ def _reference(function: str, **arguments: Any) -> Call:
     return Call(f"relpos_np.reference.{function}", arguments)
 
 
-def _each(function: str, **arguments: Any) -> list[Call]:
-    """A call for each combination of what stands in lists; other arguments are the same in all."""
-    varied = {name: value for name, value in arguments.items() if isinstance(value, list)}
-    return [
-        _reference(function, **arguments | dict(zip(varied, one, strict=True))) for one in product(*varied.values())
-    ]
+def _each(function: str, arguments: Mapping[Any, Any]) -> list[Call]:
+    """A call for each combination of what stands in lists; other arguments are the same in all.
+
+    A list may belong to several arguments, whose names are a tuple, and holds a tuple for each call.
+    """
+    names = [key if isinstance(key, tuple) else (key,) for key in arguments]
+    choices = [x if isinstance(x, list) else [x] for x in arguments.values()]
+    found = []
+    for chosen in product(*choices):
+        given: dict[str, Any] = {}
+        for key, value in zip(names, chosen, strict=True):
+            given |= zip(key, value if len(key) > 1 else (value,), strict=True)
+        found.append(_reference(function, **given))
+    return found
 
 
-def _by(function: str, choice: str, words: Sequence[str], note: str, **arguments: Any) -> Iterator[Divergence]:
-    """A record for each word of one argument, named after it."""
-    for word in words:
-        yield Divergence(f"{function}.{word}", note, _each(function, **arguments, **{choice: word}))
+_LONGROPE = {"short_factors": np.linspace(1, 1.5, 8), "long_factors": np.linspace(1, 30, 8)}
+_CURVES = {name: np.array([[0.5, -1.0], [2.0, 0.25]]) for name in ("amplitudes", "sharpness", "offsets")}
+
+
+class _Entry(NamedTuple):
+    """Calls of one function that show a convention."""
+
+    note: str
+    arguments: Mapping[Any, Any]
+
+
+# By function, and after a dot the argument after whose words records are named; lists hold what calls differ in.
+_TABLE: Mapping[str, _Entry] = {
+    "sinusoidal.layout": _Entry(
+        "The paper's layout is interleaved. dimension_index is what some notes print by mistake: no rotation "
+        "moves one position to another.",
+        {"layout": SINUSOIDAL, "positions": np.array([0.0, 1.0, 2.0, 5.0, 63.0, 1000.0, -3.0, 2.5]), "dim": [2, 10, 7]},
+    ),
+    "rotation_matrix": _Entry(
+        "Moves an interleaved sinusoid by so many positions.", {"delta": [0, 1, -2, 2.5], "dim": 6}
+    ),
+    "alibi_slopes": _Entry(
+        "Numbers of heads that are no power of two: the slopes of the power below, then every other one of the power "
+        "above; not sorted.",
+        {"heads": [1, 2, 3, 5, 6, 7, 8, 12, 16, 20, 25, 32, 40, 71, 112]},
+    ),
+    "alibi_slopes.bias_max": _Entry(
+        "MPT's alibi_bias_max in place of the paper's 8.",
+        {"heads": [3, 8], "bias_max": [4.0, 16.0]},
+    ),
+    "alibi_bias.form": _Entry(
+        "Forms that agree for keys in the past, after the softmax.",
+        {
+            "form": ("symmetric", "causal", "key"),
+            "slopes": np.array([0.5, 0.125, 0.3]),
+            "q_len": 3,
+            "k_len": 5,
+            "offset": [0, 2],
+        },
+    ),
+    "relative_vectors.outside": _Entry(
+        "Beyond the table: its outermost row (Shaw), or nothing (VITS, Music Transformer, later tensor2tensor).",
+        {"outside": ("clip", "zero"), "table": np.arange(1.0, 16.0).reshape(5, 3), "q_len": 4, "k_len": 6, "offset": 2},
+    ),
+    "rotary_frequencies": _Entry(
+        "The paper's, and a base of 500000.",
+        {("dim", "base"): [(8, 10000.0), (64, 500000.0)]},
+    ),
+    "linear_frequencies": _Entry("Position interpolation.", {"dim": 16, "factor": 4.0}),
+    "ntk_frequencies": _Entry(
+        "The dynamic rule: nothing changes up to the trained length.",
+        {"dim": 16, "length": [100, 2048, 5000], "trained_length": 2048, "factor": 2.0},
+    ),
+    "yarn_frequencies": _Entry(
+        "Frequencies and the factor on attention; with the ends of the ramp rounded outwards, as published code has "
+        "it, and without.",
+        {"dim": 64, "factor": [4.0, 32.0], "trained_length": 4096, "truncate": [True, False]},
+    ),
+    "llama3_frequencies": _Entry(
+        "Bands in the number of turns, without a factor on attention.",
+        {"dim": 64, "factor": 8.0, "trained_length": 8192, "base": 500000.0},
+    ),
+    "longrope_frequencies": _Entry(
+        "Short factors up to the trained length, long ones beyond; the factor on attention applies to both.",
+        {"dim": 16, "length": [4096, 4097], "trained_length": 4096, "factor": 32.0, **_LONGROPE},
+    ),
+    "proportional_frequencies": _Entry(
+        "A quarter of the pairs turns, with the frequencies and partners they have among all.",
+        {"dim": 16, "share": 0.25},
+    ),
+    "axial_frequencies.spread": _Entry(
+        "Images: each axis with the frequencies of its share (EVA-02), or dealt out in turn (Pixtral).",
+        {"spread": ("same", "alternate"), "dim": 16, "axes": 2},
+    ),
+    "section_axes.order": _Entry(
+        "Multimodal sections: one axis after the other (Qwen2-VL), or in turn (Qwen3-VL); in turn, the last ones "
+        "may not find room.",
+        {"order": ("chunks", "cyclic"), "sections": [(4, 3, 1), (24, 20, 20), (3, 5, 5)]},
+    ),
+    "xpos_scales": _Entry(
+        "Factors of the queries, as the paper has them, and around a centre.",
+        {"positions": np.arange(6.0), "pairs": 4, "centre": [0.0, 3.0]},
+    ),
+    "rstt_frames": _Entry(
+        "Every s-th frame, s = (F_q + 1) // F_kv: an error unless that gives F_kv frames, as it does for "
+        "F_q = 2 F_kv - 1 and few others. The published code goes on with another number of frames.",
+        {
+            ("num_frames_q", "num_frames_kv"): [
+                *product(range(1, 13), repeat=2),
+                *((2 * n - 1, n) for n in range(7, 17)),
+            ]
+        },
+    ),
+    "deberta_bucket": _Entry(
+        "v1 counts one by one, v2 and v3 have logarithmic buckets, rounded up; v2's own sizes, and small ones.",
+        {
+            "distance": np.arange(-700, 701),
+            ("span", "max_position"): [(512, None), (256, 512), (128, 513), (4, 32)],
+        },
+    ),
+    "axis_rows.rounding": _Entry(
+        "Grids of queries and keys that differ, as after MViT's pooling.",
+        {"rounding": ("exact", "float32"), ("q_size", "k_size"): [(4, 4), (7, 3), (3, 7), (14, 5)]},
+    ),
+    "irpe_buckets.method": _Entry(
+        "Rows of iRPE; pairs with a class token share the last.",
+        {"method": ("product", "euclidean", "quantization", "cross"), "grid": (4, 5), "class_tokens": [0, 1]},
+    ),
+    "swin_v2_coordinates.variant": _Entry(
+        "Coordinates of the network of Swin V2, also for a window other than the trained one; in an axis of "
+        "length 1, where the published formula is 0/0, they are 0.",
+        {
+            "variant": ("microsoft", "transformers", "paper"),
+            ("grid", "pretrained_grid"): [((8, 8), None), ((3, 5), (8, 8)), ((1, 4), None)],
+        },
+    ),
+    "resize_table.mode": _Entry(
+        "A table of a window of 2 by 3 for larger and smaller ones.",
+        {
+            "mode": ("cubic", "linear"),
+            "table": np.cos(np.arange(15.0 * 2)).reshape(15, 2),
+            "old_grid": (2, 3),
+            "new_grid": [(4, 5), (3, 2), (1, 3)],
+        },
+    ),
+    "neighborhood_axis": _Entry(
+        "Neighbours and steps: at a border the window moves inward. Without and with dilation.",
+        {("length", "dilation"): [(3, 1), (7, 1), (7, 2)], "kernel": 3},
+    ),
+    "tisa_bias.variant": _Entry(
+        "The published code counts distances the other way, and is off by one.",
+        {"variant": ("paper", "published"), **_CURVES, "q_len": 4, "k_len": 5, "offset": 1},
+    ),
+    "sandwich_bias.variant": _Entry(
+        "NeMo's frequencies begin one pair later, and the largest bias is 0.",
+        {"variant": ("paper", "nemo"), "heads": 3, "q_len": 4, "k_len": 6, "dim": 16, "offset": 2},
+    ),
+}
+
+
+def _tables() -> Iterator[Divergence]:
+    for name, (note, arguments) in _TABLE.items():
+        function, _, choice = name.partition(".")
+        words = arguments.get(choice)
+        if not isinstance(words, tuple):
+            yield Divergence(name, note, _each(function, arguments))
+            continue
+        for word in words:
+            yield Divergence(f"{function}.{word}", note, _each(function, {**arguments, choice: word}))
 
 
 def _shifts() -> Iterator[Divergence]:
@@ -121,100 +274,21 @@ _BUCKETS = {
 
 def _buckets() -> Iterator[Divergence]:
     for name, (buckets, furthest, both, note) in _BUCKETS.items():
-        calls = _each(
-            "t5_bucket",
-            relative_position=np.arange(-furthest - 70, furthest + 71),
-            num_buckets=buckets,
-            max_distance=furthest,
-            bidirectional=both,
-            rounding=["exact", "float32"],
-        )
+        given = {"num_buckets": buckets, "max_distance": furthest, "bidirectional": both}
+        distances = np.arange(-furthest - 70, furthest + 71)
+        calls = _each("t5_bucket", given | {"relative_position": distances, "rounding": ["exact", "float32"]})
         yield Divergence(f"t5_bucket.{name}", f"Exactly, then in float32 as frameworks compute it. {note}", calls)
 
 
-def _tables() -> Iterator[Divergence]:
-    yield from _by(
-        "sinusoidal",
-        "layout",
-        SINUSOIDAL,
-        "The paper's layout is interleaved. dimension_index is what some notes print by mistake: no rotation "
-        "moves one position to another.",
-        positions=np.array([0.0, 1.0, 2.0, 5.0, 63.0, 1000.0, -3.0, 2.5]),
-        dim=[2, 10, 7],
-    )
-    yield Divergence(
-        "rotation_matrix",
-        "Moves an interleaved sinusoid by so many positions.",
-        _each("rotation_matrix", delta=[0, 1, -2, 2.5], dim=6),
-    )
-    yield Divergence(
-        "alibi_slopes",
-        "Numbers of heads that are no power of two: the slopes of the power below, then every other one of the power "
-        "above; not sorted.",
-        _each("alibi_slopes", heads=[1, 2, 3, 5, 6, 7, 8, 12, 16, 20, 25, 32, 40, 71, 112]),
-    )
-    yield Divergence(
-        "alibi_slopes.bias_max",
-        "MPT's alibi_bias_max in place of the paper's 8.",
-        _each("alibi_slopes", heads=[3, 8], bias_max=[4.0, 16.0]),
-    )
-    yield from _by(
-        "alibi_bias",
-        "form",
-        ("symmetric", "causal", "key"),
-        "Forms that agree for keys in the past, after the softmax.",
-        slopes=np.array([0.5, 0.125, 0.3]),
-        q_len=3,
-        k_len=5,
-        offset=[0, 2],
-    )
-    yield from _by(
-        "relative_vectors",
-        "outside",
-        ("clip", "zero"),
-        "Beyond the table: its outermost row (Shaw), or nothing (VITS, Music Transformer, later tensor2tensor).",
-        table=np.arange(1.0, 16.0).reshape(5, 3),
-        q_len=4,
-        k_len=6,
-        offset=2,
-    )
-
-
 def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
-    yield Divergence(
-        "rotary_frequencies",
-        "The paper's, and a base of 500000.",
-        [_reference("rotary_frequencies", dim=dim, base=base) for dim, base in ((8, 10000.0), (64, 500000.0))],
-    )
-    yield Divergence(
-        "linear_frequencies", "Position interpolation.", [_reference("linear_frequencies", dim=16, factor=4.0)]
-    )
-    yield Divergence(
-        "ntk_frequencies",
-        "The dynamic rule: nothing changes up to the trained length.",
-        _each("ntk_frequencies", dim=16, length=[100, 2048, 5000], trained_length=2048, factor=2.0),
-    )
-    yield Divergence(
-        "yarn_frequencies",
-        "Frequencies and the factor on attention; with the ends of the ramp rounded outwards, as published code has "
-        "it, and without.",
-        _each("yarn_frequencies", dim=64, factor=[4.0, 32.0], trained_length=4096, truncate=[True, False]),
-    )
-    yield Divergence(
-        "llama3_frequencies",
-        "Bands in the number of turns, without a factor on attention.",
-        [_reference("llama3_frequencies", dim=64, factor=8.0, trained_length=8192, base=500000.0)],
-    )
     x, positions = rng.standard_normal((2, 5, 10)), np.array([0.0, 1.0, 7.0, -2.0, 100.0])
     matrices = reference.rotary_matrices(positions, reference.rotary_frequencies(8))
-    yield from _by(
-        "rotate_pairs",
-        "layout",
-        ("half", "interleaved"),
-        "Which channels are partners; the last two of ten stay. Weights of one layout are wrong in the other.",
-        x=x,
-        matrices=matrices,
-    )
+    for layout in ("half", "interleaved"):
+        yield Divergence(
+            f"rotate_pairs.{layout}",
+            "Which channels are partners; the last two of ten stay. Weights of one layout are wrong in the other.",
+            [_reference("rotate_pairs", x=x, matrices=matrices, layout=layout)],
+        )
     # Two calls, the second on what the first returns.
     plain, weights = rng.standard_normal((5, 8)), rng.standard_normal((2, 8, 8))
     turned = reference.rotate_inputs(plain, 2)
@@ -227,49 +301,9 @@ def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
             _reference("absolute_terms", e=turned, u=np.zeros_like(turned), w_q=weights[0], w_k=weights[1]),
         ],
     )
-    factors = {"short_factors": np.linspace(1, 1.5, 8), "long_factors": np.linspace(1, 30, 8)}
-    yield Divergence(
-        "longrope_frequencies",
-        "Short factors up to the trained length, long ones beyond; the factor on attention applies to both.",
-        _each("longrope_frequencies", dim=16, length=[4096, 4097], trained_length=4096, factor=32.0, **factors),
-    )
-    yield Divergence(
-        "proportional_frequencies",
-        "A quarter of the pairs turns, with the frequencies and partners they have among all.",
-        [_reference("proportional_frequencies", dim=16, share=0.25)],
-    )
-    yield from _by(
-        "axial_frequencies",
-        "spread",
-        ("same", "alternate"),
-        "Images: each axis with the frequencies of its share (EVA-02), or dealt out in turn (Pixtral).",
-        dim=16,
-        axes=2,
-    )
-    yield from _by(
-        "section_axes",
-        "order",
-        ("chunks", "cyclic"),
-        "Multimodal sections: one axis after the other (Qwen2-VL), or in turn (Qwen3-VL); in turn, the last ones "
-        "may not find room.",
-        sections=[(4, 3, 1), (24, 20, 20), (3, 5, 5)],
-    )
-    yield Divergence(
-        "xpos_scales",
-        "Factors of the queries, as the paper has them, and around a centre.",
-        _each("xpos_scales", positions=np.arange(6.0), pairs=4, centre=[0.0, 3.0]),
-    )
 
 
 def _windows(rng: np.random.Generator) -> Iterator[Divergence]:
-    pairs = [(q, kv) for q in range(1, 13) for kv in range(1, 13)] + [(2 * n - 1, n) for n in range(7, 17)]
-    yield Divergence(
-        "rstt_frames",
-        "Every s-th frame, s = (F_q + 1) // F_kv: an error unless that gives F_kv frames, as it does for "
-        "F_q = 2 F_kv - 1 and few others. The published code goes on with another number of frames.",
-        [_reference("rstt_frames", num_frames_q=q, num_frames_kv=kv) for q, kv in pairs],
-    )
-
     def index(grid: tuple[int, ...], extent: tuple[int, ...]) -> Call:
         tokens = [np.arange(n) for n in grid]
         return _reference("window_index", query=tokens, key=tokens, extent=extent)
@@ -288,13 +322,8 @@ def _windows(rng: np.random.Generator) -> Iterator[Divergence]:
         [Call("relpos_np.layers.shift_mask", shifted | {"value": value}) for value in (-100.0, -np.inf, None)],
     )
     x = rng.standard_normal((1, 5, 6, 8))
-    shapes: dict[str, tuple[int, ...]] = {
-        "q.weight": (8, 8),
-        "kv.weight": (16, 8),
-        "proj.weight": (8, 8),
-        "relative_position_bias_table": (49, 2),
-    }
-    shapes |= {"q.bias": (8,), "kv.bias": (16,), "proj.bias": (8,)}
+    shapes: dict[str, tuple[int, ...]] = {"q.weight": (8, 8), "kv.weight": (16, 8), "proj.weight": (8, 8)}
+    shapes |= {"relative_position_bias_table": (49, 2), "q.bias": (8,), "kv.bias": (16,), "proj.bias": (8,)}
     weights = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     for order in ("pad_then_shift", "shift_then_pad"):
         given = {"dim": 8, "window_size": (4, 4), "num_heads": 2, "shift_size": (2, 2), "weights": weights}
@@ -321,78 +350,8 @@ def _terms(rng: np.random.Generator) -> Iterator[Divergence]:
     )
 
 
-def _rows() -> Iterator[Divergence]:
-    """Rows of tables, distances and coordinates beyond those of T5 and Swin."""
-    distance = np.arange(-700, 701)
-    spans = ((512, None), (256, 512), (128, 513), (4, 32))
-    yield Divergence(
-        "deberta_bucket",
-        "v1 counts one by one, v2 and v3 have logarithmic buckets, rounded up; v2's own sizes, and small ones.",
-        [_reference("deberta_bucket", distance=distance, span=span, max_position=most) for span, most in spans],
-    )
-    for rounding in ("exact", "float32"):
-        sizes = ((4, 4), (7, 3), (3, 7), (14, 5))
-        yield Divergence(
-            f"axis_rows.{rounding}",
-            "Grids of queries and keys that differ, as after MViT's pooling.",
-            [_reference("axis_rows", q_size=q, k_size=k, rounding=rounding) for q, k in sizes],
-        )
-    yield from _by(
-        "irpe_buckets",
-        "method",
-        ("product", "euclidean", "quantization", "cross"),
-        "Rows of iRPE; pairs with a class token share the last.",
-        grid=(4, 5),
-        class_tokens=[0, 1],
-    )
-    for variant in ("microsoft", "transformers", "paper"):
-        windows = (((8, 8), None), ((3, 5), (8, 8)), ((1, 4), None))
-        yield Divergence(
-            f"swin_v2_coordinates.{variant}",
-            "Coordinates of the network of Swin V2, also for a window other than the trained one; in an axis of "
-            "length 1, where the published formula is 0/0, they are 0.",
-            [
-                _reference("swin_v2_coordinates", grid=window, pretrained_grid=trained, variant=variant)
-                for window, trained in windows
-            ],
-        )
-    yield from _by(
-        "resize_table",
-        "mode",
-        ("cubic", "linear"),
-        "A table of a window of 2 by 3 for larger and smaller ones.",
-        table=np.cos(np.arange(15.0 * 2)).reshape(15, 2),
-        old_grid=(2, 3),
-        new_grid=[(4, 5), (3, 2), (1, 3)],
-    )
-    yield Divergence(
-        "neighborhood_axis",
-        "Neighbours and steps: at a border the window moves inward. Without and with dilation.",
-        [_reference("neighborhood_axis", length=n, kernel=3, dilation=by) for n, by in ((3, 1), (7, 1), (7, 2))],
-    )
-    curves = {name: np.array([[0.5, -1.0], [2.0, 0.25]]) for name in ("amplitudes", "sharpness", "offsets")}
-    yield from _by(
-        "tisa_bias",
-        "variant",
-        ("paper", "published"),
-        "The published code counts distances the other way, and is off by one.",
-        **curves | {"q_len": 4, "k_len": 5, "offset": 1},
-    )
-    yield from _by(
-        "sandwich_bias",
-        "variant",
-        ("paper", "nemo"),
-        "NeMo's frequencies begin one pair later, and the largest bias is 0.",
-        heads=3,
-        q_len=4,
-        k_len=6,
-        dim=16,
-        offset=2,
-    )
-
-
 def divergences(seed: int) -> Iterator[Divergence]:
     """All of them, with random inputs, always in the same order."""
     rng = np.random.default_rng(seed)
-    for found in (_shifts(), _buckets(), _tables(), _rotations(rng), _windows(rng), _terms(rng), _rows()):
+    for found in (_shifts(), _buckets(), _tables(), _rotations(rng), _windows(rng), _terms(rng)):
         yield from found

@@ -30,7 +30,7 @@ from relpos_np.testing.arguments import decode, rebuilt
 from relpos_np.testing.compare import ratio
 from relpos_np.testing.files import DamagedError
 from relpos_np.testing.functions import FUNCTIONS, Call
-from relpos_np.testing.records import Record, encoding_gradients, gradients, plain, records
+from relpos_np.testing.records import Record, encoding_gradients, gradients, leaves, plain, records
 from relpos_np.types import Array, Backend
 
 FORMAT, VERSION = "relpos-vectors", 1
@@ -374,8 +374,10 @@ def _check_function(record: Record, backends: Sequence[Backend]) -> Iterator[tup
             {name: decode(node, record.arrays) for name, node in entry[key].items()} if key in entry else None
             for key in ("arguments", "then")
         )
-        sizes = [n for given in (arguments, then) for n in _integers(given)]
-        if max(sizes, default=0) > _LARGEST or math.prod(max(n, 1) for n in sizes) > _PRODUCT:
+        # Integers that may be sizes of arrays.
+        given = [x for each in (arguments, then) for name, x in (each or {}).items() if name != "trained_length"]
+        sizes = [max(abs(x), 1) for x in leaves(given) if type(x) is int]
+        if max(sizes, default=0) > _LARGEST or math.prod(sizes) > _PRODUCT:
             raise DamagedError(f"{record.name}.json: call {n} asks for arrays that are too large")
         call = Call(entry["function"], arguments or {}, then)
         if call.function not in FUNCTIONS:
@@ -388,17 +390,6 @@ def _check_function(record: Record, backends: Sequence[Backend]) -> Iterator[tup
                 else:
                     error = _difference(plain(result), decode(entry["result"], record.arrays), entry["atol"])
                 yield f"call {n} of {call.function} on backend {backend}", error
-
-
-def _integers(value: Any) -> Iterator[int]:
-    """Integers in arguments that may be sizes of arrays."""
-    if isinstance(value, dict):
-        value = tuple(entry for key, entry in value.items() if key != "trained_length")
-    if isinstance(value, tuple):
-        for entry in value:
-            yield from _integers(entry)
-    elif type(value) is int:
-        yield abs(value)
 
 
 def _difference(actual: Any, expected: Any, atol: float) -> float:

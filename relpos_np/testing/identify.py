@@ -15,11 +15,12 @@ from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
 from relpos_np.testing import rotary_bases
 from relpos_np.testing.candidates import Candidate, Lengths, candidates, parameter_names, setting_names
 from relpos_np.testing.compare import EPS
+from relpos_np.testing.compare import largest as largest_of
 from relpos_np.testing.conventions import Call, Options, combinations, with_caps, with_windows
 from relpos_np.testing.identification import Identification
 from relpos_np.testing.operands import Operands, axes_swapped, computed, readings
 from relpos_np.testing.pairs_of_schemes import pairs_of_schemes
-from relpos_np.testing.precisions import RUNGS, Fit, distance, grouped, match, relative_to, rung_of, stored_in, why
+from relpos_np.testing.precisions import RUNGS, Fit, distance, finest, grouped, match, relative_to, rung_of, why
 from relpos_np.types import Array
 
 # Calls that are made at most, and arrays of its own that a scheme may have.
@@ -508,7 +509,7 @@ def _absolute(
     search = _Search(dtype, {}, arrays, settings, complete=found.complete, untried=dict(found.untried))
     heads = inputs[..., None, :, :]
     at = Operands(heads, heads, heads, wanted[..., None, :, :], None, None)
-    size = float(np.abs(inputs[np.isfinite(inputs)]).max(initial=0.0)) + 1.0
+    size = largest_of(inputs) + 1.0
     for candidate in found.found:
         search.calls += 1
         try:
@@ -519,12 +520,7 @@ def _absolute(
         largest, relative = relative_to(answer, wanted)
         if np.isfinite(relative):
             fit = Fit(candidate, Options(1.0, 0), at, largest, relative, answer)
-            for n, name in enumerate(RUNGS[:4]):
-                coarser = dtype.name not in EPS or EPS[name] >= EPS[dtype.name]
-                kept = EPS[name] <= EPS["float32"] or stored_in(wanted, name)
-                if coarser and kept and largest <= 8 * EPS[name] * size:
-                    fit.rung = n
-                    break
+            fit.rung = finest(dtype, wanted, largest, lambda label: 8 * EPS.get(label, 0.0) * size)
             search.fits.append(fit)
     found_as = _result(search, at)
     bare = [tuple(replace(one, call={}) for one in group) for group in (found_as.matches, found_as.nearest)]

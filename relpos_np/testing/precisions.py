@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from relpos_np.testing.candidates import Candidate
-from relpos_np.testing.compare import EPS, tolerance
+from relpos_np.testing.compare import EPS, largest, tolerance
 from relpos_np.testing.conventions import Options
 from relpos_np.testing.identification import Match
 from relpos_np.testing.operands import Operands, computed
@@ -77,24 +78,29 @@ def rung_of(stored: np.dtype[Any], fit: Fit, sinks: Array | None) -> int:
     bound = 2 * float(np.abs(s[s > _EXCLUDED]).max(initial=0.0))
     size = 1.0
     if at.v is not None:
-        size = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (fit.answer, at.v))
+        size = max(largest(fit.answer), largest(at.v))
     magnitude = 1 + bound if at.out is None else size if at.lse is None else max(size, 1.0)
-    for n, label in enumerate(RUNGS):
+
+    def allowed(label: str) -> float:
         name, _, inside = label.partition(" ")
-        if stored.name in EPS and EPS[name] < EPS[stored.name]:
-            continue
-        if EPS[name] > EPS["float32"] and not stored_in(at.wanted, name):
-            continue
         if inside:
-            allowed = EPS[name] * (1 + bound) * magnitude if fit.relative <= _INSIDE else 0.0
-        else:
-            allowed = float(tolerance(name, logit_bound=bound, depth=at.q.shape[-1], magnitude=magnitude))
-        if fit.error <= allowed:
+            return EPS[name] * (1 + bound) * magnitude if fit.relative <= _INSIDE else 0.0
+        return float(tolerance(name, logit_bound=bound, depth=at.q.shape[-1], magnitude=magnitude))
+
+    return finest(stored, at.wanted, fit.error, allowed)
+
+
+def finest(stored: np.dtype[Any], wanted: Array, error: float, allowed: Callable[[str], float]) -> int:
+    """The finest precision that allows an error, and that an answer of this dtype can have."""
+    for n, label in enumerate(RUNGS):
+        name = label.partition(" ")[0]
+        coarser = stored.name not in EPS or EPS[name] >= EPS[stored.name]
+        if coarser and (EPS[name] <= EPS["float32"] or _stored_in(wanted, name)) and error <= allowed(label):
             return n
     return len(RUNGS)
 
 
-def stored_in(x: Array, name: str) -> bool:
+def _stored_in(x: Array, name: str) -> bool:
     """Whether numbers have no more digits than a format of half precision keeps."""
     digits = {"float16": 11, "bfloat16": 8}[name]
     fraction, _ = np.frexp(x[np.isfinite(x)])

@@ -14,7 +14,7 @@ from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing._sizes import Size, lengths
 from relpos_np.testing.arguments import encode, rebuilt
 from relpos_np.testing.cases import edges, sized
-from relpos_np.testing.compare import EPS, tolerance
+from relpos_np.testing.compare import EPS, largest, tolerance
 from relpos_np.testing.example import Example, example
 from relpos_np.testing.functions import Call, Divergence, divergences
 from relpos_np.types import Array
@@ -89,10 +89,10 @@ def gradients(found: Any) -> dict[str, Array]:
 
 def _gradient_tolerance(one: Example, value: Array) -> Callable[[str], float]:
     """So many rounding errors of a score, relative to the largest gradient; at least as large as those in sums of 1."""
-    largest = max(1.0, float(np.abs(value).max(initial=0.0)))
+    magnitude = max(1.0, float(np.abs(value).max(initial=0.0)))
 
     def tolerated(dtype: str) -> float:
-        unit = tolerance(dtype, logit_bound=one.logit_bound, depth=one.products, magnitude=largest)
+        unit = tolerance(dtype, logit_bound=one.logit_bound, depth=one.products, magnitude=magnitude)
         return _GRADIENT / 4 * float(unit)
 
     return tolerated
@@ -111,8 +111,8 @@ def _encoding(one: Example, seed: int) -> Record:
     writer.add("out", wanted, lambda kind: 2 * EPS[kind] * magnitude)
     writer.arrays["grad_out"] = np.random.default_rng(seed).standard_normal(x.shape).astype(x.dtype)
     for key, value in sorted(encoding_gradients(encoding, writer.arrays["grad_out"], np.float64).items()):
-        largest = float(np.abs(value).max())
-        writer.add(f"gradient.encoding.{key}", value, lambda kind, m=largest: 4 * EPS[kind] * m)  # type: ignore[misc]
+        size = float(np.abs(value).max())
+        writer.add(f"gradient.encoding.{key}", value, lambda kind, m=size: 4 * EPS[kind] * m)  # type: ignore[misc]
     return writer.record(one, about | {"kind": "encoding"})
 
 
@@ -150,21 +150,24 @@ def plain(result: Any) -> Any:
     return result
 
 
-def _numbers(value: Any) -> Iterator[Array]:
+def leaves(value: Any) -> Iterator[Any]:
+    """All that is in a value and holds nothing else."""
+    if isinstance(value, Mapping | list | tuple):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(entry)
+    else:
+        yield value
+
+
+def _numbers(value: Any) -> list[Array]:
     """All arrays and numbers in a value."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, list | tuple):
-        for entry in value:
-            yield from _numbers(entry)
-    elif isinstance(value, np.ndarray | float | int) and not isinstance(value, bool):
-        yield np.asarray(value)
+    found = [x for x in leaves(value) if isinstance(x, np.ndarray | float | int) and not isinstance(x, bool)]
+    return [np.asarray(x) for x in found]
 
 
 def _largest(value: Any) -> float:
     """The largest finite number in a value."""
-    found = [np.abs(x[np.isfinite(x)]).max(initial=0.0) for x in _numbers(value) if x.dtype.kind in "fiu"]
-    return float(max(found, default=0.0))
+    return max((largest(x) for x in _numbers(value) if x.dtype.kind in "fiu"), default=0.0)
 
 
 def _function_tolerance(call: Call, result: Any) -> float:
