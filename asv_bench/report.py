@@ -283,6 +283,25 @@ def arm(record):
     return [f"llvm-mca, {record['tool']}:", "", *grid(head, rows)]
 
 
+def gpu(record):
+    """Every row of gpu.json: this library's calls, beside those of others."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+    lines = [f"{record['device']['name']}, {record['date']}, commit {record['commit'][:10]}; {versions}.", ""]
+    head = ["row", "shape", "stored as", "call", "ms: median (best)", "TFLOP/s", "GB/s", "max error", "as long as ours"]
+    rows, reasons = [], []
+    for name, row in record["rows"].items():
+        for call, f in row["calls"].items():
+            if "median_ms" not in f:
+                reasons.append(f"- {name}, {call}: {f['status']}" + f", `{f['reason']}`" * ("reason" in f))
+                continue
+            figures = [f"{brief(f['median_ms'])} ({brief(f['best_ms'])})"]
+            figures += [brief(f["tflops"]) if "tflops" in f else "", brief(f["gbs"])]
+            figures += ["" if f["error"] is None else f"{f['error']:.1e}"]
+            ratio = f"{f['times_ours']:.2f}×" if "times_ours" in f else ""
+            rows.append([name, sizes(row["shape"]), row["storage"], call, *figures, ratio])
+    return [*lines, *grid(head, rows), "", *reasons]
+
+
 def sections(folder=RECORDED):
     """The documentation's parts, by the name under which a page includes them."""
 
@@ -302,6 +321,7 @@ def sections(folder=RECORDED):
         "figures_interop": read("interop.json", interop),
         "figures_model_types": read("transformers.json", model_types),
         "figures_arm": read("arm.json", arm),
+        "figures_gpu": read("gpu.json", gpu),
         "figures_peers": read("compare.json", origin, peers),
         "figures_peers_fma": read("compare-fma.json", origin, peers),
     }

@@ -17,7 +17,6 @@ import million_keys
 import pages
 import report
 import scaling_plan
-from gpu import page
 
 project = "relpos_np"
 author = project_copyright = "The relpos_np developers"
@@ -61,7 +60,6 @@ myst_substitutions = {
     "checkpoints": checkpoints.tables(),
     "families": checkpoints.families(),
     **report.sections(),
-    **page.sections(),
     **scaling_plan.sections(),
     **million_keys.sections(),
 }

@@ -29,9 +29,8 @@ QUICK = (
 def simulate(folder, *options):
     """Run tests in processes of their own: Numba chooses between simulator and device when it is imported."""
     pytest.importorskip("numba")
-    command = [sys.executable, "-m", "pytest", str(HERE / folder), "-q", "-p", "no:cacheprovider", "-p", "gpu.shard"]
-    paths = [str(HERE.parent / "asv_bench"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "pytest", str(HERE / folder), "-q", "-p", "no:cacheprovider", "-p", "tests.shard"]
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [
         subprocess.Popen(

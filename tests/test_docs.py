@@ -296,6 +296,6 @@ def test_commands_are_those_that_exist(words, tmp_path, monkeypatch, capsys):
             assert f'"{marker}: ' in settings
     else:
         assert program in ("python", "tests/gpu/run_all.sh"), words
-        file = ROOT / (rest[0] if program == "python" else "asv_bench/gpu/measure.py")
+        file = ROOT / (rest[0] if program == "python" else "asv_bench/gpu.py")
         source = file.read_text(encoding="utf-8")
         assert all(f'"{word}"' in source for word in rest if word.startswith("--"))

@@ -1,6 +1,6 @@
 """The CUDA backend on a GPU, with operands that are there; all of it is skipped where there is none.
 
-`asv_bench/gpu/measure.py` compares with other libraries and keeps records; these only follow a project's history.
+`asv_bench/gpu.py` compares with other libraries and keeps a record; these only follow a project's history.
 """
 
 from __future__ import annotations

@@ -1,13 +1,24 @@
 #!/usr/bin/env bash
-# Check and time the CUDA backend on this machine's GPU: tests/gpu/run_all.sh FOLDER [options of asv_bench/gpu/measure.py]
-# Writes FOLDER/<device>-<date>.json. PYTHON names the interpreter (python3), RELPOS_GPU_SECONDS the time for all of it
-# (520) and RELPOS_GPU_STEP_SECONDS the most that one step may take.
+# Check and time the CUDA backend on this machine's GPU: tests/gpu/run_all.sh [options of asv_bench/gpu.py]
+# PYTHON names the interpreter (python3). What fails ends it.
 set -eEuo pipefail
-if (($# == 0)); then
-    echo "usage: $0 FOLDER [options]" >&2
-    exit 2
-fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=${PYTHON:-python3}
 # The kernels that are measured are those of this checkout, installed or not.
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "${PYTHON:-python3}" "$root/asv_bench/gpu/measure.py" "$@"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+alone=tests/gpu/test_gpu_memory.py
+RELPOS_GPU=required "$python" -m pytest tests/cuda tests/gpu --ignore="$alone"
+# It fills the device's memory.
+RELPOS_GPU=required "$python" -m pytest -n 0 "$alone"
+
+sanitizer=$(command -v compute-sanitizer || compgen -G "/usr/local/cuda*/bin/compute-sanitizer" | tail -n 1 || true)
+if [[ -n $sanitizer ]]; then
+    for tool in memcheck racecheck; do
+        "$sanitizer" --tool "$tool" --error-exitcode 99 --target-processes all \
+            "$python" asv_bench/gpu.py --tiny --rounds 0
+    done
+else
+    echo "!!!! compute-sanitizer is neither on the path nor beside CUDA: races were not looked for." >&2
+fi
+exec "$python" asv_bench/gpu.py "$@"

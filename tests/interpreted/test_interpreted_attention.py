@@ -11,7 +11,6 @@ from relpos_np import testing
 from relpos_np.kernels._numba import job
 from relpos_np.kernels._numba.target import BLOCK_KEYS, TILED
 from relpos_np.testing.cases import edges
-from tests.compare import assert_close
 from tests.interpreted.agreement import assert_agrees
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted
 from tests.strategies import KINDS, SHAW_PER_HEAD, T5_CAUSAL, Case, Mask, Position, cases, grid

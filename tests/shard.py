@@ -1,6 +1,6 @@
 """A pytest plugin that keeps one part of the tests, so that several processes compile kernels at the same time.
 
-``RELPOS_GPU_SHARD=2/8 pytest -p gpu.shard``: the third of eight parts. Tests beside each other, which often share a
+``RELPOS_GPU_SHARD=2/8 pytest -p tests.shard``: the third of eight parts. Tests beside each other, which often share a
 kernel, stay together in groups.
 """
 
