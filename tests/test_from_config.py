@@ -186,6 +186,9 @@ def test_frequencies_by_length():
     # The longest of several sequences decides.
     assert bound.position(q, k, segments=[0, 8, 9])[0].frequencies[0] == 1.0
     assert bound.position(q, k, segments=[0, 9])[0].frequencies[0] == 0.5
+    # Also one that has no query, before a shorter one.
+    longer = np.concatenate([k, k], axis=-2)[..., :10, :]
+    assert bound.position(q[..., :1, :], longer, segments=([0, 0, 1], [0, 9, 10]))[0].frequencies[0] == 0.5
     assert bound.position(q[..., :1, :], k[..., :4, :], offset=np.array([3, 8]))[0].frequencies[0] == 0.5
     assert bound(q, k, v, segments=[0, 3, 9]).shape == q.shape
 
@@ -280,10 +283,13 @@ def test_bound_calls_refuse_what_the_configuration_decides():
 
 def test_float32_operands_take_float32_weights():
     layer = rp.from_config({"model_type": "mpnet", "hidden_size": 64, "num_attention_heads": 4}, layer=0)
-    bound = layer.bind({layer.weights[0]: np.ones((32, 4))})
-    q, k, v = operands(kv_heads=4, dtype=np.float32)
-    assert bound(q, k, v).dtype == np.float32
-    assert bound(*operands(kv_heads=4)).dtype == np.float64
+    weights = {layer.weights[0]: np.linspace(-1, 1, 32 * 4).reshape(32, 4)}
+    bound = layer.bind(weights)
+    single, double = operands(kv_heads=4, dtype=np.float32), operands(kv_heads=4)
+    assert bound(*single).dtype == np.float32
+    assert bound(*double).dtype == np.float64
+    # What was made for one dtype is not used for the other.
+    np.testing.assert_array_equal(bound(*double), layer.bind(weights)(*double))
 
 
 SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

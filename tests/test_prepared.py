@@ -253,6 +253,16 @@ def test_arrays_are_used_as_they_were(name, variant):
         assert_same_bits([ready(e.q, e.k, e.v, key_lengths=lengths)], [expected])
 
 
+@pytest.mark.parametrize("backend", rp.backend.HOST_BACKENDS)
+def test_selected_keys_are_used_as_they_were(backend, rng):
+    q, k, v = rng.standard_normal((3, 2, 6, 8))
+    selected = np.array([[0, 1], [0, 2], [2, 3], [1, 4], [4, 5], [0, 5]])
+    expected = rp.attention(q, k, v, selected=selected, backend=backend)
+    ready = rp.prepare(q, k, v, selected=selected, backend=backend)
+    selected[:] = 0
+    assert_same_bits([ready(q, k, v)], [expected])
+
+
 def test_out_may_overlap_nothing_that_is_read(rng):
     """None of the operands, not even in one byte. What the call was prepared with is not read again."""
     q, k, v = rng.standard_normal((3, 2, 6, 6))

@@ -157,8 +157,8 @@ def test_the_soak_is_read_from_its_record(monkeypatch, tmp_path):
 
 def test_planted_bugs_are_counted(monkeypatch, tmp_path):
     (tmp_path / "tests" / "mutation").mkdir(parents=True)
-    (tmp_path / "tests" / "mutation" / "bugs.py").write_text("BUGS = [Bug(1), Bug(2)]")
-    (tmp_path / "tests" / "mutation" / "beyond.py").write_text("BEYOND = [Bug(3)]")
+    (tmp_path / "tests" / "mutation" / "schemes.toml").write_text("[[bug]]\n[[bug]]\n")
+    (tmp_path / "tests" / "mutation" / "kernels.toml").write_text("[[bug]]\n")
     monkeypatch.setattr(promises, "_ROOT", tmp_path)
     with pytest.raises(promises._AbsentError, match=r"planted\.json is part"):
         BY_NAME["planted"]()

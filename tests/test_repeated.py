@@ -12,6 +12,7 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np._calls import repeated
 from relpos_np._contract.options import DEFAULTS
+from relpos_np._contract.terms import Dense, Toeplitz
 from relpos_np.kernels._numba import target
 from tests.every import ATTENTION, remade
 from tests.strategies import cases
@@ -165,6 +166,18 @@ def test_every_byte_of_a_larger_table_counts(rng):
         met(q, k, v, position=rp.T5(table, max_distance=2000))
         expected = first(q, k, v, position=rp.T5(table, max_distance=2000))
         assert_same_bits([rp.attention(q, k, v, position=rp.T5(table, max_distance=2000))], [expected])
+
+
+def test_a_map_that_may_change_is_no_part_of_a_form():
+    for index in (Dense(np.zeros((3, 3), np.int32), 1), Toeplitz(np.zeros(5, np.int32), 1)):
+        lookup = index.lookup if isinstance(index, Toeplitz) else index.index
+        assert repeated._of(index) is None
+        lookup.flags.writeable = False
+        assert repeated._of(index) is index
+    # The memory of another array, which may be written to.
+    seen = np.zeros((4, 3), np.int32)[:3]
+    seen.flags.writeable = False
+    assert repeated._of(Dense(seen, 1)) is None
 
 
 def test_a_subclass_may_do_anything(rng, runs):

@@ -242,7 +242,7 @@ def test_row_44_every_extra_is_here():
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    tools = {"cli", "dev", "docs", "fuzz", "mutation", "parity", "test"}
+    tools = {"cli", "dev", "docs", "fuzz", "parity", "test"}
     named = {"plot" if name == "matplotlib" else name.split()[0] for name in NEEDS}
     assert set(extras) - tools <= named, set(extras) - tools - named
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.mutation.trees import copy_tree, failure
+from tests.mutation.planted import copy_tree, failure
 
 pytestmark = pytest.mark.mutation
 
