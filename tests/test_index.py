@@ -5,7 +5,7 @@ from itertools import islice, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import relpos_np as rp
@@ -23,6 +23,7 @@ def spans(a, l_q, l_k):
 
 
 @given(LENGTHS, LENGTHS, st.integers(-20, 20), st.integers(0, 15), st.sampled_from(["clip", "zero"]))
+@example(6, 6, 0, 2, "zero")
 def test_clip_map(l_q, l_k, offset, k, outside):
     found = index.clip_map(l_q, l_k, offset, k, outside)
     assert found.rows == 2 * k + 1

@@ -51,6 +51,13 @@ def test_the_first_that_says_something_counts(monkeypatch):
         rp.set_precision(None)
 
 
+def test_an_error_ends_a_block(monkeypatch):
+    monkeypatch.delenv("RELPOS_PRECISION", raising=False)
+    with pytest.raises(ZeroDivisionError), rp.use_precision("medium"):
+        _ = 1 / 0
+    assert precision.chosen() is None
+
+
 @pytest.mark.parametrize("before", ["high", None])
 def test_what_was_found_is_held_elsewhere(monkeypatch, before):
     """Also that nobody had chosen: only the call's own word and a block further in count more."""

@@ -205,10 +205,7 @@ def _pytest(copy: Path, kernels: Path, tests: Sequence[str], need: Need, log: Pa
     numba, pytest = importlib.import_module("numba"), importlib.import_module("pytest")
     numba.core.config.reload_config()
     markers = " and ".join(f"not {marker}" for marker in LEFT_OUT if marker != need.marker)
-    status = pytest.main([*PYTEST, "-m", markers, *tests])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(status))
+    sys.exit(int(pytest.main([*PYTEST, "-m", markers, *tests])))
 
 
 def read_record() -> dict[str, Any]:
