@@ -36,3 +36,9 @@ def test_prefixes():
 def test_steps():
     for step in (1, 2, 3, 10, 11, 12, 1 << 45):
         assert_rule(("dilated", step), rp.Dilated(step), 3, 11)
+
+
+def test_lengths_of_items_are_those_of_the_last_axes():
+    """Where the batch has more axes than lengths have."""
+    items = slice(0, 1), slice(1, 3)
+    assert rp.Prefix([2, 3, 4]).of_items(items).lengths.tolist() == [3, 4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relpos_np._contract import check
@@ -195,6 +195,7 @@ def test_sums_by_row(seed, positions, rows):
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans()), max_size=4), st.integers(0, 4))
+@example([(4, 0, False), (3, 2, False), (4, 1, False)], 1)
 def test_batch_items_of_what_is_broadcast(axes, missing):
     """As if every batch item had numbers of its own; first axes may be missing."""
     batch = tuple(n for n, _, _ in axes)

@@ -80,11 +80,17 @@ NEEDS = {
 
 
 class Outcome(NamedTuple):
-    """What became of a planted bug: `by` is the test that failed, or how the tests ended, or None if all passed."""
+    """What became of a planted bug: `by` is the test that failed, or how the tests ended, or None if none failed."""
 
     bug: Bug
     by: str | None
     seconds: float
+    ended: bool = True
+
+    def __str__(self) -> str:
+        """A line of the report."""
+        state = "caught" if self.by else "ALIVE" if self.ended else "NO END"
+        return f"{state:8}{self.bug.name}{f': {self.by}' if self.by else ''} ({self.seconds:.1f} s)"
 
 
 class DoesNotApplyError(Exception):
@@ -163,6 +169,11 @@ def failure(copy: Path, kernels: Path, tests: Iterable[str], needs: str = "", li
         A key of `NEEDS`.
     limit : float
         Seconds after which the run is ended.
+
+    Raises
+    ------
+    TimeoutError
+        If it takes longer.
     """
     # Before the first process is started, which the others are forked from.
     os.environ.update(QUIET)
@@ -174,7 +185,7 @@ def failure(copy: Path, kernels: Path, tests: Iterable[str], needs: str = "", li
         # With the processes that the tests have started.
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
-        return f"no end after {limit:.0f} s"
+        raise TimeoutError(f"no end after {limit:.0f} s")
     out = log.read_text(encoding="utf-8", errors="replace")
     if process.exitcode < 0:
         return f"the tests end with signal {-process.exitcode}"
@@ -222,14 +233,16 @@ def plant(bug: Bug, copy: Path, kernels: Path, known: str | None, limit: float) 
     runs = [bug.tests]
     if known and (copy / known.partition("::")[0]).is_file():
         runs.insert(0, [known])
-    by = None
+    by, ended = None, True
     path.write_text(with_bug(bug, copy), encoding="utf-8")
     try:
         for tests in runs:
             by = by or failure(copy, kernels, tests, bug.needs, limit)
+    except TimeoutError:
+        ended = False
     finally:
         path.write_text(source, encoding="utf-8")
-    return Outcome(bug, by, time.perf_counter() - started)
+    return Outcome(bug, by, time.perf_counter() - started, ended)
 
 
 def plant_all(chosen: Sequence[Bug], jobs: int, limit: float = 600) -> tuple[list[Outcome], list[str]]:
@@ -267,8 +280,7 @@ def plant_all(chosen: Sequence[Bug], jobs: int, limit: float = 600) -> tuple[lis
                 found = plant(bug, copy, kernels, known.get(bug.name), limit)
             finally:
                 copies.put(copy)
-            words = f"caught  {bug.name}: {found.by}" if found.by else f"ALIVE   {bug.name}"
-            print(words, f"({found.seconds:.1f} s)", flush=True)
+            print(found, flush=True)
             return found
 
         outcomes = list(pool.map(one, chosen))
@@ -285,7 +297,7 @@ def write_record(outcomes: Iterable[Outcome]) -> None:
     """Add outcomes to the record; bugs that are in no table any more leave it."""
     record = read_record()
     caught, seconds, alive = record["caught_by"], record["seconds"], set(record["survived"])
-    for found in outcomes:
+    for found in (one for one in outcomes if one.ended):
         name = found.bug.name
         alive.discard(name)
         caught.pop(name, None)
@@ -362,7 +374,7 @@ def main() -> int:
             lost.append(bug)
     outcomes, broken = plant_all([bug for bug in chosen if bug not in lost], args.jobs, args.limit)
     alive = [found.bug.name for found in outcomes if not found.by]
-    print(f"{len(outcomes) - len(alive)} of {len(outcomes)} planted bugs caught; {len(lost)} do not apply")
+    print(f"{len(outcomes) - len(alive)} of {len(outcomes)} planted bugs caught; {len(lost)} more do not apply")
     for test in broken:
         print(f"but without any bug there is a failure as well: {test}")
     if args.record and not broken:

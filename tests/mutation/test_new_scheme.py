@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -128,8 +129,8 @@ def copy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """A kernel cache that all runs share."""
-    return tmp_path_factory.mktemp("kernels")
+    """A kernel cache that all runs share, cold unless one is named from outside."""
+    return Path(os.environ.get("RELPOS_CACHE_DIR") or tmp_path_factory.mktemp("kernels"))
 
 
 def test_two_files_are_found_everywhere(copy):
