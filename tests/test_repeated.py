@@ -143,8 +143,8 @@ def test_every_option_may_be_part_of_a_form_or_not():
 @pytest.mark.parametrize("name", PLAIN)
 def test_calls_that_differ_in_an_option_have_forms_of_their_own(name, rng, known):
     """What was kept for one of its values is never used for the other."""
-    # More queries than a call of the decoding kernel has, and as many keys and channels as every matrix unit multiplies:
-    # with fewer, all precisions are alike on some.
+    # More queries than a call of the decoding kernel has, and as many keys and channels as every matrix unit
+    # multiplies: with fewer, all precisions are alike on some.
     q, k, v = rng.standard_normal((3, 2, 64, 64)).astype(np.float32)
     position = rp.T5(rng.standard_normal((32, 2)).astype(np.float32))
     one, other, *more = PLAIN[name]

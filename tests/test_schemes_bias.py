@@ -95,3 +95,9 @@ def test_kerple_refuses():
         kind=rp.RelposValueError,
     )
     rp.KERPLE(one, 2.5 * one)
+
+
+def test_slopes_of_many_heads_are_the_same_in_terms():
+    """More than 96, where the last slopes are those of twice as many heads."""
+    expected = scores(rp.ALiBi(), 5, 5, 112, "numpy")
+    np.testing.assert_allclose(scores(rp.ALiBi(), 5, 5, 112, "terms"), expected, rtol=1e-12, atol=0)
