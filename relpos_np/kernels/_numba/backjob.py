@@ -20,11 +20,12 @@ from relpos_np.kernels._numba.job import in_pairs
 from relpos_np.kernels._numba.pieces import OWN, pair_steps
 from relpos_np.kernels._numba.plan import KINDS, fill, readable
 from relpos_np.kernels._numba.records import ADD, BACKWARD, SINK, table
-from relpos_np.kernels._numba.target import BLOCK_KEYS, CONVERTS_HALF, ROW_QUANTUM, TARGET
+from relpos_np.kernels._numba.target import BLOCK_KEYS, CONVERTS_HALF, ROW_QUANTUM, TARGET, require_multiple
 from relpos_np.types import Array
 
 # Queries of one tile: two tiles of scores, their operands and their gradients together fill the cache.
 BLOCK_QUERIES = 96
+require_multiple("BLOCK_QUERIES", BLOCK_QUERIES, ROW_QUANTUM, "rows that blocks are padded to")
 # Pieces of work per thread where one per head would leave threads without any.
 PIECES = 4
 # Pieces per thread that are under way at once where they are cut.

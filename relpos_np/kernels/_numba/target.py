@@ -62,7 +62,7 @@ SIMD128 = Target("simd128", 16, 4, 3, 2, 12)
 
 # Vectors of a panel that is narrower than the others.
 NARROW = (1, 2)
-# Keys per block: a multiple of every panel width above (64, 32, 24, 12, 6) and of `SUM_VECTORS` vectors.
+# Keys per block, which `check_sizes` relates to the tiles above.
 BLOCK_KEYS = 192
 # Rows of scores are padded to a multiple of this many vectors, which are summed side by side.
 SUM_VECTORS = 4
@@ -152,7 +152,7 @@ ASKED = os.environ.get("RELPOS_MATRIX_UNIT") in TILES
 MATRICES = UNIT in ("mmla", "emulated mmla")
 # Where pairs are multiplied, rows of queries and steps of a sum come in as many as this.
 PAIR_ROWS, PAIR_STEPS = (16, 16) if TILED else (TARGET.score_rows, 1)
-# Rows of a block are padded to this many, a multiple of every tile height.
+# Rows of a block are padded to this many, a multiple of every tile height, as `check_sizes` makes sure.
 ROW_QUANTUM = 48 if TILED else 24
 # Whether the processor converts float16: without the instruction each element would be a call into a library.
 CONVERTS_HALF = bool(host_features().get("f16c")) or TARGET is NEON
@@ -161,6 +161,48 @@ CONVERTS_HALF = bool(host_features().get("f16c")) or TARGET is NEON
 # Queries per block at most. Half as many for a narrow band, where a larger block would mostly be empty, and where
 # buffers per distance would not fit the cache.
 MOST_QUERIES = 384
+
+
+def require_multiple(name: str, size: int, unit: int, what: str) -> None:
+    """Raise an error unless a size is a multiple of `unit`: kernels would read and write past the ends of buffers."""
+    if size <= 0 or size % unit:
+        raise RelposValueError(f"{name} is {size}, which is not a multiple of {unit}, the number of {what}")
+
+
+def check_sizes(
+    target: Target = TARGET,
+    *,
+    block_keys: int = BLOCK_KEYS,
+    row_quantum: int = ROW_QUANTUM,
+    most_queries: int = MOST_QUERIES,
+    sum_vectors: int = SUM_VECTORS,
+    pair_rows: int = PAIR_ROWS,
+    pair_steps: int = PAIR_STEPS,
+) -> None:
+    """Raise an error if these sizes do not fit together, which would give wrong numbers and no message.
+
+    Kernels read and write whole tiles of rows, whole panels and whole groups of vectors; buffers hold as many.
+    """
+    if sum_vectors != 4:
+        raise RelposValueError(f"SUM_VECTORS is {sum_vectors}, but `exp2_row` adds up 4 vectors")
+    if target.value_vectors & (target.value_vectors - 1):
+        raise RelposValueError(f"value_vectors of {target.name} is {target.value_vectors}, which is not a power of 2")
+    if max(NARROW) >= target.score_vectors:
+        raise RelposValueError(f"score_vectors of {target.name} is {target.score_vectors}, no more than {max(NARROW)}")
+    gradients = {target.value_rows(vectors) for vectors in range(1, target.value_vectors + 1)}
+    for rows in sorted({target.score_rows, pair_rows} | gradients):
+        require_multiple("ROW_QUANTUM", row_quantum, rows, f"rows of a register tile of {target.name}")
+    for rows in sorted(gradients):
+        require_multiple("BLOCK_KEYS", block_keys, rows, f"keys of a register tile of gradients of {target.name}")
+    for itemsize in (4, 8):
+        lanes = target.lanes(itemsize)
+        require_multiple("BLOCK_KEYS", block_keys, target.panel(itemsize), f"keys of a panel of {target.name}")
+        require_multiple("BLOCK_KEYS", block_keys, sum_vectors * lanes, "keys that are summed side by side")
+    require_multiple("BLOCK_KEYS", block_keys, 2 * pair_steps, "keys of a step of products of pairs")
+    require_multiple("MOST_QUERIES", most_queries, 4 * row_quantum, "rows that two steps of `block_queries` have")
+
+
+check_sizes()
 
 
 def block_queries(
