@@ -299,7 +299,7 @@ from relpos_np.kernels._numba.product import product
 from tests.compare import assert_backends, assert_close, assert_float32_promise
 with build._scopes_copied_once() if sys.argv[1:] else nullcontext():
     assert hasattr(ir.Scope, "__deepcopy__") == bool(sys.argv[1:])
-    print(product[4]._compile()._library.get_asm_str())
+    print(product["float32"]._compile()._library.get_asm_str())
 assert not hasattr(ir.Scope, "__deepcopy__")
 """
 

@@ -26,24 +26,18 @@ from tests.interpreted.vectors import Vectors
 
 # The package has kernels by the names of their modules.
 MODULES = {
-    name: sys.modules[f"{host.__name__}.{name}"]
+    name.rpartition(".")[2]: sys.modules[f"{host.__name__}.{name}"]
     for name in (
-        *(
-            "attend",
-            "backpairs",
-            "backsums",
-            "backward",
-            "counted",
-            "decode",
-            "pack",
-            "pieces",
-            "planes",
-            "product",
-            "scores",
-        ),
-        "shift",
-        "window",
+        *("attend", "backpairs", "backsums", "backward", "counted", "decode", "entries"),
+        *("pack", "pieces", "planes", "product", "scores", "shift", "window"),
     )
+}
+# Intrinsics by what they are called there, which is what `vectors.py` calls them.
+INTRINSICS = {
+    value: name.removeprefix("_")
+    for module in MODULES.values()
+    for name, value in vars(module).items()
+    if isinstance(value, _Intrinsic)
 }
 # What lies behind the address that a kernel is called with, by the first word of its name.
 RECORDS = {
@@ -146,12 +140,22 @@ class Machine:
             start = addresses.ctypes.data + 8 * thread
             arrays = Pointer(self.memory.find(start), start, ADDRESS, start, start + 8)
             with np.errstate(all="ignore"):
-                kernel.function(arrays, self.unit.longs(one.ctypes.data), arrays, where.ctypes.data)
+                self.plain(kernel.function)(arrays, self.unit.longs(one.ctypes.data), arrays, where.ctypes.data)
+
+    def plain(self, value):
+        """A compiled function, or an intrinsic, as Python; so are those that its closure holds."""
+        if isinstance(value, _Intrinsic):
+            return getattr(self.unit, INTRINSICS[value])
+        function = value.py_func if isinstance(value, Dispatcher) else value
+        for cell in function.__closure__ or ():
+            if isinstance(cell.cell_contents, Dispatcher | _Intrinsic):
+                self.patch.setattr(cell, "cell_contents", self.plain(cell.cell_contents))
+        return function
 
     def _held(self, frame):
         """Arrays that the functions which launch keep alive, and those that live as long as the process."""
         found = list(self.constants)
-        while Path(frame.f_code.co_filename).parent.name == "_numba":
+        while "_numba" in Path(frame.f_code.co_filename).parts:
             for value in frame.f_locals.values():
                 found += [x for x in (value, *getattr(value, "kept", ())) if isinstance(x, np.ndarray)]
             frame = frame.f_back
@@ -281,12 +285,13 @@ def interpreted(**options):
     machine = Machine(**options)
     machine.unit = Vectors(None, machine.take)
     with pytest.MonkeyPatch.context() as patch:
+        machine.patch = patch
         for module in MODULES.values():
             for name, value in list(vars(module).items()):
                 if isinstance(value, Dispatcher):
-                    patch.setattr(module, name, _layout(value) if "layout" in name else value.py_func)
+                    patch.setattr(module, name, _layout(value) if "layout" in name else machine.plain(value))
                 elif isinstance(value, _Intrinsic):
-                    patch.setattr(module, name, getattr(machine.unit, name.removeprefix("_")))
+                    patch.setattr(module, name, machine.plain(value))
                 elif "layout" in name and callable(value):  # a test's own
                     patch.setattr(module, name, _layout(SimpleNamespace(py_func=value)))
                 elif value is numba.carray:

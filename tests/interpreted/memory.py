@@ -129,7 +129,7 @@ class Memory:
         frame, steps = sys._getframe(1), []
         while frame is not None and len(steps) < 4:
             path = Path(frame.f_code.co_filename)
-            if path.parent.name == "_numba" or path.name == "vectors.py":
+            if "_numba" in path.parts or path.name == "vectors.py":
                 steps.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
             frame = frame.f_back
         place = ""

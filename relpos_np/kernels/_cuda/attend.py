@@ -19,13 +19,11 @@ from relpos_np.kernels._cuda.device import inline, jit, simulated
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import BINS, BINS_SIZE
 from relpos_np.kernels._cuda.rowsum import write_lse
-from relpos_np.kernels._cuda.scores import UNCAPPED, complete, stage_strip, survives
+from relpos_np.kernels._cuda.scores import EXCLUDED, UNCAPPED, complete, stage_strip, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 # Value channels that a block makes: the sizes of fragments.
 WIDTHS = (32, 64, 128)
-# Marks the weight of an excluded key, whose value may be NaN: a weight of 0 would not leave it out.
-EXCLUDED = -1
 
 
 def width_of(channels: int, most: int = WIDTHS[-1]) -> int:

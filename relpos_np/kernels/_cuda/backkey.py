@@ -11,10 +11,10 @@ from numba import cuda, types
 
 from relpos_np.kernels._cuda import tile
 from relpos_np.kernels._cuda.backcall import fits
-from relpos_np.kernels._cuda.backtile import EXCLUDED, make_ds, make_scores, wipe, write
+from relpos_np.kernels._cuda.backtile import make_ds, make_scores, wipe, write
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
-from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED, steepen, survives
+from relpos_np.kernels._cuda.scores import CONTENT, EXCLUDED, SCORES, UNCAPPED, steepen, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 # Marks an excluded pair where probabilities after dropout stand, which are at least 0.

@@ -12,11 +12,11 @@ from numba import cuda, types
 from relpos_np.kernels._cuda import tile
 from relpos_np.kernels._cuda.backcall import fits
 from relpos_np.kernels._cuda.backskew import skew_gradients
-from relpos_np.kernels._cuda.backtile import EXCLUDED, add_diagonals, make_ds, make_scores, wipe, write
+from relpos_np.kernels._cuda.backtile import add_diagonals, make_ds, make_scores, wipe, write
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import SKEW, SKEW_SIZE
-from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED, steepen, survives
+from relpos_np.kernels._cuda.scores import CONTENT, EXCLUDED, SCORES, UNCAPPED, steepen, survives
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS, Tiling
 
 

@@ -11,11 +11,8 @@ from typing import Any
 from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import u64
 from relpos_np.kernels._cuda.records import ADD, ADD_SIZE
-from relpos_np.kernels._cuda.scores import complete, stage_strip
+from relpos_np.kernels._cuda.scores import EXCLUDED, complete, stage_strip
 from relpos_np.kernels._cuda.tile import ACROSS, BATCH, DEPTH, HEAD, Tiling, multiply, origin, stage_turned
-
-# Marks an excluded pair; no probability, of either sign, is -2.
-EXCLUDED = -2
 
 
 @cache

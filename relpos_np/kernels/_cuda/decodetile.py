@@ -13,7 +13,7 @@ from relpos_np.kernels._cuda.device import inline
 from relpos_np.kernels._cuda.intrinsics import converters, neighbours, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.records import ADD, ADD_SIZE, PAIRS, VECTORS
 from relpos_np.kernels._cuda.rowsum import write_lse
-from relpos_np.kernels._cuda.scores import is_ruled_out
+from relpos_np.kernels._cuda.scores import EXCLUDED, is_ruled_out
 from relpos_np.kernels._cuda.tile import PAD, origin
 
 # Bytes of shared memory that every device has for a block.
@@ -26,8 +26,6 @@ STEP = 4
 TURN = 4 * STEP
 # Elements that a thread loads before it stores any.
 HELD = 32
-# Marks the weight of an excluded key, whose value may be NaN: a weight of 0 would not leave it out.
-EXCLUDED = -1
 
 
 class Block(NamedTuple):

@@ -27,6 +27,13 @@ DEVICE_ONLY = ("forceinline", "launch_bounds", "lineinfo", "max_registers")
 
 # The simulator runs one kernel at a time, and a launch changes a setting of Numba's.
 _lock = threading.RLock()
+# What gives up memory that calls share.
+_shared_memory: list[Callable[[], None]] = []
+
+
+def on_release(give_up: Callable[[], None]) -> None:
+    """Have a function called when memory is to be given back to the driver."""
+    _shared_memory.append(give_up)
 
 
 @cache
@@ -168,7 +175,8 @@ def _driver_errors() -> tuple[type[Exception], ...]:
 
 def release() -> None:
     """Give back to the driver memory that calls share, and that of unused arrays that Numba still holds."""
-    importlib.import_module("relpos_np.kernels._cuda.resident").forget()
+    for give_up in _shared_memory:
+        give_up()
     if not simulated():
         module().current_context().deallocations.clear()
 

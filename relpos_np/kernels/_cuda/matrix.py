@@ -19,12 +19,22 @@ from numba import cuda, types
 
 from relpos_np.kernels._cuda import planes as staged
 from relpos_np.kernels._cuda import tile
-from relpos_np.kernels._cuda.attend import EXCLUDED, add_value_terms, write_results
+from relpos_np.kernels._cuda.attend import add_value_terms, write_results
 from relpos_np.kernels._cuda.device import inline, jit
 from relpos_np.kernels._cuda.intrinsics import converters, elements, u32, u64, wait, wait_or
 from relpos_np.kernels._cuda.planes import Block
 from relpos_np.kernels._cuda.rowsum import write_lse
-from relpos_np.kernels._cuda.scores import SCORES, UNCAPPED, finish, is_whole, put, scale, stage_strip, survives
+from relpos_np.kernels._cuda.scores import (
+    EXCLUDED,
+    SCORES,
+    UNCAPPED,
+    finish,
+    is_whole,
+    put,
+    scale,
+    stage_strip,
+    survives,
+)
 from relpos_np.kernels._cuda.tile import ALIGNED, OWN_SIZE, STARTS
 from relpos_np.kernels._cuda.warp import COLUMNS, STEPS, bits, high, low, packed, product, repeated, swap
 

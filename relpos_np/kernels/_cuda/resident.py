@@ -74,3 +74,6 @@ def forget() -> None:
     """Give up all copies; calls that use them keep theirs."""
     with _lock:
         _stores.clear()
+
+
+device.on_release(forget)

@@ -29,6 +29,9 @@ class Positions(NamedTuple):
 
 # What a kernel's scores are capped for: nothing, all that is added to products, or products alone.
 UNCAPPED, SCORES, CONTENT = range(3)
+# Marks the weight of an excluded pair, whose value may be NaN: a weight of 0 would not leave it out. No probability is
+# -2, of either sign: dropout makes negative what does not survive.
+EXCLUDED = -2
 
 
 @cache

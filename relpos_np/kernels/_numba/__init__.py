@@ -39,7 +39,7 @@ KERNELS = {
     "rel_shift": shift,
     **{f"attention {name}": kernel for name, kernel in attend.items() if name not in _ABSENT},
     **{f"windows {name}": kernel for name, kernel in windows.items() if name not in _ABSENT},
-    **{f"products float{8 * size}": product[size] for size in product},
+    **{f"products {name}": kernel for name, kernel in product.items()},
     **{f"counted positions {name}": kernel for name, kernel in count.items()},
     **{f"gradients of counted positions {name}": kernel for name, kernel in recount.items()},
     **{f"backward {name}": kernel for name, kernel in backward_kernel.items() if name not in _ABSENT},

@@ -14,7 +14,8 @@ from typing import Any
 from numba import carray
 
 from relpos_np.kernels._numba.amx import close_tiles, open_tiles
-from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.build import helper, inlined
+from relpos_np.kernels._numba.entries import entry_points
 from relpos_np.kernels._numba.halves import as_integers, halve_row
 from relpos_np.kernels._numba.pack import load_queries, load_rows, load_values, pack_keys, store_delta, store_row
 from relpos_np.kernels._numba.pieces import (
@@ -442,53 +443,37 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     finish_rows(p, values, base, w, head, i0, rows)
 
 
-@inlined
-def attend_all(call: int, base: Any, pairs: bool, split: bool) -> None:
-    """Take blocks of queries from the shared counter while there are any.
+def _attending(*, pairs: bool = False, split: bool = False) -> Any:
+    """The kernel's body, which takes blocks of queries from the shared counter while there are any.
 
     Constants that are compiled in: products are of `pairs` of bfloat16, or of operands `split` into planes.
     """
-    p = carray(opaque(call), 1, CALL)[0]
-    adds = carray(opaque(p.adds), p.add_count, ADD)
-    values = carray(opaque(p.values), p.value_count, VALUE)
-    if pairs or split:
-        open_tiles()
-    t = take(call)
-    while t < p.stop:
-        attend_block(p, adds, values, longs(p.batches), base, t, pairs, split)
+
+    @inlined
+    def attend_all(call: int, base: Any) -> None:
+        p = carray(opaque(call), 1, CALL)[0]
+        adds = carray(opaque(p.adds), p.add_count, ADD)
+        values = carray(opaque(p.values), p.value_count, VALUE)
+        if pairs or split:
+            open_tiles()
         t = take(call)
-    if pairs or split:
-        close_tiles()
+        while t < p.stop:
+            attend_block(p, adds, values, longs(p.batches), base, t, pairs, split)
+            t = take(call)
+        if pairs or split:
+            close_tiles()
 
-
-def _attend_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False, False)
-
-
-def _attend_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        attend_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), False, False)
-
-
-def _attend_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), True, False)
-
-
-def _attend_planes(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        attend_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False, True)
+    return attend_all
 
 
 # By what is multiplied: products of pairs of bfloat16, and of planes of float32, are summed in float32.
-attend = {
-    "float32": Kernel(_attend_float32),
-    "float64": Kernel(_attend_float64),
-    "bfloat16": Kernel(_attend_bfloat16),
-    "planes": Kernel(_attend_planes),
-}
+attend = entry_points(
+    "attend",
+    CALL,
+    {
+        "float32": (floats, _attending()),
+        "float64": (doubles, _attending()),
+        "bfloat16": (floats, _attending(pairs=True)),
+        "planes": (floats, _attending(split=True)),
+    },
+)

@@ -38,7 +38,8 @@ from relpos_np.kernels._numba.backsums import (
     end_group,
     end_key_group,
 )
-from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.build import helper, inlined
+from relpos_np.kernels._numba.entries import entry_points
 from relpos_np.kernels._numba.pack import (
     load_block,
     load_queries,
@@ -90,10 +91,10 @@ from relpos_np.kernels._numba.scores import (
     score_plain,
     skew_block,
 )
-from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM, TARGET
+from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM
 from relpos_np.kernels._numba.tiles import pair_panel_max, score_panel_max
 
-CALL_BYTES, VECTOR_BYTES = CALL.itemsize, TARGET.vector_bytes
+CALL_BYTES = CALL.itemsize
 # Blocks of queries whose gradients of a block of keys are summed before they are added to those of earlier queries, as
 # groups of keys are in `attend.py`.
 GROUP_BLOCKS = 32
@@ -501,50 +502,40 @@ def backward_head(
         write_queries(p, e, base, w, head, task)
 
 
-@inlined
-def backward_all(call: int, work: Any, thread: int, pairs: bool) -> None:
-    """Take pieces of work from the shared counter while there are any; `pairs`, a constant, is compiled in."""
-    p = carray(opaque(call), 1, CALL)[0]
-    e = carray(opaque(call + CALL_BYTES), 1, BACKWARD)[0]
-    adds = carray(opaque(p.adds), p.add_count, ADD)
-    dp_adds = carray(opaque(e.dp_adds), e.dp_add_count, ADD)
-    sinks = carray(opaque(e.sinks), e.sink_count, SINK)
-    if pairs:
-        open_tiles()
-    t = take(call)
-    while t < p.stop:
-        workspace = thread if e.cuts == 1 else t - e.origin
-        base = at(work, workspace * (p.work_stride * lanes_of(work) // VECTOR_BYTES))
-        side = side_of(p, e, t)
-        for before in range(e.first_head, min(e.stop_head, e.group if side else 1)):
-            task = task_of(p, e, t, side, before)
-            backward_head(p, e, adds, dp_adds, sinks, longs(p.batches), base, task, pairs)
+def _going_back(*, pairs: bool = False) -> Any:
+    """The kernel's body, which takes pieces of work from the shared counter while there are any."""
+
+    @inlined
+    def backward_all(call: int, base: Any) -> None:
+        p = carray(opaque(call), 1, CALL)[0]
+        e = carray(opaque(call + CALL_BYTES), 1, BACKWARD)[0]
+        adds = carray(opaque(p.adds), p.add_count, ADD)
+        dp_adds = carray(opaque(e.dp_adds), e.dp_add_count, ADD)
+        sinks = carray(opaque(e.sinks), e.sink_count, SINK)
+        if pairs:
+            open_tiles()
         t = take(call)
-    if pairs:
-        close_tiles()
+        while t < p.stop:
+            # A piece that is cut has a workspace of its own, whichever thread does it.
+            own = base if e.cuts == 1 else pointer_like(base, p.work + (t - e.origin) * p.work_stride)
+            side = side_of(p, e, t)
+            for before in range(e.first_head, min(e.stop_head, e.group if side else 1)):
+                task = task_of(p, e, t, side, before)
+                backward_head(p, e, adds, dp_adds, sinks, longs(p.batches), own, task, pairs)
+            t = take(call)
+        if pairs:
+            close_tiles()
 
-
-def _backward_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        backward_all(call, floats(p.work), get(get(arrays, 0), n), False)
-
-
-def _backward_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        backward_all(call, doubles(p.work), get(get(arrays, 0), n), False)
-
-
-def _backward_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        backward_all(call, floats(p.work), get(get(arrays, 0), n), True)
+    return backward_all
 
 
 # By what is multiplied, as in `attend.py`.
-backward = {
-    "float32": Kernel(_backward_float32),
-    "float64": Kernel(_backward_float64),
-    "bfloat16": Kernel(_backward_bfloat16),
-}
+backward = entry_points(
+    "backward",
+    CALL,
+    {
+        "float32": (floats, _going_back()),
+        "float64": (doubles, _going_back()),
+        "bfloat16": (floats, _going_back(pairs=True)),
+    },
+)

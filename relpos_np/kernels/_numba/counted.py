@@ -22,6 +22,7 @@ from relpos_np._contract.terms import fit
 from relpos_np.kernels._numba import launch
 from relpos_np.kernels._numba.arrays import address_of, batch_offsets, rowwise, strides
 from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.entries import entry_points
 from relpos_np.kernels._numba.pack import load_rows, pack_panels
 from relpos_np.kernels._numba.pieces import LOG2E, PANEL_VECTORS, round_up
 from relpos_np.kernels._numba.product import multiply
@@ -37,6 +38,7 @@ from relpos_np.kernels._numba.rows import (
     lanes_of,
     longs,
     opaque,
+    pointer_like,
     put,
     sum_row,
     take,
@@ -111,14 +113,14 @@ def sum_far(x: Any, start: int, stop: int) -> float:
 
 
 @inlined
-def count_block(m: Any, base: Any, out: Any, t: int) -> None:
-    """The bias of a block of queries of one head."""
+def count_block(m: Any, base: Any, stored: Any, t: int) -> None:
+    """The bias of a block of queries of one head, to which pointers are of the type of `stored`."""
     b, h, i0 = t // (m.heads * m.blocks), t // m.blocks % m.heads, t % m.blocks * BLOCK_ROWS
     rows, lanes, line = min(BLOCK_ROWS, m.q_len - i0), lanes_of(base), (b * m.heads + h) * m.q_len + i0
     width, most = PANEL_VECTORS * lanes, m.positions - 1
     _, _, tile_at, _, _, reached_at, _ = count_layout(m.depth, lanes)
     tile, reached = at(base, tile_at), at(base, reached_at)
-    whole, own = at(doubles(m.whole), line * m.positions), at(out, line * m.k_len)
+    whole, own = at(doubles(m.whole), line * m.positions), at(pointer_like(stored, m.out), line * m.k_len)
     keys = at(doubles(m.k), get(longs(m.batches), b) + h // m.k_group * m.k_head)
     counted = get(longs(m.batches), m.count + b) + h * m.counted_head
     load_rows(base, m.depth, at(doubles(m.q), line * m.depth), m.depth, rows, m.depth, m.scale * LOG2E)
@@ -145,10 +147,11 @@ def count_block(m: Any, base: Any, out: Any, t: int) -> None:
 
 
 @inlined
-def slope_block(m: Any, base: Any, ds: Any, t: int) -> None:
+def slope_block(m: Any, base: Any, stored: Any, t: int) -> None:
     """From gradients of a block's bias to those of products with whole positions and of products in gates.
 
-    The former are added to, the latter written; `ds` holds other numbers afterwards.
+    The former are added to, the latter written; gradients, to which pointers are of the type of `stored`, are
+    overwritten with other numbers.
     """
     b, h, i0 = t // (m.heads * m.blocks), t // m.blocks % m.heads, t % m.blocks * BLOCK_ROWS
     rows, lanes, line = min(BLOCK_ROWS, m.q_len - i0), lanes_of(base), (b * m.heads + h) * m.q_len + i0
@@ -156,7 +159,7 @@ def slope_block(m: Any, base: Any, ds: Any, t: int) -> None:
     _, _, tile_at, _, _, reached_at, _ = count_layout(m.depth, lanes)
     tile, reached = at(base, tile_at), at(base, reached_at)
     whole, to_whole = at(doubles(m.whole), line * m.positions), at(doubles(m.to_whole), line * m.positions)
-    own, slopes = at(ds, line * m.k_len), at(doubles(m.slopes), line * m.k_len)
+    own, slopes = at(pointer_like(stored, m.ds), line * m.k_len), at(doubles(m.slopes), line * m.k_len)
     keys = at(doubles(m.k), get(longs(m.batches), b) + h // m.k_group * m.k_head)
     counted = get(longs(m.batches), m.count + b) + h * m.counted_head
     load_rows(base, m.depth, at(doubles(m.q), line * m.depth), m.depth, rows, m.depth, m.scale * LOG2E)
@@ -197,44 +200,26 @@ def slope_block(m: Any, base: Any, ds: Any, t: int) -> None:
             put(gates, c, total * gate * (1.0 - gate) * m.scale)
 
 
-def _count_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    m = carray(opaque(call), 1, COUNT)[0]
-    for n in range(get(lengths, 0)):
+def _by_pieces(block: Any, stored: Any) -> Any:
+    """The body of a kernel which does blocks of queries from the shared counter while there are any.
+
+    `stored`: the type of pointer to biases or their gradients; all else is float64.
+    """
+
+    @inlined
+    def every_block(call: int, base: Any) -> None:
+        m = carray(opaque(call), 1, COUNT)[0]
         t = take(call)
         while t < m.stop:
-            count_block(m, doubles(m.work + get(get(arrays, 0), n) * m.work_stride), floats(m.out), t)
+            block(m, base, stored(m.work), t)
             t = take(call)
 
-
-def _count_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    m = carray(opaque(call), 1, COUNT)[0]
-    for n in range(get(lengths, 0)):
-        t = take(call)
-        while t < m.stop:
-            count_block(m, doubles(m.work + get(get(arrays, 0), n) * m.work_stride), doubles(m.out), t)
-            t = take(call)
+    return every_block
 
 
-def _recount_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    m = carray(opaque(call), 1, COUNT)[0]
-    for n in range(get(lengths, 0)):
-        t = take(call)
-        while t < m.stop:
-            slope_block(m, doubles(m.work + get(get(arrays, 0), n) * m.work_stride), floats(m.ds), t)
-            t = take(call)
-
-
-def _recount_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    m = carray(opaque(call), 1, COUNT)[0]
-    for n in range(get(lengths, 0)):
-        t = take(call)
-        while t < m.stop:
-            slope_block(m, doubles(m.work + get(get(arrays, 0), n) * m.work_stride), doubles(m.ds), t)
-            t = take(call)
-
-
-count = {"float32": Kernel(_count_float32), "float64": Kernel(_count_float64)}
-recount = {"float32": Kernel(_recount_float32), "float64": Kernel(_recount_float64)}
+_STORED = {"float32": floats, "float64": doubles}
+count = entry_points("count", COUNT, {name: (doubles, _by_pieces(count_block, x)) for name, x in _STORED.items()})
+recount = entry_points("recount", COUNT, {name: (doubles, _by_pieces(slope_block, x)) for name, x in _STORED.items()})
 
 _EMPTY = dict.fromkeys(COUNT.names or (), 0)
 _PACK = struct.Struct("<" + "".join("d" if COUNT[name].kind == "f" else "q" for name in _EMPTY)).pack

@@ -14,7 +14,8 @@ import numpy as np
 from numba import carray
 
 from relpos_np.kernels._numba.attend import Layout, bypass_values, write_lse
-from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.build import helper, inlined
+from relpos_np.kernels._numba.entries import entry_points
 from relpos_np.kernels._numba.pack import load_block, load_turned, store_row
 from relpos_np.kernels._numba.pieces import MINUS_INFINITY, OWN, Head, Tile, head_of, round_up, size_of
 from relpos_np.kernels._numba.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
@@ -96,18 +97,21 @@ def mix_rows(base: Any, w: Any, values: Any, row: int, cols: int, depth: int, ro
 
 
 @helper
-def decode_tile(p: Any, adds: Any, base: Any, ks: Any, vs: Any, w: Any, head: Any, tile: Any) -> None:
-    """Attend one block of keys with the rows of every query head of a group, of which `head` is the first."""
+def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any) -> None:
+    """Attend one block of keys with the rows of every query head of a group, of which `head` is the first.
+
+    `stored`: any pointer of the type that keys and values have.
+    """
     cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
     rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
-    out, fade, values = at(base, w.out), at(base, w.fade), at(pointer_like(vs, head.v), tile.j0 * p.v_row)
+    out, fade, values = at(base, w.out), at(base, w.fade), at(pointer_like(stored, head.v), tile.j0 * p.v_row)
     if p.turn:
         keys, own = at(base, w.keys), head.k + tile.j0 * p.k_row * size_of(base, p.k_kind)
         turns = head.k_turn + tile.j0 * 2 * p.turn_pairs * size_of(base, OWN)
         load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, cols, p.depth)
         score_rows(base, w, keys, p.depth, cols, p.depth, rows)
     else:
-        score_rows(base, w, at(pointer_like(ks, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
+        score_rows(base, w, at(pointer_like(stored, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
         one = Head(
@@ -172,7 +176,7 @@ def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
 
 
 @inlined
-def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs: Any, t: int) -> None:
+def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any, t: int) -> None:
     """Attend one range of keys of one key head."""
     group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
     kv_heads, rows = p.heads // group, group * q_len
@@ -195,54 +199,38 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, ks: Any, vs:
     step = round_up((end - begin + e.parts - 1) // e.parts, BLOCK_KEYS)
     first = begin + part * step
     for j0 in range(first, min(first + step, end), BLOCK_KEYS):
-        decode_tile(p, adds, base, ks, vs, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0))
+        decode_tile(p, adds, base, stored, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0))
     write_rows(p, e, base, w, head, part)
 
 
-@inlined
-def decode_all(call: int, base: Any, ks: Any, vs: Any) -> None:
-    """Take pieces of work from the shared counter while there are any."""
-    p = carray(opaque(call), 1, CALL)[0]
-    e = carray(opaque(call + CALL_BYTES), 1, DECODE)[0]
-    adds = carray(opaque(p.adds), p.add_count, ADD)
-    t = take(call)
-    while t < p.stop:
-        decode_part(p, e, adds, longs(p.batches), base, ks, vs, t)
+def _decoding(stored: Any) -> Any:
+    """The kernel's body, which takes pieces of work from the shared counter while there are any.
+
+    `stored`: the type of pointer to keys and values, by which loads that widen them are compiled in.
+    """
+
+    @inlined
+    def decode_all(call: int, base: Any) -> None:
+        p = carray(opaque(call), 1, CALL)[0]
+        e = carray(opaque(call + CALL_BYTES), 1, DECODE)[0]
+        adds = carray(opaque(p.adds), p.add_count, ADD)
         t = take(call)
+        while t < p.stop:
+            decode_part(p, e, adds, longs(p.batches), base, stored(p.k), t)
+            t = take(call)
 
-
-def _decode_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), floats(p.k), floats(p.v))
-
-
-def _decode_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        decode_all(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), doubles(p.k), doubles(p.v))
-
-
-def _decode_float16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), halves(p.k), halves(p.v))
-
-
-def _decode_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        decode_all(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), brains(p.k), brains(p.v))
+    return decode_all
 
 
 # By the dtype in which keys and values are stored.
-decode = {
-    "float32": Kernel(_decode_float32),
-    "float64": Kernel(_decode_float64),
-    "bfloat16": Kernel(_decode_bfloat16),
+_BODIES = {
+    "float32": (floats, _decoding(floats)),
+    "float64": (doubles, _decoding(doubles)),
+    "bfloat16": (floats, _decoding(brains)),
 }
 if CONVERTS_HALF:
-    decode["float16"] = Kernel(_decode_float16)
+    _BODIES["float16"] = floats, _decoding(halves)
+decode = entry_points("decode", CALL, _BODIES)
 
 
 def merge(partial: Array, out: Array, lse: Array | None, unit: float) -> None:

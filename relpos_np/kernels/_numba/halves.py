@@ -15,29 +15,26 @@ from numba.extending import intrinsic
 
 from relpos_np.kernels._numba.rows import code
 from relpos_np.kernels._numba.target import SUM_VECTORS, UNIT
-from relpos_np.kernels._numba.vectors import I8, I16, I32, PAIRS, Vectors, index
+from relpos_np.kernels._numba.vectors import BFLOAT16_BITS, HALF_FORMATS, I8, I16, I32, PAIRS, Vectors, index
 
 _i8 = types.int64
 
 
 def _bits(u: Vectors, x: ir.Value, offset: ir.Value, kind: Any) -> ir.Value:
     """A vector of bfloat16 from elements of any kind, rounded where they are of another one."""
-    return u.load_bits(x, offset) if kind.name == "uint16" else u.rounded(u.widened(x, offset, kind))
+    return u.load_bits(x, offset) if kind.name == BFLOAT16_BITS else u.rounded(u.widened(x, offset, kind))
 
 
 @intrinsic
 def narrow_row(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
-    """out[:n] = x[:n] * factor, rounded to float16 (int16) or to bfloat16 (uint16)."""
-    signed = out.dtype.signed
+    """out[:n] = x[:n] * factor, rounded to the half precision of `out`."""
+    narrow = HALF_FORMATS[out.dtype.name].narrow
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         target, source, count, times = args
 
         def body(u: Vectors, k: ir.Value) -> None:
-            y = u.b.fmul(u.load(source, k), u.splat(times))
-            y = u.single_precision(y)
-            half = u.b.bitcast(u.b.fptrunc(y, u.of(ir.HalfType())), u.of(I16)) if signed else u.rounded(y)
-            u.store_bits(half, target, k)
+            u.store_bits(narrow(u, u.b.fmul(u.load(source, k), u.splat(times))), target, k)
 
         Vectors(builder, signature.args[1].dtype.bitwidth).each(count, body)
         return context.get_dummy_value()

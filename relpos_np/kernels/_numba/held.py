@@ -13,13 +13,14 @@ from relpos_np.kernels._numba.backjob import BLOCK_QUERIES, MOST_CUT, group_of, 
 from relpos_np.kernels._numba.backward import back_layout
 from relpos_np.kernels._numba.biases import GATHER_BYTES
 from relpos_np.kernels._numba.by_rows import needed, part_rows
+from relpos_np.kernels._numba.counted import count_layout
 from relpos_np.kernels._numba.job import in_pairs, planes_of
 from relpos_np.kernels._numba.launch import available_threads
 from relpos_np.kernels._numba.pieces import pair_steps
 from relpos_np.kernels._numba.planes import plane_layout
-from relpos_np.kernels._numba.product import BLOCK_ROWS
+from relpos_np.kernels._numba.product import product_layout
 from relpos_np.kernels._numba.skew import is_skewed
-from relpos_np.kernels._numba.target import BLOCK_KEYS, MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
+from relpos_np.kernels._numba.target import MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
 from relpos_np.types import Array
 
 # At most so many ranges of keys that decoding attends separately, and what `merge` holds of their numbers at once.
@@ -53,14 +54,14 @@ def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> 
     block, steps = min(block, MOST_QUERIES), pair_steps.py_func(depth)
     work = layout.py_func(block, depth, width, skew, bins, lanes).end
     work = plane_layout.py_func(work, block, steps, width, planes_of(problem, terms), lanes).end
-    multiplied = BLOCK_ROWS * (depth + BLOCK_KEYS) + BLOCK_KEYS * depth
+    multiplied = product_layout.py_func(max(depth, site.v_dim), TARGET.panel(item))[-1] * item
     found = {
         "copies of operands in another layout": sum(_copied(x, count) for x in (query, key, problem.stored_v)),
         "biases of every pair": _biases(terms, mask, pairs, item) + _counted(problem, terms, rows, backward),
         "tables and index maps": _tables(site, terms) + _maps(terms, count, site.q_len, site.k_len),
         "products with the rows of tables": _products(site, terms, lines, skew),
         "parts that are merged": lines * site.q_len * DECODED * (site.v_dim + 2) * item if site.q_len <= 8 else 0,
-        "workspaces of threads": threads * (max(work, multiplied) * item + 64) + 64 * count,
+        "workspaces of threads": threads * (max(work * item, multiplied, _gated(terms)) + 64) + 64 * count,
     }
     return found | (_backward(problem, terms, lines, depth, skew, threads, pairs) if backward else {})
 
@@ -73,6 +74,19 @@ def _biases(terms: Terms, mask: Array | None, pairs: int, item: int) -> int:
         size = sum(made[1:]) + (pairs if len(made) > 1 else 0) + (0 if mask is None else 2 * pairs * item)
         return size + (made.count(0) + 1) * pairs * item if needed(terms) else size
     return pairs * mask.itemsize if mask is not None and _copied(mask, 1) else 0
+
+
+def _gated(terms: Terms) -> int:
+    """A thread's workspace where gates count positions, which is done in float64."""
+    sizes = [0]
+    for bias in terms.biases:
+        if isinstance(bias, CountedBias):
+            depth = bias.table.shape[-1]
+            sizes += [
+                count_layout.py_func(depth, TARGET.lanes(8))[-1],
+                product_layout.py_func(depth, TARGET.panel(8))[-1],
+            ]
+    return 8 * max(sizes)
 
 
 def _counted(problem: Problem, terms: Terms, rows: int, backward: bool) -> int:

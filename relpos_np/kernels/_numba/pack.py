@@ -34,25 +34,22 @@ from relpos_np.kernels._numba.target import CONVERTS_HALF, PAIR_ROWS, PAIR_STEPS
 from relpos_np.kernels._numba.turn import turn_rows
 
 
-@helper
-def load_block(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int) -> Any:
-    """`copy_block` of the rows at an address, however they are stored."""
-    if kind == BRAIN:
-        return copy_block(out, width, brains(x), row, rows, depth)
-    if CONVERTS_HALF and kind == HALF:
-        return copy_block(out, width, halves(x), row, rows, depth)
-    return copy_block(out, width, pointer_like(out, x), row, rows, depth)
+def by_storage(function: Any) -> Any:
+    """An intrinsic `function(x, width, rows, ...)` as a function of the rows' address and of how they are stored."""
+
+    @helper
+    def dispatched(x: Any, width: int, rows: int, kind: int, *rest: Any) -> Any:
+        if kind == BRAIN:
+            return function(x, width, brains(rows), *rest)
+        if CONVERTS_HALF and kind == HALF:
+            return function(x, width, halves(rows), *rest)
+        return function(x, width, pointer_like(x, rows), *rest)
+
+    return dispatched
 
 
-@helper
-def load_pairs(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int) -> None:
-    """`copy_pairs` of the rows at an address, however they are stored."""
-    if kind == BRAIN:
-        copy_pairs(out, width, brains(x), row, rows, depth)
-    elif CONVERTS_HALF and kind == HALF:
-        copy_pairs(out, width, halves(x), row, rows, depth)
-    else:
-        copy_pairs(out, width, pointer_like(out, x), row, rows, depth)
+load_block, load_pairs, load_pairs_of_rows = by_storage(copy_block), by_storage(copy_pairs), by_storage(pair_rows)
+turn_stored, dots_stored = by_storage(turn_rows), by_storage(dots_of_one)
 
 
 @inlined
@@ -62,23 +59,14 @@ def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, de
         return load_block(out, width, x, kind, row, rows, depth)
     made = (rows + 1) // 2
     fill_row(out, made * width, round_up(made, PAIR_STEPS) * width, 0.0)
-    if kind == BRAIN:
-        return pair_rows(out, width, brains(x), row, rows, depth)
-    if CONVERTS_HALF and kind == HALF:
-        return pair_rows(out, width, halves(x), row, rows, depth)
-    return pair_rows(out, width, pointer_like(out, x), row, rows, depth)
+    return load_pairs_of_rows(out, width, x, kind, row, rows, depth)
 
 
 @helper
 def load_turned(p: Any, out: Any, width: int, x: int, kind: int, row: int, turns: int, rows: int, depth: int) -> None:
     """Copy the rows at an address, however they are stored, while their pairs of channels turn."""
     by, pairs, first, blocks, way = pointer_like(out, turns), p.turn_pairs, p.turn_first, p.turn_blocks, p.turn - 1
-    if kind == BRAIN:
-        turn_rows(out, width, brains(x), row, by, rows, depth, pairs, first, blocks, way, 1.0)
-    elif CONVERTS_HALF and kind == HALF:
-        turn_rows(out, width, halves(x), row, by, rows, depth, pairs, first, blocks, way, 1.0)
-    else:
-        turn_rows(out, width, pointer_like(out, x), row, by, rows, depth, pairs, first, blocks, way, 1.0)
+    turn_stored(out, width, x, kind, row, by, rows, depth, pairs, first, blocks, way, 1.0)
 
 
 @helper
@@ -149,12 +137,7 @@ def store_operand(p: Any, x: Any, width: int, turns: int, out: int, kind: int, f
 def store_delta(p: Any, x: Any, own: int, head: Any, i: int) -> None:
     """Write to an address the product of a row of the result with that of its gradient, for query i."""
     out, grad, depth = pointer_like(x, own), head.grad + i * p.grad_row * size_of(x, p.grad_kind), p.v_depth
-    if p.grad_kind == BRAIN:
-        dots_of_one(x, depth, brains(grad), depth, 1, depth, out, 1)
-    elif CONVERTS_HALF and p.grad_kind == HALF:
-        dots_of_one(x, depth, halves(grad), depth, 1, depth, out, 1)
-    else:
-        dots_of_one(x, depth, pointer_like(x, grad), depth, 1, depth, out, 1)
+    dots_stored(x, depth, grad, p.grad_kind, depth, 1, depth, out, 1)
 
 
 @helper

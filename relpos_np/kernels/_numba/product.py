@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from relpos_np._contract.problem import name_of
 from relpos_np.kernels._numba.arrays import address_of, batch_offsets, rowwise, strides
-from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.build import helper, inlined
+from relpos_np.kernels._numba.entries import entry_points
 from relpos_np.kernels._numba.launch import SERIAL_FLOPS, call_flops, run_pieces
 from relpos_np.kernels._numba.pack import load_rows, pack_panels
 from relpos_np.kernels._numba.pieces import PANEL_VECTORS
@@ -74,19 +76,7 @@ def multiply_all(call: int, base: Any) -> None:
         t = take(call)
 
 
-def _product_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    m = carray(opaque(call), 1, PRODUCT)[0]
-    for n in range(get(lengths, 0)):
-        multiply_all(call, floats(m.work + get(get(arrays, 0), n) * m.work_stride))
-
-
-def _product_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    m = carray(opaque(call), 1, PRODUCT)[0]
-    for n in range(get(lengths, 0)):
-        multiply_all(call, doubles(m.work + get(get(arrays, 0), n) * m.work_stride))
-
-
-product = {4: Kernel(_product_float32), 8: Kernel(_product_float64)}
+product = entry_points("product", PRODUCT, {"float32": (floats, multiply_all), "float64": (doubles, multiply_all)})
 
 _EMPTY = dict.fromkeys(PRODUCT.names or (), 0)
 _PACK = struct.Struct(f"<{len(_EMPTY) - 1}qd").pack
@@ -118,5 +108,5 @@ def multiply(x: Array, weights: Array, scale: float, heads: int, threads: int) -
     # again for each block, at half the speed of attention.
     chunk = int(threads * call_flops(x.itemsize) * pieces / max(2.0 * flops, 512.0 * out.size, 1.0))
     record = bytearray(_PACK(*f.values()))
-    run_pieces(product[x.itemsize], record, pieces, chunk, threads, workspace=room, size=flops / SERIAL_FLOPS)
+    run_pieces(product[name_of(x.dtype)], record, pieces, chunk, threads, workspace=room, size=flops / SERIAL_FLOPS)
     return out

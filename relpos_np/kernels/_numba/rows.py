@@ -11,7 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from relpos_np.kernels._numba.target import SUM_VECTORS, TARGET
-from relpos_np.kernels._numba.vectors import I8, I64, Vectors, index
+from relpos_np.kernels._numba.vectors import BFLOAT16_BITS, FLOAT16_BITS, I8, I64, Vectors, index
 
 _i8 = types.int64
 
@@ -41,8 +41,7 @@ def _typed(kind: Any) -> Any:
 
 floats, doubles = _typed(types.CPointer(types.float32)), _typed(types.CPointer(types.float64))
 bytes_, integers, longs = (_typed(types.CPointer(kind)) for kind in (types.uint8, types.int32, types.int64))
-# Bits of float16 and of bfloat16, told apart by the sign of the integer.
-halves, brains = (_typed(types.CPointer(kind)) for kind in (types.int16, types.uint16))
+halves, brains = (_typed(types.CPointer(getattr(types, bits))) for bits in (FLOAT16_BITS, BFLOAT16_BITS))
 opaque = _typed(types.voidptr)
 
 
@@ -373,8 +372,8 @@ def soften_row(typingctx: Any, s: Any, dp: Any, n: Any, lse: Any, low: Any, delt
 def copy_block(typingctx: Any, out: Any, width: Any, x: Any, stride: Any, rows: Any, depth: Any) -> Any:
     """Copy x[:rows, :depth] to out[:rows, :width], padded with 0; return 0, or NaN if an element is not finite.
 
-    `width` is `depth` rounded up to whole vectors. 0 * x is NaN exactly for infinity and NaN. x may be of half
-    precision: int16 for float16, uint16 for bfloat16.
+    `width` is `depth` rounded up to whole vectors. 0 * x is NaN exactly for infinity and NaN. x may hold bits of half
+    precision.
     """
     kind = x.dtype
 

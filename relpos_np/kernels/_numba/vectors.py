@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -107,15 +107,19 @@ class Vectors:
         return self.b.load(pointer, align=self.bits // 8)
 
     def widened(self, base: ir.Value, offset: ir.Value, kind: Any) -> ir.Value:
-        """An unaligned vector load of float16 (`kind` int16) or bfloat16 (uint16) bits, or of the own type."""
-        if kind.name not in ("int16", "uint16"):
+        """An unaligned vector load of the own type, or of half precision, whose bits have a type of `HALF_FORMATS`."""
+        if kind.name not in HALF_FORMATS:
             return self.load(base, offset)
-        b, raw = self.b, self.at(base, offset)
-        if kind.signed:
-            return b.fpext(b.load(b.bitcast(raw, self.of(ir.HalfType()).as_pointer()), align=2), self.vector)
-        # bfloat16 is the upper half of a float32.
-        wide = b.shl(b.zext(self.load_bits(base, offset), self.of(I32)), self.alike(I32, 16))
-        single = b.bitcast(wide, self.of(ir.FloatType()))
+        return HALF_FORMATS[kind.name].widen(self, self.load_bits(base, offset))
+
+    def from_float16(self, bits: ir.Value) -> ir.Value:
+        """Numbers of the own type from bits of float16."""
+        return self.b.fpext(self.b.bitcast(bits, self.of(ir.HalfType())), self.vector)
+
+    def from_bfloat16(self, bits: ir.Value) -> ir.Value:
+        """Numbers of the own type from bits of bfloat16, which is the upper half of a float32."""
+        b = self.b
+        single = b.bitcast(b.shl(b.zext(bits, self.of(I32)), self.alike(I32, 16)), self.of(ir.FloatType()))
         return single if self.bits == 32 else b.fpext(single, self.vector)
 
     def load_bits(self, base: ir.Value, offset: ir.Value) -> ir.Value:
@@ -131,6 +135,10 @@ class Vectors:
         """Convert x to float32, if it is not."""
         kind = self.of(ir.FloatType())
         return x if x.type == kind else self.b.fptrunc(x, kind)
+
+    def to_float16(self, x: ir.Value) -> ir.Value:
+        """Bits of the nearest float16, ties to even."""
+        return self.b.bitcast(self.b.fptrunc(self.single_precision(x), self.of(ir.HalfType())), self.of(I16))
 
     def rounded(self, x: ir.Value) -> ir.Value:
         """Bits of the nearest bfloat16, ties to even; a NaN stays one."""
@@ -306,3 +314,18 @@ class Vectors:
     def whole(self, count: ir.Value, unit: int) -> ir.Value:
         """The largest multiple of `unit`, a power of two, that is not above `count`."""
         return self.b.and_(count, index(-unit))
+
+
+class HalfFormat(NamedTuple):
+    """A dtype of half precision: how `Vectors` makes numbers of its bits, and bits of numbers."""
+
+    widen: Callable[[Vectors, ir.Value], ir.Value]
+    narrow: Callable[[Vectors, ir.Value], ir.Value]
+
+
+# By the Numba type that its bits have, which tells float16 from bfloat16: neither has a type of its own on CPUs.
+FLOAT16_BITS, BFLOAT16_BITS = "int16", "uint16"
+HALF_FORMATS = {
+    FLOAT16_BITS: HalfFormat(Vectors.from_float16, Vectors.to_float16),
+    BFLOAT16_BITS: HalfFormat(Vectors.from_bfloat16, Vectors.rounded),
+}

@@ -13,7 +13,8 @@ from numba import carray
 
 from relpos_np.kernels._numba.amx import close_tiles, open_tiles
 from relpos_np.kernels._numba.attend import bypass_pairs, bypass_values, layout, write_lse
-from relpos_np.kernels._numba.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.build import helper, inlined
+from relpos_np.kernels._numba.entries import entry_points
 from relpos_np.kernels._numba.halves import halve_row
 from relpos_np.kernels._numba.pack import (
     load_block,
@@ -192,42 +193,33 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
             store_row(at(out, i * v_depth), own + i * p.out_row * size, p.out_kind, v_depth, 1.0)
 
 
-@inlined
-def attend_windows(call: int, base: Any, pairs: bool) -> None:
-    """Take runs of blocks from the shared counter while there are any."""
-    p = carray(opaque(call), 1, CALL)[0]
-    if pairs:
-        open_tiles()
-    start = take(call) * p.run
-    while start < p.stop:
-        stop = min(start + p.run, p.stop)
-        for t in range(start, stop):
-            attend_window(p, longs(p.batches), base, t, min(t + 1, stop - 1), pairs)
+def _attending(*, pairs: bool = False) -> Any:
+    """The kernel's body, which takes runs of blocks from the shared counter while there are any."""
+
+    @inlined
+    def attend_windows(call: int, base: Any) -> None:
+        p = carray(opaque(call), 1, CALL)[0]
+        if pairs:
+            open_tiles()
         start = take(call) * p.run
-    if pairs:
-        close_tiles()
+        while start < p.stop:
+            stop = min(start + p.run, p.stop)
+            for t in range(start, stop):
+                attend_window(p, longs(p.batches), base, t, min(t + 1, stop - 1), pairs)
+            start = take(call) * p.run
+        if pairs:
+            close_tiles()
+
+    return attend_windows
 
 
-def _windows_float32(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        attend_windows(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), False)
-
-
-def _windows_float64(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        attend_windows(call, doubles(p.work + get(get(arrays, 0), n) * p.work_stride), False)
-
-
-def _windows_bfloat16(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-    p = carray(opaque(call), 1, CALL)[0]
-    for n in range(get(lengths, 0)):
-        attend_windows(call, floats(p.work + get(get(arrays, 0), n) * p.work_stride), True)
-
-
-windows = {
-    "float32": Kernel(_windows_float32),
-    "float64": Kernel(_windows_float64),
-    "bfloat16": Kernel(_windows_bfloat16),
-}
+# By what is multiplied, as in `attend.py`.
+windows = entry_points(
+    "windows",
+    CALL,
+    {
+        "float32": (floats, _attending()),
+        "float64": (doubles, _attending()),
+        "bfloat16": (floats, _attending(pairs=True)),
+    },
+)
