@@ -36,7 +36,7 @@ def assembly(core):
     import llvmlite.binding as llvm
     from llvmlite import ir
 
-    from relpos_np.kernels._numba import tiles
+    from relpos_np.kernels._numba.simd import tiles
 
     module = ir.Module()
     module.triple = "aarch64-unknown-linux-gnu"

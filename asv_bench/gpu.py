@@ -156,14 +156,14 @@ def tiny(row):
 
 def cuda():
     """numba.cuda, or an error in the driver's words."""
-    from relpos_np.kernels._cuda.device import module
+    from relpos_np.kernels._cuda.launch.device import module
 
     return module()
 
 
 def simulated():
     """Whether this process runs Numba's simulator."""
-    from relpos_np.kernels._cuda.device import simulated
+    from relpos_np.kernels._cuda.launch.device import simulated
 
     return simulated()
 

@@ -42,7 +42,7 @@ def measure(lengths, rounds, order, size):
     import relpos_np as rp
     from relpos_np._commands.peers import OURS
     from relpos_np.interop.transformers import patched
-    from relpos_np.kernels._numba import launch
+    from relpos_np.kernels._numba.launch import launcher
 
     torch.manual_seed(0)
     torch.set_num_threads(int(os.environ["NUMBA_NUM_THREADS"]))
@@ -81,7 +81,7 @@ def measure(lengths, rounds, order, size):
                 "times_as_fast_as": {way: round(x, 2) for way, x in ratios.items()},
                 "largest_difference": error,
             }
-    shared = launch._shared()
+    shared = launcher._shared()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "relpos_np": rp.__version__}
     return {"lengths": found, "kernels_run_on_torch_threads": shared is not None, "versions": versions}
 

@@ -71,8 +71,8 @@ def kernels() -> dict[str, Any] | str:
         import numba
 
         from relpos_np._runtime.threadcount import get_num_threads
-        from relpos_np.kernels._numba.cache import cache_folder
-        from relpos_np.kernels._numba.target import TARGET, UNIT
+        from relpos_np.kernels._numba.launch.cache import cache_folder
+        from relpos_np.kernels._numba.simd.target import TARGET, UNIT
     except ImportError as error:
         return f"not available: {error}"
     folder = cache_folder()

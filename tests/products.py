@@ -14,10 +14,10 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from relpos_np.kernels._numba.amx import close_tiles, open_tiles
-from relpos_np.kernels._numba.rows import floats
-from relpos_np.kernels._numba.target import PAIR_ROWS, PAIR_STEPS, TARGET, UNIT
-from relpos_np.kernels._numba.tiles import accumulate_pairs, accumulate_transposed_pairs, average_pairs, pair_panel
+from relpos_np.kernels._numba.simd.amx import close_tiles, open_tiles
+from relpos_np.kernels._numba.simd.rows import floats
+from relpos_np.kernels._numba.simd.target import PAIR_ROWS, PAIR_STEPS, TARGET, UNIT
+from relpos_np.kernels._numba.simd.tiles import accumulate_pairs, accumulate_transposed_pairs, average_pairs, pair_panel
 
 LANES = TARGET.lanes(4)
 ROWS = 96

@@ -1,7 +1,7 @@
 """Lengths beside the edges of vectors, panels and blocks, taken from the kernels' own constants."""
 
-from relpos_np.kernels._numba.backjob import BLOCK_QUERIES
-from relpos_np.kernels._numba.target import BLOCK_KEYS, ROW_QUANTUM
+from relpos_np.kernels._numba.plan.backward_job import BLOCK_QUERIES
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, ROW_QUANTUM
 
 
 def around(*edges):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba import backjob, launch
-from relpos_np.kernels._numba.backjob import BLOCK_QUERIES
-from relpos_np.kernels._numba.target import BLOCK_KEYS
+from relpos_np.kernels._numba.launch import launcher
+from relpos_np.kernels._numba.plan import backward_job as backjob
+from relpos_np.kernels._numba.plan.backward_job import BLOCK_QUERIES
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS
 from tests.strategies import KINDS, Case
 
 Q_LENGTHS = (7, BLOCK_QUERIES + 1, 2 * BLOCK_QUERIES + 1)
@@ -53,7 +54,7 @@ def test_all_that_is_summed_waits_where_pieces_are_cut(name, parts, monkeypatch,
         assert not runs
         for flops in (1e6, 1e3):  # two cuts, and one for each tile
             with monkeypatch.context() as patch:
-                patch.setattr(launch, "CALL_FLOPS", flops)
+                patch.setattr(launcher, "CALL_FLOPS", flops)
                 cut = every_gradient(rp.attention_vjp(q, k, v, **call))
             for a, b in zip(cut, whole, strict=True):
                 np.testing.assert_array_equal(a, b, err_msg=f"{q_len} {k_len} {flops}")
@@ -74,9 +75,9 @@ def test_heads_that_share_keys_in_one_piece_or_several(name, dtype, monkeypatch,
         found = []
         for threads, flops in product((1, 3, 16), (None, 1e3)):
             with monkeypatch.context() as patch:
-                patch.setattr(launch, "available_threads", lambda threads=threads: threads)
+                patch.setattr(launcher, "available_threads", lambda threads=threads: threads)
                 if flops:
-                    patch.setattr(launch, "CALL_FLOPS", flops)
+                    patch.setattr(launcher, "CALL_FLOPS", flops)
                 found.append(rp.attention_vjp(q, k, v, **call, backend="numba"))
         for other in found[1:]:
             for x in "qkv":

@@ -16,7 +16,7 @@ from relpos_np.testing._sizes import lengths
 from relpos_np.testing.example import build
 from tests.every import ATTENTION
 
-held = pytest.importorskip("relpos_np.kernels._numba.held").held
+held = pytest.importorskip("relpos_np.kernels._numba.plan.workspace_bytes").held
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # Queries, keys, batch items: blocks of queries, whole windows, ranges of keys.

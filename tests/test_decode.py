@@ -9,8 +9,8 @@ import pytest
 import relpos_np as rp
 from relpos_np._calls import repeated
 from relpos_np._calls.dense_bias import DenseBias
-from relpos_np.kernels._numba import division, job
-from relpos_np.kernels._numba.target import BLOCK_KEYS
+from relpos_np.kernels._numba.plan import division, job
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS
 
 # (batch, heads, key heads, queries, keys, head_dim, value_dim); the long ones are attended in several parts.
 SHAPES = [

@@ -112,7 +112,7 @@ def test_the_recorded_figures_are_of_a_device():
 PLANTED = """
 import os
 if os.environ.get("RELPOS_TEST_PLANT"):
-    from relpos_np.kernels._cuda import shift
+    from relpos_np.kernels._cuda.forward_pass import shift
     whole = shift.rel_shift
 
     def spoiled(x, out, *rest, **more):

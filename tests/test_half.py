@@ -13,7 +13,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
-from relpos_np.kernels._numba import target
+from relpos_np.kernels._numba.simd import target
 from tests.emulated import amx
 from tests.every import ATTENTION
 from tests.processes import ROOT, child
@@ -319,7 +319,7 @@ def test_where_precision_is_chosen(monkeypatch, rng):
 
 ON_A_UNIT = """
 import json, ml_dtypes
-from relpos_np.kernels._numba.target import UNIT
+from relpos_np.kernels._numba.simd.target import UNIT
 half = rng.standard_normal((3, 2, 70, 64)).astype(ml_dtypes.bfloat16)
 found = rp.attention(*half)
 wide = rp.attention(*half, precision="highest") if UNIT == "none" else None
@@ -341,9 +341,9 @@ def test_units_by_name(unit):
 
 BY_PLANES = """
 import numba
-from relpos_np.kernels._numba.rows import floats
-from relpos_np.kernels._numba.split import split_pairs, split_rows
-from relpos_np.kernels._numba.tiles import accumulate_planes, plane_panel
+from relpos_np.kernels._numba.simd.rows import floats
+from relpos_np.kernels._numba.simd.bfloat16_planes import split_pairs, split_rows
+from relpos_np.kernels._numba.simd.tiles import accumulate_planes, plane_panel
 
 @numba.njit
 def multiply(x, y, left, right, scores, sums, fade, planes):
@@ -444,10 +444,10 @@ import ctypes, json, re
 import llvmlite.binding, numba
 libraries = ctypes.CDLL
 ctypes.CDLL = lambda name: type("System", (), {"syscall": lambda *_: 0})  # which allows everything
-from relpos_np.kernels._numba import target
+from relpos_np.kernels._numba.simd import target
 ctypes.CDLL = libraries
-from relpos_np.kernels._numba.attend import attend
-from relpos_np.kernels._numba.window import windows
+from relpos_np.kernels._numba.forward_pass.attend import attend
+from relpos_np.kernels._numba.forward_pass.window import windows
 words, found = ("tileloadd", "tdpbf16ps"), [target.UNIT]
 for kernel in (windows["bfloat16"], attend["planes"]):
     code = kernel._compile()._library.get_asm_str()

@@ -67,8 +67,8 @@ def test_a_dense_bias_that_does_not_fit_is_refused():
 @pytest.fixture
 def other_pool(monkeypatch):
     """Kernels on the threads of the GNU OpenMP library of this process, entered as PyTorch's is."""
-    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
-    from relpos_np.kernels._numba.openmp import Pool
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch.launcher")
+    from relpos_np.kernels._numba.launch.openmp import Pool
 
     maps = Path("/proc/self/maps")
     launch._pool()
@@ -88,7 +88,7 @@ def other_pool(monkeypatch):
 
 
 def test_kernels_on_another_pool_give_the_same_bits(monkeypatch, other_pool):
-    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch.launcher")
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 4, 300, 32)).astype(np.float32)
     table = rng.standard_normal((32, 4)).astype(np.float32)
@@ -108,7 +108,7 @@ def test_kernels_on_another_pool_give_the_same_bits(monkeypatch, other_pool):
 def test_numba_s_own_threads_are_used_without_torch():
     code = (
         "import sys; import numpy as np, relpos_np as rp\n"
-        "from relpos_np.kernels._numba import launch\n"
+        "from relpos_np.kernels._numba.launch import launcher as launch\n"
         "x = np.zeros((1, 2, 64, 8), np.float32); rp.attention(x, x, x)\n"
         "assert 'torch' not in sys.modules and launch._shared() is None"
     )

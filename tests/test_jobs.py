@@ -7,7 +7,8 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._calls import repeated
-from relpos_np.kernels._numba import arrays, biases, job, launch
+from relpos_np.kernels._numba.launch import arrays, launcher
+from relpos_np.kernels._numba.plan import biases, job
 
 # Queries, keys, head size and value channels of a call for each of the three kernels.
 SIZES = {"streaming": (40, 300, 8, 5), "windows": (16, 16, 8, 16), "decoding": (2, 300, 8, 5)}
@@ -193,10 +194,10 @@ def test_addresses(shape, rng):
 
 def test_a_workspace_holds_what_was_asked_for(monkeypatch):
     """Whatever was lent before, down to a cache line more or less: it is kept only if there is room."""
-    monkeypatch.setattr(launch, "_local", type(launch._local)())
+    monkeypatch.setattr(launcher, "_local", type(launcher._local)())
     for size in range(64, 64 * 200, 64):
         for wanted, threads in ((size, 1), (size + 64, 1), (size - 63, 2)):
-            memory, begin, stride = launch.lend(wanted, threads)
+            memory, begin, stride = launcher.lend(wanted, threads)
             assert begin % 64 == 0
             assert stride >= wanted
             assert arrays.address_of(memory) <= begin

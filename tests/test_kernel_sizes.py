@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from relpos_np.errors import RelposValueError
-from relpos_np.kernels._numba import backjob, target
+from relpos_np.kernels._numba.plan import backward_job
+from relpos_np.kernels._numba.simd import target
 
 TARGETS = {one.name: one for one in (target.AVX512, target.AVX2, target.NEON, target.SIMD128)}
 TILED = {"row_quantum": 48, "pair_rows": 16, "pair_steps": 16}
@@ -48,7 +49,7 @@ def test_sizes_that_break_a_rule(sizes, message):
 
 @pytest.mark.parametrize(
     ("module", "size", "wrong"),
-    [(target, "BLOCK_KEYS = 192", "BLOCK_KEYS = 100"), (backjob, "BLOCK_QUERIES = 96", "BLOCK_QUERIES = 64")],
+    [(target, "BLOCK_KEYS = 192", "BLOCK_KEYS = 100"), (backward_job, "BLOCK_QUERIES = 96", "BLOCK_QUERIES = 64")],
 )
 def test_import_fails(module, size, wrong):
     """With one size changed in the source, that is."""

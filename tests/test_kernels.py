@@ -153,9 +153,9 @@ def test_windows_in_runs(flops, rng, monkeypatch):
 
     So they are if a call of the kernel may do little, and several are needed.
     """
-    monkeypatch.setattr("relpos_np.kernels._numba.job._known", {})
+    monkeypatch.setattr("relpos_np.kernels._numba.plan.job._known", {})
     monkeypatch.setattr("relpos_np._calls.repeated.form", lambda *_: None)
-    monkeypatch.setattr("relpos_np.kernels._numba.launch.CALL_FLOPS", flops)
+    monkeypatch.setattr("relpos_np.kernels._numba.launch.launcher.CALL_FLOPS", flops)
     q, k, v = (rng.standard_normal((71, 2, n, d)) for n, d in ((24, 4), (8, 4), (8, 16)))
     room = np.full((142, 2, 24, 16), np.nan)
     rp.attention(q, k, v, backend="numba", out=room[:71])
@@ -271,7 +271,9 @@ def other_units(tmp_path_factory):
 @pytest.mark.parametrize("unit", UNITS)
 def test_other_vector_units(unit, other_units):
     """The same code for 8 and 4 lanes, in a process that compiles for them and runs other tests again."""
-    status, out, log = child("from relpos_np.kernels._numba.target import TARGET; print(TARGET.name)", **UNITS[unit])
+    status, out, log = child(
+        "from relpos_np.kernels._numba.simd.target import TARGET; print(TARGET.name)", **UNITS[unit]
+    )
     assert (status, out) == (0, f"{unit}\n"), log
     process, log = other_units[unit]
     assert process.wait(timeout=500) == 0, log.read_text()[-3000:]
@@ -294,8 +296,8 @@ INLINED = """
 import sys
 from contextlib import nullcontext
 from numba.core import ir
-from relpos_np.kernels._numba import build
-from relpos_np.kernels._numba.product import product
+from relpos_np.kernels._numba.launch import build
+from relpos_np.kernels._numba.forward_pass.product import product
 from tests.compare import assert_backends, assert_close, assert_float32_promise
 with build._scopes_copied_once() if sys.argv[1:] else nullcontext():
     assert hasattr(ir.Scope, "__deepcopy__") == bool(sys.argv[1:])
@@ -317,7 +319,7 @@ def test_what_spares_time_while_compiling_changes_no_instruction():
 def test_scopes_that_hold_more_are_copied_by_numba(monkeypatch):
     from numba.core import ir
 
-    from relpos_np.kernels._numba import build
+    from relpos_np.kernels._numba.launch import build
 
     made = ir.Scope.__init__
 

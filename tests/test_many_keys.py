@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba import backjob, gradients
-from relpos_np.kernels._numba.attend import GROUP_KEYS, attend_block
-from relpos_np.kernels._numba.backward import GROUP_BLOCKS, backward_head
-from relpos_np.kernels._numba.target import BLOCK_KEYS
+from relpos_np.kernels._numba.backward_pass.kernel import GROUP_BLOCKS, backward_head
+from relpos_np.kernels._numba.forward_pass.attend import GROUP_KEYS, attend_block
+from relpos_np.kernels._numba.plan import backward_job, gradients
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS
 from tests.interpreted.agreement import assert_agrees
 from tests.interpreted.machine import interpreted
 from tests.strategies import KINDS, SHAW_PER_HEAD, T5_CAUSAL, Case
@@ -127,7 +127,7 @@ def test_gradients_from_many_queries(dtype, rng):
 def test_gradients_of_a_block_are_not_those_of_the_block_before(dtype, rng):
     """Also by what its sums lost: in one piece of work, keys of hardly any weight follow keys that have nearly all."""
     heads, first, last, groups = 4, BLOCK_KEYS, 8, 3
-    n = (groups - 1) * GROUP_BLOCKS * backjob.BLOCK_QUERIES + 100
+    n = (groups - 1) * GROUP_BLOCKS * backward_job.BLOCK_QUERIES + 100
     q, g = (rng.random((heads, n, 4)).astype(dtype) for _ in range(2))
     k, v = (rng.random((heads, first + last, 4)).astype(dtype) for _ in range(2))
     share = np.repeat(np.log([1.0, EPS[dtype]]), [first, last]).astype(dtype)
@@ -253,7 +253,7 @@ def test_groups_in_checked_memory(name, monkeypatch):
     case = Case(5, ((), (), ()), (), 1, 2, 30, 2 * BLOCK_KEYS + 30, 5, 3, **CASES[name])
     assert_agrees(case, np.float32)
     # One piece of work for all blocks of a head's keys, each of which begins with sums of its own.
-    monkeypatch.setattr(backjob, "part_count", lambda heads, threads: 1)
+    monkeypatch.setattr(backward_job, "part_count", lambda heads, threads: 1)
     many = replace(case, q_len=290, k_len=BLOCK_KEYS + 20, given=None)
     operands, options = many.operands(np.float64), many.options(np.float64)
     grad_out = np.ones((2, 290, 3))

@@ -12,7 +12,7 @@ import relpos_np as rp
 from relpos_np._calls.dense_bias import DenseBias
 from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.problem import Rule
-from relpos_np.kernels._numba.target import BLOCK_KEYS
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 # Queries, keys, head size and value channels for each of the kernels. Values are whole vectors where windows are meant;

@@ -9,7 +9,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np.distributed import merge, partial
-from relpos_np.kernels._numba.prepared import Prepared
+from relpos_np.kernels._numba.plan.prepared import Prepared
 from relpos_np.terms import Dense, KeyTerm, QueryTerm, SchemeGradient, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.testing import check_scheme
 from tests.compare import assert_is_slope

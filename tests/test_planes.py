@@ -8,9 +8,9 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._calls import repeated
-from relpos_np.kernels._numba import job
-from relpos_np.kernels._numba.attend import attend
-from relpos_np.kernels._numba.target import TILED
+from relpos_np.kernels._numba.forward_pass.attend import attend
+from relpos_np.kernels._numba.plan import job
+from relpos_np.kernels._numba.simd.target import TILED
 from tests.sizes import BLOCK_KEYS
 from tests.test_half import CALLS, call_of, draw
 

@@ -14,7 +14,8 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Terms
 from relpos_np._runtime import precision
 from relpos_np._runtime.precision import PRECISIONS
-from relpos_np.kernels._numba import job, target
+from relpos_np.kernels._numba.plan import job
+from relpos_np.kernels._numba.simd import target
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import testing
-from relpos_np.kernels._numba.prepared import Prepared
+from relpos_np.kernels._numba.plan.prepared import Prepared
 from tests.compare import assert_refused
 from tests.every import ATTENTION, remade
 from tests.strategies import cases

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from relpos_np.kernels._numba import target
+from relpos_np.kernels._numba.simd import target
 from tests.emulated import amx
 from tests.processes import child
 

@@ -128,7 +128,7 @@ def test_large_input_on_several_threads(variant):
 def test_into_a_given_array(variant, dtype, streamed, backend, monkeypatch):
     """Every byte of it and none beside it, wherever it begins; large ones are written past the caches."""
     if backend == "numba":
-        module = importlib.import_module("relpos_np.kernels._numba.shift")
+        module = importlib.import_module("relpos_np.kernels._numba.forward_pass.shift")
         monkeypatch.setattr(module, "STREAM_BYTES", 0 if streamed else 1 << 60)
     rng = np.random.default_rng(1)
     for l_q, l_k in ((1, 1), (3, 70), (33, 100), (2, 1025)):

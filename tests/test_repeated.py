@@ -13,7 +13,7 @@ from relpos_np import testing
 from relpos_np._calls import repeated
 from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.terms import Dense, Toeplitz
-from relpos_np.kernels._numba import target
+from relpos_np.kernels._numba.simd import target
 from tests.every import ATTENTION, remade
 from tests.strategies import cases
 from tests.test_prepared import DTYPES, assert_same_bits, runs

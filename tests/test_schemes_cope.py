@@ -71,7 +71,7 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[2]}x{call[3]}")
 def test_cope_in_parts(call, given, dtype, monkeypatch):
     """The CPU kernels make the bias for some queries at a time, beside all other kinds of terms and options."""
-    by_rows = pytest.importorskip("relpos_np.kernels._numba.by_rows")
+    by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
     heads, kv_heads, q_len, k_len, depth, npos, options = call
     rng = np.random.default_rng(0)
 
@@ -113,7 +113,7 @@ def test_cope_in_parts(call, given, dtype, monkeypatch):
 
 def test_cope_gradients_of_many_parts_have_the_error_of_one(monkeypatch):
     """Equal numbers are rounded the same way each time: of 400 parts, sums in float32 were off by 28 units."""
-    by_rows = pytest.importorskip("relpos_np.kernels._numba.by_rows")
+    by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
     monkeypatch.setattr(by_rows, "PART_BYTES", 1)
     monkeypatch.setattr(by_rows, "LEAST_ROWS", 24)
     n = 400 * 24
@@ -148,7 +148,7 @@ def test_cope_gradient_of_the_last_position():
 
 def test_cope_holds_no_number_per_pair_on_the_cpu():
     """Forward and back in less than half of what one matrix of scores takes."""
-    by_rows = pytest.importorskip("relpos_np.kernels._numba.by_rows")
+    by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
     q = np.random.default_rng(0).standard_normal((8, 4096, 8), dtype=np.float32)
     position, most = rp.CoPE(q[0, :16]), 8 * 4096 * 4096 * 4 // 2
     assert most > 2 * by_rows.PART_BYTES

@@ -11,7 +11,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._calls import repeated
-from relpos_np.kernels._numba import launch
+from relpos_np.kernels._numba.launch import launcher
 
 PACKAGE = str(Path(rp.__file__).parent)
 
@@ -29,7 +29,7 @@ def functions(call):
 
     before = sys.getprofile()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "run", lambda *_: None)
+        patch.setattr(launcher, "run", lambda *_: None)
         sys.setprofile(count)
         try:
             call()

@@ -23,7 +23,8 @@ from relpos_np._dense import backward as gradient
 from relpos_np._dense import from_terms
 from relpos_np.errors import RelposValueError
 from relpos_np.kernels import _numba
-from relpos_np.kernels._numba import backjob, biases, launch, skew
+from relpos_np.kernels._numba.launch import launcher
+from relpos_np.kernels._numba.plan import backward_job, biases, skew
 from tests.sizes import BLOCK_KEYS, ROW_QUANTUM
 
 LENGTHS = st.sampled_from([1, 2, 7, 16, 65, 2 * ROW_QUANTUM + 1, BLOCK_KEYS + 1, BLOCK_KEYS + 8])
@@ -147,7 +148,7 @@ def test_backward_kernel_equals_specification(parts, skew_share, call, keep, see
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skew, "SKEW_SHARE", skew_share)
         # As many pieces of work as many threads would get, or one per head.
-        patch.setattr(backjob, "part_count", lambda heads, threads: parts)
+        patch.setattr(backward_job, "part_count", lambda heads, threads: parts)
         found = _numba.backward(problem, terms, grad_out, grad_lse)
     # Sums of up to 3 x 200 x 200 products of numbers of size 1 to 60.
     assert_gradients_agree(found, expected, 2e-11)
@@ -162,9 +163,9 @@ def test_a_long_backward_pass_in_several_calls(parts, call, seed):
     rng = np.random.default_rng(seed)
     grad_out, grad_lse = rng.standard_normal(problem.out_shape), rng.standard_normal(problem.out_shape[:-1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backjob, "part_count", lambda heads, threads: parts)
+        patch.setattr(backward_job, "part_count", lambda heads, threads: parts)
         whole = _numba.backward(problem, terms, grad_out, grad_lse)
-        patch.setattr(launch, "CALL_FLOPS", 10.0 ** (4 + seed % 4))
+        patch.setattr(launcher, "CALL_FLOPS", 10.0 ** (4 + seed % 4))
         assert_gradients_agree(_numba.backward(problem, terms, grad_out, grad_lse), whole, 0.0)
 
 

@@ -20,7 +20,7 @@ def needs_gpu():
     """Raise what asv takes for "skip this", in the driver's own words."""
     if reason := rp.backend.available()[1].get("cuda"):
         raise NotImplementedError(reason)
-    from relpos_np.kernels._cuda.device import simulated
+    from relpos_np.kernels._cuda.launch.device import simulated
 
     if simulated():
         raise NotImplementedError("the simulator's times mean nothing")

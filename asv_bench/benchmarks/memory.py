@@ -23,10 +23,10 @@ def settle(*, backward=False):
             small.attention_vjp()
     from numba.np.ufunc.parallel import _launch_threads
 
-    from relpos_np.kernels._numba import launch
+    from relpos_np.kernels._numba.launch import launcher
 
     _launch_threads()
-    vars(launch._local).clear()
+    vars(launcher._local).clear()
 
 
 def extra_memory(call, size):

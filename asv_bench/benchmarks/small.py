@@ -32,14 +32,14 @@ def microseconds(call):
 
 def beside_kernel(call):
     """The same where the kernel is not run: all that the library does before and after."""
-    from relpos_np.kernels._numba import launch
+    from relpos_np.kernels._numba.launch import launcher
 
-    run = launch.run
-    launch.run = lambda *_: None
+    run = launcher.run
+    launcher.run = lambda *_: None
     try:
         return microseconds(call)
     finally:
-        launch.run = run
+        launcher.run = run
 
 
 class SmallCalls:

@@ -22,7 +22,7 @@ from relpos_np.formulas import relshift
 from relpos_np.types import Array
 
 if TYPE_CHECKING:
-    from relpos_np.kernels._cuda.operand import Operand
+    from relpos_np.kernels._cuda.arrays.operand import Operand
 
 
 def _on_stream(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def _on_stream(call: Callable[..., Any]) -> Callable[..., Any]:
             )
         kernels = backend.kernels("cuda")
         check.one_side(named)
-        from relpos_np.kernels._cuda.operand import Operand, session
+        from relpos_np.kernels._cuda.arrays.operand import Operand, session
 
         with session(named) as pointer, np.errstate(all="ignore"):
             return call(kernels, pointer, {name: Operand.of(x, name) for name, x in named.items()}, *arguments)
@@ -64,7 +64,7 @@ def _read(options: Options, names: tuple[str, ...] = _READ) -> Any:
 
 def fetched(name: str, x: Any) -> Any:
     """What an option holds, on the host if it was on the device; of a pair of arrays either may be."""
-    from relpos_np.kernels._cuda.operand import Operand
+    from relpos_np.kernels._cuda.arrays.operand import Operand
 
     if isinstance(x, tuple):
         return tuple(fetched(name, one) for one in x)
@@ -73,8 +73,8 @@ def fetched(name: str, x: Any) -> Any:
 
 def beside(x: Any, y: Array) -> Any:
     """A copy of an array of the host where a result of a call is, in the order of its stream."""
-    from relpos_np.kernels._cuda import device
-    from relpos_np.kernels._cuda.operand import Operand
+    from relpos_np.kernels._cuda.arrays.operand import Operand
+    from relpos_np.kernels._cuda.launch import device
 
     with device.on(x.stream):
         return _result(Operand.uploaded(y), x.stream)
@@ -89,7 +89,7 @@ def _problem(operands: list[Operand], options: Options) -> tuple[Problem, np.dty
 
 def _factors(name: str, x: Any, problem: Problem) -> Operand | None:
     """Numbers per head or query for every query, on the device; of which nothing is stored twice."""
-    from relpos_np.kernels._cuda.operand import Operand
+    from relpos_np.kernels._cuda.arrays.operand import Operand
 
     if x is None:
         return None
@@ -103,7 +103,7 @@ def _factors(name: str, x: Any, problem: Problem) -> Operand | None:
 
 def _scaled(q: Operand, factors: Operand | None, problem: Problem) -> Operand:
     """Queries times their factors, in the dtype of the computation."""
-    from relpos_np.kernels._cuda.sinks import scaled
+    from relpos_np.kernels._cuda.backward_pass.sinks import scaled
 
     return q if factors is None else scaled(q, factors.contiguous(problem.site.dtype))
 
@@ -121,7 +121,7 @@ class _Target:
     """Where a result goes: a new array or the caller's own, which kernels fill if it is in C order."""
 
     def __init__(self, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: list[Operand]) -> None:
-        from relpos_np.kernels._cuda.operand import Operand
+        from relpos_np.kernels._cuda.arrays.operand import Operand
 
         self.out = out
         if out is None:
@@ -139,8 +139,8 @@ class _Target:
             self.operand.fill_from(self.filled)
         if self.out is None:
             return _result(self.operand, pointer)
-        from relpos_np.kernels._cuda.device import follow
-        from relpos_np.kernels._cuda.operand import stream_of
+        from relpos_np.kernels._cuda.arrays.operand import stream_of
+        from relpos_np.kernels._cuda.launch.device import follow
 
         own = stream_of(self.out)
         if own is not None:
@@ -149,14 +149,14 @@ class _Target:
 
 
 def _result(x: Operand, pointer: int) -> Any:
-    from relpos_np.kernels._cuda.result import DeviceArray
+    from relpos_np.kernels._cuda.arrays.result import DeviceArray
 
     return DeviceArray(x, pointer)
 
 
 def _there(x: Any) -> Operand:
     """An operand, or what the host has made of one, on the device."""
-    from relpos_np.kernels._cuda.operand import Operand
+    from relpos_np.kernels._cuda.arrays.operand import Operand
 
     return Operand.uploaded(x) if isinstance(x, np.ndarray) else x
 
@@ -165,7 +165,7 @@ def _turned_attention(
     kernels: Any, problem: Problem, terms: Terms, lse: Any, operands: tuple[Any, Any, Any], *, back: bool
 ) -> Operand:
     """Output of a call whose values turn, before it turns back or after it; fills `lse`."""
-    from relpos_np.kernels._cuda.operand import Operand
+    from relpos_np.kernels._cuda.arrays.operand import Operand
 
     q, k, v = operands
     turn = terms.turn
@@ -208,7 +208,7 @@ class _There:
         self.pointer = pointer
 
     def checked(self, name: str, x: Any) -> Any:
-        from relpos_np.kernels._cuda.operand import Operand
+        from relpos_np.kernels._cuda.arrays.operand import Operand
 
         return _result(Operand.of(x, name), self.pointer)
 
@@ -216,7 +216,7 @@ class _There:
         return _result(self.checked("x", x)._operand.cut(index), self.pointer)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        from relpos_np.kernels._cuda.operand import Operand
+        from relpos_np.kernels._cuda.arrays.operand import Operand
 
         return _result(Operand.empty(shape, dtype), self.pointer)
 
@@ -241,8 +241,8 @@ def attention(
     compute: Callable[..., Any] | None,
 ) -> Any:
     """`relpos_np.attention` of arrays on the device; `compute` is that function itself if the call is several."""
-    from relpos_np.kernels._cuda.operand import Operand
-    from relpos_np.kernels._cuda.sinks import sink
+    from relpos_np.kernels._cuda.arrays.operand import Operand
+    from relpos_np.kernels._cuda.backward_pass.sinks import sink
 
     given = list(operands.values())
     if compute is not None:
@@ -282,8 +282,8 @@ def attention_vjp(
     compute: Callable[..., Any] | None,
 ) -> AttentionGradient:
     """`relpos_np.attention_vjp` of arrays on the device; `compute` is that function itself if the call is several."""
-    from relpos_np.kernels._cuda.operand import Operand
-    from relpos_np.kernels._cuda.sinks import before_sinks, products
+    from relpos_np.kernels._cuda.arrays.operand import Operand
+    from relpos_np.kernels._cuda.backward_pass.sinks import before_sinks, products
 
     if compute is not None:
         call = _packed(operands, position, options, pointer)
@@ -343,7 +343,7 @@ def attention_vjp(
 
 def _uni(x: Operand) -> Operand:
     """What "xlnet_uni" makes of products: all but the first L_q of each matrix, in rows of one less."""
-    from relpos_np.kernels._cuda.operand import Operand
+    from relpos_np.kernels._cuda.arrays.operand import Operand
 
     x = x.contiguous()
     *lead, rows, columns = x.shape

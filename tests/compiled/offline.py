@@ -7,7 +7,7 @@ import numpy as np
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda, types
 
-from relpos_np.kernels._cuda.records import Operands, Scales, Tables
+from relpos_np.kernels._cuda.launch.records import Operands, Scales, Tables
 
 CAPABILITY = (9, 0)
 

@@ -8,10 +8,10 @@ from numba import types
 from numba.cuda import dispatcher
 from offline import arguments, compiled, flat, integers, record, scales
 
-from relpos_np.kernels._cuda import attend as forward
-from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.records import Call, Results
-from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED
+from relpos_np.kernels._cuda.forward_pass import attend as forward
+from relpos_np.kernels._cuda.forward_pass.scores import CONTENT, SCORES, UNCAPPED
+from relpos_np.kernels._cuda.launch.records import Call, Results
+from relpos_np.kernels._cuda.simd.intrinsics import FORMATS
 
 # What a block may have without asking the driver for more.
 SHARED = 48 * 1024

@@ -5,13 +5,13 @@ import pytest
 from numba import types
 from offline import arguments, compiled, flat, integers, record, scales
 
-from relpos_np.kernels._cuda import backsums
-from relpos_np.kernels._cuda.backcall import key_side, query_side
-from relpos_np.kernels._cuda.backkey import key_gradient
-from relpos_np.kernels._cuda.backquery import query_gradient
-from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.records import Back, Call, Upstream
-from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED
+from relpos_np.kernels._cuda.backward_pass import sums
+from relpos_np.kernels._cuda.backward_pass.keys import key_gradient
+from relpos_np.kernels._cuda.backward_pass.queries import query_gradient
+from relpos_np.kernels._cuda.backward_pass.sizes import key_side, query_side
+from relpos_np.kernels._cuda.forward_pass.scores import CONTENT, SCORES, UNCAPPED
+from relpos_np.kernels._cuda.launch.records import Back, Call, Upstream
+from relpos_np.kernels._cuda.simd.intrinsics import FORMATS
 
 # What a block may have without asking the driver for more, and the kilobyte that the assembler counts for the system.
 SHARED = 49 * 1024
@@ -77,12 +77,12 @@ def test_gradients_of_keys_and_values(depth, v_dim, stored, skewed, capped):
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_sums(name):
     dtype, real, word = np.dtype(name), flat(FORMATS[name][0]), types.int64
-    double, private = flat(types.float64), integers(backsums.Private)
+    double, private = flat(types.float64), integers(sums.Private)
     for code in (
-        compiled(backsums.delta_kernel(dtype), real, real, real, real, *[word] * 3),
-        compiled(backsums.reduce_kernel(), real, double, private, *[word] * 5),
-        compiled(backsums.seen_kernel(dtype), real, real, real, integers(backsums.Seen)),
-        compiled(backsums.group_kernel(dtype), real, real, *[word] * 3),
+        compiled(sums.delta_kernel(dtype), real, real, real, real, *[word] * 3),
+        compiled(sums.reduce_kernel(), real, double, private, *[word] * 5),
+        compiled(sums.seen_kernel(dtype), real, real, real, integers(sums.Seen)),
+        compiled(sums.group_kernel(dtype), real, real, *[word] * 3),
     ):
         assert code.spilled == 0
         assert code.registers <= 64

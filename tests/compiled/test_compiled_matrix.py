@@ -4,11 +4,11 @@ import pytest
 from numba import types
 from offline import arguments, compiled, flat, integers, record, scales
 
-from relpos_np.kernels._cuda import matrix, unit
-from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.planes import Block, Source, tiling_for
-from relpos_np.kernels._cuda.records import Call, Results
-from relpos_np.kernels._cuda.scores import CONTENT, SCORES, UNCAPPED
+from relpos_np.kernels._cuda.forward_pass import matrix, unit
+from relpos_np.kernels._cuda.forward_pass.scores import CONTENT, SCORES, UNCAPPED
+from relpos_np.kernels._cuda.launch.records import Call, Results
+from relpos_np.kernels._cuda.simd.intrinsics import FORMATS
+from relpos_np.kernels._cuda.simd.planes import Block, Source, tiling_for
 
 SHARED = 48 * 1024
 

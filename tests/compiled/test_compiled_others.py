@@ -8,9 +8,11 @@ import pytest
 from numba import types
 from offline import arguments, compiled, flat, integers, record, scales
 
-from relpos_np.kernels._cuda import attend, decode, elementwise, product, rotate, shift, sinks
-from relpos_np.kernels._cuda.intrinsics import FORMATS
-from relpos_np.kernels._cuda.records import Call, Results
+from relpos_np.kernels._cuda.backward_pass import sinks
+from relpos_np.kernels._cuda.forward_pass import attend, decode, product, shift
+from relpos_np.kernels._cuda.launch.records import Call, Results
+from relpos_np.kernels._cuda.simd import elementwise, rotate
+from relpos_np.kernels._cuda.simd.intrinsics import FORMATS
 
 SHARED = 48 * 1024
 

@@ -22,7 +22,10 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" or importlib.util.find_spec("to
 def poison(monkeypatch):
     """New arrays on the device hold NaN, so that a number that is never written is seen."""
     # Whoever allocates must have been imported by now.
-    from relpos_np.kernels._cuda import backplan, device, elementwise, plan, rotate, shift  # noqa: F401
+    from relpos_np.kernels._cuda.forward_pass import shift  # noqa: F401
+    from relpos_np.kernels._cuda.launch import device
+    from relpos_np.kernels._cuda.plan import backward, forward  # noqa: F401
+    from relpos_np.kernels._cuda.simd import elementwise, rotate  # noqa: F401
 
     empty = device.empty
 
@@ -40,12 +43,12 @@ def poison(monkeypatch):
 @pytest.fixture
 def transfers(monkeypatch):
     """What is copied to the device, and what back; in the simulator."""
-    from relpos_np.kernels._cuda import resident
+    from relpos_np.kernels._cuda.launch import shared_copies
 
     fake = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
     cuda = importlib.import_module("numba.cuda")
     # What earlier tests sent is not sent again.
-    resident.forget()
+    shared_copies.forget()
     up, down = [], []
     to_device, copy_to_device, copy_to_host = cuda.to_device, fake.copy_to_device, fake.copy_to_host
 

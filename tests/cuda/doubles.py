@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._cuda import device
-from relpos_np.kernels._cuda.result import DeviceArray
+from relpos_np.kernels._cuda.arrays.result import DeviceArray
+from relpos_np.kernels._cuda.launch import device
 
 if not device.simulated():
     pytest.skip("the doubles are memory of the host", allow_module_level=True)

@@ -9,8 +9,8 @@ from relpos_np import testing
 from relpos_np._dense import backward as gradient
 from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
-from relpos_np.kernels._cuda.operand import Operand
-from relpos_np.kernels._cuda.result import DeviceArray
+from relpos_np.kernels._cuda.arrays.operand import Operand
+from relpos_np.kernels._cuda.arrays.result import DeviceArray
 from tests.cuda.doubles import (
     ATTENTION,
     DTYPES,

@@ -10,8 +10,9 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
-from relpos_np.kernels._cuda import decode, plan
-from relpos_np.kernels._cuda.tile import Tiling
+from relpos_np.kernels._cuda.forward_pass import decode
+from relpos_np.kernels._cuda.plan import forward
+from relpos_np.kernels._cuda.simd.tile import Tiling
 from tests.cuda.terms import every_kind, in_float64
 from tests.every import ATTENTION
 
@@ -83,7 +84,7 @@ def test_terms_of_every_kind(batch, heads, kv_heads, q_len, k_len, dim, v_dim, k
 @pytest.mark.parametrize(("q_len", "k_len", "depth"), [(1, 1, 1), (7, 33, 17), (33, 7, 3), (34, 35, 16)])
 def test_products_with_relative_positions_made_by_the_kernel(q_len, k_len, depth, dtype, monkeypatch):
     """The same answer, bit for bit or nearly, whether the kernel makes the products or reads them."""
-    monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    monkeypatch.setattr(forward, "FEW_ROWS", 0)
     rng = np.random.default_rng(depth)
     q, k, v = (x.astype(dtype) for x in operands(rng, 2, 1, q_len, k_len, 5, 3, (2,)))
     problem, _, _ = check.problem(q, k, v, causal=False, offset=1)
@@ -97,9 +98,9 @@ def test_products_with_relative_positions_made_by_the_kernel(q_len, k_len, depth
     answers = []
     for fused in (True, False):
         out, lse = (np.full(shape, np.nan, dtype) for shape in (problem.out_shape, problem.out_shape[:-1]))
-        planner = plan.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused)
+        planner = forward.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused)
         assert planner.call().n_skews == (2 if fused else 0)
-        plan.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused).run(out, lse)
+        forward.Forward(problem, terms, (problem.q, problem.k, problem.v), fused=fused).run(out, lse)
         answers.append((out, lse))
     # Scores are sums of at most 24 products and reach 20; outputs are means of numbers below 4.
     for found, expected in zip(*answers, strict=True):
@@ -108,7 +109,7 @@ def test_products_with_relative_positions_made_by_the_kernel(q_len, k_len, depth
 
 @pytest.mark.parametrize("variant", rp.SCHEMES["transformer_xl"].variants)
 def test_transformer_xl_in_the_kernel(variant, monkeypatch):
-    monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    monkeypatch.setattr(forward, "FEW_ROWS", 0)
     one = testing.example("transformer_xl", dtype="float64", variant=variant, size="tiny")
     assert one.error(*one.run("cuda")) <= 1
 
@@ -116,8 +117,8 @@ def test_transformer_xl_in_the_kernel(variant, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_tiles_of_the_device(dtype, rng, monkeypatch):
     """Elsewhere in the simulator tiles are smaller than the device's."""
-    monkeypatch.setattr(plan, "tiling", lambda dtype, *_: Tiling(dtype, 64 if dtype.itemsize == 4 else 128, 64))
-    monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    monkeypatch.setattr(forward, "tiling", lambda dtype, *_: Tiling(dtype, 64 if dtype.itemsize == 4 else 128, 64))
+    monkeypatch.setattr(forward, "FEW_ROWS", 0)
     q, k, v = (x.astype(dtype) for x in operands(rng, 1, 1, 65, 70, 17, 33))
     rows = rng.standard_normal((134, 1, 17)).astype(dtype)
     position = (rp.ALiBi(np.array([0.1])), rp.Shaw(rows[:, 0][:9], np.zeros((9, 33), dtype), outside="zero"))

@@ -119,9 +119,9 @@ def test_gradients_of_every_kind_of_term(kind, batch, heads, kv_heads, q_len, k_
 )
 def test_gradients_of_products_with_relative_positions(batch, heads, q_len, k_len, options, monkeypatch):
     """Those that are made tile by tile, since there are as many rows as positions."""
-    from relpos_np.kernels._cuda import plan
+    from relpos_np.kernels._cuda.plan import forward
 
-    monkeypatch.setattr(plan, "FEW_ROWS", 4)
+    monkeypatch.setattr(forward, "FEW_ROWS", 4)
     rng = np.random.default_rng(q_len)
     operands, terms, given = every_kind(rng, batch, heads, 1, q_len, k_len, (5, 3), "distances", "float64")
     span = q_len + k_len - 1
@@ -205,14 +205,15 @@ def test_bad_numbers_reach_gradients_of_those_that_attend_them(rng):
 
 @pytest.mark.parametrize("dim", [5, 150], ids=["a block", "several blocks share a head"])
 def test_gradients_repeat_bit_by_bit_in_any_number_of_pieces(dim, rng, monkeypatch):
-    from relpos_np.kernels._cuda import backplan, plan
+    from relpos_np.kernels._cuda.plan import backward as backplan
+    from relpos_np.kernels._cuda.plan import forward
 
     operands, terms, given = every_kind(rng, (), 2, 1, 33, 35, (dim, 3), "pairs", "float32")
     along = TableTerm(np.float32(rng.standard_normal((2, 4))), Toeplitz(np.arange(67, dtype=np.int32) % 4, 4))
     every = Toeplitz(np.arange(67, dtype=np.int32), 67)
     skewed = QueryTerm(terms.queries[0].query, np.float32(rng.standard_normal((1, 67, 4))), every)
     queries = (skewed, terms.queries[0])
-    monkeypatch.setattr(plan, "FEW_ROWS", 60)
+    monkeypatch.setattr(forward, "FEW_ROWS", 60)
     terms = replace(terms, tables=(*terms.tables, along), queries=queries, keys=(), values=terms.values[:1])
     problem, _, _ = check.problem(*operands)
     launches, launch = [], backplan.launch
@@ -268,10 +269,10 @@ def test_gradients_of_many_channels(rng):
 
 def test_the_device_s_own_sizes(rng, monkeypatch):
     """In the simulator tiles are smaller than on a device: once with those of a device, ragged at every edge."""
-    from relpos_np.kernels._cuda import backcall
+    from relpos_np.kernels._cuda.backward_pass import sizes
 
-    monkeypatch.setattr(backcall, "simulated", lambda: False)
-    assert backcall.query_side(np.dtype(np.float32), 12)[0].rows == 64
+    monkeypatch.setattr(sizes, "simulated", lambda: False)
+    assert sizes.query_side(np.dtype(np.float32), 12)[0].rows == 64
     made = every_kind(rng, (), 1, 1, 66, 67, (12, 9), "pairs", "float32")
     check_terms(*made, lambda: {"causal": True}, 130)
 
@@ -315,19 +316,19 @@ def test_gradients_of_heads_that_share_a_key_on_the_device(rng):
 
 def test_shared_memory_fits(monkeypatch):
     """Kernels are made, if not compiled, with the sizes that they have on a device; each checks what it shares."""
-    from relpos_np.kernels._cuda import backcall
-    from relpos_np.kernels._cuda.backkey import key_gradient
-    from relpos_np.kernels._cuda.backquery import query_gradient
+    from relpos_np.kernels._cuda.backward_pass import sizes
+    from relpos_np.kernels._cuda.backward_pass.keys import key_gradient
+    from relpos_np.kernels._cuda.backward_pass.queries import query_gradient
 
-    monkeypatch.setattr(backcall, "simulated", lambda: False)
+    monkeypatch.setattr(sizes, "simulated", lambda: False)
     for name in EPS:
         dtype = np.dtype(name)
         for dim in (8, 32, 64, 96, 128, 256):
             for skewed in (False, True):
-                tiling, width = backcall.query_side(dtype, dim, skewed)
+                tiling, width = sizes.query_side(dtype, dim, skewed)
                 assert query_gradient(tiling, (name,) * 3, dim, width, skewed) is not None
-                tiling, width = backcall.key_side(dtype, dim, 64)
+                tiling, width = sizes.key_side(dtype, dim, 64)
                 assert key_gradient(tiling, (name,) * 3, dim, width, skewed) is not None
-    tiling, _ = backcall.query_side(np.dtype(np.float32), 64)
+    tiling, _ = sizes.query_side(np.dtype(np.float32), 64)
     with pytest.raises(AssertionError, match="shared memory"):
-        backcall.fits(tiling, (111, 111))
+        sizes.fits(tiling, (111, 111))

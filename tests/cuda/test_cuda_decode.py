@@ -8,8 +8,8 @@ import relpos_np as rp
 from relpos_np._contract import check
 from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
-from relpos_np.kernels._cuda import decode
-from relpos_np.kernels._cuda.device import upload
+from relpos_np.kernels._cuda.forward_pass import decode
+from relpos_np.kernels._cuda.launch.device import upload
 from tests.cuda.terms import every_kind, in_float64
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.

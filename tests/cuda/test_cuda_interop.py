@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._cuda import device
-from relpos_np.kernels._cuda.operand import Operand
-from relpos_np.kernels._cuda.result import DeviceArray
+from relpos_np.kernels._cuda.arrays.operand import Operand
+from relpos_np.kernels._cuda.arrays.result import DeviceArray
+from relpos_np.kernels._cuda.launch import device
 from tests.cuda.doubles import FAKE, There
 
 

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._cuda import device, resident
-from relpos_np.kernels._cuda.operand import Operand
+from relpos_np.kernels._cuda.arrays.operand import Operand
+from relpos_np.kernels._cuda.launch import device, shared_copies
 
 pytestmark = pytest.mark.skipif(not device.simulated(), reason="counts transfers of the simulator")
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    resident.forget()
+    shared_copies.forget()
     yield
-    resident.forget()
+    shared_copies.forget()
 
 
 def draw(rng):
@@ -92,7 +92,7 @@ def test_streams_share_nothing(transfers):
     found = []
     for stream in (1, 2, 1):
         with device.on(stream):
-            found.append(resident.kept(x)[0])
+            found.append(shared_copies.kept(x)[0])
     assert len(transfers.up) == 2
     assert found[0] is found[2]
     assert found[0] is not found[1]
@@ -101,9 +101,9 @@ def test_streams_share_nothing(transfers):
 
 def test_dtypes_and_parts_of_equal_bytes_are_told_apart(transfers):
     x = np.arange(4, dtype=np.float32)
-    (whole,) = resident.kept(x)
-    (words,) = resident.kept(x.view(np.int32))
-    parts = resident.kept(x[:2], x[2:])
+    (whole,) = shared_copies.kept(x)
+    (words,) = shared_copies.kept(x.view(np.int32))
+    parts = shared_copies.kept(x[:2], x[2:])
     assert (whole.dtype, words.dtype) == (np.float32, np.int32)
     assert [part.size for part in parts] == [2, 2]
     assert len(transfers.up) == 3
@@ -111,33 +111,33 @@ def test_dtypes_and_parts_of_equal_bytes_are_told_apart(transfers):
 
 def test_numbers_that_differ_at_the_end_are_told_apart():
     x = np.arange(300, dtype=np.float32)
-    resident.kept(x)
+    shared_copies.kept(x)
     x[-1] = -1
-    np.testing.assert_array_equal(resident.kept(x)[0].copy_to_host(), x)
+    np.testing.assert_array_equal(shared_copies.kept(x)[0].copy_to_host(), x)
 
 
 def test_the_oldest_go_first_and_large_ones_are_never_kept(monkeypatch, transfers):
-    monkeypatch.setattr(resident, "MOST_BYTES", 64)
-    monkeypatch.setattr(resident, "LARGEST", 32)
+    monkeypatch.setattr(shared_copies, "MOST_BYTES", 64)
+    monkeypatch.setattr(shared_copies, "LARGEST", 32)
     first, second, third = (np.full(6, n, np.float32) for n in range(3))
     for x in (first, second, first, third, first):
-        resident.kept(x)
+        shared_copies.kept(x)
     # The second made room for the third: the first was used after it.
     assert len(transfers.up) == 3
-    resident.kept(second)
+    shared_copies.kept(second)
     assert len(transfers.up) == 4
     for _ in range(2):
-        resident.kept(np.zeros(9, np.float32))
+        shared_copies.kept(np.zeros(9, np.float32))
     assert len(transfers.up) == 6
 
 
 def test_memory_that_runs_out_is_given_back(monkeypatch):
-    resident.kept(np.zeros(3, np.float32))
-    assert resident._stores
+    shared_copies.kept(np.zeros(3, np.float32))
+    assert shared_copies._stores
     monkeypatch.setattr(device, "simulated", lambda: False)
-    monkeypatch.setattr(device, "module", lambda: pytest.fail("reached") if resident._stores else _Module())
+    monkeypatch.setattr(device, "module", lambda: pytest.fail("reached") if shared_copies._stores else _Module())
     device.release()
-    assert not resident._stores
+    assert not shared_copies._stores
 
 
 class _Module:
@@ -156,7 +156,7 @@ def test_many_threads_at_once():
 
     def work(seed):
         order = np.random.default_rng(seed)
-        found = ((n, resident.kept(arrays[n])[0].copy_to_host()) for n in order.integers(0, 8, 200))
+        found = ((n, shared_copies.kept(arrays[n])[0].copy_to_host()) for n in order.integers(0, 8, 200))
         wrong.extend(n for n, x in found if (x != n).any())
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -165,5 +165,5 @@ def test_many_threads_at_once():
     for thread in threads:
         thread.join()
     assert not wrong
-    (store,) = resident._stores.values()
+    (store,) = shared_copies._stores.values()
     assert store.size == sum(x.nbytes for x in arrays)

@@ -8,9 +8,12 @@ import relpos_np as rp
 from relpos_np._contract import check
 from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
-from relpos_np.kernels._cuda import decode, device, matrix, plan, unit, warp
-from relpos_np.kernels._cuda.planes import Block, Source, tiling_for
-from relpos_np.kernels._cuda.tile import Tiling
+from relpos_np.kernels._cuda.forward_pass import decode, matrix, unit
+from relpos_np.kernels._cuda.launch import device
+from relpos_np.kernels._cuda.plan import forward
+from relpos_np.kernels._cuda.simd import warp
+from relpos_np.kernels._cuda.simd.planes import Block, Source, tiling_for
+from relpos_np.kernels._cuda.simd.tile import Tiling
 from tests.cuda.terms import every_kind, in_float64
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
@@ -150,7 +153,7 @@ def test_terms_of_every_kind(precision, sizes, kind):
 
 @pytest.mark.parametrize("precision", ["medium", "highest"])
 def test_products_with_relative_positions_made_by_the_kernel(precision, monkeypatch, launched):
-    monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    monkeypatch.setattr(forward, "FEW_ROWS", 0)
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((134, 1, 17)).astype(np.float32)
     q, k, v = draw(rng, heads=1, q_len=34, k_len=35, dim=17, v_dim=33)
@@ -294,7 +297,7 @@ def test_results_repeat_bit_by_bit(rng):
 def test_the_device_s_tiles(rng, monkeypatch):
     """Elsewhere in the simulator tiles are smaller than the device's."""
     sizes = Tiling(np.dtype(np.float32), 64, 64, matrix=True)
-    monkeypatch.setattr(plan, "tiling_for", lambda *_, **__: sizes)
+    monkeypatch.setattr(forward, "tiling_for", lambda *_, **__: sizes)
     q, k, v = draw(rng, "bfloat16", heads=1, q_len=65, k_len=70, dim=17, v_dim=33)
     both(q, k, v, None, position=rp.ALiBi(np.array([0.1])), causal=True)
 

@@ -12,10 +12,10 @@ from relpos_np import testing
 from relpos_np._calls import lowering
 from relpos_np._contract import check
 from relpos_np._contract.turned import turn_channels
-from relpos_np.kernels._cuda import intrinsics
-from relpos_np.kernels._cuda.elementwise import elementwise
-from relpos_np.kernels._cuda.operand import Operand
-from relpos_np.kernels._cuda.result import DeviceArray
+from relpos_np.kernels._cuda.arrays.operand import Operand
+from relpos_np.kernels._cuda.arrays.result import DeviceArray
+from relpos_np.kernels._cuda.simd import intrinsics
+from relpos_np.kernels._cuda.simd.elementwise import elementwise
 from tests.cuda.doubles import (
     ATTENTION,
     DTYPES,

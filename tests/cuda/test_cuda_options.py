@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._cuda.result import DeviceArray
+from relpos_np.kernels._cuda.arrays.result import DeviceArray
 from tests.cuda.doubles import DTYPES, EPS, There, draw, expected_of, heads_last, holds, same, there
 
 # In the simulator NumPy warns of the infinities that some tests put in.

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from relpos_np.kernels._cuda import product
-from relpos_np.kernels._cuda.device import upload
+from relpos_np.kernels._cuda.forward_pass import product
+from relpos_np.kernels._cuda.launch.device import upload
 
 FILLER = 7.0
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._cuda import shift
-from relpos_np.kernels._cuda.device import upload
+from relpos_np.kernels._cuda.forward_pass import shift
+from relpos_np.kernels._cuda.launch.device import upload
 
 
 @pytest.mark.parametrize("blocks", [2, 1 << 31], ids=["few blocks", "as many as it takes"])

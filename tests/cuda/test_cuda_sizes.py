@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._cuda import plan
+from relpos_np.kernels._cuda.plan import forward
 
 # In the simulator NumPy warns of the infinities that some tests put in.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -48,7 +48,7 @@ def test_steps_and_phases_say_which_keys_are_attended():
         distances = np.arange(k_len) - np.arange(q_len)[:, None]
         for step in (*range(1, 13), 1 << 58):
             for offset in (*range(-14, 15), 1 << 57, 3 - (1 << 58)):
-                short, phase = plan.strides_of_keys(step, offset, q_len, k_len)
+                short, phase = forward.strides_of_keys(step, offset, q_len, k_len)
                 assert 0 <= phase < 3 * (q_len + k_len)
                 assert short <= q_len + k_len
                 assert (distances + phase).min() >= 0

@@ -269,7 +269,7 @@ def begin() -> None:
         # The system cannot allow what the processor lacks.
         allowed = SimpleNamespace(syscall=lambda *_: 0)
         mock.patch("ctypes.CDLL", return_value=allowed).start()
-    importlib.import_module("relpos_np.kernels._numba.target")
+    importlib.import_module("relpos_np.kernels._numba.simd.target")
     mock.patch.stopall()
 
 

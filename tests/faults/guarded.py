@@ -109,8 +109,8 @@ class Guarded:
 def _tighten():
     """Let kernels' own memory begin on a cache line because it ends on one, without room behind it."""
     names = [name for name in sys.modules if name.startswith("relpos_np.kernels._numba")]
-    launch = sys.modules["relpos_np.kernels._numba.launch"]
-    address_of, before = launch.address_of, sys.modules["relpos_np.kernels._numba.arrays"].aligned
+    launch = sys.modules["relpos_np.kernels._numba.launch.launcher"]
+    address_of, before = launch.address_of, sys.modules["relpos_np.kernels._numba.launch.arrays"].aligned
 
     def workspace(size):
         kept = np.empty(-(-size // 64) * 64, np.uint8)

@@ -203,7 +203,7 @@ def test_row_36_grids_have_one_axis():
     import ast
     from pathlib import Path
 
-    for path in sorted((Path(rp.__file__).parent / "kernels" / "_cuda").glob("*.py")):
+    for path in sorted((Path(rp.__file__).parent / "kernels" / "_cuda").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ("y", "z") and isinstance(node.value, ast.Attribute):

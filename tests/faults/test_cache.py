@@ -22,8 +22,8 @@ import relpos_np as rp
 from tests.processes import ROOT, child
 
 pytest.importorskip("numba")
-build = pytest.importorskip("relpos_np.kernels._numba.build")
-cache = pytest.importorskip("relpos_np.kernels._numba.cache")
+build = pytest.importorskip("relpos_np.kernels._numba.launch.build")
+cache = pytest.importorskip("relpos_np.kernels._numba.launch.cache")
 
 # The smallest kernel, so that compiling it again and again costs little.
 SHIFT = (
@@ -203,7 +203,7 @@ SETTINGS = {"BOUNDSCHECK": "1", "DEBUGINFO": "1", "LOOP_VECTORIZE": "0", "SLP_VE
 @pytest.mark.parametrize(("name", "value"), SETTINGS.items())
 def test_row_43_settings_that_change_code_have_entries_of_their_own(name, value):
     """An entry that was compiled with checks is not run without them, nor the reverse."""
-    code = "from relpos_np.kernels._numba.cache import _stamp; print(_stamp())"
+    code = "from relpos_np.kernels._numba.launch.cache import _stamp; print(_stamp())"
     (_, plain, _), (status, changed, log) = child(code, bare=True), child(code, bare=True, **{f"NUMBA_{name}": value})
     assert status == 0, log
     assert plain != changed

@@ -48,7 +48,7 @@ def calls():
 )
 def test_row_45_a_device_that_fails_at_any_step(name, word, monkeypatch):
     """Uploads, allocations, launches and downloads in turn: an error with its cause, and the next call is right."""
-    from relpos_np.kernels._cuda import device
+    from relpos_np.kernels._cuda.launch import device
     from tests.cuda.doubles import FAILURE
 
     call, attempt = calls()[name], device.attempt

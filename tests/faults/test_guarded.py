@@ -68,7 +68,7 @@ def random_calls(at_end, count, seed):
     [
         ("np.lib.stride_tricks.as_strided(np.ones(5), (6,))[5]", True),
         ("np.lib.stride_tricks.as_strided(np.ones(5)[::-1], (6,))[5]", False),
-        ("(launch := relpos_np.kernels._numba.launch).lend(640, 2)[0][-1:].ctypes.data_as(bytes_)[1]", True),
+        ("(launch := relpos_np.kernels._numba.launch.launcher).lend(640, 2)[0][-1:].ctypes.data_as(bytes_)[1]", True),
         (
             "x = np.ones(5); old = x.ctypes.data; del x; ctypes.string_at(old, 8)",
             True,

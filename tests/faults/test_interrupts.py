@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals to itse
 CODE = """
 import json, signal, threading, time
 from relpos_np.kernels import _numba
-from relpos_np.kernels._numba import launch
+from relpos_np.kernels._numba.launch import launcher as launch
 
 # A shell that runs this in the background has it ignore the signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -263,7 +263,7 @@ def test_row_40_many_interrupts_in_a_row(home):
 @pytest.mark.parametrize("after", [0.0, 0.1])
 def test_row_40_threads_of_python_are_waited_for(after, monkeypatch):
     """They write to memory of the call: none may run when it has returned, wherever the interrupt came."""
-    launch, main, ended = pytest.importorskip("relpos_np.kernels._numba.launch"), threading.main_thread(), []
+    launch, main, ended = pytest.importorskip("relpos_np.kernels._numba.launch.launcher"), threading.main_thread(), []
 
     def function(*_):
         time.sleep(0.05 if threading.current_thread() is main else 0.4)

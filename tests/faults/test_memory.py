@@ -149,8 +149,8 @@ def test_row_37_masks_dropout_and_other_dtypes_are_counted(backend, name, dtype,
 )
 def test_row_37_workspaces_of_gradients_that_are_cut(heads, q_len, k_len, asked, monkeypatch):
     """Each piece of work that is under way has one, where its sums wait between calls of the kernel."""
-    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
-    backjob = importlib.import_module("relpos_np.kernels._numba.backjob")
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch.launcher")
+    backjob = importlib.import_module("relpos_np.kernels._numba.plan.backward_job")
     monkeypatch.setattr(launch, "CALL_FLOPS", 1e6)
     # Those of other calls in this thread would not be counted.
     monkeypatch.setattr(launch, "KEEP_BYTES", 0)

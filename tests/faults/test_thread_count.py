@@ -13,7 +13,7 @@ import relpos_np as rp
 
 numba = pytest.importorskip("numba")
 threadpoolctl = pytest.importorskip("threadpoolctl")
-launch = pytest.importorskip("relpos_np.kernels._numba.launch")
+launch = pytest.importorskip("relpos_np.kernels._numba.launch.launcher")
 MOST = numba.config.NUMBA_NUM_THREADS
 
 

@@ -53,7 +53,7 @@ def test_row_38_first_calls_at_once_compile_and_load(layer, tmp_path):
 
 def test_row_38_fewer_threads_where_the_system_gives_no_more(monkeypatch):
     """A limit on processes, or an interpreter that is closing: the calling thread does all of it."""
-    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch.launcher")
     q, k, v = np.random.default_rng(0).standard_normal((3, 4, 300, 32)).astype(np.float32)
     expected = rp.attention(q, k, v)
     asked = []
@@ -85,7 +85,7 @@ def test_row_38_a_call_while_the_interpreter_closes():
 
 def test_row_38_the_length_of_a_call_is_no_other_call_s():
     """Kernels read it where it lies: two threads that begin at once must not free each other's."""
-    launch = pytest.importorskip("relpos_np.kernels._numba.launch")
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch.launcher")
     for threads in (1, 2, 7, launch.MOST_THREADS):
         assert ctypes.c_int64.from_address(launch._length(threads)).value == threads
         assert 0 <= launch._length(threads) - launch._NUMBERS < launch._threads.nbytes

@@ -13,7 +13,7 @@ import relpos_np as rp
 @pytest.fixture(scope="session")
 def simulated():
     """Whether this is Numba's simulator."""
-    from relpos_np.kernels._cuda.device import simulated
+    from relpos_np.kernels._cuda.launch.device import simulated
 
     return simulated()
 
@@ -24,7 +24,7 @@ def gpu():
     required = os.environ.get("RELPOS_GPU") == "required"
     if reason := rp.backend.available()[1].get("cuda"):
         (pytest.fail if required else pytest.skip)(reason)
-    from relpos_np.kernels._cuda.device import simulated
+    from relpos_np.kernels._cuda.launch.device import simulated
 
     if required and simulated():
         pytest.fail("RELPOS_GPU=required, and this is the simulator")

@@ -20,7 +20,8 @@ from numba.core.extending import _Intrinsic
 
 from relpos_np._calls import repeated
 from relpos_np.kernels import _numba as host
-from relpos_np.kernels._numba import biases, division, job, launch, records
+from relpos_np.kernels._numba.launch import launcher, records
+from relpos_np.kernels._numba.plan import biases, division, job
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
 from tests.interpreted.vectors import Vectors
 
@@ -28,8 +29,24 @@ from tests.interpreted.vectors import Vectors
 MODULES = {
     name.rpartition(".")[2]: sys.modules[f"{host.__name__}.{name}"]
     for name in (
-        *("attend", "backpairs", "backsums", "backward", "counted", "decode", "entries"),
-        *("pack", "pieces", "planes", "product", "scores", "shift", "window"),
+        *(
+            "forward_pass.attend",
+            "backward_pass.pairs",
+            "backward_pass.sums",
+            "backward_pass.kernel",
+            "forward_pass.gated_positions",
+            "forward_pass.decode",
+            "launch.entries",
+        ),
+        *(
+            "forward_pass.pack",
+            "forward_pass.work",
+            "forward_pass.planes",
+            "forward_pass.product",
+            "forward_pass.scores",
+            "forward_pass.shift",
+            "forward_pass.window",
+        ),
     )
 }
 # Intrinsics by what they are called there, which is what `vectors.py` calls them.
@@ -299,7 +316,7 @@ def interpreted(**options):
                 elif name in ("run", "lend"):
                     patch.setattr(module, name, getattr(machine, name))
         for name in ("run", "lend"):
-            patch.setattr(launch, name, getattr(machine, name))
+            patch.setattr(launcher, name, getattr(machine, name))
 
         def no_bias(dtype, k_len, made=biases._no_bias):
             row = made(dtype, k_len)
@@ -311,9 +328,9 @@ def interpreted(**options):
         patch.setattr(job, "_known", {})
         patch.setattr(repeated, "form", lambda *_: None)
         if machine.threads is not None:
-            for module in (division, launch, MODULES["product"], MODULES["shift"]):
+            for module in (division, launcher, MODULES["product"], MODULES["shift"]):
                 for name in ("SERIAL_FLOPS", "SERIAL_DECODE_FLOPS", "SERIAL_BYTES"):
                     patch.setattr(module, name, 1e-9, raising=False)
-            for module in (launch, MODULES["shift"]):
+            for module in (launcher, MODULES["shift"]):
                 patch.setattr(module, "available_threads", lambda: machine.threads)
         yield machine

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import testing
-from relpos_np.kernels._numba import job
-from relpos_np.kernels._numba.target import BLOCK_KEYS, TILED
+from relpos_np.kernels._numba.plan import job
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, TILED
 from relpos_np.testing.cases import edges
 from tests.interpreted.agreement import assert_agrees
 from tests.interpreted.machine import KINDS_OF_ORDER, interpreted

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba.call import Call
-from relpos_np.kernels._numba.target import BLOCK_KEYS, TARGET
+from relpos_np.kernels._numba.plan.call import Call
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, TARGET
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
 from tests.interpreted.memory import FLOAT32, Fault, Memory, Place, Region, bounds, marks
 from tests.interpreted.vectors import Vectors

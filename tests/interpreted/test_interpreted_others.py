@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.kernels._numba import division, launch
-from relpos_np.kernels._numba.target import BLOCK_KEYS, PAIR_ROWS, TARGET
+from relpos_np.kernels._numba.launch import launcher
+from relpos_np.kernels._numba.plan import division
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, PAIR_ROWS, TARGET
 from tests.interpreted.agreement import assert_agrees, assert_gradients_agree
 from tests.interpreted.machine import KINDS_OF_ORDER, MODULES, interpreted
 from tests.interpreted.test_interpreted_attention import ALONE, BATCH, DTYPES, STRESS, compare
@@ -178,7 +179,7 @@ def test_decoding_of_values_that_are_not_finite(rng):
 )
 def test_a_long_call_is_cut(q_len, k_len, threads, monkeypatch):
     """A call that takes long is several launches, between which Python sees signals; forwards and backwards."""
-    monkeypatch.setattr(launch, "CALL_FLOPS", 1e3)
+    monkeypatch.setattr(launcher, "CALL_FLOPS", 1e3)
     monkeypatch.setattr(division, "RUNS", 2)
     v_dim = TARGET.lanes(8)
     case = Case(5, ALONE, (), 9, 2, q_len, k_len, 4, v_dim, positions=(grid(q_len, k_len),))
@@ -238,7 +239,7 @@ def test_rel_shift(variant, threads, rng, monkeypatch):
 def test_other_vector_units(name, features):
     """Shorter vectors, other register tiles: nothing has to be compiled to interpret their kernels."""
     code, out, log = child(
-        f"from relpos_np.kernels._numba.target import TARGET; assert TARGET.name == {name!r}\n"
+        f"from relpos_np.kernels._numba.simd.target import TARGET; assert TARGET.name == {name!r}\n"
         "import pytest\n"
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/interpreted']))",
         NUMBA_CPU_FEATURES=features,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from relpos_np.kernels._numba.split import FAR
-from relpos_np.kernels._numba.target import NARROW, PAIR_ROWS, PAIR_STEPS, SUM_VECTORS, TARGET, TILED
+from relpos_np.kernels._numba.simd.bfloat16_planes import FAR
+from relpos_np.kernels._numba.simd.target import NARROW, PAIR_ROWS, PAIR_STEPS, SUM_VECTORS, TARGET, TILED
 from tests.interpreted.memory import ADDRESS, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault
 
 TINY_EXPONENT = {4: -126.0, 8: -1022.0}

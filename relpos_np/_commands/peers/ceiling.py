@@ -29,8 +29,8 @@ def _kernels() -> tuple[Any, Any, int]:
     from numba import types
     from numba.extending import intrinsic
 
-    from relpos_np.kernels._numba.target import TARGET
-    from relpos_np.kernels._numba.vectors import Vectors, index
+    from relpos_np.kernels._numba.simd.target import TARGET
+    from relpos_np.kernels._numba.simd.vectors import Vectors, index
 
     accumulators = 24 if TARGET.vector_bytes == 64 else 12
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms, ValueTerm, nothing
-from relpos_np.kernels._cuda import device
+from relpos_np.kernels._cuda.launch import device
 
 __all__ = ["attention", "backward", "rel_shift", "require"]
 
@@ -36,8 +36,8 @@ def attention(
     `operands`, q, k and v, are arrays of NumPy, or `Operand` as are `out` and `lse` then; they may be of half
     precision.
     """
-    from relpos_np.kernels._cuda.operand import Operand
-    from relpos_np.kernels._cuda.plan import Forward
+    from relpos_np.kernels._cuda.arrays.operand import Operand
+    from relpos_np.kernels._cuda.plan.forward import Forward
 
     site = problem.site
     if operands is None:
@@ -68,7 +68,7 @@ def rel_shift(x: Any, out: Any, variant: str, *, used: bool = False) -> None:  #
 
     Both are arrays of NumPy, or both are `Operand`.
     """
-    from relpos_np.kernels._cuda import shift
+    from relpos_np.kernels._cuda.forward_pass import shift
 
     shift.rel_shift(x, out, variant)
 
@@ -80,7 +80,7 @@ def backward(
 
     `operands` as in `attention`; where they are `Operand`, so are `grad_out`, `grad_lse` and gradients of vectors.
     """
-    from relpos_np.kernels._cuda.backplan import Backward
+    from relpos_np.kernels._cuda.plan.backward import Backward
 
     site = problem.site
     if not math.prod((*problem.out_shape[:-1], site.k_len)):

@@ -11,20 +11,20 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms, nothing
-from relpos_np.kernels._numba import by_rows, job
-from relpos_np.kernels._numba.attend import attend
-from relpos_np.kernels._numba.backjob import BackwardJob, readable_gradient
-from relpos_np.kernels._numba.backward import backward as backward_kernel
-from relpos_np.kernels._numba.cache import cache_folder
-from relpos_np.kernels._numba.counted import count, recount
-from relpos_np.kernels._numba.decode import decode
-from relpos_np.kernels._numba.held import held
-from relpos_np.kernels._numba.pieces import LOG2
-from relpos_np.kernels._numba.prepared import prepare
-from relpos_np.kernels._numba.product import product
-from relpos_np.kernels._numba.shift import rel_shift, shift
-from relpos_np.kernels._numba.target import CONVERTS_HALF, TILED, UNIT
-from relpos_np.kernels._numba.window import windows
+from relpos_np.kernels._numba.backward_pass.kernel import backward as backward_kernel
+from relpos_np.kernels._numba.forward_pass.attend import attend
+from relpos_np.kernels._numba.forward_pass.decode import decode
+from relpos_np.kernels._numba.forward_pass.gated_positions import count, recount
+from relpos_np.kernels._numba.forward_pass.product import product
+from relpos_np.kernels._numba.forward_pass.shift import rel_shift, shift
+from relpos_np.kernels._numba.forward_pass.window import windows
+from relpos_np.kernels._numba.forward_pass.work import LOG2
+from relpos_np.kernels._numba.launch.cache import cache_folder
+from relpos_np.kernels._numba.plan import by_rows, job
+from relpos_np.kernels._numba.plan.backward_job import BackwardJob, readable_gradient
+from relpos_np.kernels._numba.plan.prepared import prepare
+from relpos_np.kernels._numba.plan.workspace_bytes import held
+from relpos_np.kernels._numba.simd.target import CONVERTS_HALF, TILED, UNIT
 from relpos_np.types import Array
 
 __all__ = ["attention", "backward", "cache_folder", "held", "prepare", "rel_shift", "warm_up"]

@@ -1,0 +1,1 @@
+"""Arrays on the device, which calls take and return."""

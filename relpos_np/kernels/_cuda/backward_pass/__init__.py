@@ -1,0 +1,1 @@
+"""Kernels that make gradients, and sinks of both passes."""

@@ -1,0 +1,1 @@
+"""Kernels that make attention and products with tables, and `rel_shift`."""

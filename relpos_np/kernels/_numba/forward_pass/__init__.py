@@ -1,0 +1,1 @@
+"""Kernels that make attention, its biases and products with tables, and `rel_shift`."""

@@ -1,0 +1,247 @@
+"""Few queries and many keys: keys and values are read once, as they lie, for all queries that share them.
+
+Keys and values may be of half precision; arithmetic is then in float32. One piece of work is a range of keys of one key
+head, with the rows of every query head of its group. Many keys are attended in several ranges and merged.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from relpos_np.kernels._numba.forward_pass.attend import Layout, bypass_values, write_lse
+from relpos_np.kernels._numba.forward_pass.pack import load_block, load_turned, store_row
+from relpos_np.kernels._numba.forward_pass.scores import complete_scores, in_band
+from relpos_np.kernels._numba.forward_pass.work import MINUS_INFINITY, OWN, Head, Tile, head_of, round_up, size_of
+from relpos_np.kernels._numba.launch.build import helper, inlined
+from relpos_np.kernels._numba.launch.entries import entry_points
+from relpos_np.kernels._numba.launch.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
+from relpos_np.kernels._numba.simd.rows import (
+    advance,
+    at,
+    brains,
+    copy_block,
+    dots_of_four,
+    dots_of_one,
+    doubles,
+    exp2_row,
+    fill_row,
+    floats,
+    get,
+    halves,
+    lane_max,
+    lane_sum,
+    lanes_of,
+    longs,
+    mixes_of_four,
+    mixes_of_one,
+    opaque,
+    pointer_like,
+    put,
+    scale_row,
+    take,
+)
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, CONVERTS_HALF, SUM_VECTORS
+from relpos_np.types import Array
+
+PACK_DECODE = struct.Struct(f"<{len(DECODE.names or ())}q").pack
+CALL_BYTES = CALL.itemsize
+# Rows beyond this many are worth packing the keys for.
+MOST_ROWS = 8
+
+
+@helper
+def decode_layout(depth: int, v_depth: int, turning: int, lanes: int) -> Layout:
+    """A thread's workspace; buffers that are not needed are empty. `turning`: not 0 if keys turn as they are read."""
+    width = (v_depth + lanes - 1) // lanes * lanes
+    keys = (MOST_ROWS * depth + 63) // 64 * 64
+    scores = keys + (BLOCK_KEYS * depth if turning else 0)
+    values = scores + MOST_ROWS * BLOCK_KEYS
+    out = values + BLOCK_KEYS * width
+    total = out + MOST_ROWS * width
+    tops = total + MOST_ROWS * lanes
+    # Vectors of rows: the rows are rounded up to a vector.
+    best = tops + MOST_ROWS * lanes
+    top = best + 64
+    fade = top + 64
+    return Layout(
+        0, keys, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, 0, fade + 64
+    )
+
+
+@helper
+def score_rows(base: Any, w: Any, keys: Any, row: int, cols: int, depth: int, rows: int) -> None:
+    """Plain products of every query with every key."""
+    for r in range(rows):
+        q, s = at(base, w.queries + r * depth), at(base, w.scores + r * BLOCK_KEYS)
+        if r >= rows // 4 * 4:
+            dots_of_one(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
+        elif r % 4 == 0:
+            dots_of_four(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
+
+
+@helper
+def mix_rows(base: Any, w: Any, values: Any, row: int, cols: int, depth: int, rows: int) -> None:
+    """Add values, weighted by probabilities, to every row of the output."""
+    width = round_up(depth, lanes_of(base))
+    for r in range(rows):
+        s, out, fade = at(base, w.scores + r * BLOCK_KEYS), at(base, w.out + r * width), at(base, w.fade + r)
+        if r >= rows // 4 * 4:
+            mixes_of_one(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
+        elif r % 4 == 0:
+            mixes_of_four(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
+
+
+@helper
+def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any) -> None:
+    """Attend one block of keys with the rows of every query head of a group, of which `head` is the first.
+
+    `stored`: any pointer of the type that keys and values have.
+    """
+    cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
+    rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
+    out, fade, values = at(base, w.out), at(base, w.fade), at(pointer_like(stored, head.v), tile.j0 * p.v_row)
+    if p.turn:
+        keys, own = at(base, w.keys), head.k + tile.j0 * p.k_row * size_of(base, p.k_kind)
+        turns = head.k_turn + tile.j0 * 2 * p.turn_pairs * size_of(base, OWN)
+        load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, cols, p.depth)
+        score_rows(base, w, keys, p.depth, cols, p.depth, rows)
+    else:
+        score_rows(base, w, at(pointer_like(stored, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
+    fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
+    for g in range(p.k_group):
+        one = Head(
+            head.b,
+            head.h + g,
+            head.q,
+            head.k,
+            head.v,
+            head.grad,
+            at(head.bias, g * p.bias_head),
+            head.mask,
+            0,
+            0,
+            head.inner + g * p.inner_head,
+        )
+        complete_scores(p, adds, base, w, one, Tile(0, p.q_len, tile.j0, cols, g * p.q_len))
+    for i in range(rows):
+        put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
+    advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
+    # Where every row may attend every key, values are read where they lie.
+    in_place = p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, head.b, tile)
+    bypassed = False
+    if not in_place:
+        bypassed = math.isnan(copy_block(at(base, w.values), width, values, p.v_row, cols, v_depth))
+        if bypassed:
+            for i in range(rows):
+                if get(fade, i) == 0.0:
+                    fill_row(out, i * width, (i + 1) * width, 0.0)
+            bypass_values(base, w, rows, cols, v_depth, width)
+    for i in range(rows):
+        s = at(base, w.scores + i * BLOCK_KEYS)
+        fill_row(s, cols, wide, MINUS_INFINITY)
+        exp2_row(s, wide, get(base, w.best + i), at(base, w.total + i * lanes), get(fade, i))
+    if bypassed:
+        # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
+        for i in range(rows):
+            if get(fade, i) == 0.0:
+                put(fade, i, 1.0)
+    if in_place:
+        mix_rows(base, w, values, p.v_row, cols, v_depth, rows)
+    else:
+        mix_rows(base, w, at(base, w.values), width, cols, v_depth, rows)
+
+
+@inlined
+def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
+    """Write the output and the log-sum-exp of a group's rows, or what a part of the keys leaves to be merged."""
+    v_depth, lanes = p.v_depth, lanes_of(base)
+    width = round_up(v_depth, lanes)
+    for i in range(p.k_group * p.q_len):
+        row = (head.b * p.heads + head.h) * p.q_len + i
+        top, total, sums = get(base, w.top + i), lane_sum(at(base, w.total + i * lanes)), at(base, w.out + i * width)
+        if e.parts > 1:
+            partial = at(pointer_like(base, e.partial), (row * e.parts + part) * (v_depth + 2))
+            put(partial, 0, top)
+            put(partial, 1, total)
+            scale_row(at(partial, 2), sums, v_depth, 1.0)
+        else:
+            factor = 0.0 if total == 0.0 else 1.0 / total
+            store_row(sums, p.out + row * v_depth * size_of(base, p.out_kind), p.out_kind, v_depth, factor)
+            write_lse(p, base, row, top, total)
+
+
+@inlined
+def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any, t: int) -> None:
+    """Attend one range of keys of one key head."""
+    group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
+    kv_heads, rows = p.heads // group, group * q_len
+    b, h, part = t // (kv_heads * e.parts), t // e.parts % kv_heads * group, t % e.parts
+    w, head = decode_layout(p.depth, p.v_depth, p.turn, lanes), head_of(p, batches, base, b, h)
+    for g in range(group):
+        rows_at, own = at(base, w.queries + g * q_len * p.depth), head.q + g * p.q_head * size_of(base, p.q_kind)
+        if p.turn:
+            turns = head.q_turn + g * p.q_turn_head * size_of(base, OWN)
+            load_turned(p, rows_at, p.depth, own, p.q_kind, p.q_row, turns, q_len, p.depth)
+        else:
+            load_block(rows_at, p.depth, own, p.q_kind, p.q_row, q_len, p.depth)
+        scale_row(rows_at, rows_at, q_len * p.depth, p.scale)
+    fill_row(base, w.out, w.out + rows * round_up(p.v_depth, lanes), 0.0)
+    fill_row(base, w.total, w.total + rows * lanes, 0.0)
+    fill_row(base, w.best, w.best + 64, MINUS_INFINITY)
+    fill_row(base, w.top, w.top + 64, MINUS_INFINITY)
+    begin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
+    end = min(get(batches, KEY_END * p.count + b), q_len + p.offset + p.right)
+    step = round_up((end - begin + e.parts - 1) // e.parts, BLOCK_KEYS)
+    first = begin + part * step
+    for j0 in range(first, min(first + step, end), BLOCK_KEYS):
+        decode_tile(p, adds, base, stored, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0))
+    write_rows(p, e, base, w, head, part)
+
+
+def _decoding(stored: Any) -> Any:
+    """The kernel's body, which takes pieces of work from the shared counter while there are any.
+
+    `stored`: the type of pointer to keys and values, by which loads that widen them are compiled in.
+    """
+
+    @inlined
+    def decode_all(call: int, base: Any) -> None:
+        p = carray(opaque(call), 1, CALL)[0]
+        e = carray(opaque(call + CALL_BYTES), 1, DECODE)[0]
+        adds = carray(opaque(p.adds), p.add_count, ADD)
+        t = take(call)
+        while t < p.stop:
+            decode_part(p, e, adds, longs(p.batches), base, stored(p.k), t)
+            t = take(call)
+
+    return decode_all
+
+
+# By the dtype in which keys and values are stored.
+_BODIES = {
+    "float32": (floats, _decoding(floats)),
+    "float64": (doubles, _decoding(doubles)),
+    "bfloat16": (floats, _decoding(brains)),
+}
+if CONVERTS_HALF:
+    _BODIES["float16"] = floats, _decoding(halves)
+decode = entry_points("decode", CALL, _BODIES)
+
+
+def merge(partial: Array, out: Array, lse: Array | None, unit: float) -> None:
+    """Combine parts (rows, parts, 2 + D_v): maximum in units of log 2, sum, weighted sum of values."""
+    top, total, sums = partial[..., 0], partial[..., 1], partial[..., 2:]
+    # A part without keys has sums of 0; what is not finite elsewhere stays.
+    with np.errstate(all="ignore"):
+        best = top.max(axis=1, keepdims=True)
+        share = np.exp2(top - np.where(best == -np.inf, 0, best))
+        whole = (total * share).sum(axis=1)
+        mixed = np.matmul(share[:, None], sums)[:, 0] / np.where(whole == 0, 1, whole)[:, None]
+        out.reshape(mixed.shape)[...] = mixed
+        if lse is not None:
+            lse.reshape(whole.shape)[...] = (best[:, 0] + np.log2(whole)) * unit

@@ -1,0 +1,178 @@
+"""Compilation of kernels to C functions, or linking of what an earlier process compiled."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+from numba import types
+from numba.core import ir
+
+from relpos_np._runtime.forks import preparing
+from relpos_np.kernels._numba.launch import cache
+from relpos_np.kernels._numba.simd.target import TARGET
+
+log = logging.getLogger("relpos_np")
+
+# A kernel has the signature of a NumPy inner loop, which Numba's thread pools call:
+# (addresses of arrays, lengths, steps, data). Its one array holds thread numbers, data is the record.
+_SIGNATURE = types.void(
+    types.CPointer(types.CPointer(types.int64)), types.CPointer(types.int64), types.CPointer(types.int64), types.int64
+)
+
+
+@contextmanager
+def _no_signal_lost() -> Iterator[None]:
+    """Raise at the end what Ctrl-C raised where nobody could see it: in a callback of the compiler."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    lost: list[BaseException] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            before(number, frame)
+        except BaseException as error:
+            lost.append(error)
+            raise
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if lost:
+        raise lost[0]
+
+
+def _copied(scope: Any, memo: dict[int, Any]) -> Any:
+    """Copy what a scope records, and not its variables, which nobody changes."""
+    made = memo[id(scope)] = ir.Scope(scope.parent, scope.loc)
+    made.localvars._con.update(scope.localvars._con)
+    made.redefined.update(scope.redefined)
+    made.var_redefinitions.update({name: set(found) for name, found in scope.var_redefinitions.items()})
+    return made
+
+
+@contextmanager
+def _scopes_copied_once() -> Iterator[None]:
+    """Spare Numba a quarter of its time: it copies all variables of what it inlines for each block of that."""
+    known = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
+    ours = vars(ir.Scope(None, ir.unknown_loc)).keys() == known and not hasattr(ir.Scope, "__deepcopy__")
+    if ours:
+        ir.Scope.__deepcopy__ = _copied
+    try:
+        yield
+    finally:
+        if ours:
+            del ir.Scope.__deepcopy__
+
+
+def _resolve(symbol: str) -> bool:
+    """Make sure that the linker will find a symbol; Numba's own are registered only when it compiles."""
+    if llvm.address_of_symbol(symbol) is not None:
+        return True
+    from numba import _helperlib
+    from numba.core.runtime import _nrt_python
+
+    for prefix, module in (("numba_", _helperlib), ("NRT_", _nrt_python)):
+        helpers: dict[str, int] = getattr(module, "c_helpers", {})
+        address = helpers.get(symbol.removeprefix(prefix)) if symbol.startswith(prefix) else None
+        if address is not None:
+            llvm.add_symbol(symbol, address)
+            return True
+    return False
+
+
+class _Linked:
+    """Object code in memory, kept alive with its engine."""
+
+    def __init__(self, code: bytes) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        machine = llvm.Target.from_default_triple().create_target_machine()
+        self.engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self.engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self.engine.finalize_object()
+
+    def address(self, name: str) -> int:
+        return int(self.engine.get_function_address(name))
+
+
+class Kernel:
+    """A function (threads, count, steps, record) that is compiled, or loaded, when it is first run.
+
+    It becomes a C function that holds no GIL, cannot raise and has no fast-math.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+        self._address = 0
+        self._owner: Any = None
+
+    @property
+    def address(self) -> int:
+        """Address of the C function."""
+        if not self._address:
+            with preparing:
+                if not self._address:
+                    self._address = self._load()
+                if not self._address:
+                    with _no_signal_lost(), _scopes_copied_once():
+                        compiled = self._compile()
+                    # Before it is stored, because that may fail where warnings are errors.
+                    self._owner, self._address = compiled, int(compiled.address)
+                    self._store(compiled)
+        return self._address
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is compiled or loaded already."""
+        return bool(self._address)
+
+    @property
+    def name(self) -> str:
+        """What it is called in the cache."""
+        return self.function.__name__.strip("_")
+
+    def _load(self) -> int:
+        entry = cache.read(self.name)
+        if entry is None:
+            return 0
+        name, needed, code = entry
+        if not all(_resolve(symbol) for symbol in needed):
+            return 0
+        self._owner = _Linked(code)
+        return int(self._owner.address(name))
+
+    def _compile(self) -> Any:
+        log.info("compiling %s for %s, which takes some seconds", self.function.__name__, TARGET.name)
+        started = time.perf_counter()
+        compiled = numba.cfunc(_SIGNATURE, nopython=True, error_model="numpy")(self.function)
+        log.info("compiled %s in %.1f s", self.function.__name__, time.perf_counter() - started)
+        return compiled
+
+    def _store(self, compiled: Any) -> None:
+        module = llvm.parse_assembly(compiled.inspect_llvm())
+        symbols = [*module.functions, *module.global_variables]
+        needed = [s.name for s in symbols if s.is_declaration and not s.name.startswith("llvm.")]
+        cache.write(self.name, compiled.native_name, needed, compiled._library._get_compiled_object())
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call; what would let Python call it takes a tenth of the time to make."""
+    return numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a function as part of the one kernel that calls it, so that it is optimised once."""
+    return numba.njit(nogil=True, error_model="numpy", inline="always")(function)

@@ -1,0 +1,34 @@
+"""Entry points of kernels: for each dtype one C function, which calls the kernel's body for each of its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from relpos_np.kernels._numba.launch.build import Kernel
+from relpos_np.kernels._numba.simd.rows import get, opaque
+
+
+def _entry(name: str, record: np.dtype[Any], pointer: Any, body: Any) -> Kernel:
+    """The kernel of one dtype."""
+
+    def entry(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+        p = carray(opaque(call), 1, record)[0]
+        for n in range(get(lengths, 0)):
+            body(call, pointer(p.work + get(get(arrays, 0), n) * p.work_stride))
+
+    # What it is called in the cache and in messages.
+    entry.__name__ = entry.__qualname__ = name
+    return Kernel(entry)
+
+
+def entry_points(name: str, record: np.dtype[Any], bodies: Mapping[str, tuple[Any, Any]]) -> dict[str, Kernel]:
+    """Kernels by dtype, of the type of pointer to the workspace of each and its body.
+
+    A body, which is compiled in, gets the record's address and a pointer to the thread's workspace. What else differs
+    between dtypes it knows as a closure.
+    """
+    return {dtype: _entry(f"{name}_{dtype}", record, *each) for dtype, each in bodies.items()}

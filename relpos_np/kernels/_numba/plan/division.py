@@ -1,0 +1,84 @@
+"""How a call's work is divided: blocks of queries, or ranges of keys, among threads and calls of the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relpos_np.kernels._numba.forward_pass.attend import layout
+from relpos_np.kernels._numba.forward_pass.decode import decode_layout
+from relpos_np.kernels._numba.forward_pass.planes import plane_layout
+from relpos_np.kernels._numba.forward_pass.work import pair_steps
+from relpos_np.kernels._numba.launch.launcher import SERIAL_FLOPS, call_flops
+from relpos_np.kernels._numba.plan.call import Call
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, ROW_QUANTUM, TARGET, block_queries
+
+# A band of fewer keys is narrow.
+NARROW = 8 * BLOCK_KEYS
+# Decoding waits for memory: this share of a thread's operations between two looks at signals (`CALL_FLOPS`).
+CALL_DECODE_SHARE = 1 / 32
+# When decoding, keys are divided into ranges of at least so many blocks, and into so many ranges at most.
+PART_BLOCKS, MOST_PARTS = 8, 64
+# Below this a single thread decodes: it waits for memory, so that it takes longer per operation.
+SERIAL_DECODE_FLOPS = 1e6
+# Runs of windows per thread, of one call of the kernel.
+RUNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How many pieces of work, for how many threads.
+
+    `workspace` bytes for each of `threads` threads. A call of the kernel does about `chunk` of the `pieces`; the
+    record counts in units of `unit` pieces. `parts`: ranges of keys of each head that is decoded; 0 otherwise.
+    `size`: all work, in units of that from which on there are threads.
+    """
+
+    pieces: int
+    chunk: int
+    threads: int
+    workspace: int
+    size: float
+    unit: int = 1
+    parts: int = 0
+
+
+def into_blocks(call: Call, *, windowed: bool) -> Division:
+    """Blocks of queries, each over all of its keys; windows in runs, in which the next is always being fetched."""
+    site, f, item = call.site, call.fields, call.dtype.itemsize
+    lanes, depth, skew, heads = TARGET.lanes(item), f["depth"], f["skew_depth"], call.count * site.heads
+    width, band = -(-site.v_dim // lanes) * lanes, f["left"] + f["right"]
+    narrow = bool(skew) or windowed or band < NARROW
+    block = block_queries(site.q_len, depth, width, item, heads, call.threads, narrow=narrow)
+    # Besides products: what is gathered and what is collected.
+    per_pair = 2.0 * (depth + width + 2 * skew + 8 * f["add_count"] + 8 * f["value_count"])
+    reach = min(site.k_len, band + block)
+    # A block is not interrupted: with very many keys it has fewer queries.
+    most = int(2 * call_flops(item) / (per_pair * max(reach, 1)))
+    block = min(block, max(most // ROW_QUANTUM, 2) * ROW_QUANTUM)
+    blocks = -(-site.q_len // block)
+    # The kernel for windows writes whole tiles in place: it needs blocks of about the same length.
+    f["block_queries"], f["blocks"] = -(-site.q_len // blocks) if windowed else block, blocks
+    end = layout.py_func(block, f["steps"], width, skew, f["bins"], lanes).end
+    workspace = plane_layout.py_func(end, block, pair_steps.py_func(depth), width, f["planes"], lanes).end * item
+    pieces, flops = heads * blocks, per_pair * block * min(site.k_len, band + block)
+    size = flops * pieces / SERIAL_FLOPS
+    threads = 1 if size < 1.0 else min(call.threads, pieces)
+    if not windowed:
+        return Division(pieces, int(threads * call_flops(item) / flops), threads, workspace, size)
+    unit = f["run"] = min(-(-pieces // (RUNS * threads)), max(int(call_flops(item) / (RUNS * flops)), 1))
+    return Division(pieces, RUNS * threads * unit, threads, workspace, size, unit)
+
+
+def into_parts(call: Call) -> Division:
+    """Heads of keys, each in several ranges of keys if there are many keys."""
+    site, f, item = call.site, call.fields, call.dtype.itemsize
+    heads = call.count * site.heads
+    # The number of parts decides about rounding: it depends on the keys alone, not on threads or the batch.
+    parts = min(max(-(-site.k_len // BLOCK_KEYS) // PART_BLOCKS, 1), MOST_PARTS)
+    pieces = heads // f["k_group"] * parts
+    flops = 2.0 * heads * site.q_len * site.k_len * (f["depth"] + site.v_dim)
+    size = flops / SERIAL_DECODE_FLOPS
+    threads = 1 if size < 1.0 else min(call.threads, pieces)
+    chunk = int(threads * CALL_DECODE_SHARE * call_flops(item) * pieces / flops)
+    workspace = decode_layout.py_func(f["depth"], site.v_dim, f["turn"], TARGET.lanes(item)).end * item
+    return Division(pieces, chunk, threads, workspace, size, parts=parts)

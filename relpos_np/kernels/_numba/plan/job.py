@@ -1,0 +1,227 @@
+"""A call of attention as work for a kernel: which kernel, its record, how many pieces on how many threads.
+
+Nearly all of that depends on sizes alone and is kept: planning would take most of the time of a small call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relpos_np._contract.problem import Problem, name_of
+from relpos_np._contract.terms import Dense, Terms
+from relpos_np._contract.turned import Turned
+from relpos_np.kernels._numba.forward_pass.attend import attend
+from relpos_np.kernels._numba.forward_pass.decode import MOST_ROWS, PACK_DECODE, decode, merge
+from relpos_np.kernels._numba.forward_pass.window import windows
+from relpos_np.kernels._numba.forward_pass.work import OWN, pair_steps
+from relpos_np.kernels._numba.launch import launcher
+from relpos_np.kernels._numba.launch.arrays import address_of
+from relpos_np.kernels._numba.launch.build import Kernel
+from relpos_np.kernels._numba.plan import biases
+from relpos_np.kernels._numba.plan.call import Call
+from relpos_np.kernels._numba.plan.division import Division, into_blocks, into_parts
+from relpos_np.kernels._numba.plan.fields import fill, readable
+from relpos_np.kernels._numba.plan.skew import is_skewed
+from relpos_np.kernels._numba.simd.target import ASKED, BLOCK_KEYS, PAIR_ROWS, TARGET, TILES, UNIT
+from relpos_np.types import Array
+
+# Plans that are kept at most, and batch items of their calls: for more, the call takes longer than its planning.
+MOST_PLANS, MOST_ITEMS = 256, 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What calls of the same sizes have in common.
+
+    `fields` are a record's but for addresses of operands and results, and `lasting` are arrays that they name; `stored`
+    and `windowed` are those of `fill`.
+    """
+
+    kernel: Kernel
+    division: Division
+    fields: dict[str, Any]
+    lasting: list[Array]
+    stored: bool
+    windowed: bool = False
+
+
+_known: dict[Hashable, Plan] = {}
+
+
+def attention(
+    problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float, grad_out: Array | None = None
+) -> None:
+    """Fill `out` and `lse`, of a call that has queries, keys and values; lse in units of log 2, times `unit`.
+
+    With `grad_out`, `out` (..., H, L_q) becomes the product of each row of the output with that of its gradient, and
+    `lse` is two arrays: what the rounding of each sum has lost is the other.
+    """
+    plan, call = planned(problem, terms, out, lse, grad_out)
+    call.fields["lse_unit"] = unit
+    run_plan(plan, call.pack(), call.dtype, out, lse, unit)
+
+
+def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, lse: Array | None, unit: float) -> None:
+    """Do the work that a record describes; `dtype` is that of the computation."""
+    d, partial = plan.division, None
+    if d.parts:
+        if d.parts > 1:
+            partial = np.empty((math.prod(out.shape[:-1]), d.parts, 2 + out.shape[-1]), dtype)
+        record += PACK_DECODE(d.parts, 0 if partial is None else address_of(partial))
+    launcher.run_pieces(
+        plan.kernel, record, d.pieces, d.chunk, d.threads, unit=d.unit, workspace=d.workspace, size=d.size
+    )
+    if partial is not None:
+        merge(partial, out, lse, unit)
+
+
+def planned(
+    problem: Problem, terms: Terms, out: Array, lse: Array | None, grad_out: Array | None = None
+) -> tuple[Plan, Call]:
+    """The plan of a call, and its record with the arrays that it names."""
+    decoding = grad_out is None and _is_decoding(problem, terms)
+    threads = launcher.available_threads()
+    key = None if grad_out is not None else _sizes(problem, terms, out.dtype.char, lse is None, threads)
+    plan = None if key is None else _known.get(key)
+    if plan is not None:
+        call = Call(problem, terms, threads, plan.fields)
+        call.kept += plan.lasting
+        call.operands(out, lse, stored=plan.stored)
+        if terms.tables:
+            biases.fuse_tables(call, windowed=plan.windowed)
+        return plan, call
+    call = Call(problem, terms, threads, grad_out=grad_out)
+    plan = (_decoding if decoding else _streaming)(call, out, lse)
+    # What is gathered in the kernel has records of its own.
+    if key is not None and not call.fields["add_count"] and call.count <= MOST_ITEMS:
+        if len(_known) >= MOST_PLANS:
+            _known.clear()
+        _known[key] = plan
+    return plan, call
+
+
+def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: int) -> Hashable | None:
+    """All that a plan depends on; None if it depends on the contents of arrays other than tables."""
+    if terms.queries or terms.keys or terms.values or terms.biases:
+        return None
+    if problem.mask is not None or problem.key_lengths is not None or problem.keep is not None:
+        return None
+    if problem.ranges is not None or problem.step > 1:
+        return None
+    site = problem.site
+    turned = isinstance(terms.query, Turned)
+    q = problem.stored_q if terms.query is None or turned else terms.query
+    k, v = problem.stored_k if terms.key is None or turned else terms.key, problem.stored_v
+    maps = tuple([t.index.index.ndim if isinstance(t.index, Dense) else 0 for t in terms.tables])
+    # The axes of strides are those of shapes; the lengths of v's are among the others.
+    return (
+        *(site.batch, site.heads, site.kv_heads, site.q_len, site.k_len, site.v_dim, site.offset, site.scale),
+        *(
+            problem.left,
+            problem.right,
+            site.dtype.char,
+            result,
+            problem.precision,
+            problem.softcap,
+            problem.cap_content,
+            no_lse,
+            threads,
+            maps,
+            turned,
+        ),
+        *(q.shape, q.strides, q.dtype.char, k.shape, k.strides, k.dtype.char, v.strides, v.dtype.char),
+    )
+
+
+def _is_decoding(problem: Problem, terms: Terms) -> bool:
+    """Whether there are so few queries for each key that packing the keys would not pay."""
+    site = problem.site
+    heads = site.kv_heads if terms.key is None else terms.key.shape[-3]
+    if heads != site.kv_heads or site.heads // heads * site.q_len > MOST_ROWS:
+        return False
+    return not (terms.values or problem.keep is not None or any(is_skewed(term) for term in terms.queries))
+
+
+def _is_windowed(problem: Problem, terms: Terms) -> bool:
+    """Whether the kernel for windows does it: few keys, all of them for every query, and at most one fused bias."""
+    site, mask = problem.site, problem.mask
+    lanes, panel = TARGET.lanes(site.dtype.itemsize), TARGET.panel(site.dtype.itemsize)
+    if site.k_len > BLOCK_KEYS or site.v_dim % lanes:
+        return False
+    if site.q_len < max(TARGET.least_rows(site.v_dim // lanes), PAIR_ROWS):
+        return False
+    if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
+        return False
+    if problem.softcap or problem.ranges is not None or problem.step > 1:
+        return False
+    # The last query must reach the first key, and the first query the last key.
+    first, last = site.q_len - 1 + site.offset, site.k_len - 1 - site.offset
+    if problem.key_lengths is not None or first > problem.left or last > problem.right:
+        return False
+    # A mask of keys alone becomes a range of keys. The shape decides, never the strides: layouts change no bits.
+    if mask is not None and 1 in mask.shape[-2:]:
+        return False
+    # One bias serves all batch items: maps that differ between them are gathered, which its kernel does not do.
+    if any(isinstance(term.index, Dense) and term.index.index.ndim > 2 for term in terms.tables):
+        return False
+    # The end of the last panel is cut off by the bias, which therefore has a row per query or is the same for all.
+    grids = all(isinstance(term.index, Dense) for term in terms.tables)
+    gathered = site.heads * site.q_len * site.k_len * site.dtype.itemsize
+    return (grids or site.k_len % panel == 0) and gathered <= biases.GATHER_BYTES // 2
+
+
+def in_pairs(problem: Problem, terms: Terms) -> bool:
+    """Whether products are made of pairs of bfloat16: where queries and keys are stored so, or if it is allowed."""
+    if UNIT == "none" or problem.site.dtype.itemsize != 4:
+        return False
+    # What a scheme has made of queries or keys, by turning them too, would be rounded once more, and with it the
+    # log-sum-exp.
+    stored = name_of(problem.stored_q.dtype) == "bfloat16" and terms.query is None and terms.key is None
+    return problem.precision == "medium" or (stored and problem.precision is None)
+
+
+def planes_of(problem: Problem, terms: Terms) -> int:
+    """Planes of bfloat16 in which matrix tiles multiply float32: as many as the precision needs, or 0 for none."""
+    if UNIT not in TILES or problem.site.dtype.itemsize != 4 or in_pairs(problem, terms):
+        return 0
+    if problem.precision == "high":
+        return 2
+    return 3 if ASKED or UNIT == "emulated tiles" else 0
+
+
+def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
+    """Blocks of queries, or whole windows."""
+    windowed = _is_windowed(call.problem, call.terms)
+    stored, f = readable(call.problem), call.fields
+    fill(call, out, lse, stored=stored, windowed=windowed)
+    name = name_of(call.dtype)
+    if in_pairs(call.problem, call.terms):
+        name, f["steps"] = "bfloat16", pair_steps.py_func(f["depth"])
+    elif not windowed and call.grad_out is None:
+        # Gradients are of the scores that their own kernel makes, of products of float32.
+        f["planes"] = planes_of(call.problem, call.terms)
+        name = "planes" if f["planes"] else name
+    if windowed and f["out_kind"] != OWN:
+        f["bins"] = call.site.v_dim
+    division = into_blocks(call, windowed=windowed)
+    kernel = (windows if windowed else attend)[name]
+    return Plan(kernel, division, f.copy(), call.lasting, stored, windowed)
+
+
+def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
+    """Keys and values read once, in half precision if they are stored so and the processor can."""
+    problem, dtype = call.problem, call.dtype
+    kernel, stores = decode[name_of(dtype)], False
+    stored = problem.stored_k.dtype
+    # Terms that were made of the keys hold them in the dtype of the computation.
+    made = isinstance(call.terms.key, np.ndarray)
+    if stored is not dtype and stored == problem.stored_v.dtype != dtype and not made:
+        stores = name_of(stored) in decode
+        kernel = decode.get(name_of(stored), kernel)
+    fill(call, out, lse, stored=stores)
+    return Plan(kernel, into_parts(call), call.fields.copy(), call.lasting, stores)
