@@ -373,6 +373,6 @@ def test_the_framework_is_that_of_the_file():
 
 def test_the_package_may_be_imported_before_pytest():
     """Where warnings are errors, too: pytest warns of plugins that it can no longer rewrite."""
-    code = "import sys, relpos_np, pytest; sys.exit(pytest.main(['-q', '--co', '-n0', 'tests/test_errata.py']))"
+    code = "import sys, relpos_np, pytest; sys.exit(pytest.main(['-q', '--co', '-n0', 'tests/test_rules.py']))"
     status, out, log = child(code, bare=True)
     assert status == 0, out + log

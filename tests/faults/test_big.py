@@ -5,19 +5,15 @@ where the addresses are largest. Expected numbers come from the same call on the
 """
 
 import struct
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np._contract.terms import Toeplitz
-
-numba = pytest.importorskip("numba")
-# Some modules share their name with what the package offers.
-_numba, launch, product, records, shift = (
-    import_module(f"relpos_np.kernels._numba{name}") for name in ("", ".launch", ".product", ".records", ".shift")
-)
+from relpos_np.kernels import _numba
+from relpos_np.kernels._numba.launch import launcher as launch
+from relpos_np.kernels._numba.launch import records
 
 FAR = 1 << 32
 TOLERANCE = {"rtol": 0, "atol": 1e-4}

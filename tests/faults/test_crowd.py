@@ -2,16 +2,13 @@
 
 import subprocess
 import sys
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.kernels._numba.launch import launcher, thread_backoff
 from tests.processes import child
-
-pytest.importorskip("numba")
-crowd, launch = (import_module(f"relpos_np.kernels._numba.{name}") for name in ("crowd", "launch"))
 
 
 class Clock:
@@ -27,15 +24,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(crowd, "time", found)
+    monkeypatch.setattr(thread_backoff, "time", found)
     return found
 
 
-LATE, TIME = 2 * crowd.LATE, crowd.LATE / 10
+LATE, TIME = 2 * thread_backoff.LATE, thread_backoff.LATE / 10
 
 
 def test_in_time_threads_stay(clock):
-    one = crowd.Crowd()
+    one = thread_backoff.Crowd()
     for _ in range(100):
         assert one.threads(8) == 8
         one.took("kernel", 8, 5.0, TIME)
@@ -44,7 +41,7 @@ def test_in_time_threads_stay(clock):
 
 def test_late_threads_are_tried_less_and_less_often(clock):
     """In ten seconds of a crowd late work is a small share, and soon after it threads are back."""
-    one, late, end = crowd.Crowd(), 0, clock.now + 10
+    one, late, end = thread_backoff.Crowd(), 0, clock.now + 10
     while clock.now < end:
         threads = one.threads(2)
         seconds = LATE if threads == 2 else TIME
@@ -52,36 +49,36 @@ def test_late_threads_are_tried_less_and_less_often(clock):
         one.took("kernel", threads, 5.0, seconds)
         clock.now += seconds
     assert 5 < late < 15
-    clock.now += crowd.LONGEST
+    clock.now += thread_backoff.LONGEST
     assert one.threads(2) == 2
 
 
 def test_one_late_call_costs_little_once_threads_are_in_time(clock):
-    one = crowd.Crowd()
+    one = thread_backoff.Crowd()
     for _ in range(9):
         one.took("kernel", 2, 5.0, LATE)
-    clock.now += crowd.LONGEST
+    clock.now += thread_backoff.LONGEST
     for _ in range(60):
         assert one.threads(2) == 2
         one.took("kernel", 2, 5.0, TIME)
     one.took("kernel", 2, 5.0, LATE)
     assert one.threads(2) == 1
-    clock.now += 1.01 * crowd.FIRST
+    clock.now += 1.01 * thread_backoff.FIRST
     assert one.threads(2) == 2
 
 
 def test_a_slow_processor_is_no_crowd(clock):
     """Small work takes long on any number of threads: once one thread's time is known, threads are not late."""
-    one, alone = crowd.Crowd(), 0
+    one, alone = thread_backoff.Crowd(), 0
     for _ in range(1000):
         threads = one.threads(4)
         alone += threads == 1
-        seconds = 10 * crowd.LATE / threads
+        seconds = 10 * thread_backoff.LATE / threads
         one.took("kernel", threads, 5.0, seconds)
         clock.now += seconds
     assert 0 < alone < 10
     # Another kernel's time says nothing, and a longer wait is one all the same.
-    one.took("kernel", 4, 5.0, 21 * crowd.LATE)
+    one.took("kernel", 4, 5.0, 21 * thread_backoff.LATE)
     assert one.threads(4) == 1
 
 
@@ -105,38 +102,38 @@ def calls(rng):
 
 
 def test_a_crowd_changes_threads_and_no_bit(rng, monkeypatch):
-    used, run = [], launch.run
+    used, run = [], launcher.run
     monkeypatch.setattr(
-        launch, "run", lambda kernel, record, threads: used.append(threads) or run(kernel, record, threads)
+        launcher, "run", lambda kernel, record, threads: used.append(threads) or run(kernel, record, threads)
     )
     for name, call in calls(rng):
         found = {}
         call()  # what is compiled or loaded by it is not timed
         for state, until in (("alone", -1.0), ("crowd", float("inf"))):
-            one = crowd.Crowd()
+            one = thread_backoff.Crowd()
             one._until = until
-            monkeypatch.setattr(launch, "crowd", one)
+            monkeypatch.setattr(launcher, "crowd", one)
             used.clear()
             found[state] = call(), set(used)
         for a, b in zip(found["alone"][0], found["crowd"][0], strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
         assert found["crowd"][1] == {1}, name
-        if launch.available_threads() > 1:
+        if launcher.available_threads() > 1:
             assert max(found["alone"][1]) > 1, name
 
 
 def test_large_work_has_all_threads(rng, monkeypatch):
-    used, run, one = [], launch.run, crowd.Crowd()
+    used, run, one = [], launcher.run, thread_backoff.Crowd()
     one._until = float("inf")
     monkeypatch.setattr(
-        launch, "run", lambda kernel, record, threads: used.append(threads) or run(kernel, record, threads)
+        launcher, "run", lambda kernel, record, threads: used.append(threads) or run(kernel, record, threads)
     )
-    monkeypatch.setattr(launch, "crowd", one)
+    monkeypatch.setattr(launcher, "crowd", one)
     q = rng.standard_normal((8, 512, 64), dtype=np.float32)
     # What is compiled or loaded by a call is no small work, whatever its size.
     for _ in range(2):
         rp.attention(q, q, q)
-    assert used == 2 * [min(launch.available_threads(), 8 * 6)]
+    assert used == 2 * [min(launcher.available_threads(), 8 * 6)]
 
 
 BUSY = """

@@ -8,16 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.kernels._numba.backward_pass import kernel as backward
+from relpos_np.kernels._numba.launch import launcher as launch
 from tests.processes import ROOT, child
 
-pytest.importorskip("numba")
-launch, backward = (import_module(f"relpos_np.kernels._numba.{name}") for name in ("launch", "backward"))
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals to itself")
 
 # Interrupts `call` after a while, and reports: seconds until the exception, processor time of each thread until then,
