@@ -281,6 +281,35 @@ def test_bound_calls_refuse_what_the_configuration_decides():
     assert wavlm.bind(weights)(q, k, v, hidden=np.ones((2, 9, 64))).shape == q.shape
 
 
+def tables_of(name):
+    """A layer of a type whose weights say where pairs stand, with weights and what its calls need."""
+    rng = np.random.default_rng(11)
+    layer = rp.from_config({"model_type": name, "hidden_size": 64, "num_attention_heads": 4}, layer=0)
+    shapes = {
+        "mpnet": [(32, 4)],
+        "wavlm": [(320, 4), (8, 16), (8,), (1, 4, 1, 1)],
+        "layoutlmv3": [(4, 32), (4, 64), (4, 64)],
+    }[name]
+    needs = {"wavlm": {"hidden": rng.standard_normal((2, 9, 64))}, "layoutlmv3": {"boxes": np.full((9, 4), 7)}}
+    return layer, [rng.standard_normal(shape) for shape in shapes], needs.get(name, {})
+
+
+@pytest.mark.parametrize("name", ["mpnet", "wavlm", "layoutlmv3"])
+def test_bound_layers_follow_their_weights(name):
+    """A step of an optimiser writes into the arrays of a layer that has been called in every dtype."""
+    layer, arrays, needs = tables_of(name)
+    bound = layer.bind(dict(zip(layer.weights, arrays, strict=True)))
+    calls = [operands(kv_heads=4, dtype=dtype) for dtype in (np.float64, np.float32)]
+    before = [bound(*call, **needs) for call in calls]
+    for array in arrays:
+        np.multiply(array, -0.5, out=array)
+        after = [bound(*call, **needs) for call in calls]
+        fresh = layer.bind(dict(zip(layer.weights, arrays, strict=True)))
+        for call, found, old in zip(calls, after, before, strict=True):
+            np.testing.assert_array_equal(found, fresh(*call, **needs))
+            assert not np.array_equal(found, old)
+
+
 def test_float32_operands_take_float32_weights():
     layer = rp.from_config({"model_type": "mpnet", "hidden_size": 64, "num_attention_heads": 4}, layer=0)
     weights = {layer.weights[0]: np.linspace(-1, 1, 32 * 4).reshape(32, 4)}

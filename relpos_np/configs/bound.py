@@ -31,6 +31,10 @@ class BoundAttention:
     sinks : ndarray or None
         One score per head.
 
+    Notes
+    -----
+    Calls follow the arrays: what is written into them counts from the next call on, whichever dtype the call has.
+
     Examples
     --------
     The arguments of the call are those of its gradients, too; gradients of weights have the names that the schemes
@@ -51,7 +55,8 @@ class BoundAttention:
         self.layer = layer
         self._arrays = arrays
         self._sinks = sinks
-        self._made: dict[tuple[int, np.dtype[Any]], Scheme] = {}
+        # Schemes that were made, with copies of the arrays as they were then.
+        self._made: dict[tuple[int, np.dtype[Any]], tuple[Mapping[str, Array], Scheme]] = {}
 
     def arguments(self, q: Array, k: Array, v: Array, **options: Any) -> dict[str, Any]:
         """Everything that a call takes besides its operands, for `relpos_np.attention` and `relpos_np.attention_vjp`.
@@ -123,16 +128,23 @@ class BoundAttention:
         self._check(inputs)
         found = []
         for n, (plan, arrays) in enumerate(zip(self.layer.schemes, self._arrays, strict=True)):
-            made = None if plan.varies else self._made.get((n, q.dtype))
+            made = None if plan.varies else self._kept(n, q.dtype)
             if made is None:
                 cast = {name: x.astype(q.dtype) for name, x in arrays.items()}
                 q_len, k_len, dim = q.shape[-2], k.shape[-2], q.shape[-1]
                 places = _positions(q_len, k_len, offset, segments)
                 reach = max(_longest(q_len, k_len, segments), int(places.max(initial=-1)) + 1)
                 made = plan.build(Given(plan.options, cast, q_len, k_len, places, reach, dim, q.dtype, inputs))
-                self._made[n, q.dtype] = made
+                if not plan.varies:
+                    self._made[n, q.dtype] = {name: x.copy() for name, x in arrays.items()}, made
             found.append(made)
         return tuple(found)
+
+    def _kept(self, n: int, dtype: np.dtype[Any]) -> Scheme | None:
+        """The scheme that was made of the numbers which its arrays hold now."""
+        before, made = self._made.get((n, dtype), ({}, None))
+        same = all(np.array_equal(x, self._arrays[n][name]) for name, x in before.items())
+        return made if same else None
 
     def options(self, q: Array, k: Array, *, offset: Any = None, segments: Any = None, **inputs: Any) -> dict[str, Any]:
         """What the layer says besides its schemes, for `relpos_np.attention`.
