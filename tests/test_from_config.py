@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -73,6 +74,24 @@ def test_from_a_dict_a_path_a_folder_or_an_object(tmp_path):
     for config in (path, str(path), tmp_path, Configuration()):
         assert rp.from_config(config, layer=1).describe() == told
     assert len(layers_of(path)) == 3
+
+
+def test_files_that_anybody_may_have_written(tmp_path):
+    """A pipe and a device have no end; Python writes infinities, and a key given twice says two things."""
+    pipe, twice, infinite, many = (tmp_path / name for name in ("pipe", "twice.json", "infinite.json", "list.json"))
+    os.mkfifo(pipe)
+    twice.write_text('{"model_type": "llama", "hidden_size": 64, "hidden_size": 32}', encoding="utf-8")
+    infinite.write_text(json.dumps(LLAMA | {"initializer_range": math.inf}), encoding="utf-8")
+    many.write_text("[1]", encoding="utf-8")
+    for path, words in (
+        (pipe, "not a regular"),
+        ("/dev/zero", "not a regular"),
+        (twice, "twice"),
+        (many, "an? .*object"),
+    ):
+        with pytest.raises(rp.RelposValueError, match=f"^config: .* cannot be read: .*{words}"):
+            rp.from_config(path, layer=0)
+    assert rp.from_config(infinite, layer=0).describe() == rp.from_config(LLAMA, layer=0).describe()
 
 
 @pytest.mark.parametrize(

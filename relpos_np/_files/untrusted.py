@@ -67,8 +67,10 @@ def exactly(file: Any, count: int) -> Array:
     return found
 
 
-def parsed(data: bytes) -> dict[str, Any]:
+def parsed(data: bytes, *, infinities: bool = False) -> dict[str, Any]:
     """The object that a JSON text in UTF-8 holds: with finite numbers, and no key given twice.
+
+    With `infinities` also Infinity and NaN, which Python writes into configurations of models.
 
     A RelposValueError says that it is something else, too deep, or has numbers of absurd length.
     """
@@ -76,7 +78,7 @@ def parsed(data: bytes) -> dict[str, Any]:
         found = json.loads(
             data.decode(),
             object_pairs_hook=_object,
-            parse_constant=_no_constant,
+            parse_constant=float if infinities else _no_constant,
             parse_int=_integer,
             parse_float=_float,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
+from relpos_np._files import untrusted
 from relpos_np.errors import RelposTypeError, RelposValueError
 
 _REQUIRED = object()
@@ -67,6 +67,8 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
     """),
     "generation": _names("temperature"),
 }
+# Bytes of a file; configurations that name 20,000 classes have two million.
+_LONGEST = 32 << 20
 _NEUTRAL = frozenset().union(*NEUTRAL.values())
 
 
@@ -78,11 +80,9 @@ def loaded(config: Any) -> dict[str, Any]:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            found = untrusted.parsed(untrusted.whole(path, _LONGEST), infinities=True)
+        except (OSError, RelposValueError) as error:
             raise RelposValueError(f"config: {path} cannot be read: {error}") from None
-        if not isinstance(found, dict):
-            raise RelposValueError(f"config: {path} holds {type(found).__name__}, expected an object")
     elif callable(to_dict := getattr(config, "to_dict", None)):
         found = dict(to_dict())
     else:
