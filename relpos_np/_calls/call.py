@@ -50,7 +50,8 @@ class Call:
             self.backend = "numpy"
         self.schemes = checked_schemes(position, self.problem, self.backend, backward=is_backward)
         self.has_kernels = self.backend in _backend.WITH_KERNELS
-        self._function = function
+        if not self.has_kernels:
+            memory.countable(function, (*self.problem.out_shape[:-1], self.problem.site.k_len))
 
     def _lower(self) -> list[Terms]:
         """The terms of each scheme; those that were counted before are not made again."""
@@ -58,12 +59,6 @@ class Call:
             return self._admitted.lowered
         by_kernels = self.backend == "numba"
         return each_lowered(self.schemes, self.problem, turning=by_kernels, by_rows=by_kernels)
-
-    def _allow_pairs(self) -> None:
-        """Without kernels there are matrices of all pairs."""
-        if not self.has_kernels:
-            memory.countable(self._function, (*self.problem.out_shape[:-1], self.problem.site.k_len))
-            self.problem.pack()
 
     def _sinks(self) -> Array | None:
         given = self.given["sinks"]
@@ -79,7 +74,8 @@ class Call:
 
     def attend(self, out: Array | None, return_lse: bool) -> tuple[Array, Array | None]:
         """Output and, if it was asked for, log-sum-exp."""
-        self._allow_pairs()
+        if not self.has_kernels:
+            self.problem.pack()
         result, lse = self._attend(out, self._sinks(), return_lse)
         if self.flat:
             result, lse = result[0], None if lse is None else lse[0]
