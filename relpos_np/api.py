@@ -11,12 +11,14 @@ from relpos_np import backend as _backend
 from relpos_np._calls import bounded, on_device, repeated
 from relpos_np._calls.call import Call
 from relpos_np._calls.dense_bias import DenseBias, cap_beside_bias
+from relpos_np._calls.lowering import schemes_of
 from relpos_np._calls.packed import PackedCall, is_packed
 from relpos_np._calls.prepared import PreparedAttention
 from relpos_np._calls.shifting import rel_shift
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options, PreparedOptions, ScoreOptions, completed, takes
+from relpos_np._contract.sequences import Sequences
 from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposTypeError
 from relpos_np.schemes.base import Position
@@ -263,11 +265,14 @@ def attention(
     if is_packed(given):
         with _ATTENTION:
             packed = PackedCall(q, k, v, position, given)
+            sequences = None if return_bound else packed.sequences()
+            if sequences is not None:
+                return _at_once(packed, sequences, out, return_lse)
             of_parts: Array = packed.attention(attention, return_lse, packed.checked_out(out), return_bound)
             return of_parts
     # With sinks, and where the caller's array is not in C order, kernels fill another one.
     filled = isinstance(out, np.ndarray) and out.flags.c_contiguous and given["sinks"] is None
-    asked = {"out": filled, "return_lse": return_lse, "return_bound": bool(return_bound)}
+    asked: dict[str, Any] = {"out": filled, "return_lse": return_lse, "return_bound": bool(return_bound)}
     with _ATTENTION, np.errstate(all="ignore"):
         call = Call("attention", (q, k, v), position, given, **asked)
         call.check_output(out)
@@ -279,6 +284,19 @@ def attention(
         if bounds is not None:
             return (*found, *bounds.of(result, lse if return_lse else None))
     return found if return_lse else result
+
+
+def _at_once(
+    packed: PackedCall, sequences: Sequences, out: Array | None, return_lse: bool
+) -> Array | tuple[Array, ...]:
+    """`attention` of sequences that kernels attend in one launch."""
+    own = Options(**{**packed.given, "segments": None, "offset": 0})
+    if out is not None:
+        packed.checked_out(out)
+    with np.errstate(all="ignore"):
+        call = Call("attention", (packed.q, packed.k, packed.v), packed.position, own, sequences)
+        result, lse = call.attend(out, return_lse)
+    return (result, lse) if return_lse and lse is not None else result
 
 
 @takes(PreparedOptions)
@@ -472,7 +490,7 @@ def _with_mask_gradient(
     mask = on_device.fetched("mask", given["mask"]) if there else check.array("mask", given["mask"])
     if mask.dtype.kind != "f" and mask.dtype.name != "bfloat16":
         raise RelposTypeError(f"mask_gradient: expected a float mask, found dtype {mask.dtype}")
-    schemes = position if isinstance(position, tuple) else () if position is None else (position,)
+    schemes = schemes_of(position)
     own: Any = {**given, "mask": None, "cap_order": cap_beside_bias("mask_gradient", given, schemes)}
     q, k, v = operands
     bias = DenseBias(mask)

@@ -133,10 +133,10 @@ def test_a_long_call_in_several(rng, monkeypatch):
 
 def test_this_kernel_is_what_runs(monkeypatch):
     ran = []
-    right = job._decoding
+    right = job.decoding
     monkeypatch.setattr(job, "_known", {})
     monkeypatch.setattr(repeated, "form", lambda *_: None)
-    monkeypatch.setattr(job, "_decoding", lambda *args: ran.append(args) or right(*args))
+    monkeypatch.setattr(job, "decoding", lambda *args: ran.append(args) or right(*args))
     x = np.ones((1, 4, 300, 8))
     rp.attention(x[:, :, :2], x[:, :2], x[:, :2])
     assert len(ran) == 1

@@ -152,7 +152,7 @@ def test_empty_calls(name, size):
         assert not any(x.any() for x in grads.position.values())
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if rp.SCHEMES[EVERY[name].name].cls.relative])
+@pytest.mark.parametrize("name", [name for name in EVERY if made(EVERY[name])[-1].relative])
 def test_distances_alone_decide(name):
     """A piece of both texts at its offset, whatever precedes and follows it."""
     q, k, v, scheme = made(EVERY[name])

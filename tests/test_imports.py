@@ -121,7 +121,7 @@ def test_kernels_know_terms_only(path):
     """No scheme, no check, no api; and the two backends know nothing of each other."""
     name = dotted(path)
     family = ".".join(name.split(".")[:2])
-    known = {f"_contract.{name}" for name in ("problem", "terms", "turned", "counted", "cut")}
+    known = {f"_contract.{name}" for name in ("problem", "sequences", "terms", "turned", "counted", "cut")}
     known |= {"errors", "types", "_runtime.threadcount", "_runtime.forks"}
     for other, _ in imports(path):
         assert other in known or (other.startswith(family) and name != "kernels"), f"{name} imports {other}"

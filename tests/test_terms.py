@@ -24,7 +24,8 @@ from relpos_np._dense import from_terms
 from relpos_np.errors import RelposValueError
 from relpos_np.kernels import _numba
 from relpos_np.kernels._numba.launch import launcher
-from relpos_np.kernels._numba.plan import backward_job, biases, skew
+from relpos_np.kernels._numba.plan import backward_job, biases
+from relpos_np.kernels._numba.plan import call as planning
 from tests.sizes import BLOCK_KEYS, ROW_QUANTUM
 
 LENGTHS = st.sampled_from([1, 2, 7, 16, 65, 2 * ROW_QUANTUM + 1, BLOCK_KEYS + 1, BLOCK_KEYS + 8])
@@ -102,7 +103,7 @@ def kernel_result(problem, terms):
 
 
 @pytest.mark.parametrize("gather_bytes", [0, biases.GATHER_BYTES])
-@pytest.mark.parametrize("skew_share", [0.0, skew.SKEW_SHARE, 2.0])
+@pytest.mark.parametrize("skew_share", [0.0, planning.SKEW_SHARE, 2.0])
 @given(call=calls())
 @settings(deadline=None, max_examples=30)
 def test_kernel_equals_specification(gather_bytes, skew_share, call):
@@ -111,7 +112,7 @@ def test_kernel_equals_specification(gather_bytes, skew_share, call):
     with pytest.MonkeyPatch.context() as patch:
         # Each way of evaluating a term, whatever the sizes would choose.
         patch.setattr(biases, "GATHER_BYTES", gather_bytes)
-        patch.setattr(skew, "SKEW_SHARE", skew_share)
+        patch.setattr(planning, "SKEW_SHARE", skew_share)
         out, lse = kernel_result(problem, terms)
     # Sums of at most 65 + 200 products of standard normal numbers, scores below about 60.
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-12)
@@ -135,7 +136,7 @@ def assert_gradients_agree(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("skew_share", [0.0, skew.SKEW_SHARE, 2.0])
+@pytest.mark.parametrize("skew_share", [0.0, planning.SKEW_SHARE, 2.0])
 @given(call=calls(), keep=st.sampled_from([None, 0.7]), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=30)
 def test_backward_kernel_equals_specification(parts, skew_share, call, keep, seed):
@@ -146,7 +147,7 @@ def test_backward_kernel_equals_specification(parts, skew_share, call, keep, see
     grad_out, grad_lse = rng.standard_normal(problem.out_shape), rng.standard_normal(problem.out_shape[:-1])
     expected = gradient.backward(problem, terms, from_terms.scores(problem, terms), grad_out, grad_lse)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(skew, "SKEW_SHARE", skew_share)
+        patch.setattr(planning, "SKEW_SHARE", skew_share)
         # As many pieces of work as many threads would get, or one per head.
         patch.setattr(backward_job, "part_count", lambda heads, threads: parts)
         found = _numba.backward(problem, terms, grad_out, grad_lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
+from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Terms, fit
 from relpos_np._dense import forward
 from relpos_np._dense.backward import backward
@@ -37,6 +39,7 @@ class Call:
         operands: tuple[Array, Array, Array | None],
         position: Position,
         given: Options,
+        sequences: Sequences | None = None,
         *,
         is_backward: bool = False,
         **returned: bool,
@@ -44,6 +47,10 @@ class Call:
         self.operands, self.position, self.given = operands, position, given
         self._admitted = memory_bounds.admission(function, position, given["backend"], **returned)
         self.problem, self.dtype, self.flat = check.call(*operands, given, self._admitted)
+        if sequences is not None:
+            offset, q_len, k_len = sequences.covering()
+            site = replace(self.problem.site, offset=offset, q_len=q_len, k_len=k_len)
+            self.problem = replace(self.problem, sequences=sequences, site=site)
         self.backend = _backend.current(given["backend"])
         if operands[2] is None and self.backend != "terms":
             # Kernels never hold the scores.

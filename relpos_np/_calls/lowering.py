@@ -18,19 +18,24 @@ from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 
 
-def checked_schemes(
-    position: Any, problem: Problem, backend: str | None = None, *, backward: bool = False
-) -> tuple[Scheme, ...]:
-    """The schemes of a call, checked against it, and against what is to evaluate them."""
-    if position is None:
-        return ()
-    schemes = position if isinstance(position, tuple) else (position,)
+def schemes_of(position: Any) -> tuple[Scheme, ...]:
+    """The schemes of a call, none, one or several."""
+    schemes = position if isinstance(position, tuple) else () if position is None else (position,)
     for scheme in schemes:
         if not isinstance(scheme, Scheme):
             hint = "; absolute encodings are added to the inputs: x = encoding(x)" if callable(scheme) else ""
             raise RelposTypeError(
                 f"position: expected a scheme such as relpos_np.T5, found {type(scheme).__name__}{hint}"
             )
+    return schemes
+
+
+def checked_schemes(
+    position: Any, problem: Problem, backend: str | None = None, *, backward: bool = False
+) -> tuple[Scheme, ...]:
+    """The schemes of a call, checked against it, and against what is to evaluate them."""
+    schemes = schemes_of(position)
+    for scheme in schemes:
         scheme.check(problem.site)
         if problem.cap_content and scheme.content and type(scheme).transform is Scheme.transform:
             raise RelposValueError(

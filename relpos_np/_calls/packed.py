@@ -6,18 +6,23 @@ nothing is held for pairs of different sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from relpos_np import backend as _backend
+from relpos_np._calls.lowering import schemes_of
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
+from relpos_np._contract.sequences import Sequences
+from relpos_np._runtime.memory import limit as memory_limit
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Position, Scheme
+from relpos_np.schemes.base import Position
 from relpos_np.types import Array, Int64
 
 _ALL = slice(None)
@@ -104,7 +109,9 @@ class PackedCall:
     position: Position
     given: Options
     memory: Any = Host
-    _calls: list[tuple[_Part, dict[str, Any]]] = field(init=False)
+    _bounds: tuple[Int64, Int64] | None = field(init=False, default=None)
+    _offset: int | None = field(init=False, default=None)
+    _offsets: Int64 | None = field(init=False, default=None)
     _lengths: Array | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -113,7 +120,10 @@ class PackedCall:
                 raise RelposValueError(f"{name}: expected shape (..., H, L, D), found {x.shape}")
         if isinstance(self.given["mask"], np.ndarray):
             check.clear_mask(self.given["mask"], self.q.shape[:-3], self.q.shape[-2], self.k.shape[-2])
-        self._calls = [(part, self._options(part)) for part in self._parts()]
+        if self.given["segments"] is None:
+            self._check_items()
+        else:
+            self._check_segments()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,23 +139,44 @@ class PackedCall:
     def _batch(self) -> int:
         """Batch axes."""
         most: int = max(x.ndim for x in (self.q, self.k, self.v))
-        return most - 3
+        return max(most - 3, 0)
 
-    def _parts(self) -> list[_Part]:
-        return self._items() if self.given["segments"] is None else self._segments()
+    def _calls(self) -> Iterator[tuple[_Part, dict[str, Any]]]:
+        """Each of the calls, with its options."""
+        parts = self._items() if self._bounds is None else self._segments(self._bounds)
+        return ((part, self._options(part)) for part in parts)
 
-    def _segments(self) -> list[_Part]:
+    def sequences(self) -> Sequences | None:
+        """The sequences, where the CPU kernels attend all of them at once; None where each is a call."""
+        given = self.given
+        if self.memory is not Host or _backend.current(given["backend"]) != "numba" or memory_limit() is not None:
+            return None
+        if any(given[name] is not None for name in ("mask", "rule", "selected")) or given["dropout"] != 0.0:
+            return None
+        if not all(scheme.covers for scheme in schemes_of(self.position)):
+            return None
+        if self._bounds is None:
+            assert self._offsets is not None
+            found = Sequences.of_items(self._offsets, self.q.shape[-2], self.k.shape[-2], self._lengths)
+        else:
+            items = math.prod(self.shape[: self._batch])
+            found = Sequences.of_segments(self._bounds, self._offset, items)
+        return found if len(found) else None
+
+    def _check_segments(self) -> None:
         for name in ("key_lengths", "selected", "rule"):
             if self.given[name] is not None:
                 raise RelposValueError(f"{name}: cannot be combined with segments; make a call for each sequence")
-        offset = None if self.given["offset"] is None else check.integer("offset", self.given["offset"])
+        if self.given["offset"] is not None:
+            self._offset = check.integer("offset", self.given["offset"])
         self._must_restart("segments")
-        queries, keys = segment_bounds(self.given["segments"], self.q.shape[-2], self.k.shape[-2])
-        ends = zip(pairwise(queries), pairwise(keys), strict=True)
-        return [_Part((), slice(a, b), slice(c, d), offset) for (a, b), (c, d) in ends]
+        self._bounds = segment_bounds(self.given["segments"], self.q.shape[-2], self.k.shape[-2])
 
-    def _items(self) -> list[_Part]:
-        """Runs of batch items that have the same offset: views of the operands, not copies."""
+    def _segments(self, bounds: tuple[Int64, Int64]) -> list[_Part]:
+        ends = zip(pairwise(bounds[0].tolist()), pairwise(bounds[1].tolist()), strict=True)
+        return [_Part((), slice(a, b), slice(c, d), self._offset) for (a, b), (c, d) in ends]
+
+    def _check_items(self) -> None:
         batch = self.q.shape[:-3]
         if any(x.shape[:-3] != batch or x.ndim < 3 for x in (self.k, self.v)) or not batch:
             raise RelposValueError(
@@ -154,13 +185,17 @@ class PackedCall:
             )
         given = check.integers("offset", self.given["offset"]).astype(np.int64)
         check.fits_batch("offset", given.shape, batch)
-        offsets = np.broadcast_to(given, batch)
+        self._offsets = np.broadcast_to(given, batch)
         if self.given["key_lengths"] is not None:
             self._lengths = check.lengths_of_keys(self.given["key_lengths"], batch, self.k.shape[-2])
         self._must_restart("an offset for each item")
+
+    def _items(self) -> list[_Part]:
+        """Runs of batch items that have the same offset: views of the operands, not copies."""
+        assert self._offsets is not None
         parts = []
-        for line in np.ndindex(batch[:-1]):
-            own = offsets[line]
+        for line in np.ndindex(self._offsets.shape[:-1]):
+            own = self._offsets[line]
             starts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
             lead = tuple(slice(n, n + 1) for n in line)
             for a, b in pairwise(starts):
@@ -170,9 +205,8 @@ class PackedCall:
 
     def _must_restart(self, what: str) -> None:
         """Refuse schemes that hold something for the tokens or the items of the whole call."""
-        schemes = self.position if isinstance(self.position, tuple) else (self.position,)
-        for scheme in schemes:
-            if isinstance(scheme, Scheme) and not (scheme.relative or scheme.restarts):
+        for scheme in schemes_of(self.position):
+            if not (scheme.relative or scheme.restarts):
                 raise RelposValueError(
                     f"position: {scheme!r} belongs to the tokens of one call and cannot be used with {what}; make a "
                     "call for each sequence"
@@ -180,7 +214,7 @@ class PackedCall:
 
     def _options(self, part: _Part) -> dict[str, Any]:
         """The options of one of the calls."""
-        given, batch, rows = self.given, max(self._batch, 0), part.queries
+        given, batch, rows = self.given, self._batch, part.queries
         own: dict[str, Any] = {**given, "segments": None, "offset": part.offset}
         sinks = given["sinks"]
         if isinstance(sinks, np.ndarray):
@@ -216,7 +250,7 @@ class PackedCall:
         if return_lse:
             dtype = self.q.dtype.newbyteorder("=")
             lse = memory.empty(self.shape[:-1], np.dtype(np.float32) if dtype.itemsize == 2 else dtype)
-        for part, own in self._calls:
+        for part, own in self._calls():
             found = compute(*self._operands(part), position=self.position, return_lse=return_lse, **own)
             if return_lse:
                 found, sums = found
@@ -228,7 +262,7 @@ class PackedCall:
         half, own_dtype = result.dtype.itemsize == 2, result.dtype
         lse = [np.empty(self.shape[:-1], np.float32 if half else own_dtype)] if return_lse else []
         kept = [result, *lse, np.empty(self.shape), *(np.empty(x.shape) for x in lse)]
-        for part, own in self._calls:
+        for part, own in self._calls():
             operands, wanted = self._operands(part), {"return_lse": return_lse, "return_bound": True}
             for found, target in zip(compute(*operands, position=self.position, **wanted, **own), kept, strict=True):
                 target[part.vectors(part.queries) if target.ndim == result.ndim else part.numbers] = found
@@ -249,7 +283,7 @@ class PackedCall:
         # Every row belongs to one part.
         grads = [memory.empty(x.shape, x.dtype.newbyteorder("=")) for x in (self.q, self.k, self.v)]
         shared: dict[str, Any] = {"position": None, "sinks": None, "query_scale": None}
-        for part, own in self._calls:
+        for part, own in self._calls():
             found = compute(
                 *self._operands(part),
                 position=self.position,
@@ -277,11 +311,11 @@ class PackedCall:
         if name == "sinks" and given.ndim < 2:
             shared[name] += own
         else:
-            target = part.of(shared[name], max(self._batch, 0), (_ALL, part.queries))
+            target = part.of(shared[name], self._batch, (_ALL, part.queries))
             target += own.reshape(target.shape)
 
 
-def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[list[int], list[int]]:
+def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[Int64, Int64]:
     """Cumulative lengths of segments of queries and of keys."""
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
@@ -289,11 +323,11 @@ def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[list[int], list[
     bounds = []
     for given, length, what in zip(pair, (q_len, k_len), ("queries", "keys"), strict=True):
         own: Int64 = check.integers("segments", given).astype(np.int64)
-        if own.ndim != 1 or not own.size or own[0] != 0 or own[-1] != length or (np.diff(own) < 0).any():
+        if own.ndim != 1 or not own.size or own[0] != 0 or own[-1] != length or (own[1:] < own[:-1]).any():
             raise RelposValueError(
                 f"segments: expected cumulative lengths from 0 to the {length} {what}, found {own.tolist()!r:.100}"
             )
-        bounds.append(own.tolist())
+        bounds.append(own)
     if len(bounds[0]) != len(bounds[1]):
         raise RelposValueError(
             f"segments: {len(bounds[0]) - 1} of queries, but {len(bounds[1]) - 1} of keys; expected as many"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract.index_maps import relative_positions
+from relpos_np._contract.sequences import Sequences
 from relpos_np.types import Array, Int64
 
 # A band without a limit on one side: far beyond any length, far below overflow.
@@ -186,6 +187,7 @@ class Problem:
     the same in the dtype of the computation, converted when they are first asked for. `mask`, bool or float,
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
     `mask_of_keys`: the mask was given with one row for all heads and queries. `precision`: one that was chosen.
+    `sequences`: each is attended alone; the operands have the rows of all, and `site` has every position of any.
     `ranges`, (*batch, L_q, 2), and `step` are what a rule says: the first key of each query and the one after its last,
     and the distance between keys. `softcap`: c of c tanh(s / c), 0 for none; `cap_content`: of the products alone.
     """
@@ -206,6 +208,7 @@ class Problem:
     step: int = 1
     softcap: float = 0.0
     cap_content: bool = False
+    sequences: Sequences | None = None
     _q: Array | None = field(init=False, default=None)
     _k: Array | None = field(init=False, default=None)
     _v: Array | None = field(init=False, default=None)
@@ -251,4 +254,5 @@ class Problem:
     @property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of the output."""
-        return (*self.batch, self.site.heads, self.site.q_len, self.site.v_dim)
+        rows = self.site.q_len if self.sequences is None else self.stored_q.shape[-2]
+        return (*self.batch, self.site.heads, rows, self.site.v_dim)

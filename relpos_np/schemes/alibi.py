@@ -8,7 +8,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
-from relpos_np._contract.problem import Part, Site
+from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import KeyTerm, TableTerm, Terms
 from relpos_np.errors import RelposValueError, shown
 from relpos_np.schemes.base import Scheme, SchemeGradient
@@ -137,6 +137,11 @@ class ALiBi(Scheme):
     computes = False
     restarts = True
 
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        """All but the key form, which knows where keys stand."""
+        return self.form != "key"
+
     def __init__(
         self,
         slopes: Any = None,
@@ -197,10 +202,6 @@ class ALiBi(Scheme):
             factor = factor.astype(site.dtype)
         table = np.multiply.outer(slopes, factor).astype(site.dtype, copy=False)
         return Terms(tables=(TableTerm(table, difference_map(site.q_len, site.k_len)),))
-
-    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """Only the key form knows where keys stand."""
-        return (self, site, part) if self.form == "key" else (self, *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """A slope collects each row times its distance; the default slopes are not trained."""

@@ -81,6 +81,8 @@ class Scheme:
     restarts : bool
         Whether a shorter call may use the scheme as it is: positions then count from its own first key, and nothing is
         held for the tokens or the batch items of one call. So may all that are `relative`.
+    covers : bool
+        Whether the terms of a call hold, bit for bit, those of every call with some of its positions.
     computes : bool
         Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
         leaves them out, says False: its terms can then be made without operands, or from operands of half precision,
@@ -114,6 +116,11 @@ class Scheme:
     dense = False
     turns_values = False
     roundings: float | None = None
+
+    @property
+    def covers(self) -> bool:
+        """See the class."""
+        return self.relative
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

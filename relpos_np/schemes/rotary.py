@@ -133,6 +133,11 @@ class Rotary(Placed):
         """Positions that are given belong to the tokens of one call."""
         return self.positions is None
 
+    @property
+    def covers(self) -> bool:
+        """Whatever the call, a position has the same angles; values turn in other kernels."""
+        return not self.values
+
     def __init__(
         self,
         dim: int | None = None,
@@ -442,6 +447,11 @@ class XPos(Rotary):
     ) -> None:
         super().__init__(dim, base=base, layout=layout, positions=positions, key_positions=key_positions)
         self.scale_base, self.gamma = check.positive("scale_base", scale_base), check.positive("gamma", gamma)
+
+    @property
+    def covers(self) -> bool:
+        """Factors count from the middle of a call's keys."""
+        return False
 
     def check(self, site: Site) -> None:
         """As `Rotary`, and the factors must be in range."""

@@ -20,7 +20,7 @@ from relpos_np.kernels._numba.forward_pass.shift import rel_shift, shift
 from relpos_np.kernels._numba.forward_pass.window import windows
 from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch.cache import cache_folder
-from relpos_np.kernels._numba.plan import by_rows, job
+from relpos_np.kernels._numba.plan import by_rows, job, sequences
 from relpos_np.kernels._numba.plan.backward_job import BackwardJob, readable_gradient
 from relpos_np.kernels._numba.plan.prepared import prepare
 from relpos_np.kernels._numba.plan.workspace_bytes import held
@@ -65,6 +65,9 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, uni
         out.fill(0)
         if lse is not None:
             lse.fill(-np.inf)
+        return
+    if problem.sequences is not None:
+        sequences.attention(problem, terms, out, lse, unit)
         return
     run = by_rows.attention if by_rows.needed(terms) else job.attention
     run(problem, terms, out, lse, unit)

@@ -264,10 +264,10 @@ def soften_tile(p: Any, e: Any, dp_adds: Any, base: Any, w: Any, head: Any, tile
     wide = round_up(cols, lanes_of(base))
     for i in range(tile.rows):
         q = tile.i0 + i
-        row = (head.b * p.heads + head.h) * p.q_len + q
+        row = (head.b * p.heads + head.h) * p.q_rows + q
         s, dp = at(base, w.scores + i * BLOCK_KEYS), at(base, w.slopes + i * BLOCK_KEYS)
         add_all_gathered(dp_adds, e.dp_add_count, dp, head, q, tile)
-        keep = at(bytes_(p.keep), row * p.k_len + tile.j0) if p.keep else bytes_(p.keep)
+        keep = at(bytes_(p.keep), row * p.k_rows + tile.j0) if p.keep else bytes_(p.keep)
         if p.keep:
             scale_row(dp, dp, cols, p.keep_scale)
             mask_row(dp, keep, cols, 0.0)
@@ -317,7 +317,7 @@ def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: b
 @inlined
 def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
     """Copy a block of queries and of the output's gradient."""
-    lanes, row = lanes_of(base), (head.b * p.heads + head.h) * p.q_len + i0
+    lanes, row = lanes_of(base), (head.b * p.heads + head.h) * p.q_rows + i0
     v_width, s_width, padded = round_up(p.v_depth, lanes), round_up(p.skew_depth, lanes), round_up(rows, SCORE_ROWS)
     q_width, queries, own = (
         round_up(p.depth, lanes),
@@ -382,7 +382,7 @@ def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int,
     """Write the gradients of a block of keys and values, or add them to those of the heads before."""
     q_width, v_width = round_up(p.depth, lanes_of(base)), round_up(p.v_depth, lanes_of(base))
     for j in range(cols):
-        row = (head.b * p.heads + head.h) // e.group * p.k_len + j0 + j
+        row = (head.b * p.heads + head.h) // e.group * p.k_rows + j0 + j
         # The queries of the products hold the scale, in units of log 2, unless they were paired.
         of_key = e.dk + row * p.depth * size_of(base, e.dk_kind)
         of_value = e.dv + row * p.v_depth * size_of(base, e.dv_kind)
@@ -406,7 +406,7 @@ def write_queries(p: Any, e: Any, base: Any, w: Any, head: Any, task: Any) -> No
     """Write the gradients of a task's queries."""
     q_width, s_width = round_up(p.depth, lanes_of(base)), round_up(p.skew_depth, lanes_of(base))
     for i in range(task.first, task.stop):
-        row, own = (task.b * p.heads + task.h) * p.q_len + i, at(base, w.dq + (i - task.first) * q_width)
+        row, own = (task.b * p.heads + task.h) * p.q_rows + i, at(base, w.dq + (i - task.first) * q_width)
         turns, of_query = head.q_turn + i * 2 * p.turn_pairs * size_of(base, OWN), row * p.depth
         of_query = e.dq + of_query * size_of(base, e.dq_kind)
         store_operand(p, own, q_width, turns, of_query, e.dq_kind, p.scale * LOG2)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from relpos_np.kernels._numba.forward_pass.attend import add_binned, add_number
+from relpos_np.kernels._numba.forward_pass.scores import map_index
 from relpos_np.kernels._numba.forward_pass.work import round_up
 from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.simd.rows import (
@@ -93,7 +94,7 @@ def collect(p: Any, e: Any, sinks: Any, base: Any, w: Any, head: Any, tile: Any,
                 origin = task.number * a.dst_task + b * a.dst_batch + h * a.dst_head + q * a.dst_row + j0 * a.dst_col
                 x = at(base, w.scores + i * BLOCK_KEYS) if a.of_probabilities else ds
                 target, low = at(pointer_like(base, a.dst), origin), at(pointer_like(base, a.low), origin)
-                add_sunk(x, a, target, low, b * a.map_batch + q * a.map_row + j0, cols)
+                add_sunk(x, a, target, low, map_index(a, b, q, j0), cols)
 
 
 @helper

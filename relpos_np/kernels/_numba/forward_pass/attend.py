@@ -32,6 +32,7 @@ from relpos_np.kernels._numba.forward_pass.planes import (
 from relpos_np.kernels._numba.forward_pass.scores import (
     complete_scores,
     in_band,
+    map_index,
     range_of,
     score_pairs,
     score_plain,
@@ -215,7 +216,7 @@ def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
     v_width, padded = round_up(p.v_depth, lanes_of(base)), round_up(rows, ROW_QUANTUM)
     load_queries(p, at(base, w.queries), at(base, w.scratch), p.steps, head, i0, rows, pairs)
     if p.skew_depth:
-        skew_q = at(pointer_like(base, p.skew_q), ((head.b * p.heads + head.h) * p.q_len + i0) * p.skew_depth)
+        skew_q = at(pointer_like(base, p.skew_q), ((head.b * p.heads + head.h) * p.q_rows + i0) * p.skew_depth)
         load_rows(at(base, w.skew_q), p.skew_depth, skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
     fill_row(base, w.out, w.out + padded * v_width, 0.0)
     fill_row(base, w.total, w.total + rows * lanes_of(base), 0.0)
@@ -323,7 +324,7 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
     """What becomes of a row's probabilities before they meet the values: dropout, and sums for the value terms."""
     q, s = tile.i0 + i, at(base, w.scores + i * BLOCK_KEYS)
     if p.keep:
-        keep = at(bytes_(p.keep), ((head.b * p.heads + head.h) * p.q_len + q) * p.k_len + tile.j0)
+        keep = at(bytes_(p.keep), ((head.b * p.heads + head.h) * p.q_rows + q) * p.k_rows + tile.j0)
         scale_row(s, s, last_seen, p.keep_scale)
         mask_row(s, keep, last_seen, 0.0)
     if p.value_count:
@@ -335,7 +336,7 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
         seen = max(min(tile.cols, q + p.offset + p.right + 1 - tile.j0), 0)
         for n in range(p.value_count):
             a = values[n]
-            add_binned(s, a, at(bins, a.bins), at(lost, a.bins), head.b * a.map_batch + q * a.map_row + tile.j0, seen)
+            add_binned(s, a, at(bins, a.bins), at(lost, a.bins), map_index(a, head.b, q, tile.j0), seen)
 
 
 @inlined
@@ -413,7 +414,7 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
             store_delta(p, line, own, head, i0 + i)
         else:
             store_row(line, own, p.out_kind, p.v_depth, factor)
-        write_lse(p, base, (b * p.heads + h) * p.q_len + i0 + i, get(base, w.top + i), total)
+        write_lse(p, base, (b * p.heads + h) * p.q_rows + i0 + i, get(base, w.top + i), total)
 
 
 @inlined

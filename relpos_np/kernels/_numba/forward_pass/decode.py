@@ -162,10 +162,11 @@ def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
     v_depth, lanes = p.v_depth, lanes_of(base)
     width = round_up(v_depth, lanes)
     for i in range(p.k_group * p.q_len):
-        row = (head.b * p.heads + head.h) * p.q_len + i
+        row = (head.b * p.heads + head.h + i // p.q_len) * p.q_rows + i % p.q_len
         top, total, sums = get(base, w.top + i), lane_sum(at(base, w.total + i * lanes)), at(base, w.out + i * width)
         if e.parts > 1:
-            partial = at(pointer_like(base, e.partial), (row * e.parts + part) * (v_depth + 2))
+            own = (head.b * p.heads + head.h) * p.q_len + i
+            partial = at(pointer_like(base, e.partial), (own * e.parts + part) * (v_depth + 2))
             put(partial, 0, top)
             put(partial, 1, total)
             scale_row(at(partial, 2), sums, v_depth, 1.0)

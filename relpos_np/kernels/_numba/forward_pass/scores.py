@@ -81,6 +81,13 @@ def skew_block(p: Any, base: Any, w: Any, q_row: int, head: Any, tile: Any, move
 
 
 @helper
+def map_index(a: Any, b: int, q: int, j0: int) -> int:
+    """Where the map of a gathered term has the row of query q and key j0 of batch item b."""
+    where: int = b * a.map_batch + q * a.map_row + j0 + a.map_origin
+    return where
+
+
+@helper
 def add_gathered(s: Any, a: Any, source: Any, t: int, cols: int) -> None:
     """s[j] += source[j * src_col + map[t + j]] for every entry of the map that is not negative."""
     index, col = integers(a.map), a.src_col
@@ -106,9 +113,7 @@ def add_all_gathered(adds: Any, count: int, s: Any, head: Any, q: int, tile: Any
     for n in range(count):
         a = adds[n]
         origin = head.b * a.src_batch + head.h * a.src_head + q * a.src_row + tile.j0 * a.src_col
-        add_gathered(
-            s, a, at(pointer_like(s, a.src), origin), head.b * a.map_batch + q * a.map_row + tile.j0, tile.cols
-        )
+        add_gathered(s, a, at(pointer_like(s, a.src), origin), map_index(a, head.b, q, tile.j0), tile.cols)
 
 
 @helper

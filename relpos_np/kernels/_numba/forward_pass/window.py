@@ -58,6 +58,7 @@ from relpos_np.kernels._numba.simd.rows import (
     pointer_like,
     prefetch,
     put,
+    scale_row,
     take,
 )
 from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, SUM_VECTORS, TARGET
@@ -70,6 +71,15 @@ VECTOR_BYTES = TARGET.vector_bytes
 def own_head(p: Any, batches: Any, base: Any, t: int) -> Any:
     """The head of a piece of work."""
     return head_of(p, batches, base, t // (p.heads * p.blocks), t // p.blocks % p.heads)
+
+
+@helper
+def cut_bias(out: Any, bias: Any, rows: int, seen: int, width: int) -> None:
+    """Copy a panel of a bias that depends on the distance alone, and put -inf behind the last key."""
+    for i in range(rows):
+        own = at(out, i * width)
+        scale_row(own, at(bias, -i), seen, 1.0)
+        fill_row(own, seen, width, MINUS_INFINITY)
 
 
 @inlined
@@ -93,6 +103,9 @@ def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
     for c in range(0, cols, width):
         panel, out, added, row = at(base, w.keys + c * depth), at(base, w.scores + c), at(bias, c), p.bias_row
         seen = min(width, cols - c)
+        if row < 0 and seen < width:
+            added, row = at(base, w.lost), width
+            cut_bias(added, at(bias, c), rows, seen, width)
         if pairs:
             pair_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, seen, added, row, tops, p.scale)
         else:
@@ -172,7 +185,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
     for i in range(rows):
         total = lane_sum(at(base, w.total + i * lanes))
         put(share, i, 0.0 if total == 0.0 else 1.0 / total)
-        write_lse(p, base, (head.b * p.heads + head.h) * p.q_len + i0 + i, get(top, i), total)
+        write_lse(p, base, (head.b * p.heads + head.h) * p.q_rows + i0 + i, get(top, i), total)
     size = size_of(base, p.out_kind)
     own = p.out + (head.b * p.out_batch + head.h * p.out_head + i0 * p.out_row) * size
     out, out_row = pointer_like(base, own), p.out_row

@@ -13,12 +13,15 @@ from relpos_np.kernels._numba.simd.rows import get, opaque
 
 
 def _entry(name: str, record: np.dtype[Any], pointer: Any, body: Any) -> Kernel:
-    """The kernel of one dtype."""
+    """The kernel of one dtype: each thread does what is left of one record after the other."""
 
     def entry(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
-        p = carray(opaque(call), 1, record)[0]
         for n in range(get(lengths, 0)):
-            body(call, pointer(p.work + get(get(arrays, 0), n) * p.work_stride))
+            one = call
+            while one:
+                p = carray(opaque(one), 1, record)[0]
+                body(one, pointer(p.work + get(get(arrays, 0), n) * p.work_stride))
+                one = p.next
 
     # What it is called in the cache and in messages.
     entry.__name__ = entry.__qualname__ = name

@@ -9,7 +9,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from relpos_np.kernels._numba.launch.build import Kernel
 from relpos_np.kernels._numba.launch.openmp import Pool, torch_library
 from relpos_np.kernels._numba.launch.thread_backoff import SMALL, crowd
 from relpos_np.kernels._numba.simd.target import TARGET
+from relpos_np.types import Int64
 
 # Work below this many operations is done by the calling thread alone: waking others costs more.
 SERIAL_FLOPS = 1e7
@@ -47,6 +49,8 @@ _ARRAYS, _STEPS, _NUMBERS = address_of(_arrays), address_of(_steps), address_of(
 _local = threading.local()
 _PACK_WORK = struct.Struct("<2q").pack_into
 _PAIR = struct.calcsize("<2q")
+# Where records of kernels have a workspace, and the record that follows.
+_WORK, _NEXT = 2, 4
 
 
 def _workspace(size: int) -> tuple[Any, int]:
@@ -130,7 +134,7 @@ def available_threads() -> int:
     return min(chosen() or int(_thread_count()()), MOST_THREADS)
 
 
-def run(kernel: Kernel, record: bytearray, threads: int) -> None:
+def run(kernel: Kernel, record: bytearray | memoryview, threads: int) -> None:
     """Call a kernel with a record, once for each of `threads` threads."""
     address = kernel.address
     call = ctypes.addressof(ctypes.c_char.from_buffer(record))
@@ -181,20 +185,46 @@ def run_pieces(
         _PACK_WORK(record, 0, 0, pieces)
         run(kernel, record, 1)
         return
+    with _timed(kernel, threads, size) as several:
+        memory = None
+        if workspace:
+            memory, address, stride = lend(workspace, several)
+            _PACK_WORK(record, _PAIR, address, stride)
+        chunk = max(chunk // several, 1) * several
+        for start in range(0, pieces, chunk):
+            _PACK_WORK(record, 0, start // unit, min(start + chunk, pieces))
+            run(kernel, record, several)
+        del memory
+
+
+@contextmanager
+def _timed(kernel: Kernel, threads: int, size: float) -> Iterator[int]:
+    """How many threads do work of that size: where processors are taken, one thread does small work."""
     # To compile or load a kernel is not timed.
-    memory, small, started = None, threads > 1 and size < SMALL and kernel.ready, 0.0
-    if small:
-        threads, started = crowd.threads(threads), time.perf_counter()
-    if workspace:
-        memory, address, stride = lend(workspace, threads)
-        _PACK_WORK(record, _PAIR, address, stride)
-    chunk = max(chunk // threads, 1) * threads
-    for start in range(0, pieces, chunk):
-        _PACK_WORK(record, 0, start // unit, min(start + chunk, pieces))
-        run(kernel, record, threads)
-    if small:
-        crowd.took(kernel, threads, size, time.perf_counter() - started)
-    del memory
+    if threads == 1 or size >= SMALL or not kernel.ready:
+        yield threads
+        return
+    threads, started = crowd.threads(threads), time.perf_counter()
+    yield threads
+    crowd.took(kernel, threads, size, time.perf_counter() - started)
+
+
+def run_linked(
+    kernel: Kernel, records: Int64, calls: Sequence[tuple[int, int, int]], threads: int, workspace: int, size: float
+) -> None:
+    """Run a kernel on many records, rows of integers, in few calls, between which Python sees signals.
+
+    `calls`: the first record of each, whose counter begins where that says and stops there; all up to the first record
+    of the next follow. Threads work on a record together, and each goes on to the next when nothing is left of it.
+    """
+    with _timed(kernel, threads, size) as several:
+        memory, records[:, _WORK], records[:, _WORK + 1] = lend(workspace, several)
+        own, stride = address_of(records), records.strides[0]
+        records[:, _NEXT] = own + stride * np.arange(1, len(records) + 1)
+        records[[first - 1 for first, _, _ in calls], _NEXT] = 0
+        for first, records[first, 0], records[first, 1] in calls:
+            run(kernel, records[first].data, several)
+        del memory
 
 
 def _run_on_python_threads(function: Any, call: int, threads: int) -> None:

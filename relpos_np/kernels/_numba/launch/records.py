@@ -22,8 +22,9 @@ def _integers(*names: str) -> list[tuple[str, str]]:
 CALL = np.dtype(
     [
         # work: a counter of blocks shared by all threads, its limit, and one workspace per thread;
-        # the counter is the first field, so that its address is the record's
-        *_integers("counter", "stop", "work", "work_stride"),
+        # the counter is the first field, so that its address is the record's; `next`: the record with which a thread
+        # goes on when no block is left, or 0
+        *_integers("counter", "stop", "work", "work_stride", "next"),
         # pieces of work that a thread takes at a time, as one count (windows only)
         *_integers("run"),
         *_integers("q", "k", "v", "out", "lse"),
@@ -38,6 +39,8 @@ CALL = np.dtype(
         # channels where each is a pair of bfloat16; planes into which they are split (`forward_pass/planes.py`), or 0
         *_integers("q_kind", "k_kind", "v_kind", "out_kind", "steps", "planes"),
         *_integers("heads", "k_group", "v_group", "q_len", "k_len", "depth", "v_depth"),
+        # rows of a head in what has a row for each query, or each key: more than the call has, where sequences share it
+        *_integers("q_rows", "k_rows"),
         *_integers("block_queries", "blocks"),
         # positions: key j is in the band of query i if i + offset - left <= j <= i + offset + right
         *_integers("offset", "left", "right"),
@@ -70,7 +73,7 @@ CALL = np.dtype(
 
 
 class MapRecord(NamedTuple):
-    """An index map: query i and key j of batch item b have row map[t], t = b * map_batch + i * map_row + j.
+    """An index map: of query i and key j of item b it has row map[t], t = b * map_batch + i * map_row + j + map_origin.
 
     `runs[t]` is where the run of equal indices that contains t ends; 0 if runs are not known.
     """
@@ -78,6 +81,7 @@ class MapRecord(NamedTuple):
     map: int
     map_batch: int
     map_row: int
+    map_origin: int
     runs: int
 
 
@@ -155,7 +159,7 @@ BATCH_Q, BATCH_K, BATCH_V, BATCH_GRAD, BATCH_MASK, BATCH_INNER, KEY_BEGIN, KEY_E
 # Products of vectors with rows of a table: out[b, h, i, r] = scale * x[b, h, i] . table[h, r].
 PRODUCT = np.dtype(
     [
-        *_integers("counter", "stop", "work", "work_stride"),
+        *_integers("counter", "stop", "work", "work_stride", "next"),
         *_integers("x", "x_head", "x_row", "x_group", "table", "table_head", "table_row", "out"),
         *_integers("heads", "length", "depth", "rows", "blocks", "batches"),
         ("scale", "<f8"),
@@ -167,7 +171,7 @@ PRODUCT = np.dtype(
 # that of products with `positions` rows of the table, and `starts` has the first key of each piece that has a slope.
 COUNT = np.dtype(
     [
-        *_integers("counter", "stop", "work", "work_stride"),
+        *_integers("counter", "stop", "work", "work_stride", "next"),
         *_integers("q", "k", "k_head", "k_row", "k_group", "whole", "batches", "out", "ds", "slopes", "to_whole"),
         *_integers("starts", "counted", "counted_head", "counted_row", "counted_col"),
         *_integers("count", "heads", "q_len", "k_len", "depth", "positions", "blocks", "last"),

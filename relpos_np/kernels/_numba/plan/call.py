@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from relpos_np._contract.problem import UNBOUNDED, Problem
-from relpos_np._contract.terms import Terms
+from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.launch.arrays import address_of, rowwise
 from relpos_np.kernels._numba.launch.records import CALL
@@ -20,6 +21,19 @@ _EMPTY = dict.fromkeys(CALL.names or (), 0)
 _PACK = struct.Struct("<" + "".join("d" if CALL[name].kind == "f" else "q" for name in _EMPTY)).pack
 
 assert UNBOUNDED < 1 << 62  # positions are added to it in int64
+
+
+# A query term whose map has at least this share of distinct runs is multiplied tile by tile.
+SKEW_SHARE = 0.25
+
+
+def is_skewed(term: QueryTerm) -> bool:
+    """Whether a query term is multiplied tile by tile: most distances have a row of their own."""
+    if not isinstance(term.index, Toeplitz):
+        return False
+    lookup = term.index.lookup
+    changes = int(np.count_nonzero(lookup[1:] != lookup[:-1])) + 1
+    return changes > SKEW_SHARE * len(lookup)
 
 
 class Product(NamedTuple):
@@ -41,14 +55,22 @@ class Call:
         threads: int,
         fields: dict[str, Any] = _EMPTY,
         grad_out: Array | None = None,
+        skewed: Sequence[QueryTerm] | None = None,
     ) -> None:
         self.problem, self.terms, self.threads, self.grad_out = problem, terms, threads, grad_out
         self.site, self.dtype = problem.site, problem.site.dtype
+        # Query terms that are multiplied tile by tile.
+        self.skewed = [term for term in terms.queries if is_skewed(term)] if skewed is None else skewed
         self.fields = fields.copy()
         self.kept: list[Array] = []
         # Those among them that sizes alone decide about: whoever keeps the fields for later calls keeps these too.
         self.lasting: list[Array] = []
         self.products: list[Product] = []
+        # Queries, keys and values as the kernel reads them.
+        self.read: tuple[Array, Array, Array] | None = None
+        # What is gathered and added to scores, and to the output.
+        self.adds: Array | None = None
+        self.values: Array | None = None
 
     @property
     def count(self) -> int:
@@ -87,7 +109,7 @@ class Call:
             q = problem.stored_q if stored else problem.q
         if k is None:
             k = problem.stored_k if stored else problem.k
-        q, k, v = rowwise(q), rowwise(k), rowwise(v)
+        self.read = q, k, v = rowwise(q), rowwise(k), rowwise(v)
         f["q"], f["k"], f["v"], f["out"] = self.keep(q), self.keep(k), self.keep(v), self.keep(out)
         if lse is not None:
             f["lse"] = self.keep(lse)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from relpos_np.kernels._numba.forward_pass.attend import layout
 from relpos_np.kernels._numba.forward_pass.decode import decode_layout
@@ -45,22 +48,13 @@ class Division:
 def into_blocks(call: Call, *, windowed: bool) -> Division:
     """Blocks of queries, each over all of its keys; windows in runs, in which the next is always being fetched."""
     site, f, item = call.site, call.fields, call.dtype.itemsize
-    lanes, depth, skew, heads = TARGET.lanes(item), f["depth"], f["skew_depth"], call.count * site.heads
-    width, band = -(-site.v_dim // lanes) * lanes, f["left"] + f["right"]
-    narrow = bool(skew) or windowed or band < NARROW
-    block = block_queries(site.q_len, depth, width, item, heads, call.threads, narrow=narrow)
-    # Besides products: what is gathered and what is collected.
-    per_pair = 2.0 * (depth + width + 2 * skew + 8 * f["add_count"] + 8 * f["value_count"])
-    reach = min(site.k_len, band + block)
-    # A block is not interrupted: with very many keys it has fewer queries.
-    most = int(2 * call_flops(item) / (per_pair * max(reach, 1)))
-    block = min(block, max(most // ROW_QUANTUM, 2) * ROW_QUANTUM)
+    heads = call.count * site.heads
+    block = block_of(call, site.q_len, site.k_len, heads, windowed=windowed)
     blocks = -(-site.q_len // block)
     # The kernel for windows writes whole tiles in place: it needs blocks of about the same length.
     f["block_queries"], f["blocks"] = -(-site.q_len // blocks) if windowed else block, blocks
-    end = layout.py_func(block, f["steps"], width, skew, f["bins"], lanes).end
-    workspace = plane_layout.py_func(end, block, pair_steps.py_func(depth), width, f["planes"], lanes).end * item
-    pieces, flops = heads * blocks, per_pair * block * min(site.k_len, band + block)
+    workspace = block_workspace(call, block)
+    pieces, flops = heads * blocks, pair_flops(call) * block * min(site.k_len, f["left"] + f["right"] + block)
     size = flops * pieces / SERIAL_FLOPS
     threads = 1 if size < 1.0 else min(call.threads, pieces)
     if not windowed:
@@ -69,16 +63,57 @@ def into_blocks(call: Call, *, windowed: bool) -> Division:
     return Division(pieces, RUNS * threads * unit, threads, workspace, size, unit)
 
 
+def pair_flops(call: Call) -> float:
+    """Operations for each pair of query and key: of products, and of what is gathered and collected."""
+    f, lanes = call.fields, TARGET.lanes(call.dtype.itemsize)
+    width = -(-call.site.v_dim // lanes) * lanes
+    flops: float = 2.0 * (f["depth"] + width + 2 * f["skew_depth"] + 8 * f["add_count"] + 8 * f["value_count"])
+    return flops
+
+
+def block_of(call: Call, q_len: int, k_len: int, heads: int, *, windowed: bool) -> int:
+    """Queries of a block, of so many heads with so many queries and keys each."""
+    f, item = call.fields, call.dtype.itemsize
+    lanes, band = TARGET.lanes(item), f["left"] + f["right"]
+    width, narrow = -(-call.site.v_dim // lanes) * lanes, bool(f["skew_depth"]) or windowed or band < NARROW
+    block: int = block_queries(q_len, f["depth"], width, item, heads, call.threads, narrow=narrow)
+    # A block is not interrupted: with very many keys it has fewer queries.
+    most = int(2 * call_flops(item) / (pair_flops(call) * max(min(k_len, band + block), 1)))
+    return min(block, max(most // ROW_QUANTUM, 2) * ROW_QUANTUM)
+
+
+def block_workspace(call: Call, block: int) -> int:
+    """Bytes of a thread's workspace for blocks of so many queries."""
+    f, item = call.fields, call.dtype.itemsize
+    lanes, depth = TARGET.lanes(item), f["depth"]
+    width = -(-call.site.v_dim // lanes) * lanes
+    end = layout.py_func(block, f["steps"], width, f["skew_depth"], f["bins"], lanes).end
+    numbers: int = plane_layout.py_func(end, block, pair_steps.py_func(depth), width, f["planes"], lanes).end
+    return numbers * item
+
+
+def key_parts(k_len: Any) -> Any:
+    """Ranges of so many keys, or of each of several numbers of keys, that are decoded apart.
+
+    It decides about rounding: it depends on the keys alone, not on threads or the batch.
+    """
+    return np.clip(-(-k_len // BLOCK_KEYS) // PART_BLOCKS, 1, MOST_PARTS)
+
+
+def decode_workspace(call: Call) -> int:
+    """Bytes of a thread's workspace in decoding."""
+    f, item = call.fields, call.dtype.itemsize
+    numbers: int = decode_layout.py_func(f["depth"], call.site.v_dim, f["turn"], TARGET.lanes(item)).end
+    return numbers * item
+
+
 def into_parts(call: Call) -> Division:
     """Heads of keys, each in several ranges of keys if there are many keys."""
     site, f, item = call.site, call.fields, call.dtype.itemsize
-    heads = call.count * site.heads
-    # The number of parts decides about rounding: it depends on the keys alone, not on threads or the batch.
-    parts = min(max(-(-site.k_len // BLOCK_KEYS) // PART_BLOCKS, 1), MOST_PARTS)
+    heads, parts = call.count * site.heads, int(key_parts(site.k_len))
     pieces = heads // f["k_group"] * parts
     flops = 2.0 * heads * site.q_len * site.k_len * (f["depth"] + site.v_dim)
     size = flops / SERIAL_DECODE_FLOPS
     threads = 1 if size < 1.0 else min(call.threads, pieces)
     chunk = int(threads * CALL_DECODE_SHARE * call_flops(item) * pieces / flops)
-    workspace = decode_layout.py_func(f["depth"], site.v_dim, f["turn"], TARGET.lanes(item)).end * item
-    return Division(pieces, chunk, threads, workspace, size, parts=parts)
+    return Division(pieces, chunk, threads, decode_workspace(call), size, parts=parts)

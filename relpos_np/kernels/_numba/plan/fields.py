@@ -12,7 +12,7 @@ from relpos_np.kernels._numba.plan.biases import fuse_tables
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.gather import key_add, query_add, table_add, value_records
 from relpos_np.kernels._numba.plan.masks import add_masks
-from relpos_np.kernels._numba.plan.skew import add_skewed, is_skewed
+from relpos_np.kernels._numba.plan.skew import add_skewed
 from relpos_np.kernels._numba.simd.target import CONVERTS_HALF
 from relpos_np.types import Array
 
@@ -46,7 +46,8 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
         _add_gradient(call, call.grad_out, batches)
         f["lse_low"] = lse.size // 2
     width = site.v_dim if call.grad_out is None else 1
-    f["out_batch"], f["out_head"], f["out_row"] = site.heads * site.q_len * width, site.q_len * width, width
+    f["q_rows"], f["k_rows"] = operands[0].shape[-2], operands[1].shape[-2]
+    f["out_batch"], f["out_head"], f["out_row"] = site.heads * f["q_rows"] * width, f["q_rows"] * width, width
     f["heads"], f["v_group"] = site.heads, site.heads // max(site.kv_heads, 1)
     f["k_group"] = site.heads // max(operands[1].shape[-3], 1)
     f["q_len"], f["k_len"], f["depth"], f["v_depth"] = site.q_len, site.k_len, operands[0].shape[-1], site.v_dim
@@ -75,14 +76,15 @@ def _add_gathered(call: Call, *, windowed: bool) -> None:
     """Set the fields of all terms: fused or multiplied tile by tile where possible, gathered otherwise."""
     terms, f = call.terms, call.fields
     adds = [table_add(call, term) for term in fuse_tables(call, windowed=windowed)]
-    skewed = [term for term in terms.queries if is_skewed(term)]
-    adds += [query_add(call, t.query, t.weights, t.index, LOG2E) for t in terms.queries if t not in skewed]
-    if skewed:
-        add_skewed(call, skewed)
+    adds += [query_add(call, t.query, t.weights, t.index, LOG2E) for t in terms.queries if t not in call.skewed]
+    if call.skewed:
+        add_skewed(call, call.skewed)
     adds += [key_add(call, term) for term in terms.keys]
     values = value_records(call)
     f["add_count"], f["value_count"] = len(adds), len(values)
     if adds:
-        f["adds"] = call.keep(table(ADD, adds))
+        call.adds = table(ADD, adds)
+        f["adds"] = call.keep(call.adds)
     if values:
-        f["values"] = call.keep(table(VALUE, values))
+        call.values = table(VALUE, values)
+        f["values"] = call.keep(call.values)

@@ -14,26 +14,24 @@ from relpos_np.kernels._numba.simd.target import TARGET
 from relpos_np.types import Array
 
 
-def _run_ends(lookup: Array, q_len: int) -> Array:
-    """For each entry where its run of equal entries ends, counted like the entries from j - i = 0."""
-    n = len(lookup)
+def _run_ends(lookup: Array) -> Array:
+    """For each entry where its run of equal entries ends."""
     ends = np.flatnonzero(np.append(lookup[1:] != lookup[:-1], True)) + 1
-    return (np.repeat(ends, np.diff(ends, prepend=0)) - (q_len - 1)).astype(np.int32) if n else lookup
+    return np.repeat(ends, np.diff(ends, prepend=0)).astype(np.int32) if len(lookup) else lookup
 
 
 def map_record(call: Call, index: IndexMap, *, runs: bool) -> MapRecord:
     """A map, with the ends of its runs where `runs` asks for them and it has any."""
     site = call.site
     if isinstance(index, Toeplitz):
-        origin = max(site.q_len - 1, 0) * 4
-        ends = call.keep(_run_ends(index.lookup, site.q_len)) + origin if runs else 0
-        return MapRecord(call.keep(index.lookup) + origin, 0, -1, ends)
+        ends = call.keep(_run_ends(index.lookup)) if runs else 0
+        return MapRecord(call.keep(index.lookup), 0, -1, max(site.q_len - 1, 0), ends)
     dense = np.ascontiguousarray(index.index)
     per_batch = 0
     if dense.ndim > 2:
         dense = np.ascontiguousarray(np.broadcast_to(dense, (*site.batch, site.q_len, site.k_len)))
         per_batch = site.q_len * site.k_len
-    return MapRecord(call.keep(dense), per_batch, site.k_len, 0)
+    return MapRecord(call.keep(dense), per_batch, site.k_len, 0, 0)
 
 
 def products(call: Call, x: Array, weights: Array, scale: float) -> Array:
@@ -54,7 +52,7 @@ def table_add(call: Call, term: TableTerm) -> AddRecord:
 def query_add(call: Call, x: Array, weights: Array, index: IndexMap, scale: float) -> AddRecord:
     """Products of rows of x, one for each query."""
     made = products(call, x, weights, scale)
-    head, row = call.site.q_len * made.shape[-1], made.shape[-1]
+    head, row = made.shape[-2] * made.shape[-1], made.shape[-1]
     found = map_record(call, index, runs=True)
     return AddRecord(found, src=call.keep(made), src_batch=call.site.heads * head, src_head=head, src_row=row)
 
@@ -62,7 +60,7 @@ def query_add(call: Call, x: Array, weights: Array, index: IndexMap, scale: floa
 def key_add(call: Call, term: KeyTerm) -> AddRecord:
     """Products of a key term's vectors."""
     made = products(call, term.key, term.weights, LOG2E)
-    head, row = call.site.k_len * made.shape[-1], made.shape[-1]
+    head, row = made.shape[-2] * made.shape[-1], made.shape[-1]
     found = map_record(call, term.index, runs=False)
     return AddRecord(found, src=call.keep(made), src_batch=call.site.heads * head, src_head=head, src_col=row)
 

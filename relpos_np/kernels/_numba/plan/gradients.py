@@ -13,7 +13,6 @@ from relpos_np.kernels._numba.launch.records import SinkRecord
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.fields import readable
 from relpos_np.kernels._numba.plan.gather import map_record, products
-from relpos_np.kernels._numba.plan.skew import is_skewed
 from relpos_np.kernels._numba.simd.target import ROW_QUANTUM, TARGET
 from relpos_np.types import Array
 
@@ -93,7 +92,7 @@ class Sums:
             rows, head = key.index.rows, site.k_len * key.index.rows
             shape = self.call.shape(site.k_len, rows)
             sink(key, site.q_len, shape, dst_batch=site.heads * head, dst_head=head, dst_col=rows, of_keys=1)
-        per_query: list[QueryTerm | ValueTerm] = [t for t in terms.queries if not is_skewed(t)]
+        per_query: list[QueryTerm | ValueTerm] = [t for t in terms.queries if t not in self.call.skewed]
         for term in (*per_query, *terms.values):
             rows, head, of_p = term.index.rows, site.q_len * term.index.rows, isinstance(term, ValueTerm)
             shape, item = self.call.shape(site.q_len, rows), site.heads * head
@@ -138,7 +137,7 @@ class Sums:
         """Gradients of the query terms; those that are multiplied tile by tile lie side by side."""
         out, first = [], 0
         for term in self.call.terms.queries:
-            if is_skewed(term):
+            if term in self.call.skewed:
                 assert isinstance(term.index, Toeplitz)
                 columns = slice(first, first + term.query.shape[-1])
                 first = columns.stop

@@ -26,7 +26,6 @@ from relpos_np.kernels._numba.plan import biases
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.division import Division, into_blocks, into_parts
 from relpos_np.kernels._numba.plan.fields import fill, readable
-from relpos_np.kernels._numba.plan.skew import is_skewed
 from relpos_np.kernels._numba.simd.target import ASKED, BLOCK_KEYS, PAIR_ROWS, TARGET, TILES, UNIT
 from relpos_np.types import Array
 
@@ -84,7 +83,6 @@ def planned(
     problem: Problem, terms: Terms, out: Array, lse: Array | None, grad_out: Array | None = None
 ) -> tuple[Plan, Call]:
     """The plan of a call, and its record with the arrays that it names."""
-    decoding = grad_out is None and _is_decoding(problem, terms)
     threads = launcher.available_threads()
     key = None if grad_out is not None else _sizes(problem, terms, out.dtype.char, lse is None, threads)
     plan = None if key is None else _known.get(key)
@@ -96,7 +94,15 @@ def planned(
             biases.fuse_tables(call, windowed=plan.windowed)
         return plan, call
     call = Call(problem, terms, threads, grad_out=grad_out)
-    plan = (_decoding if decoding else _streaming)(call, out, lse)
+    site = problem.site
+    if grad_out is None and may_decode(call, site.q_len, bool(call.skewed)):
+        kernel, stored = decoding(call, out, lse)
+        plan = Plan(kernel, into_parts(call), call.fields.copy(), call.lasting, stored)
+    else:
+        windowed = bool(may_be_windowed(call, site.q_len, site.k_len, site.offset))
+        kernel, stored = streaming(call, out, lse, windowed=windowed)
+        division = into_blocks(call, windowed=windowed)
+        plan = Plan(kernel, division, call.fields.copy(), call.lasting, stored, windowed)
     # What is gathered in the kernel has records of its own.
     if key is not None and not call.fields["add_count"] and call.count <= MOST_ITEMS:
         if len(_known) >= MOST_PLANS:
@@ -138,41 +144,48 @@ def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: i
     )
 
 
-def _is_decoding(problem: Problem, terms: Terms) -> bool:
-    """Whether there are so few queries for each key that packing the keys would not pay."""
-    site = problem.site
+def may_decode(call: Call, q_len: Any, skewed: Any) -> Any:
+    """Whether there are so few queries for each key that packing the keys would not pay, for one call or arrays.
+
+    `skewed`: query terms are multiplied tile by tile.
+    """
+    site, terms = call.site, call.terms
     heads = site.kv_heads if terms.key is None else terms.key.shape[-3]
-    if heads != site.kv_heads or site.heads // heads * site.q_len > MOST_ROWS:
-        return False
-    return not (terms.values or problem.keep is not None or any(is_skewed(term) for term in terms.queries))
+    if heads != site.kv_heads or terms.values or call.problem.keep is not None:
+        return np.logical_and(False, skewed)
+    return (site.heads // max(heads, 1) * q_len <= MOST_ROWS) & np.logical_not(skewed)
 
 
-def _is_windowed(problem: Problem, terms: Terms) -> bool:
-    """Whether the kernel for windows does it: few keys, all of them for every query, and at most one fused bias."""
-    site, mask = problem.site, problem.mask
-    lanes, panel = TARGET.lanes(site.dtype.itemsize), TARGET.panel(site.dtype.itemsize)
-    if site.k_len > BLOCK_KEYS or site.v_dim % lanes:
-        return False
-    if site.q_len < max(TARGET.least_rows(site.v_dim // lanes), PAIR_ROWS):
-        return False
+def may_be_windowed(call: Call, q_len: Any, k_len: Any, offset: Any) -> Any:
+    """Whether the kernel for windows does it, for one call or arrays of lengths.
+
+    Keys must be few, and all of them for every query, and of biases there is one at most, which is fused.
+    """
+    site, problem, terms, item = call.site, call.problem, call.terms, call.dtype.itemsize
+    lanes = TARGET.lanes(item)
+    grids = any(isinstance(term.index, Dense) for term in terms.tables)
+    fits = (k_len <= BLOCK_KEYS) & (q_len >= max(TARGET.least_rows(site.v_dim // lanes), PAIR_ROWS))
+    # The last query must reach the first key, and the first query the last key.
+    fits = fits & (q_len - 1 + offset <= problem.left) & (k_len - 1 - offset <= problem.right)
+    # A bias of every pair is gathered.
+    fits = fits & ((not grids) | (site.heads * q_len * k_len * item <= biases.GATHER_BYTES // 2))
+    return fits & (k_len > 0) & _may_be_windowed(problem, terms, lanes)
+
+
+def _may_be_windowed(problem: Problem, terms: Terms, lanes: int) -> bool:
+    """What lengths do not decide of it."""
+    mask = problem.mask
     if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
         return False
     if problem.softcap or problem.ranges is not None or problem.step > 1:
         return False
-    # The last query must reach the first key, and the first query the last key.
-    first, last = site.q_len - 1 + site.offset, site.k_len - 1 - site.offset
-    if problem.key_lengths is not None or first > problem.left or last > problem.right:
+    if problem.site.v_dim % lanes or problem.key_lengths is not None:
         return False
     # A mask of keys alone becomes a range of keys. The shape decides, never the strides: layouts change no bits.
     if mask is not None and 1 in mask.shape[-2:]:
         return False
     # One bias serves all batch items: maps that differ between them are gathered, which its kernel does not do.
-    if any(isinstance(term.index, Dense) and term.index.index.ndim > 2 for term in terms.tables):
-        return False
-    # The end of the last panel is cut off by the bias, which therefore has a row per query or is the same for all.
-    grids = all(isinstance(term.index, Dense) for term in terms.tables)
-    gathered = site.heads * site.q_len * site.k_len * site.dtype.itemsize
-    return (grids or site.k_len % panel == 0) and gathered <= biases.GATHER_BYTES // 2
+    return not any(isinstance(term.index, Dense) and term.index.index.ndim > 2 for term in terms.tables)
 
 
 def in_pairs(problem: Problem, terms: Terms) -> bool:
@@ -194,9 +207,8 @@ def planes_of(problem: Problem, terms: Terms) -> int:
     return 3 if ASKED or UNIT == "emulated tiles" else 0
 
 
-def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
-    """Blocks of queries, or whole windows."""
-    windowed = _is_windowed(call.problem, call.terms)
+def streaming(call: Call, out: Array, lse: Array | None, *, windowed: bool) -> tuple[Kernel, bool]:
+    """The kernel of blocks of queries, or of whole windows, for which the record is filled; `Plan.stored`."""
     stored, f = readable(call.problem), call.fields
     fill(call, out, lse, stored=stored, windowed=windowed)
     name = name_of(call.dtype)
@@ -206,15 +218,15 @@ def _streaming(call: Call, out: Array, lse: Array | None) -> Plan:
         # Gradients are of the scores that their own kernel makes, of products of float32.
         f["planes"] = planes_of(call.problem, call.terms)
         name = "planes" if f["planes"] else name
-    if windowed and f["out_kind"] != OWN:
-        f["bins"] = call.site.v_dim
-    division = into_blocks(call, windowed=windowed)
-    kernel = (windows if windowed else attend)[name]
-    return Plan(kernel, division, f.copy(), call.lasting, stored, windowed)
+    if windowed:
+        # Where it makes results that are rounded, and a panel of a bias that ends behind the last key.
+        panel = TARGET.panel(call.dtype.itemsize) if f["bias_row"] < 0 else 0
+        f["bins"] = max(call.site.v_dim if f["out_kind"] != OWN else 0, panel)
+    return (windows if windowed else attend)[name], stored
 
 
-def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
-    """Keys and values read once, in half precision if they are stored so and the processor can."""
+def decoding(call: Call, out: Array, lse: Array | None) -> tuple[Kernel, bool]:
+    """The same of the kernel that reads keys and values once, in half precision if they are stored so and it can."""
     problem, dtype = call.problem, call.dtype
     kernel, stores = decode[name_of(dtype)], False
     stored = problem.stored_k.dtype
@@ -224,4 +236,4 @@ def _decoding(call: Call, out: Array, lse: Array | None) -> Plan:
         stores = name_of(stored) in decode
         kernel = decode.get(name_of(stored), kernel)
     fill(call, out, lse, stored=stores)
-    return Plan(kernel, into_parts(call), call.fields.copy(), call.lasting, stores)
+    return kernel, stores

@@ -16,9 +16,9 @@ from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of, broadcast, rowwise
 from relpos_np.kernels._numba.launch.records import CALL, KEY_END
-from relpos_np.kernels._numba.plan.call import Product
+from relpos_np.kernels._numba.plan.call import Product, is_skewed
 from relpos_np.kernels._numba.plan.job import planned, run_plan
-from relpos_np.kernels._numba.plan.skew import is_skewed, skewed_queries
+from relpos_np.kernels._numba.plan.skew import skewed_queries
 from relpos_np.types import Array
 
 _OPERANDS, _BATCHES, _SKEW, _ADDS = (CALL.fields[name][1] for name in ("q", "batches", "skew_q", "adds"))  # type: ignore[index]
@@ -65,7 +65,7 @@ class Prepared:
         self.query = 0 if terms.query is None else max(_place(terms.query, sources), 0)
         self.key = 1 if terms.key is None else max(_place(terms.key, sources), 1)
         # Those of the product that the kernel makes itself, side by side.
-        skewed = [_place(term.query, sources) for term in terms.queries if is_skewed(term)]
+        skewed = [_place(term.query, sources) for term in call.skewed]
         self.skewed, self.skew_shape = skewed if min(skewed, default=-1) >= 0 else [], call.shape(problem.site.q_len, 0)
         made = [p for p in call.products if _place(p.x, sources) >= 0]
         left = {id(x) for x in (*_operands(problem), *vectors, out, *[p.made for p in made])}

@@ -11,18 +11,6 @@ from relpos_np.kernels._numba.launch.arrays import broadcast, rowwise, strides
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.types import Array
 
-# A query term whose map has at least this share of distinct runs is multiplied tile by tile.
-SKEW_SHARE = 0.25
-
-
-def is_skewed(term: QueryTerm) -> bool:
-    """Whether a query term is multiplied tile by tile: most distances have a row of their own."""
-    if not isinstance(term.index, Toeplitz):
-        return False
-    lookup = term.index.lookup
-    changes = int(np.count_nonzero(lookup[1:] != lookup[:-1])) + 1
-    return changes > SKEW_SHARE * len(lookup)
-
 
 def add_skewed(call: Call, terms: Sequence[QueryTerm]) -> None:
     """Set the fields of query terms that are multiplied tile by tile; several share one product."""
@@ -32,7 +20,10 @@ def add_skewed(call: Call, terms: Sequence[QueryTerm]) -> None:
         weight, lookup = terms[0].weights, terms[0].index.lookup
     else:
         weight, lookup = _side_by_side(terms), np.arange(site.q_len + site.k_len - 1, dtype=np.int32)
-    query, weight = skewed_queries([term.query for term in terms], call.shape(site.q_len, 0)), rowwise(weight)
+    query, weight = (
+        skewed_queries([term.query for term in terms], call.shape(terms[0].query.shape[-2], 0)),
+        rowwise(weight),
+    )
     f["skew_q"], f["skew_w"], f["skew_depth"] = call.keep(query), call.keep(weight), weight.shape[-1]
     f["skew_index"] = call.keep(np.ascontiguousarray(lookup))
     head, f["skew_row"], _ = strides(weight)

@@ -18,8 +18,8 @@ from relpos_np.kernels._numba.launch.launcher import available_threads
 from relpos_np.kernels._numba.plan.backward_job import BLOCK_QUERIES, MOST_CUT, group_of, part_count
 from relpos_np.kernels._numba.plan.biases import GATHER_BYTES
 from relpos_np.kernels._numba.plan.by_rows import needed, part_rows
+from relpos_np.kernels._numba.plan.call import is_skewed
 from relpos_np.kernels._numba.plan.job import in_pairs, planes_of
-from relpos_np.kernels._numba.plan.skew import is_skewed
 from relpos_np.kernels._numba.simd.target import MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
 from relpos_np.types import Array
 
