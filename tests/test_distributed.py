@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import queue
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,7 +314,7 @@ def over_dask(da, e, *, queries=4, **options):
     kwargs = dict(e.kwargs)
     if "mask" in kwargs:
         kwargs["mask"] = da.from_array(kwargs["mask"], chunks=3)
-    lazy = attention(q, k, v, position=e.position, return_lse=True, **kwargs, **options)
+    lazy = attention(q, k, v, position=e.position, return_lse=True, min_operations=0, **kwargs, **options)
     return tuple(x.compute(scheduler="threads", num_workers=2) for x in lazy)
 
 
@@ -328,8 +329,8 @@ def test_dask_gives_what_one_process_gives(name, variant, da):
     np.testing.assert_allclose(lse, expected[1], rtol=1e-12, atol=1e-12)
 
 
-@given(DIVISIBLE_CASES, st.integers(1, 5), st.integers(1, 5), st.integers(2, 4))
-def test_dask_takes_any_call(case, query_chunk, key_chunk, split_every):
+@given(DIVISIBLE_CASES, st.integers(1, 5), st.integers(1, 5), st.integers(2, 4), st.sampled_from([0, 200, 5000, 1e9]))
+def test_dask_takes_any_call(case, query_chunk, key_chunk, split_every, least):
     da = pytest.importorskip("dask.array")
     q, k, v = case.operands(np.float64)
     options = case.options(np.float64)
@@ -340,17 +341,19 @@ def test_dask_takes_any_call(case, query_chunk, key_chunk, split_every):
         da.from_array(x, chunks=(*("auto",) * (x.ndim - 2), chunk, -1))
         for x, chunk in ((q, query_chunk), (k, key_chunk), (v, key_chunk))
     ]
-    lazy = attention(*blocks, **options, backend="terms", return_lse=True, split_every=split_every)
+    division = {"split_every": split_every, "min_operations": least}
+    lazy = attention(*blocks, **options, backend="terms", return_lse=True, **division)
     assert_same(tuple(x.compute(scheduler="sync") for x in lazy), expected, case)
 
 
-def test_dask_keeps_dtype_shape_and_chunks(da, rng):
+@pytest.mark.parametrize("least", [0, 1e9])
+def test_dask_keeps_dtype_shape_and_chunks(least, da, rng):
     q, k, v = (da.from_array(x, chunks=(1, 3, 4)) for x in rng.standard_normal((3, 2, 7, 4)).astype(np.float16))
-    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    out, lse = attention(q, k, v, causal=True, return_lse=True, min_operations=least)
     assert (out.dtype, lse.dtype) == (np.float16, np.float32)
     assert out.chunks == q.chunks
     assert lse.chunks == q.chunks[:2]
-    flat = attention(q[0], k[0], v[0], causal=True)
+    flat = attention(q[0], k[0], v[0], causal=True, min_operations=least)
     np.testing.assert_array_equal(flat.compute(scheduler="sync"), out[0].compute(scheduler="sync"))
 
 
@@ -358,7 +361,7 @@ def test_dask_computes_no_block_beyond_the_band(da, rng):
     q, k, v = (da.from_array(x, chunks=(1, 4, 4)) for x in rng.standard_normal((3, 1, 32, 4)))
 
     def blocks(**options):
-        graph = attention(q, k, v, backend="terms", **options).__dask_graph__()
+        graph = attention(q, k, v, backend="terms", min_operations=0, **options).__dask_graph__()
         return sum(str(key).startswith("attention-part") for key in graph)
 
     assert blocks() == 64
@@ -370,8 +373,30 @@ def test_dask_computes_no_block_beyond_the_band(da, rng):
 def test_dask_computes_a_block_that_one_of_its_items_reaches(da, rng):
     operands, lengths = rng.standard_normal((3, 2, 1, 8, 4)), np.array([3, 8])
     q, k, v = (da.from_array(x, chunks=(2, 1, 4, 4)) for x in operands)
-    found = attention(q, k, v, key_lengths=lengths).compute(scheduler="sync")
+    found = attention(q, k, v, key_lengths=lengths, min_operations=0).compute(scheduler="sync")
     np.testing.assert_allclose(found, rp.attention(*operands, key_lengths=lengths), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("query_chunk", "key_chunk", "blocks"),
+    # Of 16 heads and vectors of 64 channels, 2^20 pairs are 2^32 operations.
+    [(256, 256, (2, 1)), (64, 1024, (2, 1)), (1024, 16, (1, 2)), (1, 64, (2, 1)), (512, 512, (2, 1))],
+)
+def test_small_chunks_are_merged(query_chunk, key_chunk, blocks, da):
+    """Those of keys first, then those of queries, up to the operations that were asked for, and no further."""
+    q, k = (da.zeros((16, 1024, 64), np.float32, chunks=(16, chunk, 64)) for chunk in (query_chunk, key_chunk))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", da.PerformanceWarning)
+        found = attention(q, k, k, min_operations=2e9)
+    parts = [key.split("-")[-2:] for key in found.__dask_graph__() if str(key).startswith("attention-part")]
+    assert tuple(1 + max(int(own[n]) for own in parts) for n in (0, 1)) == blocks
+    assert found.chunks == q.chunks
+
+
+def test_chunks_that_take_longer_than_the_call_are_said(da):
+    q = da.zeros((1, 128, 8), chunks=(1, 1, 8))
+    with pytest.warns(da.PerformanceWarning, match=r"384 chunks.*rechunk"):
+        attention(q, q, q)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +404,7 @@ def test_dask_computes_a_block_that_one_of_its_items_reaches(da, rng):
     [
         ({"q": np.zeros((1, 4, 4))}, "expected a Dask array, found ndarray"),
         ({"split_every": 1}, "split_every: expected at least 2"),
+        ({"min_operations": -1.0}, "min_operations"),
         ({"backend": "numpy"}, "backend: parts of a call"),
         ({"mask": np.zeros((4, 5), bool)}, "mask: shape"),
         ({"position": rp.T5(np.zeros((8, 3)))}, "the call has 1"),
@@ -406,7 +432,7 @@ def test_dask_refuses_chunks_of_unknown_size(da):
 
 def test_same_chunks_same_bits(da, rng):
     q, k, v = (da.from_array(x, chunks=(1, 5, 4)) for x in rng.standard_normal((3, 2, 16, 4)).astype(np.float32))
-    lazy = attention(q, k, v)
+    lazy = attention(q, k, v, min_operations=0)
     np.testing.assert_array_equal(lazy.compute(scheduler="sync"), lazy.compute(scheduler="threads", num_workers=4))
 
 
@@ -421,7 +447,7 @@ def test_tasks_follow_what_was_chosen_where_they_were_made(da, rng, monkeypatch)
 
     monkeypatch.setattr(check, "call", record)
     with rp.use_precision("medium"):
-        own, asked = attention(q, k, v), attention(q, k, v, precision="high")
+        own, asked = (attention(q, k, v, min_operations=0, **given) for given in ({}, {"precision": "high"}))
     for lazy, expected in ((own, "medium"), (asked, "high")):
         seen.clear()
         lazy.compute(scheduler="threads", num_workers=2)
@@ -477,7 +503,7 @@ def test_a_plan_counts_the_tasks_that_dask_gets(query_chunk, key_chunk, causal, 
     chunks = {"q": (1, 2, query_chunk, 8), "k": (1, 1, key_chunk, 8), "v": (1, 1, key_chunk, 6)}
     shapes = {"q": (2, 4, 50, 8), "k": (2, 2, 70, 8), "v": (2, 2, 70, 6)}
     operands = {name: da.zeros(shape, chunks=chunks[name]) for name, shape in shapes.items()}
-    graph = attention(**operands, causal=causal, split_every=3, backend="terms").__dask_graph__()
+    graph = attention(**operands, causal=causal, split_every=3, min_operations=0, backend="terms").__dask_graph__()
     names = [str(key).split("-")[0] for key in graph]
     planned = plan(
         workers=3, **SIZES, query_chunk=query_chunk, key_chunk=key_chunk, causal=causal, split_every=3, itemsize=8

@@ -38,6 +38,15 @@ def clip_map(q_len: int, k_len: int, offset: int, k: int, outside: str, right: i
 
 
 @lru_cache(maxsize=64)
+def reached_rows(q_len: int, k_len: int, offset: int, k: int, outside: str, right: int) -> tuple[slice, Toeplitz]:
+    """Which rows of a table some pair of `clip_map` has, one at least, and the map into these."""
+    index = clip_map(q_len, k_len, offset, k, outside, right)
+    rows = index.lookup[index.lookup >= 0]
+    first, last = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
+    return slice(first, last + 1), _toeplitz(np.maximum(index.lookup - first, -1), last + 1 - first)
+
+
+@lru_cache(maxsize=64)
 def difference_map(q_len: int, k_len: int) -> Toeplitz:
     """A row of its own for each relative position, in the order of `relative_positions`."""
     rows = q_len + k_len - 1 if q_len and k_len else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Unpack, overload
 from uuid import uuid4
@@ -12,7 +14,7 @@ import numpy as np
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import NumberOptions, Options, completed, takes
-from relpos_np._contract.problem import Part, Problem
+from relpos_np._contract.problem import Part, Problem, Site
 from relpos_np._runtime import precision
 from relpos_np.distributed.merging import merge
 from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
@@ -21,6 +23,11 @@ from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array
 
 _HALVES = ("float16", "bfloat16")
+# Small chunks are merged until a block has so many operations, which take many times what Dask needs for a task, or so
+# many bytes of queries, or of keys and values.
+LEAST_OPERATIONS, MOST_BYTES = 10**9, 1 << 26
+# What a processor computes while Dask handles one chunk, and how many chunks are too few to speak of.
+CHUNK_OPERATIONS, FEW_CHUNKS = 10**7, 100
 
 
 def _dask() -> tuple[Any, Any]:
@@ -102,8 +109,50 @@ def _operands(da: Any, named: dict[str, Any]) -> dict[str, Any]:
     return {name: x[None] if x.ndim == 2 else x for name, x in named.items()}
 
 
-def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
-    """Operands in matching blocks, and the chunks of the batch axes, heads of keys, queries and keys."""
+_Chunks = tuple[tuple[int, ...], ...]
+
+
+def _merged_chunks(chunks: _Chunks, site: Site, least: float) -> _Chunks:
+    """Chunks of batch axes, heads of keys, queries and keys, neighbours merged until a block has `least` operations.
+
+    Keys come first: what they give is merged in one block less. Then come queries, heads and items.
+    """
+    merged = list(chunks)
+    for axis in (-1, -2, -3, *range(-4, -len(chunks) - 1, -1)):
+        *items, kv_heads, q_len, k_len = (max(own, default=0) for own in merged)
+        copies, rows = math.prod(items) * kv_heads, q_len * (site.heads // max(site.kv_heads, 1))
+        size = copies * (site.head_dim + site.v_dim)
+        if not size * rows * k_len:
+            break
+        # What grows is the keys, or the queries, or all.
+        grown = {-1: k_len, -2: rows}.get(axis, max(rows, k_len)) * size * site.dtype.itemsize
+        count = min(math.ceil(least / (2 * size * rows * k_len)), MOST_BYTES // grown)
+        if count > 1:
+            groups = np.array_split(merged[axis], max(len(merged[axis]) // count, 1))
+            merged[axis] = tuple(int(group.sum()) for group in groups)
+    return tuple(merged)
+
+
+def _warn_of_small_chunks(da: Any, operands: dict[str, Any], site: Site) -> None:
+    """Say that Dask will take longer for the chunks than the call does, and what helps."""
+    chunks = sum(x.npartitions for x in operands.values()) + operands["q"].npartitions
+    pairs = math.prod(site.batch) * site.heads * site.q_len * site.k_len
+    if chunks > FEW_CHUNKS and chunks * CHUNK_OPERATIONS > 2 * pairs * (site.head_dim + site.v_dim):
+        warnings.warn(
+            f"q, k and v have {sum(x.npartitions for x in operands.values())} chunks, which take Dask longer than "
+            "the call takes one process; rechunk them (q.rechunk), or pass arrays of NumPy to relpos_np.attention",
+            da.PerformanceWarning,
+            stacklevel=4,
+        )
+
+
+def _aligned(
+    da: Any, operands: dict[str, Any], problem: Problem, least: float
+) -> tuple[dict[str, Any], _Chunks, _Chunks]:
+    """Operands in matching blocks, the chunks of batch axes, heads of keys, queries and keys, and those of the output.
+
+    Those of the output, (*batch, H, L_q), are as the operands had them.
+    """
     batch, site = problem.batch, problem.site
     q, k = operands["q"], operands["k"]
     chunks: list[tuple[int, ...]] = []
@@ -113,14 +162,17 @@ def _aligned(da: Any, operands: dict[str, Any], problem: Problem) -> tuple[dict[
     group = site.heads // site.kv_heads if site.kv_heads else 1
     heads = q.chunks[-3]
     kv_heads = k.chunks[-3] if any(n % group for n in heads) else tuple(n // group for n in heads)
-    lengths = {"q": q.chunks[-2], "k": k.chunks[-2], "v": k.chunks[-2]}
+    of_output = (*chunks, tuple(n * group for n in kv_heads), q.chunks[-2])
+    divided = _merged_chunks((*chunks, kv_heads, q.chunks[-2], k.chunks[-2]), site, least)
+    *chunks, kv_heads, q_chunks, k_chunks = divided
+    lengths = {"q": q_chunks, "k": k_chunks, "v": k_chunks}
     aligned = {}
     for name, x in operands.items():
         # Vectors are whole in each block.
         own = tuple(n * group for n in kv_heads) if name == "q" else kv_heads
         wide = da.broadcast_to(x, (*batch, *x.shape[-3:]))
         aligned[name] = wide.rechunk((*chunks, own, lengths[name], (x.shape[-1],)))
-    return aligned, (*chunks, kv_heads, lengths["q"], lengths["k"])
+    return aligned, divided, of_output
 
 
 def _mask_blocks(da: Any, mask: Any, chunks: Sequence[tuple[int, ...]]) -> Any:
@@ -173,6 +225,7 @@ def attention(
     key_lengths: Any = ...,
     return_lse: Literal[False] = ...,
     split_every: int = ...,
+    min_operations: float = ...,
     **options: Unpack[NumberOptions],
 ) -> Any: ...
 
@@ -188,6 +241,7 @@ def attention(
     key_lengths: Any = ...,
     return_lse: Literal[True],
     split_every: int = ...,
+    min_operations: float = ...,
     **options: Unpack[NumberOptions],
 ) -> tuple[Any, Any]: ...
 
@@ -203,6 +257,7 @@ def attention(
     key_lengths: Any = ...,
     return_lse: bool,
     split_every: int = ...,
+    min_operations: float = ...,
     **options: Unpack[NumberOptions],
 ) -> Any | tuple[Any, Any]: ...
 
@@ -218,6 +273,7 @@ def attention(
     key_lengths: Any = None,
     return_lse: bool = False,
     split_every: int = 8,
+    min_operations: float = LEAST_OPERATIONS,
     **options: Unpack[NumberOptions],
 ) -> Any:
     """Attention of Dask arrays, as a Dask array: `relpos_np.attention` in blocks.
@@ -242,6 +298,9 @@ def attention(
         Also return the natural log-sum-exp of the scores.
     split_every : int
         How many results of blocks of keys are merged at a time, 2 or more.
+    min_operations : float
+        Neighbouring chunks are merged until a block has so many operations, or 64 MiB of queries or of keys and
+        values; 0 keeps all chunks. A multiplication and an addition count 2.
 
     Returns
     -------
@@ -271,6 +330,8 @@ def attention(
     name = evaluating(given["backend"])
     split_every = check.integer("split_every", split_every, 2)
     check.flag("return_lse", return_lse)
+    if min_operations:
+        min_operations = check.positive("min_operations", min_operations)
     named = {"q": q, "k": k, "v": v}
     flat = all(getattr(x, "ndim", 0) == 2 for x in named.values())
     operands = _operands(da, named)
@@ -281,7 +342,9 @@ def attention(
     problem, _, _ = check.call(like_q, like_k, like_v, given | {"mask": None if mask is None else _stand_in(mask)})
     site = problem.site
     schemes = checked_schemes(position, problem, name)
-    operands, chunks = _aligned(da, operands, problem)
+    if min_operations:
+        _warn_of_small_chunks(da, operands, site)
+    operands, chunks, of_output = _aligned(da, operands, problem, min_operations)
     blocks = {key: x.to_delayed() for key, x in operands.items()}
     masks = None
     if mask is not None:
@@ -315,8 +378,8 @@ def attention(
         outs[(*index, 0)] = da.from_delayed(out, (*shape, site.v_dim), q.dtype)
         if return_lse:
             sums[index] = da.from_delayed(delayed(_log_sum, pure=False)(pair), shape, site.dtype)
-    result = da.block(outs.tolist())
+    result = da.block(outs.tolist()).rechunk((*of_output, (site.v_dim,)))
     if not return_lse:
         return result[0] if flat else result
-    lse = da.block(sums.tolist())
+    lse = da.block(sums.tolist()).rechunk(of_output)
     return (result[0], lse[0]) if flat else (result, lse)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.index_maps import clip_map
+from relpos_np._contract.index_maps import reached_rows
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.errors import RelposValueError
@@ -316,12 +316,13 @@ class Shaw(Scheme):
         queries: tuple[QueryTerm, ...] = ()
         values: tuple[ValueTerm, ...] = ()
         if self.key_table is not None:
-            weights = self._per_head(self.key_table) * site.dtype.type(site.scale)
-            index = self._map(self.key_table, self._key_zero, site)
+            rows, index = self._reached(self.key_table, self._key_zero, site)
+            weights = self._per_head(self.key_table)[:, rows] * site.dtype.type(site.scale)
             queries = (QueryTerm(q, weights.astype(site.dtype, copy=False), index),)
         if self.value_table is not None:
-            weights = self._per_head(self.value_table).astype(site.dtype, copy=False)
-            values = (ValueTerm(weights, self._map(self.value_table, self._value_zero, site)),)
+            rows, index = self._reached(self.value_table, self._value_zero, site)
+            weights = self._per_head(self.value_table)[:, rows].astype(site.dtype, copy=False)
+            values = (ValueTerm(weights, index),)
         return Terms(queries=queries, values=values)
 
     def held(self, site: Site) -> Held:
@@ -340,13 +341,22 @@ class Shaw(Scheme):
         to_query = None
         if self.key_table is not None:
             to_query = grad.queries[0].query
-            arrays["key_table"] = (grad.queries[0].weights * site.dtype.type(site.scale)).reshape(self.key_table.shape)
+            to_rows = grad.queries[0].weights * site.dtype.type(site.scale)
+            arrays["key_table"] = self._of_table(to_rows, self.key_table, self._key_zero, site)
         if self.value_table is not None:
-            arrays["value_table"] = grad.values[0].weights.reshape(self.value_table.shape)
+            to_rows = grad.values[0].weights
+            arrays["value_table"] = self._of_table(to_rows, self.value_table, self._value_zero, site)
         return SchemeGradient(q=to_query, arrays=arrays)
 
-    def _map(self, table: Array, zero: int, site: Site) -> Toeplitz:
-        return clip_map(site.q_len, site.k_len, site.offset, zero, self.outside, table.shape[-2] - 1 - zero)
+    def _reached(self, table: Array, zero: int, site: Site) -> tuple[slice, Toeplitz]:
+        """The rows that some pair has, and where each pair finds its own among them."""
+        return reached_rows(site.q_len, site.k_len, site.offset, zero, self.outside, table.shape[-2] - 1 - zero)
+
+    def _of_table(self, to_rows: Array, table: Array, zero: int, site: Site) -> Array:
+        """The gradient of a table, from that of the rows that some pair has."""
+        whole = np.zeros_like(self._per_head(table), to_rows.dtype)
+        whole[:, self._reached(table, zero, site)[0]] = to_rows
+        return whole.reshape(table.shape)
 
     @staticmethod
     def _per_head(table: Array) -> Array:
