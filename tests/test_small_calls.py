@@ -45,8 +45,8 @@ def of(rng, heads, *shape):
 # By name: the position for two heads of 16 channels and a 4x4 grid, options, and functions of a call whose form is
 # known, of a prepared one, and of one whose form has not been met.
 CALLS = {
-    "nothing": (lambda rng: None, {}, (24, 19, 52)),
-    "a window of options": (lambda rng: None, {"causal": True, "window": 5, "scale": 1.0}, (27, 19, 55)),
+    "nothing": (lambda rng: None, {}, (24, 19, 54)),
+    "a window of options": (lambda rng: None, {"causal": True, "window": 5, "scale": 1.0}, (27, 19, 57)),
     "T5": (lambda rng: rp.T5(of(rng, 32, 2)), {}, (30, 19, 67)),
     "ALiBi": (lambda rng: rp.ALiBi(), {"causal": True}, (31, 19, 69)),
     "KERPLE": (lambda rng: rp.KERPLE(np.ones(2), np.ones(2)), {}, (29, 19, 69)),

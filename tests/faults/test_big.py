@@ -39,7 +39,8 @@ def last_pieces(monkeypatch):
     def last(kernel, record, threads):
         counter, stop = struct.unpack_from("<qq", record)
         # The kernel for windows counts a run of several blocks as one.
-        step = struct.unpack_from("<q", record, 32)[0] if kernel in _numba.windows.values() else 1
+        run_at = records.CALL.fields["run"][1]
+        step = struct.unpack_from("<q", record, run_at)[0] if kernel in _numba.windows.values() else 1
         record[:8] = struct.pack("<q", max(-(-stop // step) - 1, counter))
         run(kernel, record, 1)
 

@@ -159,13 +159,15 @@ class BackwardJob:
         """
         call, f, e, pieces = self.call, self.call.fields, self.extra, self.pieces
         # Pieces of one head take as long as one another; its ranges do not, so that several per thread are under way.
-        chunk = min(threads if e["parts"] == 1 else MOST_CUT * threads, pieces)
+        chunk, most = threads if e["parts"] == 1 else MOST_CUT * threads, max(2, -(-call.site.k_len // BLOCK_KEYS))
+        # With few keys there are few cuts, and then fewer pieces in each call.
+        chunk = min(chunk, max(int(most * pieces * self.group / max(calls, 1)), 1) * threads, pieces)
         stride = -(-size // 64) * 64
         # Memory of their own: whoever calls from a signal's handler in between would use the thread's.
         memory = aligned((chunk * stride // call.dtype.itemsize,), call.dtype, None)
         f["work"], f["work_stride"] = address_of(memory), stride
         cuts = -(-int(calls * chunk) // (pieces * threads * self.group))
-        e["cuts"] = max(2, min(max(cuts, math.ceil(least)), -(-call.site.k_len // BLOCK_KEYS)))
+        e["cuts"] = min(max(2, cuts, math.ceil(least)), most)
         for start in range(0, pieces, chunk):
             e["origin"] = start
             for head, cut in product(range(self.group), range(e["cuts"])):
