@@ -175,9 +175,11 @@ def attention(
         The keys that each query may attend, in any order; -1 for none. Held as a mask of bool.
     scale : float, optional
         The factor on q . k; default 1/sqrt(D), whatever the scheme.
-    offset : int or ndarray of int, optional
+    offset : int or ndarray of int or "end", optional
         Position of the first query among the keys; default L_k - L_q: queries are the last positions. An array has one
-        for each batch item, which is then computed as a call of its own.
+        for each batch item, which is then computed as a call of its own. "end": queries are the last of the keys that
+        exist, as in a cache of a fixed size. With `key_lengths` and fewer queries than keys, where positions matter,
+        there is no default.
     query_scale : ndarray, shape (L_q,) or broadcast to (..., H, L_q), optional
         Factors on queries, before anything else is done with them: see `reference.query_temperature`.
     softcap : float, optional

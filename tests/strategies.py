@@ -194,7 +194,8 @@ class Case:
                 "window": self.window,
                 "key_lengths": lengths if lengths is None or isinstance(lengths, int) else np.array(lengths),
                 "scale": self.scale,
-                "offset": self.offset,
+                # With lengths, calls of fewer queries must say where these stand.
+                "offset": self.k_len - self.q_len if self.offset is None and lengths is not None else self.offset,
             }
         )
 

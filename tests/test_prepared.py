@@ -64,12 +64,12 @@ def test_the_quick_way_is_taken(shape, position, rng, runs):
         position = rp.KERPLE(np.ones(shape[1]), np.ones(shape[1]))
     q, k, v = rng.standard_normal((3, *shape)).astype(np.float32)
     for one in (q, q[..., :1, :].copy()):
-        ready = rp.prepare(one, k, v, position=position)
+        ready = rp.prepare(one, k, v, position=position, offset=3)
         for options in ({}, {"key_lengths": 7}, {"return_lse": True}):
             runs.clear()
             found = ready(one + 1, k, v, **options)
             assert len(runs) == 1
-            expected = rp.attention(one + 1, k, v, position=position, **options)
+            expected = rp.attention(one + 1, k, v, position=position, offset=3, **options)
             assert_same_bits(
                 found if isinstance(found, tuple) else [found], expected if isinstance(found, tuple) else [expected]
             )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._calls import stated
+from relpos_np._contract import check
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np._contract.turned import Turned, TurnedBack, Turning
@@ -35,6 +36,8 @@ def checked_schemes(
 ) -> tuple[Scheme, ...]:
     """The schemes of a call, checked against it, and against what is to evaluate them."""
     schemes = schemes_of(position)
+    if schemes:
+        check.placed(problem)
     for scheme in schemes:
         scheme.check(problem.site)
         if problem.cap_content and scheme.content and type(scheme).transform is Scheme.transform:

@@ -33,6 +33,9 @@ def is_packed(given: Options) -> bool:
     offset = given["offset"]
     if given["segments"] is not None or isinstance(offset, np.ndarray | list | tuple):
         return True
+    if check.at_end(offset):
+        # Where all items have as many keys, there is one offset.
+        return np.ndim(given["key_lengths"]) > 0
     return offset is not None and type(offset) is not int and check.on_device(offset)
 
 
@@ -167,7 +170,7 @@ class PackedCall:
         for name in ("key_lengths", "selected", "rule"):
             if self.given[name] is not None:
                 raise RelposValueError(f"{name}: cannot be combined with segments; make a call for each sequence")
-        if self.given["offset"] is not None:
+        if self.given["offset"] is not None and not check.at_end(self.given["offset"]):
             self._offset = check.integer("offset", self.given["offset"])
         self._must_restart("segments")
         self._bounds = segment_bounds(self.given["segments"], self.q.shape[-2], self.k.shape[-2])
@@ -183,11 +186,14 @@ class PackedCall:
                 "offset: one for each item needs q, k and v with the same batch axes, found shapes "
                 f"{self.q.shape}, {self.k.shape} and {self.v.shape}"
             )
-        given = check.integers("offset", self.given["offset"]).astype(np.int64)
-        check.fits_batch("offset", given.shape, batch)
-        self._offsets = np.broadcast_to(given, batch)
         if self.given["key_lengths"] is not None:
             self._lengths = check.lengths_of_keys(self.given["key_lengths"], batch, self.k.shape[-2])
+        if self._lengths is not None and check.at_end(self.given["offset"]):
+            given = self._lengths.astype(np.int64) - self.q.shape[-2]
+        else:
+            given = check.integers("offset", self.given["offset"]).astype(np.int64)
+        check.fits_batch("offset", given.shape, batch)
+        self._offsets = np.broadcast_to(given, batch)
         self._must_restart("an offset for each item")
 
     def _items(self) -> list[_Part]:

@@ -161,6 +161,9 @@ class PreparedAttention:
         if made is not None and not made.takes_lengths:
             problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)
             self._ready[True] = ready((q, k, v), problem, schemes, shape, result)
+        if type(options["offset"]) is not int and (schemes or problem.is_banded) and problem.site.q_len < self._k_len:
+            # Lengths, which come with each call, decide where its queries stand, or leave it open.
+            self._ready[True] = None
 
     @overload
     def __call__(

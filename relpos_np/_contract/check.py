@@ -463,7 +463,7 @@ def call(
         k_len=k_len,
         head_dim=depth,
         v_dim=v.shape[-1],
-        offset=k_len - q_len if offset is None else integer("offset", offset),
+        offset=_first_position(offset, key_lengths, q_len, k_len),
         right=right,
         scale=float(depth**-0.5) if scale is None else real("scale", scale),
         dtype=dtype,
@@ -491,6 +491,9 @@ def call(
     )
     if given["rule"] is not None:
         _add_rule(found, given["rule"], causal=given["causal"])
+    found.unplaced = offset is None and found.key_lengths is not None and 0 < q_len < k_len
+    if found.is_banded:
+        placed(found)
     cap_order = choice("cap_order", given["cap_order"], ("scores", "content"))
     if given["softcap"] is not None:
         found.softcap, found.cap_content = positive("softcap", given["softcap"]), cap_order == "content"
@@ -512,6 +515,37 @@ def call(
         share, found.keep = survivors(dropout, given["rng"], scores)
         found.keep_scale = 1.0 / (1.0 - share)
     return found, result, flat
+
+
+def at_end(offset: Any) -> bool:
+    """Whether queries are the last of the keys that exist; any other word is refused."""
+    if not isinstance(offset, str):
+        return False
+    if offset != "end":
+        raise RelposValueError(f'offset: expected an integer, integers or "end", found {shown(offset)}')
+    return True
+
+
+def _first_position(offset: Any, key_lengths: Any, q_len: int, k_len: int) -> int:
+    """The position of the first query among the keys, from the option `offset`."""
+    if offset is None:
+        return k_len - q_len
+    if not at_end(offset):
+        return integer("offset", offset)
+    if np.ndim(key_lengths) > 0:
+        raise RelposValueError('offset: "end" of different lengths of keys; make a call for each batch item')
+    return (k_len if key_lengths is None else integer("key_lengths", key_lengths)) - q_len
+
+
+def placed(problem: Problem) -> None:
+    """Refuse a call in which positions matter and of which nobody knows where its queries stand."""
+    lengths, site = problem.key_lengths, problem.site
+    if problem.unplaced and lengths is not None and ((lengths > 0) & (lengths < site.k_len)).any():
+        raise RelposValueError(
+            f"key_lengths: {site.q_len} queries and {site.k_len} keys, of which fewer exist, do not say where the "
+            f'queries stand; pass offset="end" if they are the last of the keys that exist, or '
+            f"offset={site.k_len - site.q_len} if they are the last of all"
+        )
 
 
 def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, stored: bool = False) -> Array:

@@ -59,7 +59,7 @@ class _Scale(TypedDict, total=False):
 class _Fixed(_Scale, total=False):
     """Numbers that a module of `relpos_np.layers` sets itself."""
 
-    offset: Annotated[int | Array | None, None]
+    offset: Annotated[int | Array | Literal["end"] | None, None]
 
 
 class _Scaled(TypedDict, total=False):

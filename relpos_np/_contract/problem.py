@@ -187,6 +187,7 @@ class Problem:
     the same in the dtype of the computation, converted when they are first asked for. `mask`, bool or float,
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
     `mask_of_keys`: the mask was given with one row for all heads and queries. `precision`: one that was chosen.
+    `unplaced`: lengths of keys are given, and of where fewer queries stand nothing is said.
     `sequences`: each is attended alone; the operands have the rows of all, and `site` has every position of any.
     `ranges`, (*batch, L_q, 2), and `step` are what a rule says: the first key of each query and the one after its last,
     and the distance between keys. `softcap`: c of c tanh(s / c), 0 for none; `cap_content`: of the products alone.
@@ -209,6 +210,7 @@ class Problem:
     softcap: float = 0.0
     cap_content: bool = False
     sequences: Sequences | None = None
+    unplaced: bool = False
     _q: Array | None = field(init=False, default=None)
     _k: Array | None = field(init=False, default=None)
     _v: Array | None = field(init=False, default=None)
@@ -250,6 +252,11 @@ class Problem:
     def batch(self) -> tuple[int, ...]:
         """Batch axes."""
         return self.site.batch
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether positions decide which pairs are attended."""
+        return self.left < UNBOUNDED or self.right < UNBOUNDED or self.ranges is not None or self.step > 1
 
     @property
     def out_shape(self) -> tuple[int, ...]:

@@ -91,6 +91,9 @@ class BoundAttention:
                 raise RelposValueError(f"{name}: expected shape (..., {heads}, L, {size}), found {shape}")
         given = {name: options.pop(name) for name in (*layer.inputs, *layer.optional) if name in options}
         places = {name: options.get(name) for name in ("offset", "segments")}
+        if check.at_end(places["offset"]):
+            lengths = k.shape[-2] if options.get("key_lengths") is None else options["key_lengths"]
+            places["offset"] = check.integers("key_lengths", lengths) - q.shape[-2]
         decided = self.options(q, k, **places, **given)
         for name in ("position", "scale", "causal", "window", *decided):
             if name in options:

@@ -324,6 +324,8 @@ def attention(
     whatever the scheduler and the number of workers.
     """
     given = completed(attention, options) | {"key_lengths": key_lengths}
+    if check.at_end(given["offset"]):
+        raise RelposTypeError('offset: expected the position of the first query, found "end"')
     # Tasks run in other threads and processes, where a block of this one does not count.
     given["precision"] = precision.chosen(given["precision"])
     da, delayed = _dask()

@@ -117,6 +117,8 @@ def partial(
     name = evaluating(given["backend"])
     # Offset and lengths are those of the whole call.
     offset, key_lengths = given["offset"], given["key_lengths"]
+    if check.at_end(offset):
+        raise RelposTypeError('offset: expected the position of the first query of the whole call, found "end"')
     found, _, flat = check.call(q, k, v, given | {"offset": 0 if offset is None else offset, "key_lengths": None})
     part, sizes = _part(found.site, queries, keys, heads, batch)
     whole = replace(found.site, **sizes)

@@ -244,4 +244,7 @@ def _edge(base: Example, edge: str) -> Example | None:
         kept, arrays = dict(base.kwargs), {"k": base.k[:, :1], "v": base.v[:, :1]}
     else:
         kept = {**base.kwargs, "scale": 64.0 * base.kwargs.get("scale", dim**-0.5)}
+    if "key_lengths" in kept:
+        # Queries are the last positions, whatever keys exist.
+        kept.setdefault("offset", k_len - q_len)
     return accepted(replace(base, kwargs=kept, edge=edge, **arrays))

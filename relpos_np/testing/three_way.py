@@ -91,7 +91,7 @@ def check_scheme(
         raise RelposTypeError(f"{name}: the calls that are compared have none")
     rng = np.random.default_rng(check.integer("seed", seed, 0))
     found: dict[str, float] = {}
-    for name, given in _calls(k.shape, options, rng):
+    for name, given in _calls(q.shape[-2], k.shape, options, rng):
         try:
             attention(q, k, v, position=scheme, backend="numpy", **given)
         except RelposError:
@@ -115,14 +115,14 @@ def check_scheme(
 
 
 def _calls(
-    k_shape: tuple[int, ...], options: Mapping[str, Any], rng: np.random.Generator
+    q_len: int, k_shape: tuple[int, ...], options: Mapping[str, Any], rng: np.random.Generator
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The call, and others like it."""
     k_len, given = k_shape[-2], dict(options)
     yield "as given", given
     yield "causal", given | {"causal": True}
     yield "in a window", given | {"window": (k_len // 2, k_len // 3)}
-    yield "with fewer keys", given | {"key_lengths": rng.integers(0, k_len + 1, k_shape[:-3])}
+    yield "with fewer keys", given | {"key_lengths": rng.integers(0, k_len + 1, k_shape[:-3]), "offset": k_len - q_len}
     for offset in (0, k_len, -3):
         yield f"with offset {offset}", given | {"offset": offset}
 

@@ -25,7 +25,7 @@ from tests.faults.calls import (
 
 # For n keys: what excludes some of them for every query, in every way that there is.
 EXCLUSIONS = {
-    "key_lengths": lambda q_len, n: {"key_lengths": np.array([n // 2, n - 1])},
+    "key_lengths": lambda q_len, n: {"key_lengths": np.array([n // 2, n - 1]), "offset": n - q_len},
     "bool_key_padding": lambda q_len, n: {
         "mask": np.arange(n)[None, None, None, :] < np.array([n // 2, n - 2])[:, None, None, None]
     },
@@ -134,7 +134,12 @@ def test_row_07_no_scheme_lets_an_excluded_key_reach_others(name, variant, rng):
         k[...] = e.k  # counted, because the scheme does not see the lengths
     seen = np.arange(n + 2) < n
     float_mask = np.where(seen, rng.standard_normal((e.q.shape[-2], 1)), -INF)
-    for hidden in ({"key_lengths": n}, {"mask": seen & np.ones((e.q.shape[-2], 1), bool)}, {"mask": float_mask}):
+    usual = n + 2 - e.q.shape[-2]
+    for hidden in (
+        {"key_lengths": n, "offset": usual},
+        {"mask": seen & np.ones((e.q.shape[-2], 1), bool)},
+        {"mask": float_mask},
+    ):
         for backend in rp.backend.HOST_BACKENDS:
             arguments = {"position": e.position, **hidden, **options, "backend": backend}
             same(both(e.q, k, v, **arguments), both(e.q, e.k, e.v, **arguments), backend)

@@ -131,7 +131,7 @@ count = 0
 for dtype, depth in (("f4", 1024), ("f8", 512), ("f2", 2048)):
     table = lambda *shape: rng.standard_normal(shape).astype(dtype)
     for q_len, k_len in ((4, 300), (1, 40)) if dtype == "f2" else ((1, 300), (50, 220)):
-        usual = {"key_lengths": np.array([k_len // 3, k_len - 1])}
+        usual = {"key_lengths": np.array([k_len // 3, k_len - 1]), "offset": k_len - q_len}
         for options in (
             usual,
             {"key_lengths": np.array([0, 5])},
@@ -139,7 +139,7 @@ for dtype, depth in (("f4", 1024), ("f8", 512), ("f2", 2048)):
             {"causal": True, "offset": -1000},
             {"window": (5, 7), "offset": 12 - q_len},
             {"window": (6, None), "offset": k_len - 20},
-            {"window": 3, "offset": 25 - q_len, **usual},
+            {"window": 3, **usual, "offset": 25 - q_len},
         ):
             call(q_len, k_len, dtype, depth, options, None)
             count += 1

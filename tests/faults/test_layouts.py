@@ -237,7 +237,7 @@ def test_row_22_inputs_need_not_be_writeable(backend, rng):
         ]
 
         def run(q, k, v, table, mask, lengths, grad_out):
-            options = {"position": rp.T5(table), "mask": mask, "key_lengths": lengths, "backend": backend}
+            options = {"position": rp.T5(table), "mask": mask, "key_lengths": lengths, "offset": 0, "backend": backend}
             found = {"out": rp.attention(q, k, v, **options)}
             return found | gradients(q, k, v, grad_out=grad_out, **options)
 
