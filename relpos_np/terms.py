@@ -5,10 +5,6 @@ A class of one's own derives from `relpos_np.Scheme`, whose methods say where ea
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
-from relpos_np._contract import terms as _records
 from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import (
     Change,
@@ -38,11 +34,3 @@ __all__ = [
     "ValueTerm",
     "ValueTurn",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """What else this module held before it was public."""
-    if name.startswith("_") or not hasattr(_records, name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"relpos_np.terms.{name} has moved to {_records.__name__}", DeprecationWarning, stacklevel=2)
-    return getattr(_records, name)

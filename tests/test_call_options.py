@@ -101,6 +101,31 @@ def test_segments_of_other_lengths_of_keys(packed, rng):
     assert flat[1].shape == (9,)
 
 
+def _network(rng):
+    return rp.DAPE(rp.ALiBi(), *(rng.standard_normal(shape) for shape in ((4, 8), 4, (4, 4), 4)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rng: {"position": rp.PoPE(rng.standard_normal((4, 8)))},
+        lambda rng: {"position": rp.LieRE(rng.standard_normal((4, 2, 2)))},
+        lambda rng: {"position": _network(rng)},
+        lambda rng: {"position": rp.Selective(1), "causal": True},
+        lambda rng: {"rule": rp.Chunked(5)},
+        lambda rng: {"rule": rp.Prefix(3), "position": rp.ALiBi()},
+    ],
+    ids=["PoPE", "LieRE", "DAPE", "Selective", "chunks", "prefixes"],
+)
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_segments_of_what_begins_anew(make, backend, packed, rng):
+    """Schemes that hold nothing for the tokens of one call, and rules: as of separate calls."""
+    call = {**make(rng), "backend": backend}
+    out = rp.attention(*packed, segments=BOUNDS, **call)
+    for a, b in pairwise(BOUNDS):
+        np.testing.assert_array_equal(out[:, :, a:b], rp.attention(*(x[:, :, a:b] for x in packed), **call))
+
+
 def test_gradients_of_schemes_add_up(packed, rng):
     q, k, v = packed
     table = rng.standard_normal((8, 4))
@@ -142,7 +167,9 @@ def test_windows_beyond_any_number(backend, rng):
         ({"segments": ([0, 48], [0, 8, 48])}, "segments: 1 of queries, but 2 of keys"),
         ({"segments": ([0, 48],)}, "segments: expected cumulative lengths, or a pair"),
         ({"segments": [0, 48], "key_lengths": 3}, "key_lengths: cannot be combined with segments"),
-        ({"segments": [0, 48], "rule": rp.Dilated(2)}, "rule: cannot be combined with segments"),
+        ({"segments": [0, 48], "selected": np.zeros((48, 2), int)}, "selected: cannot be combined with segments"),
+        ({"rule": rp.Prefix(3), "causal": True}, "would hide its prefix"),
+        ({"rule": rp.Prefix(3), "window": (5, 0)}, "would hide its prefix"),
         ({"segments": [0, 48], "offset": np.array([0, 1])}, "offset: expected an integer"),
         (
             {"segments": [0, 48], "position": rp.Rotary(8, positions=np.arange(48))},

@@ -1,7 +1,6 @@
 """A class of a user's own, on every backend, and what is said of one that is not right."""
 
 import pickle
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -411,16 +410,6 @@ def test_bad_arguments_of_the_check(call, given, error, words):
     with pytest.raises(rp.RelposError, match=words) as caught:
         check_scheme(*operands, **options)
     assert isinstance(caught.value, error)
-
-
-def test_old_names_of_the_module_of_terms():
-    with pytest.warns(DeprecationWarning, match="has moved to"):
-        assert callable(rp.terms.fit)
-    with pytest.raises(AttributeError):
-        _ = rp.terms.nothing_of_the_kind
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert rp.terms.Terms is Terms
 
 
 # ---------------------------------------------------------------------------------------------- functions of scores

@@ -167,7 +167,7 @@ class PackedCall:
         return found if len(found) else None
 
     def _check_segments(self) -> None:
-        for name in ("key_lengths", "selected", "rule"):
+        for name in ("key_lengths", "selected"):
             if self.given[name] is not None:
                 raise RelposValueError(f"{name}: cannot be combined with segments; make a call for each sequence")
         if self.given["offset"] is not None and not check.at_end(self.given["offset"]):

@@ -333,12 +333,15 @@ def _only_selected(value: Any, mask: Array | None, scores: tuple[int, ...]) -> A
     return mask & seen if mask.dtype == np.bool_ else np.where(seen, mask, mask.dtype.type(-np.inf))
 
 
-def _add_rule(problem: Problem, rule: Any, *, causal: bool) -> None:
+def _add_rule(problem: Problem, rule: Any) -> None:
     """Set what a rule says of a call."""
     if not isinstance(rule, Rule):
         raise RelposTypeError(f"rule: expected one such as relpos_np.Chunked, found {type(rule).__name__}")
-    if rule.causal and causal:
-        raise RelposValueError(f"rule: {rule!r} is causal where it has to be; causal=True would hide its prefix")
+    if rule.causal and problem.right <= 0:
+        raise RelposValueError(
+            f"rule: {rule!r} is causal where it has to be; causal=True, or a window that ends at the query, would hide "
+            "its prefix"
+        )
     ranges, site = rule.ranges(problem.site), problem.site
     problem.step = rule.step
     if ranges is not None:
@@ -490,7 +493,7 @@ def call(
         precision=precision.chosen(given["precision"]),
     )
     if given["rule"] is not None:
-        _add_rule(found, given["rule"], causal=given["causal"])
+        _add_rule(found, given["rule"])
     found.unplaced = offset is None and found.key_lengths is not None and 0 < q_len < k_len
     if found.is_banded:
         placed(found)

@@ -101,6 +101,8 @@ class DAPE(Scheme):
     (chuanyang-Zheng/DAPE).
     """
 
+    restarts = True
+
     def __init__(self, bias: Scheme, w1: Any, b1: Any, w2: Any, b2: Any, *, slope: float = 0.01) -> None:
         if not isinstance(bias, ALiBi | KERPLE | FIRE | T5):
             raise RelposTypeError(f"bias: expected ALiBi, KERPLE, FIRE or T5, found {type(bias).__name__}")

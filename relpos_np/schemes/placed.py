@@ -21,6 +21,11 @@ class Placed(Scheme):
     key_positions: Array | None
 
     @property
+    def restarts(self) -> bool:  # type: ignore[override]
+        """Positions that are given belong to the tokens of one call."""
+        return self.positions is None
+
+    @property
     def _axes(self) -> int | None:
         """Coordinates of a position; None for a position that is a number."""
         return None

@@ -129,11 +129,6 @@ class Rotary(Placed):
     turns = True
 
     @property
-    def restarts(self) -> bool:  # type: ignore[override]
-        """Positions that are given belong to the tokens of one call."""
-        return self.positions is None
-
-    @property
     def covers(self) -> bool:
         """Whatever the call, a position has the same angles; values turn in other kernels."""
         return not self.values

@@ -111,6 +111,11 @@ class Selective(Scheme):
         if self.past is not None and self.past.ndim < 1:
             raise RelposValueError(f"past: expected shape (..., L_k), found {self.past.shape}")
 
+    @property
+    def restarts(self) -> bool:  # type: ignore[override]
+        """What earlier queries said belongs to the keys of one call."""
+        return self.past is None
+
     def check(self, site: Site) -> None:
         """There must be such a head, and a sum of votes for every key."""
         if self.head >= max(site.heads, 1):
