@@ -33,9 +33,11 @@ _LATER = {
     "ScoreMod": "schemes.score_mod",
     "from_config": "configs",
     "load_npz": "_files.npz",
+    "paged_attention": "paged",
     "reference": "",
     "terms": "",
     "to_onnx": "interop.onnx",
+    "write_pages": "paged",
 }
 _PUBLIC = [
     "SCHEMES",
@@ -60,6 +62,7 @@ _PUBLIC = [
     "load_npz",
     "logits",
     "memory_limit",
+    "paged_attention",
     "prepare",
     "reference",
     "rel_shift",
@@ -73,6 +76,7 @@ _PUBLIC = [
     "to_onnx",
     "use_backend",
     "use_precision",
+    "write_pages",
 ]
 
 

@@ -24,7 +24,7 @@ LEVELS = (
     {"_dense"},
     {"_calls", "complexity", "reference", "terms"},
     {"api", "versions"},
-    {"configs"},
+    {"configs", "paged"},
     {""},
     {"distributed", "interop", "layers"},
     {"testing"},

@@ -37,7 +37,7 @@ TO_ONNX = "interop.onnx.export.to_onnx"
 def test_all_are_found():
     expected = {"api.attention", "api.attention_vjp", "api.logits", "api.prepare", "distributed.parts.partial"}
     expected |= {"distributed.arrays.attention", "layers.multihead.MultiHeadAttention.__call__"}
-    expected |= {"layers.relative.RelativeMultiHeadAttention.__call__"}
+    expected |= {"layers.relative.RelativeMultiHeadAttention.__call__", "paged.paged_attention"}
     assert expected <= set(FUNCTIONS)
     assert {name.partition(".")[0] for name in set(FUNCTIONS) - expected} <= {"interop"}
 
@@ -50,9 +50,11 @@ def test_signatures_list_options_with_their_defaults(name):
     assert function.options <= set(Options.__annotations__)
     for option in set(Options.__annotations__) & set(parameters):
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[option].default == DEFAULTS[option], option
+        needed = (name, option) == ("paged.paged_attention", "key_lengths")
+        assert parameters[option].default == (inspect.Parameter.empty if needed else DEFAULTS[option]), option
     # A model that is written is computed by others.
-    assert {"causal", "window", "mask"} | ({"backend"} if name != TO_ONNX else set()) <= set(parameters)
+    assert {"causal", "window"} | ({"backend"} if name != TO_ONNX else set()) <= set(parameters)
+    assert ("mask" in parameters) == (name != "paged.paged_attention")
     # What is prepared may be called with other lengths each time.
     assert ("key_lengths" in parameters) == (name != "api.prepare")
 

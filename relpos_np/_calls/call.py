@@ -14,6 +14,7 @@ from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
+from relpos_np._contract.problem import Pages
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Terms, fit
 from relpos_np._dense import forward
@@ -40,6 +41,7 @@ class Call:
         position: Position,
         given: Options,
         sequences: Sequences | None = None,
+        pages: Pages | None = None,
         *,
         is_backward: bool = False,
         **returned: bool,
@@ -50,7 +52,7 @@ class Call:
         if sequences is not None:
             offset, q_len, k_len = sequences.covering()
             site = replace(self.problem.site, offset=offset, q_len=q_len, k_len=k_len)
-            self.problem = replace(self.problem, sequences=sequences, site=site)
+            self.problem = replace(self.problem, sequences=sequences, pages=pages, site=site)
         self.backend = _backend.current(given["backend"])
         if operands[2] is None and self.backend != "terms":
             # Kernels never hold the scores.

@@ -36,7 +36,7 @@ def checked_schemes(
 ) -> tuple[Scheme, ...]:
     """The schemes of a call, checked against it, and against what is to evaluate them."""
     schemes = schemes_of(position)
-    if schemes:
+    if schemes and problem.unplaced:
         check.placed(problem)
     for scheme in schemes:
         scheme.check(problem.site)

@@ -33,7 +33,7 @@ def is_packed(given: Options) -> bool:
     offset = given["offset"]
     if given["segments"] is not None or isinstance(offset, np.ndarray | list | tuple):
         return True
-    if check.at_end(offset):
+    if isinstance(offset, str) and check.at_end(offset):
         # Where all items have as many keys, there is one offset.
         return np.ndim(given["key_lengths"]) > 0
     return offset is not None and type(offset) is not int and check.on_device(offset)

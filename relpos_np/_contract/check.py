@@ -466,7 +466,7 @@ def call(
         k_len=k_len,
         head_dim=depth,
         v_dim=v.shape[-1],
-        offset=_first_position(offset, key_lengths, q_len, k_len),
+        offset=k_len - q_len if offset is None else _first_position(offset, key_lengths, q_len, k_len),
         right=right,
         scale=float(depth**-0.5) if scale is None else real("scale", scale),
         dtype=dtype,
@@ -495,7 +495,7 @@ def call(
     if given["rule"] is not None:
         _add_rule(found, given["rule"])
     found.unplaced = offset is None and found.key_lengths is not None and 0 < q_len < k_len
-    if found.is_banded:
+    if found.unplaced and found.is_banded:
         placed(found)
     cap_order = choice("cap_order", given["cap_order"], ("scores", "content"))
     if given["softcap"] is not None:
@@ -531,8 +531,6 @@ def at_end(offset: Any) -> bool:
 
 def _first_position(offset: Any, key_lengths: Any, q_len: int, k_len: int) -> int:
     """The position of the first query among the keys, from the option `offset`."""
-    if offset is None:
-        return k_len - q_len
     if not at_end(offset):
         return integer("offset", offset)
     if np.ndim(key_lengths) > 0:
@@ -541,9 +539,9 @@ def _first_position(offset: Any, key_lengths: Any, q_len: int, k_len: int) -> in
 
 
 def placed(problem: Problem) -> None:
-    """Refuse a call in which positions matter and of which nobody knows where its queries stand."""
+    """Refuse an unplaced call, in which positions matter, unless all keys exist."""
     lengths, site = problem.key_lengths, problem.site
-    if problem.unplaced and lengths is not None and ((lengths > 0) & (lengths < site.k_len)).any():
+    if lengths is not None and ((lengths > 0) & (lengths < site.k_len)).any():
         raise RelposValueError(
             f"key_lengths: {site.q_len} queries and {site.k_len} keys, of which fewer exist, do not say where the "
             f'queries stand; pass offset="end" if they are the last of the keys that exist, or '

@@ -133,6 +133,10 @@ class PreparedOptions(_Mask, _Band, _Rules, _Fixed, _Capped, _Precision, _Backen
     """The options that are the same in every run of a prepared call."""
 
 
+class PagedOptions(_Band, _Scale, _Scaled, _Capped, _Sunk, _Precision, _Backend, total=False):
+    """The options of a call over a paged cache."""
+
+
 class ModelOptions(_Arrays, _Band, _Rules, _Fixed, _Scaled, _Capped, _Sunk, total=False):
     """The options that a model of ONNX can say."""
 

@@ -75,6 +75,16 @@ class Site:
         return relative_positions(self.q_len, self.k_len, self.offset)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Keys and values in pages of `size` keys: those of each item, int64 (items, M), and elements from page to page."""
+
+    table: Int64
+    size: int
+    k_step: int
+    v_step: int
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A range of a call.
@@ -188,6 +198,7 @@ class Problem:
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
     `mask_of_keys`: the mask was given with one row for all heads and queries. `precision`: one that was chosen.
     `unplaced`: lengths of keys are given, and of where fewer queries stand nothing is said.
+    `pages`: keys and values lie in pages, and `stored_k` and `stored_v` stand for what may only be read page by page.
     `sequences`: each is attended alone; the operands have the rows of all, and `site` has every position of any.
     `ranges`, (*batch, L_q, 2), and `step` are what a rule says: the first key of each query and the one after its last,
     and the distance between keys. `softcap`: c of c tanh(s / c), 0 for none; `cap_content`: of the products alone.
@@ -211,6 +222,7 @@ class Problem:
     cap_content: bool = False
     sequences: Sequences | None = None
     unplaced: bool = False
+    pages: Pages | None = None
     _q: Array | None = field(init=False, default=None)
     _k: Array | None = field(init=False, default=None)
     _v: Array | None = field(init=False, default=None)

@@ -262,7 +262,7 @@ def test_queries_and_keys_that_turn_as_they_are_read(layout, dtype, rng):
     )
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     lengths = np.array([250, 201])
-    options = {"position": position, "key_lengths": lengths, "causal": True}
+    options = {"position": position, "key_lengths": lengths, "offset": 190, "causal": True}
     with interpreted(threads=2, excluded=np.arange(250) >= lengths[:, None]) as machine:
         found = rp.attention(q, k, v, **options, backend="numba")
     assert {name.split("_")[0] for name in machine.launches} == {"attend"}

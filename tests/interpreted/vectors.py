@@ -319,7 +319,7 @@ class Vectors:
         square = self.m.grid(x, 0, lanes, ldx, lanes).T.copy()
         self.m.grid(out, 0, lanes, ldo, lanes, write=True)[...] = square
 
-    def _dots(self, rows, q, ldq, k, ldk, cols, depth, s, lds):
+    def _dots(self, rows, q, ldq, k, ldk, ahead, cols, depth, s, lds):
         queries, keys = self.m.grid(q, 0, rows, ldq, depth), widened(self.m.grid(k, 0, cols, ldk, depth))
         self.m.grid(s, 0, rows, lds, cols, write=True)[...] = queries @ keys.T
 
@@ -329,7 +329,7 @@ class Vectors:
     def dots_of_four(self, *args):
         self._dots(4, *args)
 
-    def _mixes(self, rows, p, ldp, x, ldx, cols, width, out, ldo, fade):
+    def _mixes(self, rows, p, ldp, x, ldx, ahead, cols, width, out, ldo, fade):
         weights, values = self.m.grid(p, 0, rows, ldp, cols), widened(self.m.grid(x, 0, cols, ldx, width))
         factor, target = self.m.row(fade, 0, rows), self.m.grid(out, 0, rows, ldo, width, write=True)
         target[...] = target * factor[:, None] + weights @ values

@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Problem, name_of
 from relpos_np._contract.terms import Terms, nothing
 from relpos_np.kernels._numba.backward_pass.kernel import backward as backward_kernel
 from relpos_np.kernels._numba.forward_pass.attend import attend
-from relpos_np.kernels._numba.forward_pass.decode import decode
+from relpos_np.kernels._numba.forward_pass.decode import MOST_ROWS, decode
 from relpos_np.kernels._numba.forward_pass.gated_positions import count, recount
 from relpos_np.kernels._numba.forward_pass.product import product
 from relpos_np.kernels._numba.forward_pass.shift import rel_shift, shift
@@ -53,6 +54,11 @@ def warm_up() -> Iterator[tuple[str, float]]:
         started = time.perf_counter()
         _ = kernel.address
         yield name, time.perf_counter() - started
+
+
+def decodes(dtype: np.dtype[Any], rows: int) -> bool:
+    """Whether the kernel for few queries reads keys and values of a dtype as they lie, for so many queries of each."""
+    return name_of(dtype) in decode and rows <= MOST_ROWS
 
 
 def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float = LOG2) -> None:

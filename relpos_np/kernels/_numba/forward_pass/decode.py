@@ -21,6 +21,7 @@ from relpos_np.kernels._numba.launch.build import helper, inlined
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
 from relpos_np.kernels._numba.simd.rows import (
+    ROWS_AHEAD,
     advance,
     at,
     brains,
@@ -74,26 +75,98 @@ def decode_layout(depth: int, v_depth: int, turning: int, lanes: int) -> Layout:
 
 
 @helper
-def score_rows(base: Any, w: Any, keys: Any, row: int, cols: int, depth: int, rows: int) -> None:
-    """Plain products of every query with every key."""
-    for r in range(rows):
-        q, s = at(base, w.queries + r * depth), at(base, w.scores + r * BLOCK_KEYS)
-        if r >= rows // 4 * 4:
-            dots_of_one(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
-        elif r % 4 == 0:
-            dots_of_four(q, depth, keys, row, cols, depth, s, BLOCK_KEYS)
+def run_from(p: Any, j: int, cols: int) -> int:
+    """How many of so many keys from j on lie one after the other."""
+    return cols if p.pages == 0 else min(cols, p.page_keys - j % p.page_keys)
 
 
 @helper
-def mix_rows(base: Any, w: Any, values: Any, row: int, cols: int, depth: int, rows: int) -> None:
-    """Add values, weighted by probabilities, to every row of the output."""
+def place_of(p: Any, j: int, row: int, page: int) -> int:
+    """Where the row of key j begins, in elements from the first of its head."""
+    if p.pages == 0:
+        return j * row
+    found: int = get(longs(p.pages), j // p.page_keys) * page + j % p.page_keys * row
+    return found
+
+
+@helper
+def ahead_of(p: Any, j: int, run: int, row: int, page: int) -> int:
+    """Elements from a row to the one that is asked for early: of small pages that in the next page."""
+    if p.pages == 0 or p.page_keys > 4 * ROWS_AHEAD:
+        return row * ROWS_AHEAD
+    return place_of(p, j + run, row, page) - place_of(p, j, row, page) if j + run < p.k_len else 0
+
+
+@helper
+def score_rows(
+    base: Any, w: Any, keys: Any, row: int, ahead: int, first: int, cols: int, depth: int, rows: int
+) -> None:
+    """Plain products of every query with some keys, whose scores begin in a column."""
+    for r in range(rows):
+        q, s = at(base, w.queries + r * depth), at(base, w.scores + r * BLOCK_KEYS + first)
+        if r >= rows // 4 * 4:
+            dots_of_one(q, depth, keys, row, ahead, cols, depth, s, BLOCK_KEYS)
+        elif r % 4 == 0:
+            dots_of_four(q, depth, keys, row, ahead, cols, depth, s, BLOCK_KEYS)
+
+
+@helper
+def mix_rows(
+    base: Any, w: Any, values: Any, row: int, ahead: int, first: int, cols: int, depth: int, rows: int
+) -> None:
+    """Add values, weighted by probabilities from a column on, to every row of the output."""
     width = round_up(depth, lanes_of(base))
     for r in range(rows):
-        s, out, fade = at(base, w.scores + r * BLOCK_KEYS), at(base, w.out + r * width), at(base, w.fade + r)
+        s, out, fade = at(base, w.scores + r * BLOCK_KEYS + first), at(base, w.out + r * width), at(base, w.fade + r)
         if r >= rows // 4 * 4:
-            mixes_of_one(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
+            mixes_of_one(s, BLOCK_KEYS, values, row, ahead, cols, depth, out, width, fade)
         elif r % 4 == 0:
-            mixes_of_four(s, BLOCK_KEYS, values, row, cols, depth, out, width, fade)
+            mixes_of_four(s, BLOCK_KEYS, values, row, ahead, cols, depth, out, width, fade)
+
+
+@helper
+def score_tile(p: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any) -> None:
+    """Plain products of every row with every key of a block, which may lie in several pages."""
+    rows, first = p.k_group * p.q_len, 0
+    while first < tile.cols:
+        j = tile.j0 + first
+        run, place = run_from(p, j, tile.cols - first), place_of(p, j, p.k_row, p.k_page)
+        if p.turn:
+            keys, own = at(base, w.keys + first * p.depth), head.k + place * size_of(base, p.k_kind)
+            turns = head.k_turn + j * 2 * p.turn_pairs * size_of(base, OWN)
+            load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, run, p.depth)
+        else:
+            keys, ahead = at(pointer_like(stored, head.k), place), ahead_of(p, j, run, p.k_row, p.k_page)
+            score_rows(base, w, keys, p.k_row, ahead, first, run, p.depth, rows)
+        first += run
+    if p.turn:
+        score_rows(base, w, at(base, w.keys), p.depth, 0, 0, tile.cols, p.depth, rows)
+
+
+@helper
+def copy_values(p: Any, base: Any, values: Any, w: Any, tile: Any) -> Any:
+    """Copy the values of a block; return NaN if an element is not finite."""
+    width, first, finite = round_up(p.v_depth, lanes_of(base)), 0, 0.0
+    while first < tile.cols:
+        j = tile.j0 + first
+        run, place = run_from(p, j, tile.cols - first), place_of(p, j, p.v_row, p.v_page)
+        finite += copy_block(at(base, w.values + first * width), width, at(values, place), p.v_row, run, p.v_depth)
+        first += run
+    return finite
+
+
+@helper
+def mix_tile(p: Any, base: Any, values: Any, w: Any, tile: Any) -> None:
+    """Add the values of a block, which are read where they lie."""
+    rows, first = p.k_group * p.q_len, 0
+    while first < tile.cols:
+        j = tile.j0 + first
+        run, place = run_from(p, j, tile.cols - first), place_of(p, j, p.v_row, p.v_page)
+        ahead = ahead_of(p, j, run, p.v_row, p.v_page)
+        mix_rows(base, w, at(values, place), p.v_row, ahead, first, run, p.v_depth, rows)
+        # What was there before has faded.
+        fill_row(base, w.fade, w.fade + rows, 1.0)
+        first += run
 
 
 @helper
@@ -104,14 +177,8 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
     """
     cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
     rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
-    out, fade, values = at(base, w.out), at(base, w.fade), at(pointer_like(stored, head.v), tile.j0 * p.v_row)
-    if p.turn:
-        keys, own = at(base, w.keys), head.k + tile.j0 * p.k_row * size_of(base, p.k_kind)
-        turns = head.k_turn + tile.j0 * 2 * p.turn_pairs * size_of(base, OWN)
-        load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, cols, p.depth)
-        score_rows(base, w, keys, p.depth, cols, p.depth, rows)
-    else:
-        score_rows(base, w, at(pointer_like(stored, head.k), tile.j0 * p.k_row), p.k_row, cols, p.depth, rows)
+    out, fade, values = at(base, w.out), at(base, w.fade), pointer_like(stored, head.v)
+    score_tile(p, base, stored, w, head, tile)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
         one = Head(
@@ -135,7 +202,7 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
     in_place = p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, head.b, tile)
     bypassed = False
     if not in_place:
-        bypassed = math.isnan(copy_block(at(base, w.values), width, values, p.v_row, cols, v_depth))
+        bypassed = math.isnan(copy_values(p, base, values, w, tile))
         if bypassed:
             for i in range(rows):
                 if get(fade, i) == 0.0:
@@ -151,9 +218,9 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
             if get(fade, i) == 0.0:
                 put(fade, i, 1.0)
     if in_place:
-        mix_rows(base, w, values, p.v_row, cols, v_depth, rows)
+        mix_tile(p, base, values, w, tile)
     else:
-        mix_rows(base, w, at(base, w.values), width, cols, v_depth, rows)
+        mix_rows(base, w, at(base, w.values), width, 0, 0, cols, v_depth, rows)
 
 
 @inlined

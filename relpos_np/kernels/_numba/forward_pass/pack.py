@@ -137,7 +137,7 @@ def store_operand(p: Any, x: Any, width: int, turns: int, out: int, kind: int, f
 def store_delta(p: Any, x: Any, own: int, head: Any, i: int) -> None:
     """Write to an address the product of a row of the result with that of its gradient, for query i."""
     out, grad, depth = pointer_like(x, own), head.grad + i * p.grad_row * size_of(x, p.grad_kind), p.v_depth
-    dots_stored(x, depth, grad, p.grad_kind, depth, 1, depth, out, 1)
+    dots_stored(x, depth, grad, p.grad_kind, depth, 0, 1, depth, out, 1)
 
 
 @helper

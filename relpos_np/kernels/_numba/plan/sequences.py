@@ -132,6 +132,12 @@ class _Group:
         self._add("skew_q", rows * (call.fields["skew_depth"] * self.item))
         for name in ("q_len", "k_len", "offset"):
             self._set(name, getattr(s, name))
+        pages = call.problem.pages
+        if pages is not None:
+            self._set("pages", call.keep(pages.table) + s.item * pages.table.strides[0])
+            self._set("page_keys", pages.size)
+            self._set("k_page", pages.k_step)
+            self._set("v_page", pages.v_step)
         # One batch item each, whose arrays begin where the record says.
         batches = np.zeros((len(s), len(BATCH_ROWS)), np.int64)
         batches[:, KEY_END] = s.k_end

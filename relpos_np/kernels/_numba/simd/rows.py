@@ -414,7 +414,8 @@ def transpose_square(typingctx: Any, out: Any, ldo: Any, x: Any, ldx: Any) -> An
     return types.void(out, _i8, x, _i8), code(generate)
 
 
-# A single query's keys and values come from memory, and faster if each row is asked for so many rows early.
+# A single query's keys and values come from memory, and faster if each row is asked for so many rows early. `ahead`:
+# elements from a row to the one that is asked for.
 ROWS_AHEAD = 16
 
 
@@ -422,7 +423,7 @@ def _dots(rows: int, keys: int) -> Any:
     """Build the intrinsic that multiplies `rows` queries with all keys, `keys` of them at a time."""
 
     def generate(
-        kind: Any, v: Vectors, q: Any, ldq: Any, k: Any, ldk: Any, cols: Any, depth: Any, s: Any, lds: Any
+        kind: Any, v: Vectors, q: Any, ldq: Any, k: Any, ldk: Any, ahead: Any, cols: Any, depth: Any, s: Any, lds: Any
     ) -> None:
         b, one = v.b, v.single()
 
@@ -434,7 +435,7 @@ def _dots(rows: int, keys: int) -> Any:
                 def multiply(u: Vectors, c: ir.Value, acc: list[Any]) -> list[Any]:
                     if u is v:
                         for y in lines:
-                            v.prefetch(y, b.add(c, b.mul(ldk, index(ROWS_AHEAD))), level=3)
+                            v.prefetch(y, b.add(c, ahead), level=3)
                     xs, ys = [u.load(x, c) for x in queries], [u.widened(y, c, kind) for y in lines]
                     return [u.fma(x, y, acc[r * count + n]) for r, x in enumerate(xs) for n, y in enumerate(ys)]
 
@@ -454,9 +455,11 @@ def _dots(rows: int, keys: int) -> Any:
         v.loop(most, cols, 1, [], tile(1))
 
     @intrinsic
-    def dots(typingctx: Any, q: Any, ldq: Any, k: Any, ldk: Any, cols: Any, depth: Any, s: Any, lds: Any) -> Any:
+    def dots(
+        typingctx: Any, q: Any, ldq: Any, k: Any, ldk: Any, ahead: Any, cols: Any, depth: Any, s: Any, lds: Any
+    ) -> Any:
         """S[rows, cols] = Q[rows, depth] @ K[cols, depth].T, both as they lie in memory; K may be of half precision."""
-        return types.void(q, _i8, k, _i8, _i8, _i8, s, _i8), code(partial(generate, k.dtype))
+        return types.void(q, _i8, k, _i8, _i8, _i8, _i8, s, _i8), code(partial(generate, k.dtype))
 
     return dots
 
@@ -469,7 +472,18 @@ def _mixes(rows: int, vectors: int) -> Any:
     """Build the intrinsic that adds weighted values to `rows` outputs, `vectors` vectors of columns at a time."""
 
     def generate(
-        kind: Any, v: Vectors, p: Any, ldp: Any, x: Any, ldx: Any, cols: Any, width: Any, out: Any, ldo: Any, fade: Any
+        kind: Any,
+        v: Vectors,
+        p: Any,
+        ldp: Any,
+        x: Any,
+        ldx: Any,
+        ahead: Any,
+        cols: Any,
+        width: Any,
+        out: Any,
+        ldo: Any,
+        fade: Any,
     ) -> None:
         b = v.b
 
@@ -478,7 +492,7 @@ def _mixes(rows: int, vectors: int) -> Any:
                 def step(j: ir.Value, acc: list[Any]) -> list[Any]:
                     line = b.gep(x, [b.add(b.mul(j, ldx), c)])
                     for n in range(count if u is v else 0):
-                        v.prefetch(line, b.add(b.mul(ldx, index(ROWS_AHEAD)), index(n * v.lanes)), level=3)
+                        v.prefetch(line, b.add(ahead, index(n * v.lanes)), level=3)
                     ys = [u.widened(line, index(n * u.lanes), kind) for n in range(count)]
                     ws = [u.splat(v.get(p, b.add(b.mul(index(r), ldp), j))) for r in range(rows)]
                     return [u.fma(w, y, acc[r * count + n]) for r, w in enumerate(ws) for n, y in enumerate(ys)]
@@ -500,10 +514,20 @@ def _mixes(rows: int, vectors: int) -> Any:
 
     @intrinsic
     def mixes(
-        typingctx: Any, p: Any, ldp: Any, x: Any, ldx: Any, cols: Any, width: Any, out: Any, ldo: Any, fade: Any
+        typingctx: Any,
+        p: Any,
+        ldp: Any,
+        x: Any,
+        ldx: Any,
+        ahead: Any,
+        cols: Any,
+        width: Any,
+        out: Any,
+        ldo: Any,
+        fade: Any,
     ) -> Any:
         """OUT[r, :width] = OUT[r] * fade[r] + P[r, :cols] @ X[:cols, :width], X as it lies, maybe of half precision."""
-        return types.void(p, _i8, x, _i8, _i8, _i8, out, _i8, fade), code(partial(generate, x.dtype))
+        return types.void(p, _i8, x, _i8, _i8, _i8, _i8, out, _i8, fade), code(partial(generate, x.dtype))
 
     return mixes
 

@@ -1,0 +1,258 @@
+"""Attention over a paged cache: keys and values lie in pages of a fixed size, in any order, that a table names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from relpos_np import api
+from relpos_np import backend as _backend
+from relpos_np._calls.call import Call
+from relpos_np._calls.lowering import schemes_of
+from relpos_np._contract import check
+from relpos_np._contract.options import Options, PagedOptions, completed, takes
+from relpos_np._contract.problem import Pages, Site
+from relpos_np._contract.sequences import Sequences
+from relpos_np._runtime import memory
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.schemes.base import Position, Scheme
+from relpos_np.types import Array, Int64
+
+_PAGED = memory.Named("paged_attention")
+
+
+@takes(PagedOptions)
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    *,
+    block_table: Any,
+    key_lengths: Any,
+    position: Position = None,
+    return_lse: bool = False,
+    **options: Unpack[PagedOptions],
+) -> Array | tuple[Array, Array]:
+    r"""Attention over keys and values in pages: `attention` of what a table of blocks gathers.
+
+    With the table t of an item and pages of P keys, its keys are
+
+    .. math::
+
+        k_j = K_{t_{\lfloor j / P \rfloor},\; j \bmod P}, \qquad 0 \le j < n,
+
+    values likewise. The queries are the last of the n keys that exist: ``offset="end"``.
+
+    Parameters
+    ----------
+    q : ndarray, shape (B, H, L_q, D)
+        Queries: one of each item in decoding, several where a prompt is filled in chunks.
+    k_pages : ndarray, shape (pages, P, H_kv, D)
+        Keys of all items, as FlashAttention and vLLM lay them out.
+    v_pages : ndarray, shape (pages, P, H_kv, D_v)
+        Values.
+    block_table : ndarray of int, shape (B, M)
+        The pages of each item. Entries behind its last key may hold anything.
+    key_lengths : int or ndarray of int, shape (B,)
+        Keys n of each item, at most M P.
+    position : scheme or tuple of schemes, optional
+        See `relpos_np.attention`. Positions count from the first key of each item.
+    causal, window, scale, query_scale, softcap, cap_order, sinks, precision, backend
+        See `relpos_np.attention`.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+
+    Returns
+    -------
+    out : ndarray, shape (B, H, L_q, D_v)
+        In the dtype of q.
+    lse : ndarray, shape (B, H, L_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    RelposError
+        As `relpos_np.attention`; also for a table that names a page which does not exist.
+
+    Notes
+    -----
+    In decoding, with up to 8 query heads times queries to a key head, the CPU kernels read keys and values where they
+    lie, for schemes that add a number for each distance or turn vectors. Other calls gather the pages first, which
+    takes the time and the memory of a copy of the keys and values of all items. Rows of pages behind the last key, and
+    pages of nobody, are never read.
+
+    References
+    ----------
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
+    doi:10.1145/3600006.3613165.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> k, v = np.random.default_rng(0).standard_normal((2, 5, 4, 2, 8))  # 5 pages of 4 keys, 2 heads
+    >>> q = np.ones((1, 2, 1, 8))
+    >>> out = rp.paged_attention(q, k, v, block_table=[[3, 0]], key_lengths=6, position=rp.ALiBi())
+    >>> keys, values = (np.concatenate([x[3], x[0][:2]]).swapaxes(0, 1) for x in (k, v))
+    >>> np.abs(out[0] - rp.attention(q[0], keys, values, position=rp.ALiBi())).max() < 1e-15
+    np.True_
+    """
+    given = completed(paged_attention, options)
+    return_lse = check.flag("return_lse", return_lse)
+    with _PAGED:
+        q, k_pages, v_pages = _operands(q, k_pages, v_pages)
+        table, size = _table(block_table, len(q)), k_pages.shape[1]
+        lengths = check.lengths_of_keys(key_lengths, (len(q),), table.shape[1] * size)
+        _check_pages(table[np.arange(table.shape[1]) * size < lengths[:, None]], k_pages)
+        if _reads_pages(q, k_pages, v_pages, position, given):
+            result, lse = _in_place((q, k_pages, v_pages), table, lengths, position, given, return_lse)
+            return (result, lse) if return_lse and lse is not None else result
+        size = len(q) * int(lengths.max(initial=0)) * k_pages.shape[2] * (k_pages.shape[3] + v_pages.shape[3])
+        memory.require("paged_attention", {"gathered pages": size * k_pages.itemsize})
+    own: dict[str, Any] = {**options, "key_lengths": lengths, "offset": "end", "return_lse": return_lse}
+    k, v = (_gathered(x, table, lengths) for x in (k_pages, v_pages))
+    found: Array | tuple[Array, Array] = api.attention(q, k, v, position=position, **own)
+    return found
+
+
+def write_pages(x: Array, pages: Array, *, block_table: Any, positions: Any) -> None:
+    """Write the keys, or the values, of new tokens into the pages of a cache, in place.
+
+    Parameters
+    ----------
+    x : ndarray, shape (B, H_kv, L, D)
+        Keys or values of L new tokens of each item.
+    pages : ndarray, shape (pages, P, H_kv, D)
+        The cache that is written to, of the dtype of x.
+    block_table : ndarray of int, shape (B, M)
+        The pages of each item; see `paged_attention`.
+    positions : ndarray of int, shape (B,) or (B, L)
+        Position of the first token of each item, or of every token.
+
+    Raises
+    ------
+    RelposError
+        If shapes or dtypes do not fit, a position has no page, or two tokens have the same place. Nothing is written
+        then.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> pages = np.zeros((5, 4, 2, 8))  # 5 pages of 4 keys, 2 heads
+    >>> rp.write_pages(np.ones((1, 2, 3, 8)), pages, block_table=[[3, 0]], positions=[2])  # keys 2, 3 and 4
+    >>> pages[..., 0, 0].nonzero()
+    (array([0, 3, 3]), array([0, 2, 3]))
+    """
+    x, pages = check.array("x", x), check.array("pages", pages)
+    if x.ndim != 4 or pages.ndim != 4 or (x.shape[1], x.shape[3]) != pages.shape[2:]:
+        raise RelposValueError(f"x: shape {x.shape} does not belong to pages of shape {pages.shape}")
+    if x.dtype != pages.dtype:
+        raise RelposTypeError(f"x: expected {pages.dtype} as in pages, found {x.dtype}")
+    if not pages.flags.writeable:
+        raise RelposValueError("pages: expected an array that can be written to")
+    at = check.integers("positions", positions).astype(np.int64)
+    at = at[:, None] + np.arange(x.shape[2]) if at.ndim == 1 else at
+    if at.shape != (x.shape[0], x.shape[2]):
+        raise RelposValueError(f"positions: expected shape {x.shape[:1]} or {x.shape[::2]}, found {at.shape}")
+    if at.size == 0:
+        return
+    if at.min() < 0:
+        raise RelposValueError(f"positions: expected 0 or more, found {at.min()}")
+    table, size = _table(block_table, len(x)), pages.shape[1]
+    if at.max() >= table.shape[1] * size:
+        raise RelposValueError(f"positions: expected 0 ... {table.shape[1] * size - 1}, found {at.max()}")
+    page = np.take_along_axis(table, at // size, axis=1)
+    _check_pages(page, pages)
+    if len(np.unique(page * size + at % size)) < at.size:
+        raise RelposValueError("positions: two tokens have the same place in the pages")
+    pages[page, at % size] = x.swapaxes(1, 2)
+
+
+def _operands(q: Any, k_pages: Any, v_pages: Any) -> tuple[Array, Array, Array]:
+    q, k, v = check.array("q", q), check.array("k_pages", k_pages), check.array("v_pages", v_pages)
+    if q.ndim != 4:
+        raise RelposValueError(f"q: expected shape (B, H, L_q, D), found {q.shape}")
+    if k.ndim != 4 or k.shape[3] != q.shape[3] or k.shape[1] == 0:
+        raise RelposValueError(f"k_pages: expected shape (pages, P, H_kv, {q.shape[3]}), found {k.shape}")
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+        raise RelposValueError(f"v_pages: expected shape {k.shape[:3]} + (D_v,) as k_pages has, found {v.shape}")
+    return q, k, v
+
+
+def _table(block_table: Any, items: int) -> Int64:
+    table: Int64 = check.integers("block_table", block_table).astype(np.int64)
+    if table.ndim != 2 or len(table) != items:
+        raise RelposValueError(f"block_table: expected shape ({items}, M), found {table.shape}")
+    return table
+
+
+def _check_pages(named: Int64, pages: Array) -> None:
+    """Refuse a page that does not exist."""
+    wrong = named[(named < 0) | (named >= len(pages))]
+    if wrong.size:
+        raise RelposValueError(f"block_table: expected pages 0 ... {len(pages) - 1}, found {wrong[0]}")
+
+
+def _gathered(pages: Array, table: Int64, lengths: Int64) -> Array:
+    """The pages of each item one after the other, (B, H_kv, L, D), with 0 behind its last key."""
+    size, longest = pages.shape[1], int(lengths.max(initial=0))
+    found = np.zeros((len(table), longest, *pages.shape[2:]), pages.dtype)
+    item, j = np.nonzero(np.arange(longest) < lengths[:, None])
+    found[item, j] = pages[table[item, j // size], j % size]
+    return found.swapaxes(1, 2)
+
+
+def _reads_pages(q: Array, k: Array, v: Array, position: Position, given: Options) -> bool:
+    """Whether the kernel for few queries does the call, which reads keys and values where they lie."""
+    if (
+        _backend.current(given["backend"]) != "numba"
+        or memory.limit() is not None
+        or not (q.size and k.size and v.size)
+    ):
+        return False
+    kernels = _backend.kernels("numba")
+    plain = all(x.dtype == q.dtype and x.flags.aligned and x.strides[-1] == x.itemsize for x in (k, v))
+    if not plain or not kernels.decodes(q.dtype, q.shape[1] // max(k.shape[2], 1) * q.shape[2]):
+        return False
+    site = check.problem(q, k[:1].swapaxes(1, 2), v[:1].swapaxes(1, 2), offset=0)[0].site
+    return all(scheme.covers and not _hands_on(scheme, site) for scheme in schemes_of(position))
+
+
+def _hands_on(scheme: Scheme, site: Site) -> bool:
+    """Whether its terms hold products of keys, or vectors, which are not made page by page."""
+    if scheme.turns:
+        return False
+    x = np.broadcast_to(np.full((), np.nan, site.dtype), (*site.batch, site.heads, site.q_len, site.head_dim))
+    k = np.broadcast_to(x[..., :1, :1, :], (*site.batch, site.kv_heads, site.k_len, site.head_dim))
+    terms = scheme.lower(x, k, site)
+    return bool(terms.queries or terms.keys or terms.values or terms.biases) or terms.key is not None
+
+
+def _in_place(
+    operands: tuple[Array, Array, Array],
+    table: Int64,
+    lengths: Int64,
+    position: Position,
+    given: Options,
+    return_lse: bool,
+) -> tuple[Array, Array | None]:
+    """Attention of a call whose pages are read where they lie."""
+    q, k_pages, v_pages = operands
+    longest = int(lengths.max())
+    offsets = lengths - q.shape[2]
+    sequences = replace(Sequences.of_items(offsets, q.shape[2], longest, lengths), k_len=lengths)
+    # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
+    k, v = (
+        as_strided(
+            x, (len(q), x.shape[2], longest, x.shape[3]), (0, x.strides[2], x.strides[1], x.strides[3]), writeable=False
+        )
+        for x in (k_pages, v_pages)
+    )
+    steps = (x.strides[0] // x.itemsize for x in (k_pages, v_pages))
+    pages = Pages(table, k_pages.shape[1], *steps)
+    own = Options(**{**given, "offset": 0})
+    with np.errstate(all="ignore"):
+        call = Call("paged_attention", (q, k, v), position, own, sequences, pages)
+        return call.attend(None, return_lse)
