@@ -1,4 +1,4 @@
-"""Measure the README's figures and record them: ``python asv_bench/measure.py``.
+"""Measure what this library takes, and record it: ``python asv_bench/measure.py``.
 
 Each round runs the FMA loop, the kernel and (less often) NumPy one after the other, each ratio is
 taken within a round, and medians and bests of all rounds are written to ``recorded/``.
@@ -20,8 +20,6 @@ HERE = Path(__file__).parent
 # The library beside this file is measured, installed or not.
 PATHS = [str(HERE), str(HERE.parent)]
 sys.path[:0] = [path for path in PATHS if path not in sys.path]
-
-import report  # noqa: E402
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ.get("NUMBA_NUM_THREADS", "2"))
 os.environ.setdefault("NUMBA_NUM_THREADS", "2")
@@ -192,19 +190,8 @@ def versions_without_paths():
     return versions
 
 
-def write_readme(record):
-    """Replace the figures between the README's two comments."""
-    path = HERE.parent / "README.md"
-    head, rest = path.read_text(encoding="utf-8").split("<!-- figures: written by asv_bench/measure.py -->\n")
-    _, tail = rest.split("<!-- end of figures -->")
-    figures = "\n".join(
-        ["<!-- figures: written by asv_bench/measure.py -->", "", *report.readme(record), "", "<!-- end of figures -->"]
-    )
-    path.write_text(head + figures + tail, encoding="utf-8")
-
-
 def main():
-    """Measure, record, write the README's table."""
+    """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--numpy-rounds", type=int, default=3)
@@ -234,8 +221,6 @@ def main():
     record["load_after"] = list(os.getloadavg())
     arguments.out.parent.mkdir(exist_ok=True, parents=True)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if arguments.out.resolve() == HERE.resolve() / "recorded" / "cpu.json":
-        write_readme(record)
     print(f"written to {arguments.out}")
 
 

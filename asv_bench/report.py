@@ -1,4 +1,4 @@
-"""Recorded figures as Markdown, for the README, the terminal and the documentation: nothing is written by hand."""
+"""Recorded figures as Markdown, for the terminal and the documentation: nothing is written by hand."""
 
 from __future__ import annotations
 
@@ -30,40 +30,10 @@ def machine(record):
     """What was measured on what, for cpu.json."""
     versions = record["versions"]
     return (
-        f"{versions['processor']}, {record['shapes']['A']['threads']} threads, float32, T5 bias of 32 buckets, "
+        f"{versions['processor']}, {record['shapes']['A']['threads']} threads, "
         f"{versions['kernels']['vectors']} vectors, numba {versions['numba']}, {record['date']}. The limit is a loop "
         "of FMA instructions on registers, timed in turn with the kernel; a shared machine, hence medians and bests."
     )
-
-
-def readme(record):
-    """The README's lines: shapes A, B and C, and what a new process pays."""
-    head = [
-        "batch × heads × length × head_dim",
-        "median ms (best)",
-        "of the limit, median (best)",
-        "× NumPy reference",
-        "extra memory",
-        "max error",
-    ]
-    rows = [
-        [
-            sizes(figures["shape"]),
-            f"{figures['median_ms']:.1f} ({figures['best_ms']:.1f})",
-            f"{figures['fraction_of_fma_median']:.0%} ({figures['fraction_of_fma_best']:.0%})",
-            f"{figures['times_numpy']:.0f}",
-            f"{figures['extra_memory_mib']:.1f} MiB",
-            f"{figures['max_error']:.1e}",
-        ]
-        for figures in (record["shapes"][name] for name in "ABC")
-    ]
-    start = (
-        f"A new process pays {record['import_over_numpy_ms']:.0f} ms for `import relpos_np` beyond NumPy's, and "
-        f"{record['first_call_warm_s']:.2f} s for its first call, or {record['first_call_cold_s']:.1f} s if the kernel "
-        "must be compiled. A small call takes "
-        f"{record['small']['no positions']['beside_kernel_us']:.0f} µs beside its kernel."
-    )
-    return [machine(record), "", *grid(head, rows), "", start]
 
 
 def shapes():
@@ -77,7 +47,7 @@ def shapes():
 def kernels(record):
     """Every recorded shape of cpu.json, forward and backward."""
     head = ["shape", "median ms (best)", "GFLOP/s (best)", "of the limit, median (best)", "extra memory", "max error"]
-    lines = [machine(record).replace("float32, T5 bias of 32 buckets, ", "")]
+    lines = [machine(record)]
     for key, title in (("shapes", TASKS["attention"]), ("backward", TASKS["backward"])):
         rows = [
             [
@@ -129,6 +99,16 @@ def small(record):
         [name, f"{f['median_us']:.0f}", f"{f['beside_kernel_us']:.0f}"] for name, f in record.get("small", {}).items()
     ]
     return grid(head, rows) if rows else []
+
+
+def start(record):
+    """What a new process pays."""
+    line = (
+        f"A new process pays {record['import_over_numpy_ms']:.0f} ms for `import relpos_np` beyond NumPy's, and "
+        f"{record['first_call_warm_s']:.2f} s for its first call, or {record['first_call_cold_s']:.1f} s if the kernel "
+        "must be compiled."
+    )
+    return ["", line]
 
 
 def cell(found):
@@ -317,7 +297,7 @@ def sections(folder=RECORDED):
         "figures_shapes": "\n".join(shapes()),
         "figures_kernels": read("cpu.json", kernels),
         "figures_growth": read("cpu.json", growth),
-        "figures_small": read("cpu.json", small),
+        "figures_small": read("cpu.json", small, start),
         "figures_interop": read("interop.json", interop),
         "figures_model_types": read("transformers.json", model_types),
         "figures_arm": read("arm.json", arm),

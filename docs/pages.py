@@ -152,8 +152,11 @@ def rounded() -> str:
 
 def table() -> str:
     """The register as a table in Markdown."""
-    rows = ["| scheme | paper | variants | found in |", "| --- | --- | --- | --- |"]
+    head = ("scheme", "what positions contribute", "variants", "found in", "paper")
+    rows = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for info in rp.SCHEMES.values():
-        cells = (f"[{info.name}]({info.docs})", info.paper, ", ".join(info.variants), ", ".join(info.models))
+        variants = "; ".join(part for part in (", ".join(info.variants), info.options) if part)
+        link = f"[{info.cls.__name__}]({info.docs})"
+        cells = (link, info.adds, variants, ", ".join(info.models), info.paper)
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows)

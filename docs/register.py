@@ -1,39 +1,17 @@
-"""Write what other files say of the register of schemes: ``python docs/register.py [--check]``.
+"""Write the stubs that name schemes and formulas for type checkers: ``python docs/register.py [--check]``.
 
-README's table, and the stubs that name schemes and formulas for type checkers. ``--check`` writes nothing, and fails
-where a file is not up to date.
+``--check`` writes nothing, and fails where a stub is not up to date.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import relpos_np as rp
-
-ROOT = Path(rp.__file__).parent.parent
-BEGIN, END = "<!-- schemes: written by docs/register.py -->", "<!-- end of schemes -->"
-
-
-def readme_table() -> str:
-    """One row per scheme."""
-    rows = ["| scheme | what positions contribute | paper | variants |", "| --- | --- | --- | --- |"]
-    for info in rp.SCHEMES.values():
-        named = ", ".join(f"`{name}`" for name in info.variants)
-        variants = "; ".join(part for part in (named, info.options) if part)
-        rows.append(f"| `{info.cls.__name__}` | {info.adds} | {info.paper} | {variants} |")
-    return "\n".join(rows)
-
-
-def readme() -> str:
-    """README with the table of today."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    # Not as a template, in which backslashes would mean something.
-    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{readme_table()}\n\n{END}", text, flags=re.DOTALL)
 
 
 def stub(module: ModuleType) -> str:
@@ -54,7 +32,6 @@ def files() -> dict[Path, str]:
     """What should stand in each file."""
     package = Path(rp.__file__).parent
     return {
-        ROOT / "README.md": readme(),
         package / "__init__.pyi": stub(rp),
         package / "reference.pyi": stub(rp.reference),
     }

@@ -276,13 +276,6 @@ def test_compare_refuses_unknown_names(capsys):
         assert f"there is no {wrong[0][2:-1]} {wrong[1]!r}" in capsys.readouterr().err
 
 
-def test_readme_prints_the_recorded_figures():
-    measure = importlib.import_module("measure")
-    record = json.loads((BENCH / "recorded" / "cpu.json").read_text(encoding="utf-8"))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "\n".join(measure.report.readme(record)) in readme
-
-
 def test_documentation_prints_the_recorded_figures(tmp_path):
     report = importlib.import_module("report")
     record = json.loads((BENCH / "recorded" / "cpu.json").read_text(encoding="utf-8"))
@@ -294,6 +287,7 @@ def test_documentation_prints_the_recorded_figures(tmp_path):
     half = record["shapes"].get("Hb", record["shapes"]["H"]) | {"fraction_of_read_median": 0.421}
     with_half = report.kernels(record | {"shapes": record["shapes"] | {"Hb": half}})
     assert any(line.startswith("Hb is bound by memory") and "42%" in line for line in with_half)
+    assert f"or {record['first_call_cold_s']:.1f} s if the kernel must be compiled" in found["figures_small"]
     nothing = report.sections(tmp_path)
     assert all("Nothing is recorded" in nothing[name] for name in found if name != "figures_shapes")
     names = ("performance.md", "interop.md", "backends/cuda.md")

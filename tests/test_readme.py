@@ -1,13 +1,19 @@
-"""What the README prints must run."""
+"""What the README prints must run, what it draws must have been recorded, and what it points to must be there."""
 
 import re
+import shlex
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"  # also where the package is installed elsewhere
+from relpos_np._commands import main as cli
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"  # also where the package is installed elsewhere
 pytestmark = [
     pytest.mark.readme,
     pytest.mark.skipif(not README.is_file(), reason="there is no README.md: not a checkout"),
@@ -34,6 +40,25 @@ def test_python_blocks_run_in_order():
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == blocks("text")[0]
+
+
+def test_the_mistake_is_named_as_printed(tmp_path, monkeypatch, capsys):
+    """The function that it shows, and what the command says of it."""
+    shown = blocks("text")[1].removeprefix("$ relpos ")
+    line, _, printed = shown.partition("\n")
+    words = shlex.split(line)
+    module = words[1].partition(":")[0]
+    (tmp_path / f"{module}.py").write_text(blocks("python")[-1], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert cli.main(words) == 1
+    monkeypatch.delitem(sys.modules, module)
+
+    def without_versions(text):
+        return [re.sub(r", numpy [\d.]+\w*$", "", text.rstrip()) for text in text.strip().splitlines()]
+
+    assert without_versions(capsys.readouterr().out) == without_versions(printed)
 
 
 def test_two_commands_are_promised():
@@ -52,3 +77,45 @@ def test_code_blocks_say_their_language():
     fences = re.findall(r"^```(.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(fences[1::2]) == {""}
     assert set(fences[0::2]) <= {"sh", "python", "text", "bibtex"}
+
+
+def script(name):
+    """A program of the docs folder as a module."""
+    spec = spec_from_file_location(f"relpos_docs_{name}", ROOT / "docs" / f"{name}.py")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their names up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_show_what_was_recorded():
+    """Run `python docs/charts.py` after a comparison."""
+    charts, text = script("charts"), README.read_text(encoding="utf-8")
+    for path, picture in charts.pictures().items():
+        assert path.read_text(encoding="utf-8") == picture
+        assert f'"{path.relative_to(ROOT).as_posix()}"' in text
+
+
+def targets(text):
+    return re.findall(r'(?:\]\(|\b(?:src|srcset|href)=")([^)"]+)', text)
+
+
+def test_it_fits_a_few_screens_and_points_to_what_is_there():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    for target in targets(text):
+        assert (ROOT / target).is_file(), target
+
+
+def test_links_on_a_package_index(monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "hatchling.metadata.plugin.interface", SimpleNamespace(MetadataHookInterface=object)
+    )
+    described, text = script("on_index").described, README.read_text(encoding="utf-8")
+    assert described(text, "") == {"readme": {"content-type": "text/markdown", "text": text}, "urls": {}}
+    found = described(text, "https://example.org/us/relpos_np")
+    assert all(target.startswith("https://example.org/us/relpos_np/") for target in targets(found["readme"]["text"]))
+    assert 'srcset="https://example.org/us/relpos_np/raw/HEAD/docs/readme/speed-dark.svg"' in found["readme"]["text"]
+    assert "(https://example.org/us/relpos_np/blob/HEAD/docs/install.md)" in found["readme"]["text"]
+    assert "(#here)" in described("# t\n[a](#here)", "https://example.org/x")["readme"]["text"]
+    assert found["urls"]["Repository"] == "https://example.org/us/relpos_np"
