@@ -50,7 +50,7 @@ class Panel:
     def figure(self, name: str) -> str:
         """Time, and how often it holds ours."""
         taken, ratio = self.milliseconds[name], self.times_ours[name]
-        text = f"{taken:.1f} ms" if taken >= 1 else f"{1000 * taken:.0f} µs"
+        text = f"{taken:,.{int(taken < 100)}f} ms" if taken >= 1 else f"{1000 * taken:.0f} µs"
         return text if name == OURS else f"{text}, {ratio:.{0 if ratio >= 10 else 1 if ratio >= 1.05 else 2}f}×"
 
     def share(self, name: str) -> float:

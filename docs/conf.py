@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for the loops of the te
 sys.path.insert(0, str(Path(__file__).parent.parent / "asv_bench"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import charts
 import checkpoints
 import draw
 import million_keys
@@ -60,6 +61,7 @@ myst_substitutions = {
     "checkpoints": checkpoints.tables(),
     "families": checkpoints.families(),
     **report.sections(),
+    **charts.sections(),
     **scaling_plan.sections(),
     **million_keys.sections(),
 }

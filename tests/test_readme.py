@@ -96,6 +96,19 @@ def test_pictures_show_what_was_recorded():
         assert f'"{path.relative_to(ROOT).as_posix()}"' in text
 
 
+def test_what_is_not_faster_is_said():
+    """Whoever takes less than 1.1 times our time at a recorded call is in the list."""
+    charts = script("charts")
+    found = charts.sections()["not_faster"]
+    for name in ("compare.json", "compare-fma.json"):
+        for one in charts.recorded(name)["attention"].values():
+            for peer in charts.PEERS.keys() - {charts.OURS, "torch sdpa, bias inside"}:
+                ratio = one["peers"][peer].get("times_ours", 9.0)
+                words = "PyTorch SDPA" if peer == "torch sdpa" else charts.PEERS[peer]
+                assert (f"{words} {ratio:.2f}" in found) or ratio >= 1.1, (name, one["words"], peer)
+    assert "T5 encoder, 512 tokens" in found
+
+
 def targets(text):
     return re.findall(r'(?:\]\(|\b(?:src|srcset|href)=")([^)"]+)', text)
 
