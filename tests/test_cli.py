@@ -14,6 +14,7 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np._commands import main as cli
 from relpos_np._commands import plot as plot_command
+from relpos_np._commands.names import scheme_named
 from relpos_np.plot import layers as plot_layers
 from relpos_np.schemes.base import Scheme
 from relpos_np.testing import sweep
@@ -232,6 +233,21 @@ def test_a_picture_that_cannot_be_written(refuses):
 # --------------------------------------------------------------------------------- attend FILE
 
 
+@pytest.mark.parametrize("word", ["RoPE", "rotary", "Rotary", "ROTARY"])
+def test_every_name_of_a_scheme_is_taken(run, word):
+    for words in (("attend", saved(**qkv(scheme=word))), ("attend", saved(**qkv()), "--scheme", word)):
+        code, _, err = run(*words, "--backend", "numpy")
+        assert (code, err) == (0, "")
+
+
+def test_every_class_and_every_key_is_a_name():
+    every = tuple(rp.SCHEMES)
+    for name, info in rp.SCHEMES.items():
+        for text in (name, info.cls.__name__, name.upper().replace("_", "-")):
+            assert scheme_named(text, expected=every) == (name, None)
+    assert scheme_named("espnet-legacy", expected=every) == ("transformer_xl", "espnet_legacy")
+
+
 @pytest.mark.parametrize(("name", "variant"), ATTENTION)
 def test_every_scheme_from_a_file(as_json, name, variant, tmp_path):
     one = testing.example(name, dtype="float64", variant=variant)
@@ -349,7 +365,12 @@ WINDOW = {"position.grid": np.array([7, 1]), "position.table": np.ones((13, 3))}
         ("no parameter position.table; expected none", qkv(scheme="plain", **TABLE)),
         ("t5 needs position.table", qkv(scheme="t5")),
         ("without a scheme", qkv(**TABLE)),
-        ("expected one of plain, ", qkv(scheme="rope")),
+        ("found 'ropes'; did you mean rotary or ", qkv(scheme="ropes")),
+        (
+            "espnet_legacy is a variant of transformer_xl; say",
+            qkv(scheme="espnet_legacy", **{"position.variant": "xlnet"}),
+        ),
+        ("rstt is a variant of window; say window", qkv(scheme="rstt")),
         ("added to the inputs", qkv(scheme="sinusoidal", **{"position.dim": 4})),
         ("max_distance", qkv(scheme="t5", **TABLE, **{"position.max_distance": 1.5})),
         ("max_distance: expected an integer", qkv(scheme="t5", **TABLE, **{"position.max_distance": np.ones((1, 2))})),
@@ -624,6 +645,9 @@ def test_plot_names_the_layers_that_there_are():
         (["swin_attention", "--variant", "swin"], "--variant: is for schemes, and swin_attention is a layer"),
         (["nothing"], "scheme: expected one of"),
         (["paper"], "found 'paper'"),  # a variant of several schemes
+        (["rotray"], "found 'rotray'; did you mean rotary?"),
+        (["swn"], "found 'swn'; did you mean window or swin_v2?"),
+        (["swin", "--variant", "rstt"], "--variant: swin is a variant of window itself; found 'rstt'"),
         (["rope", "--rows"], "rotary: takes no rows of a table"),
         (["rel_shift", "--rows"], "--rows: rel_shift has no table"),
         (["rel_shift", "--differences"], "--differences: rel_shift has no table"),

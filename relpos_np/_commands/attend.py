@@ -17,7 +17,8 @@ import numpy as np
 
 import relpos_np as rp
 from relpos_np._commands.common import BUSY, MISMATCH, UnusableError, busy, load, positive, refuse
-from relpos_np._commands.saved_call import attention_schemes, call_arguments, needed, read
+from relpos_np._commands.names import attention_schemes
+from relpos_np._commands.saved_call import call_arguments, needed, read
 from relpos_np._commands.terminal import note, print_json, print_lines
 from relpos_np._commands.terminal import seconds as duration
 from relpos_np.errors import RelposImportError

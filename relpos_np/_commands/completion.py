@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from relpos_np._commands.names import attention_schemes
 from relpos_np._commands.plot import SHIFT
-from relpos_np._commands.saved_call import attention_schemes
 from relpos_np.errors import RelposImportError
 from relpos_np.schemes.registry import SCHEMES
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from relpos_np._commands.names import attention_schemes, scheme_named
 from relpos_np.errors import RelposValueError
 
 SUMMARY = "your implementation, in any framework, against a scheme"
@@ -64,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
     from relpos_np.conform import conform
     from relpos_np.conform.files import as_json, written
 
+    scheme, variant = scheme_named(args.scheme, args.variant, expected=attention_schemes())
     # A module beside the caller, as `python -m` finds it.
     sys.path.insert(0, str(Path.cwd()))
     try:
         report = conform(
             args.callable,
-            args.scheme,
-            variant=args.variant,
+            scheme,
+            variant=variant,
             framework=args.framework,
             dtype=args.dtype,
             grad=args.grad,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 
 import relpos_np as rp
 from relpos_np._commands.common import UnusableError, natural, refuse
+from relpos_np._commands.names import scheme_named
 from relpos_np._commands.terminal import print_json, print_lines
 from relpos_np.formulas.relshift import VARIANTS
 
@@ -30,8 +30,6 @@ examples:
   relpos plot rel_shift --variant transformer_xl
   relpos plot SwinAttention
 """
-# What the field calls a scheme, where that is neither its name nor the name of a variant.
-_SAID = {"rope": "rotary"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,23 +46,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="PNG, SVG, PDF ...; default relpos-SCHEME.png")
 
 
-def named(text: str, variant: str | None) -> tuple[str, str | None]:
-    """What words mean, and the variant: names of schemes, layers, classes, and variants that one scheme has."""
-    word = text.lower().replace("-", "_")
-    names = {name: (name, variant) for name in (*rp.SCHEMES, SHIFT, *LAYERS)}
-    names |= {name.replace("_", ""): (name, variant) for name in LAYERS}
-    names |= {info.cls.__name__.lower(): (name, variant) for name, info in rp.SCHEMES.items()}
-    names |= {said: (name, variant) for said, name in _SAID.items()}
-    if variant is None:
-        shared = Counter(v for info in rp.SCHEMES.values() for v in info.variants)
-        owned = {v: (name, v) for name, info in rp.SCHEMES.items() for v in info.variants if shared[v] == 1}
-        names = owned | names
-    if word not in names:
-        expected = ", ".join((*rp.SCHEMES, SHIFT, *LAYERS))
-        raise UnusableError(f"scheme: expected one of {expected}; found {text!r}")
-    return names[word]
-
-
 def run(args: argparse.Namespace) -> int:
     """The picture of `relpos_np.plot.gallery`, `relpos_np.plot.diagrams` or `relpos_np.plot.layers`."""
     from relpos_np import plot
@@ -72,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from relpos_np.plot import gallery as pictures
     from relpos_np.plot.layers import layer_picture
 
-    name, variant = named(args.scheme, args.variant)
+    name, variant = scheme_named(args.scheme, args.variant, expected=(*rp.SCHEMES, SHIFT, *LAYERS))
     path = args.out or f"relpos-{name}.png"
     if name in LAYERS:
         refuse(args, ("variant", "rows", "differences"), f"is for schemes, and {name} is a layer")

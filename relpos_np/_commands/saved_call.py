@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from relpos_np._commands.common import UnusableError
+from relpos_np._commands.names import attention_schemes, scheme_named
 from relpos_np._contract.problem import Rule
 from relpos_np._contract.rules import Chunked, Dilated, Prefix
 from relpos_np._files.npz import load_npz
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.types import Array
-
-
-def attention_schemes() -> list[str]:
-    """Names of the schemes that attention takes."""
-    return [name for name, info in SCHEMES.items() if info.kind == "attention"]
 
 
 def needed(name: str) -> list[str]:
@@ -100,8 +96,7 @@ def _scheme(name: str | None, parameters: Mapping[str, Array], source: str, pref
             given = ", ".join(prefix + parameter for parameter in parameters)
             raise UnusableError(f"{source}: {given} without a scheme; add an array `scheme`, or --scheme")
         return None
-    if name not in SCHEMES:
-        raise UnusableError(f"scheme: expected one of {', '.join(attention_schemes())}; found {name!r}")
+    name, variant = scheme_named(name, expected=attention_schemes())
     if SCHEMES[name].kind != "attention":
         raise UnusableError(
             f"scheme: {name} is added to the inputs before q, k and v are made of them, not to attention"
@@ -130,6 +125,8 @@ def _scheme(name: str | None, parameters: Mapping[str, Array], source: str, pref
         if parameter in values:
             chosen = _scalar(prefix + parameter, parameters[parameter])
             values[parameter] = _scheme(chosen, of_parameter, source, f"{prefix}{parameter}.")
+    if variant is not None and (values.setdefault("variant", variant) != variant or "variant" not in known):
+        raise UnusableError(f"scheme: {variant} is a variant of {name}; say {name}, and what it is made with")
     missing = [prefix + n for n, p in known.items() if p.default is p.empty and n not in values]
     if missing:
         raise UnusableError(f"{source}: {name} needs {', '.join(missing)}")
