@@ -251,7 +251,7 @@ def page() -> str:
 <!-- Written by docs/reliability.py; change that, and run it. -->
 # Reliability
 
-What is promised, what was measured, what happens on bad input and faults, and which bits depend on what.
+What this library promises, what was measured of it, what faults lead to, and what changes the bits of a result.
 
 ## Promises
 

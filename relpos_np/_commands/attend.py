@@ -35,10 +35,10 @@ _REAL_HEADS = ("head 0", "head 3", "head 7", "head 11")
 
 SUMMARY = "attention on real data, or on a file"
 HELP = """\
-Without FILE: attention of four heads of a trained model (all-mpnet-base-v2, T5 bias) on two texts, which is part
-of the package. The result is compared with what transformers computed and with the float64 reference.
+Without FILE, runs four heads of a trained model (all-mpnet-base-v2, T5 bias) on two texts, and compares the result
+with what transformers computed and with the float64 reference. The package holds the numbers.
 
-FILE is an .npz archive, which is never unpickled; a compressed one may hold 256 MiB, or 16 times its size. Its arrays:
+FILE is an .npz archive. A compressed one may hold 256 MiB, or 16 times its size. Nothing is unpickled. Its arrays:
   q k v            (..., H, L_q, D), (..., H_kv, L_k, D), (..., H_kv, L_k, D_v)
   mask             bool (True = may attend) or float (added)          optional
   key_lengths      integers, one per batch item                       optional
@@ -53,10 +53,10 @@ FILE is an .npz archive, which is never unpickled; a compressed one may hold 256
   softcap          a number; cap_order: scores or content             optional
   sinks            one per head, or per query                         optional
   segments         cumulative lengths of packed sequences; key_segments: of keys, if they have others   optional
-  scheme           a name, as in --scheme                             optional
+  scheme           a name, as for --scheme                            optional
   position.NAME    parameter NAME of the scheme's constructor; position.key_coords.0 for its axis 0; for a scheme
                    within the scheme its name, and position.bias.NAME for its parameters
-The result holds `out` and `lse`.
+The result is an .npz archive with `out` and `lse`.
 """
 EXAMPLE = """\
 examples:
@@ -76,9 +76,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     needs = {name: ", ".join(needed(name)) for name in attention_schemes()}
     named = ", ".join(f"{name} ({needs[name]})" if needs[name] else name for name in needs)
     parser.add_argument(
-        "--scheme", help=f"of a FILE, in brackets what it must hold as position.NAME: {named}; default: no positions"
+        "--scheme",
+        help=f"of FILE, which must hold what stands in brackets as position.NAME: {named}; default: no positions",
     )
-    parser.add_argument("--out", type=Path, help="where the result of a FILE goes; default FILE-out.npz")
+    parser.add_argument("--out", type=Path, help="file for the result of FILE; default FILE-out.npz")
     parser.add_argument(
         "--plot",
         metavar="PNG",

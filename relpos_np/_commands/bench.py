@@ -19,11 +19,11 @@ from relpos_np._commands.terminal import seconds as duration
 
 SUMMARY = "times on this machine, beside those of other packages"
 HELP = """\
-Times attention here and in the packages that are installed: NumPy (the formula), torch, onnxruntime with onnx,
-openvino, jax. Each runs in a process of its own with the same number of threads; they take turns, and no result is
-timed that differs from float64. "median" and "best" are over all calls, "times" is the median over the rounds of what
-a peer takes in units of relpos_np's time. What is not installed is left out and named.
-Torch's flex_attention needs a C++ compiler, and takes long to compile: it runs if --peers names it.
+Times attention of this library beside the packages that you have installed: NumPy (the formula), torch, onnxruntime
+with onnx, openvino, jax. Each runs in a process of its own with the same number of threads, in turns, and only if its
+result agrees with float64. "median" and "best" are over all calls; "times" says how many times as long as relpos_np a
+package takes, as the median over the rounds. Packages that are not installed are listed.
+Torch's flex_attention needs a C++ compiler, and compiles for long: name it with --peers to run it.
 """
 EXAMPLE = """\
 examples:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 SUMMARY = "all backends against the reference"
 HELP = """\
-Every scheme and variant with several lengths, masks and dtypes on every backend of this machine, against the
-reference in float64. Errors are in units of what is tolerated (4 eps (1 + max |score|) sum p |v|, see
-relpos_np.testing.tolerance), so that 1 is the limit.
+Compares every backend of this machine with the reference in float64: every scheme and variant, at several lengths,
+with several masks and dtypes. An error of 1 is the largest that is tolerated: 4 eps (1 + max |score|) sum p |v|, see
+relpos_np.testing.tolerance.
 
-With --promises something else, in about a minute: what the documentation promises (errors, the same bits again,
-threads, memory, Ctrl-C), each with its limit and what was measured here. Exit code 1 if one is broken.
+--promises measures something else, in about a minute: what the documentation promises of errors, equal bits, threads,
+memory and Ctrl-C. It prints the limit and the figure of each. The exit code is 1 if a promise is broken.
 """
 EXAMPLE = """\
 examples:

@@ -12,10 +12,10 @@ from relpos_np.errors import RelposValueError
 
 SUMMARY = "what the attention of a model's layers is, from its config.json"
 HELP = """\
-Reads the configuration of a published model, as transformers or diffusers store it, and says what the attention of
-each layer is: positions, scale, which keys are attended, soft caps, sinks, factors on queries, which weights it wants,
-and what a call must give. A key that may change attention and is not understood is an error that names it.
-`relpos_np.from_config` gives the same as an object that makes the call.
+Reads the configuration of a published model, as transformers or diffusers store it, and prints the attention of each
+layer: positions, scale, which keys a query attends, soft caps, sinks, factors on queries, the weights it needs, and
+what you pass to a call. If it does not know a key that may change attention, it stops and names the key.
+`relpos_np.from_config` returns the same as an object that makes the call.
 """
 EXAMPLE = """\
 examples:
@@ -31,9 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a config.json, or the folder of one")
     parser.add_argument("--layer", type=natural, help="one layer, from 0 (default: all)")
     parser.add_argument("--part", help="one stack of layers, such as encoder, decoder, cross or text (default: all)")
-    parser.add_argument(
-        "--types", action="store_true", help="list the model types that are understood, and read no file"
-    )
+    parser.add_argument("--types", action="store_true", help="list the model types that it knows, and read no file")
 
 
 def run(args: argparse.Namespace) -> int:

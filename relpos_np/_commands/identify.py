@@ -16,20 +16,20 @@ _OPTIONS = ("mask", "key_lengths", "scale", "offset", "causal", "window", "softc
 SUMMARY = "which scheme, variant and conventions produced saved arrays"
 HELP = """\
 Tries every scheme and variant that takes the arrays, under every convention of scale, alignment, window, soft cap and
-sinks, and says which of them give the saved output within rounding; several, if these operands cannot tell them apart,
-with the reason. If nothing fits, it reads tables, heads, axes and distances in other orders, tries windows of every
-width, and says what is nearest.
+sinks, and prints those that give the saved output within rounding. If these operands cannot tell some of them apart,
+it prints them all, and why. If nothing fits, it tries tables, heads, axes and distances in other orders and windows of
+every width, and prints what is nearest.
 
 FILE is an .npz archive as for `relpos attend`. Its arrays:
   q k v                  (..., H, L_q, D), (..., H_kv, L_k, D), (..., H_kv, L_k, D_v), or with axes (..., L, H, D)
   out                    what attention returned; or scores, before the softmax, in which case v is not needed
   lse                    its log-sum-exp                                       optional
-  x                      in place of q, k and v: inputs; out is x with an encoding added
-  mask key_lengths scale offset causal window softcap cap_order, as far as they are known: as for `relpos attend`
+  x                      inputs, in place of q, k and v; out is then x with an encoding added
+  mask key_lengths scale offset causal window softcap cap_order: as for `relpos attend`, those that you know
   NAME                   trained arrays of the positions under any names, all of which must be used; and settings under
                          their names in the constructor, such as base, grid or max_distance
 
-Exit codes: 0 if something fits, also if it is not the only thing; 1 if nothing does; 2 for a file that cannot be used.
+Exit codes: 0 if at least one thing fits; 1 if nothing does; 2 if the file cannot be used.
 """
 EXAMPLE = """\
 examples:

@@ -8,7 +8,8 @@ import relpos_np as rp
 
 SUMMARY = "versions, processor, threads, kernel cache"
 HELP = """\
-What this installation consists of: please add it to a report of a problem. `relpos_np.show_versions()` prints the same.
+Prints the versions of relpos_np and its packages, the processor, threads, and the folder of compiled kernels. Please
+add it to a report of a problem. `relpos_np.show_versions()` prints the same.
 """
 EXAMPLE = """\
 examples:

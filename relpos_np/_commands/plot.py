@@ -15,10 +15,10 @@ SHIFT = "rel_shift"
 # Of `relpos_np.plot.layers`, which a mere completion of words need not import.
 LAYERS = ("multi_head_attention", "relative_multi_head_attention", "swin_attention")
 HELP = """\
-What positions do to the scores of a scheme's seeded example, where the content is the same everywhere; of an absolute
-encoding its rows. Trained tables are random numbers. SCHEME may also be a variant that one scheme alone has, such as
-swin, or rope; rel_shift, of which is drawn what stands where before and after it; and a layer of relpos_np.layers, of
-which is drawn where its attention goes when all tokens are alike. Needs matplotlib: pip install "relpos-np[plot]".
+Draws what positions do to the scores of a scheme, for tokens that are all alike and a table of random numbers; of an
+absolute encoding, its rows. SCHEME is any name of a scheme: t5, T5, rope, or a variant that one scheme alone has, such
+as swin. It may also be rel_shift, drawn before and after the shift, or a layer of relpos_np.layers, drawn as where its
+attention goes. Needs matplotlib: pip install "relpos-np[plot]".
 """
 EXAMPLE = """\
 examples:

@@ -14,15 +14,15 @@ from relpos_np._commands.terminal import print_json, progress
 
 SUMMARY = "exact answers as files, for tests in any language"
 HELP = """\
-Golden vectors: for every scheme and variant inputs, constructor arguments, masks, and the exact output, log-sum-exp
-and gradients in float64 with the tolerances of each precision; and the functions in which published codes differ.
-One .npz and one .json per record, and a manifest.json with checksums; docs/vectors.md describes them.
+Writes golden vectors for every scheme and variant: inputs, constructor arguments, masks, and the exact output,
+log-sum-exp and gradients in float64, with a tolerance for each precision; and the functions in which published codes
+differ. A record is one .npz and one .json; manifest.json has checksums. docs/vectors.md describes them.
 
-With --check the set is read back, files are compared with their checksums, and every backend of this machine computes
-each record from its file alone. Exit code 1 if a file is missing or damaged, or a number is not within its tolerance.
+--check reads a set back, compares files with their checksums, and computes each record from its file on every backend
+of this machine. The exit code is 1 if a file is missing or damaged, or a number is outside its tolerance.
 
---format onnx writes test cases of ONNX in place of records: a folder each, with model.onnx, inputs and output, which
-the runner of the package onnx and those of runtimes execute. docs/onnx.md says how.
+--format onnx writes test cases of ONNX instead, for the runner of the package onnx and those of runtimes: a folder
+each, with model.onnx, inputs and output. docs/onnx.md says how to run them.
 """
 EXAMPLE = """\
 examples:

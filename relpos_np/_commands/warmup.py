@@ -9,8 +9,9 @@ from relpos_np._commands.terminal import print_json, print_table, progress
 
 SUMMARY = "compile all kernels, for a container image"
 HELP = """\
-Compile every CPU kernel for this processor and keep it in RELPOS_CACHE_DIR (default: the user's cache folder), so that
-no later process pays for it. About half a minute the first time. An entry serves the processor model it was made on.
+Compiles every CPU kernel for this processor, one after the other, and keeps them in RELPOS_CACHE_DIR (default: the
+user's cache folder), where later processes find them. The first time takes a minute or two. A kernel runs only on the
+model of processor that it was compiled on.
 """
 EXAMPLE = """\
 examples:
