@@ -44,6 +44,12 @@ def shapes():
     return grid(["", "scheme", "queries: batch × heads × length × head_dim", "keys"], rows)
 
 
+def called(letter, one):
+    """A shape in words, and the letter that programs know it by."""
+    words = one.get("words", letter).removesuffix(", in bfloat16")
+    return words if words == letter else f"{letter}: {words}"
+
+
 def kernels(record):
     """Every recorded shape of cpu.json, forward and backward."""
     head = ["shape", "median ms (best)", "GFLOP/s (best)", "of the limit, median (best)", "extra memory", "max error"]
@@ -51,7 +57,7 @@ def kernels(record):
     for key, title in (("shapes", TASKS["attention"]), ("backward", TASKS["backward"])):
         rows = [
             [
-                name,
+                called(name, record["shapes"][name]),
                 f"{brief(f['median_ms'])} ({brief(f['best_ms'])})",
                 f"{f['gflops_best']:.0f}",
                 f"{f['fraction_of_fma_median']:.0%} ({f['fraction_of_fma_best']:.0%})",
@@ -120,19 +126,13 @@ def cell(found):
     return text if ratio is None else f"{text} {ratio:.2f}×"
 
 
-def limits(shapes):
-    """Lines of a table: the machine's limit, and how much of it we reach."""
-    found = [one.get("limit") for one in shapes.values()]
-    if not any(found):
-        return []
+def limits(one):
+    """The machine's limit at a shape, and how much of it we reach."""
+    limit, ours = one.get("limit"), one["peers"].get(OURS, {})
     units = {"operations": "GFLOP/s", "bytes": "GB/s"}
-    values = ["-" if x is None else f"{x['best'] / 1e9:.0f} {units[x['of']]}" for x in found]
-    shares = [one["peers"].get(OURS, {}) for one in shapes.values()]
-    shares = [
-        f"{x['fraction_of_limit']:.0%} ({x['fraction_of_limit_best']:.0%})" if "fraction_of_limit" in x else "-"
-        for x in shares
-    ]
-    return [["the limit, best", *values], [f"{OURS}, of the limit", *shares]]
+    best = f"{limit['best'] / 1e9:.0f} {units[limit['of']]}" if limit else "-"
+    known = "fraction_of_limit" in ours
+    return [best, f"{ours['fraction_of_limit']:.0%} ({ours['fraction_of_limit_best']:.0%})" if known else "-"]
 
 
 def remarks(shapes):
@@ -160,16 +160,20 @@ def remarks(shapes):
 
 
 def peers(record):
-    """compare.json: a table for each task, a line per peer and a column per shape."""
+    """compare.json: a table for each task and storage, a line per shape and a column per peer."""
     lines = []
     for task, title in TASKS.items():
-        shapes = record.get(task)
-        if not shapes:
-            continue
-        names = list(dict.fromkeys(name for one in shapes.values() for name in one["peers"]))
-        rows = [[name, *(cell(one["peers"].get(name)) for one in shapes.values())] for name in names]
-        lines += [f"{title}, ms: median (best), and the median in units of {OURS}'s:", ""]
-        lines += [*grid([" ", *shapes], [*rows, *limits(shapes)]), *remarks(shapes), ""]
+        shapes = record.get(task, {})
+        for storage in dict.fromkeys(one.get("storage", "float32") for one in shapes.values()):
+            stored = {name: one for name, one in shapes.items() if one.get("storage", "float32") == storage}
+            names = list(dict.fromkeys(name for one in stored.values() for name in one["peers"]))
+            ends = ["the limit, best", f"{OURS}, of the limit"] * any("limit" in one for one in stored.values())
+            rows = [
+                [called(letter, one), *(cell(one["peers"].get(name)) for name in names), *(limits(one) if ends else ())]
+                for letter, one in stored.items()
+            ]
+            lines += [f"{title}, in {storage}, ms: median (best), and the median in units of {OURS}'s:", ""]
+            lines += [*grid(["shape", *names, *ends], rows), *remarks(stored), ""]
     return lines
 
 

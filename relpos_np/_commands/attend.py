@@ -33,7 +33,7 @@ _DRAWN = {"position", *rp.logits.options}  # type: ignore[attr-defined]
 _REAL_LIMIT = 2e-6
 _REAL_HEADS = ("head 0", "head 3", "head 7", "head 11")
 
-SUMMARY = "attention on real data, or on a file"
+SUMMARY = "run attention on real data, or on a file"
 HELP = """\
 Without FILE, runs four heads of a trained model (all-mpnet-base-v2, T5 bias) on two texts, and compares the result
 with what transformers computed and with the float64 reference. The package holds the numbers.

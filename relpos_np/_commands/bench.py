@@ -17,7 +17,7 @@ from relpos_np._commands.peers.shapes import SHAPES, SMALL
 from relpos_np._commands.terminal import note, print_json, print_lines, print_table
 from relpos_np._commands.terminal import seconds as duration
 
-SUMMARY = "times on this machine, beside those of other packages"
+SUMMARY = "time attention beside other packages"
 HELP = """\
 Times attention of this library beside the packages that you have installed: NumPy (the formula), torch, onnxruntime
 with onnx, openvino, jax. Each runs in a process of its own with the same number of threads, in turns, and only if its

@@ -14,7 +14,7 @@ from relpos_np.versions import collect_versions
 if TYPE_CHECKING:
     from relpos_np.testing.sweep import Case
 
-SUMMARY = "all backends against the reference"
+SUMMARY = "compare all backends with the reference"
 HELP = """\
 Compares every backend of this machine with the reference in float64: every scheme and variant, at several lengths,
 with several masks and dtypes. An error of 1 is the largest that is tolerated: 4 eps (1 + max |score|) sum p |v|, see

@@ -10,7 +10,7 @@ from relpos_np._commands.common import natural
 from relpos_np.configs import LayerAttention, from_config, layers_of, model_types, parts_of
 from relpos_np.errors import RelposValueError
 
-SUMMARY = "what the attention of a model's layers is, from its config.json"
+SUMMARY = "print the attention of a model's layers, from its config.json"
 HELP = """\
 Reads the configuration of a published model, as transformers or diffusers store it, and prints the attention of each
 layer: positions, scale, which keys a query attends, soft caps, sinks, factors on queries, the weights it needs, and

@@ -11,7 +11,7 @@ from typing import Any
 from relpos_np._commands.names import attention_schemes, scheme_named
 from relpos_np.errors import RelposValueError
 
-SUMMARY = "your implementation, in any framework, against a scheme"
+SUMMARY = "test your implementation, in any framework, against a scheme"
 HELP = """\
 Calls FUNCTION, f(q, k, v, ...) in torch, JAX or NumPy, or an ONNX model, on seeded cases, family by family:
 self-attention, causal, cross, decoding, windows, masks, grouped heads, odd sizes, queries without keys, NaN in

@@ -13,7 +13,7 @@ from relpos_np._commands.terminal import note, print_json, print_lines
 _OPERANDS = ("q", "k", "v", "out", "scores", "lse", "x")
 _OPTIONS = ("mask", "key_lengths", "scale", "offset", "causal", "window", "softcap", "cap_order")
 
-SUMMARY = "which scheme, variant and conventions produced saved arrays"
+SUMMARY = "find which scheme and conventions produced saved arrays"
 HELP = """\
 Tries every scheme and variant that takes the arrays, under every convention of scale, alignment, window, soft cap and
 sinks, and prints those that give the saved output within rounding. If these operands cannot tell some of them apart,

@@ -6,7 +6,7 @@ import argparse
 
 import relpos_np as rp
 
-SUMMARY = "versions, processor, threads, kernel cache"
+SUMMARY = "print versions, processor, threads and kernel cache"
 HELP = """\
 Prints the versions of relpos_np and its packages, the processor, threads, and the folder of compiled kernels. Please
 add it to a report of a problem. `relpos_np.show_versions()` prints the same.

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     # Unlike the others: a script has no form in JSON.
     completion = commands.add_parser(
         "completion",
-        help="tab completion for bash, zsh or fish",
+        help="print a script for tab completion in bash, zsh or fish",
         description=_COMPLETION_HELP,
         epilog=_COMPLETION_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

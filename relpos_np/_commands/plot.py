@@ -10,7 +10,7 @@ from relpos_np._commands.names import scheme_named
 from relpos_np._commands.terminal import print_json, print_lines
 from relpos_np.formulas.relshift import VARIANTS
 
-SUMMARY = "a picture of a scheme, of its table's rows, of rel_shift, or of a layer"
+SUMMARY = "draw a scheme, its table's rows, rel_shift or a layer"
 SHIFT = "rel_shift"
 # Of `relpos_np.plot.layers`, which a mere completion of words need not import.
 LAYERS = ("multi_head_attention", "relative_multi_head_attention", "swin_attention")

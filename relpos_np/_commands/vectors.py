@@ -12,7 +12,7 @@ import relpos_np as rp
 from relpos_np._commands.common import MISMATCH, natural, refuse
 from relpos_np._commands.terminal import print_json, progress
 
-SUMMARY = "exact answers as files, for tests in any language"
+SUMMARY = "write exact answers as files, for tests in any language"
 HELP = """\
 Writes golden vectors for every scheme and variant: inputs, constructor arguments, masks, and the exact output,
 log-sum-exp and gradients in float64, with a tolerance for each precision; and the functions in which published codes
