@@ -146,13 +146,12 @@ def drawn(panel: Panel, colour: Mapping[str, str], left: int, top: int) -> Itera
 def svg(panels: list[Panel], shade: str, columns: int) -> str:
     """Panels as a picture for a page that takes only pictures."""
     width = NAMES + BARS + FIGURES
-    height = LINE * (max(len(panel.times_ours) for panel in panels) + 2)
-    parts = [
-        line
-        for number, panel in enumerate(panels)
-        for line in drawn(panel, COLOURS[shade], number % columns * width, number // columns * height)
-    ]
-    across, down = width * columns, height * -(-len(panels) // columns)
+    parts, down = [], 0
+    for first in range(0, len(panels), columns):
+        row = panels[first : first + columns]
+        parts += [line for n, panel in enumerate(row) for line in drawn(panel, COLOURS[shade], n * width, down)]
+        down += LINE * (max(len(panel.times_ours) for panel in row) + 2)
+    across = width * columns
     size = f'width="{across}" height="{down}" viewBox="0 0 {across} {down}"'
     font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', *parts, "</svg>\n"])
