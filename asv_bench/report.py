@@ -47,7 +47,7 @@ def shapes():
 def called(letter, one):
     """A shape in words, and the letter that programs know it by."""
     words = one.get("words", letter).removesuffix(", in bfloat16")
-    return words if words == letter else f"{letter}: {words}"
+    return words if words == letter else f"{letter}: {words}, length {one['shape'][2]:,}"
 
 
 def kernels(record):

@@ -282,8 +282,8 @@ def test_documentation_prints_the_recorded_figures(tmp_path):
     found = report.sections()
     for name, figures in record["shapes"].items():
         words = figures["words"].removesuffix(", in bfloat16")
-        line = f"| {name}: {words} | {figures['median_ms']:.3g} ({figures['best_ms']:.3g}) |"
-        assert line in found["figures_kernels"]
+        times = f"{figures['median_ms']:.3g} ({figures['best_ms']:.3g})"
+        assert f"| {name}: {words}, length {figures['shape'][2]:,} | {times} |" in found["figures_kernels"]
     assert all(f"| {name} |" in found["figures_shapes"] for name in [*"ABCDEFGH", "Hb"])
     assert "H is bound by memory" in found["figures_kernels"]
     half = record["shapes"].get("Hb", record["shapes"]["H"]) | {"fraction_of_read_median": 0.421}
