@@ -96,6 +96,7 @@ def test_steps_of_decoding(place, cache):
     [
         (lambda q, k: rp.attention(q, k, k, offset="start"), "expected an integer, integers or \"end\", found 'start'"),
         (lambda q, k: rp.logits(q, k, key_lengths=[1, 2, 3], offset="end"), "make a call for each batch item"),
+        (lambda q, k: rp.attention(q, k, k, key_lengths=[[1], [2, 3]], offset="end"), "key_lengths"),
         (lambda q, k: rp.distributed.partial(q, k, k, offset="end"), "first query of the whole call"),
     ],
 )

@@ -35,7 +35,7 @@ def is_packed(given: Options) -> bool:
         return True
     if isinstance(offset, str) and check.at_end(offset):
         # Where all items have as many keys, there is one offset.
-        return np.ndim(given["key_lengths"]) > 0
+        return check.per_item(given["key_lengths"])
     return offset is not None and type(offset) is not int and check.on_device(offset)
 
 

@@ -529,11 +529,16 @@ def at_end(offset: Any) -> bool:
     return True
 
 
+def per_item(x: Any) -> bool:
+    """Whether an option has a number for each batch item, be it on the host or on a device."""
+    return bool(getattr(x, "ndim", isinstance(x, list | tuple)))
+
+
 def _first_position(offset: Any, key_lengths: Any, q_len: int, k_len: int) -> int:
     """The position of the first query among the keys, from the option `offset`."""
     if not at_end(offset):
         return integer("offset", offset)
-    if np.ndim(key_lengths) > 0:
+    if per_item(key_lengths):
         raise RelposValueError('offset: "end" of different lengths of keys; make a call for each batch item')
     return (k_len if key_lengths is None else integer("key_lengths", key_lengths)) - q_len
 
