@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,15 @@ from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
 LAYOUTS = ("bhld", "blhd")
+_UNKNOWN = re.compile(r"unexpected keyword argument '?(\w+)|incompatible (function|constructor) arguments")
+
+
+class Refused(Exception):
+    """The function says that it does not take such a call."""
+
+
+class Crashed(Exception):
+    """The function raises an error for a call that it takes."""
 
 
 class Implementation:
@@ -64,6 +74,9 @@ class Implementation:
             )
         self.takes, self.anything = _parameters(function)
         self.lse = "return_lse" in self.takes
+        self._into = _required(function, "out")
+        # Operands that the last call changed.
+        self.written: tuple[str, ...] = ()
         for name, one in self._constructor.items():
             if one.default is one.empty and not self._knows(name):
                 raise RelposTypeError(
@@ -96,7 +109,7 @@ class Implementation:
                 if name in self.always:
                     given[name] = self.always[name]
                 elif not self._knows(name) and not isinstance(given[name], str):
-                    if one.family == "borders" and not np.array_equal(given[name], parameter.default):
+                    if one.family in ("borders", "flags") and not np.array_equal(given[name], parameter.default):
                         return None, f"takes no argument {name}"
                     given[name] = parameter.default
             try:
@@ -127,13 +140,15 @@ class Implementation:
             if (name in self.takes or (self.anything and value is not None)) and name not in self.always
         }
 
-    def run(self, one: Example, grad_out: Array | None = None) -> dict[str, tuple[Array, str]]:
-        """Results by name, each in float64 and with the dtype it had: out, lse, and gradients by ``grad_`` and name."""
+    def run(self, one: Example, grad_out: Array | None = None, way: str = "") -> dict[str, tuple[Array, str]]:
+        """Results by name, each in float64 and with the dtype it had: out, lse, and gradients by ``grad_`` and name.
+
+        `way`: on "transposed" or "strided" views, or with an array "out" to write into.
+        """
         kept = format_of(self.stored.computed)
         to = self.framework.array
         given = {
-            name: to(self._turned(x), self.stored) if name in "qkv" else to(x, kept)
-            for name, x in self.arrays(one).items()
+            name: self._operand(x, way) if name in "qkv" else to(x, kept) for name, x in self.arrays(one).items()
         }
         others: dict[str, Any] = {
             name: to(value, kept) if isinstance(value, np.ndarray) else value
@@ -144,22 +159,55 @@ class Implementation:
 
         def function(*arrays: Any, **more: Any) -> Any:
             named = dict(zip(names[3:], arrays[3:], strict=True))
-            return self.function(*arrays[:3], **named, **others, **more)
+            return self._called(self.function, *arrays[:3], **named, **others, **more)
 
-        found = {}
-        out = function(*given.values(), **({"return_lse": True} if self.lse else {}))
+        found, more = {}, {"return_lse": True} if self.lse else {}
+        if way == "out" or self._into:
+            empty = np.full((*one.q.shape[:3], one.v.shape[3]), np.nan)
+            more["out"] = to(self._turned(empty), kept)
+        before = {name: self.framework.back(name, x)[0].copy() for name, x in given.items()}
+        out = function(*given.values(), **more)
+        changed_ones = (n for n, x in before.items() if not np.array_equal(self.framework.back(n, given[n])[0], x, True))
+        self.written = tuple(changed_ones)
         if self.lse:
             if not isinstance(out, tuple | list) or len(out) != 2:
                 raise RelposTypeError("callable: expected (out, lse) with return_lse=True")
             out, lse = out
             found["lse"] = self.framework.back("lse", lse)
-        found = {"out": self._returned("out", out)} | found
+        found = {"out": self._returned("out", more["out"] if "out" in more else out)} | found
         if grad_out is not None:
-            pulled = self.framework.pulled(function, list(given.values()), to(self._turned(grad_out), kept))[1]
+            turned = to(self._turned(grad_out), kept)
+            pulled = self._called(self.framework.pulled, function, list(given.values()), turned)[1]
             for name, x in zip(names, pulled, strict=True):
                 back = self._returned if name in "qkv" else self.framework.back
                 found[f"grad_{name}"] = back(f"grad_{name}", x)
         return found
+
+    @staticmethod
+    def _called(function: Callable[..., Any], *arrays: Any, **named: Any) -> Any:
+        """What a function returns; its errors are those of a function that refuses the call, or that crashes."""
+        try:
+            return function(*arrays, **named)
+        except (Refused, Crashed):
+            raise
+        except Exception as error:
+            reason = f"raises {type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip(": ")
+            unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
+            if isinstance(error, NotImplementedError) or (unknown and unknown[1] in (None, *named)):
+                raise Refused(reason) from error
+            raise Crashed(reason) from error
+
+    def _operand(self, x: Array, way: str) -> Any:
+        """An operand in the function's layout, as a view where that is asked for."""
+        to, x = self.framework.array, self._turned(x)
+        if way == "transposed":
+            return to(np.ascontiguousarray(x.swapaxes(1, 2)), self.stored).swapaxes(1, 2)
+        if way == "strided":
+            # Between the rows lies what must not be read.
+            wide = np.full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), np.nan)
+            wide[:, :, ::2] = x
+            return to(wide, self.stored)[:, :, ::2]
+        return to(x, self.stored)
 
     def _turned(self, x: Array) -> Array:
         return x if self.layout == "bhld" else np.ascontiguousarray(x.swapaxes(1, 2))
@@ -190,6 +238,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
         if one not in positional[:3] and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     ]
     return tuple(named), any(one.kind is one.VAR_KEYWORD for one in found)
+
+
+def _required(function: Callable[..., Any], name: str) -> bool:
+    """Whether a parameter has no default."""
+    found = inspect.signature(function).parameters.get(name)
+    return found is not None and found.default is found.empty and found.kind is not found.VAR_KEYWORD
 
 
 def _listed(names: tuple[str, ...]) -> str:

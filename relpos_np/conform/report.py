@@ -32,6 +32,8 @@ class Finding:
         Largest error of each result, and what is allowed.
     reason : str
         Why it was refused or not run, or what is wrong in words.
+    proves : bool
+        Whether a right answer proves anything: with one key every output is its value.
     """
 
     family: str
@@ -42,6 +44,7 @@ class Finding:
     errors: Mapping[str, float] = field(default_factory=dict)
     allowed: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    proves: bool = True
 
     @property
     def ratio(self) -> float:
@@ -72,12 +75,15 @@ class Family:
         What the wrong answers equal instead; empty if nothing that is known.
     required : bool
         Whether it was asked for, so that not running it is an error.
+    shrunk : Finding, optional
+        A smaller case than any of these that fails in the same way.
     """
 
     name: str
     findings: tuple[Finding, ...]
     cause: str = ""
     required: bool = False
+    shrunk: Finding | None = None
 
     def _of(self, *verdicts: str) -> list[Finding]:
         return [one for one in self.findings if one.verdict in verdicts]
@@ -90,7 +96,7 @@ class Family:
     @property
     def smallest(self) -> Finding | None:
         """The smallest case that is wrong."""
-        return min(self._of("wrong"), key=lambda one: one.work, default=None)
+        return self.shrunk or min(self._of("wrong"), key=lambda one: one.work, default=None)
 
     @property
     def verdict(self) -> str:
@@ -150,11 +156,27 @@ class Report:
         return sum(one.ran for one in self.families)
 
     @property
+    def unproven(self) -> str:
+        """Why right answers prove nothing, or nothing."""
+        right = [one for family in self.families for one in family.findings if one.verdict == "right"]
+        if not any(one.proves for one in right):
+            return "NOTHING RAN: no case proves anything; the reasons are above"
+        plain = next((one for one in self.families if one.name == "self"), None)
+        if plain is not None and plain.verdict == "partly":
+            return (
+                f"NOTHING PROVEN: self-attention ran in {plain.ran} of {len(plain.findings)} cases ({plain.reason}); say "
+                "which sizes it takes (head_dim, lengths, heads, batch)"
+            )
+        if plain is not None and plain.verdict == "not run":
+            return f"NOTHING PROVEN: self-attention did not run ({plain.reason}); ask for the families that it has"
+        return ""
+
+    @property
     def exit_code(self) -> int:
-        """0 if all that ran is right, 1 if something is wrong, 3 if nothing ran."""
+        """0 if all that ran is right, 1 if something is wrong, 3 if nothing ran, or nothing that proves anything."""
         if any(one.verdict == "wrong" for one in self.families):
             return WRONG
-        return CONFORMS if self.ran else NOTHING_RAN
+        return NOTHING_RAN if self.unproven else CONFORMS
 
     @property
     def ok(self) -> bool:
@@ -198,8 +220,8 @@ class Report:
         """One line."""
         wrong = [one.name for one in self.families if one.verdict == "wrong"]
         skipped = [one.name for one in self.families if one.verdict == "not run"]
-        if not self.ran and not wrong:
-            return "NOTHING RAN: no case proves anything; the reasons are above"
+        if not wrong and self.unproven:
+            return self.unproven
         some = [one.name for one in self.families if one.verdict == "partly"]
         tail = "".join(
             f"; {words}: {', '.join(names)}" for words, names in (("in part", some), ("not run", skipped)) if names
@@ -267,7 +289,8 @@ class Report:
 def _explained(cause: str, families: list[Family]) -> list[str]:
     """Families that are wrong for one reason, and their smallest case."""
     smallest = min((one.smallest for one in families if one.smallest is not None), key=lambda one: one.work)
-    lines = [f"{', '.join(one.name for one in families)}: {cause or 'no known mistake gives these numbers'}"]
+    crashed = "" if smallest.errors else "it crashes"
+    lines = [f"{', '.join(one.name for one in families)}: {cause or crashed or 'no known mistake gives these numbers'}"]
     lines.append(f"    the smallest case: {smallest.edge} ({smallest.where})")
     off = [(name, smallest.errors[name], smallest.allowed[name]) for name in smallest.wrong]
     lines += [f"    {name} is off by {error:.3g}, allowed {allowed:.3g}" for name, error, allowed in off]

@@ -14,7 +14,8 @@ exact by luck.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,16 +42,52 @@ _DRAWS, _SCORES = 32, 1 << 18
 _ROUNDINGS_OF_A_TURN = 3
 
 
-@dataclass(frozen=True, eq=False)
+# An answer this much nearer than is allowed needs no more draws, nor one that is as far off as this.
+_PLAINLY_RIGHT, _PLAINLY_WRONG = 0.5, 100.0
+
+
+@dataclass(eq=False)
 class Truth:
-    """What is right for a case by the names of its results, and how far off a straightforward implementation is."""
+    """What is right for a case by the names of its results, and how far off a straightforward implementation is.
+
+    `straightforward` grows with each of `draws`, which are taken as far as a verdict needs them.
+    """
 
     expected: Mapping[str, Array]
-    straightforward: Mapping[str, float]
+    straightforward: dict[str, float]
     stored: Format
+    draws: Iterator[Mapping[str, Array]]
+
+    def _drawn(self) -> bool:
+        """One more way of rounding; False if there is none."""
+        found = next(self.draws, None)
+        for name, x in (found or {}).items():
+            self.straightforward[name] = max(self.straightforward[name], distance(x, self.expected[name]))
+        return found is not None
+
+    def weighed(
+        self, answers: Mapping[str, Array], dtypes: Mapping[str, str]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """How far off answers of these dtypes are, and how far off they may be."""
+        errors = {name: distance(x, self.expected[name]) for name, x in answers.items()}
+        more = True
+        while more:
+            more = self._drawn()
+            allowed = {name: self._allowed(name, dtypes[name]) for name in answers}
+            if all(errors[name] <= _PLAINLY_RIGHT * allowed[name] for name in errors):
+                break
+            if any(errors[name] > _PLAINLY_WRONG * allowed[name] for name in errors):
+                break
+        return errors, allowed
 
     def allowed(self, name: str, dtype: str) -> float:
-        """How far off a result that has this dtype may be.
+        """How far off a result that has this dtype may be."""
+        while self._drawn():
+            pass
+        return self._allowed(name, dtype)
+
+    def _allowed(self, name: str, dtype: str) -> float:
+        """The same, by what has been drawn.
 
         The dtype decides nothing about the output, lest rounding on the way be excused; but log-sum-exps are kept in
         float32 by some and not by others, and what only stores its operands may store its output too.
@@ -70,17 +107,14 @@ def truth(one: Example, stored: Format, grad_out: Array | None, trained: tuple[s
     kept = format_of(stored.computed)
     expected = _results(one, "numpy", grad_out, trained)
     worst = dict.fromkeys(expected, 0.0)
-    for found in _straightforward(one, kept, grad_out, trained):
-        for name, x in found.items():
-            worst[name] = max(worst[name], distance(x, expected[name]))
     pairs = one.q.shape[0] * one.q.shape[1] * one.q.shape[2] * one.k.shape[2]
     for name, x in expected.items():
         if name.startswith("grad_") and name not in ("grad_q", "grad_k", "grad_v"):
             # Autograd adds the gradient of a row up pair by pair, and rounds each sum: errors in all directions, a
             # quarter of eps in the mean over sums that grow.
             added = max(1.0, pairs / max(len(x), 1)) if x.ndim else pairs
-            worst[name] = max(worst[name], kept.eps / 4 * float(np.sqrt(added)) * largest(x))
-    return Truth(expected, worst, stored)
+            worst[name] = kept.eps / 4 * float(np.sqrt(added)) * largest(x)
+    return Truth(expected, worst, stored, _straightforward(one, kept, grad_out, trained))
 
 
 def distance(x: Array, y: Array) -> float:
@@ -88,8 +122,18 @@ def distance(x: Array, y: Array) -> float:
     return ratio(x, y, 1.0)
 
 
-def _straightforward(one: Example, kept: Format, grad_out: Array | None, trained: tuple[str, ...]) -> Any:
+def _straightforward(
+    one: Example, kept: Format, grad_out: Array | None, trained: tuple[str, ...]
+) -> Iterator[Mapping[str, Array]]:
     """Results of the straightforward implementation, several times where roundings can fall otherwise."""
+    if kept.name in ("float32", "float64"):
+        # In float64 the reference is the answer, and the same formula in terms has errors of its own.
+        backend: Backend = "numpy" if kept.name == "float32" else "terms"
+        dtype = np.dtype(kept.name)
+        q, k, v, kwargs, grad = changed((one.q, one.k, one.v, one.kwargs, grad_out), lambda x: x.astype(dtype))
+        cast = replace(one, q=q, k=k, v=v, kwargs=kwargs, position=rebuilt(one.position, dtype))
+        with suppress(RelposError):  # of a scheme with the reference only, which has no terms
+            yield {name: x.astype(np.float64) for name, x in _results(cast, backend, grad, trained).items()}
     batch, heads, q_len, _ = one.q.shape
     draws = min(_DRAWS, max(2, _SCORES // (batch * heads * q_len * one.k.shape[2])))
     for seed in range(draws):
@@ -101,16 +145,6 @@ def _straightforward(one: Example, kept: Format, grad_out: Array | None, trained
             added |= _summed_back(one, kept, np.random.default_rng(seed), grad_out)
         found = _results(rough, "numpy", turned, trained)
         yield {name: x if name == "lse" else kept.rounded(x + added.get(name, 0.0)) for name, x in found.items()}
-    if kept.name in ("float32", "float64"):
-        # In float64 the reference is the answer, and the same formula in terms has errors of its own.
-        backend: Backend = "numpy" if kept.name == "float32" else "terms"
-        dtype = np.dtype(kept.name)
-        q, k, v, kwargs, grad_out = changed((one.q, one.k, one.v, one.kwargs, grad_out), lambda x: x.astype(dtype))
-        cast = replace(one, q=q, k=k, v=v, kwargs=kwargs, position=rebuilt(one.position, dtype))
-        try:
-            yield {name: x.astype(np.float64) for name, x in _results(cast, backend, grad_out, trained).items()}
-        except RelposError:
-            return  # reference only: no terms
 
 
 def _summed(one: Example, kept: Format, rng: np.random.Generator) -> Array | float:

@@ -16,7 +16,8 @@ class Sample:
     """A source of numbers, and the lengths, variant and choices of one call.
 
     `heads` are those of queries and keys, or None: the scheme's example has those that it likes. `choices` are answers
-    of `pick`, one after the other; an example has none, and takes the first of everything.
+    of `pick`, one after the other; an example has none, and takes the first of everything. `asked` keeps how many
+    answers there were to each.
     """
 
     normal: Callable[..., Array]
@@ -30,6 +31,7 @@ class Sample:
     batch: tuple[int, ...] = (2,)
     heads: tuple[int, int] | None = None
     choices: Iterable[int] = ()
+    asked: list[int] = field(init=False, repr=False, default_factory=list)
     _left: Iterator[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -37,6 +39,7 @@ class Sample:
 
     def pick(self, first: Choice, *others: Choice) -> Choice:
         """The first of some choices in an example; any of them in a generated call."""
+        self.asked.append(1 + len(others))
         return (first, *others)[next(self._left, 0) % (1 + len(others))]
 
     def operands(self, heads: int, kv_heads: int, q_len: int | None = None, k_len: int | None = None) -> dict[str, Any]:

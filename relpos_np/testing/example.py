@@ -67,12 +67,15 @@ class Example:
     def needs(self) -> frozenset[str]:
         """What an implementation must support to run it: options of the call, and shapes that are not ordinary.
 
-        Names of options that are set, with "float_mask" for a mask of floats; "cross" where L_q is not L_k,
+        Names of options that are set, with "float_mask" for a mask of floats, and "head_mask" for one of bool that
+        differs by head; "cross" where L_q is not L_k,
         "grouped_heads" where H is not H_kv, and "value_dim" where D_v is not D.
         """
         found = {name for name, value in self.kwargs.items() if value is not None and value is not False}
         if "mask" in found and np.asarray(self.kwargs["mask"]).dtype != np.bool_:
             found = found - {"mask"} | {"float_mask"}
+        elif "mask" in found and np.ndim(self.kwargs["mask"]) > 2 and np.shape(self.kwargs["mask"])[-3] > 1:
+            found |= {"head_mask"}
         (_, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = self.q.shape, self.v.shape
         shapes = {"cross": q_len != k_len, "grouped_heads": heads != kv_heads, "value_dim": dim != v_dim}
         return frozenset(found | {name for name, there in shapes.items() if there})
@@ -350,10 +353,13 @@ def build(
     variant: str | None,
     heads: tuple[int, int] | None = None,
     batch: tuple[int, ...] = (2,),
+    choices: tuple[int, ...] = (),
+    asked: list[int] | None = None,
 ) -> Example:
-    """An example of about these lengths, with other heads and batch axes if they are given; see `example`.
+    """An example of about these lengths, with other heads, batch axes and choices if they are given; see `example`.
 
-    A RelposError says that there is no such scheme or variant, or none with such lengths.
+    `asked` is extended by the number of answers to each choice. A RelposError says that there is no such scheme or
+    variant, or none with such lengths.
     """
     check.choice("name", name, tuple(SCHEMES))
     variants = SCHEMES[name].variants
@@ -365,5 +371,8 @@ def build(
     def draw(*shape: int) -> Array:
         return rng.standard_normal(shape).astype(dtype)
 
-    sample = Sample(draw, **asdict(size), variant=variant, heads=heads, batch=batch)
-    return Example(name=name, variant=variant or next(iter(variants), None), **SCHEMES[name].build(sample))
+    sample = Sample(draw, **asdict(size), variant=variant, heads=heads, batch=batch, choices=choices)
+    found = Example(name=name, variant=variant or next(iter(variants), None), **SCHEMES[name].build(sample))
+    if asked is not None:
+        asked += sample.asked
+    return found

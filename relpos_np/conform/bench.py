@@ -1,0 +1,197 @@
+"""Runs cases of one implementation: what is right, wrong, refused or cannot be asked, and the smallest that is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from relpos_np.conform.formats import Format, format_of
+from relpos_np.conform.implementation import Crashed, Implementation, Refused
+from relpos_np.conform.report import Finding
+from relpos_np.conform.yardstick import Truth, distance, truth
+from relpos_np.testing.arguments import changed
+from relpos_np.testing.example import Example
+from relpos_np.testing.families import made
+from relpos_np.testing.grid import Form, Grid
+from relpos_np.types import Array
+
+STATE = "keeps state from call to call: an answer depends on the calls before it"
+# Of shrinking one failure: how many cases are tried, and for how many seconds.
+_TRIES, _SECONDS = 40, 3.0
+# Sizes that a failure may be shrunk to, where nothing is said of what the implementation takes.
+_LENGTHS = (2, 3, 4, 8, 9, 16, 17, 32, 33, 34, 64, 65, 66, 96, 97, 127, 128, 129, 130, 256, 257)
+_DIMS = (2, 4, 8, 16, 32, 64, 96)
+_HEADS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A case, what was returned for it by name, what is right, how far off that may be, and whether it is wrong."""
+
+    family: str
+    example: Example
+    returned: Mapping[str, Array]
+    expected: Mapping[str, Array]
+    allowed: Mapping[str, float]
+    wrong: bool
+
+
+class Bench:
+    """Runs cases of one implementation, and keeps answers to be explained."""
+
+    def __init__(
+        self,
+        tested: Implementation,
+        stored: Format,
+        about: tuple[str, str | None],
+        seed: int,
+        able: frozenset[str] | None,
+        *,
+        grad: bool,
+    ) -> None:
+        self.tested, self.stored, self.grad, self.seed, self.able = tested, stored, grad, seed, able
+        self.scheme, self.variant = about
+        self.answers: list[Answer] = []
+
+    def made(self, form: Form) -> Example | None:
+        """The case of a form, with numbers that the format holds; None where the scheme has no such call."""
+        one = made(form, self.scheme, self.variant, np.float64, self.seed)
+        if one is None:
+            return None
+        q, k, v = (self.stored.rounded(x) for x in (one.q, one.k, one.v))
+        return replace(one, q=q, k=k, v=v, kwargs=changed(one.kwargs, format_of(self.stored.computed).rounded))
+
+    def finding(self, form: Form, one: Example) -> Finding:
+        """Run a case, and judge it."""
+        (batch, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = one.q.shape, one.v.shape
+        where = f"batch={batch}, H={heads}, H_kv={kv_heads}, L_q={q_len}, L_k={k_len}, D={dim}, D_v={v_dim}"
+        about = (form.family, one.edge, where, batch * heads * q_len * k_len * (dim + v_dim))
+        way = form.word if form.family == "calls" else ""
+        if self.able is not None and not one.needs <= self.able:
+            missing = ", ".join(sorted(one.needs - self.able))
+            return Finding(*about, "not run", reason=f"supports leaves out {missing}")
+        if way == "out" and "out" not in self.tested.takes:
+            return Finding(*about, "not run", reason="takes no argument out")
+        fitted, reason = self.tested.fitted(one)
+        if fitted is None:
+            return Finding(*about, "not run", reason=reason)
+        try:
+            with np.errstate(all="ignore"):
+                return self._judged(about, fitted, way)
+        except Refused as error:
+            return Finding(*about, "refused" if self.able is None else "wrong", reason=str(error))
+        except Crashed as error:
+            return Finding(*about, "wrong", reason=str(error), proves=k_len > 1)
+
+    def _judged(self, about: tuple[Any, ...], one: Example, way: str) -> Finding:
+        grad_out = None
+        if self.grad:
+            rng = np.random.default_rng([self.seed, one.q.shape[2]])
+            kept = format_of(self.stored.computed)
+            grad_out = kept.rounded(rng.standard_normal((*one.q.shape[:3], one.v.shape[3])))
+        returned = self.tested.run(one, grad_out, way)
+        note = ""
+        if way == "twice":
+            other = replace(one, q=one.q[::-1], k=one.k[::-1], v=one.v[::-1])
+            found = self._weighed(about, other, self.tested.run(other, None), None)
+            again = self.tested.run(one, grad_out)
+            last = self._weighed(about, one, again, grad_out)
+            first = self._weighed(about, one, returned, grad_out)
+            if first.verdict == "right" and "wrong" in (found.verdict, last.verdict):
+                return replace(last if last.verdict == "wrong" else found, reason=STATE)
+            apart = max(distance(again[n][0], returned[n][0]) for n in returned)
+            note = f"two runs differ by {apart:.2g}" if apart > 0 else ""
+        found = self._weighed(about, one, returned, grad_out)
+        return replace(found, reason=note) if note and found.verdict == "right" else found
+
+    def _weighed(
+        self, about: tuple[Any, ...], one: Example, returned: Mapping[str, tuple[Array, str]], grad_out: Array | None
+    ) -> Finding:
+        """An answer beside what is right; it is kept to be explained."""
+        right = truth(one, self.stored, grad_out, tuple(self.tested.arrays(one)))
+        answers = {name: x for name, (x, _) in returned.items() if name in right.expected}
+        errors, allowed = right.weighed(answers, {name: returned[name][1] for name in answers})
+        wrong = not all(errors[name] <= allowed[name] for name in errors)
+        self.answers.append(Answer(about[0], one, answers, right.expected, allowed, wrong))
+        reason = _in_words(answers, right, errors, allowed) if wrong else ""
+        proves = one.k.shape[2] > 1
+        if self.tested.written:
+            wrong, reason = True, f"writes into its operand {self.tested.written[0]}"
+        return Finding(*about, "wrong" if wrong else "right", errors, allowed, reason, proves=proves)
+
+    def shrunk(self, form: Form, found: Finding, grid: Grid) -> Finding:
+        """The smallest case that fails as this one does, by taking away options, items, heads, length and channels."""
+        kept, end, best = len(self.answers), time.monotonic() + _SECONDS, found
+        form, tries = form, 0
+        progress = True
+        while progress:
+            progress = False
+            for smaller in _smaller(form, grid):
+                tries += 1
+                if tries > _TRIES or time.monotonic() > end:
+                    break
+                one = self.made(smaller)
+                other = None if one is None else self.finding(smaller, one)
+                alike = other is not None and other.verdict == "wrong" and bool(other.errors) == bool(found.errors)
+                if other is not None and alike and other.work < best.work:
+                    form, best, progress = smaller, other, True
+                    break
+        del self.answers[kept:]
+        return best
+
+
+def _smaller(form: Form, grid: Grid) -> Iterator[Form]:
+    """Forms that lack something of this one, the smallest of each kind first."""
+    if form.family in ("borders", "calls"):
+        return
+    if form.batch > 1 and grid.batches is None:
+        yield replace(form, batch=1)
+    if len(form.options) > 1:
+        for name in form.options:
+            yield replace(form, options={n: x for n, x in form.options.items() if n != name})
+    if grid.heads is None:
+        for heads in _HEADS:
+            if heads[0] < form.heads[0] and (heads[0] == heads[1]) == (form.heads[0] == form.heads[1]):
+                yield replace(form, heads=heads)
+    lengths = grid.lengths or _LENGTHS
+    for n in (x for x in sorted(lengths) if x > 1):
+        if form.q_len == form.k_len and n < form.k_len:
+            yield replace(form, q_len=n, k_len=n)
+        elif form.q_len < form.k_len and form.q_len < n < form.k_len:
+            yield replace(form, k_len=n)
+    if form.q_len < form.k_len and form.q_len > 1 and (grid.lengths is None or 1 in grid.lengths):
+        yield replace(form, q_len=1)
+    for dim in sorted(grid.dims or _DIMS):
+        if dim < form.dim and form.dim == form.v_dim:
+            yield replace(form, dim=dim, v_dim=dim)
+
+
+def _in_words(
+    answers: Mapping[str, Array], right: Truth, errors: Mapping[str, float], allowed: Mapping[str, float]
+) -> str:
+    """What can be seen without a suspect."""
+    for name, x in answers.items():
+        if errors[name] <= allowed[name]:
+            continue
+        expected = right.expected[name]
+        if x.shape != expected.shape:
+            return f"{name} has shape {x.shape}, expected {expected.shape}"
+        empty = ~np.isfinite(right.expected["lse"])
+        if np.isnan(x).any():
+            rows = np.isnan(x) if x.ndim == empty.ndim else np.isnan(x).any(axis=-1)
+            if rows.shape == empty.shape and not (rows & ~empty).any():
+                return f"{name} is NaN for queries that may attend no key, expected {0 if name == 'out' else '-inf'}"
+            return f"{name} holds NaN"
+        if np.isinf(x[np.isfinite(expected)]).any():
+            return f"{name} holds infinities"
+        if name == "lse" and distance(x * np.log(2), expected) <= 2 * allowed[name]:
+            return "lse is in powers of 2, expected those of e"
+        if name.startswith("grad_"):
+            factor = float((x * expected).sum() / max(float((expected * expected).sum()), 1e-300))
+            if not 0.9 < factor < 1.1 and distance(x, factor * expected) <= 2 * allowed[name]:
+                return f"{name} is {factor:.4g} times what it should be"
+    return ""
