@@ -4,6 +4,7 @@
 all of them with all families, and counts how many fail and how many are told the right cause.
 """
 
+import inspect
 import math
 import sys
 import time
@@ -14,7 +15,7 @@ import numpy as np
 OPTIONS = ("mask", "causal", "window", "key_lengths", "scale", "offset", "softcap", "sinks")
 
 
-def kernel(**steps):
+def kernel(asks=(), **steps):
     """A function of q, k, v and options, with some steps changed: each gets the call and what it would have been."""
 
     def step(name, at, value):
@@ -65,7 +66,7 @@ def kernel(**steps):
         lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + top, -np.inf)[..., 0]
         return out, step("lse", at, lse)
 
-    return attend
+    return named(attend, asks)
 
 
 def shown(at, start, **other):
@@ -108,21 +109,19 @@ def t5(rows=lambda at, rows: rows, **other):
         table = at.position["table"]
         return np.moveaxis(table[np.clip(found, 0, len(table) - 1)], -1, 0)
 
-    return named(kernel(bias=bias), "table", max_distance=128, bidirectional=True)
+    return kernel({"table": ..., "max_distance": 128, "bidirectional": True}, bias=bias)
 
 
-def named(function, *required, **optional):
-    """The function with parameters of these names, which is how it is asked for them."""
-    import inspect
-
-    own = list(inspect.signature(function).parameters.values())
-    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in required]
-    more += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=x) for n, x in optional.items()]
+def named(function, asks):
+    """The function with these parameters in the place of any: it is asked for what it names."""
+    own = list(inspect.signature(function).parameters.values())[:-1]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(n, kind, default=inspect.Parameter.empty if x is ... else x) for n, x in dict(asks).items()]
 
     def asked(*arrays, **options):
         return function(*arrays, **options)
 
-    asked.__signature__ = inspect.Signature([*own[:-1], *more])
+    asked.__signature__ = inspect.Signature([*own, *more])
     return asked
 
 
@@ -165,9 +164,9 @@ def tiled(change, tile=64, **steps):
     return kernel(masked=masked, **steps)
 
 
-def padded(at, p):
-    extra = -at.k_len % 64
-    return np.concatenate([p, np.ones((*p.shape[:-1], extra), p.dtype)], -1)
+def padded(at, s):
+    """Scores of 0 for keys that fill the last tile."""
+    return np.concatenate([s, np.zeros((*s.shape[:-1], -at.k_len % 64), s.dtype)], -1)
 
 
 def unscaled_tiles(at, p):
@@ -286,7 +285,7 @@ def beit(change):
         index[0], index[:, 0], index[0, 0] = count, count + 1, count + 2
         return np.moveaxis(table[index], -1, 0)
 
-    return named(kernel(bias=bias), "table", "grid")
+    return kernel({"table": ..., "grid": ...}, bias=bias)
 
 
 # Words, scheme, function, words of the cause that are right (any of them), dtype.
@@ -325,7 +324,7 @@ WRONG = [
     ("the last part of a tile of keys left out", "plain",
      tiled(lambda at, r, c: (c == at.k_len // 64) & (c > 0) & (r >= 0)), ("last", "tile")),
     ("keys of padding count", "plain",
-     kernel(weights=padded, values=lambda at, v: np.concatenate([v, np.zeros((*v.shape[:2], -at.k_len % 64, at.v_dim), v.dtype)], 2)),
+     kernel(masked=padded, values=lambda at, v: np.concatenate([v, np.zeros((*v.shape[:2], -at.k_len % 64, at.v_dim), v.dtype)], 2)),
      ("padding", "padded")),
     ("no rescaling when the maximum grows", "plain", kernel(weights=unscaled_tiles), ("rescale",)),
     ("the mask of the first head for all", "plain", kernel(shown=first_head), ("first head",)),

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np.api import attention, logits
+from relpos_np.api import logits
+from relpos_np.conform.altered import Answer, call_of, out_of, plain_outputs, remade, scale_of, seen
 from relpos_np.conform.formats import Format, format_of
+from relpos_np.conform.misread import of_arrays
+from relpos_np.conform.rounded import of_roundings
+from relpos_np.conform.tiles import of_tiles
 from relpos_np.errors import RelposError
 from relpos_np.formulas.softmax import repeat_heads, softmax
-from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.schemes.rotary import Rotary
-from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.transformer_xl import TransformerXL
 from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import (
@@ -25,18 +27,12 @@ from relpos_np.testing.conventions import (
     CONVENTIONS,
     FROM_THE_END,
     IN_TURN,
-    Call,
     Convention,
     from_the_end,
     in_turn,
-    masked,
-    reach,
 )
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
-
-Answer = Callable[[Example], Array | None]
-
 
 @dataclass(frozen=True)
 class Suspect:
@@ -66,6 +62,9 @@ def suspects(scheme: str, variant: str | None, kept: Format) -> list[Suspect]:
         *conventions,
         *(Suspect(cause, answer) for cause, answer in _MISTAKES),
         *_flags(scheme),
+        *(Suspect(cause, answer) for cause, answer in of_arrays(scheme)),
+        *(Suspect(cause, answer) for cause, answer in of_tiles()),
+        *(Suspect(cause, answer, rough=True) for cause, answer in of_roundings(kept)),
         *(
             Suspect(f"sums over keys in {kept.name}: {words}", partial(_summed, kept, normalised), rough=True)
             for normalised, words in ((False, "weights and values"), (True, "probabilities times values"))
@@ -73,45 +72,17 @@ def suspects(scheme: str, variant: str | None, kept: Format) -> list[Suspect]:
     ]
 
 
-def _out(one: Example, **changes: Any) -> Array:
-    """The exact output with another position, operands or options; an option that is None is left out."""
-    given = {"q": one.q, "k": one.k, "v": one.v, "position": one.position, **one.kwargs, **changes}
-    found: Array = attention(backend="numpy", **{n: x for n, x in given.items() if x is not None or n == "position"})
-    return found
-
-
-def _remade(one: Example, **changes: Any) -> Array:
-    """The exact output with other arguments of the scheme."""
-    assert one.position is not None
-    return _out(one, position=type(one.position)(**(arguments(one.position) | changes)))
-
-
-def _call(one: Example) -> Call:
-    known: dict[str, Any] = {n: one.kwargs.get(n) for n in ("scale", "offset", "window", "softcap", "cap_order")}
-    return Call(one.q.shape[-1], one.q.shape[2], one.k.shape[2], causal=bool(one.kwargs.get("causal")), **known)
-
-
-def _scale(one: Example) -> float:
-    return float(_call(one).meant("scale"))
-
-
-def _seen(one: Example, **limits: Any) -> Array:
-    """The case's mask within other limits."""
-    call = _call(one)
-    return masked(one.kwargs.get("mask"), reach(slice(0, call.q_len), call.k_len, **limits))
-
-
 def _by(convention: Convention, one: Example) -> Array | None:
     """The output by another convention of one option."""
-    call = _call(one)
+    call = call_of(one)
     value, option = convention.value(call), convention.option
     if value is ABSENT or value == call.meant(option):
         return None
     if option == "cap":
-        return _out(one, softcap=value[0], cap_order=value[1])
+        return out_of(one, softcap=value[0], cap_order=value[1])
     if option == "hidden":
-        return _out(one, causal=None, mask=one.kwargs.get("mask") if value is None else _seen(one, hidden=value))
-    return _out(one, **{option: value})
+        return out_of(one, causal=None, mask=one.kwargs.get("mask") if value is None else seen(one, hidden=value))
+    return out_of(one, **{option: value})
 
 
 # ---------------------------------------------------------------------------------------------- variants
@@ -132,7 +103,7 @@ def _variants(scheme: str, variant: str | None) -> Iterator[Suspect]:
     def answer(other: str, one: Example) -> Array | None:
         given = {} if one.position is None else arguments(one.position)
         names = [name for name, value in given.items() if isinstance(value, str) and value == variant]
-        return _remade(one, **{names[0]: other}) if names else None
+        return remade(one, **{names[0]: other}) if names else None
 
     for other in SCHEMES[scheme].variants:
         if other != variant:
@@ -144,7 +115,7 @@ def _flags(scheme: str) -> Iterator[Suspect]:
     """Flags of the scheme the other way round."""
 
     def flipped(name: str, one: Example) -> Array:
-        return _remade(one, **{name: not getattr(one.position, name)})
+        return remade(one, **{name: not getattr(one.position, name)})
 
     for name, parameter in inspect.signature(SCHEMES[scheme].cls).parameters.items():
         if isinstance(parameter.default, bool):
@@ -154,16 +125,10 @@ def _flags(scheme: str) -> Iterator[Suspect]:
 # ---------------------------------------------------------------------------------------------- masks
 
 
-def _plain_outputs(one: Example) -> bool:
-    """Whether the output is the sum of p v and nothing else."""
-    position, names = one.position, ("outputs", "turn_values", "turn_output")
-    return position is None or all(getattr(type(position), name) is getattr(Scheme, name) for name in names)
-
-
 def _masked_late(one: Example, *, again: bool = False) -> Array | None:
     """The mask applied to probabilities."""
     mask = one.kwargs.get("mask")
-    if mask is None or not _plain_outputs(one):
+    if mask is None or not plain_outputs(one):
         return None
     options = {**one.kwargs, "mask": None}
     p, _ = softmax(logits(one.q, one.k, position=one.position, backend="numpy", **options))
@@ -176,17 +141,13 @@ def _masked_late(one: Example, *, again: bool = False) -> Array | None:
 
 def _inverted(one: Example) -> Array | None:
     mask = one.kwargs.get("mask")
-    return None if mask is None or mask.dtype != np.bool_ else _out(one, mask=~mask)
-
-
-def _without(name: str) -> Answer:
-    return lambda one: _out(one, **{name: None}) if one.kwargs.get(name) is not None else None
+    return None if mask is None or mask.dtype != np.bool_ else out_of(one, mask=~mask)
 
 
 def _later_keys(one: Example) -> Array | None:
     """The causal mask of the other side."""
-    call = _call(one)
-    return _out(one, causal=None, mask=_seen(one, window=(0, None), offset=call.last)) if call.causal else None
+    call = call_of(one)
+    return out_of(one, causal=None, mask=seen(one, window=(0, None), offset=call.last)) if call.causal else None
 
 
 # ---------------------------------------------------------------------------------------------- scores
@@ -194,7 +155,7 @@ def _later_keys(one: Example) -> Array | None:
 
 def _parts(one: Example) -> tuple[Array, Array] | None:
     """Scaled products, and what positions add to them, without masks; None where they are no such sum."""
-    if not _plain_outputs(one):
+    if not plain_outputs(one):
         return None
     options = {name: one.kwargs[name] for name in ("offset", "scale") if name in one.kwargs}
     c, s = (
@@ -209,7 +170,7 @@ def _from_scores(one: Example, s: Array) -> Array:
     mask = one.kwargs.get("mask")
     if mask is not None:
         s = np.where(mask, s, -np.inf) if mask.dtype == np.bool_ else s + mask
-    return _out(one, q=np.zeros_like(one.q), k=np.zeros_like(one.k), position=None, mask=s)
+    return out_of(one, q=np.zeros_like(one.q), k=np.zeros_like(one.k), position=None, mask=s)
 
 
 def _mixed(content: Callable[[float], float], added: Callable[[float], float]) -> Answer:
@@ -219,7 +180,7 @@ def _mixed(content: Callable[[float], float], added: Callable[[float], float]) -
         parts = _parts(one)
         if parts is None or one.position is None:
             return None
-        return _from_scores(one, parts[0] * content(_scale(one)) + parts[1] * added(_scale(one)))
+        return _from_scores(one, parts[0] * content(scale_of(one)) + parts[1] * added(scale_of(one)))
 
     return answer
 
@@ -232,28 +193,16 @@ def _reversed(one: Example) -> Array | None:
     if one.kwargs.keys() - {"scale"} or one.q.shape[2] != one.k.shape[2]:
         return None
     q, k, v = from_the_end(one.q, one.k, one.v)
-    return _out(one, q=q, k=k, v=v)[:, :, ::-1]
+    return out_of(one, q=q, k=k, v=v)[:, :, ::-1]
 
 
 def _heads_in_turn(one: Example) -> Array | None:
     found = in_turn(one.q.shape[1], one.k, one.v)
-    return None if found is None else _out(one, k=found[0], v=found[1])
-
-
-def _rolled(step: int) -> Answer:
-    """Tables of relative positions read one row too early or too late."""
-
-    def answer(one: Example) -> Array | None:
-        if not isinstance(one.position, Shaw):
-            return None
-        tables = {n: getattr(one.position, n) for n in ("key_table", "value_table")}
-        return _remade(one, **{n: np.roll(x, step, -2) for n, x in tables.items() if x is not None})
-
-    return answer
+    return None if found is None else out_of(one, k=found[0], v=found[1])
 
 
 def _left_out(name: str) -> Answer:
-    return lambda one: None if getattr(one.position, name, None) is None else _remade(one, **{name: None})
+    return lambda one: None if getattr(one.position, name, None) is None else remade(one, **{name: None})
 
 
 def _coarse(name: str) -> Answer:
@@ -262,7 +211,7 @@ def _coarse(name: str) -> Answer:
     def answer(one: Example) -> Array | None:
         if type(one.position) is not Rotary or one.position.positions is not None:
             return None
-        return _remade(one, positions=format_of(name).rounded(np.arange(float(one.k.shape[2]))))
+        return remade(one, positions=format_of(name).rounded(np.arange(float(one.k.shape[2]))))
 
     return answer
 
@@ -275,7 +224,7 @@ def _biases(content: str, position: str) -> Answer:
             return None
         u, v = one.position.content_bias, one.position.position_bias
         given = {"u": u, "v": v, "": np.zeros_like(u)}
-        return _remade(one, content_bias=given[content], position_bias=given[position])
+        return remade(one, content_bias=given[content], position_bias=given[position])
 
     return answer
 
@@ -300,7 +249,7 @@ def _shifted(start: Callable[[int], int] | None) -> Answer:
             return None
         k = np.nan_to_num(repeat_heads(one.k, one.q.shape[1]))
         content = (one.q + x.content_bias[:, None]) @ k.swapaxes(-1, -2)
-        return _from_scores(one, (content + found) * _scale(one))
+        return _from_scores(one, (content + found) * scale_of(one))
 
     return answer
 
@@ -310,7 +259,7 @@ def _shifted(start: Callable[[int], int] | None) -> Answer:
 
 def _summed(kept: Format, normalised: bool, one: Example) -> Array | None:
     """Sums over keys that are rounded to the format after each key."""
-    if not _plain_outputs(one) or kept.name not in ("float16", "bfloat16"):
+    if not plain_outputs(one) or kept.name not in ("float16", "bfloat16"):
         return None
     narrow = kept.dtype
     s = logits(one.q, one.k, position=one.position, backend="numpy", **one.kwargs)
@@ -346,13 +295,9 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("applies the mask after the softmax, to probabilities", _masked_late),
     ("applies the mask to probabilities, and the softmax again", partial(_masked_late, again=True)),
     ("takes True in a mask for excluded", _inverted),
-    ("ignores the mask", _without("mask")),
-    ("ignores key_lengths", _without("key_lengths")),
     ("causal the wrong way round: attends later keys", _later_keys),
-    ("leaves positions out", lambda one: None if one.position is None else _out(one, position=None)),
+    ("leaves positions out", lambda one: None if one.position is None else out_of(one, position=None)),
     (FROM_THE_END.mistake, _reversed),
-    ("reads relative vectors one row too early", _rolled(1)),
-    ("reads relative vectors one row too late", _rolled(-1)),
     ("leaves the vectors on values out", _left_out("value_table")),
     ("leaves the vectors on keys out", _left_out("key_table")),
     ("holds positions in bfloat16", _coarse("bfloat16")),

@@ -37,6 +37,8 @@ class Call:
     window: int | tuple[int | None, int | None] | None = None
     softcap: float | None = None
     cap_order: str | None = None
+    heads: int | None = None
+    v_dim: int | None = None
 
     @property
     def last(self) -> int:
@@ -96,6 +98,11 @@ def _wider(left: int, right: int) -> Convention:
     return Convention("window", value, f"window off by one: {' and '.join(words)}")
 
 
+def _side(value: Callable[[Any, Any], tuple[Any, Any]], mistake: str) -> Convention:
+    """A window with other sides."""
+    return Convention("window", lambda c: ABSENT if c.sides is None else value(*c.sides), mistake, searched=False)
+
+
 def _half(less: int) -> Convention:
     """A window's width that counts both sides, with the query's own key or without."""
 
@@ -106,6 +113,16 @@ def _half(less: int) -> Convention:
         return max(half - less, 0), 0 if c.causal else half
 
     return Convention("window", value)
+
+
+def _own_scale(mistake: str, value: Callable[[Call], float | None]) -> Convention:
+    """A scale that is taken where the call states none."""
+
+    def own(c: Call) -> Any:
+        found = value(c) if c.scale is None else None
+        return found or ABSENT
+
+    return Convention("scale", own, mistake, searched=False)
 
 
 # The most usual convention of an option comes first.
@@ -120,7 +137,7 @@ CONVENTIONS = (
     Convention(
         "offset",
         lambda c: 0 if c.offset is None else ABSENT,
-        "aligns the causal mask top-left: query i stands at position i, not at i + L_k - L_q",
+        "puts queries top-left among the keys: query i stands at position i, not at i + L_k - L_q",
         name="first query at first key",
     ),
     Convention("scale", lambda c: c.dim**-0.5, name="1/sqrt(D)"),
@@ -128,12 +145,20 @@ CONVENTIONS = (
     Convention(
         "scale", lambda c: 1.0 / c.dim if c.scale is None else c.scale * c.scale, "scale twice", "1/sqrt(D) twice"
     ),
+    _own_scale("scale of all heads: 1/sqrt(H D)", lambda c: c.heads and (c.heads * c.dim) ** -0.5),
+    _own_scale("scale of values: 1/sqrt(D_v)", lambda c: c.v_dim and c.v_dim**-0.5),
+    _own_scale("scale of head_dim filled up to a power of 2", lambda c: float(2 ** np.ceil(np.log2(c.dim))) ** -0.5),
     *(_wider(left, right) for left, right in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1))),
     _half(0),
     _half(1),
     Convention("window", lambda _: None, "ignores the window"),
+    _side(lambda left, right: (left, None), "ignores the window's right side"),
+    _side(lambda left, right: (None, right), "ignores the window's left side"),
+    _side(lambda left, right: (right, left), "exchanges the window's sides"),
+    _side(lambda left, right: (left, 0), "takes the window's right side for 0"),
     _causal(lambda _: None, "ignores causal"),
     _causal(lambda c: c.meant("offset") - 1, "causal leaves out the query's own key", searched=False),
+    _causal(lambda c: c.meant("offset") + 1, "causal attends one key of the future", searched=False),
     Convention(
         "cap",
         lambda c: ABSENT if c.softcap is None or c.cap_order is not None else (c.softcap, "content"),

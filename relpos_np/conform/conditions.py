@@ -1,0 +1,74 @@
+"""What tells cases in which a mistake is made from those in which it is not: lengths, sizes, options together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from relpos_np.testing.arguments import arguments, parameters
+from relpos_np.testing.example import Example
+
+_SIZES = ("L_k", "L_q", "head_dim", "D_v", "H", "batch")
+_TILES = (2, 8, 16, 32, 64, 128)
+
+_Facts = dict[str, Any]
+
+
+def _facts(one: Example) -> _Facts:
+    """What may decide whether a mistake is made."""
+    (batch, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = one.q.shape, one.v.shape
+    names = {name for name, value in one.kwargs.items() if value is not None and value is not False}
+    if heads != kv_heads:
+        names |= {"grouped heads"}
+    if one.position is not None:
+        defaults, given = parameters(type(one.position)), arguments(one.position)
+        names |= {f"{n}={x}" for n, x in given.items() if isinstance(x, bool | int | float) and x != defaults[n].default}
+    return {"L_k": k_len, "L_q": q_len, "head_dim": dim, "D_v": v_dim, "H": heads, "batch": batch, "names": names}
+
+
+def _conditions(wrong: list[_Facts]) -> Iterator[tuple[str, Callable[[_Facts], bool]]]:
+    """Conditions that all wrong cases fulfil, plainer ones first."""
+    common = set.intersection(*(one["names"] for one in wrong))
+    for name in sorted(common):
+        yield f" with {name}", _has({name})
+    for name in _SIZES:
+        least, most = min(one[name] for one in wrong), max(one[name] for one in wrong)
+        yield f" from {name} = {least} on", _between(name, least, None)
+        yield f" up to {name} = {most}", _between(name, None, most)
+        for tile in _TILES:
+            if all(one[name] % tile for one in wrong):
+                yield f" where {tile} does not divide {name}", _undivided(name, tile)
+    relations = (("less than", lambda x: x["L_q"] < x["L_k"]), ("equal to", lambda x: x["L_q"] == x["L_k"]))
+    for words, holds in relations:
+        if all(map(holds, wrong)):
+            yield f" where L_q is {words} L_k", holds
+    for name in sorted(common):
+        for other in sorted(common):
+            if name < other:
+                yield f" with {name} and {other} together", _has({name, other})
+    for name in sorted({"causal", "mask", "key_lengths", "window"} - set().union(*(one["names"] for one in wrong))):
+        yield f" without {name}", _lacks(name)
+
+
+def _has(names: set[str]) -> Callable[[_Facts], bool]:
+    return lambda x: names <= x["names"]
+
+
+def _lacks(name: str) -> Callable[[_Facts], bool]:
+    return lambda x: name not in x["names"]
+
+
+def _between(name: str, least: int | None, most: int | None) -> Callable[[_Facts], bool]:
+    return lambda x: (least is None or x[name] >= least) and (most is None or x[name] <= most)
+
+
+def _undivided(name: str, tile: int) -> Callable[[_Facts], bool]:
+    return lambda x: x[name] % tile != 0
+
+
+def condition(wrong: list[Example], right: list[Example]) -> str | None:
+    """What all wrong cases have and none of those that are right: words, empty without right ones, None if nothing."""
+    if not right:
+        return ""
+    bad, good = [_facts(one) for one in wrong], [_facts(one) for one in right]
+    return next((f", only{words}" for words, holds in _conditions(bad) if not any(map(holds, good))), None)

@@ -1,0 +1,273 @@
+"""Mistakes of reading: another head's, item's or row's numbers, too few channels, and arguments that are ignored."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from relpos_np.conform.altered import Answer, call_of, out_of, remade, scale_of, seen
+from relpos_np.formulas.frequencies import rotary_frequencies
+from relpos_np.schemes.alibi import ALiBi, alibi_slopes
+from relpos_np.schemes.registry import SCHEMES
+from relpos_np.schemes.rotary import Rotary
+from relpos_np.testing.arguments import arguments
+from relpos_np.testing.conventions import masked
+from relpos_np.testing.example import Example
+from relpos_np.types import Array
+
+
+def of_arrays(scheme: str) -> Iterator[tuple[str, Answer]]:
+    """All for a scheme."""
+    yield from _OPERANDS
+    yield from _OPTIONS
+    for name, parameter in inspect.signature(SCHEMES[scheme].cls).parameters.items():
+        for step, words in ((1, "one row too early"), (-1, "one row too late")):
+            for wraps in (True, False):
+                yield f"reads {name} {words}", partial(_rolled, name, step, wraps)
+        yield f"reads {name} of the first head for all", partial(_first_of, name)
+        yield f"reads the heads of {name} from the last to the first", partial(_heads_reversed, name)
+        yield f"exchanges the axes of {name}", partial(_exchanged, name)
+        if parameter.default is not parameter.empty and not isinstance(parameter.default, str | bool):
+            yield f"ignores {name}", partial(_ignored, name, parameter.default)
+    if scheme == "alibi":
+        yield from ((words, partial(_slopes, make)) for words, make in _SLOPES)
+    if scheme == "rotary":
+        yield from _TURNS
+
+
+# ---------------------------------------------------------------------------------------------- operands
+
+
+def _channels(count: Callable[[int], int], one: Example) -> Array | None:
+    dim = one.q.shape[-1]
+    if not 0 < count(dim) < dim:
+        return None
+    return out_of(one, q=np.where(np.arange(dim) < count(dim), one.q, 0.0), scale=scale_of(one))
+
+
+def _first_head(one: Example) -> Array | None:
+    return None if one.k.shape[1] == 1 else out_of(one, k=one.k[:, :1], v=one.v[:, :1])
+
+
+def _first_item(names: str, one: Example) -> Array | None:
+    if len(one.q) == 1:
+        return None
+    return out_of(one, **{n: np.repeat(getattr(one, n)[:1], len(one.q), 0) for n in names})
+
+
+_OPERANDS: tuple[tuple[str, Answer], ...] = (
+    *(
+        (f"reads {words} channels of q and k", partial(_channels, count))
+        for words, count in (
+            ("the first half of the", lambda d: d // 2),
+            ("only whole vectors of 8", lambda d: d // 8 * 8),
+            ("only whole vectors of 16", lambda d: d // 16 * 16),
+            ("only whole vectors of 32", lambda d: d // 32 * 32),
+            ("no more than 64", lambda _: 64),
+            ("no more than 32", lambda _: 32),
+            ("no more than 16", lambda _: 16),
+        )
+    ),
+    ("all query heads read the first key head", _first_head),
+    *((f"reads {n} of the first batch item for all", partial(_first_item, n)) for n in ("k", "v", "kv", "q")),
+)
+
+
+# ---------------------------------------------------------------------------------------------- options
+
+
+def _mask_of(axis: int, one: Example) -> Array | None:
+    """The mask of the first item or head for all."""
+    mask = one.kwargs.get("mask")
+    if mask is None or mask.ndim < -axis or mask.shape[axis] == 1:
+        return None
+    return out_of(one, mask=np.broadcast_to(np.take(mask, [0], axis), mask.shape).copy())
+
+
+def _mask_as_number(one: Example) -> Array | None:
+    mask = one.kwargs.get("mask")
+    return None if mask is None or mask.dtype != np.bool_ else out_of(one, mask=mask.astype(np.float64))
+
+
+def _mask_times(factor: Callable[[Example], float], one: Example) -> Array | None:
+    mask = one.kwargs.get("mask")
+    if mask is None or mask.dtype == np.bool_:
+        return None
+    return out_of(one, mask=np.where(np.isfinite(mask), mask * factor(one), mask))
+
+
+def _only_hidden(one: Example) -> Array | None:
+    """Of a mask of floats only whether a pair is excluded."""
+    mask = one.kwargs.get("mask")
+    return None if mask is None or mask.dtype == np.bool_ else out_of(one, mask=np.isfinite(mask))
+
+
+def _lengths(change: Callable[[Array], Array], one: Example) -> Array | None:
+    lengths = one.kwargs.get("key_lengths")
+    if lengths is None:
+        return None
+    return out_of(one, key_lengths=np.clip(change(np.asarray(lengths)), 0, one.k.shape[2]))
+
+
+def _left_padded(one: Example) -> Array | None:
+    """Lengths that count from the last key."""
+    lengths = one.kwargs.get("key_lengths")
+    if lengths is None:
+        return None
+    k_len = one.k.shape[2]
+    last = np.arange(k_len) >= k_len - np.asarray(lengths)[:, None, None, None]
+    return out_of(one, key_lengths=None, mask=masked(one.kwargs.get("mask"), last))
+
+
+def _sinks(change: Callable[[Array], Array | None], one: Example) -> Array | None:
+    sinks = one.kwargs.get("sinks")
+    return None if sinks is None else out_of(one, sinks=change(sinks))
+
+
+def _without(name: str, one: Example) -> Array | None:
+    return out_of(one, **{name: None}) if one.kwargs.get(name) is not None else None
+
+
+def _top_left(one: Example) -> Array | None:
+    """Positions from the first query on, under the right masks."""
+    call = call_of(one)
+    if one.position is None or call.meant("offset") == 0:
+        return None
+    limits: dict[str, Any] = {"hidden": call.meant("hidden"), "window": call.sides, "offset": call.meant("offset")}
+    return out_of(one, causal=None, window=None, mask=seen(one, **limits), offset=0)
+
+
+_OPTIONS: tuple[tuple[str, Answer], ...] = (
+    ("ignores the mask", partial(_without, "mask")),
+    ("ignores key_lengths", partial(_without, "key_lengths")),
+    ("ignores the scale of the call", partial(_without, "scale")),
+    ("ignores offset", partial(_without, "offset")),
+    ("ignores sinks", partial(_without, "sinks")),
+    ("puts queries top-left among the keys, under a right mask: positions count from 0", _top_left),
+    ("reads the mask of the first batch item for all", partial(_mask_of, -4)),
+    ("reads the mask of the first head for all", partial(_mask_of, -3)),
+    ("reads the mask of the first query for all", partial(_mask_of, -2)),
+    ("adds a mask of bool as 0 and 1", _mask_as_number),
+    ("scales a mask of floats with the products", partial(_mask_times, scale_of)),
+    ("divides a mask of floats by the scale", partial(_mask_times, lambda one: 1 / scale_of(one))),
+    ("subtracts a mask of floats", partial(_mask_times, lambda _: -1.0)),
+    ("takes a mask of floats in powers of 2", partial(_mask_times, lambda _: float(np.log(2)))),
+    ("takes of a mask of floats only what it excludes", _only_hidden),
+    ("reads key_lengths of the first batch item for all", partial(_lengths, lambda n: np.full_like(n, n[0]))),
+    ("reads key_lengths of the last batch item for all", partial(_lengths, lambda n: np.full_like(n, n[-1]))),
+    ("key_lengths off by one: one key more", partial(_lengths, lambda n: n + 1)),
+    ("key_lengths off by one: one key fewer", partial(_lengths, lambda n: n - 1)),
+    ("takes key_lengths for the last keys, as with padding on the left", _left_padded),
+    ("reads the sink of the first head for all", partial(_sinks, lambda x: np.full_like(x, x[0]))),
+    ("reads sinks from the last head to the first", partial(_sinks, lambda x: x[::-1])),
+    ("subtracts sinks", partial(_sinks, lambda x: -x)),
+)
+
+
+# ---------------------------------------------------------------------------------------------- arguments of schemes
+
+
+def _array(name: str, one: Example) -> Array | None:
+    value = None if one.position is None else arguments(one.position).get(name)
+    return value if isinstance(value, np.ndarray) and value.ndim else None
+
+
+def _rolled(name: str, step: int, wraps: bool, one: Example) -> Array | None:
+    """Rows read too early or too late; the last one is followed by the first one, or by itself."""
+    x = _array(name, one)
+    if x is None or x.dtype.kind != "f" or x.ndim < 2:
+        return None
+    heads = one.q.shape[1]
+    # Rows are the first axis of (rows, H), and the last but one of (H, rows, D) and (rows, D).
+    axis = 0 if x.shape[-1] == heads else -2
+    if wraps:
+        return remade(one, **{name: np.roll(x, step, axis)})
+    at = np.clip(np.arange(x.shape[axis]) - step, 0, x.shape[axis] - 1)
+    return remade(one, **{name: np.take(x, at, axis)})
+
+
+def _of_heads(name: str, one: Example) -> tuple[Array, int] | None:
+    x = _array(name, one)
+    axes = [] if x is None else [n for n, size in enumerate(x.shape) if size == one.q.shape[1] > 1]
+    return None if x is None or not axes else (x, axes[-1])
+
+
+def _first_of(name: str, one: Example) -> Array | None:
+    found = _of_heads(name, one)
+    if found is None:
+        return None
+    x, axis = found
+    return remade(one, **{name: np.repeat(np.take(x, [0], axis), x.shape[axis], axis)})
+
+
+def _heads_reversed(name: str, one: Example) -> Array | None:
+    found = _of_heads(name, one)
+    return None if found is None else remade(one, **{name: np.flip(*found)})
+
+
+def _exchanged(name: str, one: Example) -> Array | None:
+    value = None if one.position is None else arguments(one.position).get(name)
+    if not isinstance(value, tuple) or len(value) != 2 or value[0] == value[1] or not isinstance(value[0], int):
+        return None
+    return remade(one, **{name: value[::-1]})
+
+
+def _ignored(name: str, default: Any, one: Example) -> Array | None:
+    value = None if one.position is None else arguments(one.position).get(name)
+    if value is None or (not isinstance(value, np.ndarray) and value == default):
+        return None
+    return remade(one, **{name: default})
+
+
+def _slopes(make: Callable[[int], Array], one: Example) -> Array | None:
+    """Other default slopes."""
+    if not isinstance(one.position, ALiBi) or one.position.slopes is not None:
+        return None
+    return remade(one, heads=None, bias_max=None, slopes=make(one.q.shape[1]))
+
+
+def _powers(heads: int) -> int:
+    return int(2 ** np.ceil(np.log2(heads)))
+
+
+_SLOPES: tuple[tuple[str, Callable[[int], Array]], ...] = (
+    ("slopes of twice as many heads", lambda h: alibi_slopes(2 * h)[:h]),
+    ("slopes of the next power of 2 of heads, of which the first are taken", lambda h: alibi_slopes(_powers(h))[:h]),
+    ("slopes 2^(-8 h / H) for a number of heads that is no power of 2", lambda h: 2.0 ** (-8 * np.arange(1, h + 1) / h)),
+    ("slopes count heads from 0: 2^(-8 h / H)", lambda h: 2.0 ** (-8 * np.arange(h) / h)),
+    ("slopes from the last head to the first", lambda h: alibi_slopes(h)[::-1]),
+    ("slopes 2^-h whatever the number of heads", lambda h: 2.0 ** -np.arange(1.0, h + 1)),
+)
+
+
+def _turned(change: Callable[[int, float], Array], one: Example) -> Array | None:
+    """Other frequencies."""
+    position = one.position
+    if type(position) is not Rotary or position.frequencies is not None:
+        return None
+    dim = position.dim or one.q.shape[-1]
+    return remade(one, base=10000.0, dim=None, frequencies=change(dim, position.base))
+
+
+def _stopped(last: int, one: Example) -> Array | None:
+    """Angles of a table with so many rows, the last of which is read from there on."""
+    call = call_of(one)
+    if type(one.position) is not Rotary or one.position.positions is not None or call.k_len <= last:
+        return None
+    at = np.minimum(np.arange(float(call.k_len)), last - 1)
+    first = call.meant("offset")
+    rows = np.minimum(np.arange(float(call.q_len)) + first, last - 1)
+    return remade(one, positions=rows, key_positions=at)
+
+
+_TURNS: tuple[tuple[str, Answer], ...] = (
+    ("exponent 2i / (d - 2) in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(0, d, 2) / max(d - 2, 1)))),
+    ("exponent i / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(d // 2) / d))),
+    ("exponent 2 (i + 1) / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(2, d + 2, 2) / d))),
+    ("frequencies from the lowest to the highest", partial(_turned, lambda d, b: rotary_frequencies(d, base=b)[::-1])),
+    *((f"positions stop at {n - 1}", partial(_stopped, n)) for n in (2048, 1024, 512, 256, 128, 64)),
+)

@@ -1,0 +1,102 @@
+"""Mistakes of kernels that go through keys and queries in tiles: tiles left out, padding that counts, no rescaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from relpos_np.conform.altered import Answer, call_of, hiding, plain_outputs, scores_of, values_of
+from relpos_np.testing.example import Example
+from relpos_np.types import Array
+
+# From large to small: what a smaller tile explains in a few cases, a larger one may explain in all.
+_TILES = (128, 64, 32, 16, 8)
+
+# From tiles of rows (L_q, 1) and of keys (L_k,), numbers of tiles and the rest of the last one, which pairs are skipped.
+_Skipped = Callable[[Array, Array, int], Array]
+
+
+def of_tiles() -> Iterator[tuple[str, Answer]]:
+    """Each with every size of a tile."""
+    for tile in _TILES:
+        of = f"tiles of {tile}"
+        yield f"leaves out the keys after the last whole tile, in {of} keys", partial(_last_keys, tile)
+        yield f"reads no tile of keys but the first, in {of} keys", partial(_first_keys, tile)
+        for words, skipped in _CAUSAL:
+            for from_keys in (True, False):
+                yield f"causal {words}, in {of}", partial(_causal, tile, skipped, from_keys)
+        yield f"keys of padding count as scores of 0, in {of} keys", partial(_padded, tile)
+        for words, sums, outputs in _UNSCALED:
+            yield f"does not rescale {words} where a later tile has a larger score, in {of} keys", partial(
+                _unscaled, tile, sums, outputs
+            )
+
+
+_UNSCALED = (
+    ("sums of weights and of values", False, False),
+    ("the sum of values", True, False),
+    ("the sum of weights", False, True),
+)
+_CAUSAL: tuple[tuple[str, Callable[[Array, Array], Array]], ...] = (
+    ("skips the tile on the diagonal after the first row of tiles", lambda r, c: (r == c) & (r > 0)),
+    ("skips the tile on the diagonal", lambda r, c: r == c),
+    ("sees the tile on the diagonal alone", lambda r, c: r != c),
+    ("skips the first tile of keys after the first row of tiles", lambda r, c: (c == 0) & (r > 0)),
+    ("skips the tile before the diagonal", lambda r, c: c == r - 1),
+)
+
+
+def _last_keys(tile: int, one: Example) -> Array | None:
+    k_len = one.k.shape[2]
+    whole = k_len // tile * tile
+    if not whole or whole == k_len:
+        return None
+    return hiding(one, np.broadcast_to(np.arange(k_len) >= whole, (one.q.shape[2], k_len)))
+
+
+def _first_keys(tile: int, one: Example) -> Array | None:
+    k_len = one.k.shape[2]
+    if k_len <= tile:
+        return None
+    return hiding(one, np.broadcast_to(np.arange(k_len) >= tile, (one.q.shape[2], k_len)))
+
+
+def _causal(tile: int, skipped: Callable[[Array, Array], Array], from_keys: bool, one: Example) -> Array | None:
+    """A tile of a causal call skipped; its row is that of the position among the keys, or of the query's number."""
+    call = call_of(one)
+    start = call.meant("offset") if from_keys else 0
+    if not call.causal or (not from_keys and call.meant("offset") == 0):
+        return None
+    rows, columns = (np.arange(call.q_len)[:, None] + start) // tile, np.arange(call.k_len) // tile
+    return hiding(one, skipped(rows, columns))
+
+
+def _padded(tile: int, one: Example) -> Array | None:
+    """Zeros after the last key are attended, too, by what may attend the last key."""
+    more = -one.k.shape[2] % tile
+    if not more or not plain_outputs(one):
+        return None
+    s = scores_of(one)
+    open_ended = np.isfinite(s[..., -1:])
+    top = np.maximum(np.where(np.isfinite(s), s, -np.inf).max(axis=-1, keepdims=True), 0.0)
+    p = np.exp(s - top)
+    total = p.sum(axis=-1, keepdims=True) + more * np.exp(-top) * open_ended
+    return np.asarray(p @ values_of(one) / np.where(total > 0, total, 1.0))
+
+
+def _unscaled(tile: int, sums: bool, outputs: bool, one: Example) -> Array | None:
+    """Weights relative to the largest score so far; those that are rescaled are relative to the largest of all."""
+    k_len = one.k.shape[2]
+    if k_len <= tile or not plain_outputs(one) or one.kwargs.get("sinks") is not None:
+        return None
+    s, starts = scores_of(one), range(0, k_len, tile)
+    running = np.maximum.accumulate(np.stack([s[..., n : n + tile].max(axis=-1) for n in starts], axis=-1), axis=-1)
+    so_far = np.repeat(running, tile, axis=-1)[..., :k_len]
+    weights = {}
+    for rescaled in (False, True):
+        top = running[..., -1:] if rescaled else so_far
+        weights[rescaled] = np.exp(s - np.where(np.isfinite(top), top, 0.0))
+    total = weights[sums].sum(axis=-1, keepdims=True)
+    return np.asarray(weights[outputs] @ values_of(one) / np.where(total > 0, total, 1.0))
