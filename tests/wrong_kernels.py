@@ -49,6 +49,7 @@ def kernel(asks=(), **steps):
             if at.mask is not None and at.mask.dtype != np.bool_:
                 s = s + step("added", at, at.mask)
             s = np.where(step("shown", at, shown(at, start)), s, -np.inf)
+            v = step("values", at, np.where((s > -np.inf).any(-2)[..., None], v, 0))
             return finished(at, step("masked", at, s), v, return_lse)
 
     def finished(at, s, v, return_lse):
@@ -58,9 +59,8 @@ def kernel(asks=(), **steps):
         total = p.sum(-1, keepdims=True)
         if at.sinks is not None:
             total = total + np.exp(step("sinks", at, at.sinks)[:, None, None] - top)
-        used = (p > 0).any(-2)[..., None]
         p = p / np.where(total == 0, 1, total).astype(p.dtype)
-        out = step("out", at, (p @ step("values", at, np.where(used, v, 0)).astype(p.dtype)).astype(v.dtype))
+        out = step("out", at, (p @ v.astype(p.dtype)).astype(v.dtype))
         if not return_lse:
             return out
         lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + top, -np.inf)[..., 0]
@@ -307,7 +307,7 @@ WRONG = [
     ("reads views as if they were whole arrays", "plain", kernel(before=ignoring_strides), ("views", "strid")),
     ("scales q in place", "plain", kernel(before=in_place), ("writes into its operand q",)),
     ("keeps keys from call to call", "plain", kernel(before=with_memory()), ("state",)),
-    ("positions top-left in decoding", "rotary", rotary(start=False), ("position i, not at",)),
+    ("positions top-left in decoding", "rotary", rotary(start=False), ("positions count from 0",)),
     ("scale of all heads", "plain", kernel(scale=lambda at, c: (at.heads * at.dim) ** -0.5 if at.scale is None else c),
      ("1/sqrt(H D)", "of all heads")),
     ("a constant scale", "plain", kernel(scale=lambda at, c: 0.11), ("0.11",)),
@@ -324,7 +324,7 @@ WRONG = [
     ("the last part of a tile of keys left out", "plain",
      tiled(lambda at, r, c: (c == at.k_len // 64) & (c > 0) & (r >= 0)), ("last", "tile")),
     ("keys of padding count", "plain",
-     kernel(masked=padded, values=lambda at, v: np.concatenate([v, np.zeros((*v.shape[:2], -at.k_len % 64, at.v_dim), v.dtype)], 2)),
+     kernel(masked=padded, values=lambda at, v: np.pad(v, [(0, 0), (0, 0), (0, -at.k_len % 64), (0, 0)])),
      ("padding", "padded")),
     ("no rescaling when the maximum grows", "plain", kernel(weights=unscaled_tiles), ("rescale",)),
     ("the mask of the first head for all", "plain", kernel(shown=first_head), ("first head",)),
@@ -344,7 +344,7 @@ WRONG = [
      kernel(shown=lambda at, s: shown(at, at.start + 1, window=None) & shown(at, at.start, causal=False) if at.causal and at.q_len < at.k_len else s),
      ("causal", "one key")),
     ("key head 0 for all queries", "plain", kernel(group=lambda at, g: g * 0), ("key head 0", "first key head")),
-    ("scale of the call ignored", "plain", kernel(scale=lambda at, c: at.dim**-0.5), ("ignores scale", "scale ignored")),
+    ("scale of the call ignored", "plain", kernel(scale=lambda at, c: at.dim**-0.5), ("ignores the scale",)),
     ("no maximum", "plain", kernel(top=lambda at, x: x * 0), ("largest score",)),
     ("max_distance ignored", "t5", t5(max_distance=128), ("max_distance",)),
     ("a mask of bool is added", "plain",

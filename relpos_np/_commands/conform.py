@@ -14,14 +14,16 @@ from relpos_np.errors import RelposValueError
 SUMMARY = "test your implementation, in any framework, against a scheme"
 HELP = """\
 Calls FUNCTION, f(q, k, v, ...) in torch, JAX or NumPy, or an ONNX model, on seeded cases, family by family:
-self-attention, causal, cross, decoding, windows, masks, grouped heads, odd sizes, queries without keys, NaN in
-excluded keys, long, large scores. Further arguments are given by name as far as it takes them: arrays of the scheme
+self-attention, causal, cross, decoding, windows, masks, grouped heads, odd sizes, all pairs of options, each flag of the
+scheme, queries without keys, NaN in excluded keys, long, large scores, views and repeated calls. Further arguments are given by name as far as it takes them: arrays of the scheme
 (table, slopes), options of relpos_np.attention (mask, causal, window, key_lengths, scale, return_lse).
 
 An answer may be 2 times as far from float64 as a straightforward implementation in its dtype, a gradient 3 times. A
 wrong one is compared with what known mistakes lead to, and the one that gives the same numbers is named.
 
-Exit code 0 if all that ran is right, 1 if something is wrong, 2 if the arguments cannot be used, 3 if no case ran.
+A crash is wrong; only NotImplementedError is a refusal. --head-dim, --lengths, --heads and --batch say what it takes.
+
+Exit code 0 if all that ran is right, 1 if something is wrong, 2 if the arguments cannot be used, 3 if nothing is proven.
 """
 EXAMPLE = """\
 examples:
@@ -29,6 +31,7 @@ examples:
   relpos conform mypackage.attention:t5 --scheme t5 --dtype float16 --families self,cross --json
   relpos conform mypackage.attention:alibi --scheme alibi --supports causal,cross --junit found.xml --badge found.svg
   relpos conform mypackage.attention:unscaled --scheme plain --always scale=1.0
+  relpos conform mypackage.kernels:flash --scheme plain --head-dim 64 --lengths 64,128,1024 --heads 8,8/2 --thorough
 """
 
 
@@ -55,6 +58,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layout", default="bhld", help="axes of its arrays: bhld, or blhd with lengths before heads")
     parser.add_argument("--device", help="of torch, such as cuda")
+    parser.add_argument("--head-dim", metavar="N,N", help="those that it takes; default all")
+    parser.add_argument("--lengths", metavar="N,N", help="the same of queries and of keys")
+    parser.add_argument("--heads", metavar="H,H/K", help="the same of heads: H, or H/K with K key heads")
+    parser.add_argument("--batch", metavar="N,N", help="the same of batch items")
+    parser.add_argument("--thorough", action="store_true", help="all lengths with everything, in a minute or two")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers; default 0")
     for name, what in (("junit", "XML for a continuous integration"), ("badge", "an SVG")):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"also write {what}")
@@ -81,7 +89,13 @@ def run(args: argparse.Namespace) -> int:
             always=dict(map(_value, args.always)),
             layout=args.layout,
             device=args.device,
+            head_dim=_numbers("--head-dim", args.head_dim),
+            lengths=_numbers("--lengths", args.lengths),
+            heads=_heads(args.heads),
+            batch=_numbers("--batch", args.batch),
+            thorough=args.thorough,
             seed=args.seed,
+            progress=_told if args.thorough and sys.stderr.isatty() else None,
         )
     finally:
         sys.path.remove(str(Path.cwd()))
@@ -92,6 +106,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:
+    names = _names(text)
+    if names is None:
+        return None
+    if not names or not all(name.isdecimal() for name in names):
+        raise RelposValueError(f"{flag}: expected whole numbers between commas, found {text!r}")
+    return tuple(map(int, names))
+
+
+def _heads(text: str | None) -> list[int | tuple[int, int]] | None:
+    if text is None:
+        return None
+    found: list[int | tuple[int, int]] = []
+    for name in _names(text) or ("",):
+        numbers = _numbers("--heads", name.replace("/", ",")) or ()
+        if len(numbers) > 2:
+            raise RelposValueError(f"--heads: expected H or H/K, found {name!r}")
+        found.append(numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1]))
+    return found
+
+
+def _told(family: str) -> None:
+    """One more case has begun."""
+    print(f"\r{family:<20}", end="", file=sys.stderr, flush=True)
 
 
 def _value(text: str) -> tuple[str, Any]:

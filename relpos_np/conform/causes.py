@@ -33,8 +33,13 @@ _LARGE = 1 << 18
 class _Known:
     """Outputs of suspects, each made once."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: list[Answer]) -> None:
         self._made: dict[tuple[int, int], Array | None] = {}
+        self._counts: dict[int, int] = {}
+        self.wrong = _smallest([one for one in answers if one.wrong], _ALL)
+        right = [one for one in answers if not one.wrong and one.example.k.shape[2] > 1]
+        families = dict.fromkeys(one.family for one in right)
+        self.right = [one for name in families for one in _smallest([x for x in right if x.family == name], _FEW)]
 
     def output(self, suspect: Suspect, one: Example) -> Array | None:
         """What the suspect leads to, or None."""
@@ -59,6 +64,22 @@ class _Known:
         near = max(2 * allowed, _NEARER * off if off < np.inf else 0.0)
         return distance(other, expected) > allowed and _apart(out, other) <= min(near, off / 2)
 
+    def explains(self, suspect: Suspect, wrong: list[Answer]) -> bool:
+        """Whether a suspect gives all of some wrong answers whose output is wrong, and at least one."""
+        some = False
+        for one in wrong:
+            found = self.gives(suspect, one)
+            if found is False:
+                return False
+            some |= bool(found)
+        return some
+
+    def count(self, suspect: Suspect) -> int:
+        """How many wrong answers of all families a suspect gives."""
+        if id(suspect) not in self._counts:
+            self._counts[id(suspect)] = sum(bool(self.gives(suspect, one)) for one in self.wrong)
+        return self._counts[id(suspect)]
+
     def spares(self, suspect: Suspect, one: Answer) -> bool:
         """Whether a suspect leaves an answer right that is."""
         other = self.output(suspect, one.example)
@@ -75,18 +96,14 @@ def _apart(out: Array, other: Array) -> float:
 
 def explained(families: list[Family], answers: list[Answer], suspects: list[Suspect]) -> list[Family]:
     """The families with the first suspect that gives all their wrong answers, if there is one."""
-    known = _Known()
-    wrong = _smallest([one for one in answers if one.wrong], _ALL)
-    right = _smallest([one for one in answers if not one.wrong and one.example.k.shape[2] > 1], _ALL)
-    matching = {id(s): sum(bool(known.gives(s, one)) for one in wrong) for s in suspects} if wrong else {}
+    known = _Known(answers)
     failed = {one.name for one in families if one.verdict == "wrong"}
     return [
-        replace(one, cause=_observed(one, answers, failed) or _cause(one, answers, suspects, known, matching, right))
-        for one in families
+        replace(one, cause=_observed(one, failed) or _cause(one, answers, suspects, known)) for one in families
     ]
 
 
-def _observed(family: Family, answers: list[Answer], failed: set[str]) -> str:
+def _observed(family: Family, failed: set[str]) -> str:
     """A cause that needs no suspect, because how a case was called says it."""
     found = [one for one in family.findings if one.verdict == "wrong" and one.errors]
     told = next((one.reason for one in found if one.reason == STATE or one.reason.startswith("writes into")), "")
@@ -98,35 +115,25 @@ def _observed(family: Family, answers: list[Answer], failed: set[str]) -> str:
     return "leaves parts of the array to write into as they are" if not views else ""
 
 
-def _cause(
-    family: Family,
-    answers: list[Answer],
-    suspects: list[Suspect],
-    known: _Known,
-    matching: dict[int, int],
-    right: list[Answer],
-) -> str:
+def _cause(family: Family, answers: list[Answer], suspects: list[Suspect], known: _Known) -> str:
     """Why a family is wrong, or nothing."""
-    mine = [one for one in answers if one.family == family.name]
-    wrong = [one for one in mine if one.wrong]
+    wrong = _smallest([one for one in answers if one.wrong and one.family == family.name], _FEW)
     if not wrong:
         return ""
-    few = _smallest(wrong, _FEW)
-    found: list[tuple[bool, int, str]] = []
+    own = [one for one in answers if not one.wrong and one.family == family.name]
+    all_wrong = [one.example for one in answers if one.wrong]
+    found: list[tuple[int, bool, str]] = []
     for suspect in suspects:
-        given = [known.gives(suspect, one) for one in few]
-        if not any(given) or any(one is False for one in given):
+        if not known.explains(suspect, wrong):
             continue
-        own = [one for one in mine if not one.wrong]
-        changed = [one for one in (*_smallest(own, _FEW), *right) if not known.spares(suspect, one)]
-        when = condition([one.example for one in answers if one.wrong], [one.example for one in changed])
+        changed = [one.example for one in (*own, *known.right) if not known.spares(suspect, one)]
+        when = condition(all_wrong, changed)
         if when is not None:
-            found.append((not changed, matching.get(id(suspect), 0), suspect.cause + when))
+            found.append((known.count(suspect), not changed, suspect.cause + when))
     if found:
-        best = max((clean, count) for clean, count, _ in found)
-        return next(words for clean, count, words in found if (clean, count) == best)
-    others = {one.family for one in answers if one.wrong} - {family.name}
-    return by_output(few, others)
+        best = max((count, clean) for count, clean, _ in found)
+        return next(words for count, clean, words in found if (count, clean) == best)
+    return by_output(wrong, {one.family for one in answers if one.wrong} - {family.name})
 
 
 def _smallest(answers: list[Answer], count: int) -> list[Answer]:

@@ -31,6 +31,10 @@ def _conditions(wrong: list[_Facts]) -> Iterator[tuple[str, Callable[[_Facts], b
     common = set.intersection(*(one["names"] for one in wrong))
     for name in sorted(common):
         yield f" with {name}", _has({name})
+    relations = (("less than", lambda x: x["L_q"] < x["L_k"]), ("equal to", lambda x: x["L_q"] == x["L_k"]))
+    for words, holds in relations:
+        if all(map(holds, wrong)):
+            yield f" where L_q is {words} L_k", holds
     for name in _SIZES:
         least, most = min(one[name] for one in wrong), max(one[name] for one in wrong)
         yield f" from {name} = {least} on", _between(name, least, None)
@@ -38,10 +42,6 @@ def _conditions(wrong: list[_Facts]) -> Iterator[tuple[str, Callable[[_Facts], b
         for tile in _TILES:
             if all(one[name] % tile for one in wrong):
                 yield f" where {tile} does not divide {name}", _undivided(name, tile)
-    relations = (("less than", lambda x: x["L_q"] < x["L_k"]), ("equal to", lambda x: x["L_q"] == x["L_k"]))
-    for words, holds in relations:
-        if all(map(holds, wrong)):
-            yield f" where L_q is {words} L_k", holds
     for name in sorted(common):
         for other in sorted(common):
             if name < other:
