@@ -22,6 +22,7 @@ from tests.every import ATTENTION
 from tests.processes import child
 
 SMALL = ("self", "cross")
+SOME = (1, 2, 17, 33)
 
 
 def attend(q, k, v):
@@ -64,17 +65,114 @@ def test_a_function_that_does_little_is_told_what_was_not_run():
     text = report.text()
     assert "conforms in" in text
     assert "not run: causal, cross" in text
+    # Only what it takes is asked of it, in sizes, families and features.
+    assert conform(attend, "plain", excluded=["cross"]).family("cross").reason == "left out: cross"
     # What it is said to support must not be refused, nor what is asked for.
     assert conform(attend, "plain", supports=["cross"]).family("cross").verdict == "wrong"
     assert conform(attend, "plain", families="cross").exit_code == 1
 
 
 def test_nothing_that_ran_is_not_a_pass():
-    report = conform(broken, "plain")
+    def refusing(q, k, v):
+        raise NotImplementedError("of course")
+
+    report = conform(refusing, "plain", lengths=SOME)
     assert report.exit_code == 3
     assert not report.ok
     assert "NOTHING RAN" in report.text()
+    assert "raises NotImplementedError: of course" in report.text()
+
+
+def test_a_crash_is_wrong():
+    report = conform(broken, "plain", lengths=SOME)
+    assert report.exit_code == 1
+    assert report.family("self").verdict == "wrong"
+    assert "crashes" in report.family("self").cause
     assert "raises ZeroDivisionError: of course" in report.text()
+
+    def tile(q, k, v):
+        if q.shape[2] % 16:
+            raise RuntimeError("illegal memory access")
+        return rp.attention(q, k, v, backend="numpy")
+
+    report = conform(tile, "plain", lengths=(16, 17, 32, 33))
+    assert report.exit_code == 1
+    assert "crashes, runs only where 16 divides L_q" in report.family("self").cause
+    assert "--lengths" in report.family("self").cause
+    assert conform(tile, "plain", lengths=(16, 32, 48)).ok
+
+
+def test_what_proves_nothing_is_no_pass():
+    """With one key every output is its value, and self-attention must run in full."""
+    assert conform(lambda q, k, v: np.repeat(v, q.shape[1] // v.shape[1], 1), "plain", lengths=1).exit_code == 3
+
+    def one_size(q, k, v):
+        if q.shape[3] != 64:
+            raise NotImplementedError("head_dim is 64")
+        return rp.attention(q, k, v, backend="numpy")
+
+    report = conform(one_size, "plain", families=None, lengths=SOME)
+    assert report.exit_code == 3
+    assert "self-attention ran in" in report.summary
+    assert conform(one_size, "plain", head_dim=64, lengths=SOME).ok
+
+
+def test_arguments_that_are_passed_on_and_unknown_there_are_refused():
+    def inner(q, k, v, causal=False):
+        return rp.attention(q, k, v, causal=causal, backend="numpy")
+
+    def outer(q, k, v, **options):
+        return inner(q, k, v, **options)
+
+    report = conform(outer, "plain", lengths=SOME)
+    assert report.ok
+    assert report.family("causal").verdict == "right"
+    assert "unexpected keyword argument" in report.family("masks").reason
+
+
+def test_how_it_is_called():
+    def doubled(q, k, v):
+        q *= q.dtype.type(1)
+        q += 1
+        return rp.attention(q - 1, k, v, backend="numpy")
+
+    kept = {}
+
+    def remembering(q, k, v):
+        return rp.attention(q, kept.setdefault(k.shape, k), v, backend="numpy")
+
+    def whole(x):
+        base = x if x.base is None else x.base
+        return base.reshape(-1)[: x.size].reshape(x.shape)
+
+    def strides(q, k, v):
+        return rp.attention(whole(q), whole(k), whole(v), backend="numpy")
+
+    def filling(q, k, v, out):
+        out[:, :, 1:] = rp.attention(q, k, v, backend="numpy")[:, :, 1:]
+
+    known = {
+        doubled: "writes into its operand q",
+        remembering: "keeps state from call to call: an answer depends on the calls before it",
+        strides: "ignores strides: reads a view as if it were a whole array",
+        filling: "the output is wrong for the first query alone",
+    }
+    for function, cause in known.items():
+        report = conform(function, "plain", families="calls", lengths=33)
+        assert report.family("calls").smallest is not None, function
+        assert report.family("calls").cause == cause
+    assert "out holds NaN" in report.text()
+    report = conform(lambda q, k, v, out=None: rp.attention(q, k, v, out=out, backend="numpy"), "plain", lengths=33)
+    assert report.family("calls").verdict == "right"
+
+
+def test_a_failure_is_shrunk():
+    def wide(q, k, v, causal=False):
+        q = np.where(np.arange(q.shape[-1]) < 48, q, 0).astype(q.dtype)
+        return rp.attention(q, k, v, causal=causal, backend="numpy")
+
+    smallest = conform(wide, "plain", families="causal").family("causal").smallest
+    assert "batch=1, H=1, H_kv=1, L_q=2, L_k=2, D=64" in smallest.where
 
 
 def test_wrong_answers_are_explained_by_kind():
@@ -103,7 +201,7 @@ def test_wrong_answers_are_explained_by_kind():
     assert "large negative number" in report.family("excluded_rows").cause
     assert report.family("masks").verdict == "partly"  # without key_lengths
     shape = conform(lambda q, k, v: q[..., :1], "plain", families="self")
-    assert "out has shape (1, 2, 2, 1), expected (1, 2, 2, 8)" in shape.text()
+    assert "out has shape (1, 1, 2, 1), expected (1, 1, 2, 2)" in shape.text()
 
 
 @pytest.mark.parametrize("convention", [one for one in CONVENTIONS if one.mistake], ids=lambda one: one.mistake)
@@ -113,7 +211,7 @@ def test_every_convention_that_conform_draws_is_named(convention):
 
     def follows(q, k, v, causal=False, window=None, softcap=None):
         options = {"causal": causal, "window": window, "softcap": softcap}
-        call = Call(q.shape[-1], q.shape[-2], k.shape[-2], **options)
+        call = Call(q.shape[-1], q.shape[-2], k.shape[-2], **options, heads=q.shape[1], v_dim=v.shape[-1])
         value = convention.value(call)
         if option == "hidden":
             seen = reach(slice(0, call.q_len), call.k_len, hidden=value)
@@ -129,7 +227,7 @@ def test_every_convention_that_conform_draws_is_named(convention):
     assert report.causes == (convention.mistake,), report.text()
 
 
-SHOWN_BY = {"hidden": "decoding", "offset": "cross", "scale": "self", "window": "windows", "cap": "self"}
+SHOWN_BY = {"hidden": "decoding", "offset": "cross", "scale": "odd_sizes", "window": "windows", "cap": "self"}
 
 
 def test_a_cause_is_one_that_gives_the_numbers():
@@ -296,7 +394,7 @@ def module(tmp_path, monkeypatch):
                 return right(q * q.dtype.type(q.shape[-1] ** 0.5), k, v)
 
             def broken(q, k, v):
-                raise ValueError("no")
+                raise NotImplementedError("no")
             """
         ),
         encoding="utf-8",
@@ -308,7 +406,8 @@ def module(tmp_path, monkeypatch):
 def test_the_command(module, capsys, tmp_path):
     paths = tmp_path / "conform.xml", tmp_path / "conform.svg"
     files_of = ["--junit", str(paths[0]), "--badge", str(paths[1])]
-    assert cli.main(["conform", f"{module}:right", "--scheme", "plain", *files_of]) == 0
+    takes = ["--scheme", "plain", "--except", "grouped_heads", "--lengths", "1,2,33"]
+    assert cli.main(["conform", f"{module}:right", *takes, *files_of]) == 0
     out = capsys.readouterr().out
     assert "stranger:right against plain: output in float32, numpy" in out
     suite = ET.fromstring(paths[0].read_text(encoding="utf-8"))
@@ -317,7 +416,7 @@ def test_the_command(module, capsys, tmp_path):
     assert int(suite.get("skipped")) == len(suite.findall("testcase/skipped")) > 0
     assert "conforms: " in paths[1].read_text(encoding="utf-8")
 
-    assert cli.main(["conform", f"{module}:unscaled", "--scheme", "plain", "--json", *files_of]) == 1
+    assert cli.main(["conform", f"{module}:unscaled", *takes, "--json", *files_of]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"]
     assert found["exit_code"] == 1
@@ -326,14 +425,16 @@ def test_the_command(module, capsys, tmp_path):
     assert int(suite.get("failures")) == len(suite.findall("testcase/failure")) > 0
     assert suite.find("testcase/failure").get("message") == "scale missing"
     assert "wrong: " in paths[1].read_text(encoding="utf-8")
-    assert cli.main(["conform", f"{module}:unscaled", "--scheme", "plain", "--always", "scale=1.0"]) == 0
+    assert cli.main(["conform", f"{module}:unscaled", *takes, "--always", "scale=1.0"]) == 0
 
-    assert cli.main(["conform", f"{module}:broken", "--scheme", "plain", "--badge", str(paths[1])]) == 3
+    assert cli.main(["conform", f"{module}:broken", *takes, "--badge", str(paths[1])]) == 3
     assert "nothing ran" in paths[1].read_text(encoding="utf-8")
     capsys.readouterr()
     assert cli.main(["conform", f"{module}:none", "--scheme", "plain"]) == 2
     assert "has no none" in capsys.readouterr().err
     assert cli.main(["conform", f"{module}:right", "--scheme", "plain", "--always", "scale"]) == 2
+    for wrong in (["--lengths", "a"], ["--heads", "4/2/1"], ["--heads", "4/3"], ["--head-dim", ""], ["--except", "gqa"]):
+        assert cli.main(["conform", f"{module}:right", "--scheme", "plain", *wrong]) == 2
 
 
 def test_json_has_no_infinity():
@@ -348,10 +449,10 @@ def test_the_fixture_of_pytest(module, tmp_path):
             import stranger
 
             def test_right(relpos_conform):
-                assert relpos_conform(stranger.right, "plain").ok
+                assert relpos_conform(stranger.right, "plain", excluded="grouped_heads", lengths=33).ok
 
             def test_unscaled(relpos_conform):
-                relpos_conform(stranger.unscaled, "plain")
+                relpos_conform(stranger.unscaled, "plain", lengths=33)
             """
         ),
         encoding="utf-8",

@@ -47,8 +47,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grad", action="store_true", help="compare gradients too, by autograd of torch or JAX")
     parser.add_argument("--families", metavar="A,B", help="those that it must pass; default all that it can run")
     parser.add_argument(
-        "--supports", metavar="A,B", help="what it supports, such as causal,mask; default found by trying"
+        "--supports", metavar="A,B", help="what it supports, such as causal,mask; default all"
     )
+    parser.add_argument("--except", dest="excluded", metavar="A,B", help="families and features that it has not")
     parser.add_argument(
         "--always",
         metavar="NAME=VALUE",
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             grad=args.grad,
             families=_names(args.families),
             supports=_names(args.supports),
+            excluded=_names(args.excluded) or (),
             always=dict(map(_value, args.always)),
             layout=args.layout,
             device=args.device,

@@ -50,12 +50,16 @@ class Bench:
         about: tuple[str, str | None],
         seed: int,
         able: frozenset[str] | None,
+        excluded: frozenset[str] = frozenset(),
         *,
         grad: bool,
     ) -> None:
-        self.tested, self.stored, self.grad, self.seed, self.able = tested, stored, grad, seed, able
+        self.tested, self.stored, self.grad, self.seed = tested, stored, grad, seed
+        self.able, self.excluded = able, excluded
         self.scheme, self.variant = about
         self.answers: list[Answer] = []
+        # Cases in which it crashed.
+        self.crashes: list[Example] = []
 
     def made(self, form: Form) -> Example | None:
         """The case of a form, with numbers that the format holds; None where the scheme has no such call."""
@@ -74,6 +78,8 @@ class Bench:
         if self.able is not None and not one.needs <= self.able:
             missing = ", ".join(sorted(one.needs - self.able))
             return Finding(*about, "not run", reason=f"supports leaves out {missing}")
+        if left_out := sorted((one.needs | {form.family}) & self.excluded):
+            return Finding(*about, "not run", reason=f"left out: {', '.join(left_out)}")
         if way == "out" and "out" not in self.tested.takes:
             return Finding(*about, "not run", reason="takes no argument out")
         fitted, reason = self.tested.fitted(one)
@@ -85,6 +91,7 @@ class Bench:
         except Refused as error:
             return Finding(*about, "refused" if self.able is None else "wrong", reason=str(error))
         except Crashed as error:
+            self.crashes.append(fitted)
             return Finding(*about, "wrong", reason=str(error), proves=k_len > 1)
 
     def _judged(self, about: tuple[Any, ...], one: Example, way: str) -> Finding:
@@ -125,9 +132,8 @@ class Bench:
 
     def shrunk(self, form: Form, found: Finding, grid: Grid) -> Finding:
         """The smallest case that fails as this one does, by taking away options, items, heads, length and channels."""
-        kept, end, best = len(self.answers), time.monotonic() + _SECONDS, found
-        form, tries = form, 0
-        progress = True
+        kept, end, best = (len(self.answers), len(self.crashes)), time.monotonic() + _SECONDS, found
+        tries, progress = 0, True
         while progress:
             progress = False
             for smaller in _smaller(form, grid):
@@ -140,7 +146,7 @@ class Bench:
                 if other is not None and alike and other.work < best.work:
                     form, best, progress = smaller, other, True
                     break
-        del self.answers[kept:]
+        del self.answers[kept[0] :], self.crashes[kept[1] :]
         return best
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from relpos_np.conform.bench import STATE, Answer
-from relpos_np.conform.conditions import condition
+from relpos_np.conform.bench import STATE, Answer, Bench
+from relpos_np.conform.conditions import condition, runs_where
 from relpos_np.conform.outputs import by_output
 from relpos_np.conform.report import Family
 from relpos_np.conform.suspects import Suspect
@@ -94,18 +94,49 @@ def _apart(out: Array, other: Array) -> float:
     return distance(np.where(both, 0.0, out), np.where(both, 0.0, other))
 
 
-def explained(families: list[Family], answers: list[Answer], suspects: list[Suspect]) -> list[Family]:
+def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> list[Family]:
     """The families with the first suspect that gives all their wrong answers, if there is one."""
+    answers = bench.answers
     known = _Known(answers)
     failed = {one.name for one in families if one.verdict == "wrong"}
-    return [
-        replace(one, cause=_observed(one, failed) or _cause(one, answers, suspects, known)) for one in families
-    ]
+
+    def cause(one: Family) -> str:
+        return _observed(one, failed, bench) or _cause(one, answers, suspects, known)
+
+    return [replace(one, cause=cause(one)) for one in families]
 
 
-def _observed(family: Family, failed: set[str]) -> str:
+# By what a condition names: how to say what an implementation takes.
+_HINTS = {
+    "head_dim": "--head-dim",
+    "L_q": "--lengths",
+    "L_k": "--lengths",
+    "H": "--heads",
+    "batch": "--batch",
+    "grouped heads": "--except grouped_heads",
+    "D_v": "--except value_dim",
+}
+
+
+def _crash(family: str, bench: Bench) -> str:
+    """When it crashes, and what to do if it is not meant to take such calls."""
+    ran, crashed = [one.example for one in bench.answers], [one for one in bench.crashes if one.family == family]
+    if not crashed:
+        return ""  # refused, where it was asked for
+    when = runs_where(ran) or condition(crashed, ran) or ""
+    hints = [flag for name, flag in _HINTS.items() if f" {name} " in f"{when} "]
+    if " with " in when and not hints:
+        hints = [f"--except {when.rpartition(' with ')[2].partition(' ')[0]}"]
+    said = ", ".join(dict.fromkeys(hints))
+    return f"crashes{when}" + (f": if it takes no other, raise NotImplementedError or say {said}" if said else "")
+
+
+def _observed(family: Family, failed: set[str], bench: Bench) -> str:
     """A cause that needs no suspect, because how a case was called says it."""
-    found = [one for one in family.findings if one.verdict == "wrong" and one.errors]
+    found = [one for one in family.findings if one.verdict == "wrong"]
+    if found and not any(one.errors for one in found):
+        return _crash(family.name, bench)
+    found = [one for one in found if one.errors]
     told = next((one.reason for one in found if one.reason == STATE or one.reason.startswith("writes into")), "")
     if told or family.name != "calls" or not found or "self" in failed:
         return told

@@ -11,6 +11,9 @@ from relpos_np.testing.example import Example
 _SIZES = ("L_k", "L_q", "head_dim", "D_v", "H", "batch")
 _TILES = (2, 8, 16, 32, 64, 128)
 
+# Cases that ran, from which on it is no accident that they have something in common.
+_SOME = 2
+
 _Facts = dict[str, Any]
 
 
@@ -72,3 +75,17 @@ def condition(wrong: list[Example], right: list[Example]) -> str | None:
         return ""
     bad, good = [_facts(one) for one in wrong], [_facts(one) for one in right]
     return next((f", only{words}" for words, holds in _conditions(bad) if not any(map(holds, good))), None)
+
+
+def runs_where(ran: list[Example]) -> str:
+    """What all cases have that ran: a head_dim, and a divisor of lengths; empty if they differ, or are few."""
+    facts = [_facts(one) for one in ran]
+    dims, found = {one["head_dim"] for one in facts}, []
+    if len(facts) >= _SOME and len(dims) == 1:
+        found.append(f"head_dim = {dims.pop()}")
+    for name in ("L_q", "L_k"):
+        lengths = {one[name] for one in facts}
+        tile = next((n for n in reversed(_TILES) if all(x % n == 0 for x in lengths)), 1)
+        if len(lengths) > 1 and tile > 1:
+            found.append(f"{tile} divides {name}")
+    return f", runs only where {' and '.join(found)}" if found else ""

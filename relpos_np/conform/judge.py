@@ -16,7 +16,7 @@ from relpos_np.conform.report import Family, Report
 from relpos_np.conform.suspects import suspects
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.testing.cases import checked_families, checked_features
+from relpos_np.testing.cases import checked_exceptions, checked_families, checked_features
 from relpos_np.testing.families import FAMILIES, forms_of
 from relpos_np.testing.grid import Form, Grid
 
@@ -31,6 +31,7 @@ def conform(
     grad: bool = False,
     families: str | Iterable[str] | None = None,
     supports: Iterable[str] | None = None,
+    excluded: str | Iterable[str] = (),
     always: Mapping[str, Any] | None = None,
     layout: str = "bhld",
     device: str | None = None,
@@ -68,6 +69,8 @@ def conform(
         all that it can run.
     supports : iterable of str, optional
         What it supports, as in `testing.cases`: other cases are not tried, and refusing one of these is wrong.
+    excluded : str or iterable of str, optional
+        Families and features that it has not, which are not tried.
     always : mapping, optional
         What it does as if it had been told: ``{"scale": 1.0}`` where it does not scale, ``{"causal": True}``.
     layout : {"bhld", "blhd"}
@@ -122,6 +125,7 @@ def conform(
     stored = format_of(dtype)
     wanted = tuple(FAMILIES) if families is None else checked_families(families)
     able = None if supports is None else checked_features(supports)
+    left_out = checked_exceptions(excluded)
     if isinstance(function, str):
         subject, function = function, loaded(function, framework)
         framework = "onnx" if framework is None and subject.endswith(".onnx") else framework
@@ -133,7 +137,7 @@ def conform(
     if check.flag("grad", grad):
         _can_differentiate(home, stored)
     tested = Implementation(function, scheme, home, stored, always or {}, layout)
-    bench = Bench(tested, stored, (scheme, chosen), check.integer("seed", seed, 0), able, grad=grad)
+    bench = Bench(tested, stored, (scheme, chosen), check.integer("seed", seed, 0), able, left_out, grad=grad)
     found, forms = [], {}
     for name in FAMILIES:
         if name not in wanted:
@@ -151,7 +155,7 @@ def conform(
             found.append(Family(name, tuple(cases), required=families is not None))
         elif families is not None:
             raise RelposValueError(f"families: {scheme} has no case of {name}")
-    told = explained(found, bench.answers, suspects(scheme, chosen, format_of(stored.computed)))
+    told = explained(found, bench, suspects(scheme, chosen, format_of(stored.computed)))
     told = [_shrunk(one, told, bench, forms, grid) for one in told]
     return Report(subject, scheme, chosen, home.name, home.version, dtype, grad, tuple(told), seed)
 

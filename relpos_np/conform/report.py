@@ -289,8 +289,7 @@ class Report:
 def _explained(cause: str, families: list[Family]) -> list[str]:
     """Families that are wrong for one reason, and their smallest case."""
     smallest = min((one.smallest for one in families if one.smallest is not None), key=lambda one: one.work)
-    crashed = "" if smallest.errors else "it crashes"
-    lines = [f"{', '.join(one.name for one in families)}: {cause or crashed or 'no known mistake gives these numbers'}"]
+    lines = [f"{', '.join(one.name for one in families)}: {cause or 'no known mistake gives these numbers'}"]
     lines.append(f"    the smallest case: {smallest.edge} ({smallest.where})")
     off = [(name, smallest.errors[name], smallest.allowed[name]) for name in smallest.wrong]
     lines += [f"    {name} is off by {error:.3g}, allowed {allowed:.3g}" for name, error, allowed in off]

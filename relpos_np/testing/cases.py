@@ -68,6 +68,14 @@ def checked_families(families: str | Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+def checked_exceptions(excluded: str | Iterable[str]) -> frozenset[str]:
+    """Families and features that are left out."""
+    found = frozenset((excluded,) if isinstance(excluded, str) else excluded)
+    for one in sorted(found):
+        check.choice("excluded", one, (*FAMILIES, *FEATURES))
+    return found
+
+
 def checked_features(supports: str | Iterable[str]) -> frozenset[str]:
     """What is said to be supported."""
     found = frozenset((supports,) if isinstance(supports, str) else supports)

@@ -173,12 +173,13 @@ class Example:
         Vectors on values are counted in.
         """
         q, k = self.q.astype(np.float64), self.k.astype(np.float64)
-        s = logits(q, k, position=self.position, backend="numpy", **self.kwargs)
+        scoring = {name: value for name, value in self.kwargs.items() if name != "sinks"}
+        s = logits(q, k, position=self.position, backend="numpy", **scoring)
         lse = self.expected_lse
         weights = np.exp(s - np.where(np.isfinite(lse), lse, 0.0)[..., None])
         # What is excluded has weight 0, whatever it holds.
         values = np.nan_to_num(np.abs(self.v.astype(np.float64)), posinf=0.0)
-        problem, _, _ = check.problem(q, k, self.v.astype(np.float64), **self.kwargs)
+        problem, _, _ = check.problem(q, k, self.v.astype(np.float64), **scoring)
         site, position = problem.site, self.position or Plain()
         k = repeat_heads(k, s.shape[-3])
         q_content, k_content = position.transform(q, k, site)

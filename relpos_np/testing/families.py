@@ -114,7 +114,7 @@ def _option(value: Any, options: Mapping[str, Any], one: Example, rng: np.random
         mask[:, 0] = mask[at, np.clip(at + _first(options, q_len, k_len), 0, k_len - 1)] = 0.5
         return mask.astype(one.q.dtype)
     if value == "last":
-        return np.broadcast_to(np.arange(k_len) < k_len - 2, (batch, heads, q_len, k_len)).copy()
+        return np.broadcast_to(np.arange(k_len) < k_len - 2, (batch, 1, q_len, k_len)).copy()
     if value == "none":
         return np.arange(batch) * k_len // max(1, batch - 1)
     # With a window the last query must reach one of the keys.
