@@ -433,7 +433,13 @@ def test_the_command(module, capsys, tmp_path):
     assert cli.main(["conform", f"{module}:none", "--scheme", "plain"]) == 2
     assert "has no none" in capsys.readouterr().err
     assert cli.main(["conform", f"{module}:right", "--scheme", "plain", "--always", "scale"]) == 2
-    for wrong in (["--lengths", "a"], ["--heads", "4/2/1"], ["--heads", "4/3"], ["--head-dim", ""], ["--except", "gqa"]):
+    for wrong in (
+        ["--lengths", "a"],
+        ["--heads", "4/2/1"],
+        ["--heads", "4/3"],
+        ["--head-dim", ""],
+        ["--except", "gqa"],
+    ):
         assert cli.main(["conform", f"{module}:right", "--scheme", "plain", *wrong]) == 2
 
 

@@ -14,16 +14,18 @@ from relpos_np.errors import RelposValueError
 SUMMARY = "test your implementation, in any framework, against a scheme"
 HELP = """\
 Calls FUNCTION, f(q, k, v, ...) in torch, JAX or NumPy, or an ONNX model, on seeded cases, family by family:
-self-attention, causal, cross, decoding, windows, masks, grouped heads, odd sizes, all pairs of options, each flag of the
-scheme, queries without keys, NaN in excluded keys, long, large scores, views and repeated calls. Further arguments are given by name as far as it takes them: arrays of the scheme
-(table, slopes), options of relpos_np.attention (mask, causal, window, key_lengths, scale, return_lse).
+self-attention, causal, cross, decoding, windows, masks, grouped heads, odd sizes, all pairs of options, each flag of
+the scheme, queries without keys, NaN in excluded keys, long, large scores, views and repeated calls. Further arguments
+are given by name as far as it takes them: arrays of the scheme (table, slopes), options of relpos_np.attention (mask,
+causal, window, key_lengths, scale, offset, softcap, sinks, return_lse), and out, an array to write into.
 
 An answer may be 2 times as far from float64 as a straightforward implementation in its dtype, a gradient 3 times. A
-wrong one is compared with what known mistakes lead to, and the one that gives the same numbers is named.
+wrong one is compared with what known mistakes lead to, and the one that gives the same numbers is named, with the
+smallest case that shows it. A crash is wrong; NotImplementedError is a refusal. --head-dim, --lengths, --heads, --batch
+and --except say what FUNCTION takes.
 
-A crash is wrong; only NotImplementedError is a refusal. --head-dim, --lengths, --heads and --batch say what it takes.
-
-Exit code 0 if all that ran is right, 1 if something is wrong, 2 if the arguments cannot be used, 3 if nothing is proven.
+Exit code 0 if all that ran is right, 1 if something is wrong, 2 if the arguments cannot be used, 3 if nothing is
+proven.
 """
 EXAMPLE = """\
 examples:
@@ -31,7 +33,7 @@ examples:
   relpos conform mypackage.attention:t5 --scheme t5 --dtype float16 --families self,cross --json
   relpos conform mypackage.attention:alibi --scheme alibi --supports causal,cross --junit found.xml --badge found.svg
   relpos conform mypackage.attention:unscaled --scheme plain --always scale=1.0
-  relpos conform mypackage.kernels:flash --scheme plain --head-dim 64 --lengths 64,128,1024 --heads 8,8/2 --thorough
+  relpos conform mypackage.flash:attend --scheme plain --head-dim 64 --lengths 64,128,1024 --heads 8,8/2 --thorough
 """
 
 
@@ -46,9 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--grad", action="store_true", help="compare gradients too, by autograd of torch or JAX")
     parser.add_argument("--families", metavar="A,B", help="those that it must pass; default all that it can run")
-    parser.add_argument(
-        "--supports", metavar="A,B", help="what it supports, such as causal,mask; default all"
-    )
+    parser.add_argument("--supports", metavar="A,B", help="what it supports, such as causal,mask; default all")
     parser.add_argument("--except", dest="excluded", metavar="A,B", help="families and features that it has not")
     parser.add_argument(
         "--always",

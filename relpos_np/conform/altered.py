@@ -36,7 +36,9 @@ def call_of(one: Example) -> Call:
     """Its lengths and options, as conventions are asked of them."""
     known: dict[str, Any] = {n: one.kwargs.get(n) for n in ("scale", "offset", "window", "softcap", "cap_order")}
     sizes = {"heads": one.q.shape[1], "v_dim": one.v.shape[-1]}
-    return Call(one.q.shape[-1], one.q.shape[2], one.k.shape[2], causal=bool(one.kwargs.get("causal")), **known, **sizes)
+    return Call(
+        one.q.shape[-1], one.q.shape[2], one.k.shape[2], causal=bool(one.kwargs.get("causal")), **known, **sizes
+    )
 
 
 def scale_of(one: Example) -> float:
@@ -65,7 +67,8 @@ def scores_of(one: Example) -> Array:
 def values_of(one: Example) -> Array:
     """Values by query head, 0 where no query may attend them."""
     v = repeat_heads(one.v, one.q.shape[1])
-    return np.where(np.isfinite(scores_of(one)).any(axis=-2)[..., None], v, 0.0)
+    read = np.asarray(np.isfinite(scores_of(one)).any(axis=-2))
+    return np.where(read[..., None], v, 0.0)
 
 
 def plain_outputs(one: Example) -> bool:

@@ -1,4 +1,4 @@
-"""Runs cases of one implementation: what is right, wrong, refused or cannot be asked, and the smallest that is wrong."""
+"""Runs cases of one implementation: which are right, wrong, refused or not asked, and the smallest that is wrong."""
 
 from __future__ import annotations
 
@@ -73,28 +73,29 @@ class Bench:
         """Run a case, and judge it."""
         (batch, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = one.q.shape, one.v.shape
         where = f"batch={batch}, H={heads}, H_kv={kv_heads}, L_q={q_len}, L_k={k_len}, D={dim}, D_v={v_dim}"
-        about = (form.family, one.edge, where, batch * heads * q_len * k_len * (dim + v_dim))
+        work = batch * heads * q_len * k_len * (dim + v_dim)
+        about = {"family": form.family, "edge": one.edge, "where": where, "work": work}
         way = form.word if form.family == "calls" else ""
         if self.able is not None and not one.needs <= self.able:
             missing = ", ".join(sorted(one.needs - self.able))
-            return Finding(*about, "not run", reason=f"supports leaves out {missing}")
+            return Finding(**about, verdict="not run", reason=f"supports leaves out {missing}")
         if left_out := sorted((one.needs | {form.family}) & self.excluded):
-            return Finding(*about, "not run", reason=f"left out: {', '.join(left_out)}")
+            return Finding(**about, verdict="not run", reason=f"left out: {', '.join(left_out)}")
         if way == "out" and "out" not in self.tested.takes:
-            return Finding(*about, "not run", reason="takes no argument out")
+            return Finding(**about, verdict="not run", reason="takes no argument out")
         fitted, reason = self.tested.fitted(one)
         if fitted is None:
-            return Finding(*about, "not run", reason=reason)
+            return Finding(**about, verdict="not run", reason=reason)
         try:
             with np.errstate(all="ignore"):
                 return self._judged(about, fitted, way)
         except Refused as error:
-            return Finding(*about, "refused" if self.able is None else "wrong", reason=str(error))
+            return Finding(**about, verdict="refused" if self.able is None else "wrong", reason=str(error))
         except Crashed as error:
             self.crashes.append(fitted)
-            return Finding(*about, "wrong", reason=str(error), proves=k_len > 1)
+            return Finding(**about, verdict="wrong", reason=str(error), proves=k_len > 1)
 
-    def _judged(self, about: tuple[Any, ...], one: Example, way: str) -> Finding:
+    def _judged(self, about: dict[str, Any], one: Example, way: str) -> Finding:
         grad_out = None
         if self.grad:
             rng = np.random.default_rng([self.seed, one.q.shape[2]])
@@ -116,19 +117,21 @@ class Bench:
         return replace(found, reason=note) if note and found.verdict == "right" else found
 
     def _weighed(
-        self, about: tuple[Any, ...], one: Example, returned: Mapping[str, tuple[Array, str]], grad_out: Array | None
+        self, about: dict[str, Any], one: Example, returned: Mapping[str, tuple[Array, str]], grad_out: Array | None
     ) -> Finding:
         """An answer beside what is right; it is kept to be explained."""
         right = truth(one, self.stored, grad_out, tuple(self.tested.arrays(one)))
         answers = {name: x for name, (x, _) in returned.items() if name in right.expected}
         errors, allowed = right.weighed(answers, {name: returned[name][1] for name in answers})
         wrong = not all(errors[name] <= allowed[name] for name in errors)
-        self.answers.append(Answer(about[0], one, answers, right.expected, allowed, wrong))
+        self.answers.append(Answer(about["family"], one, answers, right.expected, allowed, wrong))
         reason = _in_words(answers, right, errors, allowed) if wrong else ""
         proves = one.k.shape[2] > 1
         if self.tested.written:
             wrong, reason = True, f"writes into its operand {self.tested.written[0]}"
-        return Finding(*about, "wrong" if wrong else "right", errors, allowed, reason, proves=proves)
+        return Finding(
+            **about, verdict="wrong" if wrong else "right", errors=errors, allowed=allowed, reason=reason, proves=proves
+        )
 
     def shrunk(self, form: Form, found: Finding, grid: Grid) -> Finding:
         """The smallest case that fails as this one does, by taking away options, items, heads, length and channels."""

@@ -171,7 +171,7 @@ def _smallest(answers: list[Answer], count: int) -> list[Answer]:
     """The smallest of some answers, and of large ones as few as can be."""
 
     def size(one: Answer) -> int:
-        return one.example.q.size * one.example.k.shape[2]
+        return int(one.example.q.size * one.example.k.shape[2])
 
     found = sorted(answers, key=size)[:count]
     return [one for n, one in enumerate(found) if not n or size(one) <= _LARGE * 64]

@@ -24,8 +24,10 @@ def _facts(one: Example) -> _Facts:
     if heads != kv_heads:
         names |= {"grouped heads"}
     if one.position is not None:
-        defaults, given = parameters(type(one.position)), arguments(one.position)
-        names |= {f"{n}={x}" for n, x in given.items() if isinstance(x, bool | int | float) and x != defaults[n].default}
+        defaults, given = parameters(one.position.__class__), arguments(one.position)
+        names |= {
+            f"{n}={x}" for n, x in given.items() if isinstance(x, bool | int | float) and x != defaults[n].default
+        }
     return {"L_k": k_len, "L_q": q_len, "head_dim": dim, "D_v": v_dim, "H": heads, "batch": batch, "names": names}
 
 

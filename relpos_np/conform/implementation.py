@@ -147,9 +147,7 @@ class Implementation:
         """
         kept = format_of(self.stored.computed)
         to = self.framework.array
-        given = {
-            name: self._operand(x, way) if name in "qkv" else to(x, kept) for name, x in self.arrays(one).items()
-        }
+        given = {name: self._operand(x, way) if name in "qkv" else to(x, kept) for name, x in self.arrays(one).items()}
         others: dict[str, Any] = {
             name: to(value, kept) if isinstance(value, np.ndarray) else value
             for name, value in {**self._named(one), **one.kwargs}.items()
@@ -167,14 +165,16 @@ class Implementation:
             more["out"] = to(self._turned(empty), kept)
         before = {name: self.framework.back(name, x)[0].copy() for name, x in given.items()}
         out = function(*given.values(), **more)
-        changed_ones = (n for n, x in before.items() if not np.array_equal(self.framework.back(n, given[n])[0], x, True))
+        changed_ones = (
+            n for n, x in before.items() if not np.array_equal(self.framework.back(n, given[n])[0], x, True)
+        )
         self.written = tuple(changed_ones)
         if self.lse:
             if not isinstance(out, tuple | list) or len(out) != 2:
                 raise RelposTypeError("callable: expected (out, lse) with return_lse=True")
             out, lse = out
             found["lse"] = self.framework.back("lse", lse)
-        found = {"out": self._returned("out", more["out"] if "out" in more else out)} | found
+        found = {"out": self._returned("out", more.get("out", out))} | found
         if grad_out is not None:
             turned = to(self._turned(grad_out), kept)
             pulled = self._called(self.framework.pulled, function, list(given.values()), turned)[1]

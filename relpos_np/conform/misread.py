@@ -237,7 +237,10 @@ def _powers(heads: int) -> int:
 _SLOPES: tuple[tuple[str, Callable[[int], Array]], ...] = (
     ("slopes of twice as many heads", lambda h: alibi_slopes(2 * h)[:h]),
     ("slopes of the next power of 2 of heads, of which the first are taken", lambda h: alibi_slopes(_powers(h))[:h]),
-    ("slopes 2^(-8 h / H) for a number of heads that is no power of 2", lambda h: 2.0 ** (-8 * np.arange(1, h + 1) / h)),
+    (
+        "slopes 2^(-8 h / H) for a number of heads that is no power of 2",
+        lambda h: 2.0 ** (-8 * np.arange(1, h + 1) / h),
+    ),
     ("slopes count heads from 0: 2^(-8 h / H)", lambda h: 2.0 ** (-8 * np.arange(h) / h)),
     ("slopes from the last head to the first", lambda h: alibi_slopes(h)[::-1]),
     ("slopes 2^-h whatever the number of heads", lambda h: 2.0 ** -np.arange(1.0, h + 1)),
@@ -265,7 +268,10 @@ def _stopped(last: int, one: Example) -> Array | None:
 
 
 _TURNS: tuple[tuple[str, Answer], ...] = (
-    ("exponent 2i / (d - 2) in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(0, d, 2) / max(d - 2, 1)))),
+    (
+        "exponent 2i / (d - 2) in place of 2i / d",
+        partial(_turned, lambda d, b: b ** (-np.arange(0, d, 2) / max(d - 2, 1))),
+    ),
     ("exponent i / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(d // 2) / d))),
     ("exponent 2 (i + 1) / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(2, d + 2, 2) / d))),
     ("frequencies from the lowest to the highest", partial(_turned, lambda d, b: rotary_frequencies(d, base=b)[::-1])),

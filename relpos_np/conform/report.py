@@ -164,8 +164,8 @@ class Report:
         plain = next((one for one in self.families if one.name == "self"), None)
         if plain is not None and plain.verdict == "partly":
             return (
-                f"NOTHING PROVEN: self-attention ran in {plain.ran} of {len(plain.findings)} cases ({plain.reason}); say "
-                "which sizes it takes (head_dim, lengths, heads, batch)"
+                f"NOTHING PROVEN: self-attention ran in {plain.ran} of {len(plain.findings)} cases ({plain.reason}); "
+                "say which sizes it takes (head_dim, lengths, heads, batch)"
             )
         if plain is not None and plain.verdict == "not run":
             return f"NOTHING PROVEN: self-attention did not run ({plain.reason}); ask for the families that it has"

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from relpos_np.testing.conventions import (
 )
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
+
 
 @dataclass(frozen=True)
 class Suspect:

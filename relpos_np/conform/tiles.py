@@ -14,8 +14,8 @@ from relpos_np.types import Array
 # From large to small: what a smaller tile explains in a few cases, a larger one may explain in all.
 _TILES = (128, 64, 32, 16, 8)
 
-# From tiles of rows (L_q, 1) and of keys (L_k,), numbers of tiles and the rest of the last one, which pairs are skipped.
-_Skipped = Callable[[Array, Array, int], Array]
+# From the tiles of queries (L_q, 1) and of keys (L_k,), which pairs are skipped.
+_Skipped = Callable[[Array, Array], Array]
 
 
 def of_tiles() -> Iterator[tuple[str, Answer]]:
@@ -29,8 +29,9 @@ def of_tiles() -> Iterator[tuple[str, Answer]]:
                 yield f"causal {words}, in {of}", partial(_causal, tile, skipped, from_keys)
         yield f"keys of padding count as scores of 0, in {of} keys", partial(_padded, tile)
         for words, sums, outputs in _UNSCALED:
-            yield f"does not rescale {words} where a later tile has a larger score, in {of} keys", partial(
-                _unscaled, tile, sums, outputs
+            yield (
+                f"does not rescale {words} where a later tile has a larger score, in {of} keys",
+                partial(_unscaled, tile, sums, outputs),
             )
 
 
@@ -39,7 +40,7 @@ _UNSCALED = (
     ("the sum of values", True, False),
     ("the sum of weights", False, True),
 )
-_CAUSAL: tuple[tuple[str, Callable[[Array, Array], Array]], ...] = (
+_CAUSAL: tuple[tuple[str, _Skipped], ...] = (
     ("skips the tile on the diagonal after the first row of tiles", lambda r, c: (r == c) & (r > 0)),
     ("skips the tile on the diagonal", lambda r, c: r == c),
     ("sees the tile on the diagonal alone", lambda r, c: r != c),
@@ -63,7 +64,7 @@ def _first_keys(tile: int, one: Example) -> Array | None:
     return hiding(one, np.broadcast_to(np.arange(k_len) >= tile, (one.q.shape[2], k_len)))
 
 
-def _causal(tile: int, skipped: Callable[[Array, Array], Array], from_keys: bool, one: Example) -> Array | None:
+def _causal(tile: int, skipped: _Skipped, from_keys: bool, one: Example) -> Array | None:
     """A tile of a causal call skipped; its row is that of the position among the keys, or of the query's number."""
     call = call_of(one)
     start = call.meant("offset") if from_keys else 0

@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, str] = {
     "nan_excluded": "NaN in keys and values that no query may attend",
     "long": "1025 queries and keys",
     "large_scores": "scores far beyond what the exponential of float32 can hold",
-    "calls": "how it is called: on transposed and strided views, twice with other numbers between, with an array to write into",
+    "calls": "on transposed and strided views, twice with other numbers between, with an array to write into",
 }
 
 

@@ -245,7 +245,16 @@ def _grouped(thorough: bool) -> list[Form]:
 
 
 def _odd(thorough: bool) -> list[Form]:
-    dims = [(7, 7), (18, 18), (40, 40), (80, 80), (96, 96), (64, 128), (32, 20), *([(1, 1), (192, 128), (256, 256)] * thorough)]
+    dims = [
+        (7, 7),
+        (18, 18),
+        (40, 40),
+        (80, 80),
+        (96, 96),
+        (64, 128),
+        (32, 20),
+        *([(1, 1), (192, 128), (256, 256)] * thorough),
+    ]
     found = [Form("odd_sizes", 1, 1, 8, 8, fixed=True, word="length")]
     for n, (dim, v_dim) in enumerate(dims):
         word = f"dim_{dim}" if dim == v_dim else f"value_dim_{v_dim}"
@@ -276,9 +285,9 @@ def _combined(thorough: bool) -> list[Form]:
         if len(options) == len(OPTIONS[one]) + len(OPTIONS[other]):
             sizes = _TOGETHER if thorough else [_TOGETHER[n % len(_TOGETHER)]]
             found += _turn("combined", sizes, n, options=options, word=f"{one}_{other}")
-    for n, (one, options) in enumerate(OPTIONS.items()):
+    for n, (one, alone) in enumerate(OPTIONS.items()):
         sizes = _TOGETHER if thorough else [_TOGETHER[n % len(_TOGETHER)]]
-        found += _turn("combined", sizes, n, among=GROUPED, options=options, word=f"{one}_grouped_heads")
+        found += _turn("combined", sizes, n, among=GROUPED, options=alone, word=f"{one}_grouped_heads")
     return found
 
 
@@ -288,7 +297,7 @@ def _flags(thorough: bool) -> list[Form]:
     return [*_turn("flags", _square(*sizes), 1), *decoding]
 
 
-def _borders(thorough: bool) -> list[Form]:
+def _borders(_: bool) -> list[Form]:
     return [Form("borders", n, n, 8, 8, word=f"borders_{x}", arrays=x) for n, x in ((24, "near"), (64, "far"))]
 
 
