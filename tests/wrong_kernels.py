@@ -336,7 +336,7 @@ WRONG = [
         kernel(scale=lambda at, c: (at.heads * at.dim) ** -0.5 if at.scale is None else c),
         ("1/sqrt(H D)", "of all heads"),
     ),
-    ("a constant scale", "plain", kernel(scale=lambda at, c: 0.11), ("0.11",)),
+    ("a constant scale", "plain", kernel(scale=lambda at, c: 0.11), ("the scale is 0.11",)),
     (
         "exponent 2i / (d - 2)",
         "rotary",

@@ -24,8 +24,8 @@ from relpos_np.types import Array
 _NEARER = 0.02
 # Cosine of the errors with those of a suspect that rounds.
 _ALIKE = 0.7
-# Answers of a family that are compared, and of all.
-_FEW, _ALL = 4, 24
+# Answers of a family that are compared.
+_FEW = 4
 # Scores beyond which an answer is compared only where there is no smaller one.
 _LARGE = 1 << 18
 
@@ -36,10 +36,10 @@ class _Known:
     def __init__(self, answers: list[Answer]) -> None:
         self._made: dict[tuple[int, int], Array | None] = {}
         self._counts: dict[int, int] = {}
-        self.wrong = _smallest([one for one in answers if one.wrong], _ALL)
+        wrong = [one for one in answers if one.wrong]
+        self.wrong = _of_each(wrong)
         right = [one for one in answers if not one.wrong and one.example.k.shape[2] > 1]
-        families = dict.fromkeys(one.family for one in right)
-        self.right = [one for name in families for one in _smallest([x for x in right if x.family == name], _FEW)]
+        self.right = _of_each(right)
 
     def output(self, suspect: Suspect, one: Example) -> Array | None:
         """What the suspect leads to, or None."""
@@ -62,7 +62,15 @@ class _Known:
             size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
             return bool((apart * meant).sum() > _ALIKE * size)
         near = max(2 * allowed, _NEARER * off if off < np.inf else 0.0)
-        return distance(other, expected) > allowed and _apart(out, other) <= min(near, off / 2)
+        finite = np.isfinite(out) & np.isfinite(other)
+        if not np.array_equal(finite, np.isfinite(out)):
+            return False
+        # Where it is NaN many mistakes have met: what is finite tells them apart.
+        out, other, expected = (np.where(finite, x, 0.0) for x in (out, other, expected))
+        off = distance(out, expected)
+        if off <= allowed:
+            return None if distance(other, expected) <= 2 * allowed else False
+        return distance(other, expected) > allowed and distance(out, other) <= min(near, off / 2)
 
     def explains(self, suspect: Suspect, wrong: list[Answer]) -> bool:
         """Whether a suspect gives all of some wrong answers whose output is wrong, and at least one."""
@@ -86,12 +94,6 @@ class _Known:
         if suspect.rough or other is None:
             return True
         return distance(other, one.expected["out"]) <= 2 * one.allowed["out"]
-
-
-def _apart(out: Array, other: Array) -> float:
-    """How far two wrong outputs are from each other, of which NaN is like NaN."""
-    both = np.isnan(out) & np.isnan(other)
-    return distance(np.where(both, 0.0, out), np.where(both, 0.0, other))
 
 
 def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> list[Family]:
@@ -164,7 +166,13 @@ def _cause(family: Family, answers: list[Answer], suspects: list[Suspect], known
     if found:
         best = max((count, clean) for count, clean, _ in found)
         return next(words for count, clean, words in found if (count, clean) == best)
-    return by_output(wrong, {one.family for one in answers if one.wrong} - {family.name})
+    return by_output(wrong, known.wrong)
+
+
+def _of_each(answers: list[Answer]) -> list[Answer]:
+    """The smallest of each family."""
+    families = dict.fromkeys(one.family for one in answers)
+    return [one for name in families for one in _smallest([x for x in answers if x.family == name], _FEW)]
 
 
 def _smallest(answers: list[Answer], count: int) -> list[Answer]:

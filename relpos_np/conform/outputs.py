@@ -2,54 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from relpos_np.conform.altered import out_of, scale_of
+from relpos_np.conform.altered import out_of, scale_of, scores_of
 from relpos_np.conform.bench import Answer
 from relpos_np.conform.yardstick import distance
 from relpos_np.errors import RelposError
+from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
 # Of a search for one number: times the meant one, in steps, and how often the best interval is divided.
 _FACTORS = np.geomspace(1 / 32, 32, 41)
 _DIVISIONS = 40
+# How far off an output is at least, in units of what is allowed, for its places to be looked at: rounding has none.
+_PLAINLY = 1e4
 _AXES = ("batch item", "head", "query", "channel")
+_TILES = (128, 64, 32, 16, 8)
+# Families that show how something is done which ordinary ones do not need.
+_SPECIAL = ("large_scores", "nan_excluded", "excluded_rows", "calls")
 
 
-def by_output(wrong: list[Answer], others: set[str]) -> str:
-    """A cause for wrong answers of one family, of which the smallest is first; `others` are wrong, too."""
-    if all(distance(one.returned["out"], one.expected["out"]) <= one.allowed["out"] for one in wrong):
+def by_output(wrong: list[Answer], every: list[Answer]) -> str:
+    """A cause for wrong answers of one family, of which the smallest is first; `every` is wrong in some family."""
+    if all(_right(one) for one in wrong):
         return _of_lse(wrong)
-    return _special(wrong, others) or _fitted(wrong) or _region(wrong)
+    shown = [one for one in every if not _right(one)]
+    return _special(wrong, shown) or _fitted(wrong) or _region(shown)
 
 
+def _right(one: Answer) -> bool:
+    """Whether the output is right, and something else wrong."""
+    return distance(one.returned["out"], one.expected["out"]) <= one.allowed["out"]
+
+
+def _largest(one: Example) -> Array:
+    return np.asarray(scores_of(one).max(axis=-1))
+
+
+_LSE: tuple[tuple[str, Callable[[Example, Array], Array]], ...] = (
+    ("log-sum-exp in powers of 2 in place of e", lambda _, x: x / np.log(2)),
+    ("log-sum-exp with the other sign", lambda _, x: -x),
+    ("log-sum-exp without the largest score, which is subtracted first", lambda one, x: x - _largest(one)),
+    ("the largest score in place of the log-sum-exp", lambda one, _: _largest(one)),
+    ("the sum of exponentials in place of its logarithm", lambda _, x: np.exp(x)),
+)
+
+
+@np.errstate(all="ignore")
 def _of_lse(wrong: list[Answer]) -> str:
     """Outputs are right, and log-sum-exps are not."""
+    found = [one for one in wrong if "lse" in one.returned]
     for words, change in _LSE:
-        found = [one for one in wrong if "lse" in one.returned]
-        if found and all(
-            distance(change(one.returned["lse"]), one.expected["lse"]) <= 4 * one.allowed["lse"] for one in found
-        ):
+        if found and all(_alike(one, change(one.example, one.expected["lse"])) for one in found):
             return words
     return ""
 
 
-_LSE = (
-    ("log-sum-exp in powers of 2 in place of e", lambda x: x * np.log(2)),
-    ("log-sum-exp with the other sign", lambda x: -x),
-    ("sum of exponentials in place of its logarithm", np.log),
-)
+def _alike(one: Answer, lse: Array) -> bool:
+    """Whether a log-sum-exp was returned, where the right one is finite."""
+    there = np.isfinite(one.expected["lse"])
+    return distance(one.returned["lse"][there], lse[there]) <= 4 * one.allowed["lse"] * max(
+        1.0, float(np.abs(lse[there]).max())
+    )
 
 
-def _special(wrong: list[Answer], others: set[str]) -> str:
-    """What a kind of case alone shows, if ordinary cases with the same options are right."""
+def _special(wrong: list[Answer], every: list[Answer]) -> str:
+    """What a kind of case alone shows, if ordinary cases with its options are right."""
     one = wrong[0]
+    ordinary = [set(other.example.kwargs) for other in every if other.family not in _SPECIAL]
+    if any(not names or names & set(x.example.kwargs) for names in ordinary for x in wrong):
+        return ""
     out, expected = one.returned["out"], one.expected["out"]
     empty = ~np.isfinite(one.expected["lse"])
-    if one.family == "large_scores" and "self" not in others and not np.isfinite(out).all():
+    if one.family == "large_scores" and not np.isfinite(out).all():
         return "the exponential overflows: the largest score is not subtracted first"
-    if "masks" in others:
-        return ""
     if one.family == "nan_excluded" and np.isnan(out).any():
         return "values of excluded keys are multiplied by 0, and 0 times NaN is NaN"
     if one.family == "excluded_rows" and empty.any() and out.shape == expected.shape:
@@ -61,8 +89,10 @@ def _special(wrong: list[Answer], others: set[str]) -> str:
 
 
 def _fitted(wrong: list[Answer]) -> str:
-    """A constant scale that gives all answers, if there is one."""
+    """A constant scale, or a constant times the meant one, that gives all answers, if there is one."""
     first = wrong[0]
+    if not all(np.isfinite(one.returned["out"]).all() for one in wrong):
+        return ""
 
     def off(one: Answer, scale: float) -> float:
         try:
@@ -70,8 +100,6 @@ def _fitted(wrong: list[Answer]) -> str:
         except RelposError:
             return np.inf
 
-    if not np.isfinite(first.returned["out"]).all():
-        return ""
     tried = scale_of(first.example) * _FACTORS
     errors = [off(first, float(scale)) for scale in tried]
     best = int(np.argmin(errors))
@@ -81,43 +109,53 @@ def _fitted(wrong: list[Answer]) -> str:
         low, high = (low, b) if off(first, a) < off(first, b) else (a, high)
     scale = (low + high) / 2
     if all(off(one, scale) <= 4 * one.allowed["out"] for one in wrong):
-        return f"the scale is {scale:.4g} where {scale_of(first.example):.4g} is meant"
+        return f"the scale is {scale:.4g}, whatever is meant"
+    times = scale / scale_of(first.example)
+    if all(off(one, times * scale_of(one.example)) <= 4 * one.allowed["out"] for one in wrong):
+        return f"the scale is {times:.4g} times what is meant"
     return ""
 
 
 def _region(wrong: list[Answer]) -> str:
     """Where alone outputs are wrong, if that is the same in all cases: heads, items, queries or channels."""
+    if not all(_far_off(one) for one in wrong):
+        return ""
     for axis, word in enumerate(_AXES):
-        firsts, ends, zero = set(), set(), True
-        for one in wrong:
-            out, expected = one.returned["out"], one.expected["out"]
-            if out.shape != expected.shape:
-                return ""
-            with np.errstate(invalid="ignore"):
-                bad = ~(np.abs(out - expected) <= one.allowed["out"])
-            along = bad.any(axis=tuple(n for n in range(4) if n != axis))
-            if along.all() or not along.any():
-                break
-            at = np.flatnonzero(along)
-            zero &= bool((np.take(out, at, axis) == 0).all())
-            firsts.add(int(at[0]))
-            ends.add(_shape_of(along))
-        else:
-            what = "the output is 0" if zero else "the output is wrong"
-            if ends == {"last"}:
-                return f"{what} for the last {word} alone"
-            if ends == {"first"}:
-                return f"{what} for the first {word} alone"
-            if len(firsts) == 1 and ends <= {"rest", "last"}:
-                return f"{what} from {word} {firsts.pop()} on alone, counted from 0"
+        places = [_along(one, axis) for one in wrong]
+        if any(bad.all() or not bad.any() for bad in places):
+            continue
+        zero = all(
+            (np.take(x.returned["out"], np.flatnonzero(b), axis) == 0).all() for x, b in zip(wrong, places, strict=True)
+        )
+        where = _words(places, word)
+        if where:
+            return f"the output is {'0' if zero else 'wrong'} {where} alone"
     return ""
 
 
-def _shape_of(along: Array) -> str:
-    """Which entries of an axis are wrong."""
-    at = np.flatnonzero(along)
-    if len(at) == 1 and at[0] == len(along) - 1:
-        return "last"
-    if len(at) == 1 and at[0] == 0:
-        return "first"
-    return "rest" if at[-1] == len(along) - 1 and len(at) == at[-1] - at[0] + 1 else "some"
+def _far_off(one: Answer) -> bool:
+    out, expected = one.returned["out"], one.expected["out"]
+    return out.shape == expected.shape and distance(out, expected) > _PLAINLY * one.allowed["out"]
+
+
+def _along(one: Answer, axis: int) -> Array:
+    """Which entries of an axis have something wrong."""
+    with np.errstate(invalid="ignore"):
+        bad = ~(np.abs(one.returned["out"] - one.expected["out"]) <= one.allowed["out"])
+    return np.asarray(bad.any(axis=tuple(n for n in range(4) if n != axis)))
+
+
+def _words(places: list[Array], word: str) -> str:
+    """The rule that all places follow, if there is one."""
+    ends = [(int(np.flatnonzero(bad)[0]), int(np.flatnonzero(bad)[-1]), len(bad)) for bad in places]
+    if all(last == 0 for _, last, _ in ends):
+        return f"for the first {word}"
+    if not all(last == count - 1 for _, last, count in ends):
+        return ""
+    firsts = {first for first, _, _ in ends}
+    if len(firsts) == 1:
+        return f"from {word} {firsts.pop()} on, counted from 0,"
+    if all(first == last for first, last, _ in ends):
+        return f"for the last {word}"
+    tile = next((n for n in _TILES if all(first == count // n * n for first, _, count in ends)), 0)
+    return f"after the last whole tile of {tile} of each {word}" if tile else ""

@@ -23,7 +23,8 @@ def of_roundings(kept: Format) -> Iterator[tuple[str, Answer]]:
             yield f"makes products of q and k in {name}", partial(_products, bits)
             yield f"makes products of q, k and v in {name}", partial(_all_products, bits)
         if 2.0**-bits > kept.eps and name != "TF32":
-            yield f"rounds probabilities to {name}", partial(_weights, bits)
+            yield f"rounds probabilities to {name}", partial(_weights, bits, True)
+            yield f"rounds exponentials to {name}", partial(_weights, bits, False)
 
 
 def coarse(x: Array, bits: int) -> Array:
@@ -42,11 +43,13 @@ def _all_products(bits: int, one: Example) -> Array | None:
     return out_of(one, q=coarse(one.q, bits), k=coarse(one.k, bits), v=coarse(one.v, bits), scale=scale_of(one))
 
 
-def _weights(bits: int, one: Example) -> Array | None:
+def _weights(bits: int, normalised: bool, one: Example) -> Array | None:
     if not plain_outputs(one) or one.kwargs.get("sinks") is not None:
         return None
     s = scores_of(one)
     top = s.max(axis=-1, keepdims=True)
     p = np.exp(s - np.where(np.isfinite(top), top, 0.0))
     total = p.sum(axis=-1, keepdims=True)
-    return np.asarray(coarse(p / np.where(total > 0, total, 1.0), bits) @ values_of(one))
+    total = np.where(total > 0, total, 1.0)
+    v = values_of(one)
+    return np.asarray(coarse(p / total, bits) @ v if normalised else coarse(p, bits) @ v / total)

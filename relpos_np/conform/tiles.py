@@ -7,7 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from relpos_np.conform.altered import Answer, call_of, hiding, plain_outputs, scores_of, values_of
+from relpos_np.conform.altered import Answer, call_of, hiding, out_of, plain_outputs, scores_of, values_of
+from relpos_np.testing.conventions import masked, reach
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -27,6 +28,8 @@ def of_tiles() -> Iterator[tuple[str, Answer]]:
         for words, skipped in _CAUSAL:
             for from_keys in (True, False):
                 yield f"causal {words}, in {of}", partial(_causal, tile, skipped, from_keys)
+        yield f"decides causal by whole {of}, not by keys", partial(_by_tile, tile)
+        yield f"rounds key_lengths up to whole {of}", partial(_whole_lengths, tile)
         yield f"keys of padding count as scores of 0, in {of} keys", partial(_padded, tile)
         for words, sums, outputs in _UNSCALED:
             yield (
@@ -46,6 +49,7 @@ _CAUSAL: tuple[tuple[str, _Skipped], ...] = (
     ("sees the tile on the diagonal alone", lambda r, c: r != c),
     ("skips the first tile of keys after the first row of tiles", lambda r, c: (c == 0) & (r > 0)),
     ("skips the tile before the diagonal", lambda r, c: c == r - 1),
+    ("stops at the last whole tile before the diagonal", lambda r, c: (c >= r) & (r > 0)),
 )
 
 
@@ -72,6 +76,25 @@ def _causal(tile: int, skipped: _Skipped, from_keys: bool, one: Example) -> Arra
         return None
     rows, columns = (np.arange(call.q_len)[:, None] + start) // tile, np.arange(call.k_len) // tile
     return hiding(one, skipped(rows, columns))
+
+
+def _by_tile(tile: int, one: Example) -> Array | None:
+    """All keys of the tiles that hold some key of a query's."""
+    call = call_of(one)
+    if not call.causal or call.k_len <= tile:
+        return None
+    last = (np.arange(call.q_len)[:, None] + call.meant("offset")) // tile * tile + tile - 1
+    seen = np.arange(call.k_len) <= last
+    if call.sides is not None:
+        seen = seen & reach(slice(0, call.q_len), call.k_len, window=call.sides, offset=call.meant("offset"))
+    return out_of(one, causal=None, window=None, mask=masked(one.kwargs.get("mask"), seen))
+
+
+def _whole_lengths(tile: int, one: Example) -> Array | None:
+    lengths = one.kwargs.get("key_lengths")
+    if lengths is None:
+        return None
+    return out_of(one, key_lengths=np.minimum(-(-np.asarray(lengths) // tile) * tile, one.k.shape[2]))
 
 
 def _padded(tile: int, one: Example) -> Array | None:

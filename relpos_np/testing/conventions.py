@@ -155,6 +155,8 @@ CONVENTIONS = (
     _side(lambda left, _: (left, None), "ignores the window's right side"),
     _side(lambda _, right: (None, right), "ignores the window's left side"),
     _side(lambda left, right: (right, left), "exchanges the window's sides"),
+    _side(lambda left, _: (left, left), "takes the window's left side for both"),
+    _side(lambda _, right: (right, right), "takes the window's right side for both"),
     _side(lambda left, _: (left, 0), "takes the window's right side for 0"),
     _causal(lambda _: None, "ignores causal"),
     _causal(lambda c: c.meant("offset") - 1, "causal leaves out the query's own key", searched=False),
