@@ -291,7 +291,7 @@ def beit(change):
 
 
 # Words, scheme, function, words of the cause that are right (any of them), dtype.
-CRASH = ("illegal access",)
+CRASH = ("crashes",)
 WRONG = [
     ("crashes unless 16 divides L", "plain", kernel(before=fails(lambda at: at.q.shape[2] % 16, RuntimeError)), CRASH),
     ("crashes for more than one token", "plain", kernel(before=fails(lambda at: at.q.shape[2] > 1, IndexError)), CRASH),
