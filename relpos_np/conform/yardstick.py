@@ -137,24 +137,30 @@ def _straightforward(
     draws = min(_DRAWS, max(2, _SCORES // (batch * heads * q_len * one.k.shape[2])))
     for seed in range(draws):
         rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1)
-        turned, added = None, {"out": _summed(one, kept, np.random.default_rng(seed))}
+        turned, added = None, _summed(one, kept, np.random.default_rng(seed))
         if grad_out is not None:
             # What reaches a score is a product with values, which is rounded before a sum is subtracted from it.
             turned = grad_out * (1 + kept.eps * np.random.default_rng(seed).uniform(-1, 1, grad_out.shape))
             added |= _summed_back(one, kept, np.random.default_rng(seed), grad_out)
         found = _results(rough, "numpy", turned, trained)
-        yield {name: x if name == "lse" else kept.rounded(x + added.get(name, 0.0)) for name, x in found.items()}
+        found = {name: x + added.get(name, 0.0) for name, x in found.items()}
+        yield {name: x if name == "lse" else kept.rounded(x) for name, x in found.items()}
 
 
-def _summed(one: Example, kept: Format, rng: np.random.Generator) -> Array | float:
-    """Errors of adding up values key by key: of sums that grow to their size, each rounded in any direction.
+def _summed(one: Example, kept: Format, rng: np.random.Generator) -> dict[str, Array]:
+    """Errors of adding up weights, and values, key by key: of sums that grow to their size, each rounded anyhow.
 
     Half precision is added up in float32, whose errors do not show.
     """
     if kept.name not in ("float32", "float64"):
-        return 0.0
+        return {}
     sizes, _ = replace(one, v=np.abs(one.v)).run("numpy")
-    return np.asarray(kept.eps / 2 * np.sqrt(one.k.shape[2] / 3) * np.abs(sizes) * rng.uniform(-1, 1, sizes.shape))
+    step = kept.eps / 2 * np.sqrt(one.k.shape[2] / 3)
+    return {
+        "out": np.asarray(step * np.abs(sizes) * rng.uniform(-1, 1, sizes.shape)),
+        # Relative to a sum is absolute in its logarithm.
+        "lse": np.asarray(step * rng.uniform(-1, 1, sizes.shape[:-1])),
+    }
 
 
 def _summed_back(one: Example, kept: Format, rng: np.random.Generator, grad_out: Array) -> dict[str, Array]:
@@ -229,6 +235,11 @@ def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_las
     unscaled = [products, s - products, s] if scaled_last else [products]
     scaled = [s] if scaled_last else [products, s - products, s]
     half_units = [kept.unit(x) / 2 for x in scaled] + [kept.unit(x / scale) / 2 * scale for x in unscaled]
+    if kept.name in ("float32", "float64"):
+        # A sum of D products wanders, and so do the errors of its steps: the root of the sum of squares, half of it on
+        # the way.
+        squares = q**2 @ repeat_heads(k**2, q.shape[1]).swapaxes(-1, -2)
+        half_units.append(kept.eps / 2 * np.sqrt(q.shape[-1] / 6 * squares) * scale)
     error = np.sum([unit * rng.uniform(-1, 1, s.shape) for unit in half_units], axis=0)
     error = np.where(np.isfinite(s) & np.isfinite(error), error, 0.0)
     p, _ = softmax(s + error)
