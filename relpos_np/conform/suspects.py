@@ -211,7 +211,9 @@ def _coarse(name: str) -> Answer:
     def answer(one: Example) -> Array | None:
         if type(one.position) is not Rotary or one.position.positions is not None:
             return None
-        return remade(one, positions=format_of(name).rounded(np.arange(float(one.k.shape[2]))))
+        call, held = call_of(one), format_of(name).rounded
+        rows = held(np.arange(float(call.q_len)) + call.meant("offset"))
+        return remade(one, positions=rows, key_positions=held(np.arange(float(call.k_len))))
 
     return answer
 

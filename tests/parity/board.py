@@ -8,6 +8,7 @@ import json
 import sys
 import warnings
 from dataclasses import replace
+from functools import wraps
 
 from relpos_np.conform import conform
 from tests.parity.adaptors import ADAPTORS, RECORDED, installed, written
@@ -22,7 +23,7 @@ def report(adaptor, dtype, function=None, families=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs: of what is slow, or not compiled
         return conform(
-            function or adaptor.made(),
+            refusing(function or adaptor.made()),
             adaptor.scheme,
             variant=adaptor.variant,
             framework=adaptor.framework,
@@ -31,6 +32,19 @@ def report(adaptor, dtype, function=None, families=None):
             layout=adaptor.layout,
             families=families,
         )
+
+
+def refusing(function):
+    """The function with errors of a package as refusals: what it does not take is no mistake on the board."""
+
+    @wraps(function)
+    def attend(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise NotImplementedError(f"{type(error).__name__}: {error}") from error
+
+    return attend
 
 
 def row(adaptor, found):

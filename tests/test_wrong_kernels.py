@@ -1,0 +1,23 @@
+"""Forty-five wrong kernels fail and are told why; `python -m tests.wrong_kernels` asks them everything."""
+
+import pytest
+
+from relpos_np.conform import conform
+from tests.wrong_kernels import WRONG, alibi, beit, kernel, rotary, t5
+
+
+@pytest.mark.parametrize(("words", "scheme", "family", "function", "causes"), WRONG, ids=[one[0] for one in WRONG])
+def test_a_wrong_kernel_is_told_why(words, scheme, family, function, causes):
+    report = conform(function, scheme, families={"self", family})
+    assert report.exit_code == 1
+    assert any(cause in report.family(family).cause for cause in causes), report.text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["plain", "t5", "rotary", "alibi", "beit"])
+def test_the_kernel_that_they_are_made_of_is_right(scheme, dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    right = {"plain": kernel, "t5": t5, "rotary": rotary, "alibi": alibi, "beit": lambda: beit(lambda grid: grid)}
+    report = conform(right[scheme](), scheme, dtype=dtype, lengths=(1, 2, 33, 65))
+    assert report.ok, report.text()
