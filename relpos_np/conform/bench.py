@@ -13,7 +13,7 @@ from relpos_np.conform.formats import Format, format_of
 from relpos_np.conform.implementation import Crashed, Implementation, Refused
 from relpos_np.conform.report import Finding
 from relpos_np.conform.yardstick import Truth, distance, truth
-from relpos_np.testing.arguments import changed
+from relpos_np.testing.arguments import arguments, changed
 from relpos_np.testing.example import Example
 from relpos_np.testing.families import made
 from relpos_np.testing.grid import Form, Grid
@@ -92,6 +92,9 @@ class Bench:
         except Refused as error:
             return Finding(**about, verdict="refused" if self.able is None else "wrong", reason=str(error))
         except Crashed as error:
+            if form.family == "flags" and _kinds(one) != _kinds(self.made(replace(form, choices=()))):
+                # It has no argument for this form of an array, and cannot say so by its name.
+                return Finding(**about, verdict="refused" if self.able is None else "wrong", reason=str(error))
             self.crashes.append(fitted)
             return Finding(**about, verdict="wrong", reason=str(error), proves=k_len > 1)
 
@@ -151,6 +154,12 @@ class Bench:
                     break
         del self.answers[kept[0] :], self.crashes[kept[1] :]
         return best
+
+
+def _kinds(one: Example | None) -> dict[str, tuple[str, int]]:
+    """Of each argument of the scheme its type and number of axes."""
+    given = {} if one is None or one.position is None else arguments(one.position)
+    return {name: (type(value).__name__, np.ndim(value)) for name, value in given.items()}
 
 
 def _smaller(form: Form, grid: Grid) -> Iterator[Form]:

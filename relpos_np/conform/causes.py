@@ -21,7 +21,9 @@ from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
 # How much nearer to a suspect's output than to the truth an answer is, for the suspect to be the cause.
-_NEARER = 0.02
+_NEARER, _NEARER_IN_HALF = 0.02, 0.15
+# From this on a format is half precision, in which a mistake that makes scores large makes errors of its own.
+_HALF = 1e-4
 # Cosine of the errors with those of a suspect that rounds.
 _ALIKE = 0.7
 # Answers of a family that are compared.
@@ -33,7 +35,8 @@ _LARGE = 1 << 18
 class _Known:
     """Outputs of suspects, each made once."""
 
-    def __init__(self, answers: list[Answer]) -> None:
+    def __init__(self, answers: list[Answer], eps: float) -> None:
+        self.eps = eps
         self._made: dict[tuple[int, int], Array | None] = {}
         self._counts: dict[int, int] = {}
         wrong = [one for one in answers if one.wrong]
@@ -61,7 +64,8 @@ class _Known:
             apart, meant = out - expected, other - expected
             size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
             return bool((apart * meant).sum() > _ALIKE * size)
-        near = max(2 * allowed, _NEARER * off if off < np.inf else 0.0)
+        nearer = _NEARER if self.eps < _HALF else _NEARER_IN_HALF
+        near = max(2 * allowed, nearer * off if off < np.inf else 0.0)
         finite = np.isfinite(out) & np.isfinite(other)
         if not np.array_equal(finite, np.isfinite(out)):
             return False
@@ -99,7 +103,7 @@ class _Known:
 def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> list[Family]:
     """The families with the first suspect that gives all their wrong answers, if there is one."""
     answers = bench.answers
-    known = _Known(answers)
+    known = _Known(answers, bench.stored.eps)
     failed = {one.name for one in families if one.verdict == "wrong"}
 
     def cause(one: Family) -> str:
@@ -116,6 +120,7 @@ _HINTS = {
     "H": "--heads",
     "batch": "--batch",
     "grouped heads": "--except grouped_heads",
+    "several shared key heads": "--except grouped_heads",
     "D_v": "--except value_dim",
 }
 

@@ -22,7 +22,7 @@ def _facts(one: Example) -> _Facts:
     (batch, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = one.q.shape, one.v.shape
     names = {name for name, value in one.kwargs.items() if value is not None and value is not False}
     if heads != kv_heads:
-        names |= {"grouped heads"}
+        names |= {"grouped heads"} if kv_heads == 1 else {"grouped heads", "several shared key heads"}
     if one.position is not None:
         defaults, given = parameters(one.position.__class__), arguments(one.position)
         names |= {

@@ -236,10 +236,10 @@ def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_las
     scaled = [s] if scaled_last else [products, s - products, s]
     half_units = [kept.unit(x) / 2 for x in scaled] + [kept.unit(x / scale) / 2 * scale for x in unscaled]
     if kept.name in ("float32", "float64"):
-        # A sum of D products wanders, and so do the errors of its steps: the root of the sum of squares, half of it on
-        # the way.
-        squares = q**2 @ repeat_heads(k**2, q.shape[1]).swapaxes(-1, -2)
-        half_units.append(kept.eps / 2 * np.sqrt(q.shape[-1] / 6 * squares) * scale)
+        # D products are added one by one: sums that grow to what they come to, and wander by half of the root of their
+        # squares on the way.
+        squares = q**2 @ repeat_heads(k**2, q.shape[1]).swapaxes(-1, -2) * scale**2
+        half_units.append(kept.eps / 2 * np.sqrt(q.shape[-1] / 3 * (products**2 / 3 + squares / 2)))
     error = np.sum([unit * rng.uniform(-1, 1, s.shape) for unit in half_units], axis=0)
     error = np.where(np.isfinite(s) & np.isfinite(error), error, 0.0)
     p, _ = softmax(s + error)
