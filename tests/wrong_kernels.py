@@ -54,6 +54,8 @@ def kernel(asks=(), **steps):
 
     def finished(at, s, v, return_lse):
         top = np.max(s, axis=-1, keepdims=True)
+        if at.sinks is not None:
+            top = np.maximum(top, step("sinks", at, at.sinks)[:, None, None])
         top = step("top", at, np.where(np.isfinite(top), top, 0).astype(s.dtype))
         p = step("weights", at, np.exp(s - top))
         total = p.sum(-1, keepdims=True)

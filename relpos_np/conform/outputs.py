@@ -71,11 +71,12 @@ def _alike(one: Answer, lse: Array) -> bool:
 
 
 def _special(wrong: list[Answer], every: list[Answer]) -> str:
-    """What a kind of case alone shows, if ordinary cases with its options are right."""
-    one = wrong[0]
+    """What a kind of case alone shows, if ordinary cases with its options, or fewer, are right."""
     ordinary = [set(other.example.kwargs) for other in every if other.family not in _SPECIAL]
-    if any(not names or names & set(x.example.kwargs) for names in ordinary for x in wrong):
+    alone = [one for one in wrong if not any(names <= set(one.example.kwargs) for names in ordinary)]
+    if not alone:
         return ""
+    one = alone[0]
     out, expected = one.returned["out"], one.expected["out"]
     empty = ~np.isfinite(one.expected["lse"])
     if one.family == "large_scores" and not np.isfinite(out).all():

@@ -50,7 +50,9 @@ def subjects(request):
 def test_each_mistake_is_found_and_named(subjects, name, scheme, variant, dtype, family, words):
     # JAX compiles every operation for every shape: minutes for all families.
     families = family if "jax" in subjects.__name__ else None
-    report = conform(getattr(subjects, name), scheme, variant=variant, dtype=dtype, families=families, excluded=lacks(name))
+    report = conform(
+        getattr(subjects, name), scheme, variant=variant, dtype=dtype, families=families, excluded=lacks(name)
+    )
     assert report.exit_code == 1
     assert not report.ok
     assert report.family(family).verdict == "wrong"
@@ -70,7 +72,9 @@ COMMON = ("self", "cross", "large_scores", "long")
 @pytest.mark.parametrize(("name", "scheme", "variant"), RIGHT)
 def test_what_is_right_passes(subjects, name, scheme, variant, dtype):
     families = COMMON if "jax" in subjects.__name__ else None
-    report = conform(getattr(subjects, name), scheme, variant=variant, dtype=dtype, families=families, excluded=lacks(name))
+    report = conform(
+        getattr(subjects, name), scheme, variant=variant, dtype=dtype, families=families, excluded=lacks(name)
+    )
     assert report.ok, report.text()
     assert report.family("self").verdict == report.family("long").verdict == "right"
 
