@@ -53,6 +53,11 @@ def alibi(q, k, v, slopes, causal=False):
 
 def unscaled(q, k, v):
     return rp.attention(q, k, v, scale=1.0, backend="numpy")
+
+def flash(q, k, v, causal=False):
+    if q.shape[-1] != 64 or q.shape[-2] % 64 or k.shape[-2] % 64:
+        raise RuntimeError("illegal memory access")
+    return rp.attention(q, k, v, causal=causal, backend="numpy")
 """
 
 

@@ -33,7 +33,7 @@ examples:
   relpos conform mypackage.attention:t5 --scheme t5 --dtype float16 --families self,cross --json
   relpos conform mypackage.attention:alibi --scheme alibi --supports causal,cross --junit found.xml --badge found.svg
   relpos conform mypackage.attention:unscaled --scheme plain --always scale=1.0
-  relpos conform mypackage.flash:attend --scheme plain --head-dim 64 --lengths 64,128,1024 --heads 8,8/2 --thorough
+  relpos conform mypackage.attention:flash --scheme plain --head-dim 64 --lengths 64,128 --heads 8,8/2 --thorough
 """
 
 

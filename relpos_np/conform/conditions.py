@@ -24,7 +24,8 @@ def _facts(one: Example) -> _Facts:
     if heads != kv_heads:
         names |= {"grouped heads"} if kv_heads == 1 else {"grouped heads", "several shared key heads"}
     if one.position is not None:
-        defaults, given = parameters(one.position.__class__), arguments(one.position)
+        cls: type = type(one.position)
+        defaults, given = parameters(cls), arguments(one.position)
         names |= {
             f"{n}={x}" for n, x in given.items() if isinstance(x, bool | int | float) and x != defaults[n].default
         }
