@@ -166,6 +166,21 @@ def test_how_it_is_called():
     assert report.family("calls").verdict == "right"
 
 
+def test_a_convention_is_told_with_its_flag():
+    """A scale that is left to weights, and buckets in float32, are right for some."""
+
+    def unscaled(q, k, v):
+        return rp.attention(q, k, v, scale=1.0, backend="numpy")
+
+    def single(q, k, v, table, max_distance=128):
+        position = rp.T5(table, max_distance=max_distance, rounding="float32")
+        return rp.attention(q, k, v, position=position, backend="numpy")
+
+    assert "if that is meant, say --always scale=1.0" in conform(unscaled, "plain", families="self").text()
+    assert "if that is meant, say --variant float32" in conform(single, "t5", families="borders").text()
+    assert conform(single, "t5", variant="float32", families="borders").ok
+
+
 def test_a_failure_is_shrunk():
     def wide(q, k, v, causal=False):
         q = np.where(np.arange(q.shape[-1]) < 48, q, 0).astype(q.dtype)

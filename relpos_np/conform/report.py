@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,15 @@ import numpy as np
 
 # Exit codes: every case that ran is right; one is wrong; (2: unusable arguments;) nothing ran.
 CONFORMS, WRONG, NOTHING_RAN = 0, 1, 3
+# By how a cause begins, and of another variant: what to say of an implementation that is meant to do that.
+_FLAGS = {
+    "scale missing": "--always scale=1.0",
+    "ignores causal": "--except causal",
+    "divides by a sum of 0": "--except excluded_rows",
+    "gives queries that may attend no key": "--except excluded_rows",
+    "values of excluded keys are multiplied": "--except nan_excluded",
+}
+_VARIANT = re.compile(r"that is variant '(\w+)'")
 # Of a reason in a table.
 _WIDTH = 72
 
@@ -293,4 +303,7 @@ def _explained(cause: str, families: list[Family]) -> list[str]:
     lines.append(f"    the smallest case: {smallest.edge} ({smallest.where})")
     off = [(name, smallest.errors[name], smallest.allowed[name]) for name in smallest.wrong]
     lines += [f"    {name} is off by {error:.3g}, allowed {allowed:.3g}" for name, error, allowed in off]
-    return [*lines, f"    {smallest.reason}"] if smallest.reason else lines
+    lines += [f"    {smallest.reason}"] if smallest.reason else []
+    hint = next((flag for words, flag in _FLAGS.items() if cause.startswith(words)), "")
+    hint = f"--variant {variant[1]}" if (variant := _VARIANT.search(cause)) else hint
+    return [*lines, f"    if that is meant, say {hint}"] if hint else lines
