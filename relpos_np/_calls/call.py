@@ -11,7 +11,7 @@ from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
 from relpos_np._calls.sinks import before_sinks, sink
-from relpos_np._contract import check
+from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
 from relpos_np._contract.problem import Pages
@@ -79,7 +79,7 @@ class Call:
         """Refuse an `out` that cannot hold the result, or shares memory with what is read."""
         if out is not None:
             shape, read = self.problem.out_shape, (*self.operands, *self.given.values(), self.position)
-            check.output(out, shape[1:] if self.flat else shape, self.dtype, read)
+            outputs.check(out, shape[1:] if self.flat else shape, self.dtype, read)
 
     def attend(self, out: Array | None, return_lse: bool) -> tuple[Array, Array | None]:
         """Output and, if it was asked for, log-sum-exp."""

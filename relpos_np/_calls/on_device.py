@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np import backend
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
 from relpos_np._calls.packed import PackedCall
-from relpos_np._contract import check
+from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
 from relpos_np._contract.problem import Problem
@@ -130,7 +130,7 @@ class _Target:
             raise RelposTypeError(f"out: expected a device array like the operands, found {type(out).__name__}")
         else:
             self.operand = Operand.of(out, "out")
-            check.output(self.operand, shape, dtype, inputs)
+            outputs.check(self.operand, shape, dtype, inputs)
         self.filled = self.operand if self.operand.is_contiguous else Operand.empty(shape, dtype)
 
     def result(self, pointer: int) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls.lowering import schemes_of
-from relpos_np._contract import check
+from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
 from relpos_np._contract.sequences import Sequences
@@ -245,7 +245,7 @@ class PackedCall:
         dtype = self.q.dtype.newbyteorder("=")
         if out is None:
             return np.empty(self.shape, dtype)
-        check.output(out, self.shape, dtype, (self.q, self.k, self.v, *self.given.values(), self.position))
+        outputs.check(out, self.shape, dtype, (self.q, self.k, self.v, *self.given.values(), self.position))
         return out
 
     def attention(self, compute: Callable[..., Any], return_lse: bool, result: Any, return_bound: bool = False) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, lowered_once
-from relpos_np._contract import check
+from relpos_np._contract import check, outputs
 from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.problem import Problem, Site, converted
 from relpos_np._contract.terms import Dense, Toeplitz
@@ -54,7 +54,7 @@ class Ready:
         if out is None:
             result = results.empty(self._shape, self._result)[0]
         else:
-            check.output(out, self._shape, self._result, read)
+            outputs.check(out, self._shape, self._result, read)
             result = out if out.flags.c_contiguous else np.empty(self._shape, self._result)
         lse = np.empty(self._shape[:-1], self._site.dtype) if return_lse else None
         vectors = self._vectors(operands) if self._computing else ()

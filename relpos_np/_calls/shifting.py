@@ -8,7 +8,7 @@ import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds, on_device
-from relpos_np._contract import check
+from relpos_np._contract import check, outputs
 from relpos_np._runtime import memory, results
 from relpos_np.formulas import relshift
 from relpos_np.types import Array, Backend, Shift
@@ -78,7 +78,7 @@ def rel_shift(
     x = check.array("x", x)
     shape, dtype = relshift.checked(x, variant), x.dtype.newbyteorder("=")
     if out is not None:
-        check.output(out, shape, dtype, (x,))
+        outputs.check(out, shape, dtype, (x,))
     name = _backend.current(backend)
     kernels = name in _backend.WITH_KERNELS and variant not in relshift.UNMOVED
     if memory.limit() is not None:
