@@ -23,6 +23,7 @@ from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, fit
 from relpos_np._dense.slopes import Slopes
 from relpos_np.formulas.softmax import repeat_heads, softmax, weighted_sum
+from relpos_np.formulas.sums import product, total
 from relpos_np.types import Array
 
 
@@ -58,7 +59,7 @@ class _Map:
 
 def _table(term: TableTerm, ds: Array, problem: Problem) -> TableTerm:
     sums = _Map(term.index, problem).sums(ds)
-    return TableTerm(fit(sums.sum(axis=-2), term.table.shape), term.index)
+    return TableTerm(fit(total(sums, axis=-2), term.table.shape), term.index)
 
 
 def _seen(sums: Array, x: Array) -> Array:
@@ -68,14 +69,14 @@ def _seen(sums: Array, x: Array) -> Array:
 
 def _query(term: QueryTerm, ds: Array, problem: Problem) -> QueryTerm:
     sums = _Map(term.index, problem).sums(ds)
-    weights = np.einsum("...ir,...ic->...rc", sums, _seen(sums, term.query))
+    weights = product(np.swapaxes(sums, -1, -2), _seen(sums, term.query))
     query = np.einsum("...ir,...rc->...ic", sums, term.weights)
     return QueryTerm(fit(query, term.query.shape), fit(weights, term.weights.shape), term.index)
 
 
 def _key(term: KeyTerm, ds: Array, problem: Problem) -> KeyTerm:
     sums = _Map(term.index, problem).sums(ds, axis=-2)
-    weights = np.einsum("...jr,...jc->...rc", sums, _seen(sums, repeat_heads(term.key, problem.site.heads)))
+    weights = product(np.swapaxes(sums, -1, -2), _seen(sums, repeat_heads(term.key, problem.site.heads)))
     key = np.einsum("...jr,...rc->...jc", sums, term.weights)
     return KeyTerm(fit(key, term.key.shape), fit(weights, term.weights.shape), term.index)
 
@@ -112,12 +113,12 @@ def backward(
             index = _Map(term.index, problem)
             dp = dp + index.pick(np.einsum("...id,...rd->...ir", grad_out, term.weights))
             sums = index.sums(kept)
-            weights = np.einsum("...ir,...id->...rd", sums, _seen(sums, grad_out))
+            weights = product(np.swapaxes(sums, -1, -2), _seen(sums, grad_out))
             values.append(ValueTerm(fit(weights, term.weights.shape), term.index))
         dp = np.where(read, dp, zero)
         if problem.keep is not None:
             dp = dp * (problem.keep * site.dtype.type(problem.keep_scale))
-        ds = dp - np.sum(p * dp, axis=-1, keepdims=True)
+        ds = dp - total(p * dp)[..., None]
         if grad_lse is not None:
             ds = ds + grad_lse[..., None]
         ds = np.where(read, p * ds, zero)

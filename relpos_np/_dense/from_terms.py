@@ -94,6 +94,21 @@ def scores(problem: Problem, terms: Terms, slopes: Slopes | None = None) -> Arra
     return np.asarray(np.where(out, site.dtype.type(-np.inf), s))
 
 
+def _summed(p: Array, x: Array) -> Array:
+    """Sums of p (..., L_q, L_k) times x (..., L_k, D): a few keys at a time, and what each addition of them loses.
+
+    So errors do not grow with the number of keys.
+    """
+    out = np.zeros((), x.dtype)
+    lost = np.zeros((), x.dtype)
+    for j in range(0, max(p.shape[-1], 1), 8):
+        more = np.einsum("...ij,...jd->...id", p[..., j : j + 8], x[..., j : j + 8, :])
+        both = out + more
+        lost = lost + np.where(np.abs(out) < np.abs(more), (more - both) + out, (out - both) + more)
+        out = both
+    return np.asarray(out + np.where(np.isfinite(lost), lost, 0))
+
+
 def _bins(p: Array, rows: Array, there: Array, count: int) -> Array:
     """Sums of p (..., L_q, L_k) over the keys of each row: (..., L_q, count), in halves down to a block of keys."""
     keys = p.shape[-1]
@@ -116,7 +131,7 @@ def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
         top = np.max(s, axis=-1, initial=-np.inf, keepdims=True)
         top = np.where(np.isneginf(top), site.dtype.type(0), top)
         weight = np.exp(s - top)
-        total = weight.sum(axis=-1)
+        total = _summed(weight, np.ones((site.k_len, 1), site.dtype))[..., 0]
         lse = np.log(total) + top[..., 0]
         p = weight / np.where(total == 0, site.dtype.type(1), total)[..., None]
         if problem.keep is not None:
@@ -124,13 +139,7 @@ def attention(problem: Problem, terms: Terms) -> tuple[Array, Array]:
         v = _heads(problem.v if terms.turn is None else terms.turn.of_values(problem.v), site.heads)
         finite = np.isfinite(v)
         clean = v if finite.all() else np.where(finite, v, site.dtype.type(0))
-        # Blocks of keys, whose sums are added up in pairs, lose less than one long sum.
-        blocks = [slice(j, j + 128) for j in range(0, site.k_len, 128)] or [slice(0)]
-        sums = [np.einsum("...ij,...jd->...id", p[..., own], clean[..., own, :]) for own in blocks]
-        while len(sums) > 1:
-            pairs = (sums[n : n + 2] for n in range(0, len(sums), 2))
-            sums = [pair[0] + pair[1] if len(pair) > 1 else pair[0] for pair in pairs]
-        (out,) = sums
+        out = _summed(p, clean)
         # An excluded key's value is never multiplied.
         for key in np.flatnonzero(~finite.all(axis=(*range(v.ndim - 2), -1))):
             seen = ~np.isneginf(s[..., key])[..., None] & ~finite[..., key, None, :]

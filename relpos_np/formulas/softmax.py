@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from relpos_np.formulas.sums import product, total
 from relpos_np.types import Array, Bools
 
-# Terms of a sum that a BLAS, and `einsum`, add up one after the other.
-_ADDED, _ADDED_VECTORS = 1024, 128
+# Keys of which the vectors of all pairs are multiplied at once.
+_VECTORS = 128
 
 
 def repeat_heads(x: Array, heads: int) -> Array:
@@ -42,24 +43,14 @@ def softmax(s: Array) -> tuple[Array, Array]:
         top = s.max(axis=-1, keepdims=True, initial=-np.inf)
         safe = np.where(top == -np.inf, s.dtype.type(0), top)
         e = np.exp(s - safe)
-        total = e.sum(axis=-1, keepdims=True)
-        p = e / np.where(total == 0, s.dtype.type(1), total)
-        return p, (safe + np.log(total))[..., 0]
+        whole = total(e)[..., None]
+        p = e / np.where(whole == 0, s.dtype.type(1), whole)
+        return p, (safe + np.log(whole))[..., 0]
 
 
 def drop(x: Array, rate: float, keep: Bools | None) -> Array:
     """Dropout: elements not kept become 0, the others are divided by 1 - rate; None keeps all as they are."""
     return x if keep is None else np.where(keep, x * x.dtype.type(1.0 / (1.0 - rate)), x.dtype.type(0))
-
-
-def _in_halves(p: Array, v: Array) -> Array:
-    """The product of matrices, its sums in halves: a BLAS adds up many more terms one after the other."""
-    n = p.shape[-1]
-    if n <= _ADDED:
-        product: Array = np.matmul(p, v)
-        return product
-    half = n // 2
-    return _in_halves(p[..., :half], v[..., :half, :]) + _in_halves(p[..., half:], v[..., half:, :])
 
 
 def weighted_vectors(p: Array, a: Array) -> Array:
@@ -75,14 +66,14 @@ def weighted_vectors(p: Array, a: Array) -> Array:
     Returns
     -------
     ndarray, shape (..., L_q, D_v)
-        The sums, which are made in halves.
+        The sums.
     """
-    n = p.shape[-1]
-    if n <= _ADDED_VECTORS:
-        return np.asarray(np.einsum("...ij,...ijd->...id", p, a))
-    half = n // 2
-    first, second = weighted_vectors(p[..., :half], a[..., :half, :]), weighted_vectors(p[..., half:], a[..., half:, :])
-    return np.asarray(first + second)
+    parts = [
+        total(p[..., j : j + _VECTORS, None] * a[..., j : j + _VECTORS, :], axis=-2)
+        for j in range(0, p.shape[-1], _VECTORS)
+    ]
+    shape = (0, *np.broadcast_shapes(p.shape[:-1], a.shape[:-2]), a.shape[-1])
+    return total(np.stack(parts) if parts else np.zeros(shape, p.dtype), axis=0)
 
 
 def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
@@ -104,7 +95,7 @@ def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:
     """
     finite = np.isfinite(v)
     with np.errstate(all="ignore"):
-        out = _in_halves(p, np.where(finite, v, v.dtype.type(0)))
+        out = product(p, np.where(finite, v, v.dtype.type(0)))
         bad = ~finite.all(axis=-1)
         for j in np.unique(np.nonzero(bad)[-1]):
             value = np.where(finite[..., j, :], v.dtype.type(0), v[..., j, :])[..., None, :]

@@ -1,0 +1,107 @@
+"""Sums whose errors do not grow with the number of terms: what the reference adds up over keys and queries.
+
+Sums of float32 are made in float64. Those of float64 are made in blocks of a few terms, and what each addition of
+blocks loses to rounding is kept and added at the end. So the error of a sum is a few units in the last place of the sum
+of the sizes of its terms, however many there are and however equal they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relpos_np.types import Array
+
+# Terms that a BLAS may add up one after the other, and elements of blocks that are held at once: so that they stay in a
+# processor's cache.
+_BLOCK, _HELD = 8, 1 << 16
+# Terms of float32 that are copied to float64 at once.
+_COPIED = 512
+_WIDE = np.dtype(np.float64)
+
+
+def _added(a: Array, b: Array) -> tuple[Array, Array]:
+    """A sum, and what it lost to rounding."""
+    both = a + b
+    of_b = both - a
+    return both, (a - (both - of_b)) + (b - of_b)
+
+
+def _whole(added: Array, lost: Array) -> Array:
+    """The sum; beyond the largest number, what it lost is none."""
+    return np.asarray(np.where(np.isfinite(lost), added + lost, added))
+
+
+def _in_pairs(x: Array) -> tuple[Array, Array]:
+    """The sum over the first axis, which is not empty, and what it lost."""
+    lost = np.zeros(x.shape[1:], x.dtype)
+    while len(x) > 1:
+        half = len(x) // 2
+        pairs, less = _added(x[:half], x[half : 2 * half])
+        lost = lost + less.sum(axis=0)
+        x = np.concatenate([pairs, x[2 * half :]]) if len(x) % 2 else pairs
+    return x[0], lost
+
+
+def total(x: Array, axis: int = -1) -> Array:
+    """Sum over an axis.
+
+    Parameters
+    ----------
+    x : ndarray of floats
+        The terms.
+    axis : int, default -1
+        What to sum over.
+
+    Returns
+    -------
+    ndarray
+        The sums, in the dtype of the terms.
+    """
+    if x.dtype.itemsize < _WIDE.itemsize:
+        return np.asarray(x.sum(axis=axis, dtype=_WIDE), x.dtype)
+    if not x.shape[axis]:
+        return np.asarray(x.sum(axis=axis))
+    return _whole(*_in_pairs(np.moveaxis(x, axis, 0)))
+
+
+def _products_of_blocks(a: Array, b: Array) -> Array:
+    """Products of the blocks of a's columns with those of b's rows, of which there are whole ones or one."""
+    n = a.shape[-1]
+    size = min(_BLOCK, n)
+    left = np.moveaxis(a.reshape(*a.shape[:-1], n // size, size), -2, 0)
+    right = np.moveaxis(b.reshape(*b.shape[:-2], n // size, size, b.shape[-1]), -3, 0)
+    return np.asarray(np.matmul(left, right))
+
+
+def product(a: Array, b: Array) -> Array:
+    """Product of matrices.
+
+    Parameters
+    ----------
+    a : ndarray of floats, shape (..., M, N)
+        Left-hand matrices.
+    b : ndarray, shape (..., N, D)
+        Right-hand matrices, of the same dtype.
+
+    Returns
+    -------
+    ndarray, shape (..., M, D)
+        The products.
+    """
+    n = a.shape[-1]
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    added = np.zeros(shape, max(a.dtype, _WIDE))
+    if a.dtype.itemsize < _WIDE.itemsize:
+        for j in range(0, n, _COPIED):
+            own = slice(j, j + _COPIED)
+            added += np.matmul(a[..., own].astype(_WIDE), b[..., own, :].astype(_WIDE))
+        return added.astype(a.dtype)
+    lost = np.zeros(shape, added.dtype)
+    step, whole = _BLOCK * max(1, _HELD // max(added.size, 1)), n // _BLOCK * _BLOCK
+    starts = [*range(0, whole, step), *([whole] if whole < n else [])]
+    for start, stop in zip(starts, [*starts[1:], n], strict=True):
+        block, less = _in_pairs(_products_of_blocks(a[..., start:stop], b[..., start:stop, :]))
+        added, more = _added(added, block)
+        lost += less
+        lost += more
+    return _whole(added, lost)
