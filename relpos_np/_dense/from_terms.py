@@ -95,7 +95,16 @@ def scores(problem: Problem, terms: Terms, slopes: Slopes | None = None) -> Arra
 
 
 def _summed(p: Array, x: Array) -> Array:
-    """Sums of p (..., L_q, L_k) times x (..., L_k, D): a few keys at a time, and what each addition of them loses.
+    """Sums of p (..., L_q, L_k) times x (..., L_k, D): some queries at a time, so that little is held besides."""
+    out = np.empty((*p.shape[:-1], x.shape[-1]), x.dtype)
+    rows = max(1, (p.shape[-2] << 16) // max(out.size, 1))
+    for i in range(0, p.shape[-2], rows):
+        out[..., i : i + rows, :] = _added(p[..., i : i + rows, :], x)
+    return out
+
+
+def _added(p: Array, x: Array) -> Array:
+    """The same of some queries: a few keys at a time, and what each addition of them loses.
 
     So errors do not grow with the number of keys.
     """

@@ -88,15 +88,38 @@ def product(a: Array, b: Array) -> Array:
     ndarray, shape (..., M, D)
         The products.
     """
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    out = np.empty((*lead, a.shape[-2], b.shape[-1]), a.dtype)
+    _multiply(np.broadcast_to(a, (*lead, *a.shape[-2:])), np.broadcast_to(b, (*lead, *b.shape[-2:])), out)
+    return out
+
+
+def _multiply(a: Array, b: Array, out: Array) -> None:
+    """Fill `out` with the product, part by part, so that little is held besides."""
+    longest = max(out.shape[:-1])
+    if out.size > _HELD and longest > 1:
+        axis = out.shape.index(longest)
+        for half in (slice(longest // 2), slice(longest // 2, None)):
+            own = (*[slice(None)] * axis, half)
+            _multiply(a[own], b if axis == out.ndim - 2 else b[own], out[own])
+        return
+    add = _multiply_wide if a.dtype.itemsize < _WIDE.itemsize else _multiply_blocks
+    add(a, b, out)
+
+
+def _multiply_wide(a: Array, b: Array, out: Array) -> None:
+    """Fill `out`, its sums in float64."""
+    added = np.zeros(out.shape, _WIDE)
+    for j in range(0, a.shape[-1], _COPIED):
+        own = slice(j, j + _COPIED)
+        added += np.matmul(a[..., own].astype(_WIDE), b[..., own, :].astype(_WIDE))
+    out[...] = added
+
+
+def _multiply_blocks(a: Array, b: Array, out: Array) -> None:
+    """Fill `out`, its sums in blocks with what each of them loses."""
     n = a.shape[-1]
-    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    added = np.zeros(shape, max(a.dtype, _WIDE))
-    if a.dtype.itemsize < _WIDE.itemsize:
-        for j in range(0, n, _COPIED):
-            own = slice(j, j + _COPIED)
-            added += np.matmul(a[..., own].astype(_WIDE), b[..., own, :].astype(_WIDE))
-        return added.astype(a.dtype)
-    lost = np.zeros(shape, added.dtype)
+    added, lost = np.zeros(out.shape, out.dtype), np.zeros(out.shape, out.dtype)
     step, whole = _BLOCK * max(1, _HELD // max(added.size, 1)), n // _BLOCK * _BLOCK
     starts = [*range(0, whole, step), *([whole] if whole < n else [])]
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
@@ -104,4 +127,4 @@ def product(a: Array, b: Array) -> Array:
         added, more = _added(added, block)
         lost += less
         lost += more
-    return _whole(added, lost)
+    out[...] = _whole(added, lost)
