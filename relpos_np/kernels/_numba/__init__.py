@@ -21,7 +21,7 @@ from relpos_np.kernels._numba.forward_pass.shift import rel_shift, shift
 from relpos_np.kernels._numba.forward_pass.window import windows
 from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch.cache import cache_folder
-from relpos_np.kernels._numba.plan import by_rows, job, sequences
+from relpos_np.kernels._numba.plan import by_rows, ends, job, sequences
 from relpos_np.kernels._numba.plan.backward_job import BackwardJob, readable_gradient
 from relpos_np.kernels._numba.plan.prepared import prepare
 from relpos_np.kernels._numba.plan.workspace_bytes import held
@@ -94,7 +94,13 @@ def backward(
 
 
 def _backward(
-    problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None, *, stored: bool = False
+    problem: Problem,
+    terms: Terms,
+    grad_out: Array,
+    grad_lse: Array | None,
+    *,
+    stored: bool = False,
+    watched: bool = True,
 ) -> tuple[Terms, Array]:
     """`backward` of a call that has queries and keys, and biases that are arrays."""
     dtype = problem.site.dtype
@@ -104,9 +110,15 @@ def _backward(
     grad_out = readable_gradient(problem, terms, grad_out)
     # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
     if problem.site.v_dim:
-        job.attention(problem, terms, delta, lse, 1.0, grad_out)
+        job.attention(problem, terms, delta, lse, 1.0, grad_out, watched=watched)
     else:
         _lse_only(problem, terms, lse[0], 1.0)
+    if watched and ends.reached(problem, terms):
+
+        def again(part: Problem, own: Terms) -> tuple[Terms, Array]:
+            return _backward(part, own, grad_out, grad_lse, stored=stored, watched=False)
+
+        return ends.gradients_again(job.attention, again, problem, terms)
     work = BackwardJob(problem, terms, lse, delta, grad_out, grad_lse, stored=stored)
     work.run()
     return work.gradients()

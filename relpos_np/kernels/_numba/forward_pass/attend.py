@@ -41,10 +41,13 @@ from relpos_np.kernels._numba.forward_pass.scores import (
 from relpos_np.kernels._numba.forward_pass.work import (
     DELTA,
     LOG2E,
+    MANY,
     MINUS_INFINITY,
+    NONE,
     PANEL_VECTORS,
     SCORE_ROWS,
     Tile,
+    end_of,
     head_of,
     pair_steps,
     round_up,
@@ -199,7 +202,9 @@ def bypass_pairs(base: Any, w: Any, rows: int, cols: int, v_depth: int, v_width:
 
 @helper
 def write_lse(p: Any, like: Any, row: int, top: float, total: float) -> None:
-    """Write the log-sum-exp of a row, if it is asked for, from its maximum and its sum."""
+    """Write the log-sum-exp of a row, if it is asked for, from its maximum and its sum, and what kind of row it is."""
+    if p.ends and not (math.fabs(top) < end_of(like) and total < math.inf):
+        put(longs(p.ends), NONE if total == 0.0 else MANY, 1)
     if p.lse:
         own, more = pointer_like(like, p.lse), 0.0 if total == 0.0 else math.log2(total)
         put(own, row, MINUS_INFINITY if total == 0.0 else (top + more) * p.lse_unit)

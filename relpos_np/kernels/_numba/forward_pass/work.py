@@ -19,6 +19,10 @@ LOG2 = math.log(2.0)
 LOG2E = 1.0 / LOG2
 # The least that a mask counts as, in float32 and float64: multiplied by LOG2E it is no infinity, nor with a score.
 _LEAST = tuple(-float(np.finfo(name).max) * LOG2 * (1 - 2.0**-10) for name in ("float32", "float64"))
+# Scores in units of log 2 up to this have room for whatever is added to them; and where a call learns that it has had
+# rows without a weight, or with larger scores.
+_END = tuple(float(np.finfo(name).max) / 4 for name in ("float32", "float64"))
+NONE, MANY = range(2)
 
 
 # How an operand is stored: in the dtype of the computation, or in half precision. DELTA: of a result only the product
@@ -44,6 +48,12 @@ def size_of(like: Any, kind: int) -> int:
 def least_mask(like: Any) -> float:
     """What numbers of a mask below it are taken for: only its -inf excludes."""
     return _LEAST[0] if size_of(like, OWN) == 4 else _LEAST[1]
+
+
+@helper
+def end_of(like: Any) -> float:
+    """Scores below it are far enough from the largest number."""
+    return _END[0] if size_of(like, OWN) == 4 else _END[1]
 
 
 @helper

@@ -34,6 +34,8 @@ CALL = np.dtype(
         # its rounding has lost; else 0
         ("lse_unit", "<f8"),
         *_integers("lse_low"),
+        # where a call learns what kinds of rows it has had (`plan/ends.py`), or 0
+        *_integers("ends"),
         *_integers("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "out_batch", "out_head", "out_row"),
         # how each of them is stored (`forward_pass/work.py`); elements of a packed query or key, half as many as
         # channels where each is a pair of bfloat16; planes into which they are split (`forward_pass/planes.py`), or 0

@@ -22,7 +22,7 @@ from relpos_np.kernels._numba.forward_pass.work import OWN, pair_steps
 from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of
 from relpos_np.kernels._numba.launch.build import Kernel
-from relpos_np.kernels._numba.plan import biases
+from relpos_np.kernels._numba.plan import biases, ends
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.division import Division, into_blocks, into_parts
 from relpos_np.kernels._numba.plan.fields import fill, readable
@@ -53,30 +53,41 @@ _known: dict[Hashable, Plan] = {}
 
 
 def attention(
-    problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float, grad_out: Array | None = None
+    problem: Problem,
+    terms: Terms,
+    out: Array,
+    lse: Array | None,
+    unit: float,
+    grad_out: Array | None = None,
+    *,
+    watched: bool = True,
 ) -> None:
     """Fill `out` and `lse`, of a call that has queries, keys and values; lse in units of log 2, times `unit`.
 
     With `grad_out`, `out` (..., H, L_q) becomes the product of each row of the output with that of its gradient, and
-    `lse` is two arrays: what the rounding of each sum has lost is the other.
+    `lse` is two arrays: what the rounding of each sum has lost is the other. Rows near the ends of the dtype are
+    `watched` for, and then right too unless there is a gradient.
     """
     plan, call = planned(problem, terms, out, lse, grad_out)
-    call.fields["lse_unit"] = unit
+    call.fields["lse_unit"], call.fields["ends"] = unit, ends.watch() if watched else 0
     run_plan(plan, call.pack(), call.dtype, out, lse, unit)
+    if watched and grad_out is None:
+        ends.mend(attention, problem, terms, out, lse, unit)
 
 
 def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, lse: Array | None, unit: float) -> None:
     """Do the work that a record describes; `dtype` is that of the computation."""
-    d, partial = plan.division, None
+    d, parts = plan.division, None
     if d.parts:
         if d.parts > 1:
-            partial = np.empty((math.prod(out.shape[:-1]), d.parts, 2 + out.shape[-1]), dtype)
-        record += PACK_DECODE(d.parts, 0 if partial is None else address_of(partial))
+            parts = np.empty((math.prod(out.shape[:-1]), d.parts, 2 + out.shape[-1]), dtype)
+        record += PACK_DECODE(d.parts, 0 if parts is None else address_of(parts))
     launcher.run_pieces(
         plan.kernel, record, d.pieces, d.chunk, d.threads, unit=d.unit, workspace=d.workspace, size=d.size
     )
-    if partial is not None:
-        merge(partial, out, lse, unit)
+    if parts is not None:
+        ends.see(parts[..., 0].max(axis=1))
+        merge(parts, out, lse, unit)
 
 
 def planned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,16 @@ from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of, broadcast, rowwise
 from relpos_np.kernels._numba.launch.records import CALL, KEY_END
+from relpos_np.kernels._numba.plan import ends
 from relpos_np.kernels._numba.plan.call import Product, is_skewed
-from relpos_np.kernels._numba.plan.job import planned, run_plan
+from relpos_np.kernels._numba.plan.job import attention, planned, run_plan
 from relpos_np.kernels._numba.plan.skew import skewed_queries
 from relpos_np.types import Array
 
-_OPERANDS, _BATCHES, _SKEW, _ADDS = (CALL.fields[name][1] for name in ("q", "batches", "skew_q", "adds"))  # type: ignore[index]
+_OPERANDS, _BATCHES, _SKEW, _ADDS, _ENDS = (
+    CALL.fields[name][1]  # type: ignore[index]
+    for name in ("q", "batches", "skew_q", "adds", "ends")
+)
 _PACK_OPERANDS, _PACK_ADDRESS = struct.Struct("<5q").pack_into, struct.Struct("<q").pack_into
 
 
@@ -43,6 +48,51 @@ class _Product(NamedTuple):
         return cls(int(row), _place(p.x, sources), p.x.shape, p.weights, p.scale, heads)
 
 
+class _Form:
+    """A call without its operands, for rows that its record has no room for."""
+
+    def __init__(self, problem: Problem, terms: Terms, sources: Sequence[Array]) -> None:
+        q, k, v = (_blank(x) for x in (problem.stored_q, problem.stored_k, problem.stored_v))
+        self.problem = replace(problem, stored_q=q, stored_k=k, stored_v=v)
+        self.places = [_place(x, sources) for x in terms.vectors()]
+        kept = [
+            x if at < 0 and not isinstance(x, Turned) else _blank(x)
+            for x, at in zip(terms.vectors(), self.places, strict=True)
+        ]
+        self.terms = _with_vectors(terms, kept)
+
+    def call(
+        self, operands: tuple[Array, Array, Array], lengths: Array | None, sources: Sequence[Array]
+    ) -> tuple[Problem, Terms]:
+        """The call of these operands."""
+        q, k, v = operands
+        problem = replace(self.problem, stored_q=q, stored_k=k, stored_v=v)
+        if lengths is not None:
+            known = problem.site.k_len if problem.key_lengths is None else problem.key_lengths
+            problem = replace(problem, key_lengths=np.minimum(known, lengths.reshape(problem.site.batch)))
+        vectors = [sources[at] if at >= 0 else x for x, at in zip(self.terms.vectors(), self.places, strict=True)]
+        return problem, _with_vectors(self.terms, vectors)
+
+
+def _blank(x: Any) -> Any:
+    """An array of the same form that holds nothing; of what turns, the turns stay."""
+    if isinstance(x, Turned):
+        return replace(x, x=_blank(x.x))
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+
+def _with_vectors(terms: Terms, vectors: Sequence[Any]) -> Terms:
+    """The terms with other vectors, in the order of `Terms.vectors`."""
+    rest = iter(vectors)
+    return replace(
+        terms,
+        query=None if terms.query is None else next(rest),
+        key=None if terms.key is None else next(rest),
+        queries=tuple(replace(t, query=next(rest)) for t in terms.queries),
+        keys=tuple(replace(t, key=next(rest)) for t in terms.keys),
+    )
+
+
 class Prepared:
     """The plan and the record of a call.
 
@@ -57,7 +107,7 @@ class Prepared:
             np.broadcast_to(np.empty((), dtype), problem.out_shape),
             (problem.stored_q, problem.stored_k, *vectors),
         )
-        self.threads = launcher.available_threads()
+        self.threads, self.form = launcher.available_threads(), _Form(problem, terms, sources)
         self.plan, call = planned(problem, terms, out, None)
         call.fields["lse_unit"] = LOG2
         self.dtype, self.record = call.dtype, bytes(call.pack())
@@ -109,8 +159,12 @@ class Prepared:
             batches = batches.copy()
             np.minimum(batches[KEY_END], lengths.ravel(), out=batches[KEY_END])
             _PACK_ADDRESS(record, _BATCHES, address_of(batches))
+        _PACK_ADDRESS(record, _ENDS, ends.watch())
         run_plan(self.plan, record, self.dtype, out, lse, LOG2)
         del made
+        if ends.met():
+            problem, terms = self.form.call(operands, lengths, sources)
+            ends.mend(attention, problem, terms, out, lse, LOG2)
 
     def _made(self, record: bytearray, sources: Sequence[Array]) -> list[Array]:
         """Products of the sources of a call, named in its record: what must be kept until it has run."""

@@ -19,7 +19,7 @@ from relpos_np.kernels._numba.forward_pass.decode import merge
 from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets
 from relpos_np.kernels._numba.launch.records import BATCH_ROWS, CALL, DECODE, KEY_END
-from relpos_np.kernels._numba.plan import job
+from relpos_np.kernels._numba.plan import ends, job
 from relpos_np.kernels._numba.plan.call import SKEW_SHARE, Call
 from relpos_np.kernels._numba.plan.division import (
     RUNS,
@@ -39,12 +39,18 @@ _WIDTH = len(_AT)
 _PARTS, _PARTIAL = _WIDTH, _WIDTH + 1
 
 
-def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float) -> None:
+def attention(
+    problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float, *, watched: bool = True
+) -> None:
     """As `job.attention`, of a call whose sequences are attended each alone."""
     sequences = problem.sequences
     assert sequences is not None
+    met = ends.watch() if watched else 0
     for call, own, kind in _groups(problem, terms, sequences):
+        call.fields["ends"] = met
         _Group(call, own, kind, out, lse, unit).run()
+    if watched:
+        ends.mend(attention, problem, terms, out, lse, unit)
 
 
 def _groups(problem: Problem, terms: Terms, sequences: Sequences) -> Iterator[tuple[Call, Sequences, str]]:
@@ -193,9 +199,9 @@ class _Group:
         """Do all of it."""
         size = float(self.flops.sum())
         threads = 1 if size < 1.0 else min(self.call.threads, int(self.pieces.sum()))
-        partial = self._partial() if self.kind == "decoding" else []
+        parts = self._partial() if self.kind == "decoding" else []
         launcher.run_linked(self.kernel, self.records, self._calls(threads), threads, self.workspace, size)
-        for rows, sums in partial:
+        for rows, sums in parts:
             self._merge(rows, sums)
 
     def _calls(self, threads: int) -> list[tuple[int, int, int]]:
@@ -241,6 +247,7 @@ class _Group:
         """Combine the parts of some rows."""
         out = np.empty((len(rows), self.out.shape[-1]), self.out.dtype)
         lse = None if self.lse is None else np.empty(len(rows), self.lse.dtype)
+        ends.see(sums[..., 0].max(axis=1))
         merge(sums, out, lse, self.unit)
         self.out.reshape(-1, out.shape[-1])[rows] = out
         if self.lse is not None and lse is not None:
