@@ -21,7 +21,7 @@ from numba.core.extending import _Intrinsic
 from relpos_np._calls import repeated
 from relpos_np.kernels import _numba as host
 from relpos_np.kernels._numba.launch import launcher, records
-from relpos_np.kernels._numba.plan import biases, division, job
+from relpos_np.kernels._numba.plan import biases, division, ends, job
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
 from tests.interpreted.vectors import Vectors
 
@@ -91,6 +91,8 @@ SUMS = {
     "ds",
     "to_whole",
 }
+# Where any piece may leave word.
+NOTES = {"ends"}
 TABLES = {"adds": records.ADD, "dp_adds": records.ADD, "values": records.VALUE, "sinks": records.SINK}
 
 
@@ -123,7 +125,7 @@ class Machine:
         self.threads, self.order, self.poison, self.excluded = threads, order, poison, excluded
         self.launches = Counter()
         self.lent = {}
-        self.constants = []
+        self.constants = [ends._met.kinds]
 
     # the host's side -----------------------------------------------------------------------------
 
@@ -181,8 +183,8 @@ class Machine:
 
     def _map(self, fields, held):
         """Make the arrays that a record names legal, and nothing else."""
-        uses = [(name, fields[name]) for name in fields if name in INPUTS | RESULTS | SUMS and fields[name]]
-        for name in fields.keys() - INPUTS - RESULTS - SUMS - {"work"}:
+        uses = [(name, fields[name]) for name in fields if name in INPUTS | RESULTS | SUMS | NOTES and fields[name]]
+        for name in fields.keys() - INPUTS - RESULTS - SUMS - NOTES - {"work"}:
             if any(low <= fields[name] < high for low, high, _ in held):
                 raise Fault(f"{self.memory.kernel}: the record's {name} is an address; name it among the inputs")
         # The backward pass reads what the forward one has left.
@@ -209,10 +211,10 @@ class Machine:
             names = {name for name, address in uses if low <= address < high}
             if len(names & (results | SUMS)) and len(names) > 1:
                 raise Fault(f"{self.memory.kernel}: {sorted(names)} share memory")
-            result, own = bool(names & (results | SUMS)), names == {"work"}
+            result, own = bool(names & (results | SUMS)), names in ({"work"}, NOTES)
             name, legal = ", ".join(sorted(names)), marks(low, high, arrays)
             region = Region(name, low, high - low, legal=legal, writable=result or own, shared=result)
-            if (names & results and fields["counter"] == 0) or (own and fields["cut"] == 0):
+            if (names & results and fields["counter"] == 0) or (names == {"work"} and fields["cut"] == 0):
                 region.bytes[:] = self.poison
             self.memory.add(region)
             # Gates count keys that a mask excludes, if they are in the record.

@@ -106,6 +106,13 @@ class Vectors:
     def take(self, counter):
         return self._take(self.longs(counter))
 
+    def begin_floats(self):
+        """NumPy has one state."""
+        return 0
+
+    def end_floats(self, former):
+        assert former == 0
+
     def prefetch(self, address):
         """Nothing: the address need not exist."""
 

@@ -9,6 +9,7 @@ import numpy as np
 from numba import carray
 
 from relpos_np.kernels._numba.launch.build import Kernel
+from relpos_np.kernels._numba.simd.float_state import begin_floats, end_floats
 from relpos_np.kernels._numba.simd.rows import get, opaque
 
 
@@ -16,12 +17,15 @@ def _entry(name: str, record: np.dtype[Any], pointer: Any, body: Any) -> Kernel:
     """The kernel of one dtype: each thread does what is left of one record after the other."""
 
     def entry(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
+        # The same bits whatever the caller, or the library of a pool's threads, has made of the state.
+        former = begin_floats()
         for n in range(get(lengths, 0)):
             one = call
             while one:
                 p = carray(opaque(one), 1, record)[0]
                 body(one, pointer(p.work + get(get(arrays, 0), n) * p.work_stride))
                 one = p.next
+        end_floats(former)
 
     # What it is called in the cache and in messages.
     entry.__name__ = entry.__qualname__ = name
