@@ -14,7 +14,7 @@ SUMMARY = "print the attention of a model's layers, from its config.json"
 HELP = """\
 Reads the configuration of a published model, as transformers or diffusers store it, and prints the attention of each
 layer: positions, scale, which keys a query attends, soft caps, sinks, factors on queries, the weights it needs, and
-what you pass to a call. If it does not know a key that may change attention, it stops and names the key.
+what you pass to a call. If it does not know a key that may change attention, it stops and names all such keys.
 `relpos_np.from_config` returns the same as an object that makes the call.
 """
 EXAMPLE = """\
@@ -22,6 +22,7 @@ examples:
   relpos config config.json
   relpos config . --part encoder --layer 5
   relpos config config.json --json
+  relpos config config.json --ignore use_xpos,swa
   relpos config --types
 """
 
@@ -31,6 +32,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a config.json, or the folder of one")
     parser.add_argument("--layer", type=natural, help="one layer, from 0 (default: all)")
     parser.add_argument("--part", help="one stack of layers, such as encoder, decoder, cross or text (default: all)")
+    parser.add_argument(
+        "--ignore",
+        metavar="KEYS",
+        type=lambda text: text.split(","),
+        default=[],
+        help="names of keys, with commas between them, to read the file without",
+    )
     parser.add_argument("--types", action="store_true", help="list the model types that it knows, and read no file")
 
 
@@ -52,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _layers(args: argparse.Namespace, part: str) -> tuple[LayerAttention, ...]:
     if args.layer is None:
-        return layers_of(args.file, part=part)
-    return (from_config(args.file, layer=args.layer, part=part),)
+        return layers_of(args.file, part=part, ignore=args.ignore)
+    return (from_config(args.file, layer=args.layer, part=part, ignore=args.ignore),)
 
 
 def _alike(layers: list[LayerAttention]) -> list[str]:

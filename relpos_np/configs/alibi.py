@@ -46,10 +46,11 @@ def _mpt(keys: Keys, layer: int, part: str) -> LayerAttention:
             "of transformers computes with 8 all the same; the formula is rp.ALiBi(rp.reference.alibi_slopes(H) ** "
             '(alibi_bias_max / 8), form="key")'
         )
-    inner.close()
     plan = SchemePlan("ALiBi", {"form": "key"})
     before = () if not clip else (clipped_to(clip),)
-    return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), before=before, **found)
+    layer_found = LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), before=before, **found)
+    inner.close(layer_found)
+    return layer_found
 
 
 def _falcon(keys: Keys, layer: int, part: str) -> LayerAttention:

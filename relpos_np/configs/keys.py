@@ -5,71 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._files import untrusted
+from relpos_np.configs import elsewhere
+from relpos_np.configs.neutral import harmless
 from relpos_np.errors import RelposTypeError, RelposValueError
 
+if TYPE_CHECKING:
+    from relpos_np.configs.layer import LayerAttention
+
 _REQUIRED = object()
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# A key whose name contains one of these may change attention: it is understood, known not to matter, or refused.
-TOUCHES = _names("""
-    alibi attn attention band bias block bucket capping causal chunk clip conv_pos cross_ dilat global head
-    index kv local mask mscale multiplier nope norm_q norm_k pos_ position qk query relative rel_ rope rotary
-    scal sink slid softcap sparse stride temperature window
-""")
-
-# Keys of any model that touch no arithmetic between the projections, in groups, each with its reason.
-NEUTRAL: Mapping[str, frozenset[str]] = {
-    "dropout acts in training only": _names("""
-        attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop positional_dropout
-    """),
-    "biases of projections, which are in what is passed as q, k and v, and of other layers": _names("""
-        attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias bias mlp_bias conv_bias enable_bias
-        lm_head_bias norm_bias proj_bias query_bias key_bias value_bias decoder_bias classifier_bias no_bias
-    """),
-    "which implementation computes it, and what else is returned": _names("""
-        _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation
-        attn_impl reorder_and_upcast_attn deterministic_flash_attn output_attentions
-    """),
-    "spans that are masked in training": _names("""
-        mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length
-        mask_feature_min_masks use_mask_token
-    """),
-    "factors outside attention": _names("""
-        embedding_multiplier logits_scaling logit_scale residual_multiplier scale_embedding
-        scale_decoder_outputs final_logit_softcapping routed_scaling_factor layer_scale_init_value
-        layerscale_value
-    """),
-    "heads for tasks, and losses": _names("""
-        semantic_loss_ignore_index sparse_pred_ignore_index sparse_prediction use_auxiliary_head
-        vision_use_head use_guided_attention_loss guided_attention_loss_num_heads guided_attention_loss_sigma
-        guided_attention_loss_scale contrastive_logits_temperature
-    """),
-    "layers between those of attention": _names("""
-        num_local_experts router_bias resblock_dilation_sizes resblock_kernel_sizes noise_scale
-        noise_scale_duration pool_scales encoder_sparse_step decoder_sparse_step moe_layer_start_index
-        moe_layer_end_index encoder_stride conv_stride conv_pos_kernel_size adapter_attn_dim adapter_stride
-        num_conv_pos_embeddings num_conv_pos_embedding_groups conv_pos_batch_norm tdnn_dilation
-        chunk_size_feed_forward
-    """),
-    "lengths that tables are made for; rules of rotary positions that need one take it": _names("""
-        max_position_embeddings n_positions max_source_positions max_target_positions max_speech_positions
-        max_text_positions t2u_max_position_embeddings max_2d_position_embeddings
-    """),
-    "generation": _names("temperature"),
-}
 # Bytes of a file; configurations that name 20,000 classes have two million.
 _LONGEST = 32 << 20
-_NEUTRAL = frozenset().union(*NEUTRAL.values())
 
 
 def loaded(config: Any) -> dict[str, Any]:
@@ -78,7 +29,7 @@ def loaded(config: Any) -> dict[str, Any]:
         found = dict(config)
     elif isinstance(config, str | os.PathLike):
         path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
+        path = elsewhere.within(path) if path.is_dir() else path
         try:
             found = untrusted.parsed(untrusted.whole(path, _LONGEST), infinities=True)
         except (OSError, RelposValueError) as error:
@@ -102,6 +53,15 @@ def named(config: Mapping[str, Any]) -> str:
     return str(config.get("model_type", config.get("_class_name")))
 
 
+def without(config: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """A configuration, and those within it, without some keys."""
+    return {
+        key: without(value, names) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in names
+    }
+
+
 class Keys:
     """The keys of one model's configuration, with the defaults of its own class, and a note of those that were taken.
 
@@ -112,7 +72,7 @@ class Keys:
     defaults : mapping
         What the model's class has for keys that are missing.
     aliases : mapping
-        Other names of keys, as stored, by the name that is asked for.
+        Other names of keys, by the names that the model's class has; where a file has both, the other one counts.
     within : str
         Type of the model that this one is a part of; "" for none.
     """
@@ -126,18 +86,26 @@ class Keys:
         self.within = within
         self.model_type = named(config)
         self._taken: set[str] = {"model_type"}
+        self._refused: dict[str, str] = {}
+
+    def _spelled(self, name: str) -> set[str]:
+        """All names of a key."""
+        real = self.aliases.get(name, name)
+        return {real, *(other for other, one in self.aliases.items() if one == real)}
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         """A value: as stored, else that of the model's class, else `default`; without one the key is required."""
-        other = self.aliases.get(name, name)
-        self._taken |= {name, other}
-        for key in (other, name):
-            if key in self.config:
-                return self.config[key]
-        if name in self.defaults:
-            return self.defaults[name]
+        real, names = self.aliases.get(name, name), self._spelled(name)
+        self._taken |= names
+        stored = [key for key in self.config if key in names]
+        # The class takes its own name first, then the others in their order.
+        for key in sorted(stored, key=lambda key: key != real)[-1:]:
+            return self.config[key]
+        for key in (name, *sorted(names)):
+            if key in self.defaults:
+                return self.defaults[key]
         if default is _REQUIRED:
-            raise RelposValueError(f"{other}: the configuration of {self.model_type} has none, and it has no default")
+            raise RelposValueError(f"{real}: the configuration of {self.model_type} has none, and it has no default")
         return default
 
     def integer(self, name: str, default: Any = _REQUIRED, least: int = 1) -> int:
@@ -154,23 +122,27 @@ class Keys:
         return False if value is None else check.flag(name, value)
 
     def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
-        """A value that must be one of those whose meaning is known."""
+        """A value that must be one of those whose meaning is known; `close` refuses another."""
         value = self.get(name, default)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             words = " or ".join(map(repr, allowed))
-            raise RelposValueError(f"{name}: {value!r} is not understood in {self.model_type}, expected {words}")
+            self._refused[name] = f"{name}: {value!r} is not understood in {self.model_type}, expected {words}"
+            return allowed[0]
         return value
 
     def ignore(self, *names: str) -> None:
         """Take keys that have no effect on attention in this model."""
-        self._taken |= {*names, *(self.aliases.get(name, name) for name in names)}
+        self._taken.update(*map(self._spelled, names))
 
-    def close(self) -> None:
-        """Refuse keys that may change attention and were not taken."""
-        for name, value in self.config.items():
-            touching = any(part in name.lower() for part in TOUCHES)
-            if name in self._taken or name in _NEUTRAL or not touching or name.endswith("_token_id"):
-                continue
+    def close(self, layer: LayerAttention) -> None:
+        """Refuse, all at once, the values that are not understood, and every key that nothing is known of."""
+        refused = list(self._refused.values()) + [
+            f"{name}: {value!r:.60} in a configuration of {self.model_type} may change attention, and is not understood"
+            for name, value in self.config.items()
+            if name not in self._taken and not harmless(name, value, layer)
+        ]
+        if refused:
+            names = ", ".join(repr(text.partition(":")[0]) for text in refused)
             raise RelposValueError(
-                f"{name}: {value!r} in a configuration of {self.model_type} may change attention, and is not understood"
+                "; ".join(refused) + f"; to read the file as if it had none of them: ignore=({names},)"
             )

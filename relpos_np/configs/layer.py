@@ -53,6 +53,8 @@ class LayerAttention:
         What is done to queries and keys, besides their projection, before they are passed to the call.
     notes : tuple of str
         What else to mind.
+    ignored : tuple of str
+        Keys of the configuration that were read as if it had none of them, because `from_config` was told so.
     """
 
     model_type: str
@@ -76,6 +78,7 @@ class LayerAttention:
     needs: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -145,6 +148,8 @@ class LayerAttention:
         if self.optional:
             rows.append(("a call may give", ", ".join(self.optional)))
         rows += [("note", note) for note in self.notes]
+        if self.ignored:
+            rows.append(("ignored keys", ", ".join(self.ignored)))
         return "\n".join([head, *(f"  {name:<16}{text}" for name, text in rows)])
 
     def bind(self, weights: Any = None, *, prefix: str = "") -> BoundAttention:

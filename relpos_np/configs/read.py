@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relpos_np._contract import check
@@ -82,6 +83,10 @@ _PARTS = {
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 
 
+# Names of parts that are models, whether or not they say of which type.
+_MODELS = ("audio", "decoder", "encoder", "language", "llm", "speech", "text", "vision")
+
+
 class _Stack(NamedTuple):
     """One stack of layers: who reads it, its configuration, its name in the family, and the model it is a part of."""
 
@@ -104,11 +109,15 @@ class _Stack(NamedTuple):
         """A layer, of which every key that may change attention is understood."""
         keys = self._keys()
         found = self.family.read(keys, layer, self.part)
-        keys.close()
+        keys.close(found)
         return found
 
 
-def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> dict[str, _Stack]:
+# Of a model: its stacks, and the types of its parts that are not understood, all by name.
+_Parts = tuple[dict[str, _Stack], dict[str, str]]
+
+
+def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> _Parts:
     """Every stack of layers of a model by its name."""
     from relpos_np.configs.keys import named as name_of
 
@@ -116,35 +125,59 @@ def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> dic
     if model_type in families:
         family = families[model_type]
         names = {part: ".".join(filter(None, (prefix, part))) for part in family.parts}
-        return {names[part]: _Stack(family, config, part, within) for part in family.parts}
+        return {names[part]: _Stack(family, config, part, within) for part in family.parts}, {}
     named = _PARTS.get(model_type, {})
     inner = {key: value for key, value in config.items() if isinstance(value, Mapping) and key.endswith("_config")}
     if model_type in _FLAT and "text_config" not in inner:
         inner["text_config"] = {key: value for key, value in config.items() if key not in inner}
     found: dict[str, _Stack] = {}
+    unread: dict[str, str] = {}
     for key, value in inner.items():
         stored = value.get("model_type")
         kind = stored if stored and stored != model_type else named.get(key)
+        name = ".".join(filter(None, (prefix, key.removesuffix("_config"))))
         if kind is not None:
-            name = key.removesuffix("_config")
-            found |= _parts({**value, "model_type": kind}, f"{prefix}.{name}" if prefix else name, model_type)
-    return found
+            stacks, others = _parts({**value, "model_type": kind}, name, model_type)
+            found |= stacks
+            unread |= others if stacks else {name: str(kind)}
+        elif key.removesuffix("_config") in _MODELS:
+            unread[name] = "no model_type"
+    return found, unread
 
 
-def _known(config: Any) -> dict[str, _Stack]:
-    from relpos_np.configs.keys import loaded, named
+def _known(config: Any, ignore: Iterable[str] = ()) -> tuple[_Parts, tuple[str, ...]]:
+    """The parts of a model, and the keys that were left out of its configuration."""
+    from relpos_np.configs.elsewhere import advice
+    from relpos_np.configs.keys import loaded, named, without
 
     stored = loaded(config)
-    found = _parts(stored)
+    left = _left_out(stored, ignore)
+    found, unread = _parts(without(stored, frozenset(left)) if left else stored)
     if not found:
         from difflib import get_close_matches
 
-        name = named(stored)
-        near = get_close_matches(name, model_types(), 3)
+        near = get_close_matches(named(stored), model_types(), 3)
         hint = f"; nearest: {', '.join(near)}" if near else ""
+        if answer := advice(stored):
+            hint = f": {answer}"
         key = "_class_name" if "model_type" not in stored and "_class_name" in stored else "model_type"
         raise RelposValueError(f"{key}: {stored.get(key)!r} is not understood{hint}")
-    return found
+    return (found, unread), left
+
+
+def _left_out(stored: Mapping[str, Any], ignore: Iterable[str]) -> tuple[str, ...]:
+    """The names of `ignore`, each of which the configuration must have."""
+    left = (None,) if isinstance(ignore, str) else tuple(ignore)
+    if not all(isinstance(name, str) for name in left):
+        raise RelposTypeError(f"ignore: expected names of keys, found {ignore!r}")
+    for name in left:
+        if name in ("model_type", "_class_name") or not _has(stored, name):
+            raise RelposValueError(f"ignore: {name!r} is no key of this configuration that can be left out")
+    return left
+
+
+def _has(config: Mapping[str, Any], name: str) -> bool:
+    return name in config or any(_has(value, name) for value in config.values() if isinstance(value, Mapping))
 
 
 def parts_of(config: Any) -> tuple[str, ...]:
@@ -158,22 +191,22 @@ def parts_of(config: Any) -> tuple[str, ...]:
     Returns
     -------
     tuple of str
-        Values of `part`; ("",) where there is one stack.
+        Values of `part`; ("",) where there is one stack. Notes of the layers name the parts that are not understood.
 
     Raises
     ------
     RelposError
         If the model type is not understood.
     """
-    return tuple(_known(config))
+    return tuple(_known(config)[0][0])
 
 
-def layers_of(config: Any, *, part: str = "") -> tuple[LayerAttention, ...]:
+def layers_of(config: Any, *, part: str = "", ignore: Iterable[str] = ()) -> tuple[LayerAttention, ...]:
     """What the attention of every layer of a stack is.
 
     Parameters
     ----------
-    config, part
+    config, part, ignore
         See `from_config`.
 
     Returns
@@ -188,12 +221,12 @@ def layers_of(config: Any, *, part: str = "") -> tuple[LayerAttention, ...]:
     """
     from relpos_np.configs.keys import loaded
 
-    stored = loaded(config)
-    first = from_config(stored, layer=0, part=part)
-    return (first, *(from_config(stored, layer=n, part=part) for n in range(1, first.layers)))
+    stored, ignore = loaded(config), tuple(ignore)
+    first = from_config(stored, layer=0, part=part, ignore=ignore)
+    return (first, *(from_config(stored, layer=n, part=part, ignore=ignore) for n in range(1, first.layers)))
 
 
-def from_config(config: Any, *, layer: int, part: str = "") -> LayerAttention:
+def from_config(config: Any, *, layer: int, part: str = "", ignore: Iterable[str] = ()) -> LayerAttention:
     """What the attention of a published model's layer is, from the model's configuration.
 
     Parameters
@@ -205,6 +238,9 @@ def from_config(config: Any, *, layer: int, part: str = "") -> LayerAttention:
         Which layer, from 0.
     part : str
         Which stack of a model that has several, such as "encoder", "decoder", "cross" or "text": see `parts_of`.
+    ignore : iterable of str
+        Keys to read the configuration without, wherever they are in it: those that are refused, and that you know not
+        to matter. `describe` and `as_dict` of the layer name them.
 
     Returns
     -------
@@ -215,8 +251,8 @@ def from_config(config: Any, *, layer: int, part: str = "") -> LayerAttention:
     Raises
     ------
     RelposError
-        If the model type or a value is not understood, or a key that may change attention is not known: nothing is
-        ignored silently but keys that are known not to matter.
+        If the model type or a value is not understood, or keys that may change attention are not known, all of which
+        are named at once: nothing is ignored silently but keys that are known not to matter.
 
     Examples
     --------
@@ -226,12 +262,14 @@ def from_config(config: Any, *, layer: int, part: str = "") -> LayerAttention:
     >>> layer.heads, layer.head_dim, layer.causal, layer.schemes[0].words()
     (4, 16, True, 'Rotary(base=500000)')
     """
-    found = _known(config)
+    (found, unread), left = _known(config, ignore)
     if not isinstance(part, str):
         raise RelposTypeError(f"part: expected a string, found {part!r}")
     if part not in found:
         if part == "" and len(found) == 1:
             part = next(iter(found))
+        elif part in unread:
+            raise RelposValueError(f"part: {part!r} is not understood ({unread[part]})")
         else:
             raise RelposValueError(f"part: expected one of {', '.join(map(repr, found))}, found {part!r}")
     number = check.integer("layer", layer, 0)
@@ -241,4 +279,8 @@ def from_config(config: Any, *, layer: int, part: str = "") -> LayerAttention:
         raise RelposValueError(f"layers: expected at most {_MOST}, found {layers}")
     if number >= layers:
         raise RelposValueError(f"layer: expected 0 ... {layers - 1}, found {number}")
-    return found[part].read(number)
+    read = found[part].read(number)
+    notes = [f"the model's part {name} ({kind}) is not understood" for name, kind in unread.items()]
+    if "auto_map" in found[part].config:
+        notes.append("auto_map: the model comes with code of its own; this is what the class of this type computes")
+    return replace(read, notes=(*read.notes, *notes), ignored=left)

@@ -48,7 +48,7 @@ def _stage(keys: Keys, layer: int) -> tuple[int, int, dict[str, Any]]:
     depths, heads = _integers(keys, "depths"), _integers(keys, "num_heads")
     if len(depths) != len(heads):
         raise RelposValueError(f"num_heads: expected one for each of {len(depths)} stages, found {heads}")
-    keys.ignore("num_attention_heads", "num_hidden_layers", "hidden_size", "use_absolute_embeddings")
+    keys.ignore("num_attention_heads", "num_hidden_layers", "num_layers", "hidden_size", "use_absolute_embeddings")
     block, stage = layer, 0
     while stage < len(depths) - 1 and block >= depths[stage]:
         block -= depths[stage]
