@@ -1,7 +1,8 @@
-"""Keys of configurations as files have them: read, known to change nothing, left out by name, or refused all at once."""
+"""Keys as files have them: read, known to change nothing, left out by name, or refused all at once."""
 
 import json
 
+import numpy as np
 import pytest
 
 import relpos_np as rp
@@ -123,7 +124,7 @@ def test_what_to_open_instead(config, said):
 
 def test_a_folder_without_a_configuration_says_what_it_has(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
-    with pytest.raises(rp.RelposValueError, match="open the config.json of org/base"):
+    with pytest.raises(rp.RelposValueError, match=r"open the config\.json of org/base"):
         rp.from_config(tmp_path, layer=0)
 
 
@@ -145,3 +146,123 @@ def test_parts_that_are_not_understood_are_named():
 def test_code_of_its_own_is_said():
     (note,) = rp.from_config(LLAMA | {"auto_map": {"AutoModel": "modeling_x.X"}}, layer=0).notes
     assert note.startswith("auto_map: ")
+
+
+def layer(model_type, number=0, part="", **keys):
+    return rp.from_config({"model_type": model_type, **keys}, layer=number, part=part)
+
+
+def test_numbers_of_layers_are_numbers():
+    """Gemma 4 saves them as "05"."""
+    few = {
+        "num_hidden_layers": 12,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    }
+    for key in ("5", "05", 5):
+        found = layer("gemma4_text", 5, **few, per_layer_config={key: {"head_dim": 16, "num_key_value_heads": 2}})
+        assert (found.head_dim, found.kv_heads) == (16, 2)
+        assert layer("gemma4_text", 4, **few, per_layer_config={key: {"head_dim": 16}}).head_dim == 8
+    with pytest.raises(rp.RelposValueError, match="per_layer_config: expected numbers of layers, found 'five'"):
+        layer("gemma4_text", 5, **few, per_layer_config={"five": {"head_dim": 16}})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "expected"),
+    [
+        ("bloom", {"n_embed": 128, "hidden_size": 64, "n_head": 4}, (4, 32)),
+        ("falcon", {"n_embed": 128, "hidden_size": 64, "num_attention_heads": 4}, (4, 32)),
+        ("gpt2", {"n_embd": 64, "hidden_size": 128, "n_head": 4}, (4, 32)),
+        ("bart", {"d_model": 64, "hidden_size": 128, "encoder_attention_heads": 4}, (4, 32)),
+        ("whisper", {"d_model": 128, "num_attention_heads": 4, "encoder_attention_heads": 8}, (4, 32)),
+        ("t5", {"d_kv": 8, "head_dim": 32, "num_attention_heads": 4}, (4, 32)),
+    ],
+)
+def test_other_names_go_first(model_type, keys, expected):
+    found = layer(model_type, part=parts_of({"model_type": model_type})[0], **keys)
+    assert (found.heads, found.head_dim) == expected
+
+
+def test_other_names_of_counts():
+    assert layer("t5", part="encoder", num_layers=6, num_hidden_layers=3).layers == 3
+    assert layer("bart", part="encoder", encoder_layers=6, num_hidden_layers=3).layers == 3
+
+
+def test_modernbert_scales_both_kinds_of_layers():
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    for number in (0, 1):
+        assert layer("modernbert", number, **scaled).schemes[0].options["frequencies"][0] == 0.5
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3", "modernbert", "modernbert-decoder"])
+def test_parameters_for_all_are_not_read_where_each_kind_has_its_own(model_type):
+    with pytest.raises(rp.RelposValueError, match="rope_parameters: expected an object for each type of layer"):
+        layer(model_type, 1, rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "factor": 4.0} | {
+    "original_max_position_embeddings": 8
+}
+
+
+def test_a_norm_after_turning_takes_the_attention_factor_out():
+    assert layer("llama", rope_parameters=YARN).schemes[0].options["magnitude"] > 1.1
+    assert "magnitude" not in layer("nanochat", rope_parameters=YARN).schemes[0].options
+    assert "magnitude" not in layer("llama4_text", rope_parameters=YARN).schemes[0].options
+    assert layer("llama4_text", rope_parameters=YARN, use_qk_norm=False).schemes[0].options["magnitude"] > 1.1
+    q, k, v = (np.random.default_rng(0).standard_normal((heads, 12, 128)) for heads in (40, 8, 8))
+    for normed, factor in ((True, 1.0), (False, 1.2)):
+        bound = layer("llama4_text", rope_parameters=LONG, use_qk_norm=normed).bind()
+        (scheme,) = bound.position(q, k)
+        assert (scheme.magnitude > 1) == (factor > 1)
+        assert bound(q, k, v).shape == q.shape
+
+
+def test_what_a_class_does_not_read_is_not_read():
+    plain = layer("llama", hidden_size=64, num_attention_heads=4)
+    for keys in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        found = layer("llama", hidden_size=64, num_attention_heads=4, **keys)
+        assert found.schemes == plain.schemes
+        assert found.notes == ("partial_rotary_factor: the class of llama does not read it",)
+    linear = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    assert len(layer("llama", rope_parameters=linear).schemes[0].options["frequencies"]) == 32
+    assert layer("phi3", partial_rotary_factor=0.5).schemes[0].options["dim"] == 48
+    told = layer("llama", rope_parameters=LONG | {"short_mscale": 2.0, "long_mscale": 3.0})
+    bound = told.bind()
+    q, k, _ = (np.zeros((32, 9, 128)) for _ in range(3))
+    assert bound.position(q, k)[0].magnitude < 2
+    assert told.notes == tuple(f"{name}_mscale: the class of llama does not read it" for name in ("short", "long"))
+    with pytest.raises(rp.RelposValueError, match=r"rope_theta: 3.0 .*swa_rope_theta: 4.0 "):
+        layer("mimo_v2_flash", rope_theta=3.0, swa_rope_theta=4.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("gpt_neo", {"num_layers": 2, "attention_types": [[["local"], 2]], "attention_layers": ["global", "local"]}),
+        ("mpnet", {"relative_attention_num_buckets": 64}),
+        ("qwen2", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}),
+        ("cohere2", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}),
+        ("llama4_text", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+        ("qwen3_next", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    ],
+)
+def test_what_a_class_knows_otherwise_or_not_at_all(model_type, keys):
+    with pytest.raises(rp.RelposValueError, match="is not understood"):
+        layer(model_type, **keys)
+
+
+def test_encoders_that_are_none_but_encoders():
+    for model_type in ("clap_text_model", "layoutlm"):
+        assert not layer(model_type, is_decoder=True).causal
+
+
+def test_widths_that_are_missing_are_those_of_the_class():
+    assert layer("qwen3_vl_moe_text", hidden_size=64, num_attention_heads=4, num_key_value_heads=2).head_dim == 16
+
+
+def test_left_padding_of_chunks_is_said():
+    assert any("padding at the left" in note for note in layer("llama4_text").notes)

@@ -485,11 +485,11 @@ def test_early_files():
     minimax = {"model_type": "minimax_m2", "rotary_dim": 64, "use_qk_norm": True, "qk_norm_type": "per_layer"}
     layer = rp.from_config(minimax | {"attn_type_list": [1] * 62, "use_routing_bias": True}, layer=3)
     assert layer.schemes[0].options == {"dim": 64, "base": 5e6}
-    mimo = {"model_type": "mimo_v2_flash", "rope_theta": 5e5, "swa_rope_theta": 500.0, "sliding_window_size": 128}
+    mimo = {"model_type": "mimo_v2_flash", "rope_theta": 5e6, "swa_rope_theta": 1e4, "sliding_window_size": 128}
     mimo |= {"attention_chunk_size": 128, "sliding_window": 128, "num_hidden_layers": 3, "swa_num_key_value_heads": 8}
     layers = layers_of(mimo | {"hybrid_layer_pattern": [1, 0, 1], "add_swa_attention_sink_bias": True})
     assert [layer.window for layer in layers] == [(128, None), None, (128, None)]
-    assert [layer.schemes[0].options for layer in layers] == [{"dim": 64, "base": b} for b in (500.0, 5e5, 500.0)]
+    assert [layer.schemes[0].options for layer in layers] == [{"dim": 64, "base": b} for b in (1e4, 5e6, 1e4)]
     assert [(layer.kv_heads, bool(layer.sinks)) for layer in layers] == [(8, True), (4, False), (8, True)]
 
 

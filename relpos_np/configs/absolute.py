@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from relpos_np._contract import check
@@ -166,7 +166,6 @@ def _videomae(keys: Keys) -> SchemePlan:
 
 def _gpt_neo(keys: Keys, layer: int) -> dict[str, Any]:
     """Not scaled; every other layer has a window, as `attention_types` repeat."""
-    keys.ignore("attention_layers")
     repeats = keys.get("attention_types")
     repeats = keys.defaults["attention_types"] if repeats is None else repeats
     try:
@@ -178,6 +177,8 @@ def _gpt_neo(keys: Keys, layer: int) -> dict[str, Any]:
     layers = keys.integer("num_hidden_layers")
     if len(pattern) != layers or any(kind not in ("global", "local") for kind in pattern):
         raise RelposValueError(f"attention_types: expected global or local for {layers} layers, found {pattern}")
+    # Where both are stored, the class takes this one.
+    keys.only("attention_layers", pattern, None)
     size = keys.integer("window_size")
     return {"scale": 1.0, "window": (size - 1, None) if pattern[layer] == "local" else None}
 
@@ -228,7 +229,7 @@ _TEXT: dict[str, tuple[Plain, dict[str, Any], dict[str, str]]] = {
     "roberta-prelayernorm": (_ROBERTA, _text(768, 12, 12), {}),
     "data2vec-text": (_ROBERTA, _text(768, 12, 12), {}),
     "layoutlm": (
-        Plain(None, _BERT, remark="and tables of the page's coordinates"),
+        Plain(False, _BERT, remark="and tables of the page's coordinates"),
         _text(768, 12, 12),
         {},
     ),
@@ -261,7 +262,7 @@ _TEXT: dict[str, tuple[Plain, dict[str, Any], dict[str, str]]] = {
     "rembert": (Plain(None, _BERT), _text(1152, 32, 18), {}),
     "roc_bert": (Plain(None, _BERT), _text(768, 12, 12), {}),
     "splinter": (Plain(False, _BERT), _text(768, 12, 12), {}),
-    "clap_text_model": (_ROBERTA, _text(768, 12, 12) | {"max_position_embeddings": 514}, {}),
+    "clap_text_model": (replace(_ROBERTA, causal=False), _text(768, 12, 12) | {"max_position_embeddings": 514}, {}),
     "opt": (Plain(True, "embed_positions.weight", 2), _text(768, 12, 12), {}),
     "biogpt": (Plain(True, "embed_positions.weight", 2), _text(1024, 24, 16), {}),
     "xglm": (
@@ -337,6 +338,11 @@ def _both(dim: int, layers: tuple[int, int], heads: int, longest: int) -> dict[s
     } | sides
 
 
+_OF_PAIR = {
+    "num_attention_heads": "encoder_attention_heads",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "encoder_layers",
+}
 _PAIRS: dict[str, tuple[Pair, dict[str, Any]]] = {
     "bart": (Pair(2), _both(1024, (12, 12), 16, 1024)),
     "mbart": (Pair(2), _both(1024, (12, 12), 16, 1024)),
@@ -348,10 +354,11 @@ _PAIRS: dict[str, tuple[Pair, dict[str, Any]]] = {
     "m2m_100": (Pair(0, ("tensor2tensor", 2)), _both(1024, (12, 12), 16, 1024)),
 }
 for _name, (_pair, _defaults) in _PAIRS.items():
-    register(_pair.read, {_name: _defaults}, kind="Text", parts=("encoder", "decoder", "cross"))
+    register(_pair.read, {_name: _defaults}, kind="Text", aliases=_OF_PAIR, parts=("encoder", "decoder", "cross"))
 register(
     Pair().read,
     {"whisper": _both(384, (4, 4), 6, 448)},
     kind="Speech and music",
+    aliases=_OF_PAIR | {"num_key_value_heads": "encoder_attention_heads"},
     parts=("encoder", "decoder", "cross"),
 )

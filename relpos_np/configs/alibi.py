@@ -84,7 +84,7 @@ register(
     _bloom,
     {"bloom": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}},
     kind="Text",
-    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
 )
 register(
     _mpt,
@@ -107,4 +107,5 @@ register(
         }
     },
     kind="Text",
+    aliases={"n_embed": "hidden_size"},
 )

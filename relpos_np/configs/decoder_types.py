@@ -104,7 +104,7 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
     ),
     "qwen3_vl_moe_text": (
         Rotating(theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic"), finish=of.windowless),
-        _sizes(2048, 24, 16, 16, 128000, 128),
+        _sizes(2048, 24, 16, 16, 128000),
     ),
     "gemma": (
         Rotating(finish=of.gemma),
@@ -135,7 +135,7 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         _sizes(2048, 24, 32, None, 2048) | {"qk_layernorm": False},
     ),
     "phi3": (
-        Rotating(window="all", finish=of.phi3),
+        Rotating(share=1.0, window="all", finish=of.phi3),
         _sizes(3072, 32, 32, None, 4096) | {"original_max_position_embeddings": 4096, "sliding_window": None},
     ),
     "phimoe": (
@@ -181,6 +181,7 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
             window="types",
             pattern=of.alternating(4, "sliding_window_pattern"),
             still=of.full_still,
+            ignored=("layer_switch", "order_of_interleaved_layers"),
         ),
         _sizes(8192, 40, 64, None, 8192) | {"sliding_window": 4096},
     ),
@@ -209,7 +210,15 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         | {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4},
     ),
     "llama4_text": (
-        Rotating(theta=5e5, layout="interleaved", pattern=of.llama4_pattern, still=of.listed_still, finish=of.llama4),
+        Rotating(
+            theta=5e5,
+            layout="interleaved",
+            pattern=of.llama4_pattern,
+            kinds=(of.FULL, of.CHUNKED),
+            magnitude="use_qk_norm",
+            still=of.listed_still,
+            finish=of.llama4,
+        ),
         _sizes(5120, 48, 40, 8, 131072, 128)
         | {"no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "use_qk_norm": True}
         | {"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
@@ -230,7 +239,7 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         },
     ),
     "minimax_m2": (
-        Rotating(theta=5e6, norm=_ALL, turning="rotary_dim", finish=of.minimax_m2),
+        Rotating(theta=5e6, share=1.0, norm=_ALL, turning="rotary_dim", finish=of.minimax_m2),
         _sizes(3072, 62, 48, 8, 196608, 128),
     ),
     "dots1": (
@@ -272,7 +281,9 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         _sizes(4096, 80, 64, 8, 131072, 128),
     ),
     "nanochat": (
-        Rotating(backwards=True, norm="q and k divided by their root mean square, per head (q_norm, k_norm)"),
+        Rotating(
+            backwards=True, magnitude=False, norm="q and k divided by their root mean square, per head (q_norm, k_norm)"
+        ),
         _sizes(768, 12, 6, None, 2048),
     ),
     "mimo_v2_flash": (
@@ -296,7 +307,7 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         _sizes(768, 22, 12, None, 8192) | {"local_attention": 128},
     ),
     "gpt_neox_japanese": (
-        Rotating(theta_keys="rotary_emb_base", share_key="rotary_pct"),
+        Rotating(share=1.0, theta_keys="rotary_emb_base", share_key="rotary_pct"),
         _sizes(2560, 32, 32, None, 2048),
     ),
     "eurobert": (Rotating(causal=False), _sizes(768, 12, 12, None, 8192)),
@@ -306,7 +317,6 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         Rotating(
             theta={of.FULL: 16e4, of.SLIDING: 1e4},
             theta_keys={of.FULL: "global_rope_theta", of.SLIDING: "local_rope_theta"},
-            plain=(of.SLIDING,),
             causal=False,
             pattern=of.alternating(3, "global_attn_every_n_layers", first=True),
             finish=of.modernbert,

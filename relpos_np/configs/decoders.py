@@ -40,7 +40,8 @@ class Rotating:
     Attributes
     ----------
     theta, share : float
-        Defaults of the base, which may be given per type of layer, and of the share of channels that turn.
+        Defaults of the base, which may be given per type of layer, and of the share of channels that turn; the latter
+        is None where the model's class reads none but in rules other than the default one.
     theta_keys, share_key : str
         Where they are stored in older configurations.
     plain : tuple of str
@@ -57,6 +58,10 @@ class Rotating:
         Whether `sliding_window` needs `use_sliding_window`.
     others : tuple of str
         Types of layers of a hybrid that have no softmax: such a layer is refused by its type.
+    kinds : tuple of str
+        Types of layers that the model's class knows, where it has no `others`.
+    magnitude : bool or str
+        Whether the attention factor counts: a norm after turning takes it out. A key, where such a norm is a choice.
     still : callable, optional
         Whether a layer has no positions.
     backwards : bool
@@ -80,7 +85,7 @@ class Rotating:
     """
 
     theta: float | Mapping[str, float] = 10000.0
-    share: float = 1.0
+    share: float | None = None
     theta_keys: str | Mapping[str, str] = "rope_theta"
     share_key: str = "partial_rotary_factor"
     plain: tuple[str, ...] = ()
@@ -90,6 +95,8 @@ class Rotating:
     pattern: Pattern | None = None
     switch: bool = False
     others: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = (FULL, SLIDING)
+    magnitude: bool | str = True
     still: Callable[[At], bool] | None = None
     backwards: bool = False
     turning: str = ""
@@ -128,7 +135,15 @@ class Rotating:
             order=order,
         )
         if not still:
-            found["schemes"] = (rope.plan(ropes, found["head_dim"], layout=self.layout, backwards=self.backwards),)
+            counts = not keys.flag(self.magnitude) if isinstance(self.magnitude, str) else self.magnitude
+            plan = rope.plan(
+                ropes,
+                found["head_dim"],
+                layout=self.layout,
+                backwards=self.backwards,
+                magnitude=None if counts else 1.0,
+            )
+            found |= {"schemes": (plan,), "notes": (*found["notes"], *ropes.notes)}
         found["window"] = self._window(keys, kind)
         found["causal"] = self.causal
         found["before"] = normed(keys, self.norm)
@@ -136,7 +151,7 @@ class Rotating:
             found |= self.finish(replace(at, found=found))
         return LayerAttention(keys.model_type, part, layer, **found)
 
-    def _share(self, keys: Keys, head_dim: int) -> float:
+    def _share(self, keys: Keys, head_dim: int) -> float | None:
         number = keys.get(self.turning, None) if self.turning else None
         return self.share if number is None else check.integer(self.turning, number, 2) / head_dim
 
@@ -170,7 +185,7 @@ class Rotating:
             raise RelposValueError(f"layer_types: expected one for each of {layers} layers, found {types!r}")
         found = types[layer]
         found = _OLD.get(found, found) if isinstance(found, str) else found
-        if found not in (FULL, SLIDING, CHUNKED, *self.others):
+        if found not in ((FULL, *self.others) if self.others else self.kinds):
             raise RelposValueError(f"layer_types: {found!r} is not understood")
         return str(found)
 
@@ -311,6 +326,8 @@ def llama4(at: At) -> dict[str, Any]:
     if at.keys.flag("use_qk_norm") and turning:
         # Turning changes no length: the norm may as well come before.
         new["before"] = ("q and k divided by their root mean square, per head (qk_norm)",)
+    if at.kind == CHUNKED:
+        new["notes"] = ("chunks count from the first token that is no padding: without padding at the left only",)
     tuned = at.keys.get("attn_temperature_tuning", None)
     scale, floor = at.keys.real("attn_scale"), at.keys.integer("floor_scale")
     if tuned and not turning:
@@ -445,6 +462,9 @@ def mimo(at: At) -> dict[str, Any]:
     """Values of their own width, and with a factor; with a window twice the key heads, and sinks."""
     keys, kv_heads = at.keys, at.found["kv_heads"]
     keys.ignore("hybrid_layer_pattern")
+    # The class does not read them; other published code does.
+    keys.only("rope_theta", 5e6, None)
+    keys.only("swa_rope_theta", 1e4, None)
     for name, value in (
         ("swa_num_attention_heads", at.found["heads"]),
         ("swa_num_key_value_heads", 2 * kv_heads),

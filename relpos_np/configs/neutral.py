@@ -45,10 +45,12 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         positional_dropout attention_hidden_dropout pos_dropout
     """),
     "biases of projections, which are in what is passed as q, k and v, and of other layers": _names("""
-        attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias bias mlp_bias conv_bias enable_bias add_qkv_bias
-        lm_head_bias norm_bias proj_bias query_bias key_bias value_bias decoder_bias classifier_bias no_bias add_bias_linear
+        attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias bias mlp_bias conv_bias enable_bias
+        add_qkv_bias
+        lm_head_bias norm_bias proj_bias query_bias key_bias value_bias decoder_bias classifier_bias no_bias
+        add_bias_linear
         attn_qkv_bias attn_out_bias use_attn_bias use_mlp_bias qkv_proj_bias head_bias ffn_bias skip_bias_add
-        skip_bias_add_qkv bias_dropout_fusion add_bias_logits qkv_proj_bias qkv_fc_bias
+        skip_bias_add_qkv bias_dropout_fusion add_bias_logits qkv_fc_bias
     """),
     "which implementation computes it, and what else is returned": _names("""
         _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation
@@ -86,7 +88,8 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         num_memory_blocks layers_to_keep use_parallel_residual use_parallel_block use_gated_activation
         apply_residual_connection_post_layernorm num_feat_extract_layers apply_spec_augment
         num_ln_in_parallel_attn parallel_attn classif_dropout
-        afn feed_forward_proj legacy moe_k expansion_ratio embedding_fraction time_step_limit tubelet_size leaky_relu_slope
+        afn feed_forward_proj legacy moe_k expansion_ratio embedding_fraction time_step_limit tubelet_size
+        leaky_relu_slope
         num_clusters num_codevectors_per_group num_negatives replace_prob reduction_factor reshape_hidden_states
         out_indices stage_names codec_config depth_decoder_config depth_separable_num_layers flow_size
         prior_encoder_num_flows speaking_rate decoder_num_hidden_layers enable_pronunciation enable_shape force_dequant

@@ -32,6 +32,8 @@ class Parameters:
         `max_position_embeddings` and `original_max_position_embeddings` beside the mapping.
     order : {"chunks", "cyclic"}
         How sections of pairs are laid out.
+    notes : tuple of str
+        What the file has and the model's class does not read.
     """
 
     stored: Mapping[str, Any]
@@ -40,6 +42,7 @@ class Parameters:
     longest: int
     original: int | None
     order: Literal["chunks", "cyclic"] = "chunks"
+    notes: tuple[str, ...] = ()
 
     @property
     def rule(self) -> str:
@@ -82,7 +85,7 @@ def parameters(
     layer_type: str = "",
     *,
     theta: float | Mapping[str, float] = 10000.0,
-    share: float = 1.0,
+    share: float | None = 1.0,
     theta_keys: Mapping[str, str] | str = "rope_theta",
     share_key: str = "partial_rotary_factor",
     elsewhere: Sequence[str] = (),
@@ -99,7 +102,8 @@ def parameters(
     layer_type : str
         Whose parameters, where types of layers have their own.
     theta, share : float
-        What the model's class has where neither is stored; `theta` may be given per type of layer.
+        What the model's class has where neither is stored; `theta` may be given per type of layer, and `share` may be
+        None where the class reads none under the default rule.
     theta_keys, share_key : str
         Where they are stored beside `rope_scaling`; the former may be given per type of layer.
     elsewhere : sequence of str
@@ -118,15 +122,27 @@ def parameters(
         raw = dict(own)
     elif types:
         raise RelposValueError(f"rope_parameters: has {', '.join(types)}, and nothing for {layer_type!r}")
+    elif raw and not scaling and isinstance(theta, Mapping) | isinstance(theta_keys, Mapping):
+        raise RelposValueError(
+            f"rope_parameters: expected an object for each type of layer, found one for all, which the class of "
+            f"{keys.model_type} does not read"
+        )
     elif layer_type in plain and scaling:
         raw = {}
     raw = {name: value for name, value in raw.items() if name not in elsewhere}
+    unread = [name for name in ("short_mscale", "long_mscale") if raw.pop(name, None) is not None]
     if sections is not None:
         raw.setdefault("mrope_section", list(sections))
     key = theta_keys[layer_type] if isinstance(theta_keys, Mapping) else theta_keys
     base, part = keys.get(key, None), keys.get(share_key, None)
     if isinstance(theta_keys, Mapping):
         keys.ignore(*theta_keys.values())
+    plain_rule = (raw.get("rope_type") or raw.get("type") or "default") in ("default", "mrope")
+    if share is None and plain_rule and any(x not in (None, 1) for x in (part, raw.get("partial_rotary_factor"))):
+        unread.append(share_key)
+        part = None
+        raw.pop("partial_rotary_factor", None)
+    share = 1.0 if share is None else share
     default = theta[layer_type] if isinstance(theta, Mapping) else theta
     original = keys.get("original_max_position_embeddings", None)
     return Parameters(
@@ -136,6 +152,7 @@ def parameters(
         keys.integer("max_position_embeddings", 2048),
         original if original is None else check.integer("original_max_position_embeddings", original, 1),
         order,
+        tuple(f"{name}: the class of {keys.model_type} does not read it" for name in unread),
     )
 
 
@@ -144,7 +161,7 @@ def _by_length(given: Given) -> Rotary:
     options = dict(given.options)
     rope = options.pop("rope_parameters")
     omega, magnitude = rope.frequencies(given.head_dim, given.reach)
-    return Rotary(frequencies=omega, magnitude=magnitude, **options)
+    return Rotary(frequencies=omega, **({"magnitude": magnitude} | options))
 
 
 def _by_position(given: Given) -> Rotary:
@@ -158,7 +175,13 @@ def _by_position(given: Given) -> Rotary:
 
 
 def plan(
-    rope: Parameters, head_dim: int, *, layout: str = "half", before: int = 0, backwards: bool = False
+    rope: Parameters,
+    head_dim: int,
+    *,
+    layout: str = "half",
+    before: int = 0,
+    backwards: bool = False,
+    magnitude: float | None = None,
 ) -> SchemePlan:
     """The rotary scheme of some parameters.
 
@@ -174,19 +197,23 @@ def plan(
         Channels of a head in front of these.
     backwards : bool
         Whether pairs turn the other way.
+    magnitude : float, optional
+        In place of the rule's attention factor.
     """
     shown: dict[str, Any] = {} if layout == "half" else {"layout": layout}
     if before:
         shown["channels"] = (before, before + head_dim)
-    omega, magnitude = rope.frequencies(head_dim)
+    omega, factor = rope.frequencies(head_dim)
+    factor = factor if magnitude is None else magnitude
     if rope.rule in _BY_LENGTH:
         if before or backwards:
             where = "the last channels turn" if before else "pairs turn the other way"
             raise RelposValueError(f"rope_type: {rope.rule!r} is not understood where {where}")
         remark = f"{rope.words()}; by the longest position of a call"
+        shown |= {} if magnitude is None else {"magnitude": magnitude}
         return SchemePlan("Rotary", shown | {"rope_parameters": rope}, remark=remark, make=_by_length, varies=True)
-    if magnitude != 1.0:
-        shown["magnitude"] = magnitude
+    if factor != 1.0:
+        shown["magnitude"] = factor
     if omega.ndim == 2:
         remark = f"{rope.words()}; sections of pairs {rope.stored['mrope_section']}, {rope.order}"
         options = shown | {"frequencies": omega}

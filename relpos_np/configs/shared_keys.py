@@ -42,6 +42,16 @@ def _gemma3n(at: At) -> dict[str, Any]:
     return {"scale": 1.0, "notes": _shared(at)}
 
 
+def _of_layer(listed: Mapping[Any, Any], layer: int) -> Any:
+    """What is stored of a layer: numbers are numbers, however they are spelled (05)."""
+    numbered = {}
+    for key, value in listed.items():
+        if not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
+            raise RelposValueError(f"per_layer_config: expected numbers of layers, found {key!r}")
+        numbered[int(key)] = value
+    return numbered.get(layer, {})
+
+
 def _sized(at: At) -> dict[str, Any]:
     """Gemma 4: layers without a window have heads of their own."""
     keys = at.keys
@@ -50,7 +60,7 @@ def _sized(at: At) -> dict[str, Any]:
     if own is None:
         own = {} if at.kind != FULL else {"head_dim": wide} | ({"num_key_value_heads": few} if same and few else {})
     else:
-        own = own.get(str(at.layer), own.get(at.layer, {})) if isinstance(own, Mapping) else own
+        own = _of_layer(own, at.layer) if isinstance(own, Mapping) else own
         if not isinstance(own, Mapping) or own.keys() - {"head_dim", "num_key_value_heads"}:
             raise RelposValueError(f"per_layer_config: {own!r} of layer {at.layer} is not understood")
     found: dict[str, Any] = {}

@@ -48,7 +48,7 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
 def _mpnet(keys: Keys, layer: int, part: str) -> LayerAttention:
     """One table for all layers, of 32 buckets up to 128 whatever the configuration says."""
     found = sizes(keys)
-    keys.ignore("relative_attention_num_buckets", "max_position_embeddings")
+    keys.only("relative_attention_num_buckets", 32)
     plan = SchemePlan("T5", {"rounding": "float32"}, {"table": "encoder.relative_attention_bias.weight"})
     added = learned("embeddings.position_embeddings.weight", 2, "positions count tokens that are no padding")
     return LayerAttention(keys.model_type, part, layer, causal=False, schemes=(plan,), added=added, **found)
@@ -115,6 +115,12 @@ def _defaults(dim: int, layers: int, heads: int, decoder: int | None = None) -> 
     }
 
 
+_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
 register(
     _t5,
     {
@@ -124,9 +130,16 @@ register(
         "switch_transformers": _defaults(768, 12, 12, 12),
     },
     kind="Text",
+    aliases=_NAMES,
     parts=("encoder", "decoder", "cross"),
 )
-register(_t5, {"pop2piano": _defaults(512, 6, 8)}, kind="Speech and music", parts=("encoder", "decoder", "cross"))
+register(
+    _t5,
+    {"pop2piano": _defaults(512, 6, 8)},
+    kind="Speech and music",
+    aliases=_NAMES,
+    parts=("encoder", "decoder", "cross"),
+)
 register(
     _mpnet,
     {
