@@ -24,6 +24,8 @@ FOREIGN = {
     "softmax_type": "off_by_one",
     "use_cla": True,
     "never_heard_of": 3,
+    "n_layer": 7,
+    "rotary_emb_base": 5.0,
     "is_causal": False,
     "use_rope": False,
     "k_norm": True,
@@ -59,6 +61,9 @@ DUMPED = {
     "num_key_value_groups": 1,
     "quantization_config": {"quant_method": "gptq", "bits": 4},
     "draft_vocab_size": 32000,
+    "n_layer": 2,
+    "n_embd": 64,
+    "rotary_emb_base": 10000,
     "unsloth_version": "2026.1",
     "scale_attn_weights": True,
 }
@@ -266,3 +271,12 @@ def test_widths_that_are_missing_are_those_of_the_class():
 
 def test_left_padding_of_chunks_is_said():
     assert any("padding at the left" in note for note in layer("llama4_text").notes)
+
+
+def test_yarn_whose_ends_are_one_number():
+    """Kimi K2: rounding to both sides makes the ramp."""
+    found = layer("llama", rope_parameters=YARN | {"beta_fast": 1.0, "beta_slow": 1.0})
+    omega, plain = found.schemes[0].options["frequencies"], rp.reference.rotary_frequencies(128)
+    # 64 / (2π) turns once where 128·ln(64 / 2π) / (2·ln 10000) = 16.1.
+    np.testing.assert_allclose(omega[:17], plain[:17], rtol=1e-15)
+    np.testing.assert_allclose(omega[17:], plain[17:] / 4, rtol=1e-15)

@@ -24,18 +24,18 @@ TOUCHES = _names("""
 _LETTERS = _names("q k v")
 # Words that say what a key is about; a key that has one, and touches nothing, is about that.
 _WORDS = _names("""
-    act activation activations adapter adaptor altup audio aux auxiliary beams bos box bbox checkpoint checkpointing channels
-    classes classif classifier codebook codebooks codec codevector coef coefficient conv cost ctc denoising
-    depthwise dice distogram downsample downsampling draft drop droppath dropout dtype embd embeds eos epsilon eps expert
-    experts feat features featmap feature ff ffn feedforward filter focal forced fpn frames freeze fusion gelu giou
-    gnn hop id ids image images img initializer init inner input inputs intermediate jitter kernel kernels label labels
-    lang languages layerdrop layernorm lm logits loss losses lora mamba matcher mel mels mlp modality moe mtp
-    ngram norm normalize normalized object objects onnx pad padding patch patches pdrop pitch pixel pixels pooler
-    pooling postnet predictor prenet probs projector prompt prototypes qformer quantization quantize quantizer
-    quantizers register registers resampler resnet retrieval router routed routing sampling segmentation semantic
-    smoothing speaker speakers spectrogram speech ssm std stem subsample subsampling summary suppress swiglu talker tdnn
-    tie tied timestamp token tokens tokenizer topk tts upsample upsampling video vision visual vocab vocabulary vocoder
-    wavenet xpath xvector
+    act activation activations adapter adaptor altup audio aux auxiliary bbox beams bos box channels checkpoint
+    checkpointing classes classif classifier codebook codebooks codec codevector coef coefficient conv cost ctc
+    denoising depthwise dice distogram downsample downsampling draft drop dropout droppath dtype embd embeds eos eps
+    epsilon expert experts feat featmap feature features feedforward ff ffn filter focal forced fpn frames freeze
+    fusion gelu giou gnn hc hop id ids image images img init initializer inner input inputs intermediate jitter
+    kernel kernels label labels lang languages layerdrop layernorm linear lm logits lora loss losses mamba matcher
+    mel mels mlp modality moe mtp ngram norm normalize normalized object objects onnx pad padding patch patches
+    pdrop pitch pixel pixels pooler pooling postnet predictor prenet probs projector prompt prototypes qformer
+    quantization quantize quantizer quantizers register registers resampler resnet retrieval routed router routing
+    sampling segmentation semantic smoothing speaker speakers spectrogram speech ssm std stem subsample subsampling
+    summary suppress swiglu talker tdnn tie tied timestamp token tokenizer tokens topk tts upsample upsampling video
+    vision visual vocab vocabulary vocoder wavenet xpath xvector
 """)
 
 # Keys that are about something else though their names do not say so, in groups, each with its reason.
@@ -50,7 +50,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         lm_head_bias norm_bias proj_bias query_bias key_bias value_bias decoder_bias classifier_bias no_bias
         add_bias_linear
         attn_qkv_bias attn_out_bias use_attn_bias use_mlp_bias qkv_proj_bias head_bias ffn_bias skip_bias_add
-        skip_bias_add_qkv bias_dropout_fusion add_bias_logits qkv_fc_bias
+        skip_bias_add_qkv bias_dropout_fusion offset_alibi add_bias_logits qkv_fc_bias
     """),
     "which implementation computes it, and what else is returned": _names("""
         _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation
@@ -74,7 +74,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
     "heads for tasks, and losses": _names("""
         semantic_loss_ignore_index sparse_pred_ignore_index sparse_prediction use_auxiliary_head
         vision_use_head use_guided_attention_loss guided_attention_loss_num_heads guided_attention_loss_sigma
-        guided_attention_loss_scale contrastive_logits_temperature pooler_num_attention_heads pooler_size_per_head
+        guided_attention_loss_scale contrastive_logits_temperature alignment_heads pooler_num_attention_heads pooler_size_per_head
         image_token_index ignore_index use_lm_head tie_lm_head untie_lm_head enable_lm_head_fp32 seq_classif_head
     """),
     "layers between those of attention": _names("""
@@ -85,7 +85,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         chunk_size_feed_forward moe_router_enable_expert_bias use_routing_bias first_k_dense_replace
         n_group topk_method scoring_func num_nextn_predict_layers ep_size num_dense_layers
         mlp_only_layers inner_group_num num_hidden_groups net_structure_type gap_size down_scale_factor
-        num_memory_blocks layers_to_keep use_parallel_residual use_parallel_block use_gated_activation
+        num_memory_blocks layers_to_keep use_associative_scan use_parallel_residual use_parallel_block use_gated_activation
         apply_residual_connection_post_layernorm num_feat_extract_layers apply_spec_augment
         num_ln_in_parallel_attn parallel_attn classif_dropout
         afn feed_forward_proj legacy moe_k expansion_ratio embedding_fraction time_step_limit tubelet_size
@@ -93,7 +93,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         num_clusters num_codevectors_per_group num_negatives replace_prob reduction_factor reshape_hidden_states
         out_indices stage_names codec_config depth_decoder_config depth_separable_num_layers flow_size
         prior_encoder_num_flows speaking_rate decoder_num_hidden_layers enable_pronunciation enable_shape force_dequant
-        end_n_top start_n_top use_mems_eval use_mems_train
+        verbose use_xentropy init_config eagle_config target_hidden_size dense_seq_output end_n_top start_n_top use_mems_eval use_mems_train
     """),
     "lengths that tables are made for; rules of rotary positions that need one take it": _names("""
         max_position_embeddings n_positions max_source_positions max_target_positions max_speech_positions
@@ -108,21 +108,20 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         spkr_embed_dim coordinate_size shape_size shape_embed_dim pronunciation_embed_dim text_dim freq_dim
     """),
     "generation, training and what all configurations have": _names("""
-        temperature architectures architecture transformers_version diffusers_version _diffusers_version
-        adapters_version _name_or_path name_or_path model_name _class_name use_cache cache_implementation torchscript
-        return_dict output_hidden_states is_encoder_decoder problem_type finetuning_task task_specific_params
-        tf_legacy_loss pruned_heads use_bfloat16 bf16 fp16 fp32 use_fp32 do_sample early_stopping length_penalty
-        repetition_penalty diversity_penalty num_beam_groups top_k top_p typical_p num_return_sequences
-        return_dict_in_generate output_scores remove_invalid_values pretraining_tp prefix _commit_hash
-        gradient_checkpointing mode model_parallel_size tensor_parallel tensor_parallel_degree seed
-        unsloth_version unsloth_fixed use_tensor_core description language name onnx_safe
-        scale_grad_by_freq residual_in_fp32 init_method init_method_std mup_enabled use_mup rescale_every
-        sequence_parallel_enabled num_parallel_samples gradient_accumulation_steps directionality
-        use_parallel_embedding use_embedding_sharing
-        output_past normalize_before normalize_embedding add_final_layer_norm add_final_layernorm
-        extra_pos_embeddings static_position_embeddings save_step ve_type auto_map quant_config compression_config
-        tie_embeddings_and_weights share_encoder_decoder_embeddings do_blenderbot_90_layernorm
-    """),
+    temperature architectures architecture transformers_version diffusers_version _diffusers_version adapters_version
+    _name_or_path name_or_path model_name _class_name use_cache cache_implementation torchscript return_dict
+    output_hidden_states is_encoder_decoder problem_type finetuning_task task_specific_params tf_legacy_loss
+    pruned_heads use_bfloat16 bf16 fp16 fp32 use_fp32 do_sample early_stopping length_penalty repetition_penalty
+    diversity_penalty num_beam_groups top_k top_p typical_p num_return_sequences return_dict_in_generate output_scores
+    remove_invalid_values pretraining_tp prefix _commit_hash gradient_checkpointing mode model_parallel_size
+    tensor_parallel tensor_parallel_degree tensor_parallel_size seed total_flos is_llama_config unsloth_version
+    unsloth_fixed use_tensor_core description language name onnx_safe scale_grad_by_freq residual_in_fp32 init_method
+    init_method_std mup_enabled use_mup rescale_every sequence_parallel_enabled num_parallel_samples
+    gradient_accumulation_steps directionality use_parallel_embedding use_embedding_sharing output_past
+    normalize_before normalize_embedding add_final_layer_norm add_final_layernorm extra_pos_embeddings
+    static_position_embeddings save_step ve_type auto_map quant_config compression_config tie_embeddings_and_weights
+    share_encoder_decoder_embeddings do_blenderbot_90_layernorm
+"""),
 }
 _NEUTRAL = frozenset().union(*NEUTRAL.values())
 # What is on unless a key says false.
@@ -135,6 +134,10 @@ def _norms(layer: LayerAttention) -> bool:
 
 def _turns(layer: LayerAttention) -> bool:
     return layer.added is None and not any(plan.scheme != "Rotary" for plan in layer.schemes)
+
+
+def _base(layer: LayerAttention) -> Any:
+    return next((plan.options.get("base") for plan in layer.schemes if plan.scheme == "Rotary"), None)
 
 
 def _interleaved(layer: LayerAttention) -> Any:
@@ -155,6 +158,9 @@ _SAYS: dict[tuple[str, ...], Callable[[LayerAttention], Any]] = {
     ("use_qk_norm", "qk_norm", "use_qk_layernorm", "qk_layernorm", "use_qknorm"): _norms,
     ("use_rope", "rotary", "use_rotary", "use_rotary_embeddings", "use_rotary_position_embeddings"): _turns,
     ("rope_interleaved", "rope_interleave", "rotary_emb_interleaved", "use_interleaved_rope"): _interleaved,
+    ("n_layer", "n_layers", "num_layers", "num_hidden_layers"): lambda at: at.layers,
+    ("n_embd", "d_model", "n_embed"): lambda at: at.heads * at.head_dim,
+    ("rotary_emb_base", "rope_theta"): _base,
     ("use_alibi", "alibi"): lambda at: any(plan.scheme == "ALiBi" for plan in at.schemes),
     ("scale_attn_weights",): lambda at: at.scale != 1,
 }
@@ -164,10 +170,12 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("absolute",),
     "partial_rotary_factor": (1, 1.0),
     "rotary_pct": (1, 1.0),
+    "rotary_emb_fraction": (1, 1.0),
     "rope_ratio": (1, 1.0),
     "full_attn_mod": (1,),
     "interpolate_factor": (1, 1.0),
     "use_mrope": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
     "rotary_emb_scale_base": (None,),
     "rope_scaling_type": ("default",),
     "attention_type": ("full_attention", "original_full"),
@@ -180,6 +188,8 @@ def harmless(name: str, value: Any, layer: LayerAttention) -> bool:
         return True
     if name in _USUAL and value in _USUAL[name]:
         return True
+    if name == "position_embedding_type" and value in ("rope", "rotary", "rope_gptj"):
+        return _turns(layer)
     if name in _SAID:
         return bool(value == _SAID[name](layer))
     lower = name.lower()

@@ -167,8 +167,8 @@ def _known(config: Any, ignore: Iterable[str] = ()) -> tuple[_Parts, tuple[str, 
 
 def _left_out(stored: Mapping[str, Any], ignore: Iterable[str]) -> tuple[str, ...]:
     """The names of `ignore`, each of which the configuration must have."""
-    left = (None,) if isinstance(ignore, str) else tuple(ignore)
-    if not all(isinstance(name, str) for name in left):
+    left = tuple(ignore)
+    if isinstance(ignore, str) or not all(isinstance(name, str) for name in left):
         raise RelposTypeError(f"ignore: expected names of keys, found {ignore!r}")
     for name in left:
         if name in ("model_type", "_class_name") or not _has(stored, name):

@@ -23,7 +23,8 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
     last = keys.integer("relative_attention_max_distance")
     heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
     decoding = keys.get("num_decoder_layers", None)
-    layers = keys.integer("num_layers") if part == "encoder" or decoding is None else keys.integer("num_decoder_layers")
+    encoding = keys.integer("num_layers")
+    layers = encoding if part == "encoder" or decoding is None else keys.integer("num_decoder_layers")
     plans: tuple[SchemePlan, ...] = ()
     if part != "cross":
         block = layer if keys.model_type == "umt5" else 0

@@ -239,8 +239,9 @@ def yarn_frequencies(
         raise RelposValueError(f"base: expected a number above 1, found {base}")
     trained_length = check.integer("trained_length", trained_length, 1)
     fast, slow = check.real("beta_fast", beta_fast), check.positive("beta_slow", beta_slow)
-    if fast <= slow:
-        raise RelposValueError(f"beta_fast: expected more than beta_slow = {beta_slow}, found {beta_fast}")
+    # Where they are the same (Kimi K2), rounding makes the ramp.
+    if fast < slow:
+        raise RelposValueError(f"beta_fast: expected at least beta_slow = {beta_slow}, found {beta_fast}")
     ends = [dim * math.log(trained_length / (2 * math.pi * beta)) / (2 * math.log(base)) for beta in (fast, slow)]
     if check.flag("truncate", truncate):
         ends = [math.floor(ends[0]), math.ceil(ends[1])]
