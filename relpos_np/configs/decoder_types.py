@@ -33,6 +33,10 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
     "arcee": (Rotating(), _sizes(2560, 32, 32, None, 4096)),
     "seed_oss": (Rotating(), _sizes(4096, 64, 80, 8, 524288, 128)),
     "bitnet": (Rotating(theta=5e5), _sizes(2560, 30, 20, 5, 2048)),
+    "exaone": (Rotating(theta=5e5), _sizes(4096, 32, 32, 8, 4096)),
+    "iquestcoder": (Rotating(), _sizes(5120, 80, 40, 8, 131072, 128)),
+    "aria_text": (Rotating(), _sizes(4096, 32, 32, None, 2048)),
+    "solar_open": (Rotating(theta=1e6, share=1.0), _sizes(4096, 48, 64, 8, 131072, 128)),
     "jais2": (Rotating(), _sizes(3328, 32, 26, None, 8192)),
     "apertus": (
         Rotating(theta=12e6, norm=_HEADS),
@@ -197,6 +201,10 @@ _TYPES: dict[str, tuple[Rotating, Defaults]] = {
         Rotating(share=0.5, norm=f"?use_qk_norm {_HEADS}"),
         _sizes(4096, 46, 96, 8, 131072) | {"use_qk_norm": False},
     ),
+    "sarvam_moe": (
+        Rotating(theta=8e6, share=1.0, norm=f"?use_qk_norm {_HEADS}"),
+        _sizes(4096, 19, 64, 4, 131072, 64) | {"use_qk_norm": True},
+    ),
     "ernie4_5": (Rotating(theta=5e5, layout="interleaved"), _sizes(1024, 18, 16, 2, 131072, 128)),
     "ernie4_5_moe": (Rotating(theta=5e5, layout="interleaved"), _sizes(2560, 28, 20, 4, 131072)),
     "helium": (Rotating(theta=1e5, layout="interleaved"), _sizes(2560, 24, 20, 20, 4096, 128)),
@@ -330,7 +338,9 @@ _SPEECH: dict[str, tuple[Rotating, Defaults]] = {
     "csm_depth_decoder_model": (Rotating(theta=5e5), _sizes(1024, 4, 8, 2, 33)),
 }
 
+_ALIASES = {"exaone": {"num_layers": "num_hidden_layers"}}
+
 for _name, (_traits, _defaults) in _TYPES.items():
-    register(_traits.read, {_name: _defaults}, kind="Text")
+    register(_traits.read, {_name: _defaults}, kind="Text", aliases=_ALIASES.get(_name))
 for _name, (_traits, _defaults) in _SPEECH.items():
     register(_traits.read, {_name: _defaults}, kind="Speech and music")
