@@ -271,10 +271,10 @@ were 3.4 eps Σ p|v| at most; those of the gradients of 48 values from a million
 that are all equal are rounded the same way each time. Sums of them, in gradients and by row of a table, keep what they
 lose; within a group it is up to 16 eps. The factor 1 + lse is what a probability may be off, by rounding of its score.
 
-These figures are of numbers that differ. Where weights and values are all equal, such as 0.1 over equal weights, kernels
-were up to 17 eps off in float32, at 383 keys as at 200,000. The references have no such exception: their outputs, and
-gradients of q, k and v, are within 4 eps Σ p|v| of what the probabilities of their scores give, for any numbers and any
-length, because they sum few keys at a time and keep what additions lose.
+These figures are of numbers that differ. Where weights and values are all equal, such as 0.1 over equal weights,
+kernels were up to 17 eps off in float32, at 383 keys as at 200,000. The references have no such exception: their
+outputs, and gradients of q, k and v, are within 4 eps Σ p|v| of what the probabilities of their scores give, for any
+numbers and any length, because they sum few keys at a time and keep what additions lose.
 
 Masks, tables and products may be as large as the dtype has numbers, and rows may have nothing but such scores: the
 CPU kernels then give what the formulas do, at the price of a second call. CUDA kernels count in units of log 2, and

@@ -7,6 +7,8 @@ of the sizes of its terms, however many there are and however equal they are.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from relpos_np.types import Array
@@ -121,8 +123,8 @@ def _multiply_blocks(a: Array, b: Array, out: Array) -> None:
     n = a.shape[-1]
     added, lost = np.zeros(out.shape, out.dtype), np.zeros(out.shape, out.dtype)
     step, whole = _BLOCK * max(1, _HELD // max(added.size, 1)), n // _BLOCK * _BLOCK
-    starts = [*range(0, whole, step), *([whole] if whole < n else [])]
-    for start, stop in zip(starts, [*starts[1:], n], strict=True):
+    ends = [*range(0, whole, step), *([whole] if whole < n else []), n]
+    for start, stop in itertools.pairwise(ends):
         block, less = _in_pairs(_products_of_blocks(a[..., start:stop], b[..., start:stop, :]))
         added, more = _added(added, block)
         lost += less
