@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from relpos_np.formulas.sums import product, total
+from relpos_np.formulas.sums import product, sum_of_pairs, total
 from relpos_np.types import Array, Bools
-
-# Keys of which the vectors of all pairs are multiplied at once.
-_VECTORS = 128
 
 
 def repeat_heads(x: Array, heads: int) -> Array:
@@ -68,12 +65,7 @@ def weighted_vectors(p: Array, a: Array) -> Array:
     ndarray, shape (..., L_q, D_v)
         The sums.
     """
-    parts = [
-        total(p[..., j : j + _VECTORS, None] * a[..., j : j + _VECTORS, :], axis=-2)
-        for j in range(0, p.shape[-1], _VECTORS)
-    ]
-    shape = (0, *np.broadcast_shapes(p.shape[:-1], a.shape[:-2]), a.shape[-1])
-    return total(np.stack(parts) if parts else np.zeros(shape, p.dtype), axis=0)
+    return sum_of_pairs(p, a)
 
 
 def weighted_sum(p: Array, v: Array, attended: Bools) -> Array:

@@ -130,3 +130,15 @@ def _multiply_blocks(a: Array, b: Array, out: Array) -> None:
         lost += less
         lost += more
     out[...] = _whole(added, lost)
+
+
+def sum_of_pairs(p: Array, a: Array) -> Array:
+    """Sum of p (..., L_q, L_k) times a (..., L_q, L_k, D) over keys, in blocks with what each of them loses."""
+    shape = (*np.broadcast_shapes(p.shape[:-1], a.shape[:-2]), a.shape[-1])
+    added, lost = np.zeros(shape, p.dtype), np.zeros(shape, p.dtype)
+    for j in range(0, p.shape[-1], _BLOCK):
+        own = slice(j, j + _BLOCK)
+        block = np.einsum("...ij,...ijd->...id", p[..., own], a[..., own, :])
+        added, less = _added(added, block)
+        lost += less
+    return _whole(added, lost)
