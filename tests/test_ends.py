@@ -72,6 +72,18 @@ def test_tables_and_products(dtype, n, rng):
     )
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_keys_in_pages(dtype, rng):
+    """One page for all keys, so that what stands for them is far longer than the memory that they have."""
+    most, size, count = np.finfo(dtype).max, 16, 60_000
+    k, v = (rng.standard_normal((1, size, 1, 64)).astype(dtype) for _ in range(2))
+    k[...], k[0, 3:9] = np.sqrt(most) * dtype(0.1), np.sqrt(most) * dtype(-0.1)
+    q = np.full((1, 1, 1, 64), np.sqrt(most) * dtype(0.9 / 8), dtype)
+    pages = {"block_table": np.zeros((1, count), np.int64), "key_lengths": [count * size], "scale": 1.0}
+    found = rp.paged_attention(q, k, v, **pages)
+    agree([found], [rp.attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), scale=1.0, backend="numpy")], dtype)
+
+
 def test_ordinary_calls_are_made_once(monkeypatch, rng):
     """Rows without keys, and NaN, are met and cost no second call."""
     from relpos_np.kernels._numba.plan import ends
