@@ -22,7 +22,7 @@ examples:
   relpos config config.json
   relpos config . --part encoder --layer 5
   relpos config config.json --json
-  relpos config config.json --ignore use_xpos,swa
+  relpos config config.json --ignore rope_scaling
   relpos config --types
 """
 

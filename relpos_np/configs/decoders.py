@@ -465,6 +465,7 @@ def mimo(at: At) -> dict[str, Any]:
     # The class does not read them; other published code does.
     keys.only("rope_theta", 5e6, None)
     keys.only("swa_rope_theta", 1e4, None)
+    keys.only("partial_rotary_factor", 0.334, None)
     for name, value in (
         ("swa_num_attention_heads", at.found["heads"]),
         ("swa_num_key_value_heads", 2 * kv_heads),

@@ -95,6 +95,11 @@ register(
         }
     },
     kind=_KIND,
+    aliases={
+        "num_attention_heads": "decoder_num_attention_heads",
+        "num_key_value_heads": "decoder_num_key_value_heads",
+        "num_hidden_layers": "decoder_num_hidden_layers",
+    },
     parts=("encoder", "decoder", "cross"),
 )
 register(

@@ -264,7 +264,15 @@ MODELS = (
     Model("cwm", {**HEAD, "sliding_window": 9}),
     Model("exaone_moe", {**KV, **MOE, "sliding_window": 9, "num_shared_experts": 1}),
     Model("hy_v3", {**HEAD, **MOE, "rope_parameters": PLAIN}),
-    Model("mimo_v2_flash", {**HEAD, **MOE, "v_head_dim": 12, "sliding_window": 9, "partial_rotary_factor": 0.4}),
+    Model(
+        "mimo_v2_flash",
+        {**HEAD, **MOE, "v_head_dim": 12, "sliding_window": 9}
+        | {
+            "rope_parameters": {
+                f"{kind}_attention": {**PLAIN, "partial_rotary_factor": 0.4} for kind in ("full", "sliding")
+            }
+        },
+    ),
     Model(
         "mimo_v2_flash",
         {**HEAD, **MOE, "v_head_dim": 12, "sliding_window_size": 8, "attention_value_scale": None}

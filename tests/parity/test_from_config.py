@@ -226,3 +226,29 @@ def test_every_model_type_is_swept():
     swept = {model.published or model.model_type for model in MODELS} - {"paligemma"}
     # Those of diffusers are in test_video.py.
     assert swept == {name for name in model_types() if FAMILIES[name].package == "transformers"}
+
+
+FORMS = [model for model in MODELS if model.model_type in CONFIGS and not model.published]
+
+
+@pytest.mark.parametrize("model", FORMS, ids=[f"{model.model_type}-{n}" for n, model in enumerate(FORMS)])
+def test_objects_and_files_saved_again_are_the_same_layer(model):
+    raw = json.loads(json.dumps({**model.config, "model_type": model.model_type}))
+    settings = settings_of(model)
+    saved = [json.loads(settings.to_json_string(use_diff=diff)) for diff in (False, True)]
+
+    hybrid = model.model_type in FAMILIES and FAMILIES[model.model_type].count is not None
+    number = readable(raw)[0] if hybrid else 0
+
+    def told(config):
+        found = {}
+        for part in rp.configs.parts_of(config):
+            layer = rp.from_config(config, layer=number, part=part)
+            # How the numbers of a rule are spelled differs.
+            schemes = [(plan.scheme, plan.weights, plan.inputs) for plan in layer.schemes]
+            sizes = layer.layers, layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.scale
+            found[part] = schemes, sizes, layer.causal, layer.window, layer.rule, layer.softcap, layer.before
+        return found
+
+    for config in (settings, *saved):
+        assert told(config) == told(raw)
