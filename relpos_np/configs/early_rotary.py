@@ -166,12 +166,17 @@ register(_roformer, {"roformer": _base(1536) | {"rotary_value": False}}, kind="T
 register(_esm, {"esm": _base(1026) | {"position_embedding_type": "absolute", "rope_theta": 10000.0}}, kind="Text")
 register(
     _deepseek,
+    {"glm4_moe_lite": _latent(47, 20, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256}},
+    kind="Text",
+    aliases={"head_dim": "qk_rope_head_dim"},
+)
+register(
+    _deepseek,
     {
         "deepseek_v2": _latent(32, 32, 2048),
         "deepseek_v3": _latent(61, 128, 4096) | {"rope_interleave": True},
         "deepseek_v32": _latent(61, 128, 163840) | {"index_topk": 2048},
         "glm_moe_dsa": _latent(78, 64, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk": 2048},
-        "glm4_moe_lite": _latent(47, 20, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256},
         "mistral4": _latent(36, 32, 1048576)
         | {
             "qk_nope_head_dim": 64,

@@ -178,5 +178,12 @@ _TYPES: dict[str, tuple[Rotating, dict[str, Any]]] = {
         _sizes(3840, 32, 30, None, 65536),
     ),
 }
+_ALIASES = {"bamba": {"layer_types": "layers_block_type"}, "granitemoehybrid": {"layers_block_type": "layer_types"}}
 for _name, (_traits, _defaults) in _TYPES.items():
-    register(_traits.read, {_name: _defaults}, kind="Text", count=_count if _traits.others else None)
+    register(
+        _traits.read,
+        {_name: _defaults},
+        kind="Text",
+        aliases=_ALIASES.get(_name),
+        count=_count if _traits.others else None,
+    )

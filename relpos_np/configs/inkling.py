@@ -92,4 +92,4 @@ _DEFAULTS: dict[str, Any] = {
     "log_scaling_n_floor": None,
     "log_scaling_alpha": 0.1,
 }
-register(_layer, {"inkling_text": _DEFAULTS}, kind="Text")
+register(_layer, {"inkling_text": _DEFAULTS}, kind="Text", aliases={"sliding_window": "sliding_window_size"})

@@ -220,6 +220,7 @@ register(
         | {"speech_encoder_chunk_size": 20000, "speech_encoder_left_chunk_num": 128},
     },
     kind=_KIND,
+    aliases={"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"},
     parts=("encoder", "decoder", "cross", "speech_encoder"),
 )
 register(
@@ -235,6 +236,7 @@ register(
         }
     },
     kind=_KIND,
+    aliases={"num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads"},
     parts=("encoder", "decoder", "cross"),
 )
 register(_vits, {"vits": _base(192, 6, 2) | {"window_size": 4}}, kind=_KIND)

@@ -17,7 +17,8 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
     """One table for all layers of a stack, umT5 one per layer; not scaled; none in cross-attention."""
     keys.only("add_cross_attention", False, None)
     keys.ignore(
-        "is_decoder", "relative_attention_num_buckets", "num_sparse_encoder_layers", "num_sparse_decoder_layers"
+        *("is_decoder", "num_layers", "relative_attention_num_buckets"),
+        *("num_sparse_encoder_layers", "num_sparse_decoder_layers"),
     )
     buckets = keys.integer("relative_attention_num_buckets")
     last = keys.integer("relative_attention_max_distance")

@@ -216,8 +216,9 @@ def _vit(width: int, heads: int, image: int) -> dict[str, Any]:
 
 
 _KIND = "Images and video"
-register(_swin, {"swin": _SWIN}, kind=_KIND)
-register(_swin_v2, {"swinv2": _SWIN | {"pretrained_window_sizes": (0, 0, 0, 0)}}, kind=_KIND)
+_HEADS = {"num_attention_heads": "num_heads"}
+register(_swin, {"swin": _SWIN}, kind=_KIND, aliases=_HEADS)
+register(_swin_v2, {"swinv2": _SWIN | {"pretrained_window_sizes": (0, 0, 0, 0)}}, kind=_KIND, aliases=_HEADS)
 register(
     _beit,
     {
