@@ -31,3 +31,22 @@ def test_either_name_is_read(name):
 def test_sizes_of_the_other_stack_are_no_surprise(part):
     layer = rp.from_config({"model_type": "t5", "num_layers": 6, "num_decoder_layers": 4}, layer=0, part=part)
     assert layer.layers == (6 if part == "encoder" else 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "more"),
+    [
+        ("modernbert", "", {"position_embedding_type": "absolute", "reference_compile": True, "decoder_bias": True}),
+        ("bart", "decoder", {"replacing_rate": 0, "classif_dropout": 0.0, "normalize_before": False, "prefix": " "}),
+        ("cohere2", "", {"_sliding_window_pattern": 4, "position_embedding_type": "rope_gptj", "layer_switch": 4}),
+        ("stablelm", "", {"rotary_scaling_factor": 1.0}),
+    ],
+)
+def test_keys_of_published_files_that_change_nothing(name, part, more):
+    told = rp.from_config({"model_type": name}, layer=0, part=part).as_dict()
+    assert rp.from_config({"model_type": name, **more}, layer=0, part=part).as_dict() == told
+
+
+def test_a_pattern_that_the_class_does_not_read_back_is_refused():
+    with pytest.raises(rp.RelposValueError, match="_sliding_window_pattern: 2 is not understood in cohere2"):
+        rp.from_config({"model_type": "cohere2", "_sliding_window_pattern": 2}, layer=0)

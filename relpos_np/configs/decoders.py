@@ -239,6 +239,9 @@ def alternating(every: int, key: str = "", *, first: bool = False, other: str = 
 
     def pattern(at: At) -> str:
         n = at.keys.integer(key, every) if key else every
+        if key == "sliding_window_pattern":
+            # As an object keeps it, which no class reads back.
+            at.keys.only("_sliding_window_pattern", n, None)
         return other if (at.layer + (not first)) % n else FULL
 
     return pattern

@@ -41,7 +41,7 @@ _WORDS = _names("""
 NEUTRAL: Mapping[str, frozenset[str]] = {
     "dropout acts in training only": _names("""
         attention_dropout attention_dropout_prob attention_probs_dropout_prob attn_dropout attn_dropout_prob
-        attn_pdrop positional_dropout attention_hidden_dropout pos_dropout
+        attn_pdrop positional_dropout attention_hidden_dropout pos_dropout replacing_rate
     """),
     "biases of projections, which are in what is passed as q, k and v, and of other layers": _names("""
         attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias bias mlp_bias conv_bias enable_bias
@@ -55,7 +55,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         use_flash_attention_2 _flash_attn_2_enabled flash_attn fused_bias_fc masked_softmax_fusion
         attention_softmax_in_fp32 scale_attention_softmax_in_fp32 slow_but_exact use_memory_efficient_attention
         use_xformers fused_dropout_add_ln use_fused_rope upcast_attn fp32_attention softmax_use_fp32 use_flash_rotary
-        kv_cache_dtype
+        kv_cache_dtype reference_compile repad_logits_with_grad
     """),
     "spans that are masked in training": _names("""
         mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length
@@ -83,6 +83,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         moe_router_enable_expert_bias use_routing_bias first_k_dense_replace n_group topk_method scoring_func
         num_nextn_predict_layers ep_size num_dense_layers mlp_only_layers inner_group_num num_hidden_groups
         net_structure_type gap_size down_scale_factor num_memory_blocks layers_to_keep use_associative_scan
+        linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max
         use_parallel_residual use_parallel_block use_gated_activation apply_residual_connection_post_layernorm
         num_feat_extract_layers apply_spec_augment num_ln_in_parallel_attn parallel_attn classif_dropout afn
         feed_forward_proj legacy moe_k expansion_ratio embedding_fraction time_step_limit tubelet_size
@@ -175,6 +176,7 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "rotary_emb_scale_base": (None,),
+    "rotary_scaling_factor": (1, 1.0),
     "rope_scaling_type": ("default",),
     "attention_type": ("full_attention", "original_full"),
 }
