@@ -50,3 +50,11 @@ def test_keys_of_published_files_that_change_nothing(name, part, more):
 def test_a_pattern_that_the_class_does_not_read_back_is_refused():
     with pytest.raises(rp.RelposValueError, match="_sliding_window_pattern: 2 is not understood in cohere2"):
         rp.from_config({"model_type": "cohere2", "_sliding_window_pattern": 2}, layer=0)
+
+
+def test_a_share_that_the_class_does_not_read_is_refused():
+    """MiMo has its share among the parameters of each type of layer; beside them it is the usual one, or nothing."""
+    told = rp.from_config({"model_type": "mimo_v2_flash"}, layer=0).as_dict()
+    assert rp.from_config({"model_type": "mimo_v2_flash", "partial_rotary_factor": 0.334}, layer=0).as_dict() == told
+    with pytest.raises(rp.RelposValueError, match=r"partial_rotary_factor: 0\.5 is not understood in mimo_v2_flash"):
+        rp.from_config({"model_type": "mimo_v2_flash", "partial_rotary_factor": 0.5}, layer=0)
