@@ -1,6 +1,8 @@
 """What comes in and what goes out: no connections, nothing unpickled, pinned actions, releases that can be traced."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,35 @@ def test_a_release_is_built_twice_attested_and_published_without_a_password():
     ):
         assert words in text, words
     assert "secrets." not in text
+
+
+def test_a_release_is_tested_before_it_is_published():
+    text = (GITHUB / "workflows" / "release.yml").read_text(encoding="utf-8")
+    publish = text[text.index("\n  publish:") :]
+    assert "needs: [tests, build]" in publish
+    assert "nox -s tests-" in text
+    assert '.github/check-tag "$TAG"' in text
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
+@pytest.mark.parametrize(
+    ("tag", "heading", "said"),
+    [
+        ("v1.2.3", "## [1.2.3] - 2026-11-30", ""),
+        ("v1.2.4", "## [1.2.3] - 2026-11-30", "the tag must be v1.2.3"),
+        ("1.2.3", "## [1.2.3] - 2026-11-30", "the tag must be v1.2.3"),
+        ("v1.2.3", "## [Unreleased]", "has no heading"),
+        ("v1.2.3", "## [1x2.3] - 2026-11-30", "has no heading"),
+    ],
+)
+def test_a_tag_must_match_the_version_and_the_changelog(tmp_path, tag, heading, said):
+    for folder in (".github", "relpos_np"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(GITHUB / "check-tag", tmp_path / ".github")
+    (tmp_path / "relpos_np" / "__init__.py").write_text('__version__ = "1.2.3"\n', encoding="utf-8")
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n", encoding="utf-8")
+    done = subprocess.run(
+        ["bash", tmp_path / ".github" / "check-tag", tag], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == bool(said)
+    assert said in done.stderr
