@@ -130,3 +130,8 @@ def test_a_tag_must_match_the_version_and_the_changelog(tmp_path, tag, heading, 
     )
     assert done.returncode == bool(said)
     assert said in done.stderr
+
+
+def test_the_citation_names_the_version():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", text, re.MULTILINE) == [rp.__version__]
