@@ -54,7 +54,7 @@ def call_of(rng, shape, name):
     """Options of a call; masks leave something to every row but the first."""
     options = dict(CALLS[name])
     if "key_lengths" in options:
-        options["key_lengths"] = min(5, shape[3])
+        options |= {"key_lengths": min(5, shape[3]), "offset": shape[3] - shape[2]}
     if "mask" in options:
         mask = rng.random(shape[2:4]) < 0.7
         mask[0] = False

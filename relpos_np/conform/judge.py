@@ -77,11 +77,13 @@ def conform(
         Axes of q, k, v and of the output: batch, heads, length and head_dim, or length before heads.
     device : str, optional
         Of torch, default "cpu".
-    head_dim, lengths, batch : int or iterable of int, optional
+    head_dim, lengths : int or iterable of int, optional
         Those that it takes: cases have no others. Default all, in which an error other than NotImplementedError is
         wrong.
     heads : int, tuple of int, or list of these, optional
         The same of heads: H, with any H_kv, or (H, H_kv).
+    batch : int or iterable of int, optional
+        The same of batch items.
     thorough : bool
         Whether to run every length with everything, which takes minutes, instead of a choice.
     seed : int

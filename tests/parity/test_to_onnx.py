@@ -141,13 +141,13 @@ OPTIONS = [
     {"rule": rp.Chunked(4)},
     {"rule": rp.Dilated(2), "causal": True},
     {"rule": rp.Prefix(3)},
-    {"key_lengths": np.array([3, 0])},
+    {"key_lengths": np.array([3, 0]), "offset": 3},
     {"mask": "bool"},
     {"mask": "float"},
     {"mask": "float", "causal": True, "offset": 0},
     {"mask": "float", "softcap": 2.0},
     {"sinks": "heads"},
-    {"sinks": "heads", "key_lengths": np.array([3, 0])},
+    {"sinks": "heads", "key_lengths": np.array([3, 0]), "offset": 3},
     {"selected": "keys"},
     {"query_scale": "queries"},
 ]
@@ -240,7 +240,7 @@ def test_inputs(rng):
     model = rp.to_onnx(rp.T5(table), q=q.shape, k=k.shape, v=v.shape, inputs=("bool_mask", "float_mask", "key_lengths"))
     more = {"bool_mask": mask, "float_mask": bias, "key_lengths": counts}
     found = session(model).run(None, feed(q, k, v, **more))
-    close(found, q, k, v, position=rp.T5(table), mask=np.where(mask, bias, -np.inf), key_lengths=counts)
+    close(found, q, k, v, position=rp.T5(table), mask=np.where(mask, bias, -np.inf), key_lengths=counts, offset=3)
 
     gates = rng.random((2, 2, 3, 6)).astype(np.float32)
     wavlm = rp.WavLM(table, gates[0])
