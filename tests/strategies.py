@@ -548,6 +548,10 @@ def cases(draw, *, small=True, plain=False, name=None, shaped=True):
         "key_lengths": draw(lengths_of),
         "scale": draw(st.sampled_from([None, None, 1.0, 0.3, -0.7, 0.0])),
     }
+    window, rule = usual["window"], more.get("rule")
+    if rule is not None and rule[0] == "prefix" and 0 in (window, window[1] if isinstance(window, tuple) else None):
+        # It would hide the prefix, which is refused.
+        usual["window"] = None
     found = replace(base, **usual | more)
     # Where positions are part of the product, nothing says what a cap of products is for.
     return found if found.cap_order == "scores" or found.legal() else replace(found, cap_order="scores")

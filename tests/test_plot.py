@@ -41,7 +41,7 @@ def test_position_bias_is_what_positions_add():
 
 def test_attention_weights_are_probabilities():
     one = testing.example("shaw")
-    p = plot.attention_weights(one.q, one.k, position=one.position, key_lengths=np.array([0, 20]))
+    p = plot.attention_weights(one.q, one.k, position=one.position, key_lengths=np.array([0, 20]), offset=16)
     np.testing.assert_allclose(p.sum(-1)[1], 1, rtol=1e-6)
     assert not p[0].any()
     assert not p[1, ..., 20:].any()

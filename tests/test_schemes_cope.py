@@ -85,7 +85,7 @@ def test_cope_in_parts(call, given, dtype, monkeypatch):
     mask = np.where(rng.random((q_len, k_len)) < 0.8, numbers(q_len, k_len), -np.inf).astype(dtype)
     options = {**options, "position": position, "mask": mask}
     if given:
-        options["key_lengths"] = np.array([k_len, k_len // 2])
+        options |= {"key_lengths": np.array([k_len, k_len // 2]), "offset": k_len - q_len}
     grads = {"grad_out": numbers(2, heads, q_len, 5), "grad_lse": numbers(2, heads, q_len)}
 
     def found(backend):

@@ -302,8 +302,8 @@ BAD = {
     "ntk: dim": (lambda: rp.reference.ntk_frequencies(2, length=3, trained_length=2, factor=2.0), ["dim", "2"]),
     "ntk: length": (lambda: rp.reference.ntk_frequencies(8, length=0, trained_length=2, factor=2.0), ["length", "0"]),
     "yarn: betas": (
-        lambda: rp.reference.yarn_frequencies(8, factor=2.0, trained_length=9, beta_fast=1.0),
-        ["beta_fast", "1.0"],
+        lambda: rp.reference.yarn_frequencies(8, factor=2.0, trained_length=9, beta_fast=0.5),
+        ["beta_fast", "0.5"],
     ),
     "yarn: base": (lambda: rp.reference.yarn_frequencies(8, factor=2.0, trained_length=9, base=1.0), ["base", "1.0"]),
     "yarn: truncate": (

@@ -161,6 +161,9 @@ def _turn(
 ) -> list[Form]:
     """Forms of these lengths, with the other sizes in turn from the entry `start` on."""
     found = []
+    if "key_lengths" in more.get("options", ()):
+        # Of fewer queries nobody knows whether they stand at the end of all keys or of those that exist.
+        sizes = [(max(size), size[1]) for size in sizes]
     for n, (q_len, k_len) in enumerate(sizes, start):
         dim, batch, heads = DIMS[n % len(DIMS)], BATCHES[n % len(BATCHES)], among[n % len(among)]
         given = {"dim": dim, "v_dim": dim, "heads": heads, "batch": batch, **more}
