@@ -195,6 +195,9 @@ class Example:
         magnitude = weights @ repeat_heads(values, s.shape[-3])
         vectors = [x.weights for x in terms.queries] + [x.weights for x in terms.keys]
         products = (q if terms.query is None else terms.query).shape[-1] + sum(w.shape[-1] for w in vectors)
+        if terms.biases and position.computes:
+            # A bias of every pair that is made of products of queries.
+            products += q.shape[-1]
         for term in terms.values:
             magnitude += np.abs(term.weights).max(initial=0.0) * weights.sum(axis=-1, keepdims=True)
         if turn is not None:
@@ -214,7 +217,7 @@ class Example:
     def products(self) -> int:
         """How many products are added to make a score: for `tolerance`, as `depth`.
 
-        That is head_dim, and the lengths of the scheme's own products with vectors.
+        That is head_dim, and the lengths of the scheme's own products with vectors or queries.
         """
         return self._sizes[1]
 
