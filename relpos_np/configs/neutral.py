@@ -57,6 +57,9 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         use_xformers fused_dropout_add_ln use_fused_rope upcast_attn fp32_attention softmax_use_fp32 use_flash_rotary
         kv_cache_dtype reference_compile repad_logits_with_grad
     """),
+    "embeddings of a diffusion model's time step and of its text, and how its frames were made": _names("""
+        flip_sin_to_cos freq_shift pooled_projection_dim text_embed_dim time_embed_dim temporal_compression_ratio
+    """),
     "spans that are masked in training": _names("""
         mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length
         mask_feature_min_masks use_mask_token mask_channel_prob mask_channel_length mask_channel_min_space

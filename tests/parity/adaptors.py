@@ -48,6 +48,8 @@ class Adaptor:
     dtypes: tuple[str, ...] = ("float32",)
     layout: str = "bhld"
     always: dict[str, Any] = field(default_factory=dict)
+    # Those that it is right at; None for all.
+    lengths: tuple[int, ...] | None = None
 
 
 def gives(x):
@@ -452,7 +454,8 @@ ADAPTORS = (
         "espnet_legacy",
     ),
     Adaptor("RelativePositionBias", "torchscale", torchscale_t5, "t5", "exact"),
-    Adaptor("XPOS", "torchscale", torchscale_xpos, "xpos", "interleaved"),
+    # Its angles and factors are of float32: from some hundred tokens on errors are several times those of other parts.
+    Adaptor("XPOS", "torchscale", torchscale_xpos, "xpos", "interleaved", lengths=(2, 5, 9, 16, 33, 65)),
     Adaptor("Attention of opset 23", "onnxruntime", onnx_attention("runtime"), "plain", framework="numpy"),
     Adaptor(
         "RotaryEmbedding and Attention of opset 23",

@@ -30,6 +30,7 @@ def report(adaptor, dtype, function=None, families=None):
             dtype=dtype,
             always=adaptor.always,
             layout=adaptor.layout,
+            lengths=adaptor.lengths,
             families=families,
         )
 

@@ -104,7 +104,9 @@ def test_what_is_right_passes_with_room_to_spare(name, scheme, variant, dtype):
 @pytest.mark.parametrize(("name", "scheme", "variant"), RIGHT)
 def test_gradients(subjects, name, scheme, variant, dtype):
     function, families = getattr(subjects, name), ("self", "large_scores")
-    report = conform(function, scheme, variant=variant, dtype=dtype, grad=True, families=families)
+    # Sums over many rows make what a table's gradient may be off by in bfloat16 a matter of luck.
+    lengths = (2, 16, 33) if dtype == "bfloat16" else None
+    report = conform(function, scheme, variant=variant, dtype=dtype, grad=True, families=families, lengths=lengths)
     assert report.ok, report.text()
     assert {"grad_q", "grad_k", "grad_v"} <= set(report.family("self").findings[0].errors)
 
