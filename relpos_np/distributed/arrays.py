@@ -17,7 +17,7 @@ from relpos_np._contract.options import NumberOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem, Site
 from relpos_np._runtime import precision
 from relpos_np.distributed.merging import merge
-from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here
+from relpos_np.distributed.slicing import Narrowed, compute, evaluating, lengths_here, refuse_end
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position, Scheme
 from relpos_np.types import Array
@@ -324,8 +324,7 @@ def attention(
     whatever the scheduler and the number of workers.
     """
     given = completed(attention, options) | {"key_lengths": key_lengths}
-    if check.at_end(given["offset"]):
-        raise RelposTypeError('offset: expected the position of the first query, found "end"')
+    refuse_end(given["offset"])
     # Tasks run in other threads and processes, where a block of this one does not count.
     given["precision"] = precision.chosen(given["precision"])
     da, delayed = _dask()

@@ -9,7 +9,7 @@ from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import PartOptions, completed, takes
 from relpos_np._contract.problem import Part, Site
-from relpos_np.distributed.slicing import compute, evaluating, lengths_here
+from relpos_np.distributed.slicing import compute, evaluating, lengths_here, refuse_end
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
@@ -117,8 +117,7 @@ def partial(
     name = evaluating(given["backend"])
     # Offset and lengths are those of the whole call.
     offset, key_lengths = given["offset"], given["key_lengths"]
-    if check.at_end(offset):
-        raise RelposTypeError('offset: expected the position of the first query of the whole call, found "end"')
+    refuse_end(offset)
     found, _, flat = check.call(q, k, v, given | {"offset": 0 if offset is None else offset, "key_lengths": None})
     part, sizes = _part(found.site, queries, keys, heads, batch)
     whole = replace(found.site, **sizes)

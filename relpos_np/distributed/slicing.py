@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls import lowering, stated
 from relpos_np._calls.lowering import all_terms
+from relpos_np._contract import check
 from relpos_np._contract.cut import Cut
 from relpos_np._contract.problem import Part, Problem, Site
 from relpos_np._contract.terms import Terms
-from relpos_np.errors import RelposValueError
+from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
 
@@ -56,6 +59,12 @@ def evaluating(name: str | None) -> str:
             f"backend: parts of a call are computed from terms; expected 'terms', 'numba' or 'cuda', found {chosen!r}"
         )
     return chosen
+
+
+def refuse_end(offset: Any) -> None:
+    """Refuse the word for the last of the keys that exist, of which a part knows nothing."""
+    if check.at_end(offset):
+        raise RelposTypeError('offset: expected the position of the first query of the whole call, found "end"')
 
 
 def lengths_here(lengths: Array, keys: slice) -> Array:
