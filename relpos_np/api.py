@@ -50,81 +50,11 @@ def attention(
     v: Array,
     *,
     position: Position = ...,
-    return_lse: Literal[True],
-    return_bound: Literal[False] = ...,
+    return_lse: bool = ...,
+    return_bound: bool = ...,
     out: Array | None = ...,
     **options: Unpack[Options],
-) -> tuple[Array, Array]: ...
-
-
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    position: Position = ...,
-    return_lse: Literal[False] = ...,
-    return_bound: Literal[True],
-    out: Array | None = ...,
-    **options: Unpack[Options],
-) -> tuple[Array, Array]: ...
-
-
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    position: Position = ...,
-    return_lse: Literal[True],
-    return_bound: Literal[True],
-    out: Array | None = ...,
-    **options: Unpack[Options],
-) -> tuple[Array, Array, Array, Array]: ...
-
-
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    position: Position = ...,
-    return_lse: bool,
-    return_bound: Literal[False] = ...,
-    out: Array | None = ...,
-    **options: Unpack[Options],
-) -> Array | tuple[Array, Array]: ...
-
-
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    position: Position = ...,
-    return_lse: Literal[False] = ...,
-    return_bound: bool,
-    out: Array | None = ...,
-    **options: Unpack[Options],
-) -> Array | tuple[Array, Array]: ...
-
-
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    position: Position = ...,
-    return_lse: bool,
-    return_bound: bool,
-    out: Array | None = ...,
-    **options: Unpack[Options],
-) -> Array | tuple[Array, Array] | tuple[Array, Array, Array, Array]: ...
+) -> Any: ...
 
 
 @takes(Options)

@@ -153,7 +153,6 @@ def test_windows_in_runs(flops, rng, monkeypatch):
 
     So they are if a call of the kernel may do little, and several are needed.
     """
-    monkeypatch.setattr("relpos_np.kernels._numba.plan.job._known", {})
     monkeypatch.setattr("relpos_np._calls.repeated.form", lambda *_: None)
     monkeypatch.setattr("relpos_np.kernels._numba.launch.launcher.CALL_FLOPS", flops)
     q, k, v = (rng.standard_normal((71, 2, n, d)) for n, d in ((24, 4), (8, 4), (8, 16)))
@@ -292,41 +291,14 @@ def test_bias_of_the_next_query_is_not_seen_beside_the_last_key(q_len, dtype, rn
     np.testing.assert_allclose(actual, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
 
 
-INLINED = """
-import sys
-from contextlib import nullcontext
-from numba.core import ir
-from relpos_np.kernels._numba.launch import build
-from relpos_np.kernels._numba.forward_pass.product import product
-from tests.compare import assert_backends, assert_close, assert_float32_promise
-with build._scopes_copied_once() if sys.argv[1:] else nullcontext():
-    assert hasattr(ir.Scope, "__deepcopy__") == bool(sys.argv[1:])
-    print(product["float32"]._compile()._library.get_asm_str())
-assert not hasattr(ir.Scope, "__deepcopy__")
-"""
+def test_parts_are_compiled_once_and_only_in_kernels():
+    """No part becomes machine code, and every function that a kernel calls is linked into it."""
+    from relpos_np.kernels._numba.forward_pass.product import product, product_layout
 
-
-def test_what_spares_time_while_compiling_changes_no_instruction():
-    """And leaves nothing behind, and a Numba alone whose scopes have more to copy."""
-    code = []
-    for arguments in ([], ["spared"]):
-        command = [sys.executable, "-c", INLINED, *arguments]
-        code.append(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
-    assert "ret" in code[0]
-    assert code[0] == code[1]
-
-
-def test_scopes_that_hold_more_are_copied_by_numba(monkeypatch):
-    from numba.core import ir
-
-    from relpos_np.kernels._numba.launch import build
-
-    made = ir.Scope.__init__
-
-    def with_more(self, parent, loc):
-        made(self, parent, loc)
-        self.more = {}
-
-    monkeypatch.setattr(ir.Scope, "__init__", with_more)
-    with build._scopes_copied_once():
-        assert not hasattr(ir.Scope, "__deepcopy__")
+    library = product["float32"]._compile()._library
+    assert "ret" in library.get_asm_str()
+    undefined = [one.name for one in library._final_module.functions if one.is_declaration]
+    assert [name for name in undefined if not name.startswith("llvm.")] == []
+    parts = [cres.library for cres in product_layout.overloads.values()]
+    assert parts
+    assert all(part.get_pointer_to_function(name) == 0 for part in parts for name in ("", "product_layout"))

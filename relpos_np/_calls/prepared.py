@@ -185,21 +185,9 @@ class PreparedAttention:
         v: Array,
         *,
         key_lengths: Any = ...,
-        return_lse: Literal[True],
-        out: Array | None = ...,
-    ) -> tuple[Array, Array]: ...
-
-    @overload
-    def __call__(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        key_lengths: Any = ...,
         return_lse: bool,
         out: Array | None = ...,
-    ) -> Array | tuple[Array, Array]: ...
+    ) -> Any: ...
 
     def __call__(
         self,

@@ -40,11 +40,10 @@ def test_row_42_no_kernel_asks_for_fast_arithmetic(path):
 )
 def test_row_42_no_instruction_is_fast(name):
     """In what Numba hands to LLVM, and in what LLVM makes of it."""
-    numba = pytest.importorskip("numba")
+    pytest.importorskip("numba")
     from relpos_np.kernels import _numba
-    from relpos_np.kernels._numba.launch import build
 
-    compiled = numba.cfunc(build._SIGNATURE, nopython=True, error_model="numpy")(_numba.KERNELS[name].function)
+    compiled = _numba.KERNELS[name]._compile()
     lines = [x for x in compiled.inspect_llvm().splitlines() if " = f" in x or " = call" in x or " = tail call" in x]
     assert any("fmul" in line or "llvm.fma" in line for line in lines)
     assert not [line for line in lines if set(line.replace("(", " ").split()) & set(FLAGS)]

@@ -68,7 +68,7 @@ from relpos_np.kernels._numba.forward_pass.work import (
     round_up,
     size_of,
 )
-from relpos_np.kernels._numba.launch.build import helper, inlined
+from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import ADD, BACKWARD, CALL, KEY_BEGIN, KEY_END, SINK
 from relpos_np.kernels._numba.simd.amx import close_tiles, open_tiles
@@ -206,8 +206,8 @@ def task_of(p: Any, e: Any, t: int, side: int, before: int) -> Task:
     return Task(whole * e.parts + part, side, b, h, first, stop, key_first, key_stop, before)
 
 
-@inlined
-def score_again(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, pairs: bool) -> None:
+@helper
+def score_again(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, pairs: Any) -> None:
     """Scores of a tile as in the forward pass."""
     i0, rows, j0, cols, _ = tile
     depth, lanes, queries, scores = p.depth, lanes_of(base), at(base, w.queries), at(base, w.scores)
@@ -216,16 +216,24 @@ def score_again(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any, pair
     if plain and in_band(p, head.b, tile) and cols % width == 0:
         for c in range(0, cols, width):
             bias, row = at(head.bias, i0 * p.bias_row + (j0 + c if p.bias_row else 0)), p.bias_row
-            panel, s, tops = at(base, w.keys + c * (steps if pairs else depth)), at(scores, c), at(base, w.tops)
-            if pairs:
+            panel, s, tops = (
+                at(base, w.keys + c * (steps if pairs is not None else depth)),
+                at(scores, c),
+                at(base, w.tops),
+            )
+            if pairs is not None:
                 q = at(base, w.query_pairs)
                 pair_panel_max(q, steps, panel, steps, s, BLOCK_KEYS, rows, width, bias, row, tops, p.scale)
             else:
                 score_panel_max(queries, q_width, panel, depth, s, BLOCK_KEYS, rows, width, bias, row, tops)
     else:
         for c in range(0, cols, width):
-            panel, s, seen = at(base, w.keys + c * (steps if pairs else depth)), at(scores, c), min(width, cols - c)
-            if pairs:
+            panel, s, seen = (
+                at(base, w.keys + c * (steps if pairs is not None else depth)),
+                at(scores, c),
+                min(width, cols - c),
+            )
+            if pairs is not None:
                 score_pairs(at(base, w.query_pairs), steps, panel, steps, s, BLOCK_KEYS, rows, seen, p.scale)
             else:
                 score_plain(queries, q_width, panel, depth, s, BLOCK_KEYS, rows, seen)
@@ -241,16 +249,16 @@ def go_below_cap(base: Any, w: Any, tile: Any) -> None:
         multiply_row(at(base, w.slopes + i * BLOCK_KEYS), at(base, w.caps + i * BLOCK_KEYS), tile.cols)
 
 
-@inlined
-def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head: Any, tile: Any, pairs: bool) -> None:
+@helper
+def slope_tile(p: Any, e: Any, adds: Any, dp_adds: Any, base: Any, w: Any, head: Any, tile: Any, pairs: Any) -> None:
     """Probabilities and gradients of the scores of one tile; the packed operands are in place."""
     score_again(p, adds, base, w, head, tile, pairs)
     lanes, cols = lanes_of(base), tile.cols
     v_width, steps, width = round_up(p.v_depth, lanes), pair_steps(p.v_depth), PANEL_VECTORS * lanes
     for c in range(0, cols, width):
-        panel, out = at(base, w.value_panels + c * (steps if pairs else p.v_depth)), at(base, w.slopes + c)
+        panel, out = at(base, w.value_panels + c * (steps if pairs is not None else p.v_depth)), at(base, w.slopes + c)
         seen = min(width, cols - c)
-        if pairs:
+        if pairs is not None:
             score_pairs(at(base, w.grad_pairs), steps, panel, steps, out, BLOCK_KEYS, tile.rows, seen, 1.0)
         else:
             score_plain(at(base, w.grads), v_width, panel, p.v_depth, out, BLOCK_KEYS, tile.rows, seen)
@@ -292,8 +300,8 @@ def load_key_rows(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int) -> b
     return math.isnan(load_block(out, width, own, p.k_kind, p.k_row, cols, p.depth))
 
 
-@inlined
-def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: bool) -> bool:
+@helper
+def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: Any) -> bool:
     """Pack a block of keys and values and clear their gradients; whether a key is not finite."""
     lanes = lanes_of(base)
     q_width, v_width = round_up(p.depth, lanes), round_up(p.v_depth, lanes)
@@ -301,7 +309,7 @@ def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: b
     bypassed: bool = load_key_rows(p, base, w, head, j0, cols)
     own = head.v + j0 * p.v_row * size_of(base, p.v_kind)
     load_block(value_rows, v_width, own, p.v_kind, p.v_row, cols, p.v_depth)
-    if pairs:
+    if pairs is not None:
         pair_panels(base, w.keys, w.spare, w.key_rows, q_width, cols, p.depth)
         pair_panels(base, w.value_panels, w.spare, w.dv, v_width, cols, p.v_depth)
         clear_steps(base, w.key_lines, q_width, cols)
@@ -314,8 +322,8 @@ def load_keys(p: Any, base: Any, w: Any, head: Any, j0: int, cols: int, pairs: b
     return bypassed
 
 
-@inlined
-def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
+@helper
+def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: Any) -> None:
     """Copy a block of queries and of the output's gradient."""
     lanes, row = lanes_of(base), (head.b * p.heads + head.h) * p.q_rows + i0
     v_width, s_width, padded = round_up(p.v_depth, lanes), round_up(p.skew_depth, lanes), round_up(rows, SCORE_ROWS)
@@ -324,13 +332,13 @@ def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
         at(base, w.queries),
         head.grad + i0 * p.grad_row * size_of(base, p.grad_kind),
     )
-    if pairs:
+    if pairs is not None:
         load_unscaled(p, base, w, head, i0, rows)
     else:
-        load_queries(p, queries, queries, q_width, head, i0, rows, False)
+        load_queries(p, queries, queries, q_width, head, i0, rows, None)
     load_block(at(base, w.grads), v_width, own, p.grad_kind, p.grad_row, rows, p.v_depth)
     fill_row(at(base, w.grads), rows * v_width, padded * v_width, 0.0)
-    if pairs:
+    if pairs is not None:
         pair_block(base, w.query_pairs, w.query_lines, w.queries, q_width, rows, p.depth)
         pair_block(base, w.grad_pairs, w.grad_lines, w.grads, v_width, rows, p.v_depth)
     if p.skew_depth:
@@ -338,21 +346,21 @@ def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
         load_rows(at(base, w.skew_q), s_width, skew_q, p.skew_depth, rows, p.skew_depth, LOG2E)
 
 
-@inlined
-def add_to_keys(p: Any, base: Any, w: Any, rows: int, cols: int, pairs: bool) -> None:
+@helper
+def add_to_keys(p: Any, base: Any, w: Any, rows: int, cols: int, pairs: Any) -> None:
     """Add dS^T Q to dK, and P^T g to dV."""
     q_width, v_width = round_up(p.depth, lanes_of(base)), round_up(p.v_depth, lanes_of(base))
     slopes, queries, dk = at(base, w.slopes), at(base, w.queries), at(base, w.dk)
     scores, grads, dv = at(base, w.scores), at(base, w.grads), at(base, w.dv)
     if not math.isfinite(sum_row(queries, rows * q_width)):
         bypass_rows(slopes, 1, BLOCK_KEYS, queries, q_width, rows, dk, cols)
-        if pairs:
+        if pairs is not None:
             pair_lines(base, w.query_lines, w.queries, q_width, rows)
     if not math.isfinite(sum_row(grads, rows * v_width)):
         bypass_rows(scores, 1, BLOCK_KEYS, grads, v_width, rows, dv, cols)
-        if pairs:
+        if pairs is not None:
             pair_lines(base, w.grad_lines, w.grads, v_width, rows)
-    if pairs:
+    if pairs is not None:
         add_pairs_to_keys(base, w, w.slopes, w.query_lines, w.dk, q_width, rows, cols)
         add_pairs_to_keys(base, w, w.scores, w.grad_lines, w.dv, v_width, rows, cols)
     else:
@@ -360,8 +368,8 @@ def add_to_keys(p: Any, base: Any, w: Any, rows: int, cols: int, pairs: bool) ->
         add_transposed(scores, BLOCK_KEYS, grads, dv, cols, v_width, rows)
 
 
-@inlined
-def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, bypassed: bool, pairs: bool) -> None:
+@helper
+def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, bypassed: bool, pairs: Any) -> None:
     """Add dS K to dQ, for a task whose first query is `first`; `bypassed` if a key is not finite."""
     q_width, slopes, keys = round_up(p.depth, lanes_of(base)), at(base, w.slopes), at(base, w.key_rows)
     own = at(base, w.dq + (tile.i0 - first) * q_width)
@@ -369,16 +377,16 @@ def add_to_queries(p: Any, base: Any, w: Any, head: Any, tile: Any, first: int, 
         # Copied again, because `bypass_rows` has emptied rows that these queries may read.
         load_key_rows(p, base, w, head, tile.j0, tile.cols)
         bypass_rows(slopes, BLOCK_KEYS, 1, keys, q_width, tile.cols, own, tile.rows)
-        if pairs:
+        if pairs is not None:
             pair_lines(base, w.key_lines, w.key_rows, q_width, tile.cols)
-    if pairs:
+    if pairs is not None:
         add_pairs_to_queries(base, w, own, q_width, tile.rows, tile.cols)
     else:
         add_product(slopes, BLOCK_KEYS, keys, own, at(base, w.ones), tile.rows, q_width, tile.cols)
 
 
-@inlined
-def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int, before: int, pairs: bool) -> None:
+@helper
+def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int, before: int, pairs: Any) -> None:
     """Write the gradients of a block of keys and values, or add them to those of the heads before."""
     q_width, v_width = round_up(p.depth, lanes_of(base)), round_up(p.v_depth, lanes_of(base))
     for j in range(cols):
@@ -387,7 +395,7 @@ def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int,
         of_key = e.dk + row * p.depth * size_of(base, e.dk_kind)
         of_value = e.dv + row * p.v_depth * size_of(base, e.dv_kind)
         turns = head.k_turn + (j0 + j) * 2 * p.turn_pairs * size_of(base, OWN)
-        factor = p.scale * LOG2 if pairs else LOG2
+        factor = p.scale * LOG2 if pairs is not None else LOG2
         dk, dv = at(base, w.dk + j * q_width), at(base, w.dv + j * v_width)
         if before:
             # Rounded as if it were stored, so that whoever adds stored gradients gets the same bits.
@@ -401,7 +409,7 @@ def write_keys(p: Any, e: Any, base: Any, w: Any, head: Any, j0: int, cols: int,
             store_row(dv, of_value, e.dv_kind, p.v_depth, 1.0)
 
 
-@inlined
+@helper
 def write_queries(p: Any, e: Any, base: Any, w: Any, head: Any, task: Any) -> None:
     """Write the gradients of a task's queries."""
     q_width, s_width = round_up(p.depth, lanes_of(base)), round_up(p.skew_depth, lanes_of(base))
@@ -415,14 +423,14 @@ def write_queries(p: Any, e: Any, base: Any, w: Any, head: Any, task: Any) -> No
             scale_row(at(pointer_like(base, e.skew_dq), row * p.skew_depth), own, p.skew_depth, 1.0)
 
 
-@inlined
+@helper
 def backward_head(
-    p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: Any, base: Any, task: Any, pairs: bool
+    p: Any, e: Any, adds: Any, dp_adds: Any, sinks: Any, batches: Any, base: Any, task: Any, pairs: Any
 ) -> None:
     """All tiles of one head of a piece of work."""
     block, lanes = p.block_queries, lanes_of(base)
     first, stop, side = task.first, task.stop, task.side
-    steps, v_steps = (pair_steps(p.depth), pair_steps(p.v_depth)) if pairs else (0, 0)
+    steps, v_steps = (pair_steps(p.depth), pair_steps(p.v_depth)) if pairs is not None else (0, 0)
     span = e.query_step if e.parts > 1 else p.q_len
     w = back_layout(
         block, span, p.q_len, p.k_len, p.depth, p.v_depth, p.skew_depth, p.cap_slopes, lanes, steps, v_steps
@@ -502,17 +510,17 @@ def backward_head(
         write_queries(p, e, base, w, head, task)
 
 
-def _going_back(*, pairs: bool = False) -> Any:
+def _going_back(*, pairs: int | None = None) -> Any:
     """The kernel's body, which takes pieces of work from the shared counter while there are any."""
 
-    @inlined
+    @helper
     def backward_all(call: int, base: Any) -> None:
         p = carray(opaque(call), 1, CALL)[0]
         e = carray(opaque(call + CALL_BYTES), 1, BACKWARD)[0]
         adds = carray(opaque(p.adds), p.add_count, ADD)
         dp_adds = carray(opaque(e.dp_adds), e.dp_add_count, ADD)
         sinks = carray(opaque(e.sinks), e.sink_count, SINK)
-        if pairs:
+        if pairs is not None:
             open_tiles()
         t = take(call)
         while t < p.stop:
@@ -523,7 +531,7 @@ def _going_back(*, pairs: bool = False) -> Any:
                 task = task_of(p, e, t, side, before)
                 backward_head(p, e, adds, dp_adds, sinks, longs(p.batches), own, task, pairs)
             t = take(call)
-        if pairs:
+        if pairs is not None:
             close_tiles()
 
     return backward_all
@@ -536,6 +544,6 @@ backward = entry_points(
     {
         "float32": (floats, _going_back()),
         "float64": (doubles, _going_back()),
-        "bfloat16": (floats, _going_back(pairs=True)),
+        "bfloat16": (floats, _going_back(pairs=1)),
     },
 )

@@ -54,7 +54,7 @@ from relpos_np.kernels._numba.forward_pass.work import (
     size_of,
     whole_columns,
 )
-from relpos_np.kernels._numba.launch.build import helper, inlined
+from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import ADD, CALL, KEY_BEGIN, KEY_END, VALUE
 from relpos_np.kernels._numba.simd.amx import close_tiles, open_tiles
@@ -215,8 +215,8 @@ def write_lse(p: Any, like: Any, row: int, top: float, total: float) -> None:
             put(own, row + p.lse_low, lost if math.isfinite(lost) else 0.0)
 
 
-@inlined
-def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
+@helper
+def begin_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: Any) -> None:
     """Load a block's queries and clear its sums."""
     v_width, padded = round_up(p.v_depth, lanes_of(base)), round_up(rows, ROW_QUANTUM)
     load_queries(p, at(base, w.queries), at(base, w.scratch), p.steps, head, i0, rows, pairs)
@@ -278,21 +278,21 @@ def add_far(base: Any, w: Any, rows: int, v_width: int, bins: int) -> None:
         add_row(at(base, w.bins + i * bins), at(base, w.far_bins + i * bins), bins, fade)
 
 
-@inlined
+@helper
 def score_tile(
-    p: Any, adds: Any, base: Any, w: Any, x: Any, head: Any, tile: Any, moved: int, odd: float, pairs: bool, split: bool
+    p: Any, adds: Any, base: Any, w: Any, x: Any, head: Any, tile: Any, moved: int, odd: float, pairs: Any, split: Any
 ) -> bool:
     """Scores of a tile and their maxima by row; whether bias and maxima were done within the product."""
     depth, lanes = p.steps, lanes_of(base)
     width, queries, scores, tops = PANEL_VECTORS * lanes, at(base, w.queries), at(base, w.scores), at(base, w.tops)
     i0, rows, j0, cols, _ = tile
-    unit = PAIR_ROWS if pairs or split else SCORE_ROWS
+    unit = PAIR_ROWS if pairs is not None or split is not None else SCORE_ROWS
     pack_keys(p, at(base, w.keys), at(base, w.scratch), head, j0, cols, pairs)
     # That needs all keys open to all queries, no column left over, and one bias at most.
     plain = p.add_count == 0 and p.soft == 0 and p.allowed == 0 and p.cap == 0.0
     plain = plain and not (p.skew_depth and p.bias_row)
     whole = whole_columns(cols, lanes) == cols or (p.bias_tail and j0 % width == 0 and j0 + cols == p.k_len)
-    fused = not split and plain and in_band(p, head.b, tile) and whole
+    fused = split is None and plain and in_band(p, head.b, tile) and whole
     fill_row(tops, 0, round_up(rows, unit) * lanes, MINUS_INFINITY)
     if p.skew_depth:
         skew_block(p, base, w, p.skew_depth, head, tile, moved)
@@ -304,7 +304,7 @@ def score_tile(
         for c in range(0, cols, width):
             panel, bias = at(base, w.keys + c * depth), at(added, c if added_row else 0)
             out, n = at(scores, c), min(width, cols - c)
-            if pairs:
+            if pairs is not None:
                 pair_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, n, bias, added_row, tops, p.scale)
             else:
                 score_panel_max(queries, depth, panel, depth, out, BLOCK_KEYS, rows, n, bias, added_row, tops)
@@ -314,9 +314,9 @@ def score_tile(
             low = min(max(j0 + c - p.offset - p.right - i0, 0), rows) // unit * unit
             high = min(max(j0 + c + width - p.offset + p.left - i0, low), rows)
             lines, out, panel = at(queries, low * depth), at(scores, low * BLOCK_KEYS + c), at(base, w.keys + c * depth)
-            if split:
+            if split is not None:
                 score_planes(p, base, w, x, low, high, c, min(width, cols - c), odd)
-            elif pairs:
+            elif pairs is not None:
                 score_pairs(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, min(width, cols - c), p.scale)
             else:
                 score_plain(lines, depth, panel, depth, out, BLOCK_KEYS, high - low, min(width, cols - c))
@@ -324,7 +324,7 @@ def score_tile(
     return fused
 
 
-@inlined
+@helper
 def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: int, last_seen: int) -> None:
     """What becomes of a row's probabilities before they meet the values: dropout, and sums for the value terms."""
     q, s = tile.i0 + i, at(base, w.scores + i * BLOCK_KEYS)
@@ -344,10 +344,10 @@ def weigh_row(p: Any, values: Any, base: Any, w: Any, head: Any, tile: Any, i: i
             add_binned(s, a, at(bins, a.bins), at(lost, a.bins), map_index(a, head.b, q, tile.j0), seen)
 
 
-@inlined
+@helper
 def add_tile(
-    p: Any, values: Any, base: Any, w: Any, x: Any, head: Any, tile: Any, fused: bool, far: bool, pairs: bool,
-    split: bool,
+    p: Any, values: Any, base: Any, w: Any, x: Any, head: Any, tile: Any, fused: bool, far: bool, pairs: Any,
+    split: Any,
 ) -> None:  # fmt: skip
     """Turn a tile's scores into probabilities, fade earlier sums, and add the tile's."""
     rows, cols, lanes, fade = tile.rows, tile.cols, lanes_of(base), at(base, w.fade)
@@ -365,12 +365,12 @@ def add_tile(
         for i in range(rows):
             if get(fade, i) == 0.0:
                 fill_row(base, w.out + i * v_width, w.out + (i + 1) * v_width, 0.0)
-        if pairs:
+        if pairs is not None:
             bypass_pairs(base, w, rows, cols, p.v_depth, v_width)
         else:
             bypass_values(base, w, rows, cols, p.v_depth, v_width)
     apart, strip = False, STRIP
-    if split:
+    if split is not None:
         apart, strip = split_values(p, base, w, x, cols, v_width), SHARE_ROWS
     for i1 in range(0, rows, strip):
         i2 = min(i1 + strip, rows)
@@ -382,16 +382,16 @@ def add_tile(
             fill_row(s, whole_columns(cols, lanes) if fused else last_seen, wide, MINUS_INFINITY)
             exp2_row(s, wide, get(base, w.best + i), at(base, w.total + i * lanes), get(fade, i))
             weigh_row(p, values, base, w, head, tile, i, last_seen)
-            if pairs:
+            if pairs is not None:
                 halve_row(s, wide)
             if bypassed and get(fade, i) == 0.0:
                 # Rows that begin here: 0 * fade would turn an infinity among the values into NaN.
                 put(fade, i, 1.0)
         s, v, out = at(base, w.scores + i1 * BLOCK_KEYS), at(base, w.values), at(base, w.out + i1 * v_width)
         count, below = i2 - i1, at(fade, i1)
-        if split:
+        if split is not None:
             add_planes(p, base, w, x, i1, count, last_seen, wide, apart)
-        elif pairs:
+        elif pairs is not None:
             both = (last_seen + 1) // 2
             accumulate_pairs(s, BLOCK_KEYS, v, v_width, out, v_width, below, count, v_width, both)
         else:
@@ -422,8 +422,8 @@ def finish_rows(p: Any, values: Any, base: Any, w: Any, head: Any, i0: int, rows
         write_lse(p, base, (b * p.heads + h) * p.q_rows + i0 + i, get(base, w.top + i), total)
 
 
-@inlined
-def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int, pairs: bool, split: bool) -> None:
+@helper
+def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int, pairs: Any, split: Any) -> None:
     """Attention for one block of queries of one head."""
     block, lanes, b, i0 = p.block_queries, lanes_of(base), t // (p.heads * p.blocks), t % p.blocks * p.block_queries
     rows, width = min(block, p.q_len - i0), PANEL_VECTORS * lanes
@@ -432,7 +432,7 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     begin_rows(p, base, w, head, i0, rows, pairs)
     x = plane_layout(w.end, block, pair_steps(p.depth), round_up(p.v_depth, lanes), p.planes, lanes)
     odd = 0.0
-    if split:
+    if split is not None:
         odd = split_queries(p, base, w, x, rows)
     # Tiles lie on a grid that begins at the first key that any query may attend, and a tile ends where whole
     # panels end: a row's sums are the same bits whatever other rows share its block.
@@ -463,24 +463,25 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
     finish_rows(p, values, base, w, head, i0, rows)
 
 
-def _attending(*, pairs: bool = False, split: bool = False) -> Any:
+def _attending(*, pairs: int | None = None, split: int | None = None) -> Any:
     """The kernel's body, which takes blocks of queries from the shared counter while there are any.
 
-    Constants that are compiled in: products are of `pairs` of bfloat16, or of operands `split` into planes.
+    Constants that are compiled in, 1 or None: products are of `pairs` of bfloat16, or of operands `split` into planes.
+    Numba leaves out what stands behind `is not None` for None, so that each kernel has the code of its products alone.
     """
 
-    @inlined
+    @helper
     def attend_all(call: int, base: Any) -> None:
         p = carray(opaque(call), 1, CALL)[0]
         adds = carray(opaque(p.adds), p.add_count, ADD)
         values = carray(opaque(p.values), p.value_count, VALUE)
-        if pairs or split:
+        if pairs is not None or split is not None:
             open_tiles()
         t = take(call)
         while t < p.stop:
             attend_block(p, adds, values, longs(p.batches), base, t, pairs, split)
             t = take(call)
-        if pairs or split:
+        if pairs is not None or split is not None:
             close_tiles()
 
     return attend_all
@@ -493,7 +494,7 @@ attend = entry_points(
     {
         "float32": (floats, _attending()),
         "float64": (doubles, _attending()),
-        "bfloat16": (floats, _attending(pairs=True)),
-        "planes": (floats, _attending(split=True)),
+        "bfloat16": (floats, _attending(pairs=1)),
+        "planes": (floats, _attending(split=1)),
     },
 )

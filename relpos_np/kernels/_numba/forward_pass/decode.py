@@ -17,7 +17,7 @@ from relpos_np.kernels._numba.forward_pass.attend import Layout, bypass_values, 
 from relpos_np.kernels._numba.forward_pass.pack import load_block, load_turned, store_row
 from relpos_np.kernels._numba.forward_pass.scores import complete_scores, in_band
 from relpos_np.kernels._numba.forward_pass.work import MINUS_INFINITY, OWN, Head, Tile, head_of, round_up, size_of
-from relpos_np.kernels._numba.launch.build import helper, inlined
+from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
 from relpos_np.kernels._numba.simd.rows import (
@@ -223,7 +223,7 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
         mix_rows(base, w, at(base, w.values), width, 0, 0, cols, v_depth, rows)
 
 
-@inlined
+@helper
 def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
     """Write the output and the log-sum-exp of a group's rows, or what a part of the keys leaves to be merged."""
     v_depth, lanes = p.v_depth, lanes_of(base)
@@ -243,7 +243,7 @@ def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
             write_lse(p, base, row, top, total)
 
 
-@inlined
+@helper
 def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any, t: int) -> None:
     """Attend one range of keys of one key head."""
     group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
@@ -277,7 +277,7 @@ def _decoding(stored: Any) -> Any:
     `stored`: the type of pointer to keys and values, by which loads that widen them are compiled in.
     """
 
-    @inlined
+    @helper
     def decode_all(call: int, base: Any) -> None:
         p = carray(opaque(call), 1, CALL)[0]
         e = carray(opaque(call + CALL_BYTES), 1, DECODE)[0]

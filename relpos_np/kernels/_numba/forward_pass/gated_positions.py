@@ -25,7 +25,7 @@ from relpos_np.kernels._numba.forward_pass.scores import score_plain
 from relpos_np.kernels._numba.forward_pass.work import LOG2E, PANEL_VECTORS, round_up
 from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets, rowwise, strides
-from relpos_np.kernels._numba.launch.build import Kernel, helper, inlined
+from relpos_np.kernels._numba.launch.build import Kernel, helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import COUNT
 from relpos_np.kernels._numba.simd.rows import (
@@ -112,7 +112,7 @@ def sum_far(x: Any, start: int, stop: int) -> float:
     return total
 
 
-@inlined
+@helper
 def count_block(m: Any, base: Any, stored: Any, t: int) -> None:
     """The bias of a block of queries of one head, to which pointers are of the type of `stored`."""
     b, h, i0 = t // (m.heads * m.blocks), t // m.blocks % m.heads, t % m.blocks * BLOCK_ROWS
@@ -146,7 +146,7 @@ def count_block(m: Any, base: Any, stored: Any, t: int) -> None:
         fill_row(at(own, i * m.k_len), 0, c1, get(whole, i * m.positions + most) * m.factor)
 
 
-@inlined
+@helper
 def slope_block(m: Any, base: Any, stored: Any, t: int) -> None:
     """From gradients of a block's bias to those of products with whole positions and of products in gates.
 
@@ -206,7 +206,7 @@ def _by_pieces(block: Any, stored: Any) -> Any:
     `stored`: the type of pointer to biases or their gradients; all else is float64.
     """
 
-    @inlined
+    @helper
     def every_block(call: int, base: Any) -> None:
         m = carray(opaque(call), 1, COUNT)[0]
         t = take(call)

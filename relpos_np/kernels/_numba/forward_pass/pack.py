@@ -14,7 +14,7 @@ from relpos_np.kernels._numba.forward_pass.work import (
     size_of,
     whole_columns,
 )
-from relpos_np.kernels._numba.launch.build import helper, inlined
+from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.simd.half_precision import copy_pairs, narrow_row, pair_rows
 from relpos_np.kernels._numba.simd.rotation import turn_rows
 from relpos_np.kernels._numba.simd.rows import (
@@ -52,10 +52,10 @@ load_block, load_pairs, load_pairs_of_rows = by_storage(copy_block), by_storage(
 turn_stored, dots_stored = by_storage(turn_rows), by_storage(dots_of_one)
 
 
-@inlined
-def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int, pairs: bool) -> Any:
+@helper
+def load_values(out: Any, width: int, x: int, kind: int, row: int, rows: int, depth: int, pairs: Any) -> Any:
     """Copy a block of values, or their pairs; return NaN if an element is not finite."""
-    if not pairs:
+    if pairs is None:
         return load_block(out, width, x, kind, row, rows, depth)
     made = (rows + 1) // 2
     fill_row(out, made * width, round_up(made, PAIR_STEPS) * width, 0.0)
@@ -76,12 +76,12 @@ def turn_back(p: Any, x: Any, width: int, turns: int) -> None:
     turn_rows(x, width, x, width, by, 1, p.depth, pairs, first, blocks, p.turn - 1, -1.0)
 
 
-@inlined
-def turn_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int, rows: int, pairs: bool) -> None:
+@helper
+def turn_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int, rows: int, pairs: Any) -> None:
     """Copy a block of queries, or their pairs, while their channels turn."""
     size, turn = p.q_row * size_of(out, p.q_kind), 2 * p.turn_pairs * size_of(out, OWN)
     x, turns = head.q + i0 * size, head.q_turn + i0 * turn
-    if pairs:
+    if pairs is not None:
         lanes = lanes_of(out)
         for r in range(0, rows, lanes):
             n, by = min(lanes, rows - r), turns + r * turn
@@ -91,17 +91,17 @@ def turn_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int,
         load_turned(p, out, width, x, p.q_kind, p.q_row, turns, rows, p.depth)
 
 
-@inlined
-def load_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int, rows: int, pairs: bool) -> None:
+@helper
+def load_queries(p: Any, out: Any, scratch: Any, width: int, head: Any, i0: int, rows: int, pairs: Any) -> None:
     """Copy a block of queries, scaled unless they are pairs, with rows of 0 up to a whole register tile of scores."""
     x = head.q + i0 * p.q_row * size_of(out, p.q_kind)
     if p.turn:
         turn_queries(p, out, scratch, width, head, i0, rows, pairs)
-        if pairs:
+        if pairs is not None:
             fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
         else:
             load_rows(out, width, out, width, rows, p.depth, p.scale)
-    elif pairs:
+    elif pairs is not None:
         load_pairs(out, width, x, p.q_kind, p.q_row, rows, p.depth)
         fill_row(out, rows * width, round_up(rows, PAIR_ROWS) * width, 0.0)
     elif p.q_kind == OWN:
@@ -180,11 +180,11 @@ def pack_panels(out: Any, x: Any, row: int, first: int, last: int, limit: int, d
                         put(corner, c * width + r - r0, get(x, r * row + c))
 
 
-@inlined
-def pack_keys(p: Any, out: Any, scratch: Any, head: Any, j0: int, cols: int, pairs: bool) -> None:
+@helper
+def pack_keys(p: Any, out: Any, scratch: Any, head: Any, j0: int, cols: int, pairs: Any) -> None:
     """Pack `cols` keys of a head from j0 on into panels [steps, width], padded with 0."""
     x, turn = head.k, 2 * p.turn_pairs * size_of(out, OWN)
-    if p.k_kind == OWN and not pairs and not p.turn:
+    if p.k_kind == OWN and pairs is None and not p.turn:
         pack_panels(out, pointer_like(out, x), p.k_row, j0, j0 + cols, p.k_len, p.depth)
         return
     lanes, steps = lanes_of(out), p.steps
@@ -195,11 +195,11 @@ def pack_keys(p: Any, out: Any, scratch: Any, head: Any, j0: int, cols: int, pai
         own = x + j * size
         if p.turn:
             # Two elements for each of a pair: what is then made of it stays behind what is still to be read.
-            wide = 2 * steps if pairs else steps
+            wide = 2 * steps if pairs is not None else steps
             load_turned(p, scratch, wide, own, p.k_kind, p.k_row, head.k_turn + j * turn, rows, p.depth)
-            if pairs:
+            if pairs is not None:
                 copy_pairs(scratch, steps, scratch, wide, rows, p.depth)
-        elif pairs:
+        elif pairs is not None:
             load_pairs(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)
         else:
             load_block(scratch, steps, own, p.k_kind, p.k_row, rows, p.depth)

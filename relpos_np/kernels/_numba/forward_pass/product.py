@@ -17,7 +17,7 @@ from relpos_np.kernels._numba.forward_pass.pack import load_rows, pack_panels
 from relpos_np.kernels._numba.forward_pass.scores import score_plain
 from relpos_np.kernels._numba.forward_pass.work import PANEL_VECTORS
 from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets, rowwise, strides
-from relpos_np.kernels._numba.launch.build import helper, inlined
+from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.launcher import SERIAL_FLOPS, call_flops, run_pieces
 from relpos_np.kernels._numba.launch.records import PRODUCT
@@ -48,7 +48,7 @@ def product_layout(depth: int, width: int) -> tuple[int, ...]:
     return 0, packed, tile, tile + BLOCK_ROWS * width
 
 
-@inlined
+@helper
 def multiply_block(m: Any, batches: Any, base: Any, t: int) -> None:
     """Multiply a block of vectors of one head with all rows of the table."""
     b, h, i0 = t // (m.heads * m.blocks), t // m.blocks % m.heads, t % m.blocks * BLOCK_ROWS
@@ -66,7 +66,7 @@ def multiply_block(m: Any, batches: Any, base: Any, t: int) -> None:
             scale_row(at(out, i * m.rows + r0), at(tile, i * width), min(width, m.rows - r0), 1.0)
 
 
-@inlined
+@helper
 def multiply_all(call: int, base: Any) -> None:
     """Take blocks from the shared counter while there are any."""
     m = carray(opaque(call), 1, PRODUCT)[0]

@@ -33,7 +33,7 @@ from relpos_np.kernels._numba.forward_pass.work import (
     size_of,
     whole_columns,
 )
-from relpos_np.kernels._numba.launch.build import helper, inlined
+from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import CALL
 from relpos_np.kernels._numba.simd.amx import close_tiles, open_tiles
@@ -82,18 +82,18 @@ def cut_bias(out: Any, bias: Any, rows: int, seen: int, width: int) -> None:
         fill_row(own, seen, width, MINUS_INFINITY)
 
 
-@inlined
-def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: bool) -> None:
+@helper
+def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: Any) -> None:
     """Scores of a block, with bias, and the maxima of its rows."""
     cols, depth, lanes = p.k_len, p.steps, lanes_of(base)
     bias, tops = at(head.bias, i0 * p.bias_row), at(base, w.tops)
     own = head.q + i0 * p.q_row * size_of(base, p.q_kind)
     q, q_row = pointer_like(base, own), p.q_row
-    if pairs or p.turn or p.q_kind != OWN:
+    if pairs is not None or p.turn or p.q_kind != OWN:
         q, q_row = at(base, w.queries), depth
         if p.turn:
             turn_queries(p, q, at(base, w.scratch), depth, head, i0, rows, pairs)
-        elif pairs:
+        elif pairs is not None:
             load_pairs(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
         else:
             load_block(q, depth, own, p.q_kind, p.q_row, rows, p.depth)
@@ -106,7 +106,7 @@ def score_rows(p: Any, base: Any, w: Any, head: Any, i0: int, rows: int, pairs: 
         if row < 0 and seen < width:
             added, row = at(base, w.lost), width
             cut_bias(added, at(bias, c), rows, seen, width)
-        if pairs:
+        if pairs is not None:
             pair_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, seen, added, row, tops, p.scale)
         else:
             score_panel_inside(q, q_row, panel, depth, out, BLOCK_KEYS, rows, seen, added, row, tops, p.scale)
@@ -133,7 +133,7 @@ def fetch_line(address: int, size: int) -> None:
         prefetch(address + n)
 
 
-@inlined
+@helper
 def fetch_row(p: Any, like: Any, head: Any, i0: int, i: int) -> None:
     """Ask for row i of the operands of a block that begins with query i0."""
     fetch_line(head.q + (i0 + i) * p.q_row * size_of(like, p.q_kind), p.depth * size_of(like, p.q_kind))
@@ -142,13 +142,13 @@ def fetch_row(p: Any, like: Any, head: Any, i0: int, i: int) -> None:
         fetch_line(head.v + i * p.v_row * size_of(like, p.v_kind), p.v_depth * size_of(like, p.v_kind))
 
 
-@inlined
-def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs: bool) -> None:
+@helper
+def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs: Any) -> None:
     """Attention for one block of queries of one head, while the operands of the `following` one are fetched."""
     block, cols, v_depth, lanes = p.block_queries, p.k_len, p.v_depth, lanes_of(base)
     head, i0 = own_head(p, batches, base, t), t % p.blocks * block
     rows = min(block, p.q_len - i0)
-    wide = round_up(cols, (SUM_VECTORS if pairs else 1) * lanes)
+    wide = round_up(cols, (SUM_VECTORS if pairs is not None else 1) * lanes)
     w = layout(block, p.steps, v_depth, 0, p.bins, lanes)
     scores, share, top = at(base, w.scores), at(base, w.fade), at(base, w.top)
     score_rows(p, base, w, head, i0, rows, pairs)
@@ -156,17 +156,17 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
     v, v_row, bypassed, masked = pointer_like(base, head.v), p.v_row, False, p.soft != 0 or p.allowed != 0
     if masked:
         mask_rows(p, base, w, head.mask + head.h * p.mask_head + i0 * p.mask_row, rows, round_up(cols, lanes))
-    if masked or pairs or p.v_kind != OWN:
+    if masked or pairs is not None or p.v_kind != OWN:
         copied = at(base, w.values)
         check = load_values(copied, v_depth, head.v, p.v_kind, p.v_row, cols, v_depth, pairs)
         bypassed = masked and math.isnan(check)
         if bypassed:
             fill_row(base, w.out, w.out + rows * v_depth, 0.0)
-            if pairs:
+            if pairs is not None:
                 bypass_pairs(base, w, rows, cols, v_depth, v_depth)
             else:
                 bypass_values(base, w, rows, cols, v_depth, v_depth)
-        if bypassed or pairs or p.v_kind != OWN:
+        if bypassed or pairs is not None or p.v_kind != OWN:
             v, v_row = copied, v_depth
     # One pass after the other, so that the rows of each overlap: a row's own chain is long.
     for i in range(rows):
@@ -180,7 +180,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
         s = at(scores, i * BLOCK_KEYS)
         fill_row(s, whole_columns(cols, lanes), wide, MINUS_INFINITY)
         exp2_row(s, wide, get(share, i), at(base, w.total + i * lanes), 0.0)
-        if pairs:
+        if pairs is not None:
             halve_row(s, wide)
     for i in range(rows):
         total = lane_sum(at(base, w.total + i * lanes))
@@ -191,7 +191,7 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
     out, out_row = pointer_like(base, own), p.out_row
     if p.out_kind != OWN:
         out, out_row = at(base, w.bins), v_depth
-    if pairs:
+    if pairs is not None:
         average_pairs(scores, BLOCK_KEYS, v, v_row, out, out_row, share, rows, v_depth, (cols + 1) // 2)
     else:
         average(scores, BLOCK_KEYS, v, v_row, out, out_row, share, rows, v_depth, cols)
@@ -206,13 +206,13 @@ def attend_window(p: Any, batches: Any, base: Any, t: int, following: int, pairs
             store_row(at(out, i * v_depth), own + i * p.out_row * size, p.out_kind, v_depth, 1.0)
 
 
-def _attending(*, pairs: bool = False) -> Any:
+def _attending(*, pairs: int | None = None) -> Any:
     """The kernel's body, which takes runs of blocks from the shared counter while there are any."""
 
-    @inlined
+    @helper
     def attend_windows(call: int, base: Any) -> None:
         p = carray(opaque(call), 1, CALL)[0]
-        if pairs:
+        if pairs is not None:
             open_tiles()
         start = take(call) * p.run
         while start < p.stop:
@@ -220,7 +220,7 @@ def _attending(*, pairs: bool = False) -> Any:
             for t in range(start, stop):
                 attend_window(p, longs(p.batches), base, t, min(t + 1, stop - 1), pairs)
             start = take(call) * p.run
-        if pairs:
+        if pairs is not None:
             close_tiles()
 
     return attend_windows
@@ -233,6 +233,6 @@ windows = entry_points(
     {
         "float32": (floats, _attending()),
         "float64": (doubles, _attending()),
-        "bfloat16": (floats, _attending(pairs=True)),
+        "bfloat16": (floats, _attending(pairs=1)),
     },
 )

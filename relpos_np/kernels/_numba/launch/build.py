@@ -14,10 +14,10 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 from numba import types
-from numba.core import ir
 
 from relpos_np._runtime.forks import preparing
 from relpos_np.kernels._numba.launch import cache
+from relpos_np.kernels._numba.launch.compiler import KernelCompiler, PartCompiler
 from relpos_np.kernels._numba.simd.target import TARGET
 
 log = logging.getLogger("relpos_np")
@@ -52,29 +52,6 @@ def _no_signal_lost() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if lost:
         raise lost[0]
-
-
-def _copied(scope: Any, memo: dict[int, Any]) -> Any:
-    """Copy what a scope records, and not its variables, which nobody changes."""
-    made = memo[id(scope)] = ir.Scope(scope.parent, scope.loc)
-    made.localvars._con.update(scope.localvars._con)
-    made.redefined.update(scope.redefined)
-    made.var_redefinitions.update({name: set(found) for name, found in scope.var_redefinitions.items()})
-    return made
-
-
-@contextmanager
-def _scopes_copied_once() -> Iterator[None]:
-    """Spare Numba a quarter of its time: it copies all variables of what it inlines for each block of that."""
-    known = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
-    ours = vars(ir.Scope(None, ir.unknown_loc)).keys() == known and not hasattr(ir.Scope, "__deepcopy__")
-    if ours:
-        ir.Scope.__deepcopy__ = _copied
-    try:
-        yield
-    finally:
-        if ours:
-            del ir.Scope.__deepcopy__
 
 
 def _resolve(symbol: str) -> bool:
@@ -127,7 +104,7 @@ class Kernel:
                 if not self._address:
                     self._address = self._load()
                 if not self._address:
-                    with _no_signal_lost(), _scopes_copied_once():
+                    with _no_signal_lost():
                         compiled = self._compile()
                     # Before it is stored, because that may fail where warnings are errors.
                     self._owner, self._address = compiled, int(compiled.address)
@@ -157,7 +134,9 @@ class Kernel:
     def _compile(self) -> Any:
         log.info("compiling %s for %s, which takes some seconds", self.function.__name__, TARGET.name)
         started = time.perf_counter()
-        compiled = numba.cfunc(_SIGNATURE, nopython=True, error_model="numpy")(self.function)
+        compiled = numba.cfunc(_SIGNATURE, nopython=True, error_model="numpy", pipeline_class=KernelCompiler)(
+            self.function
+        )
         log.info("compiled %s in %.1f s", self.function.__name__, time.perf_counter() - started)
         return compiled
 
@@ -169,10 +148,7 @@ class Kernel:
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Compile a function that only kernels call; what would let Python call it takes a tenth of the time to make."""
-    return numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-
-
-def inlined(function: Callable[..., Any]) -> Any:
-    """Compile a function as part of the one kernel that calls it, so that it is optimised once."""
-    return numba.njit(nogil=True, error_model="numpy", inline="always")(function)
+    """Compile a function that only kernels call, as a part of each of them."""
+    return numba.njit(
+        nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=PartCompiler
+    )(function)

@@ -64,7 +64,7 @@ def fuse_tables(call: Call, *, windowed: bool) -> list[TableTerm]:
         f["bias_head"], f["bias_row"] = buffer.shape[1], -1
     else:
         # Every row of every tile reads the same zeros; for windows they also cut off the end of the last panel.
-        f["bias"] = call.keep_for_all(_no_bias(call.dtype, site.k_len if windowed else panel))
+        f["bias"] = call.keep(_no_bias(call.dtype, site.k_len if windowed else panel))
     return grids + others
 
 

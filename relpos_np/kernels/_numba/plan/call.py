@@ -53,7 +53,6 @@ class Call:
         problem: Problem,
         terms: Terms,
         threads: int,
-        fields: dict[str, Any] = _EMPTY,
         grad_out: Array | None = None,
         skewed: Sequence[QueryTerm] | None = None,
     ) -> None:
@@ -61,10 +60,8 @@ class Call:
         self.site, self.dtype = problem.site, problem.site.dtype
         # Query terms that are multiplied tile by tile.
         self.skewed = [term for term in terms.queries if is_skewed(term)] if skewed is None else skewed
-        self.fields = fields.copy()
+        self.fields: dict[str, Any] = _EMPTY.copy()
         self.kept: list[Array] = []
-        # Those among them that sizes alone decide about: whoever keeps the fields for later calls keeps these too.
-        self.lasting: list[Array] = []
         self.products: list[Product] = []
         # Queries, keys and values as the kernel reads them.
         self.read: tuple[Array, Array, Array] | None = None
@@ -81,11 +78,6 @@ class Call:
         """Keep an array alive and return its address."""
         self.kept.append(x)
         return address_of(x)
-
-    def keep_for_all(self, x: Array) -> int:
-        """As `keep`, of an array that every call of the same sizes may use."""
-        self.lasting.append(x)
-        return self.keep(x)
 
     def pack(self) -> bytearray:
         """The record's bytes."""

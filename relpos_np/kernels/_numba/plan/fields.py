@@ -34,7 +34,7 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
     """
     problem, site, f, count = call.problem, call.site, call.fields, call.count
     batches = np.zeros((len(BATCH_ROWS), count), np.int64)
-    f["batches"], f["count"] = call.keep_for_all(batches), count
+    f["batches"], f["count"] = call.keep(batches), count
     operands = call.operands(out, lse, stored=stored)
     for name, x in zip(("q", "k", "v", "out"), (*operands, out), strict=True):
         f[name + "_kind"] = KINDS.get(name_of(x.dtype), OWN)

@@ -1,12 +1,8 @@
-"""A call of attention as work for a kernel: which kernel, its record, how many pieces on how many threads.
-
-Nearly all of that depends on sizes alone and is kept: planning would take most of the time of a small call.
-"""
+"""A call of attention as work for a kernel: which kernel, its record, how many pieces on how many threads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +10,6 @@ import numpy as np
 
 from relpos_np._contract.problem import Problem, name_of
 from relpos_np._contract.terms import Dense, Terms
-from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.forward_pass.attend import attend
 from relpos_np.kernels._numba.forward_pass.decode import MOST_ROWS, PACK_DECODE, decode, merge
 from relpos_np.kernels._numba.forward_pass.window import windows
@@ -29,27 +24,15 @@ from relpos_np.kernels._numba.plan.fields import fill, readable
 from relpos_np.kernels._numba.simd.target import ASKED, BLOCK_KEYS, PAIR_ROWS, TARGET, TILES, UNIT
 from relpos_np.types import Array
 
-# Plans that are kept at most, and batch items of their calls: for more, the call takes longer than its planning.
-MOST_PLANS, MOST_ITEMS = 256, 64
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What calls of the same sizes have in common.
-
-    `fields` are a record's but for addresses of operands and results, and `lasting` are arrays that they name; `stored`
-    and `windowed` are those of `fill`.
-    """
+    """How the work of a call is divided, and the kernel that does it; `stored` is that of `fill`."""
 
     kernel: Kernel
     division: Division
-    fields: dict[str, Any]
-    lasting: list[Array]
     stored: bool
     windowed: bool = False
-
-
-_known: dict[Hashable, Plan] = {}
 
 
 def attention(
@@ -94,65 +77,14 @@ def planned(
     problem: Problem, terms: Terms, out: Array, lse: Array | None, grad_out: Array | None = None
 ) -> tuple[Plan, Call]:
     """The plan of a call, and its record with the arrays that it names."""
-    threads = launcher.available_threads()
-    key = None if grad_out is not None else _sizes(problem, terms, out.dtype.char, lse is None, threads)
-    plan = None if key is None else _known.get(key)
-    if plan is not None:
-        call = Call(problem, terms, threads, plan.fields)
-        call.kept += plan.lasting
-        call.operands(out, lse, stored=plan.stored)
-        if terms.tables:
-            biases.fuse_tables(call, windowed=plan.windowed)
-        return plan, call
-    call = Call(problem, terms, threads, grad_out=grad_out)
+    call = Call(problem, terms, launcher.available_threads(), grad_out=grad_out)
     site = problem.site
     if grad_out is None and may_decode(call, site.q_len, bool(call.skewed)):
         kernel, stored = decoding(call, out, lse)
-        plan = Plan(kernel, into_parts(call), call.fields.copy(), call.lasting, stored)
-    else:
-        windowed = bool(may_be_windowed(call, site.q_len, site.k_len, site.offset))
-        kernel, stored = streaming(call, out, lse, windowed=windowed)
-        division = into_blocks(call, windowed=windowed)
-        plan = Plan(kernel, division, call.fields.copy(), call.lasting, stored, windowed)
-    # What is gathered in the kernel has records of its own.
-    if key is not None and not call.fields["add_count"] and call.count <= MOST_ITEMS:
-        if len(_known) >= MOST_PLANS:
-            _known.clear()
-        _known[key] = plan
-    return plan, call
-
-
-def _sizes(problem: Problem, terms: Terms, result: str, no_lse: bool, threads: int) -> Hashable | None:
-    """All that a plan depends on; None if it depends on the contents of arrays other than tables."""
-    if terms.queries or terms.keys or terms.values or terms.biases:
-        return None
-    if problem.mask is not None or problem.key_lengths is not None or problem.keep is not None:
-        return None
-    if problem.ranges is not None or problem.step > 1:
-        return None
-    site = problem.site
-    turned = isinstance(terms.query, Turned)
-    q = problem.stored_q if terms.query is None or turned else terms.query
-    k, v = problem.stored_k if terms.key is None or turned else terms.key, problem.stored_v
-    maps = tuple([t.index.index.ndim if isinstance(t.index, Dense) else 0 for t in terms.tables])
-    # The axes of strides are those of shapes; the lengths of v's are among the others.
-    return (
-        *(site.batch, site.heads, site.kv_heads, site.q_len, site.k_len, site.v_dim, site.offset, site.scale),
-        *(
-            problem.left,
-            problem.right,
-            site.dtype.char,
-            result,
-            problem.precision,
-            problem.softcap,
-            problem.cap_content,
-            no_lse,
-            threads,
-            maps,
-            turned,
-        ),
-        *(q.shape, q.strides, q.dtype.char, k.shape, k.strides, k.dtype.char, v.strides, v.dtype.char),
-    )
+        return Plan(kernel, into_parts(call), stored), call
+    windowed = bool(may_be_windowed(call, site.q_len, site.k_len, site.offset))
+    kernel, stored = streaming(call, out, lse, windowed=windowed)
+    return Plan(kernel, into_blocks(call, windowed=windowed), stored, windowed), call
 
 
 def may_decode(call: Call, q_len: Any, skewed: Any) -> Any:
