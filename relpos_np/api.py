@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -10,17 +9,14 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import bounded, on_device, repeated
 from relpos_np._calls.call import Call
-from relpos_np._calls.dense_bias import DenseBias, cap_beside_bias
-from relpos_np._calls.lowering import schemes_of
+from relpos_np._calls.dense_bias import with_mask_gradient
 from relpos_np._calls.packed import PackedCall, is_packed
 from relpos_np._calls.prepared import PreparedAttention
 from relpos_np._calls.shifting import rel_shift
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options, PreparedOptions, ScoreOptions, completed, takes
-from relpos_np._contract.sequences import Sequences
 from relpos_np._runtime import memory, precision
-from relpos_np.errors import RelposTypeError
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
 
@@ -187,25 +183,19 @@ def attention(
         with _ATTENTION:
             return ready.run((q, k, v), None, out, (q, k, v, position), return_lse=return_lse)
     given = completed(attention, options)
-    chosen = given["backend"]
     if return_bound is not False:
         bounded.refuse(return_bound, q, given)
     if type(q) is not np.ndarray and check.on_device(q):
-        compute = attention if is_packed(given) else None
-        there: Array = on_device.attention({"q": q, "k": k, "v": v}, chosen, position, return_lse, out, given, compute)
+        compute, operands = attention if is_packed(given) else None, {"q": q, "k": k, "v": v}
+        there: Array = on_device.attention(operands, given["backend"], position, return_lse, out, given, compute)
         return there
-    if is_packed(given):
-        with _ATTENTION:
-            packed = PackedCall(q, k, v, position, given)
-            sequences = None if return_bound else packed.sequences()
-            if sequences is not None:
-                return _at_once(packed, sequences, out, return_lse)
-            of_parts: Array = packed.attention(attention, return_lse, packed.checked_out(out), return_bound)
-            return of_parts
-    # With sinks, and where the caller's array is not in C order, kernels fill another one.
-    filled = isinstance(out, np.ndarray) and out.flags.c_contiguous and given["sinks"] is None
-    asked: dict[str, Any] = {"out": filled, "return_lse": return_lse, "return_bound": bool(return_bound)}
     with _ATTENTION, np.errstate(all="ignore"):
+        if is_packed(given):
+            of_parts: Array = PackedCall(q, k, v, position, given).on_host(attention, out, return_lse, return_bound)
+            return of_parts
+        # With sinks, and where the caller's array is not in C order, kernels fill another one.
+        filled = isinstance(out, np.ndarray) and out.flags.c_contiguous and given["sinks"] is None
+        asked: dict[str, Any] = {"out": filled, "return_lse": return_lse, "return_bound": bool(return_bound)}
         call = Call("attention", (q, k, v), position, given, **asked)
         call.check_output(out)
         bounds = bounded.Bounded((q, k, v), position, given, call.problem.site.dtype) if return_bound else None
@@ -216,19 +206,6 @@ def attention(
         if bounds is not None:
             return (*found, *bounds.of(result, lse if return_lse else None))
     return found if return_lse else result
-
-
-def _at_once(
-    packed: PackedCall, sequences: Sequences, out: Array | None, return_lse: bool
-) -> Array | tuple[Array, ...]:
-    """`attention` of sequences that kernels attend in one launch."""
-    own = Options(**{**packed.given, "segments": None, "offset": 0})
-    if out is not None:
-        packed.checked_out(out)
-    with np.errstate(all="ignore"):
-        call = Call("attention", (packed.q, packed.k, packed.v), packed.position, own, sequences)
-        result, lse = call.attend(out, return_lse)
-    return (result, lse) if return_lse and lse is not None else result
 
 
 @takes(PreparedOptions)
@@ -403,7 +380,7 @@ def attention_vjp(
         with _ATTENTION_VJP:
             return PackedCall(q, k, v, position, given).attention_vjp(attention_vjp, grad_out, grad_lse, mask_gradient)
     if check.flag("mask_gradient", mask_gradient) and not packed:
-        return _with_mask_gradient((q, k, v), grad_out, grad_lse, position, given)
+        return with_mask_gradient(attention_vjp, (q, k, v), grad_out, grad_lse, position, given)
     if there:
         named = {"q": q, "k": k, "v": v, "grad_out": grad_out} | ({} if grad_lse is None else {"grad_lse": grad_lse})
         compute = attention_vjp if packed else None
@@ -412,22 +389,3 @@ def attention_vjp(
     with _ATTENTION_VJP, np.errstate(all="ignore"):
         call = Call("attention_vjp", (q, k, v), position, given, is_backward=True)
         return call.differentiate(grad_out, grad_lse)
-
-
-def _with_mask_gradient(
-    operands: tuple[Any, Any, Any], grad_out: Any, grad_lse: Any, position: Position, given: Options
-) -> AttentionGradient:
-    """`attention_vjp` whose mask is one more scheme: a bias with a number per pair."""
-    there = check.on_device(operands[0]) and check.on_device(given["mask"])
-    mask = on_device.fetched("mask", given["mask"]) if there else check.array("mask", given["mask"])
-    if mask.dtype.kind != "f" and mask.dtype.name != "bfloat16":
-        raise RelposTypeError(f"mask_gradient: expected a float mask, found dtype {mask.dtype}")
-    schemes = schemes_of(position)
-    own: Any = {**given, "mask": None, "cap_order": cap_beside_bias("mask_gradient", given, schemes)}
-    q, k, v = operands
-    bias = DenseBias(mask)
-    found = attention_vjp(q, k, v, grad_out=grad_out, grad_lse=grad_lse, position=(*schemes, bias), **own)
-    *arrays, of_mask = found.position
-    by_scheme = tuple(arrays) if isinstance(position, tuple) else arrays[0] if arrays else {}
-    of_pairs = on_device.beside(found.q, of_mask["bias"]) if there else of_mask["bias"]
-    return replace(found, position=by_scheme, mask=of_pairs)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from relpos_np._calls import on_device
+from relpos_np._calls.lowering import schemes_of
 from relpos_np._calls.packed import is_packed
 from relpos_np._contract import check
+from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
 from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Terms
-from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.schemes.base import Position, Scheme, SchemeGradient
 from relpos_np.types import Array
 
 
@@ -107,3 +111,27 @@ def cap_beside_bias(name: str, given: Options, schemes: Sequence[Any]) -> str:
             'cap_order="content" has both outside'
         )
     return "content"
+
+
+def with_mask_gradient(
+    compute: Callable[..., AttentionGradient],
+    operands: tuple[Any, Any, Any],
+    grad_out: Any,
+    grad_lse: Any,
+    position: Position,
+    given: Options,
+) -> AttentionGradient:
+    """`compute`, which is `attention_vjp`, of a call whose mask is one more scheme: a bias with a number per pair."""
+    there = check.on_device(operands[0]) and check.on_device(given["mask"])
+    mask = on_device.fetched("mask", given["mask"]) if there else check.array("mask", given["mask"])
+    if mask.dtype.kind != "f" and mask.dtype.name != "bfloat16":
+        raise RelposTypeError(f"mask_gradient: expected a float mask, found dtype {mask.dtype}")
+    schemes = schemes_of(position)
+    own: Any = {**given, "mask": None, "cap_order": cap_beside_bias("mask_gradient", given, schemes)}
+    q, k, v = operands
+    bias = DenseBias(mask)
+    found = compute(q, k, v, grad_out=grad_out, grad_lse=grad_lse, position=(*schemes, bias), **own)
+    *arrays, of_mask = found.position
+    by_scheme = tuple(arrays) if isinstance(position, tuple) else arrays[0] if arrays else {}
+    of_pairs = on_device.beside(found.q, of_mask["bias"]) if there else of_mask["bias"]
+    return replace(found, position=by_scheme, mask=of_pairs)

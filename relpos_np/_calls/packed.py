@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np import backend as _backend
+from relpos_np._calls.call import Call
 from relpos_np._calls.lowering import schemes_of
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
@@ -240,7 +241,7 @@ class PackedCall:
                 own["rule"] = given["rule"].of_items(part.items)
         return own
 
-    def checked_out(self, out: Array | None) -> Array:
+    def _checked_out(self, out: Array | None) -> Array:
         """An array of the host for the output: the caller's, or a new one."""
         dtype = self.q.dtype.newbyteorder("=")
         if out is None:
@@ -248,11 +249,22 @@ class PackedCall:
         outputs.check(out, self.shape, dtype, (self.q, self.k, self.v, *self.given.values(), self.position))
         return out
 
-    def attention(self, compute: Callable[..., Any], return_lse: bool, result: Any, return_bound: bool = False) -> Any:
-        """`relpos_np.attention` of each part, into `result`; also the log-sum-exps and bounds if they are wanted."""
-        memory, lse = self.memory, None
+    def on_host(self, compute: Callable[..., Any], out: Array | None, return_lse: bool, return_bound: bool) -> Any:
+        """`relpos_np.attention` in one launch where kernels can, else part by part; also bounds, if they are wanted."""
+        sequences = None if return_bound else self.sequences()
+        result = self._checked_out(out) if sequences is None or out is not None else None
+        if sequences is not None:
+            own = Options(**{**self.given, "segments": None, "offset": 0})
+            call = Call("attention", (self.q, self.k, self.v), self.position, own, sequences)
+            found, lse = call.attend(out, return_lse)
+            return found if lse is None or not return_lse else (found, lse)
         if return_bound:
             return self._bounded(compute, return_lse, result)
+        return self.attention(compute, return_lse, result)
+
+    def attention(self, compute: Callable[..., Any], return_lse: bool, result: Any) -> Any:
+        """`relpos_np.attention` of each part, into `result`; also the log-sum-exps if they are wanted."""
+        memory, lse = self.memory, None
         if return_lse:
             dtype = self.q.dtype.newbyteorder("=")
             lse = memory.empty(self.shape[:-1], np.dtype(np.float32) if dtype.itemsize == 2 else dtype)
@@ -264,7 +276,7 @@ class PackedCall:
             memory.put(found, result, part.vectors(part.queries))
         return (result, lse) if return_lse else result
 
-    def _bounded(self, compute: Callable[..., Any], return_lse: bool, result: Array) -> tuple[Array, ...]:
+    def _bounded(self, compute: Callable[..., Any], return_lse: bool, result: Any) -> tuple[Array, ...]:
         half, own_dtype = result.dtype.itemsize == 2, result.dtype
         lse = [np.empty(self.shape[:-1], np.float32 if half else own_dtype)] if return_lse else []
         kept = [result, *lse, np.empty(self.shape), *(np.empty(x.shape) for x in lse)]
