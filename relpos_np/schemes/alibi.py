@@ -8,12 +8,10 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import KeyTerm, TableTerm, Terms
 from relpos_np.errors import RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import finite
 from relpos_np.types import Array
 
 FORMS = ("symmetric", "causal", "key")
@@ -160,10 +158,7 @@ class ALiBi(Scheme):
         self.slopes = None if slopes is None else check.table("slopes", slopes, "heads")
         self.heads = None if heads is None else check.integer("heads", heads, 1)
         self.form = check.choice("form", form, FORMS)
-        if self.slopes is not None and not np.isfinite(self.slopes).all():
-            raise RelposValueError(
-                f"slopes: expected finite numbers, found {self.slopes[~np.isfinite(self.slopes)][0]}"
-            )
+        finite("slopes", self.slopes)
 
     def check(self, site: Site) -> None:
         """There must be one slope per head."""

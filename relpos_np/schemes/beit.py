@@ -11,12 +11,10 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import plane, same_tokens
 from relpos_np.types import Array, Int64
 
 
@@ -107,12 +105,11 @@ class BEiT(Scheme):
     computes = False
     roundings = 0.0
     dense = True
+    _printed = ("table", "grid")
 
     def __init__(self, table: Any, grid: Sequence[int]) -> None:
         self.table = check.table("table", table, "rows heads")
-        if not isinstance(grid, tuple | list) or len(grid) != 2:
-            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {shown(grid)}")
-        self.grid = check.integer("grid", grid[0], 1), check.integer("grid", grid[1], 1)
+        self.grid = plane("grid", grid)
         rows = prod(2 * n - 1 for n in self.grid) + 3
         if len(self.table) != rows:
             raise RelposValueError(f"table: grid {self.grid} needs {rows} rows, found shape {self.table.shape}")
@@ -120,11 +117,7 @@ class BEiT(Scheme):
     def check(self, site: Site) -> None:
         """The table must have a column per head, and the call the tokens of the grid."""
         check.heads("table", self.table, 1, site)
-        if not 1 + prod(self.grid) == site.q_len == site.k_len:
-            raise RelposValueError(
-                f"grid: {self.grid} and a class token are {1 + prod(self.grid)} tokens, the call has {site.q_len} "
-                f"queries and {site.k_len} keys"
-            )
+        same_tokens(self.grid, site, 1)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
@@ -137,9 +130,6 @@ class BEiT(Scheme):
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again."""
         return SchemeGradient(arrays={"table": grad.tables[0].table.T})
-
-    def __repr__(self) -> str:
-        return f"BEiT(table={self.table.shape}, grid={self.grid})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import TableTerm, Terms, cut_map, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.alibi import ALiBi
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.schemes.fire import FIRE
 from relpos_np.schemes.kerple import KERPLE
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
 from relpos_np.schemes.t5 import T5
 from relpos_np.types import Array
 

@@ -10,12 +10,9 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import deberta_map
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import KeyTerm, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64
 
 P2C = ("code", "paper")
@@ -189,6 +186,7 @@ class DeBERTa(Scheme):
     relative = True
     computes = False
     roundings = 1.0
+    _printed = ("pos_key", "pos_query", "max_position", "p2c")
 
     def __init__(
         self,
@@ -268,14 +266,6 @@ class DeBERTa(Scheme):
             found.k = grad.keys[0].key
             found.arrays["pos_query"] = grad.keys[0].weights * scale
         return found
-
-    def __repr__(self) -> str:
-        shapes = [
-            f"{name}={x.shape}"
-            for name, x in (("pos_key", self.pos_key), ("pos_query", self.pos_query))
-            if x is not None
-        ]
-        return f"DeBERTa({', '.join(shapes)}, max_position={self.max_position}, p2c={self.p2c!r})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

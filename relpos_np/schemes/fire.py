@@ -2,19 +2,15 @@ r"""FIRE: a small network of the distance, which is measured against how far the
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 # Hidden activations that are held at a time while the bias of every pair is computed.
@@ -157,8 +153,8 @@ class FIRE(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        network = self.w1, self.b1, self.w2, self.b2, self.c.item(), self.threshold.item()
-        return fire_bias(*network, site.q_len, site.k_len, offset=site.offset, eps=self.eps).astype(site.dtype)
+        numbers = {"c": self.c.item(), "threshold": self.threshold.item()}
+        return np.asarray(evaluated(fire_bias, self, site, **numbers), site.dtype)
 
     def _blocks(self, site: Site) -> tuple[bool, list[tuple[slice, Array, Array]]]:
         """Whether distances decide alone, and blocks of rows with their distances n and the m that n is held against.
@@ -200,9 +196,7 @@ class FIRE(Scheme):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Places of queries count from the first key of all."""
-        cut = copy.copy(self)
-        cut._first_key = part.keys.start
-        return (cut, *part.nearby(site))
+        return (self._with(_first_key=part.keys.start), *part.nearby(site))
 
     def held(self, site: Site) -> Held:
         """The formula has all hidden units of every pair at once, the kernels' side of a block of queries."""

@@ -2,7 +2,6 @@ r"""FoX and CABLE: every key forgets what lies before it, by a gate of its own."
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, Literal
 
@@ -10,12 +9,10 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
 VARIANTS = ("fox", "cable", "log")
@@ -132,6 +129,7 @@ class FoX(Scheme):
     """
 
     computes = False
+    _printed = ("gates", "variant")
 
     def __init__(self, gates: Any, *, variant: Literal["fox", "cable", "log"] = "fox") -> None:
         self.gates = check.ordered("gates", gates)
@@ -140,10 +138,7 @@ class FoX(Scheme):
         self._cut: tuple[Array, Array, Array] | None = None
         if self.gates.ndim < 2:
             raise RelposValueError(f"gates: expected shape (..., H, L_k), found {self.gates.shape}")
-        if not np.isfinite(self.gates).all():
-            raise RelposValueError(
-                f"gates: expected finite numbers, found {self.gates[~np.isfinite(self.gates)].flat[0]}"
-            )
+        finite("gates", self.gates)
 
     def check(self, site: Site) -> None:
         """There must be a gate per head and key, and one at the place of every query."""
@@ -151,11 +146,7 @@ class FoX(Scheme):
         if self.gates.shape[-1] != site.k_len:
             raise RelposValueError(f"gates: shape {self.gates.shape} does not end in L_k = {site.k_len}")
         check.fits_batch("gates", self.gates.shape[:-2], site.batch)
-        last = site.offset + site.q_len - 1
-        if site.q_len and not 0 <= site.offset <= last < site.k_len:
-            raise RelposValueError(
-                f"offset: queries stand at {site.offset} ... {last}, gates are for positions 0 ... {site.k_len - 1}"
-            )
+        among_keys("gates", site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
@@ -181,13 +172,9 @@ class FoX(Scheme):
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Sums at the queries and at the keys."""
         slope, of_queries, of_keys = self._sums(site)
-        cut = copy.copy(self)
-        cut.gates = self.gates[..., :0]
-        cut._cut = (
-            slope,
-            of_batch(of_queries, 2, part.batch)[..., part.queries],
-            of_batch(of_keys, 2, part.batch)[..., part.keys],
-        )
+        of_queries = of_batch(of_queries, 2, part.batch)[..., part.queries]
+        of_keys = of_batch(of_keys, 2, part.batch)[..., part.keys]
+        cut = self._with(gates=self.gates[..., :0], _cut=(slope, of_queries, of_keys))
         return (cut, *part.nearby(site))
 
     def held(self, site: Site) -> Held:
@@ -218,9 +205,6 @@ class FoX(Scheme):
             # A constant cancels between queries and keys. This one leaves small numbers at queries and keys near them.
             rest -= 0.5 * (of_queries.max(axis=-1, keepdims=True) + of_queries.min(axis=-1, keepdims=True))
         return slope, of_queries, rest
-
-    def __repr__(self) -> str:
-        return f"FoX(gates={self.gates.shape}, variant={self.variant!r})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

@@ -2,19 +2,16 @@ r"""Labels between any two tokens, such as edges or distances in a graph: a bias
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import vectors_per_pair
 from relpos_np.types import Array, Int32
 
 
@@ -199,6 +196,7 @@ class GraphLabels(Scheme):
 
     computes = False
     roundings = 1.0
+    _printed = ("labels", "table", "key_table", "value_table")
 
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:
@@ -263,16 +261,7 @@ class GraphLabels(Scheme):
             )
         check.fits_batch("labels", self.labels.shape[:-2], site.batch)
         check.heads("table", self.table, 1, site)
-        for name, x, dim in (
-            ("key_table", self.key_table, site.head_dim),
-            ("value_table", self.value_table, site.v_dim),
-        ):
-            if x is None or (name == "value_table" and site.scores_only):
-                continue
-            if x.shape[-1] != dim:
-                raise RelposValueError(f"{name}: shape {x.shape} has vectors of {x.shape[-1]}, the call needs {dim}")
-            if x.ndim == 3:
-                check.heads(name, x, 0, site)
+        vectors_per_pair(self, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """The bias of every pair, and scaled products of queries with the vectors of their keys."""
@@ -307,9 +296,8 @@ class GraphLabels(Scheme):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Labels of the pairs."""
-        cut = copy.copy(self)
-        cut.labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
-        return (cut, *part.nearby(site))
+        labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
+        return (self._with(labels=labels), *part.nearby(site))
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair of every graph, and again where pairs have none."""
@@ -333,14 +321,6 @@ class GraphLabels(Scheme):
         if self.value_table is not None:
             found.arrays["value_table"] = grad.values[0].weights.reshape(self.value_table.shape)
         return found
-
-    def __repr__(self) -> str:
-        shapes = [f"labels={self.labels.shape}"] + [
-            f"{name}={x.shape}"
-            for name, x in (("table", self.table), ("key_table", self.key_table), ("value_table", self.value_table))
-            if x is not None
-        ]
-        return f"GraphLabels({', '.join(shapes)})"
 
 
 def _per_head(table: Array) -> Array:

@@ -6,19 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
-from relpos_np.errors import RelposTypeError, RelposValueError, shown
+from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.checks import plane, same_tokens, vectors
 from relpos_np.types import Array, Int64
 
 METHODS = ("product", "euclidean", "quantization", "cross")
@@ -224,6 +221,7 @@ class IRPE(Scheme):
     computes = False
     roundings = 1.0
     dense = True
+    _printed = ("grid", "key_table", "query_table", "value_table", "mode", "method")
 
     def __init__(
         self,
@@ -239,9 +237,7 @@ class IRPE(Scheme):
         gamma: float = 15.2,
         class_tokens: int = 0,
     ) -> None:
-        if not isinstance(grid, tuple | list) or len(grid) != 2:
-            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {shown(grid)}")
-        self.grid = check.integer("grid", grid[0], 1), check.integer("grid", grid[1], 1)
+        self.grid = plane("grid", grid)
         self.mode = check.choice("mode", mode, MODES)
         self.method = check.choice("method", method, METHODS)
         self.alpha, self.beta, self.gamma = (
@@ -277,34 +273,18 @@ class IRPE(Scheme):
     def check(self, site: Site) -> None:
         """Tables must match the heads and channels, and the grid the call's tokens."""
         for name, table in self._tables().items():
-            of_values = name == "value_table"
+            of_values, axis = name == "value_table", 1 if self.method == "cross" else 0
             if of_values and site.scores_only:
                 continue
-            dim = site.v_dim if of_values else site.head_dim
-            heads = table.shape[1 if self.method == "cross" else 0]
-            if heads not in (1, site.heads):
-                raise RelposValueError(f"{name}: shape {table.shape} is for {heads} heads, the call has {site.heads}")
-            if self.mode == "contextual" and table.shape[-1] != dim:
-                raise RelposValueError(
-                    f"{name}: shape {table.shape} has vectors of {table.shape[-1]}, the call needs {dim}"
-                )
-        tokens = self.class_tokens + prod(self.grid)
-        if not tokens == site.q_len == site.k_len:
-            raise RelposValueError(
-                f"grid: {self.grid} and {self.class_tokens} class tokens are {tokens} tokens, the call has "
-                f"{site.q_len} queries and {site.k_len} keys"
-            )
+            if table.shape[axis] != 1:
+                check.heads(name, table, axis, site)
+            if self.mode == "contextual":
+                vectors(name, table, site.v_dim if of_values else site.head_dim, site, per_head=False)
+        same_tokens(self.grid, site, self.class_tokens)
 
     def _looked_up(self, table: Array, site: Site) -> list[tuple[Array, Array]]:
         """For each map the entries of pairs (i, j), and those of (j, i) in the same place."""
-        buckets = irpe_buckets(
-            self.grid,
-            method=self.method,
-            alpha=self.alpha,
-            beta=self.beta,
-            gamma=self.gamma,
-            class_tokens=self.class_tokens,
-        )
+        buckets = evaluated(irpe_buckets, self, site)
         tables = (table if self.method == "cross" else table[None]).astype(site.dtype, copy=False)
         return [(t[:, rows], t[:, rows.T]) for t, rows in zip(tables, buckets, strict=True)]
 
@@ -387,10 +367,6 @@ class IRPE(Scheme):
     def _part(self, table: Array, n: int) -> Array:
         """The table of one map."""
         return np.asarray(table[n] if self.method == "cross" else table)
-
-    def __repr__(self) -> str:
-        tables = [f"{name}={table.shape}" for name, table in self._tables().items()]
-        return f"IRPE({self.grid}, {', '.join(tables)}, mode={self.mode!r}, method={self.method!r})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

@@ -8,12 +8,9 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 FORMS = ("log", "power")
@@ -87,6 +84,7 @@ class KERPLE(Scheme):
 
     relative = True
     computes = False
+    _printed = ("a", "b", "form")
 
     def __init__(self, a: Any, b: Any, *, form: Literal["log", "power"] = "log") -> None:
         self.a = check.table("a", a, "heads")
@@ -106,8 +104,7 @@ class KERPLE(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        bias = kerple_bias(self.a, self.b, site.q_len, site.k_len, offset=site.offset, form=self.form)
-        return bias.astype(site.dtype)
+        return np.asarray(evaluated(kerple_bias, self, site), site.dtype)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term with a row per relative position."""
@@ -130,9 +127,6 @@ class KERPLE(Scheme):
             by_a, by_b = -power, -a * power * np.log(np.maximum(n, 1))
         rows = grad.tables[0].table
         return SchemeGradient(arrays={"a": (rows * by_a).sum(axis=1), "b": (rows * by_b).sum(axis=1)})
-
-    def __repr__(self) -> str:
-        return f"KERPLE(a={self.a.shape}, b={self.b.shape}, form={self.form!r})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

@@ -11,13 +11,10 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import bucket_rows, t5_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("layoutlmv2", "layoutlmv3", "udop")
@@ -185,6 +182,7 @@ class LayoutBias(Scheme):
 
     computes = False
     roundings = 1.0
+    _printed = ("table", "x_table", "y_table", "boxes", "variant")
 
     def __init__(
         self,
@@ -374,10 +372,6 @@ class LayoutBias(Scheme):
         return SchemeGradient(
             arrays={name: term.table.T * factor for name, term in zip(names, grad.tables, strict=True)}
         )
-
-    def __repr__(self) -> str:
-        shapes = [None if t is None else t.shape for t in (self.table, self.x_table, self.y_table)]
-        return f"LayoutBias({', '.join(map(str, shapes))}, boxes={self._boxes.shape}, variant={self.variant!r})"
 
 
 def _integers(name: str, value: Any) -> Int64:

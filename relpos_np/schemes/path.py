@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
 # Keys of a block.
@@ -110,14 +108,14 @@ class PaTH(Scheme):
 
     # A product of its own: with schemes that turn queries and keys it would not be what any of them says.
     content = True
+    _printed = ("w", "beta")
 
     def __init__(self, w: Any, beta: Any) -> None:
         self.w, self.beta = check.ordered("w", w), check.ordered("beta", beta)
         for name, x, axes in (("w", self.w, "H, L_k, D"), ("beta", self.beta, "H, L_k")):
             if x.ndim < axes.count(",") + 1:
                 raise RelposValueError(f"{name}: expected shape (..., {axes}), found {x.shape}")
-            if not np.isfinite(x).all():
-                raise RelposValueError(f"{name}: expected finite numbers, found {x[~np.isfinite(x)].flat[0]}")
+            finite(name, x)
 
     def check(self, site: Site) -> None:
         """There must be a vector and a number for each key, and every query must stand at one."""
@@ -134,11 +132,7 @@ class PaTH(Scheme):
             )
         check.fits_batch("w", self.w.shape[:-3], site.batch)
         check.fits_batch("beta", self.beta.shape[:-2], site.batch)
-        last = site.offset + site.q_len - 1
-        if site.q_len and not 0 <= site.offset <= last < site.k_len:
-            raise RelposValueError(
-                f"offset: queries stand at {site.offset} ... {last}, w and beta for positions 0 ... {site.k_len - 1}"
-            )
+        among_keys("w and beta", site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """What the product of all factors changes of the plain one."""
@@ -228,9 +222,6 @@ class PaTH(Scheme):
     def _open(self, site: Site, at: slice) -> Array:
         """Which factors of a block lie at or before a query."""
         return np.arange(at.start, at.stop) <= np.arange(site.q_len)[:, None] + site.offset
-
-    def __repr__(self) -> str:
-        return f"PaTH(w={self.w.shape}, beta={self.beta.shape})"
 
 
 def _turned(x: Array) -> Array:

@@ -2,7 +2,6 @@ r"""Rotary positions: queries and keys turned by angles that grow with their pos
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,16 +9,14 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, ValueTurn
 from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, parts_of, turn_channels
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.checks import finite
 from relpos_np.schemes.placed import Placed
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
@@ -161,8 +158,7 @@ class Rotary(Placed):
         self.blocks = check.integer("blocks", blocks, 1)
         if frequencies is not None:
             self.frequencies = check.table("frequencies", frequencies, "pairs | axes pairs | axes kv_heads pairs")
-            if not np.isfinite(self.frequencies).all():
-                raise RelposValueError("frequencies: expected finite numbers, found NaN or infinity")
+            finite("frequencies", self.frequencies)
             if self.base != 10000.0:
                 raise RelposValueError(f"base: {base} has no effect together with frequencies")
             self.dim = 2 * self.frequencies.shape[-1]
@@ -260,11 +256,10 @@ class Rotary(Placed):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and frequencies of the heads; without positions, distances decide."""
-        cut = copy.copy(self)
+        changed = self._cut_places(site, part)
         if self.frequencies is not None and self.frequencies.ndim == 3:
-            cut.frequencies = self.frequencies[:, part.kv_heads]
-        cut.positions, cut.key_positions = self._cut_places(site, part)
-        return (cut, *part.alone(site))
+            changed["frequencies"] = self.frequencies[:, part.kv_heads]
+        return (self._with(**changed), *part.alone(site))
 
     def held(self, site: Site) -> Held:
         """Turned vectors, what they are made of, and a matrix of float64 for every position and pair; tables."""

@@ -8,12 +8,9 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "nemo")
@@ -144,15 +141,7 @@ class Sandwich(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return sandwich_bias(
-            site.heads,
-            site.q_len,
-            site.k_len,
-            dim=self.dim,
-            base=self.base,
-            offset=site.offset,
-            variant=self.variant,
-        ).astype(site.dtype)
+        return np.asarray(evaluated(sandwich_bias, self, site, heads=site.heads), site.dtype)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term with a row per relative position: the sum of cosines."""

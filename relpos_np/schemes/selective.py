@@ -8,13 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "x_transformers")
@@ -101,6 +98,8 @@ class Selective(Scheme):
     Leviathan et al., "Selective Attention Improves Transformer", ICLR 2025. Memory: lucidrains/x-transformers,
     `selective_attn`.
     """
+
+    _printed = ("head", "variant", "past")
 
     def __init__(
         self, head: int = 0, *, variant: Literal["paper", "x_transformers"] = "paper", past: Any = None
@@ -195,10 +194,6 @@ class Selective(Scheme):
         first = 0 if self.variant == "paper" else site.offset
         votes[..., : max(first + 1, 0)] = 0.0
         return *(np.where(np.isfinite(x), x, 0.0) for x in (queries, keys)), votes
-
-    def __repr__(self) -> str:
-        past = "" if self.past is None else f", past={self.past.shape}"
-        return f"Selective(head={self.head}, variant={self.variant!r}{past})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

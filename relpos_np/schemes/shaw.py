@@ -9,13 +9,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import reached_rows
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import softmax, weighted_vectors
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import vectors_per_pair
 from relpos_np.types import Array
 
 OUTSIDE = ("clip", "zero")
@@ -256,6 +254,7 @@ class Shaw(Scheme):
     relative = True
     computes = False
     roundings = 1.0
+    _printed = ("key_table", "value_table", "outside", "left")
 
     def __init__(
         self,
@@ -278,18 +277,7 @@ class Shaw(Scheme):
 
     def check(self, site: Site) -> None:
         """Tables must match the head dimensions and, where they are per head, the heads."""
-        for name, table, dim in (
-            ("key_table", self.key_table, site.head_dim),
-            ("value_table", self.value_table, site.v_dim),
-        ):
-            if table is None or (name == "value_table" and site.scores_only):
-                continue
-            if table.shape[-1] != dim:
-                raise RelposValueError(
-                    f"{name}: shape {table.shape} has vectors of {table.shape[-1]}, the call needs {dim}"
-                )
-            if table.ndim == 3:
-                check.heads(name, table, 0, site)
+        vectors_per_pair(self, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """Scaled products of queries with the relative vectors of their keys."""
@@ -361,15 +349,6 @@ class Shaw(Scheme):
     @staticmethod
     def _per_head(table: Array) -> Array:
         return table if table.ndim == 3 else table[None]
-
-    def __repr__(self) -> str:
-        shapes = [
-            f"{n}={t.shape}"
-            for n, t in (("key_table", self.key_table), ("value_table", self.value_table))
-            if t is not None
-        ]
-        left = "" if self.left is None else f", left={self.left}"
-        return f"Shaw({', '.join(shapes)}, outside={self.outside!r}{left})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

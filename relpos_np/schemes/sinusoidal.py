@@ -9,8 +9,8 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample, encoded
+from relpos_np.schemes.base import Sample, register
+from relpos_np.schemes.sample import encoded
 from relpos_np.types import Array, Layout
 
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")

@@ -8,12 +8,9 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 
@@ -96,6 +93,7 @@ class T5(Scheme):
     relative = True
     computes = False
     roundings = 0.0
+    _printed = ("table", "max_distance", "bidirectional")
 
     def __init__(
         self,
@@ -116,35 +114,17 @@ class T5(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return t5_bias(
-            self.table.astype(site.dtype, copy=False),
-            site.q_len,
-            site.k_len,
-            offset=site.offset,
-            max_distance=self.max_distance,
-            bidirectional=self.bidirectional,
-            rounding=self.rounding,
-        )
+        return np.asarray(evaluated(t5_bias, self, site, cast=True))
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term on a Toeplitz map."""
-        index = t5_map(
-            site.q_len,
-            site.k_len,
-            site.offset,
-            self.table.shape[0],
-            self.max_distance,
-            self.bidirectional,
-            self.rounding,
-        )
+        lengths, rows = (site.q_len, site.k_len, site.offset), len(self.table)
+        index = t5_map(*lengths, rows, self.max_distance, self.bidirectional, self.rounding)
         return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), index),))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again."""
         return SchemeGradient(arrays={"table": grad.tables[0].table.T})
-
-    def __repr__(self) -> str:
-        return f"T5(table={self.table.shape}, max_distance={self.max_distance}, bidirectional={self.bidirectional})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

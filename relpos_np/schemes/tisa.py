@@ -8,12 +8,10 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.checks import finite
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "published")
@@ -113,8 +111,7 @@ class TISA(Scheme):
                 raise RelposValueError(
                     f"{name}: shape {x.shape} differs from {self.amplitudes.shape}, that of amplitudes"
                 )
-            if not np.isfinite(x).all():
-                raise RelposValueError(f"{name}: expected finite numbers, found {x[~np.isfinite(x)][0]}")
+            finite(name, x)
 
     def check(self, site: Site) -> None:
         """There must be a column per head."""
@@ -122,15 +119,7 @@ class TISA(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return tisa_bias(
-            self.amplitudes,
-            self.sharpness,
-            self.offsets,
-            site.q_len,
-            site.k_len,
-            offset=site.offset,
-            variant=self.variant,
-        ).astype(site.dtype)
+        return np.asarray(evaluated(tisa_bias, self, site), site.dtype)
 
     def _curves(self, site: Site) -> tuple[Array, Array, Array]:
         """Steps from the top, sharpness, and curves of height 1: (S, H, rows) each, but for the sharpness (S, H, 1)."""

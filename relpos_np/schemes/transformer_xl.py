@@ -10,13 +10,10 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import distance_map, wrapped_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import QueryTerm, Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.relshift import VARIANTS, rel_shift
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64, Shift
 
 # Of arguments: v is also the values of every call.
@@ -286,6 +283,7 @@ class TransformerXL(Scheme):
 
     content = True
     roundings = 2.0
+    _printed = ("rows", "variant", "zero_triu")
 
     def __init__(
         self,
@@ -457,10 +455,6 @@ class TransformerXL(Scheme):
             np.concatenate([content, position], axis=-1),
             np.concatenate([keys, np.broadcast_to(rows, keys.shape)], axis=-1),
         )
-
-    def __repr__(self) -> str:
-        future = ", zero_triu=True" if self.zero_triu else ""
-        return f"TransformerXL(rows={self.rows.shape}, variant={self.variant!r}{future})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

@@ -2,20 +2,16 @@ r"""WavLM's gated bias: T5's buckets, times a number per query and head that the
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import QueryTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Part, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 
@@ -184,6 +180,7 @@ class WavLM(Scheme):
 
     computes = False
     roundings = 0.0
+    _printed = ("table", "gate", "max_distance")
 
     def __init__(
         self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Literal["exact", "float32"] = "exact"
@@ -207,15 +204,7 @@ class WavLM(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return wavlm_bias(
-            self.table.astype(site.dtype, copy=False),
-            self.gate.astype(site.dtype, copy=False),
-            site.q_len,
-            site.k_len,
-            offset=site.offset,
-            max_distance=self.max_distance,
-            rounding=self.rounding,
-        )
+        return np.asarray(evaluated(wavlm_bias, self, site, cast=True))
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """A query term of one channel: the gate, and the table as weights."""
@@ -226,17 +215,12 @@ class WavLM(Scheme):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Gates of the queries."""
-        cut = copy.copy(self)
-        cut.gate = of_batch(self.gate, 2, part.batch)[..., part.queries]
-        return (cut, *part.nearby(site))
+        return (self._with(gate=of_batch(self.gate, 2, part.batch)[..., part.queries]), *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again, and the gate's only channel."""
         term = grad.queries[0]
         return SchemeGradient(arrays={"table": term.weights[..., 0].T, "gate": term.query[..., 0]})
-
-    def __repr__(self) -> str:
-        return f"WavLM(table={self.table.shape}, gate={self.gate.shape}, max_distance={self.max_distance})"
 
 
 def _build(at: Sample) -> dict[str, Any]:

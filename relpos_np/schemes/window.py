@@ -11,12 +11,10 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import tokens
 from relpos_np.types import Array, Int64
 
 Coordinates = Sequence[Int64]
@@ -125,6 +123,7 @@ class WindowBias(Scheme):
     computes = False
     roundings = 0.0
     dense = True
+    _printed = ("table", "grid", "key_grid")
 
     def __init__(
         self,
@@ -206,12 +205,8 @@ class WindowBias(Scheme):
     def check(self, site: Site) -> None:
         """The grids must hold the call's tokens, and the table a column per head."""
         check.heads("table", self.table, 1, site)
-        for name, grid, length in (
-            ("grid", self.grid, site.q_len),
-            ("key_grid", self.key_grid, site.k_len),
-        ):
-            if prod(grid) != length:
-                raise RelposValueError(f"{name}: {grid} has {prod(grid)} tokens, the call has {length}")
+        tokens("grid", self.grid, site.q_len)
+        tokens("key_grid", self.key_grid, site.k_len)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
@@ -225,9 +220,6 @@ class WindowBias(Scheme):
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again."""
         return SchemeGradient(arrays={"table": grad.tables[0].table.T})
-
-    def __repr__(self) -> str:
-        return f"WindowBias(table={self.table.shape}, grid={self.grid}, key_grid={self.key_grid})"
 
 
 def _grid(name: str, value: Any) -> tuple[int, ...]:
