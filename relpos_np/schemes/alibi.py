@@ -2,7 +2,7 @@ r"""ALiBi: a penalty that grows linearly with the distance, with one fixed slope
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, registe
 from relpos_np.schemes.checks import finite
 from relpos_np.types import Array
 
-FORMS = ("symmetric", "causal", "key")
+Form: TypeAlias = Literal["symmetric", "causal", "key"]
+FORMS = get_args(Form)
 
 
 def alibi_slopes(heads: int, *, bias_max: float = 8.0) -> Array:
@@ -59,9 +60,7 @@ def alibi_slopes(heads: int, *, bias_max: float = 8.0) -> Array:
     return np.concatenate([first, second[0::2][: heads - whole]])
 
 
-def alibi_bias(
-    slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: Literal["symmetric", "causal", "key"] = "symmetric"
-) -> Array:
+def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: Form = "symmetric") -> Array:
     r"""The bias of every pair, written out.
 
     With the relative position d = j - (i + offset) it is
@@ -141,12 +140,7 @@ class ALiBi(Scheme):
         return self.form != "key"
 
     def __init__(
-        self,
-        slopes: Any = None,
-        *,
-        heads: int | None = None,
-        form: Literal["symmetric", "causal", "key"] = "symmetric",
-        bias_max: float | None = None,
+        self, slopes: Any = None, *, heads: int | None = None, form: Form = "symmetric", bias_max: float | None = None
     ) -> None:
         if slopes is not None and heads is not None:
             raise RelposValueError(
@@ -218,7 +212,7 @@ def _build(at: Sample) -> dict[str, Any]:
     # As many heads as are no power of two, whose slopes follow another rule.
     parts = at.operands(6 if at.variant == "key" else 4, 2)
     heads = parts["q"].shape[-3]
-    form: Literal["symmetric", "causal", "key"] = at.variant or "symmetric"
+    form: Form = at.variant or "symmetric"
     if form == "symmetric":
         given = at.pick("slopes", "nothing", "bias_max")
         slopes = np.abs(at.normal(heads)) if given == "slopes" else None

@@ -11,28 +11,15 @@ from typing import Any, Never, Self, TypeAlias
 
 import numpy as np
 
-from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import Change, Terms
+# With `as`, what a scheme's file takes from here.
+from relpos_np._contract.problem import Part as Part
+from relpos_np._contract.problem import Site as Site
+from relpos_np._contract.terms import Change
+from relpos_np._contract.terms import Terms as Terms
 from relpos_np.errors import RelposTypeError
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.registry import register as register
+from relpos_np.schemes.sample import Sample as Sample
 from relpos_np.types import Array
-
-# What a scheme's file is made of, from one place.
-__all__ = [
-    "Held",
-    "Part",
-    "Position",
-    "Sample",
-    "Scheme",
-    "SchemeGradient",
-    "Site",
-    "Terms",
-    "evaluated",
-    "in_order",
-    "lacks",
-    "register",
-]
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,7 @@ def finite(name: str, x: Array | None) -> None:
     """Raise a `RelposValueError` if an array, where there is one, holds NaN or infinity."""
     if x is not None and not (known := np.isfinite(x)).all():
         first = x[~known].flat[0]
-        raise RelposValueError(f"{name}: expected finite numbers, no NaN and no infinity, found {first}")
+        raise RelposValueError(f"{name}: expected finite numbers, found {first}: neither NaN nor infinity")
 
 
 def plane(name: str, value: Any, example: str = "(14, 14)") -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64
 
-P2C = ("code", "paper")
+PositionSign: TypeAlias = Literal["code", "paper"]
+P2C = get_args(PositionSign)
 
 
 def deberta_bucket(distance: Array, *, span: int, max_position: int | None = None) -> Int64:
@@ -78,7 +79,7 @@ def deberta_scores(
     *,
     offset: int = 0,
     max_position: int | None = None,
-    p2c: Literal["code", "paper"] = "code",
+    p2c: PositionSign = "code",
 ) -> tuple[Array | None, Array | None]:
     r"""The two unscaled parts that positions add to :math:`q_i \cdot k_j`.
 
@@ -189,12 +190,7 @@ class DeBERTa(Scheme):
     _printed = ("pos_key", "pos_query", "max_position", "p2c")
 
     def __init__(
-        self,
-        pos_key: Any = None,
-        pos_query: Any = None,
-        *,
-        max_position: Any = None,
-        p2c: Literal["code", "paper"] = "code",
+        self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: PositionSign = "code"
     ) -> None:
         if pos_key is None and pos_query is None:
             raise RelposValueError("DeBERTa: expected pos_key, pos_query or both, found neither")

@@ -12,17 +12,17 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
+from relpos_np.formulas.buckets import ROUNDING, Rounding
 from relpos_np.formulas.resize_tables import resize_matrix
 from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.schemes.checks import plane, tokens, vectors
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("sam", "mvit")
-ROUNDING = ("exact", "float32")
 Grid = tuple[int, int]
 
 
-def axis_rows(q_size: int, k_size: int, *, rounding: Literal["exact", "float32"] = "exact") -> Int64:
+def axis_rows(q_size: int, k_size: int, *, rounding: Rounding = "exact") -> Int64:
     r"""Table row of each pair of coordinates along one axis, which queries and keys may sample differently.
 
     .. math::
@@ -66,7 +66,7 @@ def decomposed_scores(
     grid: Sequence[int],
     key_grid: Sequence[int],
     *,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
 ) -> Array:
     r"""What both tables add to the scores, written out.
 
@@ -192,7 +192,7 @@ class DecomposedBias(Scheme):
         *,
         variant: Literal["sam", "mvit"] = "sam",
         class_token: bool = False,
-        rounding: Literal["exact", "float32"] = "exact",
+        rounding: Rounding = "exact",
     ) -> None:
         self.height_table = check.table("height_table", height_table, "rows head_dim")
         self.width_table = check.table("width_table", width_table, "rows head_dim")

@@ -3,7 +3,7 @@ r"""FoX and CABLE: every key forgets what lies before it, by a gate of its own."
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -15,10 +15,11 @@ from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, S
 from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
-VARIANTS = ("fox", "cable", "log")
+Variant: TypeAlias = Literal["fox", "cable", "log"]
+VARIANTS = get_args(Variant)
 
 
-def forget_gates(gates: Array, *, variant: Literal["fox", "cable", "log"] = "fox") -> Array:
+def forget_gates(gates: Array, *, variant: Variant = "fox") -> Array:
     r"""Logarithms of forget gates.
 
     .. math::
@@ -131,7 +132,7 @@ class FoX(Scheme):
     computes = False
     _printed = ("gates", "variant")
 
-    def __init__(self, gates: Any, *, variant: Literal["fox", "cable", "log"] = "fox") -> None:
+    def __init__(self, gates: Any, *, variant: Variant = "fox") -> None:
         self.gates = check.ordered("gates", gates)
         self.variant = check.choice("variant", variant, VARIANTS)
         # Slopes, and what is left of the sums at queries and at keys, in a part of a call.
@@ -209,7 +210,7 @@ class FoX(Scheme):
 
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
-    variant: Literal["fox", "cable", "log"] = at.variant or "fox"
+    variant: Variant = at.variant or "fox"
     gates = at.normal(*at.pick(at.batch, ()), parts["q"].shape[-3], at.k_len)
     if variant == "log":
         gates = -np.abs(gates) / at.pick(4, 1)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, e
 from relpos_np.schemes.checks import plane, same_tokens, vectors
 from relpos_np.types import Array, Int64
 
-METHODS = ("product", "euclidean", "quantization", "cross")
-MODES = ("contextual", "bias")
+Method: TypeAlias = Literal["product", "euclidean", "quantization", "cross"]
+METHODS = get_args(Method)
+Mode: TypeAlias = Literal["contextual", "bias"]
+MODES = get_args(Mode)
 # What decides between two buckets is rounded to this many decimals, so that an exact half is one.
 _DECIMALS = 9
 _LEAST = 1e-100
@@ -70,7 +72,7 @@ def piecewise_index(x: Int64, *, alpha: float = 1.9, beta: float = 3.8, gamma: f
 def irpe_buckets(
     grid: Sequence[int],
     *,
-    method: Literal["product", "euclidean", "quantization", "cross"] = "product",
+    method: Method = "product",
     alpha: float = 1.9,
     beta: float = 3.8,
     gamma: float = 15.2,
@@ -230,8 +232,8 @@ class IRPE(Scheme):
         query_table: Any = None,
         value_table: Any = None,
         *,
-        mode: Literal["contextual", "bias"] = "contextual",
-        method: Literal["product", "euclidean", "quantization", "cross"] = "product",
+        mode: Mode = "contextual",
+        method: Method = "product",
         alpha: float = 1.9,
         beta: float = 3.8,
         gamma: float = 15.2,
@@ -373,8 +375,8 @@ def _build(at: Sample) -> dict[str, Any]:
     tokens = at.pick(1, 0, 2)
     length = tokens + at.grid[0] * at.grid[1]
     parts = at.operands(4, 2, length, length)
-    mode: Literal["contextual", "bias"] = "bias" if at.variant == "bias" else "contextual"
-    method: Literal["product", "euclidean", "quantization", "cross"]
+    mode: Mode = "bias" if at.variant == "bias" else "contextual"
+    method: Method
     method = "product" if mode == "bias" else at.variant or "product"
     buckets = (49 if method == "product" else 7) + (tokens > 0)
     maps = (2,) if method == "cross" else ()

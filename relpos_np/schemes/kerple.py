@@ -2,7 +2,7 @@ r"""KERPLE: a penalty that grows with the distance like a logarithm or a power, 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -13,12 +13,11 @@ from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
-FORMS = ("log", "power")
+Form: TypeAlias = Literal["log", "power"]
+FORMS = get_args(Form)
 
 
-def kerple_bias(
-    a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, form: Literal["log", "power"] = "log"
-) -> Array:
+def kerple_bias(a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, form: Form = "log") -> Array:
     r"""The bias of every pair, written out.
 
     With the relative position d = j - (i + offset) it is
@@ -86,7 +85,7 @@ class KERPLE(Scheme):
     computes = False
     _printed = ("a", "b", "form")
 
-    def __init__(self, a: Any, b: Any, *, form: Literal["log", "power"] = "log") -> None:
+    def __init__(self, a: Any, b: Any, *, form: Form = "log") -> None:
         self.a = check.table("a", a, "heads")
         self.b = check.table("b", b, "heads")
         self.form = check.choice("form", form, FORMS)

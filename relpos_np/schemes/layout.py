@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -13,11 +13,12 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import bucket_rows, t5_map
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
+from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
 from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64
 
-VARIANTS = ("layoutlmv2", "layoutlmv3", "udop")
+Variant: TypeAlias = Literal["layoutlmv2", "layoutlmv3", "udop"]
+VARIANTS = get_args(Variant)
 # Largest distances on the page that are told apart, as published configurations have them.
 _BOX_DISTANCE = {"layoutlmv2": 256, "layoutlmv3": 256, "udop": 100}
 # Beyond these a distance in the units of the buckets would not fit into an integer.
@@ -60,11 +61,11 @@ def layout_bias(
     boxes: Array,
     *,
     positions: Int64 | None = None,
-    variant: Literal["layoutlmv2", "layoutlmv3", "udop"] = "layoutlmv2",
+    variant: Variant = "layoutlmv2",
     max_distance: int = 128,
     max_box_distance: int | None = None,
     factor: float = 100.0,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
     queries: slice = slice(None),
 ) -> Array:
     """The bias between every two tokens of a page, written out, without the scale.
@@ -192,11 +193,11 @@ class LayoutBias(Scheme):
         boxes: Any,
         *,
         positions: Any = None,
-        variant: Literal["layoutlmv2", "layoutlmv3", "udop"] = "layoutlmv2",
+        variant: Variant = "layoutlmv2",
         max_distance: int = 128,
         max_box_distance: int | None = None,
         factor: float | None = None,
-        rounding: Literal["exact", "float32"] = "exact",
+        rounding: Rounding = "exact",
     ) -> None:
         self.variant = check.choice("variant", variant, VARIANTS)
         self.rounding = check.choice("rounding", rounding, ROUNDING)

@@ -2,7 +2,7 @@ r"""Sandwich: the inner product of the sinusoids of two positions, as a fixed bi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
-VARIANTS = ("paper", "nemo")
+Variant: TypeAlias = Literal["paper", "nemo"]
+VARIANTS = get_args(Variant)
 # A call takes time for each wave and relative position, whatever its operands are.
 MOST = 1 << 16
 _WAVES = 64
@@ -27,7 +28,7 @@ def sandwich_bias(
     dim: int = 128,
     base: float = 10000.0,
     offset: int = 0,
-    variant: Literal["paper", "nemo"] = "paper",
+    variant: Variant = "paper",
 ) -> Array:
     r"""The bias of every pair, from the sinusoidal vectors of its two positions.
 
@@ -118,12 +119,7 @@ class Sandwich(Scheme):
     computes = False
 
     def __init__(
-        self,
-        dim: int = 128,
-        *,
-        heads: int | None = None,
-        base: float = 10000.0,
-        variant: Literal["paper", "nemo"] = "paper",
+        self, dim: int = 128, *, heads: int | None = None, base: float = 10000.0, variant: Variant = "paper"
     ) -> None:
         self.dim = check.integer("dim", dim, 2)
         if self.dim % 2 or self.dim > MOST:

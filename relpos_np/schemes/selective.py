@@ -3,7 +3,7 @@ r"""Selective attention: every query may say of an earlier key that later querie
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -14,10 +14,11 @@ from relpos_np.formulas.softmax import repeat_heads
 from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.types import Array
 
-VARIANTS = ("paper", "x_transformers")
+Variant: TypeAlias = Literal["paper", "x_transformers"]
+VARIANTS = get_args(Variant)
 
 
-def selective_votes(scores: Array, *, offset: int = 0, variant: Literal["paper", "x_transformers"] = "paper") -> Array:
+def selective_votes(scores: Array, *, offset: int = 0, variant: Variant = "paper") -> Array:
     r"""What each query says against each key.
 
     .. math::
@@ -101,9 +102,7 @@ class Selective(Scheme):
 
     _printed = ("head", "variant", "past")
 
-    def __init__(
-        self, head: int = 0, *, variant: Literal["paper", "x_transformers"] = "paper", past: Any = None
-    ) -> None:
+    def __init__(self, head: int = 0, *, variant: Variant = "paper", past: Any = None) -> None:
         self.head = check.integer("head", head, 0)
         self.variant = check.choice("variant", variant, VARIANTS)
         self.past = None if past is None else check.ordered("past", past)

@@ -3,7 +3,7 @@ r"""Shaw et al.: a learned vector per clipped relative position, added to keys a
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -16,17 +16,12 @@ from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, r
 from relpos_np.schemes.checks import vectors_per_pair
 from relpos_np.types import Array
 
-OUTSIDE = ("clip", "zero")
+Outside: TypeAlias = Literal["clip", "zero"]
+OUTSIDE = get_args(Outside)
 
 
 def relative_vectors(
-    table: Array,
-    q_len: int,
-    k_len: int,
-    *,
-    offset: int = 0,
-    outside: Literal["clip", "zero"] = "clip",
-    left: int | None = None,
+    table: Array, q_len: int, k_len: int, *, offset: int = 0, outside: Outside = "clip", left: int | None = None
 ) -> Array:
     r"""The vectors :math:`a_{ij}` of every query and key, written out.
 
@@ -89,7 +84,7 @@ def shaw_attention(
     value_table: Array,
     *,
     offset: int = 0,
-    outside: Literal["clip", "zero"] = "clip",
+    outside: Outside = "clip",
     left: Any = None,
 ) -> Array:
     r"""Attention with relative position vectors on keys and values, as the paper writes it.
@@ -145,7 +140,7 @@ def shaw_attention_matrix(
     value_table: Array,
     *,
     offset: int = 0,
-    outside: Literal["clip", "zero"] = "clip",
+    outside: Outside = "clip",
     left: Any = None,
 ) -> Array:
     r"""The same as `shaw_attention` in matrices: no vector :math:`a_{ij}` is ever written out.
@@ -257,12 +252,7 @@ class Shaw(Scheme):
     _printed = ("key_table", "value_table", "outside", "left")
 
     def __init__(
-        self,
-        key_table: Any = None,
-        value_table: Any = None,
-        *,
-        outside: Literal["clip", "zero"] = "clip",
-        left: Any = None,
+        self, key_table: Any = None, value_table: Any = None, *, outside: Outside = "clip", left: Any = None
     ) -> None:
         if key_table is None and value_table is None:
             raise RelposValueError("Shaw: expected key_table, value_table or both, found neither")

@@ -16,13 +16,7 @@ from relpos_np.types import Array, Layout
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
 
 
-def sinusoidal(
-    positions: Array,
-    dim: int,
-    *,
-    base: float = 10000.0,
-    layout: Layout = "interleaved",
-) -> Array:
+def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: Layout = "interleaved") -> Array:
     r"""Sinusoidal encoding of each position.
 
     With p the index of a pair of dimensions and t a position,
@@ -157,13 +151,7 @@ class Sinusoidal(AbsoluteEncoding):
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        base: float = 10000.0,
-        layout: Layout = "interleaved",
-    ) -> None:
+    def __init__(self, dim: int, *, base: float = 10000.0, layout: Layout = "interleaved") -> None:
         self.dim = check.integer("dim", dim, 1)
         self.base = check.positive("base", base)
         self.layout = check.choice("layout", layout, LAYOUTS)

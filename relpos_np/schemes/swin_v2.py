@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import log, prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from relpos_np.schemes.base import Part, Sample, Scheme, SchemeGradient, Site, e
 from relpos_np.schemes.checks import plane, same_tokens
 from relpos_np.types import Array
 
-VARIANTS = ("microsoft", "transformers", "paper")
+Variant: TypeAlias = Literal["microsoft", "transformers", "paper"]
+VARIANTS = get_args(Variant)
 # Of arguments, before grids had one name everywhere; `window` is also an option of every call.
 # Norms are at least this; logit_scale counts up to the logarithm of 100.
 _LEAST_NORM, _LARGEST_SCALE = 1e-12, log(100.0)
@@ -45,10 +46,7 @@ def unit_vectors(x: Array) -> Array:
 
 
 def swin_v2_coordinates(
-    grid: Sequence[int],
-    *,
-    pretrained_grid: Sequence[int] | None = None,
-    variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
+    grid: Sequence[int], *, pretrained_grid: Sequence[int] | None = None, variant: Variant = "microsoft"
 ) -> list[Array]:
     r"""What the network reads for each difference of coordinates, axis by axis.
 
@@ -98,7 +96,7 @@ def swin_v2_bias(
     *,
     output_bias: Array | None = None,
     pretrained_grid: Sequence[int] | None = None,
-    variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
+    variant: Variant = "microsoft",
 ) -> Array:
     r"""The bias of every pair of tokens, row by row of the window.
 
@@ -215,7 +213,7 @@ class SwinV2(Scheme):
         *,
         output_bias: Any = None,
         pretrained_grid: Sequence[int] | None = None,
-        variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
+        variant: Variant = "microsoft",
     ) -> None:
         self.hidden_weight = check.table("hidden_weight", hidden_weight, "hidden 2")
         self.hidden_bias = check.table("hidden_bias", hidden_bias, "hidden")

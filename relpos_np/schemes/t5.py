@@ -2,14 +2,14 @@ r"""T5: one learned scalar per head and bucket of relative positions, added to t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
 from relpos_np._contract.terms import TableTerm, Terms
-from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
+from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
 from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
@@ -22,7 +22,7 @@ def t5_bias(
     offset: int = 0,
     max_distance: int = 128,
     bidirectional: bool = True,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
 ) -> Array:
     """The bias of every pair, written out: ``table[t5_bucket(j - i - offset), h]``.
 
@@ -96,12 +96,7 @@ class T5(Scheme):
     _printed = ("table", "max_distance", "bidirectional")
 
     def __init__(
-        self,
-        table: Any,
-        *,
-        max_distance: int = 128,
-        bidirectional: bool = True,
-        rounding: Literal["exact", "float32"] = "exact",
+        self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: Rounding = "exact"
     ) -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.bidirectional = check.flag("bidirectional", bidirectional)

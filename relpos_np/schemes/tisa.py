@@ -2,7 +2,7 @@ r"""TISA: a sum of bell curves of the relative position, with three learned numb
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, e
 from relpos_np.schemes.checks import finite
 from relpos_np.types import Array
 
-VARIANTS = ("paper", "published")
+Variant: TypeAlias = Literal["paper", "published"]
+VARIANTS = get_args(Variant)
 
 
 @np.errstate(all="ignore")
@@ -26,7 +27,7 @@ def tisa_bias(
     k_len: int,
     *,
     offset: int = 0,
-    variant: Literal["paper", "published"] = "paper",
+    variant: Variant = "paper",
 ) -> Array:
     r"""The bias of every pair, written out.
 
@@ -98,9 +99,7 @@ class TISA(Scheme):
     relative = True
     computes = False
 
-    def __init__(
-        self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: Literal["paper", "published"] = "paper"
-    ) -> None:
+    def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: Variant = "paper") -> None:
         self.amplitudes = check.table("amplitudes", amplitudes, "curves heads")
         self.sharpness = check.table("sharpness", sharpness, "curves heads")
         self.offsets = check.table("offsets", offsets, "curves heads")

@@ -19,13 +19,7 @@ from relpos_np.types import Array, Int64, Shift
 # Of arguments: v is also the values of every call.
 
 
-def row_distances(
-    q_len: int,
-    k_len: int,
-    variant: Shift = "transformer_xl",
-    *,
-    clamp: int | None = None,
-) -> Int64:
+def row_distances(q_len: int, k_len: int, variant: Shift = "transformer_xl", *, clamp: int | None = None) -> Int64:
     """Distance i + M - j (or, for "wenet", key position j) that belongs to each row a variant expects.
 
     Parameters

@@ -2,7 +2,7 @@ r"""WavLM's gated bias: T5's buckets, times a number per query and head that the
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
 from relpos_np._contract.terms import QueryTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
+from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
 from relpos_np.schemes.base import Part, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
@@ -115,7 +115,7 @@ def wavlm_bias(
     *,
     offset: int = 0,
     max_distance: int = 800,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
 ) -> Array:
     """The bias of every pair, written out: ``gate[..., h, i] * table[t5_bucket(j - i - offset), h]``.
 
@@ -182,9 +182,7 @@ class WavLM(Scheme):
     roundings = 0.0
     _printed = ("table", "gate", "max_distance")
 
-    def __init__(
-        self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Literal["exact", "float32"] = "exact"
-    ) -> None:
+    def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Rounding = "exact") -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
         self.table = bucket_table("table", table, self.max_distance)
