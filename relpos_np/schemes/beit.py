@@ -2,7 +2,7 @@ r"""BEiT: one learned scalar per head and difference of patch coordinates, with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -11,10 +11,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
-from relpos_np._contract.terms import Dense, TableTerm, Terms
+from relpos_np._contract.terms import Dense
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import Sample, Site, register
 from relpos_np.schemes.checks import plane, same_tokens
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
 
@@ -66,7 +67,7 @@ def _map(grid: tuple[int, int]) -> Dense:
     return Dense(index, window.rows + 3)
 
 
-class BEiT(Scheme):
+class BEiT(LookupScheme):
     r"""Learned bias of a window with a class token in front.
 
     .. math::
@@ -102,7 +103,6 @@ class BEiT(Scheme):
     ICML 2022.
     """
 
-    computes = False
     roundings = 0.0
     dense = True
     _printed = ("table", "grid")
@@ -123,13 +123,8 @@ class BEiT(Scheme):
         """The bias of every pair."""
         return np.moveaxis(self.table.astype(site.dtype, copy=False)[beit_index(self.grid)], -1, 0)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term on a dense map."""
-        return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), _map(self.grid)),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """One column per head again."""
-        return SchemeGradient(arrays={"table": grad.tables[0].table.T})
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        yield Lookup("table", "tables", self.table.T, _map(self.grid), np.transpose)
 
 
 def _build(at: Sample) -> dict[str, Any]:

@@ -3,6 +3,7 @@ r"""DeBERTa: content to position and position to content, with linear or logarit
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import deberta_map
-from relpos_np._contract.terms import KeyTerm, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import Held, Sample, Site, register
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
 PositionSign: TypeAlias = Literal["code", "paper"]
@@ -131,7 +132,7 @@ def deberta_scores(
     return content, position
 
 
-class DeBERTa(Scheme):
+class DeBERTa(LookupScheme):
     r"""Disentangled attention of DeBERTa v1, v2 and v3.
 
     .. math::
@@ -185,7 +186,6 @@ class DeBERTa(Scheme):
     """
 
     relative = True
-    computes = False
     roundings = 1.0
     _printed = ("pos_key", "pos_query", "max_position", "p2c")
 
@@ -206,7 +206,7 @@ class DeBERTa(Scheme):
         if len(given) == 2 and given[0][1].shape != given[1][1].shape:
             raise RelposValueError(f"pos_query: expected {given[0][1].shape} as pos_key, found {given[1][1].shape}")
         self._heads, rows, self._dim = given[0][1].shape
-        span = rows // 2
+        self._span = span = rows // 2
         if self.max_position is not None and (span < 4 or self.max_position <= span // 2 + 1):
             raise RelposValueError(
                 f"max_position: {max_position} leaves no buckets; with 2s = {rows} rows it needs s >= 4 and more than "
@@ -231,37 +231,18 @@ class DeBERTa(Scheme):
         first, *others = (part for part in added if part is not None)
         return np.asarray(sum(others, first) * site.dtype.type(site.scale))
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """A query term and a key term on Toeplitz maps."""
-        queries: tuple[QueryTerm, ...] = ()
-        keys: tuple[KeyTerm, ...] = ()
-        scale = site.dtype.type(site.scale)
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
         lengths = site.q_len, site.k_len, site.offset
+        span = (self._span, self.max_position)
         if self.pos_key is not None:
-            weights = self.pos_key.astype(site.dtype, copy=False) * scale
-            queries = (QueryTerm(q, weights, deberta_map(*lengths, weights.shape[1] // 2, self.max_position, True)),)
+            yield Lookup("pos_key", "queries", self.pos_key, deberta_map(*lengths, *span, True))
         if self.pos_query is not None:
-            weights = self.pos_query.astype(site.dtype, copy=False) * scale
-            index = deberta_map(*lengths, weights.shape[1] // 2, self.max_position, self.p2c == "code")
-            keys = (KeyTerm(k, weights, index),)
-        return Terms(queries=queries, keys=keys)
+            yield Lookup("pos_query", "keys", self.pos_query, deberta_map(*lengths, *span, self.p2c == "code"))
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector per head for every pair."""
         vectors = site.q_len * site.k_len * site.heads * site.head_dim * site.dtype.itemsize
         return Held(super().held(site).formula + vectors)
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """Tables collect what the terms' weights receive."""
-        scale = site.dtype.type(site.scale)
-        found = SchemeGradient()
-        if grad.queries:
-            found.q = grad.queries[0].query
-            found.arrays["pos_key"] = grad.queries[0].weights * scale
-        if grad.keys:
-            found.k = grad.keys[0].key
-            found.arrays["pos_query"] = grad.keys[0].weights * scale
-        return found
 
 
 def _build(at: Sample) -> dict[str, Any]:

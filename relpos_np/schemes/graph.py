@@ -2,16 +2,18 @@ r"""Labels between any two tokens, such as edges or distances in a graph: a bias
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
+from relpos_np._contract.terms import Dense, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, Site, register
 from relpos_np.schemes.checks import vectors_per_pair
+from relpos_np.schemes.lookups import Lookup, LookupScheme, per_head
 from relpos_np.types import Array, Int32
 
 
@@ -147,7 +149,7 @@ def alphafold_labels(
     )
 
 
-class GraphLabels(Scheme):
+class GraphLabels(LookupScheme):
     r"""A bias or vectors for the label between each query and key: relations in an arbitrary graph.
 
     .. math::
@@ -194,7 +196,6 @@ class GraphLabels(Scheme):
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
     """
 
-    computes = False
     roundings = 1.0
     _printed = ("labels", "table", "key_table", "value_table")
 
@@ -281,18 +282,14 @@ class GraphLabels(Scheme):
         a = label_vectors(self.value_table.astype(site.dtype, copy=False), self.labels)
         return weighted_vectors(p, a)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """A term per table on the labels themselves."""
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
         index = Dense(self.labels, self._rows)
-        terms = Terms()
         if self.table is not None:
-            terms.tables = (TableTerm(self.table.T.astype(site.dtype, copy=False), index),)
+            yield Lookup("table", "tables", self.table.T, index, np.transpose)
         if self.key_table is not None:
-            weights = _per_head(self.key_table) * site.dtype.type(site.scale)
-            terms.queries = (QueryTerm(q, weights.astype(site.dtype, copy=False), index),)
+            yield Lookup("key_table", "queries", per_head(self.key_table), index)
         if self.value_table is not None:
-            terms.values = (ValueTerm(_per_head(self.value_table).astype(site.dtype, copy=False), index),)
-        return terms
+            yield Lookup("value_table", "values", per_head(self.value_table), index)
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Labels of the pairs."""
@@ -302,29 +299,12 @@ class GraphLabels(Scheme):
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair of every graph, and again where pairs have none."""
         sizes = [
-            _per_head(table).shape[0] * table.shape[-1]
+            per_head(table).shape[0] * table.shape[-1]
             for table in (self.key_table, self.value_table)
             if table is not None
         ]
         vectors = 2 * self.labels.size * max(sizes, default=0) * site.dtype.itemsize
         return Held(super().held(site).formula + vectors)
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """Each table collects what its term's weights receive."""
-        found = SchemeGradient()
-        if self.table is not None:
-            found.arrays["table"] = grad.tables[0].table.T
-        if self.key_table is not None:
-            found.q = grad.queries[0].query
-            weights = grad.queries[0].weights * site.dtype.type(site.scale)
-            found.arrays["key_table"] = weights.reshape(self.key_table.shape)
-        if self.value_table is not None:
-            found.arrays["value_table"] = grad.values[0].weights.reshape(self.value_table.shape)
-        return found
-
-
-def _per_head(table: Array) -> Array:
-    return table if table.ndim == 3 else table[None]
 
 
 def _labels(value: Any, rows: int, name: str = "labels") -> Int32:

@@ -3,7 +3,7 @@ r"""Relative positions of images (iRPE): vectors or scalars per bucket, for quer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
@@ -11,17 +11,24 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
+from relpos_np._contract.terms import Dense
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import Held, Sample, Site, evaluated, register
 from relpos_np.schemes.checks import plane, same_tokens, vectors
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
 Method: TypeAlias = Literal["product", "euclidean", "quantization", "cross"]
 METHODS = get_args(Method)
 Mode: TypeAlias = Literal["contextual", "bias"]
 MODES = get_args(Mode)
+# The terms of each table of vectors: of the query with those of its keys, of the key with those of its queries.
+_KINDS: dict[str, Literal["queries", "keys", "values"]] = {
+    "key_table": "queries",
+    "query_table": "keys",
+    "value_table": "values",
+}
 # What decides between two buckets is rounded to this many decimals, so that an exact half is one.
 _DECIMALS = 9
 _LEAST = 1e-100
@@ -173,7 +180,7 @@ def _maps(
     return tuple(maps)
 
 
-class IRPE(Scheme):
+class IRPE(LookupScheme):
     r"""Image relative position encoding on keys, queries and values.
 
     .. math::
@@ -220,7 +227,6 @@ class IRPE(Scheme):
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
     """
 
-    computes = False
     roundings = 1.0
     dense = True
     _printed = ("grid", "key_table", "query_table", "value_table", "mode", "method")
@@ -311,31 +317,14 @@ class IRPE(Scheme):
         parts = [weighted_vectors(p, r) for r, _ in self._looked_up(self.value_table, site)]
         return np.asarray(sum(parts[1:], parts[0]))
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """A term for each table and map."""
-        maps = _maps(self.grid, self.method, self.alpha, self.beta, self.gamma, self.class_tokens)
-        tables: list[TableTerm] = []
-        queries: list[QueryTerm] = []
-        keys: list[KeyTerm] = []
-        factor = site.dtype.type(site.scale if self.mode == "contextual" else 1)
-        for n, (index, mirrored) in enumerate(maps):
-            for table, of_key in ((self.key_table, True), (self.query_table, False)):
-                if table is None:
-                    continue
-                weights = (self._part(table, n) * factor).astype(site.dtype, copy=False)
-                where = index if of_key else mirrored
-                if self.mode == "bias":
-                    tables.append(TableTerm(weights, where))
-                elif of_key:
-                    queries.append(QueryTerm(q, weights, where))
-                else:
-                    keys.append(KeyTerm(k, weights, where))
-        values = [
-            ValueTerm(self._part(self.value_table, n).astype(site.dtype, copy=False), index)
-            for n, (index, _) in enumerate(maps)
-            if self.value_table is not None
-        ]
-        return Terms(tables=tuple(tables), queries=tuple(queries), keys=tuple(keys), values=tuple(values))
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        for n, (index, mirrored) in enumerate(
+            _maps(self.grid, self.method, self.alpha, self.beta, self.gamma, self.class_tokens)
+        ):
+            for name, table in self._tables().items():
+                kind = "tables" if self.mode == "bias" else _KINDS[name]
+                where = mirrored if name == "query_table" else index
+                yield Lookup(name, kind, np.asarray(table[n] if self.method == "cross" else table), where)
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair, in both directions."""
@@ -345,30 +334,10 @@ class IRPE(Scheme):
         held = super().held(site)
         return replace(held, formula=held.formula + pairs * sizes * site.dtype.itemsize)
 
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The terms' weights, in the order of `lower`, as tables."""
-        parts: dict[str, list[Array]] = {"key_table": [], "query_table": [], "value_table": []}
-        if self.mode == "bias":
-            given = list(self._tables())
-            for n, term in enumerate(grad.tables):
-                parts[given[n % len(given)]].append(term.table)
-        factor = site.dtype.type(site.scale)
-        parts["key_table"] += [term.weights * factor for term in grad.queries]
-        parts["query_table"] += [term.weights * factor for term in grad.keys]
-        parts["value_table"] += [term.weights for term in grad.values]
-        arrays = {name: np.stack(x).reshape(getattr(self, name).shape) for name, x in parts.items() if x}
-        dq = [term.query for term in grad.queries]
-        dk = [term.key for term in grad.keys]
-        return SchemeGradient(sum(dq[1:], dq[0]) if dq else None, sum(dk[1:], dk[0]) if dk else None, arrays)
-
     def _tables(self) -> dict[str, Array]:
         """The tables that there are, by name."""
         tables = {"key_table": self.key_table, "query_table": self.query_table, "value_table": self.value_table}
         return {name: table for name, table in tables.items() if table is not None}
-
-    def _part(self, table: Array, n: int) -> Array:
-        """The table of one map."""
-        return np.asarray(table[n] if self.method == "cross" else table)
 
 
 def _build(at: Sample) -> dict[str, Any]:

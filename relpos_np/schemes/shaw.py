@@ -3,17 +3,18 @@ r"""Shaw et al.: a learned vector per clipped relative position, added to keys a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import reached_rows
-from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import softmax, weighted_vectors
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import Held, Sample, Site, register
 from relpos_np.schemes.checks import vectors_per_pair
+from relpos_np.schemes.lookups import Lookup, LookupScheme, per_head
 from relpos_np.types import Array
 
 Outside: TypeAlias = Literal["clip", "zero"]
@@ -204,7 +205,7 @@ def shaw_attention_matrix(
     return np.asarray(p @ v + np.stack(sums, axis=-1) @ value_table)
 
 
-class Shaw(Scheme):
+class Shaw(LookupScheme):
     r"""Relative position vectors on keys, on values, or on both.
 
     .. math::
@@ -247,7 +248,6 @@ class Shaw(Scheme):
     """
 
     relative = True
-    computes = False
     roundings = 1.0
     _printed = ("key_table", "value_table", "outside", "left")
 
@@ -289,19 +289,23 @@ class Shaw(Scheme):
         )
         return weighted_vectors(p, a)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One query term and one value term on Toeplitz maps."""
-        queries: tuple[QueryTerm, ...] = ()
-        values: tuple[ValueTerm, ...] = ()
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
         if self.key_table is not None:
-            rows, index = self._reached(self.key_table, self._key_zero, site)
-            weights = self._per_head(self.key_table)[:, rows] * site.dtype.type(site.scale)
-            queries = (QueryTerm(q, weights.astype(site.dtype, copy=False), index),)
+            yield self._lookup("key_table", "queries", self.key_table, self._key_zero, site)
         if self.value_table is not None:
-            rows, index = self._reached(self.value_table, self._value_zero, site)
-            weights = self._per_head(self.value_table)[:, rows].astype(site.dtype, copy=False)
-            values = (ValueTerm(weights, index),)
-        return Terms(queries=queries, values=values)
+            yield self._lookup("value_table", "values", self.value_table, self._value_zero, site)
+
+    def _lookup(self, name: str, kind: Literal["queries", "values"], table: Array, zero: int, site: Site) -> Lookup:
+        """The rows that some pair has."""
+        after = table.shape[-2] - 1 - zero
+        rows, index = reached_rows(site.q_len, site.k_len, site.offset, zero, self.outside, after)
+
+        def back(to_rows: Array) -> Array:
+            whole = np.zeros_like(per_head(table), to_rows.dtype)
+            whole[:, rows] = to_rows
+            return whole
+
+        return Lookup(name, kind, per_head(table)[:, rows], index, back)
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair, twice where pairs beyond the table have none."""
@@ -312,33 +316,6 @@ class Shaw(Scheme):
             if table is not None
         ]
         return Held(super().held(site).formula + site.q_len * site.k_len * copies * max(sizes))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The tables' gradients, summed over heads where heads share a table, which the terms have done."""
-        arrays = {}
-        to_query = None
-        if self.key_table is not None:
-            to_query = grad.queries[0].query
-            to_rows = grad.queries[0].weights * site.dtype.type(site.scale)
-            arrays["key_table"] = self._of_table(to_rows, self.key_table, self._key_zero, site)
-        if self.value_table is not None:
-            to_rows = grad.values[0].weights
-            arrays["value_table"] = self._of_table(to_rows, self.value_table, self._value_zero, site)
-        return SchemeGradient(q=to_query, arrays=arrays)
-
-    def _reached(self, table: Array, zero: int, site: Site) -> tuple[slice, Toeplitz]:
-        """The rows that some pair has, and where each pair finds its own among them."""
-        return reached_rows(site.q_len, site.k_len, site.offset, zero, self.outside, table.shape[-2] - 1 - zero)
-
-    def _of_table(self, to_rows: Array, table: Array, zero: int, site: Site) -> Array:
-        """The gradient of a table, from that of the rows that some pair has."""
-        whole = np.zeros_like(self._per_head(table), to_rows.dtype)
-        whole[:, self._reached(table, zero, site)[0]] = to_rows
-        return whole.reshape(table.shape)
-
-    @staticmethod
-    def _per_head(table: Array) -> Array:
-        return table if table.ndim == 3 else table[None]
 
 
 def _build(at: Sample) -> dict[str, Any]:

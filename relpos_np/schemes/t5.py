@@ -2,15 +2,16 @@ r"""T5: one learned scalar per head and bucket of relative positions, added to t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
-from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import Sample, Site, evaluated, register
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array
 
 
@@ -56,7 +57,7 @@ def t5_bias(
     return table.T[:, bucket][:, d - nearest]
 
 
-class T5(Scheme):
+class T5(LookupScheme):
     r"""Bucketed relative position bias.
 
     .. math::
@@ -91,7 +92,6 @@ class T5(Scheme):
     """
 
     relative = True
-    computes = False
     roundings = 0.0
     _printed = ("table", "max_distance", "bidirectional")
 
@@ -111,15 +111,10 @@ class T5(Scheme):
         """The bias of every pair."""
         return np.asarray(evaluated(t5_bias, self, site, cast=True))
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term on a Toeplitz map."""
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
         lengths, rows = (site.q_len, site.k_len, site.offset), len(self.table)
         index = t5_map(*lengths, rows, self.max_distance, self.bidirectional, self.rounding)
-        return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), index),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """One column per head again."""
-        return SchemeGradient(arrays={"table": grad.tables[0].table.T})
+        yield Lookup("table", "tables", self.table.T, index, np.transpose)
 
 
 def _build(at: Sample) -> dict[str, Any]:

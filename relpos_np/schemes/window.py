@@ -2,7 +2,7 @@ r"""Windows: one learned scalar per head and difference of grid coordinates (Swi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -11,10 +11,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
-from relpos_np._contract.terms import IndexMap, TableTerm, Terms
+from relpos_np._contract.terms import IndexMap
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import Sample, Site, register
 from relpos_np.schemes.checks import tokens
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
 Coordinates = Sequence[Int64]
@@ -83,7 +84,7 @@ def rstt_frames(num_frames_q: int, num_frames_kv: int) -> Int64:
     return frames
 
 
-class WindowBias(Scheme):
+class WindowBias(LookupScheme):
     r"""Learned bias for tokens on a grid, with separate grids for queries and keys.
 
     .. math::
@@ -120,7 +121,6 @@ class WindowBias(Scheme):
     Super-Resolution", CVPR 2022.
     """
 
-    computes = False
     roundings = 0.0
     dense = True
     _printed = ("table", "grid", "key_grid")
@@ -213,13 +213,8 @@ class WindowBias(Scheme):
         index = window_index(self._query, self._key, self.extent)
         return np.moveaxis(self.table.astype(site.dtype, copy=False)[index], -1, 0)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term on a dense map."""
-        return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), self._map),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """One column per head again."""
-        return SchemeGradient(arrays={"table": grad.tables[0].table.T})
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        yield Lookup("table", "tables", self.table.T, self._map, np.transpose)
 
 
 def _grid(name: str, value: Any) -> tuple[int, ...]:
