@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -78,17 +79,9 @@ class Call:
             and not (self.problem.softcap and masked)
         )
 
-    def _sum(self, names: list[str]) -> str | None:
-        total = None
-        for name in names:
-            total = name if total is None else self.places.graph.add("Add", total, name, name="bias")
-        return total
-
-    def _allowed(self) -> str | None:
-        both = None
-        for name in self.masks.allowed:
-            both = name if both is None else self.places.graph.add("And", both, name, name="allowed")
-        return both
+    def _joined(self, operator: str, names: list[str], name: str) -> str | None:
+        """All of them by an operator of two, or None where there are none."""
+        return reduce(lambda x, y: self.places.graph.add(operator, x, y, name=name), names) if names else None
 
     def _wide(self, x: str) -> str:
         """A mask with all of its axes, which the operator asks for."""
@@ -96,8 +89,8 @@ class Call:
 
     def _operator(self) -> str:
         graph, problem = self.places.graph, self.problem
-        bias = self._sum([*self.added, *([] if self.masks.added is None else [self.masks.added])])
-        allowed = self._allowed()
+        bias = self._joined("Add", [*self.added, *filter(None, [self.masks.added])], "bias")
+        allowed = self._joined("And", self.masks.allowed, "allowed")
         if bias is not None and allowed is not None:
             bias = graph.add("Where", allowed, bias, self._number(-np.inf), name="bias")
         mask = bias if bias is not None else allowed
@@ -134,7 +127,7 @@ class Call:
         if self.masks.causal:
             causal = graph.add("LessOrEqual", self.places.distance, graph.constant(np.int64(0), "number"))
             self.masks.allowed.append(causal)
-        allowed = self._allowed()
+        allowed = self._joined("And", self.masks.allowed, "allowed")
         if allowed is not None:
             s = graph.add("Where", allowed, s, self._number(-np.inf), name="scores")
         return s
