@@ -9,13 +9,8 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.layers import (
-    MultiHeadAttention,
-    RelativeMultiHeadAttention,
-    SwinAttention,
-    cyclic_shift,
-    window_partition,
-)
+from relpos_np.layers import MultiHeadAttention, RelativeMultiHeadAttention, SwinAttention
+from relpos_np.layers.swin import cyclic_shift, window_partition
 from relpos_np.plot.bias import heat_map, new_figure
 from relpos_np.plot.diagrams import numbered_map
 from relpos_np.schemes.t5 import T5

@@ -16,7 +16,7 @@ from relpos_np._contract.problem import Part as Part
 from relpos_np._contract.problem import Site as Site
 from relpos_np._contract.terms import Change
 from relpos_np._contract.terms import Terms as Terms
-from relpos_np.errors import RelposTypeError
+from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import register as register
 from relpos_np.schemes.sample import Sample as Sample
 from relpos_np.types import Array
@@ -124,6 +124,8 @@ class Scheme:
     dense = False
     turns_values = False
     roundings: float | None = None
+    # Why no part of a call can be computed alone, for a scheme of which that is true.
+    _whole = ""
     # Attributes that a scheme prints, where they are given: arrays by their shape.
     _printed: tuple[str, ...] = ()
 
@@ -320,6 +322,8 @@ class Scheme:
         tuple of Scheme, Site and Part
             A scheme, the call it is to be lowered for, and the part as that call sees it.
         """
+        if self._whole:
+            raise RelposValueError(f"position: {self!r} cannot be computed for a part of a call, since {self._whole}")
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
     def held(self, site: Site) -> Held:

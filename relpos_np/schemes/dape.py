@@ -13,7 +13,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import TableTerm, Terms, cut_map, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.alibi import ALiBi
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.schemes.fire import FIRE
 from relpos_np.schemes.kerple import KERPLE
 from relpos_np.schemes.t5 import T5
@@ -99,6 +99,7 @@ class DAPE(Scheme):
     """
 
     restarts = True
+    _whole = "its network needs all heads"
 
     def __init__(self, bias: Scheme, w1: Any, b1: Any, w2: Any, b2: Any, *, slope: float = 0.01) -> None:
         if not isinstance(bias, ALiBi | KERPLE | FIRE | T5):
@@ -142,12 +143,6 @@ class DAPE(Scheme):
             added = np.matmul(w2, np.where(hidden > 0, hidden, self.slope * hidden)) + b2[:, None]
             out[..., rows, :] = added.reshape(*site.batch, *bias.shape) + bias
         return Terms(biases=(out,))
-
-    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """Nothing: the network needs all heads."""
-        raise RelposValueError(
-            f"position: {self!r} cannot be computed for a part of a call, since its network needs all heads"
-        )
 
     def held(self, site: Site) -> Held:
         """In the formula numbers of float64 for every pair of all heads and hidden units; else a block of them."""

@@ -12,7 +12,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
@@ -109,6 +109,7 @@ class PaTH(Scheme):
     # A product of its own: with schemes that turn queries and keys it would not be what any of them says.
     content = True
     _printed = ("w", "beta")
+    _whole = "it needs all keys between query and key"
 
     def __init__(self, w: Any, beta: Any) -> None:
         self.w, self.beta = check.ordered("w", w), check.ordered("beta", beta)
@@ -152,12 +153,6 @@ class PaTH(Scheme):
                 n = self._factors(keys, w, beta, at)
                 bias[..., at] = site.scale * (lost @ np.swapaxes(keys[..., at, :], -1, -2) - c @ n)
         return Terms(query=q, key=k, biases=(bias,))
-
-    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """Nothing: what lies between query and key is needed."""
-        raise RelposValueError(
-            f"position: {self!r} cannot be computed for a part of a call, since it needs all keys between query and key"
-        )
 
     def held(self, site: Site) -> Held:
         """Numbers of float64 for every pair, and in `lift` what is left of each query at every block of keys."""

@@ -11,7 +11,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.types import Array
 
 Variant: TypeAlias = Literal["paper", "x_transformers"]
@@ -101,6 +101,7 @@ class Selective(Scheme):
     """
 
     _printed = ("head", "variant", "past")
+    _whole = "each query needs what all earlier queries say"
 
     def __init__(self, head: int = 0, *, variant: Variant = "paper", past: Any = None) -> None:
         self.head = check.integer("head", head, 0)
@@ -146,13 +147,6 @@ class Selective(Scheme):
             votes = self._votes(q, k, site)[2]
             against[..., 0, 1:, :] -= np.cumsum(votes[..., :-1, :], axis=-2)
         return Terms(biases=(against.astype(site.dtype),))
-
-    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """Nothing: a query needs all earlier ones."""
-        raise RelposValueError(
-            f"position: {self!r} cannot be computed for a part of a call, since each query needs what all earlier "
-            "queries say"
-        )
 
     def held(self, site: Site) -> Held:
         """Numbers of float64 for every pair of every batch item: products, votes, their sums."""

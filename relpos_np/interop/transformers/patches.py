@@ -14,17 +14,10 @@ import transformers
 import relpos_np as rp
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.interop.torch import trained
+from relpos_np.interop.transformers import switch
 from relpos_np.interop.transformers.asked import NAME
 from relpos_np.interop.transformers.interface import attend, register
-from relpos_np.interop.transformers.switch import (
-    Positions,
-    Switch,
-    end_permanent,
-    held,
-    installed,
-    make_permanent,
-    release,
-)
+from relpos_np.interop.transformers.switch import Positions, Switch
 
 
 def _t5_bias(self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Positions:
@@ -156,7 +149,7 @@ def _installed(model: Any) -> Switch:
     for _, patch, cls in jobs:
         patch.check(cls)
     register()
-    return installed(model, [(module, patch.method, patch.replacement) for module, patch, _ in jobs])
+    return switch.installed(model, [(module, patch.method, patch.replacement) for module, patch, _ in jobs])
 
 
 @contextmanager
@@ -187,12 +180,12 @@ def patched(model: Any) -> Iterator[Any]:
         If there is nothing to replace in the model, or this version of transformers has other methods than those
         that can be replaced.
     """
-    switch = _installed(model)
+    own = _installed(model)
     try:
-        with held(switch):
+        with switch.held(own):
             yield model
     finally:
-        release(model, switch)
+        switch.release(model, own)
 
 
 def patch(model: Any) -> Any:
@@ -216,11 +209,11 @@ def patch(model: Any) -> Any:
     RelposError
         As `patched`; also if it is patched already.
     """
-    switch = _installed(model)
+    own = _installed(model)
     try:
-        make_permanent(model, switch)
+        switch.make_permanent(model, own)
     except RelposValueError:
-        release(model, switch)
+        switch.release(model, own)
         raise
     return model
 
@@ -243,5 +236,5 @@ def unpatch(model: Any) -> Any:
     RelposValueError
         If it is not patched.
     """
-    end_permanent(model)
+    switch.end_permanent(model)
     return model
