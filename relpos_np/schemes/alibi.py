@@ -208,6 +208,14 @@ class ALiBi(Scheme):
         return f"ALiBi({given}, form={self.form!r})"
 
 
+@register(
+    "alibi",
+    ALiBi,
+    adds="a penalty in proportion to the distance, one slope per head",
+    paper="Press et al., ICLR 2022",
+    variants=FORMS,
+    models="BLOOM, MPT, Falcon-RW",
+)
 def _build(at: Sample) -> dict[str, Any]:
     # As many heads as are no power of two, whose slopes follow another rule.
     parts = at.operands(6 if at.variant == "key" else 4, 2)
@@ -221,14 +229,3 @@ def _build(at: Sample) -> dict[str, Any]:
     given = at.pick("not", "slopes")
     options = {"slopes": at.normal(heads)} if given == "slopes" else {"heads": heads} if form == "key" else {}
     return {**parts, "position": ALiBi(**options, form=form), "kwargs": {"causal": True}}
-
-
-register(
-    "alibi",
-    ALiBi,
-    _build,
-    adds="a penalty in proportion to the distance, one slope per head",
-    paper="Press et al., ICLR 2022",
-    variants=FORMS,
-    models="BLOOM, MPT, Falcon-RW",
-)

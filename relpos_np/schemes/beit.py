@@ -127,20 +127,17 @@ class BEiT(LookupScheme):
         yield Lookup("table", "tables", self.table.T, _map(self.grid), np.transpose)
 
 
+@register(
+    "beit",
+    BEiT,
+    adds="a window's bias with a class token",
+    paper="Bao et al., ICLR 2022",
+    models="BEiT, data2vec vision",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     height, width = at.grid
     length = 1 + height * width
     parts = at.operands(3, 3, length, length)
     position = BEiT(at.normal((2 * height - 1) * (2 * width - 1) + 3, parts["q"].shape[-3]), at.grid)
     return {**parts, "position": position}
-
-
-register(
-    "beit",
-    BEiT,
-    _build,
-    adds="a window's bias with a class token",
-    paper="Bao et al., ICLR 2022",
-    models="BEiT, data2vec vision",
-    far=True,
-)

@@ -283,6 +283,14 @@ class CoPE(Scheme):
 _MARGIN, _POSITIONS = 4e-3, 12
 
 
+@register(
+    "cope",
+    CoPE,
+    adds="positions counted by gates, interpolated",
+    paper="Golovneva et al., 2024",
+    variants=VARIANTS,
+    models="CoPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     if at.q_len * at.k_len <= 1 << 12:
@@ -314,14 +322,3 @@ def _between(q: Array, k: Array) -> Array:
             break
         factor += again / 64
     return (q * factor).astype(q.dtype)
-
-
-register(
-    "cope",
-    CoPE,
-    _build,
-    adds="positions counted by gates, interpolated",
-    paper="Golovneva et al., 2024",
-    variants=VARIANTS,
-    models="CoPE",
-)

@@ -229,6 +229,14 @@ class DAPE(Scheme):
         return f"DAPE(bias={self.bias!r}, hidden={hidden}, heads={heads})"
 
 
+@register(
+    "dape",
+    DAPE,
+    adds="a bias that a network adapts to the scores of all heads",
+    paper="Zheng et al., NeurIPS 2024",
+    options="around `ALiBi`, `KERPLE`, `FIRE` or `T5`",
+    models="DAPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads = parts["q"].shape[-3]
@@ -245,14 +253,3 @@ def _build(at: Sample) -> dict[str, Any]:
         bias = FIRE(*network, c=np.asarray(0.25, b1.dtype), threshold=np.asarray(at.pick(4.75, 300.5), b1.dtype))
     position = DAPE(bias, w1.astype(b1.dtype), b1, w2.astype(b1.dtype), b2, slope=at.pick(0.01, 0.5, 0.0))
     return {**parts, "position": position, "kwargs": {"causal": True}}
-
-
-register(
-    "dape",
-    DAPE,
-    _build,
-    adds="a bias that a network adapts to the scores of all heads",
-    paper="Zheng et al., NeurIPS 2024",
-    options="around `ALiBi`, `KERPLE`, `FIRE` or `T5`",
-    models="DAPE",
-)

@@ -245,6 +245,16 @@ class DeBERTa(LookupScheme):
         return Held(super().held(site).formula + vectors)
 
 
+@register(
+    "deberta",
+    DeBERTa,
+    adds="content to position and position to content",
+    paper="He et al., ICLR 2021",
+    variants=P2C,
+    options="logarithmic buckets of v2 and v3",
+    models="DeBERTa, DeBERTa v2, DeBERTa v3",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     rows = at.pick(32, 8, 100)
@@ -256,16 +266,3 @@ def _build(at: Sample) -> dict[str, Any]:
         p2c=at.variant or "code",
     )
     return {**parts, "position": position, "kwargs": {"scale": position.scale}}
-
-
-register(
-    "deberta",
-    DeBERTa,
-    _build,
-    adds="content to position and position to content",
-    paper="He et al., ICLR 2021",
-    variants=P2C,
-    options="logarithmic buckets of v2 and v3",
-    models="DeBERTa, DeBERTa v2, DeBERTa v3",
-    far=True,
-)

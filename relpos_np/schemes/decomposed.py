@@ -250,6 +250,15 @@ class DecomposedBias(Scheme):
         return SchemeGradient(q=grad.queries[0].query + grad.queries[1].query, arrays=arrays)
 
 
+@register(
+    "decomposed",
+    DecomposedBias,
+    adds="a vector per row and per column difference",
+    paper="Li et al., CVPR 2022; Kirillov et al., ICCV 2023",
+    variants=VARIANTS,
+    models="SAM, ViTDet, MViTv2",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     height, width = at.grid
     if at.variant == "mvit":
@@ -263,15 +272,3 @@ def _build(at: Sample) -> dict[str, Any]:
     keys, token = at.pick(at.grid, (height, 2 * width), ((height + 1) // 2, width)), at.pick(False, True)
     position = DecomposedBias(down, right, at.grid, keys if keys != at.grid else None, class_token=token)
     return {**at.operands(3, 3, token + height * width, token + keys[0] * keys[1]), "position": position}
-
-
-register(
-    "decomposed",
-    DecomposedBias,
-    _build,
-    adds="a vector per row and per column difference",
-    paper="Li et al., CVPR 2022; Kirillov et al., ICCV 2023",
-    variants=VARIANTS,
-    models="SAM, ViTDet, MViTv2",
-    far=True,
-)

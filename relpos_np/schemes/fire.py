@@ -233,6 +233,13 @@ class FIRE(Scheme):
         return f"FIRE(hidden={hidden}, heads={heads}, eps={self.eps})"
 
 
+@register(
+    "fire",
+    FIRE,
+    adds="a small network of the normalised distance",
+    paper="Li et al., ICLR 2024",
+    models="FIRE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads = parts["q"].shape[-3]
@@ -242,13 +249,3 @@ def _build(at: Sample) -> dict[str, Any]:
     far = at.pick(max(at.k_len - at.q_len / 2 - 0.25, 0.75), 0.5, at.k_len + 200.5)
     position = FIRE(w1, b1, w2, b2, *(np.asarray(x, w1.dtype) for x in (0.25, far)), eps=at.pick(0.0, 1e-6, 0.5))
     return {**parts, "position": position, "kwargs": {"causal": True}}
-
-
-register(
-    "fire",
-    FIRE,
-    _build,
-    adds="a small network of the normalised distance",
-    paper="Li et al., ICLR 2024",
-    models="FIRE",
-)

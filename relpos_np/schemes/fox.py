@@ -208,6 +208,14 @@ class FoX(Scheme):
         return slope, of_queries, rest
 
 
+@register(
+    "fox",
+    FoX,
+    adds="gates between query and key, as sums of logarithms",
+    paper="Lin et al., ICLR 2025",
+    variants=VARIANTS,
+    models="FoX, CABLE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     variant: Variant = at.variant or "fox"
@@ -215,14 +223,3 @@ def _build(at: Sample) -> dict[str, Any]:
     if variant == "log":
         gates = -np.abs(gates) / at.pick(4, 1)
     return {**parts, "position": FoX(gates, variant=variant), "kwargs": {"causal": True}}
-
-
-register(
-    "fox",
-    FoX,
-    _build,
-    adds="gates between query and key, as sums of logarithms",
-    paper="Lin et al., ICLR 2025",
-    variants=VARIANTS,
-    models="FoX, CABLE",
-)

@@ -320,6 +320,15 @@ def _labels(value: Any, rows: int, name: str = "labels") -> Int32:
     return kept
 
 
+@register(
+    "graph",
+    GraphLabels,
+    adds="a scalar or vectors per label of an edge",
+    paper="Shaw et al., NAACL 2018; Ying et al., NeurIPS 2021",
+    variants=("graphormer", "shaw"),
+    models="Graphormer, relation-aware self-attention, Funnel, AlphaFold 3, Boltz",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     count = at.pick(9, 40)
     # Most pairs have the first labels, and those beyond the last have none.
@@ -342,15 +351,3 @@ def _build(at: Sample) -> dict[str, Any]:
     nodes = np.triu(nodes, 1) + np.swapaxes(np.triu(nodes, 1), -1, -2)
     heads = parts["q"].shape[-3]
     return {**parts, "position": GraphLabels.graphormer(nodes, at.normal(count, heads), at.normal(heads))}
-
-
-register(
-    "graph",
-    GraphLabels,
-    _build,
-    adds="a scalar or vectors per label of an edge",
-    paper="Shaw et al., NAACL 2018; Ying et al., NeurIPS 2021",
-    variants=("graphormer", "shaw"),
-    models="Graphormer, relation-aware self-attention, Funnel, AlphaFold 3, Boltz",
-    far=True,
-)

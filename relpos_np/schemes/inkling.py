@@ -125,19 +125,16 @@ class Inkling(Scheme):
         return SchemeGradient(arrays={"relative_states": term.query, "proj": term.weights[0, ::-1].T})
 
 
-def _build(at: Sample) -> dict[str, Any]:
-    parts = at.operands(4, 2)
-    channels, extent = at.pick((6, 19), (16, 1), (1, 64))
-    states = at.normal(*at.pick(at.batch, ()), parts["q"].shape[-3], at.q_len, channels)
-    return {**parts, "position": Inkling(states, at.normal(channels, extent)), "kwargs": {"causal": True}}
-
-
-register(
+@register(
     "inkling",
     Inkling,
-    _build,
     adds="profiles over the distance that each query mixes",
     paper="Thinking Machines, 2026",
     models="Inkling",
     far=True,
 )
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    channels, extent = at.pick((6, 19), (16, 1), (1, 64))
+    states = at.normal(*at.pick(at.batch, ()), parts["q"].shape[-3], at.q_len, channels)
+    return {**parts, "position": Inkling(states, at.normal(channels, extent)), "kwargs": {"causal": True}}

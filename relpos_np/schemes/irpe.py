@@ -340,6 +340,15 @@ class IRPE(LookupScheme):
         return {name: table for name, table in tables.items() if table is not None}
 
 
+@register(
+    "irpe",
+    IRPE,
+    adds="piecewise indices in two dimensions, on scores, queries, keys, values",
+    paper="Wu et al., ICCV 2021",
+    variants=(*METHODS, "bias"),
+    models="DeiT with iRPE",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     tokens = at.pick(1, 0, 2)
     length = tokens + at.grid[0] * at.grid[1]
@@ -371,15 +380,3 @@ def _build(at: Sample) -> dict[str, Any]:
         class_tokens=tokens,
     )
     return {**parts, "position": position}
-
-
-register(
-    "irpe",
-    IRPE,
-    _build,
-    adds="piecewise indices in two dimensions, on scores, queries, keys, values",
-    paper="Wu et al., ICCV 2021",
-    variants=(*METHODS, "bias"),
-    models="DeiT with iRPE",
-    far=True,
-)

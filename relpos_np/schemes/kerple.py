@@ -128,20 +128,17 @@ class KERPLE(Scheme):
         return SchemeGradient(arrays={"a": (rows * by_a).sum(axis=1), "b": (rows * by_b).sum(axis=1)})
 
 
+@register(
+    "kerple",
+    KERPLE,
+    adds="a penalty by a logarithm or a power of the distance",
+    paper="Chi et al., NeurIPS 2022",
+    variants=FORMS,
+    models="GPT-NeoX with KERPLE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # Powers up to 1 keep the scores of a few hundred keys small.
     a, b = (np.exp(-np.abs(at.normal(parts["q"].shape[-3]))).astype(parts["q"].dtype) for _ in "ab")
     b = b * b.dtype.type(at.pick(1, 2))
     return {**parts, "position": KERPLE(a, b, form=at.variant or "log"), "kwargs": {"causal": True}}
-
-
-register(
-    "kerple",
-    KERPLE,
-    _build,
-    adds="a penalty by a logarithm or a power of the distance",
-    paper="Chi et al., NeurIPS 2022",
-    variants=FORMS,
-    models="GPT-NeoX with KERPLE",
-)

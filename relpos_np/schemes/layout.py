@@ -391,6 +391,15 @@ def _first_beyond(x: Array) -> float:
     return float(x[~(np.abs(x) <= _LARGEST)].flat[0])
 
 
+@register(
+    "layout",
+    LayoutBias,
+    adds="buckets of distances in the text and on the page",
+    paper="Xu et al., ACL 2021; Tang et al., CVPR 2023",
+    variants=VARIANTS,
+    models="LayoutLMv2, LayoutLMv3, UDOP",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads, dtype = parts["q"].shape[-3], parts["q"].dtype
@@ -426,15 +435,3 @@ def _build(at: Sample) -> dict[str, Any]:
         max_box_distance=at.pick(None, 999),
     )
     return {**parts, "position": position, "kwargs": kwargs}
-
-
-register(
-    "layout",
-    LayoutBias,
-    _build,
-    adds="buckets of distances in the text and on the page",
-    paper="Xu et al., ACL 2021; Tang et al., CVPR 2023",
-    variants=VARIANTS,
-    models="LayoutLMv2, LayoutLMv3, UDOP",
-    far=True,
-)

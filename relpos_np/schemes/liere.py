@@ -351,6 +351,14 @@ def _blockwise(x: Array, rotations: Array) -> Array:
     return out
 
 
+@register(
+    "liere",
+    LieRE,
+    adds="queries and keys turned by exponentials of matrices",
+    paper="Ostmeier et al., ICML 2025; Zhang et al., 2025",
+    options="positions per item, several axes; planes of GRAPE",
+    models="LieRE, GRAPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     size = at.pick(min(3, at.dim), 2, min(4, at.dim))
@@ -376,14 +384,3 @@ def _build(at: Sample) -> dict[str, Any]:
         options["key_positions"] = options["positions"]
         options["positions"] = np.rint(at.normal(*inner, at.q_len).astype(np.float64) * 8) / 4
     return {**parts, "position": LieRE(generators, **options)}
-
-
-register(
-    "liere",
-    LieRE,
-    _build,
-    adds="queries and keys turned by exponentials of matrices",
-    paper="Ostmeier et al., ICML 2025; Zhang et al., 2025",
-    options="positions per item, several axes; planes of GRAPE",
-    models="LieRE, GRAPE",
-)

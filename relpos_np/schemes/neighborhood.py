@@ -225,6 +225,15 @@ class NeighborhoodBias(Scheme):
         return SchemeGradient(arrays={"table": grad.tables[0].table.reshape(self.table.shape)})
 
 
+@register(
+    "neighborhood",
+    NeighborhoodBias,
+    adds="a window that slides with the query",
+    paper="Hassani et al., CVPR 2023; Hassani & Shi, 2022",
+    variants=VARIANTS,
+    models="NAT, DiNAT",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     # As many neighbours as a small grid has, an odd number.
     gaps = tuple(min(2, n) if at.variant == "dinat" else 1 for n in at.grid)
@@ -234,15 +243,3 @@ def _build(at: Sample) -> dict[str, Any]:
     given = at.pick(True, False)
     table = at.normal(parts["q"].shape[-3], *(2 * k - 1 for k in kernel)) if given else None
     return {**parts, "position": NeighborhoodBias(table, at.grid, kernel, gaps)}
-
-
-register(
-    "neighborhood",
-    NeighborhoodBias,
-    _build,
-    adds="a window that slides with the query",
-    paper="Hassani et al., CVPR 2023; Hassani & Shi, 2022",
-    variants=VARIANTS,
-    models="NAT, DiNAT",
-    far=True,
-)

@@ -223,6 +223,14 @@ def _turned(x: Array) -> Array:
     return np.swapaxes(x, -1, -2)
 
 
+@register(
+    "path",
+    PaTH,
+    adds="reflections between query and key that the text decides",
+    paper="Yang et al., NeurIPS 2025",
+    options="reference: no kernel",
+    models="PaTH",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     lead, heads, dtype = at.pick(at.batch, ()), parts[at.pick("q", "k")].shape[-3], parts["q"].dtype
@@ -231,14 +239,3 @@ def _build(at: Sample) -> dict[str, Any]:
     w = at.pick(1, 0.5) * w / np.maximum(np.linalg.norm(w.astype(np.float32), axis=-1, keepdims=True), 0.1)
     beta = 1 + np.tanh(at.normal(*lead, heads, at.k_len).astype(np.float32))
     return {**parts, "position": PaTH(w.astype(dtype), beta.astype(dtype)), "kwargs": {"causal": True}}
-
-
-register(
-    "path",
-    PaTH,
-    _build,
-    adds="reflections between query and key that the text decides",
-    paper="Yang et al., NeurIPS 2025",
-    options="reference: no kernel",
-    models="PaTH",
-)

@@ -154,8 +154,6 @@ class Plain(Scheme):
         return "Plain()"
 
 
+@register("plain", Plain, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)
 def _build(at: Sample) -> dict[str, Any]:
     return {**at.operands(4, 2), "position": Plain(), "kwargs": {"causal": True}}
-
-
-register("plain", Plain, _build, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)

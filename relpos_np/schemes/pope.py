@@ -225,6 +225,13 @@ def _polar(x: Array, turn: Array) -> Array:
     return out
 
 
+@register(
+    "pope",
+    PoPE,
+    adds="magnitudes at angles that grow with position",
+    paper="Gopalakrishnan et al., 2025",
+    models="PoPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads, count = parts["q"].shape[-3], at.pick(max(at.dim - 2, 1), at.dim, 1)
@@ -241,13 +248,3 @@ def _build(at: Sample) -> dict[str, Any]:
         options["key_positions"] = options["positions"]
         options["positions"] = np.rint(at.normal(at.q_len).astype(np.float64) * 20) / 4
     return {**parts, "position": PoPE(**options), "kwargs": {"causal": True}}
-
-
-register(
-    "pope",
-    PoPE,
-    _build,
-    adds="magnitudes at angles that grow with position",
-    paper="Gopalakrishnan et al., 2025",
-    models="PoPE",
-)

@@ -496,6 +496,15 @@ def _turned_of(at: Sample) -> int:
     return at.pick(every - 4 if every > 4 else every, every, 2)
 
 
+@register(
+    "rotary",
+    Rotary,
+    adds="queries and keys turned by angles that grow with position",
+    paper="Su et al., 2021 (Neurocomputing 2024)",
+    variants=(*LAYOUTS, "values"),
+    options="any channels; positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
+    models="RoFormer, GPT-J, GPT-NeoX, Llama, Mistral, Qwen, Qwen2-VL, Phi-3, Gemma, EVA-02, DINOv3, Pixtral",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     dim, of_values = _turned_of(at), at.variant == "values"
@@ -521,6 +530,14 @@ def _build(at: Sample) -> dict[str, Any]:
     return {**parts, "position": Rotary(**options), "kwargs": {"causal": True}}
 
 
+@register(
+    "xpos",
+    XPos,
+    adds="rotary positions with a decay",
+    paper="Sun et al., ACL 2023",
+    variants=XPOS_LAYOUTS,
+    models="LeX Transformer, RetNet",
+)
 def _build_xpos(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # A base this small that the scaling is seen within some ten positions.
@@ -528,24 +545,3 @@ def _build_xpos(at: Sample) -> dict[str, Any]:
     options = {"gamma": at.pick(0.4, 1.0), "layout": at.variant or "interleaved", **places}
     position = XPos(dim, base=500.0, scale_base=scale_base, **options)
     return {**parts, "position": position, "kwargs": {"causal": True}}
-
-
-register(
-    "rotary",
-    Rotary,
-    _build,
-    adds="queries and keys turned by angles that grow with position",
-    paper="Su et al., 2021 (Neurocomputing 2024)",
-    variants=(*LAYOUTS, "values"),
-    options="any channels; positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
-    models="RoFormer, GPT-J, GPT-NeoX, Llama, Mistral, Qwen, Qwen2-VL, Phi-3, Gemma, EVA-02, DINOv3, Pixtral",
-)
-register(
-    "xpos",
-    XPos,
-    _build_xpos,
-    adds="rotary positions with a decay",
-    paper="Sun et al., ACL 2023",
-    variants=XPOS_LAYOUTS,
-    models="LeX Transformer, RetNet",
-)

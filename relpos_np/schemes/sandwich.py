@@ -159,18 +159,15 @@ class Sandwich(Scheme):
         return f"Sandwich(dim={self.dim}, heads={self.heads}, variant={self.variant!r})"
 
 
-def _build(at: Sample) -> dict[str, Any]:
-    # Short vectors keep the scores small: half as long as they are, over 2 for the first of four heads.
-    position = Sandwich(at.pick(16, 2, 32), base=at.pick(10000.0, 50.0), variant=at.variant or "paper")
-    return {**at.operands(4, 2), "position": position, "kwargs": {"causal": True}}
-
-
-register(
+@register(
     "sandwich",
     Sandwich,
-    _build,
     adds="a sum of cosines of the distance",
     paper="Chi et al., ACL 2023",
     variants=VARIANTS,
     models="Sandwich",
 )
+def _build(at: Sample) -> dict[str, Any]:
+    # Short vectors keep the scores small: half as long as they are, over 2 for the first of four heads.
+    position = Sandwich(at.pick(16, 2, 32), base=at.pick(10000.0, 50.0), variant=at.variant or "paper")
+    return {**at.operands(4, 2), "position": position, "kwargs": {"causal": True}}

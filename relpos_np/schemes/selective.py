@@ -189,6 +189,14 @@ class Selective(Scheme):
         return *(np.where(np.isfinite(x), x, 0.0) for x in (queries, keys)), votes
 
 
+@register(
+    "selective",
+    Selective,
+    adds="what earlier queries say against a key",
+    paper="Leviathan et al., ICLR 2025",
+    variants=VARIANTS,
+    models="Selective attention",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     head = at.pick(0, parts["q"].shape[-3] - 1)
@@ -198,14 +206,3 @@ def _build(at: Sample) -> dict[str, Any]:
         "position": Selective(head, variant=at.variant or "paper", past=past),
         "kwargs": {"causal": True},
     }
-
-
-register(
-    "selective",
-    Selective,
-    _build,
-    adds="what earlier queries say against a key",
-    paper="Leviathan et al., ICLR 2025",
-    variants=VARIANTS,
-    models="Selective attention",
-)

@@ -318,6 +318,16 @@ class Shaw(LookupScheme):
         return Held(super().held(site).formula + site.q_len * site.k_len * copies * max(sizes))
 
 
+@register(
+    "shaw",
+    Shaw,
+    adds="a vector per relative position, on keys and values",
+    paper="Shaw et al., NAACL 2018",
+    variants=OUTSIDE,
+    options="outside the table; one-sided tables (wav2vec2-BERT, SpeechT5, Music Transformer, VITS)",
+    models="Shaw's Transformer, Music Transformer, VITS, SpeechT5, Wav2Vec2-BERT, SeamlessM4T v2",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(3, 3)
     lead = at.pick((), (parts["q"].shape[-3],))
@@ -331,16 +341,3 @@ def _build(at: Sample) -> dict[str, Any]:
     middle = None if more == 0 else tuple(reach)
     left = at.pick(middle, tuple(None if k is None else k // 2 for k in reach), 0)
     return {**parts, "position": Shaw(key, value, outside=at.variant or "clip", left=left)}
-
-
-register(
-    "shaw",
-    Shaw,
-    _build,
-    adds="a vector per relative position, on keys and values",
-    paper="Shaw et al., NAACL 2018",
-    variants=OUTSIDE,
-    options="outside the table; one-sided tables (wav2vec2-BERT, SpeechT5, Music Transformer, VITS)",
-    models="Shaw's Transformer, Music Transformer, VITS, SpeechT5, Wav2Vec2-BERT, SeamlessM4T v2",
-    far=True,
-)

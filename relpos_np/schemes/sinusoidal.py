@@ -180,17 +180,14 @@ class Sinusoidal(AbsoluteEncoding):
         return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"
 
 
-def _build(at: Sample) -> dict[str, Any]:
-    x = at.normal(*at.batch, at.q_len, at.dim)
-    return encoded(x, Sinusoidal(at.dim, base=at.pick(10000.0, 50.0), layout=at.variant or "interleaved"))
-
-
-register(
+@register(
     "sinusoidal",
     Sinusoidal,
-    _build,
     adds="sines added to the inputs",
     paper="Vaswani et al., NeurIPS 2017",
     variants=LAYOUTS,
     models="Transformer, fairseq, Whisper, MarianMT, ESPnet encoders",
 )
+def _build(at: Sample) -> dict[str, Any]:
+    x = at.normal(*at.batch, at.q_len, at.dim)
+    return encoded(x, Sinusoidal(at.dim, base=at.pick(10000.0, 50.0), layout=at.variant or "interleaved"))

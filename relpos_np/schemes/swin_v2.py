@@ -343,6 +343,14 @@ class SwinV2(Scheme):
         return c, hidden, z, z if self.variant == "paper" else 8 + 8 * np.tanh(z / 2)
 
 
+@register(
+    "swin_v2",
+    SwinV2,
+    adds="cosine scores, and a bias that a small network computes",
+    paper="Liu et al., CVPR 2022",
+    variants=VARIANTS,
+    models="Swin V2, Swin2SR",
+)
 def _build(at: Sample) -> dict[str, Any]:
     # In a window of height 1, where the variants differ most.
     length = at.grid[0] * at.grid[1]
@@ -362,14 +370,3 @@ def _build(at: Sample) -> dict[str, Any]:
         variant=at.variant or "microsoft",
     )
     return {**parts, "position": position}
-
-
-register(
-    "swin_v2",
-    SwinV2,
-    _build,
-    adds="cosine scores, and a bias that a small network computes",
-    paper="Liu et al., CVPR 2022",
-    variants=VARIANTS,
-    models="Swin V2, Swin2SR",
-)

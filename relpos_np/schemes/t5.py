@@ -117,6 +117,16 @@ class T5(LookupScheme):
         yield Lookup("table", "tables", self.table.T, index, np.transpose)
 
 
+@register(
+    "t5",
+    T5,
+    adds="a scalar per bucket and head",
+    paper="Raffel et al., JMLR 2020",
+    variants=ROUNDING,
+    options="one direction or both",
+    models="T5, mT5, umT5, MPNet, LongT5's local part",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     buckets, both = at.pick((32, True), (8, True), (28, True), (64, True), (2, False), (33, False))
@@ -131,16 +141,3 @@ def _build(at: Sample) -> dict[str, Any]:
     mask = np.ones((*at.batch, 1, 1, at.k_len), dtype=np.bool_)
     mask[1:, ..., -at.k_len // 3 :] = False
     return {**parts, "position": position, "kwargs": {"scale": 0.5, "mask": mask}}
-
-
-register(
-    "t5",
-    T5,
-    _build,
-    adds="a scalar per bucket and head",
-    paper="Raffel et al., JMLR 2020",
-    variants=ROUNDING,
-    options="one direction or both",
-    models="T5, mT5, umT5, MPNet, LongT5's local part",
-    far=True,
-)

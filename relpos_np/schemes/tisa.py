@@ -155,20 +155,17 @@ class TISA(Scheme):
         return f"TISA(curves={curves}, heads={heads}, variant={self.variant!r})"
 
 
+@register(
+    "tisa",
+    TISA,
+    adds="radial basis functions of the distance",
+    paper="Wennberg and Henter, ACL 2021",
+    variants=VARIANTS,
+    models="ALBERT with TISA",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     shape = at.pick(5, 1), parts["q"].shape[-3]
     # Curves some positions wide, with tops some positions away.
     curves = at.normal(*shape), at.normal(*shape) * parts["q"].dtype.type(0.25), at.normal(*shape) * 5
     return {**parts, "position": TISA(*curves, variant=at.variant or "paper")}
-
-
-register(
-    "tisa",
-    TISA,
-    _build,
-    adds="radial basis functions of the distance",
-    paper="Wennberg and Henter, ACL 2021",
-    variants=VARIANTS,
-    models="ALBERT with TISA",
-)

@@ -451,6 +451,15 @@ class TransformerXL(Scheme):
         )
 
 
+@register(
+    "transformer_xl",
+    TransformerXL,
+    adds="u, v and a projected row per distance",
+    paper="Dai et al., ACL 2019",
+    variants=VARIANTS,
+    models="Transformer-XL, XLNet, ESPnet and NeMo Conformers, Wav2Vec2-Conformer, SeamlessM4T",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(3, 3)
     variant: Shift = at.variant or "transformer_xl"
@@ -460,15 +469,3 @@ def _build(at: Sample) -> dict[str, Any]:
     position = TransformerXL(u, v, r, variant=variant, zero_triu=at.pick(False, variant != "wenet"))
     # Only these two hide what their shift leaves above the diagonal.
     return {**parts, "position": position, "kwargs": {"causal": variant in ("transformer_xl", "xlnet_uni")}}
-
-
-register(
-    "transformer_xl",
-    TransformerXL,
-    _build,
-    adds="u, v and a projected row per distance",
-    paper="Dai et al., ACL 2019",
-    variants=VARIANTS,
-    models="Transformer-XL, XLNet, ESPnet and NeMo Conformers, Wav2Vec2-Conformer, SeamlessM4T",
-    far=True,
-)

@@ -221,6 +221,14 @@ class WavLM(Scheme):
         return SchemeGradient(arrays={"table": term.weights[..., 0].T, "gate": term.query[..., 0]})
 
 
+@register(
+    "wavlm",
+    WavLM,
+    adds="T5's bias behind a gate that the query opens",
+    paper="Chen et al., 2022",
+    models="WavLM",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 4)
     heads, dtype = parts["q"].shape[-3], parts["q"].dtype
@@ -231,14 +239,3 @@ def _build(at: Sample) -> dict[str, Any]:
         at.normal(buckets, heads), gate.astype(dtype), max_distance=most, rounding=at.pick("exact", "float32")
     )
     return {**parts, "position": position, "kwargs": {"scale": 0.25}}
-
-
-register(
-    "wavlm",
-    WavLM,
-    _build,
-    adds="T5's bias behind a gate that the query opens",
-    paper="Chen et al., 2022",
-    models="WavLM",
-    far=True,
-)

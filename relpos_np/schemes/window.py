@@ -243,6 +243,16 @@ def _coords(value: Any, axes: int) -> list[Int64 | None]:
     return out
 
 
+@register(
+    "window",
+    WindowBias,
+    adds="a scalar per coordinate difference and head",
+    paper="Liu et al., ICCV 2021; Geng et al., CVPR 2022",
+    variants=("swin", "video", "rstt"),
+    options="one to three axes, keys anywhere",
+    models="Swin, Video Swin, Donut, RSTT",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     height, width = at.grid
     if at.variant in (None, "swin"):
@@ -260,16 +270,3 @@ def _build(at: Sample) -> dict[str, Any]:
     if at.variant == "video":
         return {**parts, "position": WindowBias(table, (frames[0], height, width))}
     return {**parts, "position": WindowBias.rstt(table, *frames, (height, width))}
-
-
-register(
-    "window",
-    WindowBias,
-    _build,
-    adds="a scalar per coordinate difference and head",
-    paper="Liu et al., ICCV 2021; Geng et al., CVPR 2022",
-    variants=("swin", "video", "rstt"),
-    options="one to three axes, keys anywhere",
-    models="Swin, Video Swin, Donut, RSTT",
-    far=True,
-)
