@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -154,44 +153,3 @@ class Call:
         for term in self.terms.values:
             out = graph.add("Add", out, added.value(term, p), name="attended")
         return out, lse
-
-
-def turned_values(terms: Terms, value: Traced) -> Traced:
-    """Values as they are summed.
-
-    Parameters
-    ----------
-    terms : Terms
-        Of the call.
-    value : Traced
-        The values.
-
-    Returns
-    -------
-    Traced
-        Turned, if the terms say so.
-    """
-    return value if terms.turn is None else _traced(terms.turn.of_values, value)
-
-
-def turned_back(terms: Terms, out: Traced) -> Traced:
-    """The output after all sums.
-
-    Parameters
-    ----------
-    terms : Terms
-        Of the call.
-    out : Traced
-        The sums.
-
-    Returns
-    -------
-    Traced
-        Turned back, if the terms say so.
-    """
-    return out if terms.turn is None else _traced(terms.turn.of_output, out)
-
-
-def _traced(turn: Callable[[Any], Any], x: Traced) -> Traced:
-    found: Traced = turn(x)
-    return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
+from torch.nn.functional import dropout
 
 import relpos_np as rp
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
@@ -56,8 +57,8 @@ def _mpnet_attention(
     _no_probabilities(output_attentions)
     shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
     q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
-    dropout = self.dropout.p if self.training else 0.0
-    out = attend(q, k, v, attention_mask, position_bias, scale=None, dropout=dropout)
+    rate = self.dropout.p if self.training else 0.0
+    out = attend(q, k, v, attention_mask, position_bias, scale=None, dropout=rate)
     return (self.o(out.flatten(2)),)
 
 
@@ -79,18 +80,11 @@ def _bloom_attention(
         k, v = layer_past.update(k, v, self.layer_idx)
     # One number per key: with padding, positions begin at a sequence's first token.
     bias = alibi.view(q.shape[0], self.num_heads, 1, -1)
-    dropout = self.attention_dropout.p if self.training else 0.0
-    out = attend(q, k, v, attention_mask, bias, scale=self.inv_norm_factor, dropout=dropout)
+    rate = self.attention_dropout.p if self.training else 0.0
+    out = attend(q, k, v, attention_mask, bias, scale=self.inv_norm_factor, dropout=rate)
     out = self.dense(out.flatten(2))
-    out = _dropout(out, self.hidden_dropout, self.training)
+    out = dropout(out, p=self.hidden_dropout, training=self.training)
     return residual + out, None
-
-
-def _dropout(x: Any, rate: float, training: bool) -> Any:
-    """Dropout of the hidden states, which is PyTorch's."""
-    from torch.nn.functional import dropout
-
-    return dropout(x, p=rate, training=training)
 
 
 @dataclass(frozen=True)
@@ -182,7 +176,7 @@ def patched(model: Any) -> Iterator[Any]:
     """
     own = _installed(model)
     try:
-        with switch.held(own):
+        with switch.turned_on(own):
             yield model
     finally:
         switch.release(model, own)
