@@ -52,7 +52,7 @@ def test_promises_are_kept(name, few):
 
 @pytest.mark.stress
 def test_all_promises_are_kept(capsys):
-    """With every example, as a user measures them; records of others are read."""
+    """With every example, as a user measures them."""
     code, said = command(capsys)
     assert code == 0, said
 
@@ -128,44 +128,14 @@ def test_a_child_finds_this_library():
         promises._child("1 / 0")
 
 
-def test_what_is_missing_is_said_and_breaks_nothing(monkeypatch, capsys, tmp_path):
-    keep(monkeypatch, "float64", "soak_wrong", "soak_drift", "planted")
+def test_what_is_missing_is_said_and_breaks_nothing(monkeypatch, capsys):
+    keep(monkeypatch, "float64")
     monkeypatch.setitem(sys.modules, "mpmath", None)
-    monkeypatch.setattr(promises, "_ROOT", tmp_path)
     code, out = command(capsys, "--json")
     found = {one["name"]: one for one in json.loads(out)["promises"]}
     assert code == 0
     assert all(one["ok"] is None and one["measured"] is None for one in found.values())
     assert "install mpmath" in found["float64"]["note"]
-    assert "checkout" in found["soak_wrong"]["note"]
-
-
-def test_the_soak_is_read_from_its_record(monkeypatch, tmp_path):
-    record = {"mismatches": 2, "seconds": 1800, "date": "2026-11-22", "cases": {"all": 12345}}
-    record["resident_memory"] = {"drift_mib": 8.5}
-    folder = tmp_path / "asv_bench" / "recorded"
-    folder.mkdir(parents=True)
-    (folder / "soak.json").write_text(json.dumps(record))
-    monkeypatch.setattr(promises, "_ROOT", tmp_path)
-    assert BY_NAME["soak_wrong"]() == (2.0, "12,345 cases in 30 min, recorded on 2026-11-22")
-    assert BY_NAME["soak_drift"]()[0] == 8.5
-    record["resident_memory"]["drift_mib"] = None
-    (folder / "soak.json").write_text(json.dumps(record))
-    with pytest.raises(promises._AbsentError, match="too short"):
-        BY_NAME["soak_drift"]()
-
-
-def test_planted_bugs_are_counted(monkeypatch, tmp_path):
-    (tmp_path / "tests" / "mutation").mkdir(parents=True)
-    (tmp_path / "tests" / "mutation" / "schemes.toml").write_text("[[bug]]\n[[bug]]\n")
-    (tmp_path / "tests" / "mutation" / "kernels.toml").write_text("[[bug]]\n")
-    monkeypatch.setattr(promises, "_ROOT", tmp_path)
-    with pytest.raises(promises._AbsentError, match=r"planted\.json is part"):
-        BY_NAME["planted"]()
-    (tmp_path / "asv_bench" / "recorded").mkdir(parents=True)
-    record = {"date": "2026-11-22", "bugs": 2, "survived": ["one"]}
-    (tmp_path / "asv_bench" / "recorded" / "planted.json").write_text(json.dumps(record))
-    assert BY_NAME["planted"]() == (1.0, "2 of 3 planted, recorded on 2026-11-22")
 
 
 @pytest.mark.parametrize(("measured", "code", "word"), [(0.5, 0, "ok"), (1.5, 1, "BROKEN")])

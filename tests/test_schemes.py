@@ -49,6 +49,21 @@ def test_t5_rounding_reaches_the_scores(rounding, bucket, backend):
     assert rp.logits(q, k, position=scheme, offset=0, backend=backend)[0, 0, 728] == 32 + bucket
 
 
+@pytest.mark.parametrize("backend", ["terms", "numba"])
+def test_t5_gradient_reaches_every_one_of_many_buckets(backend):
+    """Scores are linear in the table: along each of its rows, a difference of logits times their gradient."""
+    rng = np.random.default_rng(5)
+    table, length = rng.standard_normal((64, 2)), 200
+    q, k, v, grad_out = (rng.standard_normal((2, length, 4)) for _ in range(4))
+    found = rp.attention_vjp(q, k, v, position=rp.T5(table), grad_out=grad_out, backend=backend).position["table"]
+    for row in (0, 1, 31, 32, 33, 63):
+        step = np.zeros_like(table)
+        step[row] = 1e-6
+        there, back = (rp.attention(q, k, v, position=rp.T5(table + x), backend="numpy") for x in (step, -step))
+        np.testing.assert_allclose(found[row].sum(), ((there - back) * grad_out).sum() / 2e-6, rtol=1e-5, atol=1e-6)
+    assert np.abs(found[[31, 63]]).min() > 1e-3, "no pair is so far apart"
+
+
 # ---------------------------------------------------------------------------------------------- windows
 
 

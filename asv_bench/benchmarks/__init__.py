@@ -10,7 +10,7 @@ from sys import modules
 
 _PEERS = Path(__file__).parents[2] / "relpos_np" / "_commands" / "peers"
 
-for _name in ("shapes", "ceiling"):
-    _spec = spec_from_file_location(f"{__name__}.{_name}", _PEERS / f"{_name}.py")
+for _name, _file in (("shapes", "shapes"), ("limit", "ceiling")):
+    _spec = spec_from_file_location(f"{__name__}.{_name}", _PEERS / f"{_file}.py")
     modules[_spec.name] = globals()[_name] = module_from_spec(_spec)
     _spec.loader.exec_module(globals()[_name])

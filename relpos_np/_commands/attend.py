@@ -182,7 +182,7 @@ def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
     seconds, numpy_seconds = median(times[backend]), median(times["numpy"])
     best, numpy_best = times[backend][0], times["numpy"][0]
     disturbed = busy(seconds, best)
-    path, problem = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
+    path = _draw(args.plot or "relpos-attend.png", lambda: _real_picture(real, options))
     found = {
         "backend": backend,
         "ok": ok,
@@ -200,8 +200,6 @@ def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
         **_kernel_facts(backend),
         "plot": path,
     }
-    if problem:
-        note(f"relpos attend: {problem}")
     if args.json:
         print_json(found)
         return 0 if ok else MISMATCH
@@ -251,18 +249,19 @@ def _real_picture(real: Mapping[str, Array], options: Mapping[str, Any]) -> Any:
     )
 
 
-def _draw(target: str | None, picture: Callable[[], Any]) -> tuple[str | None, str | None]:
+def _draw(target: str | None, picture: Callable[[], Any]) -> str | None:
     """Write a picture; return its path, and what to tell the user where there is none."""
     if target is None or target.lower() == "none":
-        return None, None
+        return None
     from relpos_np import plot
 
     try:
         figure = picture()
     except RelposImportError as error:
-        return None, f"no picture: {error}"
+        note(f"relpos attend: no picture: {error}")
+        return None
     plot.save(figure, target)
-    return target, None
+    return target
 
 
 def _attend_file(args: argparse.Namespace, backend: Backend) -> int:
@@ -294,9 +293,7 @@ def _attend_file(args: argparse.Namespace, backend: Backend) -> int:
         p = plot.attention_weights(q, k, **call)
         return plot.heat_map(p.reshape(-1, *p.shape[-2:])[0], title=f"{args.file.name}: attention of head 0").figure
 
-    path, problem = _draw(args.plot, picture)
-    if problem:
-        note(f"relpos attend: {problem}")
+    path = _draw(args.plot, picture)
     found = {
         "file": str(args.file),
         "out": str(out_path),

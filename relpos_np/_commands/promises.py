@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -321,42 +319,6 @@ def _interrupt() -> Found:
     return (float(said) if said.strip() else np.inf), "4 heads, 16,384 tokens"
 
 
-def _recorded(name: str) -> Path:
-    """A file beside the package, in a checkout."""
-    path = _ROOT / name
-    if not path.exists():
-        raise _AbsentError(f"{path.name} is part of a checkout of the sources")
-    return path
-
-
-def _soak_record() -> Any:
-    return json.loads(_recorded("asv_bench/recorded/soak.json").read_text(encoding="utf-8"))
-
-
-def _about(record: Any) -> str:
-    return f"{record['cases']['all']:,} cases in {record['seconds'] / 60:.0f} min, recorded on {record['date']}"
-
-
-def _soak_mismatches() -> Found:
-    record = _soak_record()
-    return float(record["mismatches"]), _about(record)
-
-
-def _soak_drift() -> Found:
-    record = _soak_record()
-    drift = record["resident_memory"]["drift_mib"]
-    if drift is None:
-        raise _AbsentError("the record is too short")
-    return float(drift), _about(record)
-
-
-def _planted() -> Found:
-    tables = sorted(_recorded("tests/mutation").glob("*.toml"))
-    count = sum(len(tomllib.loads(path.read_text(encoding="utf-8"))["bug"]) for path in tables)
-    record = json.loads(_recorded("asv_bench/recorded/planted.json").read_text(encoding="utf-8"))
-    return float(len(record["survived"])), f"{record['bugs']} of {count} planted, recorded on {record['date']}"
-
-
 # Sixteen roundings. Values and weights are summed in different orders, over 192 keys at a time, and both sums are near
 # 1: 1.3e-6 was measured, and 1.6e-6 of NumPy's own sums in float32, so that 1e-6 would be too little for either.
 _SUM_LIMIT = 16 * EPS["float32"]
@@ -374,9 +336,6 @@ MEASURES: tuple[tuple[str, str, float, str, Callable[[], Found]], ...] = (
     ("memory", "extra memory beyond 1.2 × output + packed keys", 8.0, "MiB", _extra_memory),
     ("callers", "many threads call at once, on every layer", 0.0, "other results", _callers),
     ("interrupt", "Ctrl-C ends a long call", 1.0, "s", _interrupt),
-    ("soak_wrong", "everything at once: wrong answers", 0.0, "cases", _soak_mismatches),
-    ("soak_drift", "everything at once: memory drift", 8.0, "MiB", _soak_drift),
-    ("planted", "planted bugs that the tests miss", 0.0, "bugs", _planted),
 )
 
 

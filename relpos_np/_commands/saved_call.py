@@ -127,15 +127,19 @@ def _scheme(name: str | None, parameters: Mapping[str, Array], source: str, pref
             values[parameter] = _scheme(chosen, of_parameter, source, f"{prefix}{parameter}.")
     if variant is not None and (values.setdefault("variant", variant) != variant or "variant" not in known):
         raise UnusableError(f"scheme: {variant} is a variant of {name}; say {name}, and what it is made with")
-    missing = [prefix + n for n, p in known.items() if p.default is p.empty and n not in values]
-    if missing:
-        raise UnusableError(f"{source}: {name} needs {', '.join(missing)}")
+    _require(known, values, f"{source}: {name}", prefix)
     if axes:
         count = len(values["grid"]) if isinstance(values["grid"], tuple) else 1
         if max(axes) >= count:
             raise UnusableError(f"{source}: {prefix}key_coords.{max(axes)}: grid has {count} axes, counted from 0")
         values["key_coords"] = tuple(axes.get(n) for n in range(count))
     return constructor(**values)
+
+
+def _require(known: Mapping[str, inspect.Parameter], given: Mapping[str, Any], named: str, prefix: str) -> None:
+    missing = [prefix + n for n, p in known.items() if p.default is p.empty and n not in given]
+    if missing:
+        raise UnusableError(f"{named} needs {', '.join(missing)}")
 
 
 def _rule(arrays: Mapping[str, Array], source: str) -> Rule | None:
@@ -153,9 +157,7 @@ def _rule(arrays: Mapping[str, Array], source: str) -> Rule | None:
         if parameter not in known:
             expected = ", ".join(_RULE_PREFIX + n for n in known)
             raise UnusableError(f"{source}: {name} has no parameter {_RULE_PREFIX}{parameter}; expected {expected}")
-    missing = [_RULE_PREFIX + n for n, p in known.items() if p.default is p.empty and n not in given]
-    if missing:
-        raise UnusableError(f"{source}: {name} needs {', '.join(missing)}")
+    _require(known, given, f"{source}: {name}", _RULE_PREFIX)
     if name == "prefix":
         return Prefix(given["lengths"])
     numbers = {n: _scalar(_RULE_PREFIX + n, x) for n, x in given.items()}

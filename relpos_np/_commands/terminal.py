@@ -62,27 +62,28 @@ def progress(items: Iterable[_T], label: str, *, quiet: bool = False) -> Iterato
     if quiet:
         yield from items
         return
+    live = sys.stderr.isatty()
+    if live:
+        try:
+            from rich.console import Console
+            from rich.progress import track
+        except ImportError:
+            pass  # a line that counts is enough
+        else:
+            yield from track(items, description=label, console=Console(stderr=True), transient=True)
+            return
     total = f" of {len(items)}" if isinstance(items, Sequence) else ""
-    if not sys.stderr.isatty():
-        shown = time.monotonic()
-        for n, item in enumerate(items):
-            if time.monotonic() - shown > _LOG_SECONDS:
-                note(f"{label}: {n}{total}")
-                shown = time.monotonic()
-            yield item
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        n = 0
-        for item in items:
+    n, shown = 0, time.monotonic()
+    for item in items:
+        if live:
             print(f"\r{label}: {n}{total}", end="", file=sys.stderr, flush=True)
-            yield item
-            n += 1
+        elif time.monotonic() - shown > _LOG_SECONDS:
+            note(f"{label}: {n}{total}")
+            shown = time.monotonic()
+        yield item
+        n += 1
+    if live:
         print(f"\r{label}: {n}{total}", file=sys.stderr)
-        return
-    yield from track(items, description=label, console=Console(stderr=True), transient=True)
 
 
 def note(text: str) -> None:

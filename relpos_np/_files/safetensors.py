@@ -116,10 +116,8 @@ def tensor(file: BinaryIO, name: str, entry: Entry, source: str) -> Array:
     file.seek(entry.start)
     try:
         x: Array = reading.exactly(file, entry.stop - entry.start).view(dtype).reshape(entry.shape)
-    except RelposValueError as error:
-        raise RelposValueError(f"{name}: {source}: {error}") from error
     except ValueError as error:
-        # If one axis is empty, others may be longer than NumPy allows.
+        # It ends early; or one axis is empty, and others are longer than NumPy allows.
         raise RelposValueError(f"{name}: {source}: {error}") from error
     return x
 

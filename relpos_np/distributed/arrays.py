@@ -214,52 +214,24 @@ def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
     return pairs[0]
 
 
-@overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Position = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    return_lse: Literal[False] = ...,
-    split_every: int = ...,
-    min_operations: float = ...,
-    **options: Unpack[NumberOptions],
-) -> Any: ...
+class _Options(NumberOptions, total=False):
+    position: Position
+    mask: Any
+    key_lengths: Any
+    split_every: int
+    min_operations: float
 
 
 @overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Position = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    return_lse: Literal[True],
-    split_every: int = ...,
-    min_operations: float = ...,
-    **options: Unpack[NumberOptions],
-) -> tuple[Any, Any]: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[False] = ..., **options: Unpack[_Options]) -> Any: ...
 
 
 @overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    position: Position = ...,
-    mask: Any = ...,
-    key_lengths: Any = ...,
-    return_lse: bool,
-    split_every: int = ...,
-    min_operations: float = ...,
-    **options: Unpack[NumberOptions],
-) -> Any | tuple[Any, Any]: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[_Options]) -> tuple[Any, Any]: ...
+
+
+@overload
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[_Options]) -> Any | tuple[Any, Any]: ...
 
 
 @takes(NumberOptions)

@@ -6,7 +6,7 @@ r"""Buckets of distances, as a formula: what T5's relatives share.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.types import Array, Int64
 
-ROUNDING = ("exact", "float32")
+Rounding: TypeAlias = Literal["exact", "float32"]
+ROUNDING = get_args(Rounding)
 
 
 def t5_bucket(
@@ -23,7 +24,7 @@ def t5_bucket(
     num_buckets: int = 32,
     max_distance: int = 128,
     bidirectional: bool = True,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
 ) -> Int64:
     r"""Bucket of each relative position d = j - i.
 

@@ -8,16 +8,7 @@ from typing import Any, Literal
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.formulas.frequencies import (
-    linear_frequencies,
-    llama3_frequencies,
-    longrope_frequencies,
-    ntk_alpha_frequencies,
-    ntk_frequencies,
-    proportional_frequencies,
-    rotary_frequencies,
-    yarn_frequencies,
-)
+from relpos_np.formulas import frequencies
 from relpos_np.formulas.rotary_axes import axis_frequencies, section_axes
 from relpos_np.types import Array
 
@@ -252,11 +243,11 @@ class _Sizes:
 def _default(given: _Given, at: _Sizes) -> tuple[Array, float]:
     if given.real("factor", 1.0) != 1:
         raise RelposValueError(f"factor: {given.get('factor')} has no effect with rope_type 'default'; expected 1")
-    return rotary_frequencies(at.dim, base=at.base), 1.0
+    return frequencies.rotary_frequencies(at.dim, base=at.base), 1.0
 
 
 def _linear(given: _Given, at: _Sizes) -> tuple[Array, float]:
-    return linear_frequencies(at.dim, factor=given.real("factor"), base=at.base), 1.0
+    return frequencies.linear_frequencies(at.dim, factor=given.real("factor"), base=at.base), 1.0
 
 
 def _dynamic(given: _Given, at: _Sizes) -> tuple[Array, float]:
@@ -264,11 +255,13 @@ def _dynamic(given: _Given, at: _Sizes) -> tuple[Array, float]:
         raise RelposValueError("max_position_embeddings: rope_type 'dynamic' needs it, the trained length")
     length = at.longest if at.length is None else at.length
     factor = given.real("factor")
-    return ntk_frequencies(at.dim, length=length, trained_length=at.longest, factor=factor, base=at.base), 1.0
+    return frequencies.ntk_frequencies(
+        at.dim, length=length, trained_length=at.longest, factor=factor, base=at.base
+    ), 1.0
 
 
 def _ntk_alpha(given: _Given, at: _Sizes) -> tuple[Array, float]:
-    return ntk_alpha_frequencies(at.dim, alpha=given.real("alpha"), base=at.base), 1.0
+    return frequencies.ntk_alpha_frequencies(at.dim, alpha=given.real("alpha"), base=at.base), 1.0
 
 
 def _yarn(given: _Given, at: _Sizes) -> tuple[Array, float]:
@@ -276,7 +269,7 @@ def _yarn(given: _Given, at: _Sizes) -> tuple[Array, float]:
     # Published code reads them together or not at all.
     if given.get("mscale") and given.get("mscale_all_dim"):
         scales = {"mscale": given.real("mscale"), "mscale_all": given.real("mscale_all_dim")}
-    omega, magnitude = yarn_frequencies(
+    omega, magnitude = frequencies.yarn_frequencies(
         at.dim,
         factor=at.growth(given),
         trained_length=at.trained,
@@ -302,7 +295,7 @@ def _longrope(given: _Given, at: _Sizes) -> tuple[Array, float]:
     for key in ("short_factor", "long_factor"):
         if given.get(key) is None:
             raise RelposValueError(f"{key}: rope_type 'longrope' needs it, found {', '.join(sorted(given.values))}")
-    omega, magnitude = longrope_frequencies(
+    omega, magnitude = frequencies.longrope_frequencies(
         at.dim,
         short_factors=given.get("short_factor"),
         long_factors=given.get("long_factor"),
@@ -316,7 +309,7 @@ def _longrope(given: _Given, at: _Sizes) -> tuple[Array, float]:
 
 
 def _llama3(given: _Given, at: _Sizes) -> tuple[Array, float]:
-    omega = llama3_frequencies(
+    omega = frequencies.llama3_frequencies(
         at.dim,
         factor=given.real("factor"),
         trained_length=at.trained,
@@ -328,7 +321,9 @@ def _llama3(given: _Given, at: _Sizes) -> tuple[Array, float]:
 
 
 def _proportional(given: _Given, at: _Sizes) -> tuple[Array, float]:
-    return proportional_frequencies(at.dim, share=at.share, factor=given.real("factor", 1.0), base=at.base), 1.0
+    return frequencies.proportional_frequencies(
+        at.dim, share=at.share, factor=given.real("factor", 1.0), base=at.base
+    ), 1.0
 
 
 _RULES = {

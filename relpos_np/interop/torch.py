@@ -193,14 +193,9 @@ class _Call:
         read = _array if q.device.type == "cpu" else torch.Tensor.detach
         # Where and when this runs another precision may be chosen, or one where none was.
         with precision.held(self.options["precision"]):
-            found = rp.attention_vjp(
-                read(q),
-                read(k),
-                read(v),
-                grad_out=read(grad_out),
-                grad_lse=None if grad_lse is None else read(grad_lse),
-                **self.arguments(tuple(tensors)),
-            )
+            given = self.arguments(tuple(tensors))
+            sums = None if grad_lse is None else read(grad_lse)
+            found = rp.attention_vjp(read(q), read(k), read(v), grad_out=read(grad_out), grad_lse=sums, **given)
         own = [getattr(found, name) for name in self.named]
         grads = [found.q, found.k, found.v, *own, *gradients(self.positions, found.position)]
         return [None if g is None else _tensor(g).to(x) for g, x in zip(grads, saved, strict=True)]

@@ -104,18 +104,10 @@ def scheme_arrays(
         raise RelposValueError(
             f"heads: only {' and '.join(map(repr, PROJECTED))} take it, found {heads} for {format!r}"
         )
-    found = {argument: _shared(state, names) for argument, names in STORED[format].items()}
+    found = {argument: state.shared(*names) for argument, names in STORED[format].items()}
     if format == "vits":
         found = {argument: _only(state, STORED[format][argument][0], x) for argument, x in found.items()}
     return found
-
-
-def _shared(state: State, names: tuple[str, ...]) -> Array:
-    """The first of some names, below the prefix or above it."""
-    x = state.find(*names)
-    if x is None:
-        raise RelposValueError(f"{state.prefix}{names[0]}: no such tensor, here or above; {state.nearest(names[0])}")
-    return x
 
 
 def _only(state: State, name: str, x: Array) -> Array:
@@ -128,7 +120,7 @@ def _only(state: State, name: str, x: Array) -> Array:
 
 def _projected(state: State, format: str, heads: int, eps: float) -> dict[str, Array]:
     """DeBERTa's embedding of relative positions after a layer's projections: (H, 2s, D) each."""
-    embedding = _wide(_shared(state, ("rel_embeddings.weight",)), "rel_embeddings.weight")
+    embedding = _wide(state.shared("rel_embeddings.weight"), "rel_embeddings.weight")
     scale, shift = (state.find(f"encoder.LayerNorm.{name}") for name in ("weight", "bias"))
     if format == "deberta_v2" and scale is not None and shift is not None:
         norm = (_wide(scale, "encoder.LayerNorm.weight"), _wide(shift, "encoder.LayerNorm.bias"))

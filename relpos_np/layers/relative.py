@@ -11,7 +11,7 @@ from relpos_np._contract.options import LayerOptions, completed, takes
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.encoding import RelativePositionalEncoding
 from relpos_np.layers.linear import Cache, Context, Linear, Projected, StateOptions, Weights, thirds
-from relpos_np.layers.state import RELATIVE, Names, Source, State
+from relpos_np.layers.state import RELATIVE, Source, State
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
 from relpos_np.types import Array, Shift
 
@@ -178,19 +178,9 @@ class RelativeMultiHeadAttention(Projected):
         else:
             query, key, value, out, pos = (Linear.read(state, name) for name in parts)
         encoding = RelativePositionalEncoding(pos.inputs, variant=names.variant, clamp_len=clamp_len, max_len=max_len)
-        u, v = _biases(state, names)
-        return cls(
-            query,
-            key,
-            value,
-            out,
-            pos=pos,
-            content_bias=u,
-            position_bias=v,
-            variant=names.variant,
-            encoding=encoding,
-            zero_triu=zero_triu,
-        )
+        u, v = (state.shared(name) for name in (names.u, names.v))
+        rows = {"variant": names.variant, "encoding": encoding, "zero_triu": zero_triu}
+        return cls(query, key, value, out, pos=pos, content_bias=u, position_bias=v, **rows)
 
     def rows(self, q_len: int, k_len: int, pos_emb: Array | None = None, dtype: Any = np.float64) -> Array:
         r"""Projected encodings :math:`W_R\, \mathrm{PE}(\delta)`, one per distance.
@@ -317,14 +307,3 @@ def _flat(state: State, name: str) -> Array:
     if x.ndim != 3:
         raise RelposValueError(f"{state.prefix}{name}: expected (d_model, heads, head_dim), found shape {x.shape}")
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
-
-
-def _biases(state: State, names: Names) -> tuple[Array, Array]:
-    """The two biases, the layer's own or shared by all layers."""
-    found = []
-    for name in (names.u, names.v):
-        bias = state.find(name)
-        if bias is None:
-            raise RelposValueError(f"{state.prefix}{name}: no such tensor, here or above; {state.nearest(name)}")
-        found.append(bias)
-    return found[0], found[1]

@@ -281,6 +281,29 @@ class State:
                     return self._tensors[above + name]
         return None
 
+    def shared(self, *names: str) -> Array:
+        """As `find`, for a tensor that there must be.
+
+        Parameters
+        ----------
+        *names : str
+            See `find`.
+
+        Returns
+        -------
+        ndarray
+            As stored.
+
+        Raises
+        ------
+        RelposValueError
+            If no level has any of the names.
+        """
+        found = self.find(*names)
+        if found is None:
+            raise RelposValueError(f"{self.prefix}{names[0]}: no such tensor, here or above; {self.nearest(names[0])}")
+        return found
+
     def nearest(self, name: str) -> str:
         """Existing names that resemble one that is missing, in words.
 

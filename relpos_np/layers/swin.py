@@ -394,17 +394,10 @@ class _ShiftedWindows:
         pads_first = self.pad_order == "pad_then_shift"
         y = _pad(x, padded) if pads_first else x
         y = _pad(cyclic_shift(y, shift), padded)
-        y, attn = self.attention.attend(
-            window_partition(y, window),
-            None,
-            self._bias(window),
-            shift_mask(padded, window, shift, self.mask_value),
-            train=train,
-            rng=rng,
-            precision=precision,
-            backend=backend,
-            return_attention=return_attention,
-        )
+        options: WindowOptions = {"train": train, "rng": rng, "precision": precision, "backend": backend}
+        windows, mask = window_partition(y, window), shift_mask(padded, window, shift, self.mask_value)
+        bias = self._bias(window)
+        y, attn = self.attention.attend(windows, None, bias, mask, return_attention=return_attention, **options)
         inside = (slice(None), *(slice(g) for g in grid))
         y = window_reverse(y, window, padded)
         y = cyclic_shift(y if pads_first else y[inside], shift, reverse=True)[inside]

@@ -390,17 +390,8 @@ class WindowAttention:
                 )
             if len(q) % len(mask):
                 raise RelposValueError(f"mask: its {len(mask)} windows do not divide the {len(q)} of q")
-        x, attn = self.attend(
-            q,
-            kv,
-            self.position,
-            mask,
-            train=train,
-            rng=rng,
-            precision=precision,
-            backend=backend,
-            return_attention=return_attention,
-        )
+        options: WindowOptions = {"train": train, "rng": rng, "precision": precision, "backend": backend}
+        x, attn = self.attend(q, kv, self.position, mask, return_attention=return_attention, **options)
         return x if attn is None else (x, attn)
 
     def attend(

@@ -90,8 +90,7 @@ def span(values: Array) -> tuple[float, float]:
 def _draw(ax: Axes, matrix: Array, limits: tuple[float, float], **options: Any) -> AxesImage:
     """Draw one value per query and key, with white in the middle of the colours where values have both signs."""
     low, high = limits
-    ax.set_xlabel("key j")
-    ax.set_ylabel("query i")
+    ax.set(xlabel="key j", ylabel="query i")
     shown = np.where(np.isfinite(matrix), matrix, np.nan)
     return ax.imshow(shown, cmap="RdBu_r" if low < 0 < high else "viridis", vmin=low, vmax=high, **options)
 
@@ -180,9 +179,9 @@ def bias_by_distance(
     ticks = [t for t in (-512, -128, -32, -8, -2, 0, 2, 8, 32, 128, 512) if d[0] <= t <= d[-1]]
     ax.set_xticks(ticks, [str(t).replace("-", "−") for t in ticks])
     ax.minorticks_off()
-    ax.set_xlim(d[0], d[-1])
-    ax.set_xlabel("relative position of the key, j − i (tokens)")
-    ax.set_ylabel("added to the score (nats)")
+    ax.set(
+        xlim=(d[0], d[-1]), xlabel="relative position of the key, j − i (tokens)", ylabel="added to the score (nats)"
+    )
     ax.legend(frameon=False, fontsize="small", ncols=1 + (len(line) - 1) // 8)
     return ax
 

@@ -69,8 +69,7 @@ def numbered_map(
         ax.text(j, i, str(row) if row >= 0 else "", ha="center", va="center", fontsize=8, color="black")
     ax.set_xticks(range(k_len), labels)
     ax.set_yticks(range(q_len), labels)
-    ax.set_xlabel("key j")
-    ax.set_ylabel("query i")
+    ax.set(xlabel="key j", ylabel="query i")
     if title is not None:
         ax.set_title(title, fontsize="medium")
     return ax
@@ -142,8 +141,7 @@ def window_differences(scheme: WindowBias, head: int = 0, *, title: str | None =
         named = f"Δframe {signed(frame - reach[0])}" if scheme.extent[0] > 1 and len(scheme.grid) == 3 else None
         last = n == len(shown) - 1
         heat_map(values[frame], ax, title=named, limits=limits, colorbar=last, unit="bias (nats)")
-        ax.set_aspect("equal")
-        ax.set_facecolor("0.8")
+        ax.set(aspect="equal", facecolor="0.8")
         for set_ticks, far in ((ax.set_xticks, reach[2]), (ax.set_yticks, reach[1])):
             places = sorted({0, far, 2 * far})
             set_ticks(places, [signed(place - far) for place in places])
@@ -182,11 +180,9 @@ def encoding_map(encoding: AbsoluteEncoding, length: int, *, title: str | None =
     figure = new_figure(10.5, 4.3, title)
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
     heat_map(pe, left, title="Encoding", unit="added to the input")
-    left.set_xlabel("channel")
-    left.set_ylabel("position")
+    left.set(xlabel="channel", ylabel="position")
     heat_map(pe @ pe.T, right, title="Product of the encodings of two positions", unit="PE(s) · PE(t)")
-    right.set_xlabel("position t")
-    right.set_ylabel("position s")
+    right.set(xlabel="position t", ylabel="position s")
     return figure
 
 
@@ -220,23 +216,15 @@ def rotary_angles(rules: Mapping[str, Array], length: int, *, title: str | None 
     figure = new_figure(10.5, 4.3, title)
     left, right = figure.subplots(1, 2)
     name, first = next(iter(rules.items()))
-    heat_map(
-        np.cos(np.arange(length)[:, None] * first),
-        left,
-        title=f"Cosine of the angle: {name}",
-        unit="cos",
-        limits=(-1, 1),
-    )
-    left.set_xlabel("pair of channels")
-    left.set_ylabel("position")
+    cosines = np.cos(np.arange(length)[:, None] * first)
+    heat_map(cosines, left, title=f"Cosine of the angle: {name}", unit="cos", limits=(-1, 1))
+    left.set(xlabel="pair of channels", ylabel="position")
     for style, (label, omega) in enumerate(rules.items()):
         # Earlier lines are wider, so that they are still seen where later ones run along them.
         right.plot(2 * np.pi / np.asarray(omega), label=label, linewidth=1.4 + 1.8 * (len(rules) - 1 - style))
-    right.set_yscale("log")
+    right.set(yscale="log", xlabel="pair of channels", ylabel="positions for one whole turn")
     right.axhline(length, color="0.6", linewidth=0.8, linestyle="--")
     right.text(0, length, f" {length} positions", va="bottom", fontsize="small", color="0.4")
-    right.set_xlabel("pair of channels")
-    right.set_ylabel("positions for one whole turn")
     right.set_title("Wavelengths", fontsize="medium")
     right.legend(frameon=False, fontsize="small")
     return figure
@@ -298,10 +286,8 @@ def rel_shift_steps(q_len: int, k_len: int, variant: Shift = "conformer", *, tit
         (after, f"After rel_shift, {variant!r}", "key j", [str(m) for m in range(k_len)]),
     ):
         ax.set_title(name, fontsize="medium")
-        ax.set_xlabel(label)
         ax.set_xticks(range(len(ticks)), ticks)
-        ax.set_yticks(range(q_len))
-        ax.set_ylabel("query i")
+        ax.set(xlabel=label, ylabel="query i", yticks=range(q_len))
     return figure
 
 
@@ -344,10 +330,8 @@ def speed_by_length(lengths: Mapping[str, Mapping[str, float]], *, title: str | 
         ax.plot(n, guide, color="0.6", linestyle="--", linewidth=1, label=rule)
         ax.plot(n, found, marker="o", label="measured")
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
+        ax.set(yscale="log", xlabel="length L", ylabel=label)
         ax.set_xticks(n, [f"{int(length):,}" for length in n], fontsize="small")
         ax.minorticks_off()
-        ax.set_xlabel("length L")
-        ax.set_ylabel(label)
         ax.legend(frameon=False, fontsize="small")
     return figure

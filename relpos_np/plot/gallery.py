@@ -40,12 +40,21 @@ def position_effect(one: Example) -> Array:
         Of the first batch item, in float64; NaN where the example excludes a key.
     """
     q, k = (np.repeat(x.astype(np.float64)[:, :, :1], x.shape[-2], axis=-2) for x in (one.q, one.k))
-    options: dict[str, Any] = {name: one.kwargs[name] for name in one.kwargs if name not in ("dropout", "rng")}
-    placed = logits(q, k, position=one.position, backend="numpy", **options)[0]
-    plain = logits(q, k, backend="numpy", **options)[0]
+    placed = logits(q, k, position=one.position, backend="numpy", **_options(one))[0]
+    plain = logits(q, k, backend="numpy", **_options(one))[0]
     seen = np.isfinite(plain) & np.isfinite(placed)
     effect: Array = np.subtract(placed, plain, where=seen, out=np.full(placed.shape, np.nan))
     return effect
+
+
+def _options(one: Example) -> dict[str, Any]:
+    """Those of its call that scores have."""
+    return {name: x for name, x in one.kwargs.items() if name not in ("dropout", "rng")}
+
+
+def _titled(one: Example) -> str:
+    name = SCHEMES[one.name].cls.__name__
+    return f"{name}, {one.variant}" if one.variant else name
 
 
 def _by_distance(effect: Array, k_len: int, offset: int) -> tuple[Array, Array] | None:
@@ -96,7 +105,7 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
         If matplotlib is not installed.
     """
     one = example(name, dtype="float64", seed=seed, variant=variant)
-    title = f"{SCHEMES[name].cls.__name__}, {one.variant}" if one.variant else SCHEMES[name].cls.__name__
+    title = _titled(one)
     if one.x is not None:
         encoding = one.encoding
         assert isinstance(encoding, AbsoluteEncoding)
@@ -111,20 +120,18 @@ def scheme_picture(name: str, *, variant: str | None = None, seed: int = 0) -> F
     *maps, right = figure.subplots(1, shown + 1, width_ratios=[1.0] * shown + [1.3])
     limits = span(effect[:shown])
     for h, ax in enumerate(maps):
-        heat_map(
-            effect[h], ax, title=f"head {h}", limits=limits, colorbar=h == shown - 1, unit="change of the score (nats)"
-        )
-        ax.set_aspect("equal")
-        ax.set_facecolor("0.8")
+        last, unit = h == shown - 1, "change of the score (nats)"
+        heat_map(effect[h], ax, title=f"head {h}", limits=limits, colorbar=last, unit=unit)
+        ax.set(aspect="equal", facecolor="0.8")
     right.axhline(0, color="0.75", linewidth=0.8, zorder=0)
     if found is not None:
         right.axvline(0, color="0.75", linewidth=0.8, zorder=0)
-        right.set_xlabel("relative position of the key, j − i − M")
-        right.set_title("By relative position", fontsize="medium")
+        label, named = "relative position of the key, j − i − M", "By relative position"
     else:
         found = np.arange(k_len), effect[:, q_len // 2]
-        right.set_xlabel("key j")
-        right.set_title(f"Query {q_len // 2}: not by relative position alone", fontsize="medium")
+        label, named = "key j", f"Query {q_len // 2}: not by relative position alone"
+    right.set_xlabel(label)
+    right.set_title(named, fontsize="medium")
     for h, values in enumerate(found[1][:shown]):
         right.plot(found[0], values, drawstyle="steps-mid", linewidth=1.3, label=f"head {h}")
     if shown > 1:
@@ -156,8 +163,7 @@ def differences_picture(name: str, *, variant: str | None = None, seed: int = 0)
     one = example(name, dtype="float64", seed=seed, variant=variant)
     if not isinstance(one.position, WindowBias):
         raise RelposValueError(f"{name}: has no table by differences of coordinates, only window has one")
-    title = f"WindowBias, {one.variant}: head 0"
-    return window_differences(one.position, title=title)
+    return window_differences(one.position, title=f"{_titled(one)}: head 0")
 
 
 def rows_picture(name: str, *, variant: str | None = None, seed: int = 0) -> Figure:
@@ -185,8 +191,7 @@ def rows_picture(name: str, *, variant: str | None = None, seed: int = 0) -> Fig
     if not maps:
         raise RelposValueError(f"{name}: takes no rows of a table; relpos plot {name} draws what it adds")
     q_len, k_len = next(iter(maps.values())).shape
-    title = f"{SCHEMES[name].cls.__name__}, {one.variant}" if one.variant else SCHEMES[name].cls.__name__
-    figure = new_figure((0.9 + 0.42 * k_len) * len(maps), 1.5 + 0.42 * q_len, f"{title}: row of the table")
+    figure = new_figure((0.9 + 0.42 * k_len) * len(maps), 1.5 + 0.42 * q_len, f"{_titled(one)}: row of the table")
     axes = np.atleast_1d(figure.subplots(1, len(maps)))
     for (words, rows), ax in zip(maps.items(), axes, strict=True):
         numbered_map(rows, ax, title=words)
@@ -197,8 +202,7 @@ def _index_maps(one: Example) -> dict[str, Array]:
     """The maps of all terms of an example, of the first batch item, by what their rows meet; equal ones once."""
     if one.position is None:
         return {}
-    options: dict[str, Any] = {name: one.kwargs[name] for name in one.kwargs if name not in ("dropout", "rng")}
-    problem, _, _ = check.problem(one.q, one.k, one.v, **options)
+    problem, _, _ = check.problem(one.q, one.k, one.v, **_options(one))
     terms = one.position.lower(problem.q, problem.k, problem.site)
     parts: dict[str, Any] = {
         "to scores": terms.tables,

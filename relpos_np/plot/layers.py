@@ -9,13 +9,8 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.layers import (
-    MultiHeadAttention,
-    RelativeMultiHeadAttention,
-    SwinAttention,
-    cyclic_shift,
-    window_partition,
-)
+from relpos_np.layers import MultiHeadAttention, RelativeMultiHeadAttention, SwinAttention
+from relpos_np.layers.swin import cyclic_shift, window_partition
 from relpos_np.plot.bias import heat_map, new_figure
 from relpos_np.plot.diagrams import numbered_map
 from relpos_np.schemes.t5 import T5
@@ -126,9 +121,7 @@ def _sequence(shares: Array, title: str | None) -> Figure:
     right.axvline(middle, color="0.75", linewidth=0.8, zorder=0)
     right.plot(shares[middle], drawstyle="steps-mid", label="with positions")
     right.set_title(f"Query {middle}", fontsize="medium")
-    right.set_xlabel("key j")
-    right.set_ylabel("probability")
-    right.set_ylim(bottom=0)
+    right.set(xlabel="key j", ylabel="probability", ylim=(0, None))
     right.locator_params(axis="x", integer=True)
     right.legend(frameon=False, fontsize="small")
     return figure
@@ -152,13 +145,10 @@ def _map(layer: SwinAttention, grid: tuple[int, int], shares: Array, title: str 
         frame = {"marker": "s", "markerfacecolor": "none", "markeredgecolor": "tab:red", "markeredgewidth": 2}
         axes[n].plot([x], [y], markersize=9, linestyle="none", **frame)
     for n, ax in enumerate(axes):
-        for place in range(shift[0], height + 1, window[0]):
-            ax.axhline(place - 0.5, color="black" if n == 0 else "white", linewidth=1.5)
-        for place in range(shift[1], width + 1, window[1]):
-            ax.axvline(place - 0.5, color="black" if n == 0 else "white", linewidth=1.5)
-        ax.set_aspect("equal")
-        ax.set_xlabel("column")
-        ax.set_ylabel("row" if n == 0 else "")
+        for axis, line in enumerate((ax.axhline, ax.axvline)):
+            for place in range(shift[axis], grid[axis] + 1, window[axis]):
+                line(place - 0.5, color="black" if n == 0 else "white", linewidth=1.5)
+        ax.set(aspect="equal", xlabel="column", ylabel="row" if n == 0 else "")
     return figure
 
 

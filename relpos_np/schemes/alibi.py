@@ -2,21 +2,20 @@ r"""ALiBi: a penalty that grows linearly with the distance, with one fixed slope
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import KeyTerm, TableTerm, Terms
 from relpos_np.errors import RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import finite
 from relpos_np.types import Array
 
-FORMS = ("symmetric", "causal", "key")
+Form: TypeAlias = Literal["symmetric", "causal", "key"]
+FORMS = get_args(Form)
 
 
 def alibi_slopes(heads: int, *, bias_max: float = 8.0) -> Array:
@@ -61,9 +60,7 @@ def alibi_slopes(heads: int, *, bias_max: float = 8.0) -> Array:
     return np.concatenate([first, second[0::2][: heads - whole]])
 
 
-def alibi_bias(
-    slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: Literal["symmetric", "causal", "key"] = "symmetric"
-) -> Array:
+def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: Form = "symmetric") -> Array:
     r"""The bias of every pair, written out.
 
     With the relative position d = j - (i + offset) it is
@@ -143,12 +140,7 @@ class ALiBi(Scheme):
         return self.form != "key"
 
     def __init__(
-        self,
-        slopes: Any = None,
-        *,
-        heads: int | None = None,
-        form: Literal["symmetric", "causal", "key"] = "symmetric",
-        bias_max: float | None = None,
+        self, slopes: Any = None, *, heads: int | None = None, form: Form = "symmetric", bias_max: float | None = None
     ) -> None:
         if slopes is not None and heads is not None:
             raise RelposValueError(
@@ -160,10 +152,7 @@ class ALiBi(Scheme):
         self.slopes = None if slopes is None else check.table("slopes", slopes, "heads")
         self.heads = None if heads is None else check.integer("heads", heads, 1)
         self.form = check.choice("form", form, FORMS)
-        if self.slopes is not None and not np.isfinite(self.slopes).all():
-            raise RelposValueError(
-                f"slopes: expected finite numbers, found {self.slopes[~np.isfinite(self.slopes)][0]}"
-            )
+        finite("slopes", self.slopes)
 
     def check(self, site: Site) -> None:
         """There must be one slope per head."""
@@ -219,11 +208,19 @@ class ALiBi(Scheme):
         return f"ALiBi({given}, form={self.form!r})"
 
 
+@register(
+    "alibi",
+    ALiBi,
+    adds="a penalty in proportion to the distance, one slope per head",
+    paper="Press et al., ICLR 2022",
+    variants=FORMS,
+    models="BLOOM, MPT, Falcon-RW",
+)
 def _build(at: Sample) -> dict[str, Any]:
     # As many heads as are no power of two, whose slopes follow another rule.
     parts = at.operands(6 if at.variant == "key" else 4, 2)
     heads = parts["q"].shape[-3]
-    form: Literal["symmetric", "causal", "key"] = at.variant or "symmetric"
+    form: Form = at.variant or "symmetric"
     if form == "symmetric":
         given = at.pick("slopes", "nothing", "bias_max")
         slopes = np.abs(at.normal(heads)) if given == "slopes" else None
@@ -232,14 +229,3 @@ def _build(at: Sample) -> dict[str, Any]:
     given = at.pick("not", "slopes")
     options = {"slopes": at.normal(heads)} if given == "slopes" else {"heads": heads} if form == "key" else {}
     return {**parts, "position": ALiBi(**options, form=form), "kwargs": {"causal": True}}
-
-
-register(
-    "alibi",
-    ALiBi,
-    _build,
-    adds="a penalty in proportion to the distance, one slope per head",
-    paper="Press et al., ICLR 2022",
-    variants=FORMS,
-    models="BLOOM, MPT, Falcon-RW",
-)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Never, TypeAlias
+from typing import Any, Never, Self, TypeAlias
 
 import numpy as np
 
-from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import Change, Terms
-from relpos_np.errors import RelposTypeError
+# With `as`, what a scheme's file takes from here.
+from relpos_np._contract.problem import Part as Part
+from relpos_np._contract.problem import Site as Site
+from relpos_np._contract.terms import Change
+from relpos_np._contract.terms import Terms as Terms
+from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.schemes.registry import register as register
+from relpos_np.schemes.sample import Sample as Sample
 from relpos_np.types import Array
 
 
@@ -116,6 +124,10 @@ class Scheme:
     dense = False
     turns_values = False
     roundings: float | None = None
+    # Why no part of a call can be computed alone, for a scheme of which that is true.
+    _whole = ""
+    # Attributes that a scheme prints, where they are given: arrays by their shape.
+    _printed: tuple[str, ...] = ()
 
     @property
     def covers(self) -> bool:
@@ -310,6 +322,8 @@ class Scheme:
         tuple of Scheme, Site and Part
             A scheme, the call it is to be lowered for, and the part as that call sees it.
         """
+        if self._whole:
+            raise RelposValueError(f"position: {self!r} cannot be computed for a part of a call, since {self._whole}")
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
     def held(self, site: Site) -> Held:
@@ -349,6 +363,49 @@ class Scheme:
             Of q and k, and of the scheme's arrays.
         """
         lacks(self, "lift")
+
+    def _with(self, **changed: Any) -> Self:
+        """A copy with other attributes, for a part of a call."""
+        cut = copy.copy(self)
+        vars(cut).update(changed)
+        return cut
+
+    def __repr__(self) -> str:
+        if not self._printed:
+            return super().__repr__()
+        given = {name: getattr(self, name) for name in self._printed}
+        words = [
+            f"{name}={value.shape if isinstance(value, np.ndarray) else repr(value)}"
+            for name, value in given.items()
+            if value is not None
+        ]
+        return f"{type(self).__name__}({', '.join(words)})"
+
+
+def evaluated(formula: Callable[..., Any], scheme: Scheme, site: Site, *, cast: bool = False, **given: Any) -> Any:
+    """A formula of a call: its arguments are attributes of the call or of the scheme, by their names.
+
+    Parameters
+    ----------
+    formula : callable
+        Takes q_len, k_len and offset of a call, and attributes of the scheme.
+    scheme, site
+        What has the attributes.
+    cast : bool
+        Whether the scheme's arrays are given in the dtype of the call, and not as they are.
+    **given
+        Arguments that are no attributes.
+
+    Returns
+    -------
+    Any
+        What the formula returns.
+    """
+    for name in inspect.signature(formula).parameters:
+        if name not in given:
+            value = getattr(site if name in ("q_len", "k_len", "offset") else scheme, name)
+            given[name] = value.astype(site.dtype, copy=False) if cast and isinstance(value, np.ndarray) else value
+    return formula(**given)
 
 
 _WITHOUT = {

@@ -2,7 +2,7 @@ r"""BEiT: one learned scalar per head and difference of patch coordinates, with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -11,12 +11,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import Dense, TableTerm, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np._contract.terms import Dense
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.base import Sample, Site, register
+from relpos_np.schemes.checks import plane, same_tokens
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
 
@@ -68,7 +67,7 @@ def _map(grid: tuple[int, int]) -> Dense:
     return Dense(index, window.rows + 3)
 
 
-class BEiT(Scheme):
+class BEiT(LookupScheme):
     r"""Learned bias of a window with a class token in front.
 
     .. math::
@@ -104,15 +103,13 @@ class BEiT(Scheme):
     ICML 2022.
     """
 
-    computes = False
     roundings = 0.0
     dense = True
+    _printed = ("table", "grid")
 
     def __init__(self, table: Any, grid: Sequence[int]) -> None:
         self.table = check.table("table", table, "rows heads")
-        if not isinstance(grid, tuple | list) or len(grid) != 2:
-            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {shown(grid)}")
-        self.grid = check.integer("grid", grid[0], 1), check.integer("grid", grid[1], 1)
+        self.grid = plane("grid", grid)
         rows = prod(2 * n - 1 for n in self.grid) + 3
         if len(self.table) != rows:
             raise RelposValueError(f"table: grid {self.grid} needs {rows} rows, found shape {self.table.shape}")
@@ -120,42 +117,27 @@ class BEiT(Scheme):
     def check(self, site: Site) -> None:
         """The table must have a column per head, and the call the tokens of the grid."""
         check.heads("table", self.table, 1, site)
-        if not 1 + prod(self.grid) == site.q_len == site.k_len:
-            raise RelposValueError(
-                f"grid: {self.grid} and a class token are {1 + prod(self.grid)} tokens, the call has {site.q_len} "
-                f"queries and {site.k_len} keys"
-            )
+        same_tokens(self.grid, site, 1)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
         return np.moveaxis(self.table.astype(site.dtype, copy=False)[beit_index(self.grid)], -1, 0)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term on a dense map."""
-        return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), _map(self.grid)),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """One column per head again."""
-        return SchemeGradient(arrays={"table": grad.tables[0].table.T})
-
-    def __repr__(self) -> str:
-        return f"BEiT(table={self.table.shape}, grid={self.grid})"
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        yield Lookup("table", "tables", self.table.T, _map(self.grid), np.transpose)
 
 
+@register(
+    "beit",
+    BEiT,
+    adds="a window's bias with a class token",
+    paper="Bao et al., ICLR 2022",
+    models="BEiT, data2vec vision",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     height, width = at.grid
     length = 1 + height * width
     parts = at.operands(3, 3, length, length)
     position = BEiT(at.normal((2 * height - 1) * (2 * width - 1) + 3, parts["q"].shape[-3]), at.grid)
     return {**parts, "position": position}
-
-
-register(
-    "beit",
-    BEiT,
-    _build,
-    adds="a window's bias with a class token",
-    paper="Bao et al., ICLR 2022",
-    models="BEiT, data2vec vision",
-    far=True,
-)

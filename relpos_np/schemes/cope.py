@@ -9,13 +9,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.counted import CountedBias
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.checks import vectors
 from relpos_np.types import Array
 
 VARIANTS = ("paper", "ram")
@@ -130,6 +128,7 @@ class CoPE(Scheme):
     """
 
     by_rows = True
+    _printed = ("table", "variant", "gate_key", "counted")
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]
@@ -150,12 +149,7 @@ class CoPE(Scheme):
 
     def check(self, site: Site) -> None:
         """Vectors must match the queries, and what is given per key its shape."""
-        if self.table.shape[-1] != site.head_dim:
-            raise RelposValueError(
-                f"table: shape {self.table.shape} has vectors of {self.table.shape[-1]}, the call needs {site.head_dim}"
-            )
-        if self.table.ndim == 3:
-            check.heads("table", self.table, 0, site)
+        vectors("table", self.table, site.head_dim, site)
         wanted = (site.kv_heads, site.k_len, site.head_dim)
         if self.gate_key is not None:
             if self.gate_key.shape[-3:] != wanted:
@@ -283,20 +277,20 @@ class CoPE(Scheme):
         clean = np.where(np.isfinite(keys), keys, 0.0)
         return clean, gates, whole, row, positions - row
 
-    def __repr__(self) -> str:
-        given = "".join(
-            f", {name}={x.shape}"
-            for name, x in (("gate_key", self.gate_key), ("counted", self.counted))
-            if x is not None
-        )
-        return f"CoPE(table={self.table.shape}, variant={self.variant!r}{given})"
-
 
 # Positions stay this far from whole numbers, where their slope changes, so that difference quotients of an example say
 # something; and how many positions there are.
 _MARGIN, _POSITIONS = 4e-3, 12
 
 
+@register(
+    "cope",
+    CoPE,
+    adds="positions counted by gates, interpolated",
+    paper="Golovneva et al., 2024",
+    variants=VARIANTS,
+    models="CoPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     if at.q_len * at.k_len <= 1 << 12:
@@ -328,14 +322,3 @@ def _between(q: Array, k: Array) -> Array:
             break
         factor += again / 64
     return (q * factor).astype(q.dtype)
-
-
-register(
-    "cope",
-    CoPE,
-    _build,
-    adds="positions counted by gates, interpolated",
-    paper="Golovneva et al., 2024",
-    variants=VARIANTS,
-    models="CoPE",
-)

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import TableTerm, Terms, cut_map, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.alibi import ALiBi
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.schemes.fire import FIRE
 from relpos_np.schemes.kerple import KERPLE
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
 from relpos_np.schemes.t5 import T5
 from relpos_np.types import Array
 
@@ -102,6 +99,7 @@ class DAPE(Scheme):
     """
 
     restarts = True
+    _whole = "its network needs all heads"
 
     def __init__(self, bias: Scheme, w1: Any, b1: Any, w2: Any, b2: Any, *, slope: float = 0.01) -> None:
         if not isinstance(bias, ALiBi | KERPLE | FIRE | T5):
@@ -145,12 +143,6 @@ class DAPE(Scheme):
             added = np.matmul(w2, np.where(hidden > 0, hidden, self.slope * hidden)) + b2[:, None]
             out[..., rows, :] = added.reshape(*site.batch, *bias.shape) + bias
         return Terms(biases=(out,))
-
-    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """Nothing: the network needs all heads."""
-        raise RelposValueError(
-            f"position: {self!r} cannot be computed for a part of a call, since its network needs all heads"
-        )
 
     def held(self, site: Site) -> Held:
         """In the formula numbers of float64 for every pair of all heads and hidden units; else a block of them."""
@@ -237,6 +229,14 @@ class DAPE(Scheme):
         return f"DAPE(bias={self.bias!r}, hidden={hidden}, heads={heads})"
 
 
+@register(
+    "dape",
+    DAPE,
+    adds="a bias that a network adapts to the scores of all heads",
+    paper="Zheng et al., NeurIPS 2024",
+    options="around `ALiBi`, `KERPLE`, `FIRE` or `T5`",
+    models="DAPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads = parts["q"].shape[-3]
@@ -253,14 +253,3 @@ def _build(at: Sample) -> dict[str, Any]:
         bias = FIRE(*network, c=np.asarray(0.25, b1.dtype), threshold=np.asarray(at.pick(4.75, 300.5), b1.dtype))
     position = DAPE(bias, w1.astype(b1.dtype), b1, w2.astype(b1.dtype), b2, slope=at.pick(0.01, 0.5, 0.0))
     return {**parts, "position": position, "kwargs": {"causal": True}}
-
-
-register(
-    "dape",
-    DAPE,
-    _build,
-    adds="a bias that a network adapts to the scores of all heads",
-    paper="Zheng et al., NeurIPS 2024",
-    options="around `ALiBi`, `KERPLE`, `FIRE` or `T5`",
-    models="DAPE",
-)

@@ -3,22 +3,21 @@ r"""DeBERTa: content to position and position to content, with linear or logarit
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import deberta_map
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import KeyTerm, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Site, register
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
-P2C = ("code", "paper")
+PositionSign: TypeAlias = Literal["code", "paper"]
+P2C = get_args(PositionSign)
 
 
 def deberta_bucket(distance: Array, *, span: int, max_position: int | None = None) -> Int64:
@@ -81,7 +80,7 @@ def deberta_scores(
     *,
     offset: int = 0,
     max_position: int | None = None,
-    p2c: Literal["code", "paper"] = "code",
+    p2c: PositionSign = "code",
 ) -> tuple[Array | None, Array | None]:
     r"""The two unscaled parts that positions add to :math:`q_i \cdot k_j`.
 
@@ -133,7 +132,7 @@ def deberta_scores(
     return content, position
 
 
-class DeBERTa(Scheme):
+class DeBERTa(LookupScheme):
     r"""Disentangled attention of DeBERTa v1, v2 and v3.
 
     .. math::
@@ -187,16 +186,11 @@ class DeBERTa(Scheme):
     """
 
     relative = True
-    computes = False
     roundings = 1.0
+    _printed = ("pos_key", "pos_query", "max_position", "p2c")
 
     def __init__(
-        self,
-        pos_key: Any = None,
-        pos_query: Any = None,
-        *,
-        max_position: Any = None,
-        p2c: Literal["code", "paper"] = "code",
+        self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: PositionSign = "code"
     ) -> None:
         if pos_key is None and pos_query is None:
             raise RelposValueError("DeBERTa: expected pos_key, pos_query or both, found neither")
@@ -212,7 +206,7 @@ class DeBERTa(Scheme):
         if len(given) == 2 and given[0][1].shape != given[1][1].shape:
             raise RelposValueError(f"pos_query: expected {given[0][1].shape} as pos_key, found {given[1][1].shape}")
         self._heads, rows, self._dim = given[0][1].shape
-        span = rows // 2
+        self._span = span = rows // 2
         if self.max_position is not None and (span < 4 or self.max_position <= span // 2 + 1):
             raise RelposValueError(
                 f"max_position: {max_position} leaves no buckets; with 2s = {rows} rows it needs s >= 4 and more than "
@@ -237,47 +231,30 @@ class DeBERTa(Scheme):
         first, *others = (part for part in added if part is not None)
         return np.asarray(sum(others, first) * site.dtype.type(site.scale))
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """A query term and a key term on Toeplitz maps."""
-        queries: tuple[QueryTerm, ...] = ()
-        keys: tuple[KeyTerm, ...] = ()
-        scale = site.dtype.type(site.scale)
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
         lengths = site.q_len, site.k_len, site.offset
+        span = (self._span, self.max_position)
         if self.pos_key is not None:
-            weights = self.pos_key.astype(site.dtype, copy=False) * scale
-            queries = (QueryTerm(q, weights, deberta_map(*lengths, weights.shape[1] // 2, self.max_position, True)),)
+            yield Lookup("pos_key", "queries", self.pos_key, deberta_map(*lengths, *span, True))
         if self.pos_query is not None:
-            weights = self.pos_query.astype(site.dtype, copy=False) * scale
-            index = deberta_map(*lengths, weights.shape[1] // 2, self.max_position, self.p2c == "code")
-            keys = (KeyTerm(k, weights, index),)
-        return Terms(queries=queries, keys=keys)
+            yield Lookup("pos_query", "keys", self.pos_query, deberta_map(*lengths, *span, self.p2c == "code"))
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector per head for every pair."""
         vectors = site.q_len * site.k_len * site.heads * site.head_dim * site.dtype.itemsize
         return Held(super().held(site).formula + vectors)
 
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """Tables collect what the terms' weights receive."""
-        scale = site.dtype.type(site.scale)
-        found = SchemeGradient()
-        if grad.queries:
-            found.q = grad.queries[0].query
-            found.arrays["pos_key"] = grad.queries[0].weights * scale
-        if grad.keys:
-            found.k = grad.keys[0].key
-            found.arrays["pos_query"] = grad.keys[0].weights * scale
-        return found
 
-    def __repr__(self) -> str:
-        shapes = [
-            f"{name}={x.shape}"
-            for name, x in (("pos_key", self.pos_key), ("pos_query", self.pos_query))
-            if x is not None
-        ]
-        return f"DeBERTa({', '.join(shapes)}, max_position={self.max_position}, p2c={self.p2c!r})"
-
-
+@register(
+    "deberta",
+    DeBERTa,
+    adds="content to position and position to content",
+    paper="He et al., ICLR 2021",
+    variants=P2C,
+    options="logarithmic buckets of v2 and v3",
+    models="DeBERTa, DeBERTa v2, DeBERTa v3",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     rows = at.pick(32, 8, 100)
@@ -289,16 +266,3 @@ def _build(at: Sample) -> dict[str, Any]:
         p2c=at.variant or "code",
     )
     return {**parts, "position": position, "kwargs": {"scale": position.scale}}
-
-
-register(
-    "deberta",
-    DeBERTa,
-    _build,
-    adds="content to position and position to content",
-    paper="He et al., ICLR 2021",
-    variants=P2C,
-    options="logarithmic buckets of v2 and v3",
-    models="DeBERTa, DeBERTa v2, DeBERTa v3",
-    far=True,
-)

@@ -10,21 +10,19 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, QueryTerm, Terms
-from relpos_np.errors import RelposTypeError, RelposValueError, shown
+from relpos_np.errors import RelposValueError
+from relpos_np.formulas.buckets import ROUNDING, Rounding
 from relpos_np.formulas.resize_tables import resize_matrix
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.checks import plane, tokens, vectors
 from relpos_np.types import Array, Int64
 
 VARIANTS = ("sam", "mvit")
-ROUNDING = ("exact", "float32")
 Grid = tuple[int, int]
 
 
-def axis_rows(q_size: int, k_size: int, *, rounding: Literal["exact", "float32"] = "exact") -> Int64:
+def axis_rows(q_size: int, k_size: int, *, rounding: Rounding = "exact") -> Int64:
     r"""Table row of each pair of coordinates along one axis, which queries and keys may sample differently.
 
     .. math::
@@ -68,7 +66,7 @@ def decomposed_scores(
     grid: Sequence[int],
     key_grid: Sequence[int],
     *,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
 ) -> Array:
     r"""What both tables add to the scores, written out.
 
@@ -183,6 +181,7 @@ class DecomposedBias(Scheme):
 
     computes = False
     dense = True
+    _printed = ("height_table", "width_table", "grid", "key_grid", "variant")
 
     def __init__(
         self,
@@ -193,12 +192,12 @@ class DecomposedBias(Scheme):
         *,
         variant: Literal["sam", "mvit"] = "sam",
         class_token: bool = False,
-        rounding: Literal["exact", "float32"] = "exact",
+        rounding: Rounding = "exact",
     ) -> None:
         self.height_table = check.table("height_table", height_table, "rows head_dim")
         self.width_table = check.table("width_table", width_table, "rows head_dim")
-        self.grid = _grid("grid", grid)
-        self.key_grid = self.grid if key_grid is None else _grid("key_grid", key_grid)
+        self.grid = plane("grid", grid)
+        self.key_grid = self.grid if key_grid is None else plane("key_grid", key_grid)
         self.variant = check.choice("variant", variant, VARIANTS)
         self.class_token = check.flag("class_token", class_token)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
@@ -221,32 +220,14 @@ class DecomposedBias(Scheme):
 
     def check(self, site: Site) -> None:
         """The grids must hold the call's tokens, and the vectors have the call's head_dim."""
-        if self.height_table.shape[1] != site.head_dim:
-            raise RelposValueError(
-                f"height_table: shape {self.height_table.shape} has vectors of {self.height_table.shape[1]}, "
-                f"the call needs {site.head_dim}"
-            )
-        for name, grid, length in (
-            ("grid", self.grid, site.q_len),
-            ("key_grid", self.key_grid, site.k_len),
-        ):
-            if prod(grid) + self.class_token != length:
-                and_class = " and a class token" if self.class_token else ""
-                raise RelposValueError(
-                    f"{name}: {grid}{and_class} has {prod(grid) + self.class_token} tokens, the call has {length}"
-                )
+        vectors("height_table", self.height_table, site.head_dim, site)
+        tokens("grid", self.grid, site.q_len, int(self.class_token))
+        tokens("key_grid", self.key_grid, site.k_len, int(self.class_token))
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """Products of the queries with both vectors."""
         start = 1 if self.class_token else 0
-        added = decomposed_scores(
-            q[..., start:, :],
-            self.height_table,
-            self.width_table,
-            self.grid,
-            self.key_grid,
-            rounding=self.rounding,
-        )
+        added = np.asarray(evaluated(decomposed_scores, self, site, q=q[..., start:, :]))
         if start:
             added = np.pad(added, [(0, 0)] * (added.ndim - 2) + [(1, 0), (1, 0)])
         return added
@@ -268,19 +249,16 @@ class DecomposedBias(Scheme):
             arrays[name] = weights if len(table) == rows else resize_matrix(len(table), rows, "linear").T @ weights
         return SchemeGradient(q=grad.queries[0].query + grad.queries[1].query, arrays=arrays)
 
-    def __repr__(self) -> str:
-        return (
-            f"DecomposedBias(height_table={self.height_table.shape}, width_table={self.width_table.shape}, "
-            f"grid={self.grid}, key_grid={self.key_grid}, variant={self.variant!r})"
-        )
 
-
-def _grid(name: str, value: Any) -> Grid:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise RelposTypeError(f"{name}: expected height and width such as (14, 14), found {shown(value)}")
-    return check.integer(name, value[0], 1), check.integer(name, value[1], 1)
-
-
+@register(
+    "decomposed",
+    DecomposedBias,
+    adds="a vector per row and per column difference",
+    paper="Li et al., CVPR 2022; Kirillov et al., ICCV 2023",
+    variants=VARIANTS,
+    models="SAM, ViTDet, MViTv2",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     height, width = at.grid
     if at.variant == "mvit":
@@ -294,15 +272,3 @@ def _build(at: Sample) -> dict[str, Any]:
     keys, token = at.pick(at.grid, (height, 2 * width), ((height + 1) // 2, width)), at.pick(False, True)
     position = DecomposedBias(down, right, at.grid, keys if keys != at.grid else None, class_token=token)
     return {**at.operands(3, 3, token + height * width, token + keys[0] * keys[1]), "position": position}
-
-
-register(
-    "decomposed",
-    DecomposedBias,
-    _build,
-    adds="a vector per row and per column difference",
-    paper="Li et al., CVPR 2022; Kirillov et al., ICCV 2023",
-    variants=VARIANTS,
-    models="SAM, ViTDet, MViTv2",
-    far=True,
-)

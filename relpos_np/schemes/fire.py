@@ -2,19 +2,15 @@ r"""FIRE: a small network of the distance, which is measured against how far the
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 # Hidden activations that are held at a time while the bias of every pair is computed.
@@ -157,8 +153,8 @@ class FIRE(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        network = self.w1, self.b1, self.w2, self.b2, self.c.item(), self.threshold.item()
-        return fire_bias(*network, site.q_len, site.k_len, offset=site.offset, eps=self.eps).astype(site.dtype)
+        numbers = {"c": self.c.item(), "threshold": self.threshold.item()}
+        return np.asarray(evaluated(fire_bias, self, site, **numbers), site.dtype)
 
     def _blocks(self, site: Site) -> tuple[bool, list[tuple[slice, Array, Array]]]:
         """Whether distances decide alone, and blocks of rows with their distances n and the m that n is held against.
@@ -200,9 +196,7 @@ class FIRE(Scheme):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Places of queries count from the first key of all."""
-        cut = copy.copy(self)
-        cut._first_key = part.keys.start
-        return (cut, *part.nearby(site))
+        return (self._with(_first_key=part.keys.start), *part.nearby(site))
 
     def held(self, site: Site) -> Held:
         """The formula has all hidden units of every pair at once, the kernels' side of a block of queries."""
@@ -239,6 +233,13 @@ class FIRE(Scheme):
         return f"FIRE(hidden={hidden}, heads={heads}, eps={self.eps})"
 
 
+@register(
+    "fire",
+    FIRE,
+    adds="a small network of the normalised distance",
+    paper="Li et al., ICLR 2024",
+    models="FIRE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads = parts["q"].shape[-3]
@@ -248,13 +249,3 @@ def _build(at: Sample) -> dict[str, Any]:
     far = at.pick(max(at.k_len - at.q_len / 2 - 0.25, 0.75), 0.5, at.k_len + 200.5)
     position = FIRE(w1, b1, w2, b2, *(np.asarray(x, w1.dtype) for x in (0.25, far)), eps=at.pick(0.0, 1e-6, 0.5))
     return {**parts, "position": position, "kwargs": {"causal": True}}
-
-
-register(
-    "fire",
-    FIRE,
-    _build,
-    adds="a small network of the normalised distance",
-    paper="Li et al., ICLR 2024",
-    models="FIRE",
-)

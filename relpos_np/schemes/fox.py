@@ -2,26 +2,24 @@ r"""FoX and CABLE: every key forgets what lies before it, by a gate of its own."
 
 from __future__ import annotations
 
-import copy
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
-VARIANTS = ("fox", "cable", "log")
+Variant: TypeAlias = Literal["fox", "cable", "log"]
+VARIANTS = get_args(Variant)
 
 
-def forget_gates(gates: Array, *, variant: Literal["fox", "cable", "log"] = "fox") -> Array:
+def forget_gates(gates: Array, *, variant: Variant = "fox") -> Array:
     r"""Logarithms of forget gates.
 
     .. math::
@@ -132,18 +130,16 @@ class FoX(Scheme):
     """
 
     computes = False
+    _printed = ("gates", "variant")
 
-    def __init__(self, gates: Any, *, variant: Literal["fox", "cable", "log"] = "fox") -> None:
+    def __init__(self, gates: Any, *, variant: Variant = "fox") -> None:
         self.gates = check.ordered("gates", gates)
         self.variant = check.choice("variant", variant, VARIANTS)
         # Slopes, and what is left of the sums at queries and at keys, in a part of a call.
         self._cut: tuple[Array, Array, Array] | None = None
         if self.gates.ndim < 2:
             raise RelposValueError(f"gates: expected shape (..., H, L_k), found {self.gates.shape}")
-        if not np.isfinite(self.gates).all():
-            raise RelposValueError(
-                f"gates: expected finite numbers, found {self.gates[~np.isfinite(self.gates)].flat[0]}"
-            )
+        finite("gates", self.gates)
 
     def check(self, site: Site) -> None:
         """There must be a gate per head and key, and one at the place of every query."""
@@ -151,11 +147,7 @@ class FoX(Scheme):
         if self.gates.shape[-1] != site.k_len:
             raise RelposValueError(f"gates: shape {self.gates.shape} does not end in L_k = {site.k_len}")
         check.fits_batch("gates", self.gates.shape[:-2], site.batch)
-        last = site.offset + site.q_len - 1
-        if site.q_len and not 0 <= site.offset <= last < site.k_len:
-            raise RelposValueError(
-                f"offset: queries stand at {site.offset} ... {last}, gates are for positions 0 ... {site.k_len - 1}"
-            )
+        among_keys("gates", site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
@@ -181,13 +173,9 @@ class FoX(Scheme):
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Sums at the queries and at the keys."""
         slope, of_queries, of_keys = self._sums(site)
-        cut = copy.copy(self)
-        cut.gates = self.gates[..., :0]
-        cut._cut = (
-            slope,
-            of_batch(of_queries, 2, part.batch)[..., part.queries],
-            of_batch(of_keys, 2, part.batch)[..., part.keys],
-        )
+        of_queries = of_batch(of_queries, 2, part.batch)[..., part.queries]
+        of_keys = of_batch(of_keys, 2, part.batch)[..., part.keys]
+        cut = self._with(gates=self.gates[..., :0], _cut=(slope, of_queries, of_keys))
         return (cut, *part.nearby(site))
 
     def held(self, site: Site) -> Held:
@@ -219,25 +207,19 @@ class FoX(Scheme):
             rest -= 0.5 * (of_queries.max(axis=-1, keepdims=True) + of_queries.min(axis=-1, keepdims=True))
         return slope, of_queries, rest
 
-    def __repr__(self) -> str:
-        return f"FoX(gates={self.gates.shape}, variant={self.variant!r})"
 
-
-def _build(at: Sample) -> dict[str, Any]:
-    parts = at.operands(4, 2)
-    variant: Literal["fox", "cable", "log"] = at.variant or "fox"
-    gates = at.normal(*at.pick(at.batch, ()), parts["q"].shape[-3], at.k_len)
-    if variant == "log":
-        gates = -np.abs(gates) / at.pick(4, 1)
-    return {**parts, "position": FoX(gates, variant=variant), "kwargs": {"causal": True}}
-
-
-register(
+@register(
     "fox",
     FoX,
-    _build,
     adds="gates between query and key, as sums of logarithms",
     paper="Lin et al., ICLR 2025",
     variants=VARIANTS,
     models="FoX, CABLE",
 )
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    variant: Variant = at.variant or "fox"
+    gates = at.normal(*at.pick(at.batch, ()), parts["q"].shape[-3], at.k_len)
+    if variant == "log":
+        gates = -np.abs(gates) / at.pick(4, 1)
+    return {**parts, "position": FoX(gates, variant=variant), "kwargs": {"causal": True}}

@@ -2,19 +2,18 @@ r"""Labels between any two tokens, such as edges or distances in a graph: a bias
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import Dense, QueryTerm, TableTerm, Terms, ValueTerm, of_batch
+from relpos_np._contract.terms import Dense, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, Site, register
+from relpos_np.schemes.checks import vectors_per_pair
+from relpos_np.schemes.lookups import Lookup, LookupScheme, per_head
 from relpos_np.types import Array, Int32
 
 
@@ -150,7 +149,7 @@ def alphafold_labels(
     )
 
 
-class GraphLabels(Scheme):
+class GraphLabels(LookupScheme):
     r"""A bias or vectors for the label between each query and key: relations in an arbitrary graph.
 
     .. math::
@@ -197,8 +196,8 @@ class GraphLabels(Scheme):
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
     """
 
-    computes = False
     roundings = 1.0
+    _printed = ("labels", "table", "key_table", "value_table")
 
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:
@@ -263,16 +262,7 @@ class GraphLabels(Scheme):
             )
         check.fits_batch("labels", self.labels.shape[:-2], site.batch)
         check.heads("table", self.table, 1, site)
-        for name, x, dim in (
-            ("key_table", self.key_table, site.head_dim),
-            ("value_table", self.value_table, site.v_dim),
-        ):
-            if x is None or (name == "value_table" and site.scores_only):
-                continue
-            if x.shape[-1] != dim:
-                raise RelposValueError(f"{name}: shape {x.shape} has vectors of {x.shape[-1]}, the call needs {dim}")
-            if x.ndim == 3:
-                check.heads(name, x, 0, site)
+        vectors_per_pair(self, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """The bias of every pair, and scaled products of queries with the vectors of their keys."""
@@ -292,59 +282,29 @@ class GraphLabels(Scheme):
         a = label_vectors(self.value_table.astype(site.dtype, copy=False), self.labels)
         return weighted_vectors(p, a)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """A term per table on the labels themselves."""
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
         index = Dense(self.labels, self._rows)
-        terms = Terms()
         if self.table is not None:
-            terms.tables = (TableTerm(self.table.T.astype(site.dtype, copy=False), index),)
+            yield Lookup("table", "tables", self.table.T, index, np.transpose)
         if self.key_table is not None:
-            weights = _per_head(self.key_table) * site.dtype.type(site.scale)
-            terms.queries = (QueryTerm(q, weights.astype(site.dtype, copy=False), index),)
+            yield Lookup("key_table", "queries", per_head(self.key_table), index)
         if self.value_table is not None:
-            terms.values = (ValueTerm(_per_head(self.value_table).astype(site.dtype, copy=False), index),)
-        return terms
+            yield Lookup("value_table", "values", per_head(self.value_table), index)
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Labels of the pairs."""
-        cut = copy.copy(self)
-        cut.labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
-        return (cut, *part.nearby(site))
+        labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
+        return (self._with(labels=labels), *part.nearby(site))
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair of every graph, and again where pairs have none."""
         sizes = [
-            _per_head(table).shape[0] * table.shape[-1]
+            per_head(table).shape[0] * table.shape[-1]
             for table in (self.key_table, self.value_table)
             if table is not None
         ]
         vectors = 2 * self.labels.size * max(sizes, default=0) * site.dtype.itemsize
         return Held(super().held(site).formula + vectors)
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """Each table collects what its term's weights receive."""
-        found = SchemeGradient()
-        if self.table is not None:
-            found.arrays["table"] = grad.tables[0].table.T
-        if self.key_table is not None:
-            found.q = grad.queries[0].query
-            weights = grad.queries[0].weights * site.dtype.type(site.scale)
-            found.arrays["key_table"] = weights.reshape(self.key_table.shape)
-        if self.value_table is not None:
-            found.arrays["value_table"] = grad.values[0].weights.reshape(self.value_table.shape)
-        return found
-
-    def __repr__(self) -> str:
-        shapes = [f"labels={self.labels.shape}"] + [
-            f"{name}={x.shape}"
-            for name, x in (("table", self.table), ("key_table", self.key_table), ("value_table", self.value_table))
-            if x is not None
-        ]
-        return f"GraphLabels({', '.join(shapes)})"
-
-
-def _per_head(table: Array) -> Array:
-    return table if table.ndim == 3 else table[None]
 
 
 def _labels(value: Any, rows: int, name: str = "labels") -> Int32:
@@ -360,6 +320,15 @@ def _labels(value: Any, rows: int, name: str = "labels") -> Int32:
     return kept
 
 
+@register(
+    "graph",
+    GraphLabels,
+    adds="a scalar or vectors per label of an edge",
+    paper="Shaw et al., NAACL 2018; Ying et al., NeurIPS 2021",
+    variants=("graphormer", "shaw"),
+    models="Graphormer, relation-aware self-attention, Funnel, AlphaFold 3, Boltz",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     count = at.pick(9, 40)
     # Most pairs have the first labels, and those beyond the last have none.
@@ -382,15 +351,3 @@ def _build(at: Sample) -> dict[str, Any]:
     nodes = np.triu(nodes, 1) + np.swapaxes(np.triu(nodes, 1), -1, -2)
     heads = parts["q"].shape[-3]
     return {**parts, "position": GraphLabels.graphormer(nodes, at.normal(count, heads), at.normal(heads))}
-
-
-register(
-    "graph",
-    GraphLabels,
-    _build,
-    adds="a scalar or vectors per label of an edge",
-    paper="Shaw et al., NAACL 2018; Ying et al., NeurIPS 2021",
-    variants=("graphormer", "shaw"),
-    models="Graphormer, relation-aware self-attention, Funnel, AlphaFold 3, Boltz",
-    far=True,
-)

@@ -2,19 +2,15 @@ r"""Inkling's relative logits: every query mixes trained profiles over the dista
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import QueryTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array
 
 
@@ -87,6 +83,7 @@ class Inkling(Scheme):
 
     computes = False
     roundings = 0.0
+    _printed = ("relative_states", "proj")
 
     def __init__(self, relative_states: Any, proj: Any) -> None:
         self.proj = check.table("proj", proj, "channels distances")
@@ -119,32 +116,25 @@ class Inkling(Scheme):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Vectors of the queries."""
-        cut = copy.copy(self)
-        cut.relative_states = of_batch(self.relative_states, 3, part.batch)[..., part.queries, :]
-        return (cut, *part.nearby(site))
+        states = of_batch(self.relative_states, 3, part.batch)[..., part.queries, :]
+        return (self._with(relative_states=states), *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Rows by ascending distance again."""
         term = grad.queries[0]
         return SchemeGradient(arrays={"relative_states": term.query, "proj": term.weights[0, ::-1].T})
 
-    def __repr__(self) -> str:
-        return f"Inkling(relative_states={self.relative_states.shape}, proj={self.proj.shape})"
 
-
-def _build(at: Sample) -> dict[str, Any]:
-    parts = at.operands(4, 2)
-    channels, extent = at.pick((6, 19), (16, 1), (1, 64))
-    states = at.normal(*at.pick(at.batch, ()), parts["q"].shape[-3], at.q_len, channels)
-    return {**parts, "position": Inkling(states, at.normal(channels, extent)), "kwargs": {"causal": True}}
-
-
-register(
+@register(
     "inkling",
     Inkling,
-    _build,
     adds="profiles over the distance that each query mixes",
     paper="Thinking Machines, 2026",
     models="Inkling",
     far=True,
 )
+def _build(at: Sample) -> dict[str, Any]:
+    parts = at.operands(4, 2)
+    channels, extent = at.pick((6, 19), (16, 1), (1, 64))
+    states = at.normal(*at.pick(at.batch, ()), parts["q"].shape[-3], at.q_len, channels)
+    return {**parts, "position": Inkling(states, at.normal(channels, extent)), "kwargs": {"causal": True}}

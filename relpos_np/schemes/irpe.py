@@ -3,26 +3,32 @@ r"""Relative positions of images (iRPE): vectors or scalars per bucket, for quer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
-from relpos_np.errors import RelposTypeError, RelposValueError, shown
+from relpos_np._contract.terms import Dense
+from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Site, evaluated, register
+from relpos_np.schemes.checks import plane, same_tokens, vectors
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
-METHODS = ("product", "euclidean", "quantization", "cross")
-MODES = ("contextual", "bias")
+Method: TypeAlias = Literal["product", "euclidean", "quantization", "cross"]
+METHODS = get_args(Method)
+Mode: TypeAlias = Literal["contextual", "bias"]
+MODES = get_args(Mode)
+# The terms of each table of vectors: of the query with those of its keys, of the key with those of its queries.
+_KINDS: dict[str, Literal["queries", "keys", "values"]] = {
+    "key_table": "queries",
+    "query_table": "keys",
+    "value_table": "values",
+}
 # What decides between two buckets is rounded to this many decimals, so that an exact half is one.
 _DECIMALS = 9
 _LEAST = 1e-100
@@ -73,7 +79,7 @@ def piecewise_index(x: Int64, *, alpha: float = 1.9, beta: float = 3.8, gamma: f
 def irpe_buckets(
     grid: Sequence[int],
     *,
-    method: Literal["product", "euclidean", "quantization", "cross"] = "product",
+    method: Method = "product",
     alpha: float = 1.9,
     beta: float = 3.8,
     gamma: float = 15.2,
@@ -174,7 +180,7 @@ def _maps(
     return tuple(maps)
 
 
-class IRPE(Scheme):
+class IRPE(LookupScheme):
     r"""Image relative position encoding on keys, queries and values.
 
     .. math::
@@ -221,9 +227,9 @@ class IRPE(Scheme):
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
     """
 
-    computes = False
     roundings = 1.0
     dense = True
+    _printed = ("grid", "key_table", "query_table", "value_table", "mode", "method")
 
     def __init__(
         self,
@@ -232,16 +238,14 @@ class IRPE(Scheme):
         query_table: Any = None,
         value_table: Any = None,
         *,
-        mode: Literal["contextual", "bias"] = "contextual",
-        method: Literal["product", "euclidean", "quantization", "cross"] = "product",
+        mode: Mode = "contextual",
+        method: Method = "product",
         alpha: float = 1.9,
         beta: float = 3.8,
         gamma: float = 15.2,
         class_tokens: int = 0,
     ) -> None:
-        if not isinstance(grid, tuple | list) or len(grid) != 2:
-            raise RelposTypeError(f"grid: expected height and width such as (14, 14), found {shown(grid)}")
-        self.grid = check.integer("grid", grid[0], 1), check.integer("grid", grid[1], 1)
+        self.grid = plane("grid", grid)
         self.mode = check.choice("mode", mode, MODES)
         self.method = check.choice("method", method, METHODS)
         self.alpha, self.beta, self.gamma = (
@@ -277,34 +281,18 @@ class IRPE(Scheme):
     def check(self, site: Site) -> None:
         """Tables must match the heads and channels, and the grid the call's tokens."""
         for name, table in self._tables().items():
-            of_values = name == "value_table"
+            of_values, axis = name == "value_table", 1 if self.method == "cross" else 0
             if of_values and site.scores_only:
                 continue
-            dim = site.v_dim if of_values else site.head_dim
-            heads = table.shape[1 if self.method == "cross" else 0]
-            if heads not in (1, site.heads):
-                raise RelposValueError(f"{name}: shape {table.shape} is for {heads} heads, the call has {site.heads}")
-            if self.mode == "contextual" and table.shape[-1] != dim:
-                raise RelposValueError(
-                    f"{name}: shape {table.shape} has vectors of {table.shape[-1]}, the call needs {dim}"
-                )
-        tokens = self.class_tokens + prod(self.grid)
-        if not tokens == site.q_len == site.k_len:
-            raise RelposValueError(
-                f"grid: {self.grid} and {self.class_tokens} class tokens are {tokens} tokens, the call has "
-                f"{site.q_len} queries and {site.k_len} keys"
-            )
+            if table.shape[axis] != 1:
+                check.heads(name, table, axis, site)
+            if self.mode == "contextual":
+                vectors(name, table, site.v_dim if of_values else site.head_dim, site, per_head=False)
+        same_tokens(self.grid, site, self.class_tokens)
 
     def _looked_up(self, table: Array, site: Site) -> list[tuple[Array, Array]]:
         """For each map the entries of pairs (i, j), and those of (j, i) in the same place."""
-        buckets = irpe_buckets(
-            self.grid,
-            method=self.method,
-            alpha=self.alpha,
-            beta=self.beta,
-            gamma=self.gamma,
-            class_tokens=self.class_tokens,
-        )
+        buckets = evaluated(irpe_buckets, self, site)
         tables = (table if self.method == "cross" else table[None]).astype(site.dtype, copy=False)
         return [(t[:, rows], t[:, rows.T]) for t, rows in zip(tables, buckets, strict=True)]
 
@@ -329,31 +317,14 @@ class IRPE(Scheme):
         parts = [weighted_vectors(p, r) for r, _ in self._looked_up(self.value_table, site)]
         return np.asarray(sum(parts[1:], parts[0]))
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """A term for each table and map."""
-        maps = _maps(self.grid, self.method, self.alpha, self.beta, self.gamma, self.class_tokens)
-        tables: list[TableTerm] = []
-        queries: list[QueryTerm] = []
-        keys: list[KeyTerm] = []
-        factor = site.dtype.type(site.scale if self.mode == "contextual" else 1)
-        for n, (index, mirrored) in enumerate(maps):
-            for table, of_key in ((self.key_table, True), (self.query_table, False)):
-                if table is None:
-                    continue
-                weights = (self._part(table, n) * factor).astype(site.dtype, copy=False)
-                where = index if of_key else mirrored
-                if self.mode == "bias":
-                    tables.append(TableTerm(weights, where))
-                elif of_key:
-                    queries.append(QueryTerm(q, weights, where))
-                else:
-                    keys.append(KeyTerm(k, weights, where))
-        values = [
-            ValueTerm(self._part(self.value_table, n).astype(site.dtype, copy=False), index)
-            for n, (index, _) in enumerate(maps)
-            if self.value_table is not None
-        ]
-        return Terms(tables=tuple(tables), queries=tuple(queries), keys=tuple(keys), values=tuple(values))
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        for n, (index, mirrored) in enumerate(
+            _maps(self.grid, self.method, self.alpha, self.beta, self.gamma, self.class_tokens)
+        ):
+            for name, table in self._tables().items():
+                kind = "tables" if self.mode == "bias" else _KINDS[name]
+                where = mirrored if name == "query_table" else index
+                yield Lookup(name, kind, np.asarray(table[n] if self.method == "cross" else table), where)
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair, in both directions."""
@@ -363,42 +334,27 @@ class IRPE(Scheme):
         held = super().held(site)
         return replace(held, formula=held.formula + pairs * sizes * site.dtype.itemsize)
 
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The terms' weights, in the order of `lower`, as tables."""
-        parts: dict[str, list[Array]] = {"key_table": [], "query_table": [], "value_table": []}
-        if self.mode == "bias":
-            given = list(self._tables())
-            for n, term in enumerate(grad.tables):
-                parts[given[n % len(given)]].append(term.table)
-        factor = site.dtype.type(site.scale)
-        parts["key_table"] += [term.weights * factor for term in grad.queries]
-        parts["query_table"] += [term.weights * factor for term in grad.keys]
-        parts["value_table"] += [term.weights for term in grad.values]
-        arrays = {name: np.stack(x).reshape(getattr(self, name).shape) for name, x in parts.items() if x}
-        dq = [term.query for term in grad.queries]
-        dk = [term.key for term in grad.keys]
-        return SchemeGradient(sum(dq[1:], dq[0]) if dq else None, sum(dk[1:], dk[0]) if dk else None, arrays)
-
     def _tables(self) -> dict[str, Array]:
         """The tables that there are, by name."""
         tables = {"key_table": self.key_table, "query_table": self.query_table, "value_table": self.value_table}
         return {name: table for name, table in tables.items() if table is not None}
 
-    def _part(self, table: Array, n: int) -> Array:
-        """The table of one map."""
-        return np.asarray(table[n] if self.method == "cross" else table)
 
-    def __repr__(self) -> str:
-        tables = [f"{name}={table.shape}" for name, table in self._tables().items()]
-        return f"IRPE({self.grid}, {', '.join(tables)}, mode={self.mode!r}, method={self.method!r})"
-
-
+@register(
+    "irpe",
+    IRPE,
+    adds="piecewise indices in two dimensions, on scores, queries, keys, values",
+    paper="Wu et al., ICCV 2021",
+    variants=(*METHODS, "bias"),
+    models="DeiT with iRPE",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     tokens = at.pick(1, 0, 2)
     length = tokens + at.grid[0] * at.grid[1]
     parts = at.operands(4, 2, length, length)
-    mode: Literal["contextual", "bias"] = "bias" if at.variant == "bias" else "contextual"
-    method: Literal["product", "euclidean", "quantization", "cross"]
+    mode: Mode = "bias" if at.variant == "bias" else "contextual"
+    method: Method
     method = "product" if mode == "bias" else at.variant or "product"
     buckets = (49 if method == "product" else 7) + (tokens > 0)
     maps = (2,) if method == "cross" else ()
@@ -424,15 +380,3 @@ def _build(at: Sample) -> dict[str, Any]:
         class_tokens=tokens,
     )
     return {**parts, "position": position}
-
-
-register(
-    "irpe",
-    IRPE,
-    _build,
-    adds="piecewise indices in two dimensions, on scores, queries, keys, values",
-    paper="Wu et al., ICCV 2021",
-    variants=(*METHODS, "bias"),
-    models="DeiT with iRPE",
-    far=True,
-)

@@ -2,26 +2,22 @@ r"""KERPLE: a penalty that grows with the distance like a logarithm or a power, 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
-FORMS = ("log", "power")
+Form: TypeAlias = Literal["log", "power"]
+FORMS = get_args(Form)
 
 
-def kerple_bias(
-    a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, form: Literal["log", "power"] = "log"
-) -> Array:
+def kerple_bias(a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, form: Form = "log") -> Array:
     r"""The bias of every pair, written out.
 
     With the relative position d = j - (i + offset) it is
@@ -87,8 +83,9 @@ class KERPLE(Scheme):
 
     relative = True
     computes = False
+    _printed = ("a", "b", "form")
 
-    def __init__(self, a: Any, b: Any, *, form: Literal["log", "power"] = "log") -> None:
+    def __init__(self, a: Any, b: Any, *, form: Form = "log") -> None:
         self.a = check.table("a", a, "heads")
         self.b = check.table("b", b, "heads")
         self.form = check.choice("form", form, FORMS)
@@ -106,8 +103,7 @@ class KERPLE(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        bias = kerple_bias(self.a, self.b, site.q_len, site.k_len, offset=site.offset, form=self.form)
-        return bias.astype(site.dtype)
+        return np.asarray(evaluated(kerple_bias, self, site), site.dtype)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term with a row per relative position."""
@@ -131,24 +127,18 @@ class KERPLE(Scheme):
         rows = grad.tables[0].table
         return SchemeGradient(arrays={"a": (rows * by_a).sum(axis=1), "b": (rows * by_b).sum(axis=1)})
 
-    def __repr__(self) -> str:
-        return f"KERPLE(a={self.a.shape}, b={self.b.shape}, form={self.form!r})"
 
-
+@register(
+    "kerple",
+    KERPLE,
+    adds="a penalty by a logarithm or a power of the distance",
+    paper="Chi et al., NeurIPS 2022",
+    variants=FORMS,
+    models="GPT-NeoX with KERPLE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # Powers up to 1 keep the scores of a few hundred keys small.
     a, b = (np.exp(-np.abs(at.normal(parts["q"].shape[-3]))).astype(parts["q"].dtype) for _ in "ab")
     b = b * b.dtype.type(at.pick(1, 2))
     return {**parts, "position": KERPLE(a, b, form=at.variant or "log"), "kwargs": {"causal": True}}
-
-
-register(
-    "kerple",
-    KERPLE,
-    _build,
-    adds="a penalty by a logarithm or a power of the distance",
-    paper="Chi et al., NeurIPS 2022",
-    variants=FORMS,
-    models="GPT-NeoX with KERPLE",
-)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import bucket_rows, t5_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64
 
-VARIANTS = ("layoutlmv2", "layoutlmv3", "udop")
+Variant: TypeAlias = Literal["layoutlmv2", "layoutlmv3", "udop"]
+VARIANTS = get_args(Variant)
 # Largest distances on the page that are told apart, as published configurations have them.
 _BOX_DISTANCE = {"layoutlmv2": 256, "layoutlmv3": 256, "udop": 100}
 # Beyond these a distance in the units of the buckets would not fit into an integer.
@@ -63,11 +61,11 @@ def layout_bias(
     boxes: Array,
     *,
     positions: Int64 | None = None,
-    variant: Literal["layoutlmv2", "layoutlmv3", "udop"] = "layoutlmv2",
+    variant: Variant = "layoutlmv2",
     max_distance: int = 128,
     max_box_distance: int | None = None,
     factor: float = 100.0,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
     queries: slice = slice(None),
 ) -> Array:
     """The bias between every two tokens of a page, written out, without the scale.
@@ -185,6 +183,7 @@ class LayoutBias(Scheme):
 
     computes = False
     roundings = 1.0
+    _printed = ("table", "x_table", "y_table", "boxes", "variant")
 
     def __init__(
         self,
@@ -194,11 +193,11 @@ class LayoutBias(Scheme):
         boxes: Any,
         *,
         positions: Any = None,
-        variant: Literal["layoutlmv2", "layoutlmv3", "udop"] = "layoutlmv2",
+        variant: Variant = "layoutlmv2",
         max_distance: int = 128,
         max_box_distance: int | None = None,
         factor: float | None = None,
-        rounding: Literal["exact", "float32"] = "exact",
+        rounding: Rounding = "exact",
     ) -> None:
         self.variant = check.choice("variant", variant, VARIANTS)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
@@ -375,10 +374,6 @@ class LayoutBias(Scheme):
             arrays={name: term.table.T * factor for name, term in zip(names, grad.tables, strict=True)}
         )
 
-    def __repr__(self) -> str:
-        shapes = [None if t is None else t.shape for t in (self.table, self.x_table, self.y_table)]
-        return f"LayoutBias({', '.join(map(str, shapes))}, boxes={self._boxes.shape}, variant={self.variant!r})"
-
 
 def _integers(name: str, value: Any) -> Int64:
     """A copy in int64 of an integer array of moderate numbers."""
@@ -396,6 +391,15 @@ def _first_beyond(x: Array) -> float:
     return float(x[~(np.abs(x) <= _LARGEST)].flat[0])
 
 
+@register(
+    "layout",
+    LayoutBias,
+    adds="buckets of distances in the text and on the page",
+    paper="Xu et al., ACL 2021; Tang et al., CVPR 2023",
+    variants=VARIANTS,
+    models="LayoutLMv2, LayoutLMv3, UDOP",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads, dtype = parts["q"].shape[-3], parts["q"].dtype
@@ -431,15 +435,3 @@ def _build(at: Sample) -> dict[str, Any]:
         max_box_distance=at.pick(None, 999),
     )
     return {**parts, "position": position, "kwargs": kwargs}
-
-
-register(
-    "layout",
-    LayoutBias,
-    _build,
-    adds="buckets of distances in the text and on the page",
-    paper="Xu et al., ACL 2021; Tang et al., CVPR 2023",
-    variants=VARIANTS,
-    models="LayoutLMv2, LayoutLMv3, UDOP",
-    far=True,
-)

@@ -10,8 +10,8 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample, encoded
+from relpos_np.schemes.base import Sample, register
+from relpos_np.schemes.sample import encoded
 from relpos_np.types import Array, Int64
 
 
@@ -137,15 +137,12 @@ class LearnedAbsolute(AbsoluteEncoding):
         return f"LearnedAbsolute(table={self.table.shape})"
 
 
-def _build(at: Sample) -> dict[str, Any]:
-    return encoded(at.normal(*at.batch, at.q_len, at.dim), LearnedAbsolute(at.normal(at.q_len + at.pick(3, 0), at.dim)))
-
-
-register(
+@register(
     "learned",
     LearnedAbsolute,
-    _build,
     adds="a trained row added to the inputs",
     paper="Gehring et al., ICML 2017",
     models="GPT-2, BERT, RoBERTa, BART, ViT",
 )
+def _build(at: Sample) -> dict[str, Any]:
+    return encoded(at.normal(*at.batch, at.q_len, at.dim), LearnedAbsolute(at.normal(at.q_len + at.pick(3, 0), at.dim)))

@@ -2,20 +2,16 @@ r"""Rotations by exponentials of matrices (LieRE, GRAPE): rotary positions in pl
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, Terms, in_order, register
+from relpos_np.schemes.checks import finite
 from relpos_np.schemes.placed import Placed
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 
@@ -180,6 +176,7 @@ class LieRE(Placed):
     """
 
     content = True
+    _printed = ("generators", "positions", "key_positions")
 
     def __init__(self, generators: Any, *, positions: Any = None, key_positions: Any = None) -> None:
         forms = "blocks size size | axes blocks size size | axes kv_heads blocks size size"
@@ -188,8 +185,7 @@ class LieRE(Placed):
             raise RelposValueError(
                 f"generators: expected square matrices of at least 2 channels, found shape {self.generators.shape}"
             )
-        if not np.isfinite(self.generators).all():
-            raise RelposValueError("generators: expected finite numbers, found NaN or infinity")
+        finite("generators", self.generators)
         self._place(positions, key_positions)
 
     @property
@@ -248,11 +244,8 @@ class LieRE(Placed):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and generators of the heads; without positions, distances decide."""
-        cut = copy.copy(self)
-        if self.generators.ndim == 5:
-            cut.generators = self.generators[:, part.kv_heads]
-        cut.positions, cut.key_positions = self._cut_places(site, part)
-        return (cut, *part.alone(site))
+        generators = self.generators[:, part.kv_heads] if self.generators.ndim == 5 else self.generators
+        return (self._with(generators=generators, **self._cut_places(site, part)), *part.alone(site))
 
     def held(self, site: Site) -> Held:
         """Turned queries and keys, and rotations of every position, with what they are made of."""
@@ -298,13 +291,6 @@ class LieRE(Placed):
                 total += np.einsum("al,hlbst->ahbst", places[item], exponents)
                 products[...] = 0.0
         return total
-
-    def __repr__(self) -> str:
-        words = f"generators={self.generators.shape}"
-        for name in ("positions", "key_positions"):
-            if getattr(self, name) is not None:
-                words += f", {name}={getattr(self, name).shape}"
-        return f"LieRE({words})"
 
 
 class _Spectrum:
@@ -365,6 +351,14 @@ def _blockwise(x: Array, rotations: Array) -> Array:
     return out
 
 
+@register(
+    "liere",
+    LieRE,
+    adds="queries and keys turned by exponentials of matrices",
+    paper="Ostmeier et al., ICML 2025; Zhang et al., 2025",
+    options="positions per item, several axes; planes of GRAPE",
+    models="LieRE, GRAPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     size = at.pick(min(3, at.dim), 2, min(4, at.dim))
@@ -390,14 +384,3 @@ def _build(at: Sample) -> dict[str, Any]:
         options["key_positions"] = options["positions"]
         options["positions"] = np.rint(at.normal(*inner, at.q_len).astype(np.float64) * 8) / 4
     return {**parts, "position": LieRE(generators, **options)}
-
-
-register(
-    "liere",
-    LieRE,
-    _build,
-    adds="queries and keys turned by exponentials of matrices",
-    paper="Ostmeier et al., ICML 2025; Zhang et al., 2025",
-    options="positions per item, several axes; planes of GRAPE",
-    models="LieRE, GRAPE",
-)

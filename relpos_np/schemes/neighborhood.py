@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, TableTerm, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import same_tokens
 from relpos_np.types import Array, Bools, Int64
 
 VARIANTS = ("nat", "dinat")
@@ -169,6 +167,7 @@ class NeighborhoodBias(Scheme):
     computes = False
     roundings = 0.0
     dense = True
+    _printed = ("table", "grid", "kernel", "dilation")
 
     def __init__(
         self, table: Any, grid: Sequence[int], kernel: int | Sequence[int], dilation: int | Sequence[int] = 1
@@ -203,11 +202,7 @@ class NeighborhoodBias(Scheme):
     def check(self, site: Site) -> None:
         """The table must be for the call's heads, and the grid hold its tokens."""
         check.heads("table", self.table, 0, site)
-        if not prod(self.grid) == site.q_len == site.k_len:
-            raise RelposValueError(
-                f"grid: {self.grid} has {prod(self.grid)} tokens, the call has {site.q_len} queries and "
-                f"{site.k_len} keys"
-            )
+        same_tokens(self.grid, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
@@ -229,11 +224,16 @@ class NeighborhoodBias(Scheme):
             return SchemeGradient()
         return SchemeGradient(arrays={"table": grad.tables[0].table.reshape(self.table.shape)})
 
-    def __repr__(self) -> str:
-        shape = None if self.table is None else self.table.shape
-        return f"NeighborhoodBias(table={shape}, grid={self.grid}, kernel={self.kernel}, dilation={self.dilation})"
 
-
+@register(
+    "neighborhood",
+    NeighborhoodBias,
+    adds="a window that slides with the query",
+    paper="Hassani et al., CVPR 2023; Hassani & Shi, 2022",
+    variants=VARIANTS,
+    models="NAT, DiNAT",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     # As many neighbours as a small grid has, an odd number.
     gaps = tuple(min(2, n) if at.variant == "dinat" else 1 for n in at.grid)
@@ -243,15 +243,3 @@ def _build(at: Sample) -> dict[str, Any]:
     given = at.pick(True, False)
     table = at.normal(parts["q"].shape[-3], *(2 * k - 1 for k in kernel)) if given else None
     return {**parts, "position": NeighborhoodBias(table, at.grid, kernel, gaps)}
-
-
-register(
-    "neighborhood",
-    NeighborhoodBias,
-    _build,
-    adds="a window that slides with the query",
-    paper="Hassani et al., CVPR 2023; Hassani & Shi, 2022",
-    variants=VARIANTS,
-    models="NAT, DiNAT",
-    far=True,
-)

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
 # Keys of a block.
@@ -110,14 +108,15 @@ class PaTH(Scheme):
 
     # A product of its own: with schemes that turn queries and keys it would not be what any of them says.
     content = True
+    _printed = ("w", "beta")
+    _whole = "it needs all keys between query and key"
 
     def __init__(self, w: Any, beta: Any) -> None:
         self.w, self.beta = check.ordered("w", w), check.ordered("beta", beta)
         for name, x, axes in (("w", self.w, "H, L_k, D"), ("beta", self.beta, "H, L_k")):
             if x.ndim < axes.count(",") + 1:
                 raise RelposValueError(f"{name}: expected shape (..., {axes}), found {x.shape}")
-            if not np.isfinite(x).all():
-                raise RelposValueError(f"{name}: expected finite numbers, found {x[~np.isfinite(x)].flat[0]}")
+            finite(name, x)
 
     def check(self, site: Site) -> None:
         """There must be a vector and a number for each key, and every query must stand at one."""
@@ -134,11 +133,7 @@ class PaTH(Scheme):
             )
         check.fits_batch("w", self.w.shape[:-3], site.batch)
         check.fits_batch("beta", self.beta.shape[:-2], site.batch)
-        last = site.offset + site.q_len - 1
-        if site.q_len and not 0 <= site.offset <= last < site.k_len:
-            raise RelposValueError(
-                f"offset: queries stand at {site.offset} ... {last}, w and beta for positions 0 ... {site.k_len - 1}"
-            )
+        among_keys("w and beta", site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """What the product of all factors changes of the plain one."""
@@ -158,12 +153,6 @@ class PaTH(Scheme):
                 n = self._factors(keys, w, beta, at)
                 bias[..., at] = site.scale * (lost @ np.swapaxes(keys[..., at, :], -1, -2) - c @ n)
         return Terms(query=q, key=k, biases=(bias,))
-
-    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """Nothing: what lies between query and key is needed."""
-        raise RelposValueError(
-            f"position: {self!r} cannot be computed for a part of a call, since it needs all keys between query and key"
-        )
 
     def held(self, site: Site) -> Held:
         """Numbers of float64 for every pair, and in `lift` what is left of each query at every block of keys."""
@@ -229,14 +218,19 @@ class PaTH(Scheme):
         """Which factors of a block lie at or before a query."""
         return np.arange(at.start, at.stop) <= np.arange(site.q_len)[:, None] + site.offset
 
-    def __repr__(self) -> str:
-        return f"PaTH(w={self.w.shape}, beta={self.beta.shape})"
-
 
 def _turned(x: Array) -> Array:
     return np.swapaxes(x, -1, -2)
 
 
+@register(
+    "path",
+    PaTH,
+    adds="reflections between query and key that the text decides",
+    paper="Yang et al., NeurIPS 2025",
+    options="reference: no kernel",
+    models="PaTH",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     lead, heads, dtype = at.pick(at.batch, ()), parts[at.pick("q", "k")].shape[-3], parts["q"].dtype
@@ -245,14 +239,3 @@ def _build(at: Sample) -> dict[str, Any]:
     w = at.pick(1, 0.5) * w / np.maximum(np.linalg.norm(w.astype(np.float32), axis=-1, keepdims=True), 0.1)
     beta = 1 + np.tanh(at.normal(*lead, heads, at.k_len).astype(np.float32))
     return {**parts, "position": PaTH(w.astype(dtype), beta.astype(dtype)), "kwargs": {"causal": True}}
-
-
-register(
-    "path",
-    PaTH,
-    _build,
-    adds="reflections between query and key that the text decides",
-    paper="Yang et al., NeurIPS 2025",
-    options="reference: no kernel",
-    models="PaTH",
-)

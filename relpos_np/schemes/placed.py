@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme
+from relpos_np.schemes.base import Part, Scheme, Site
 from relpos_np.types import Array
 
 
@@ -58,11 +57,7 @@ class Placed(Scheme):
             if found.shape[len(batch) :] != wanted:
                 words = ", ".join(map(str, wanted))
                 raise RelposValueError(f"{name}: expected shape (..., {words}), found {found.shape}")
-            # Axes of size 1, or missing in front, stand for any size.
-            if len(batch) > len(site.batch) or any(
-                a not in (1, b) for a, b in zip(batch[::-1], site.batch[::-1], strict=False)
-            ):
-                raise RelposValueError(f"{name}: batch axes {batch} of shape {found.shape} do not fit {site.batch}")
+            check.fits_batch(f"{name} of shape {found.shape}", batch, site.batch)
 
     def _stand(self, site: Site) -> tuple[Array, Array]:
         """For the formula: positions of queries and of keys, (..., L) or (..., A, L)."""
@@ -85,18 +80,18 @@ class Placed(Scheme):
             at_query, at_key = at_query[..., None, :], at_key[..., None, :]
         return at_query, at_key
 
-    def _cut_places(self, site: Site, part: Part) -> tuple[Array | None, Array | None]:
+    def _cut_places(self, site: Site, part: Part) -> dict[str, Array | None]:
         """Positions of the queries and of the keys of a part; without positions, distances decide."""
         if self.positions is None:
-            return None, None
+            return {"positions": None, "key_positions": None}
         inner = 1 if self._axes is None else 2
         columns = self.positions if self.key_positions is None else self.key_positions
         first = site.offset if self.key_positions is None else 0
         queries = slice(part.queries.start + first, part.queries.stop + first)
-        return (
-            of_batch(self.positions, inner, part.batch)[..., queries],
-            of_batch(columns, inner, part.batch)[..., part.keys],
-        )
+        return {
+            "positions": of_batch(self.positions, inner, part.batch)[..., queries],
+            "key_positions": of_batch(columns, inner, part.batch)[..., part.keys],
+        }
 
 
 def _places(name: str, value: Any) -> Array:

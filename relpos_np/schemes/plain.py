@@ -9,13 +9,9 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import softmax
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, Terms, register
 from relpos_np.types import Array
 
 
@@ -158,8 +154,6 @@ class Plain(Scheme):
         return "Plain()"
 
 
+@register("plain", Plain, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)
 def _build(at: Sample) -> dict[str, Any]:
     return {**at.operands(4, 2), "position": Plain(), "kwargs": {"causal": True}}
-
-
-register("plain", Plain, _build, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)

@@ -2,21 +2,17 @@ r"""Polar positions (PoPE): channels say how large a product is, positions alone
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.angles import cos_sin, geometric_frequencies
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, Terms, register
+from relpos_np.schemes.checks import finite
 from relpos_np.schemes.placed import Placed
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 
@@ -109,10 +105,8 @@ class PoPE(Placed):
         self.bias = check.table("bias", bias, "channels | heads channels")
         self.base = check.positive("base", base)
         self.frequencies = None if frequencies is None else check.table("frequencies", frequencies, "channels")
-        for name in ("bias", "frequencies"):
-            table = getattr(self, name)
-            if table is not None and not np.isfinite(table).all():
-                raise RelposValueError(f"{name}: expected finite numbers, found NaN or infinity")
+        finite("bias", self.bias)
+        finite("frequencies", self.frequencies)
         if self.frequencies is not None:
             if self.base != 10000.0:
                 raise RelposValueError(f"base: {base} has no effect together with frequencies")
@@ -168,11 +162,8 @@ class PoPE(Placed):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and the bias of the heads; without positions, distances decide."""
-        cut = copy.copy(self)
-        if self.bias.ndim == 2:
-            cut.bias = self.bias[part.heads]
-        cut.positions, cut.key_positions = self._cut_places(site, part)
-        return (cut, *part.alone(site))
+        bias = self.bias[part.heads] if self.bias.ndim == 2 else self.bias
+        return (self._with(bias=bias, **self._cut_places(site, part)), *part.alone(site))
 
     def held(self, site: Site) -> Held:
         """Queries and keys with twice the channels, and what they are made of."""
@@ -234,6 +225,13 @@ def _polar(x: Array, turn: Array) -> Array:
     return out
 
 
+@register(
+    "pope",
+    PoPE,
+    adds="magnitudes at angles that grow with position",
+    paper="Gopalakrishnan et al., 2025",
+    models="PoPE",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads, count = parts["q"].shape[-3], at.pick(max(at.dim - 2, 1), at.dim, 1)
@@ -250,13 +248,3 @@ def _build(at: Sample) -> dict[str, Any]:
         options["key_positions"] = options["positions"]
         options["positions"] = np.rint(at.normal(at.q_len).astype(np.float64) * 20) / 4
     return {**parts, "position": PoPE(**options), "kwargs": {"causal": True}}
-
-
-register(
-    "pope",
-    PoPE,
-    _build,
-    adds="magnitudes at angles that grow with position",
-    paper="Gopalakrishnan et al., 2025",
-    models="PoPE",
-)

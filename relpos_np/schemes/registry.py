@@ -118,7 +118,6 @@ def is_registered(cls: type) -> bool:
 def register(
     name: str,
     cls: type,
-    build: Builder,
     *,
     adds: str,
     paper: str,
@@ -126,8 +125,10 @@ def register(
     options: str = "",
     models: str = "",
     far: bool = False,
-) -> None:
+) -> Callable[[Builder], Builder]:
     """Add a scheme to `SCHEMES`, which is sorted by the year of the paper; the attributes of `SchemeInfo` say more.
+
+    It decorates the function that makes a seeded call: from a `Sample` to the fields of an `Example`.
 
     Parameters
     ----------
@@ -135,29 +136,29 @@ def register(
         Key.
     cls : type
         Of attention, or an `AbsoluteEncoding`.
-    build : callable
-        From a `Sample` to the fields of an `Example`.
     adds, paper, variants, options, far
         See `SchemeInfo`.
     models : str
         Where it is found, between commas.
+
+    Returns
+    -------
+    callable
+        The decorator.
     """
     absolute = issubclass(cls, AbsoluteEncoding)
-    _classes.add(cls)
-    _schemes.found[name] = SchemeInfo(
-        name,
-        cls,
-        "absolute" if absolute else "attention",
-        adds,
-        paper,
-        variants,
-        options,
-        tuple(models.split(", ")) if models else (),
-        ("numpy",) if absolute else BACKENDS,
-        f"schemes/{name}.md",
-        far,
-        build,
-    )
+    kind, backends = ("absolute", ("numpy",)) if absolute else ("attention", BACKENDS)
+    found_in = tuple(models.split(", ")) if models else ()
+    page = f"schemes/{name}.md"
+
+    def add(build: Builder) -> Builder:
+        _classes.add(cls)
+        _schemes.found[name] = SchemeInfo(
+            name, cls, kind, adds, paper, variants, options, found_in, backends, page, far, build
+        )
+        return build
+
+    return add
 
 
 def _place(info: SchemeInfo) -> tuple[bool, int, str]:

@@ -2,7 +2,6 @@ r"""Rotary positions: queries and keys turned by angles that grow with their pos
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,16 +9,14 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, ValueTurn
 from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, parts_of, turn_channels
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.checks import finite
 from relpos_np.schemes.placed import Placed
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
@@ -161,8 +158,7 @@ class Rotary(Placed):
         self.blocks = check.integer("blocks", blocks, 1)
         if frequencies is not None:
             self.frequencies = check.table("frequencies", frequencies, "pairs | axes pairs | axes kv_heads pairs")
-            if not np.isfinite(self.frequencies).all():
-                raise RelposValueError("frequencies: expected finite numbers, found NaN or infinity")
+            finite("frequencies", self.frequencies)
             if self.base != 10000.0:
                 raise RelposValueError(f"base: {base} has no effect together with frequencies")
             self.dim = 2 * self.frequencies.shape[-1]
@@ -260,11 +256,10 @@ class Rotary(Placed):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and frequencies of the heads; without positions, distances decide."""
-        cut = copy.copy(self)
+        changed = self._cut_places(site, part)
         if self.frequencies is not None and self.frequencies.ndim == 3:
-            cut.frequencies = self.frequencies[:, part.kv_heads]
-        cut.positions, cut.key_positions = self._cut_places(site, part)
-        return (cut, *part.alone(site))
+            changed["frequencies"] = self.frequencies[:, part.kv_heads]
+        return (self._with(**changed), *part.alone(site))
 
     def held(self, site: Site) -> Held:
         """Turned vectors, what they are made of, and a matrix of float64 for every position and pair; tables."""
@@ -501,6 +496,15 @@ def _turned_of(at: Sample) -> int:
     return at.pick(every - 4 if every > 4 else every, every, 2)
 
 
+@register(
+    "rotary",
+    Rotary,
+    adds="queries and keys turned by angles that grow with position",
+    paper="Su et al., 2021 (Neurocomputing 2024)",
+    variants=(*LAYOUTS, "values"),
+    options="any channels; positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
+    models="RoFormer, GPT-J, GPT-NeoX, Llama, Mistral, Qwen, Qwen2-VL, Phi-3, Gemma, EVA-02, DINOv3, Pixtral",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     dim, of_values = _turned_of(at), at.variant == "values"
@@ -526,6 +530,14 @@ def _build(at: Sample) -> dict[str, Any]:
     return {**parts, "position": Rotary(**options), "kwargs": {"causal": True}}
 
 
+@register(
+    "xpos",
+    XPos,
+    adds="rotary positions with a decay",
+    paper="Sun et al., ACL 2023",
+    variants=XPOS_LAYOUTS,
+    models="LeX Transformer, RetNet",
+)
 def _build_xpos(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     # A base this small that the scaling is seen within some ten positions.
@@ -533,24 +545,3 @@ def _build_xpos(at: Sample) -> dict[str, Any]:
     options = {"gamma": at.pick(0.4, 1.0), "layout": at.variant or "interleaved", **places}
     position = XPos(dim, base=500.0, scale_base=scale_base, **options)
     return {**parts, "position": position, "kwargs": {"causal": True}}
-
-
-register(
-    "rotary",
-    Rotary,
-    _build,
-    adds="queries and keys turned by angles that grow with position",
-    paper="Su et al., 2021 (Neurocomputing 2024)",
-    variants=(*LAYOUTS, "values"),
-    options="any channels; positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
-    models="RoFormer, GPT-J, GPT-NeoX, Llama, Mistral, Qwen, Qwen2-VL, Phi-3, Gemma, EVA-02, DINOv3, Pixtral",
-)
-register(
-    "xpos",
-    XPos,
-    _build_xpos,
-    adds="rotary positions with a decay",
-    paper="Sun et al., ACL 2023",
-    variants=XPOS_LAYOUTS,
-    models="LeX Transformer, RetNet",
-)

@@ -2,21 +2,19 @@ r"""Sandwich: the inner product of the sinusoids of two positions, as a fixed bi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
-VARIANTS = ("paper", "nemo")
+Variant: TypeAlias = Literal["paper", "nemo"]
+VARIANTS = get_args(Variant)
 # A call takes time for each wave and relative position, whatever its operands are.
 MOST = 1 << 16
 _WAVES = 64
@@ -30,7 +28,7 @@ def sandwich_bias(
     dim: int = 128,
     base: float = 10000.0,
     offset: int = 0,
-    variant: Literal["paper", "nemo"] = "paper",
+    variant: Variant = "paper",
 ) -> Array:
     r"""The bias of every pair, from the sinusoidal vectors of its two positions.
 
@@ -121,12 +119,7 @@ class Sandwich(Scheme):
     computes = False
 
     def __init__(
-        self,
-        dim: int = 128,
-        *,
-        heads: int | None = None,
-        base: float = 10000.0,
-        variant: Literal["paper", "nemo"] = "paper",
+        self, dim: int = 128, *, heads: int | None = None, base: float = 10000.0, variant: Variant = "paper"
     ) -> None:
         self.dim = check.integer("dim", dim, 2)
         if self.dim % 2 or self.dim > MOST:
@@ -144,15 +137,7 @@ class Sandwich(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return sandwich_bias(
-            site.heads,
-            site.q_len,
-            site.k_len,
-            dim=self.dim,
-            base=self.base,
-            offset=site.offset,
-            variant=self.variant,
-        ).astype(site.dtype)
+        return np.asarray(evaluated(sandwich_bias, self, site, heads=site.heads), site.dtype)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term with a row per relative position: the sum of cosines."""
@@ -174,18 +159,15 @@ class Sandwich(Scheme):
         return f"Sandwich(dim={self.dim}, heads={self.heads}, variant={self.variant!r})"
 
 
-def _build(at: Sample) -> dict[str, Any]:
-    # Short vectors keep the scores small: half as long as they are, over 2 for the first of four heads.
-    position = Sandwich(at.pick(16, 2, 32), base=at.pick(10000.0, 50.0), variant=at.variant or "paper")
-    return {**at.operands(4, 2), "position": position, "kwargs": {"causal": True}}
-
-
-register(
+@register(
     "sandwich",
     Sandwich,
-    _build,
     adds="a sum of cosines of the distance",
     paper="Chi et al., ACL 2023",
     variants=VARIANTS,
     models="Sandwich",
 )
+def _build(at: Sample) -> dict[str, Any]:
+    # Short vectors keep the scores small: half as long as they are, over 2 for the first of four heads.
+    position = Sandwich(at.pick(16, 2, 32), base=at.pick(10000.0, 50.0), variant=at.variant or "paper")
+    return {**at.operands(4, 2), "position": position, "kwargs": {"causal": True}}

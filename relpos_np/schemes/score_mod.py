@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Change, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
+from relpos_np.schemes.base import Held, Scheme, SchemeGradient, Site
 from relpos_np.types import Array
 
 # Matrices of scores that a function may hold at once beside its argument, as `held` counts them.

@@ -3,24 +3,22 @@ r"""Selective attention: every query may say of an earlier key that later querie
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, in_order
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.types import Array
 
-VARIANTS = ("paper", "x_transformers")
+Variant: TypeAlias = Literal["paper", "x_transformers"]
+VARIANTS = get_args(Variant)
 
 
-def selective_votes(scores: Array, *, offset: int = 0, variant: Literal["paper", "x_transformers"] = "paper") -> Array:
+def selective_votes(scores: Array, *, offset: int = 0, variant: Variant = "paper") -> Array:
     r"""What each query says against each key.
 
     .. math::
@@ -102,9 +100,10 @@ class Selective(Scheme):
     `selective_attn`.
     """
 
-    def __init__(
-        self, head: int = 0, *, variant: Literal["paper", "x_transformers"] = "paper", past: Any = None
-    ) -> None:
+    _printed = ("head", "variant", "past")
+    _whole = "each query needs what all earlier queries say"
+
+    def __init__(self, head: int = 0, *, variant: Variant = "paper", past: Any = None) -> None:
         self.head = check.integer("head", head, 0)
         self.variant = check.choice("variant", variant, VARIANTS)
         self.past = None if past is None else check.ordered("past", past)
@@ -149,13 +148,6 @@ class Selective(Scheme):
             against[..., 0, 1:, :] -= np.cumsum(votes[..., :-1, :], axis=-2)
         return Terms(biases=(against.astype(site.dtype),))
 
-    def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
-        """Nothing: a query needs all earlier ones."""
-        raise RelposValueError(
-            f"position: {self!r} cannot be computed for a part of a call, since each query needs what all earlier "
-            "queries say"
-        )
-
     def held(self, site: Site) -> Held:
         """Numbers of float64 for every pair of every batch item: products, votes, their sums."""
         doubles = 8 * site.q_len * site.k_len * math.prod(site.batch)
@@ -196,11 +188,15 @@ class Selective(Scheme):
         votes[..., : max(first + 1, 0)] = 0.0
         return *(np.where(np.isfinite(x), x, 0.0) for x in (queries, keys)), votes
 
-    def __repr__(self) -> str:
-        past = "" if self.past is None else f", past={self.past.shape}"
-        return f"Selective(head={self.head}, variant={self.variant!r}{past})"
 
-
+@register(
+    "selective",
+    Selective,
+    adds="what earlier queries say against a key",
+    paper="Leviathan et al., ICLR 2025",
+    variants=VARIANTS,
+    models="Selective attention",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     head = at.pick(0, parts["q"].shape[-3] - 1)
@@ -210,14 +206,3 @@ def _build(at: Sample) -> dict[str, Any]:
         "position": Selective(head, variant=at.variant or "paper", past=past),
         "kwargs": {"causal": True},
     }
-
-
-register(
-    "selective",
-    Selective,
-    _build,
-    adds="what earlier queries say against a key",
-    paper="Leviathan et al., ICLR 2025",
-    variants=VARIANTS,
-    models="Selective attention",
-)

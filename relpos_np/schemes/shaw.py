@@ -3,32 +3,26 @@ r"""Shaw et al.: a learned vector per clipped relative position, added to keys a
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import reached_rows
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz, ValueTerm
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import softmax, weighted_vectors
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Site, register
+from relpos_np.schemes.checks import vectors_per_pair
+from relpos_np.schemes.lookups import Lookup, LookupScheme, per_head
 from relpos_np.types import Array
 
-OUTSIDE = ("clip", "zero")
+Outside: TypeAlias = Literal["clip", "zero"]
+OUTSIDE = get_args(Outside)
 
 
 def relative_vectors(
-    table: Array,
-    q_len: int,
-    k_len: int,
-    *,
-    offset: int = 0,
-    outside: Literal["clip", "zero"] = "clip",
-    left: int | None = None,
+    table: Array, q_len: int, k_len: int, *, offset: int = 0, outside: Outside = "clip", left: int | None = None
 ) -> Array:
     r"""The vectors :math:`a_{ij}` of every query and key, written out.
 
@@ -91,7 +85,7 @@ def shaw_attention(
     value_table: Array,
     *,
     offset: int = 0,
-    outside: Literal["clip", "zero"] = "clip",
+    outside: Outside = "clip",
     left: Any = None,
 ) -> Array:
     r"""Attention with relative position vectors on keys and values, as the paper writes it.
@@ -147,7 +141,7 @@ def shaw_attention_matrix(
     value_table: Array,
     *,
     offset: int = 0,
-    outside: Literal["clip", "zero"] = "clip",
+    outside: Outside = "clip",
     left: Any = None,
 ) -> Array:
     r"""The same as `shaw_attention` in matrices: no vector :math:`a_{ij}` is ever written out.
@@ -211,7 +205,7 @@ def shaw_attention_matrix(
     return np.asarray(p @ v + np.stack(sums, axis=-1) @ value_table)
 
 
-class Shaw(Scheme):
+class Shaw(LookupScheme):
     r"""Relative position vectors on keys, on values, or on both.
 
     .. math::
@@ -254,16 +248,11 @@ class Shaw(Scheme):
     """
 
     relative = True
-    computes = False
     roundings = 1.0
+    _printed = ("key_table", "value_table", "outside", "left")
 
     def __init__(
-        self,
-        key_table: Any = None,
-        value_table: Any = None,
-        *,
-        outside: Literal["clip", "zero"] = "clip",
-        left: Any = None,
+        self, key_table: Any = None, value_table: Any = None, *, outside: Outside = "clip", left: Any = None
     ) -> None:
         if key_table is None and value_table is None:
             raise RelposValueError("Shaw: expected key_table, value_table or both, found neither")
@@ -278,18 +267,7 @@ class Shaw(Scheme):
 
     def check(self, site: Site) -> None:
         """Tables must match the head dimensions and, where they are per head, the heads."""
-        for name, table, dim in (
-            ("key_table", self.key_table, site.head_dim),
-            ("value_table", self.value_table, site.v_dim),
-        ):
-            if table is None or (name == "value_table" and site.scores_only):
-                continue
-            if table.shape[-1] != dim:
-                raise RelposValueError(
-                    f"{name}: shape {table.shape} has vectors of {table.shape[-1]}, the call needs {dim}"
-                )
-            if table.ndim == 3:
-                check.heads(name, table, 0, site)
+        vectors_per_pair(self, site)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array | None:
         """Scaled products of queries with the relative vectors of their keys."""
@@ -311,19 +289,23 @@ class Shaw(Scheme):
         )
         return weighted_vectors(p, a)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One query term and one value term on Toeplitz maps."""
-        queries: tuple[QueryTerm, ...] = ()
-        values: tuple[ValueTerm, ...] = ()
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
         if self.key_table is not None:
-            rows, index = self._reached(self.key_table, self._key_zero, site)
-            weights = self._per_head(self.key_table)[:, rows] * site.dtype.type(site.scale)
-            queries = (QueryTerm(q, weights.astype(site.dtype, copy=False), index),)
+            yield self._lookup("key_table", "queries", self.key_table, self._key_zero, site)
         if self.value_table is not None:
-            rows, index = self._reached(self.value_table, self._value_zero, site)
-            weights = self._per_head(self.value_table)[:, rows].astype(site.dtype, copy=False)
-            values = (ValueTerm(weights, index),)
-        return Terms(queries=queries, values=values)
+            yield self._lookup("value_table", "values", self.value_table, self._value_zero, site)
+
+    def _lookup(self, name: str, kind: Literal["queries", "values"], table: Array, zero: int, site: Site) -> Lookup:
+        """The rows that some pair has."""
+        after = table.shape[-2] - 1 - zero
+        rows, index = reached_rows(site.q_len, site.k_len, site.offset, zero, self.outside, after)
+
+        def back(to_rows: Array) -> Array:
+            whole = np.zeros_like(per_head(table), to_rows.dtype)
+            whole[:, rows] = to_rows
+            return whole
+
+        return Lookup(name, kind, per_head(table)[:, rows], index, back)
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair, twice where pairs beyond the table have none."""
@@ -335,43 +317,17 @@ class Shaw(Scheme):
         ]
         return Held(super().held(site).formula + site.q_len * site.k_len * copies * max(sizes))
 
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The tables' gradients, summed over heads where heads share a table, which the terms have done."""
-        arrays = {}
-        to_query = None
-        if self.key_table is not None:
-            to_query = grad.queries[0].query
-            to_rows = grad.queries[0].weights * site.dtype.type(site.scale)
-            arrays["key_table"] = self._of_table(to_rows, self.key_table, self._key_zero, site)
-        if self.value_table is not None:
-            to_rows = grad.values[0].weights
-            arrays["value_table"] = self._of_table(to_rows, self.value_table, self._value_zero, site)
-        return SchemeGradient(q=to_query, arrays=arrays)
 
-    def _reached(self, table: Array, zero: int, site: Site) -> tuple[slice, Toeplitz]:
-        """The rows that some pair has, and where each pair finds its own among them."""
-        return reached_rows(site.q_len, site.k_len, site.offset, zero, self.outside, table.shape[-2] - 1 - zero)
-
-    def _of_table(self, to_rows: Array, table: Array, zero: int, site: Site) -> Array:
-        """The gradient of a table, from that of the rows that some pair has."""
-        whole = np.zeros_like(self._per_head(table), to_rows.dtype)
-        whole[:, self._reached(table, zero, site)[0]] = to_rows
-        return whole.reshape(table.shape)
-
-    @staticmethod
-    def _per_head(table: Array) -> Array:
-        return table if table.ndim == 3 else table[None]
-
-    def __repr__(self) -> str:
-        shapes = [
-            f"{n}={t.shape}"
-            for n, t in (("key_table", self.key_table), ("value_table", self.value_table))
-            if t is not None
-        ]
-        left = "" if self.left is None else f", left={self.left}"
-        return f"Shaw({', '.join(shapes)}, outside={self.outside!r}{left})"
-
-
+@register(
+    "shaw",
+    Shaw,
+    adds="a vector per relative position, on keys and values",
+    paper="Shaw et al., NAACL 2018",
+    variants=OUTSIDE,
+    options="outside the table; one-sided tables (wav2vec2-BERT, SpeechT5, Music Transformer, VITS)",
+    models="Shaw's Transformer, Music Transformer, VITS, SpeechT5, Wav2Vec2-BERT, SeamlessM4T v2",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(3, 3)
     lead = at.pick((), (parts["q"].shape[-3],))
@@ -385,16 +341,3 @@ def _build(at: Sample) -> dict[str, Any]:
     middle = None if more == 0 else tuple(reach)
     left = at.pick(middle, tuple(None if k is None else k // 2 for k in reach), 0)
     return {**parts, "position": Shaw(key, value, outside=at.variant or "clip", left=left)}
-
-
-register(
-    "shaw",
-    Shaw,
-    _build,
-    adds="a vector per relative position, on keys and values",
-    paper="Shaw et al., NAACL 2018",
-    variants=OUTSIDE,
-    options="outside the table; one-sided tables (wav2vec2-BERT, SpeechT5, Music Transformer, VITS)",
-    models="Shaw's Transformer, Music Transformer, VITS, SpeechT5, Wav2Vec2-BERT, SeamlessM4T v2",
-    far=True,
-)

@@ -9,20 +9,14 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample, encoded
+from relpos_np.schemes.base import Sample, register
+from relpos_np.schemes.sample import encoded
 from relpos_np.types import Array, Layout
 
 LAYOUTS = ("interleaved", "concatenated", "tensor2tensor", "dimension_index")
 
 
-def sinusoidal(
-    positions: Array,
-    dim: int,
-    *,
-    base: float = 10000.0,
-    layout: Layout = "interleaved",
-) -> Array:
+def sinusoidal(positions: Array, dim: int, *, base: float = 10000.0, layout: Layout = "interleaved") -> Array:
     r"""Sinusoidal encoding of each position.
 
     With p the index of a pair of dimensions and t a position,
@@ -157,13 +151,7 @@ class Sinusoidal(AbsoluteEncoding):
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        base: float = 10000.0,
-        layout: Layout = "interleaved",
-    ) -> None:
+    def __init__(self, dim: int, *, base: float = 10000.0, layout: Layout = "interleaved") -> None:
         self.dim = check.integer("dim", dim, 1)
         self.base = check.positive("base", base)
         self.layout = check.choice("layout", layout, LAYOUTS)
@@ -192,17 +180,14 @@ class Sinusoidal(AbsoluteEncoding):
         return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"
 
 
-def _build(at: Sample) -> dict[str, Any]:
-    x = at.normal(*at.batch, at.q_len, at.dim)
-    return encoded(x, Sinusoidal(at.dim, base=at.pick(10000.0, 50.0), layout=at.variant or "interleaved"))
-
-
-register(
+@register(
     "sinusoidal",
     Sinusoidal,
-    _build,
     adds="sines added to the inputs",
     paper="Vaswani et al., NeurIPS 2017",
     variants=LAYOUTS,
     models="Transformer, fairseq, Whisper, MarianMT, ESPnet encoders",
 )
+def _build(at: Sample) -> dict[str, Any]:
+    x = at.normal(*at.batch, at.q_len, at.dim)
+    return encoded(x, Sinusoidal(at.dim, base=at.pick(10000.0, 50.0), layout=at.variant or "interleaved"))

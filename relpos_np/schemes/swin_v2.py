@@ -2,25 +2,23 @@ r"""Swin V2: products of unit vectors, and a bias that a small network finds fro
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cached_property
 from math import log, prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
-from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient, in_order
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.errors import RelposValueError
+from relpos_np.schemes.base import Part, Sample, Scheme, SchemeGradient, Site, evaluated, in_order, register
+from relpos_np.schemes.checks import plane, same_tokens
 from relpos_np.types import Array
 
-VARIANTS = ("microsoft", "transformers", "paper")
+Variant: TypeAlias = Literal["microsoft", "transformers", "paper"]
+VARIANTS = get_args(Variant)
 # Of arguments, before grids had one name everywhere; `window` is also an option of every call.
 # Norms are at least this; logit_scale counts up to the logarithm of 100.
 _LEAST_NORM, _LARGEST_SCALE = 1e-12, log(100.0)
@@ -48,10 +46,7 @@ def unit_vectors(x: Array) -> Array:
 
 
 def swin_v2_coordinates(
-    grid: Sequence[int],
-    *,
-    pretrained_grid: Sequence[int] | None = None,
-    variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
+    grid: Sequence[int], *, pretrained_grid: Sequence[int] | None = None, variant: Variant = "microsoft"
 ) -> list[Array]:
     r"""What the network reads for each difference of coordinates, axis by axis.
 
@@ -101,7 +96,7 @@ def swin_v2_bias(
     *,
     output_bias: Array | None = None,
     pretrained_grid: Sequence[int] | None = None,
-    variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
+    variant: Variant = "microsoft",
 ) -> Array:
     r"""The bias of every pair of tokens, row by row of the window.
 
@@ -206,6 +201,7 @@ class SwinV2(Scheme):
 
     content = True
     dense = True
+    _printed = ("output_weight", "grid", "pretrained_grid", "variant")
 
     def __init__(
         self,
@@ -217,15 +213,15 @@ class SwinV2(Scheme):
         *,
         output_bias: Any = None,
         pretrained_grid: Sequence[int] | None = None,
-        variant: Literal["microsoft", "transformers", "paper"] = "microsoft",
+        variant: Variant = "microsoft",
     ) -> None:
         self.hidden_weight = check.table("hidden_weight", hidden_weight, "hidden 2")
         self.hidden_bias = check.table("hidden_bias", hidden_bias, "hidden")
         self.output_weight = check.table("output_weight", output_weight, "heads hidden")
         self.logit_scale = check.table("logit_scale", logit_scale, "heads | heads 1 1")
         self.output_bias = None if output_bias is None else check.table("output_bias", output_bias, "heads")
-        self.grid = _grid("grid", grid)
-        self.pretrained_grid = None if pretrained_grid is None else _grid("pretrained_grid", pretrained_grid)
+        self.grid = plane("grid", grid, "(8, 8)")
+        self.pretrained_grid = None if pretrained_grid is None else plane("pretrained_grid", pretrained_grid, "(8, 8)")
         self.variant = check.choice("variant", variant, VARIANTS)
         if variant == "paper" and pretrained_grid is not None:
             raise RelposValueError("pretrained_grid: the coordinates of variant 'paper' are not divided by a window")
@@ -250,11 +246,7 @@ class SwinV2(Scheme):
     def check(self, site: Site) -> None:
         """There must be a row of weights per head, and the tokens of one window."""
         check.heads("output_weight", self.output_weight, 0, site)
-        if not prod(self.grid) == site.q_len == site.k_len:
-            raise RelposValueError(
-                f"grid: {self.grid} has {prod(self.grid)} tokens, the call has {site.q_len} queries and "
-                f"{site.k_len} keys"
-            )
+        same_tokens(self.grid, site)
 
     def transform(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
         """Unit vectors; the learned factor, and what cancels the default scale, go to the queries."""
@@ -263,16 +255,7 @@ class SwinV2(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        bias = swin_v2_bias(
-            self.hidden_weight,
-            self.hidden_bias,
-            self.output_weight,
-            self.grid,
-            output_bias=self.output_bias,
-            pretrained_grid=self.pretrained_grid,
-            variant=self.variant,
-        )
-        return bias.astype(site.dtype)
+        return np.asarray(evaluated(swin_v2_bias, self, site), site.dtype)
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """Operands of length 1, and the network's answers as a table with a row per difference."""
@@ -289,11 +272,12 @@ class SwinV2(Scheme):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """The network's outputs and factors of the heads, and the map of the pairs."""
-        cut = copy.copy(self)
-        cut.output_weight, cut.logit_scale = self.output_weight[part.heads], self.logit_scale[part.heads]
-        cut.output_bias = None if self.output_bias is None else self.output_bias[part.heads]
-        cut._map = cut_map(self._map, site.q_len, part.queries, part.keys)
-        return (cut, *part.alone(site))
+        of_heads = {
+            name: None if (x := getattr(self, name)) is None else x[part.heads]
+            for name in ("output_weight", "logit_scale", "output_bias")
+        }
+        index = cut_map(self._map, site.q_len, part.queries, part.keys)
+        return (self._with(**of_heads, _map=index), *part.alone(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the lengths of q and k, and back through the network."""
@@ -358,17 +342,15 @@ class SwinV2(Scheme):
         z = hidden @ w2.T + (0 if self.output_bias is None else self.output_bias)
         return c, hidden, z, z if self.variant == "paper" else 8 + 8 * np.tanh(z / 2)
 
-    def __repr__(self) -> str:
-        trained = "" if self.pretrained_grid is None else f", pretrained_grid={self.pretrained_grid}"
-        return f"SwinV2(output_weight={self.output_weight.shape}, grid={self.grid}{trained}, variant={self.variant!r})"
 
-
-def _grid(name: str, value: Any) -> tuple[int, int]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise RelposTypeError(f"{name}: expected height and width such as (8, 8), found {shown(value)}")
-    return check.integer(name, value[0], 1), check.integer(name, value[1], 1)
-
-
+@register(
+    "swin_v2",
+    SwinV2,
+    adds="cosine scores, and a bias that a small network computes",
+    paper="Liu et al., CVPR 2022",
+    variants=VARIANTS,
+    models="Swin V2, Swin2SR",
+)
 def _build(at: Sample) -> dict[str, Any]:
     # In a window of height 1, where the variants differ most.
     length = at.grid[0] * at.grid[1]
@@ -388,14 +370,3 @@ def _build(at: Sample) -> dict[str, Any]:
         variant=at.variant or "microsoft",
     )
     return {**parts, "position": position}
-
-
-register(
-    "swin_v2",
-    SwinV2,
-    _build,
-    adds="cosine scores, and a bias that a small network computes",
-    paper="Liu et al., CVPR 2022",
-    variants=VARIANTS,
-    models="Swin V2, Swin2SR",
-)

@@ -2,18 +2,16 @@ r"""T5: one learned scalar per head and bucket of relative positions, added to t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import TableTerm, Terms
-from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
+from relpos_np.schemes.base import Sample, Site, evaluated, register
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array
 
 
@@ -25,7 +23,7 @@ def t5_bias(
     offset: int = 0,
     max_distance: int = 128,
     bidirectional: bool = True,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
 ) -> Array:
     """The bias of every pair, written out: ``table[t5_bucket(j - i - offset), h]``.
 
@@ -59,7 +57,7 @@ def t5_bias(
     return table.T[:, bucket][:, d - nearest]
 
 
-class T5(Scheme):
+class T5(LookupScheme):
     r"""Bucketed relative position bias.
 
     .. math::
@@ -94,16 +92,11 @@ class T5(Scheme):
     """
 
     relative = True
-    computes = False
     roundings = 0.0
+    _printed = ("table", "max_distance", "bidirectional")
 
     def __init__(
-        self,
-        table: Any,
-        *,
-        max_distance: int = 128,
-        bidirectional: bool = True,
-        rounding: Literal["exact", "float32"] = "exact",
+        self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: Rounding = "exact"
     ) -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.bidirectional = check.flag("bidirectional", bidirectional)
@@ -116,37 +109,24 @@ class T5(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return t5_bias(
-            self.table.astype(site.dtype, copy=False),
-            site.q_len,
-            site.k_len,
-            offset=site.offset,
-            max_distance=self.max_distance,
-            bidirectional=self.bidirectional,
-            rounding=self.rounding,
-        )
+        return np.asarray(evaluated(t5_bias, self, site, cast=True))
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term on a Toeplitz map."""
-        index = t5_map(
-            site.q_len,
-            site.k_len,
-            site.offset,
-            self.table.shape[0],
-            self.max_distance,
-            self.bidirectional,
-            self.rounding,
-        )
-        return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), index),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """One column per head again."""
-        return SchemeGradient(arrays={"table": grad.tables[0].table.T})
-
-    def __repr__(self) -> str:
-        return f"T5(table={self.table.shape}, max_distance={self.max_distance}, bidirectional={self.bidirectional})"
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        lengths, rows = (site.q_len, site.k_len, site.offset), len(self.table)
+        index = t5_map(*lengths, rows, self.max_distance, self.bidirectional, self.rounding)
+        yield Lookup("table", "tables", self.table.T, index, np.transpose)
 
 
+@register(
+    "t5",
+    T5,
+    adds="a scalar per bucket and head",
+    paper="Raffel et al., JMLR 2020",
+    variants=ROUNDING,
+    options="one direction or both",
+    models="T5, mT5, umT5, MPNet, LongT5's local part",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     buckets, both = at.pick((32, True), (8, True), (28, True), (64, True), (2, False), (33, False))
@@ -161,16 +141,3 @@ def _build(at: Sample) -> dict[str, Any]:
     mask = np.ones((*at.batch, 1, 1, at.k_len), dtype=np.bool_)
     mask[1:, ..., -at.k_len // 3 :] = False
     return {**parts, "position": position, "kwargs": {"scale": 0.5, "mask": mask}}
-
-
-register(
-    "t5",
-    T5,
-    _build,
-    adds="a scalar per bucket and head",
-    paper="Raffel et al., JMLR 2020",
-    variants=ROUNDING,
-    options="one direction or both",
-    models="T5, mT5, umT5, MPNet, LongT5's local part",
-    far=True,
-)

@@ -2,21 +2,20 @@ r"""TISA: a sum of bell curves of the relative position, with three learned numb
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.checks import finite
 from relpos_np.types import Array
 
-VARIANTS = ("paper", "published")
+Variant: TypeAlias = Literal["paper", "published"]
+VARIANTS = get_args(Variant)
 
 
 @np.errstate(all="ignore")
@@ -28,7 +27,7 @@ def tisa_bias(
     k_len: int,
     *,
     offset: int = 0,
-    variant: Literal["paper", "published"] = "paper",
+    variant: Variant = "paper",
 ) -> Array:
     r"""The bias of every pair, written out.
 
@@ -100,9 +99,7 @@ class TISA(Scheme):
     relative = True
     computes = False
 
-    def __init__(
-        self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: Literal["paper", "published"] = "paper"
-    ) -> None:
+    def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: Variant = "paper") -> None:
         self.amplitudes = check.table("amplitudes", amplitudes, "curves heads")
         self.sharpness = check.table("sharpness", sharpness, "curves heads")
         self.offsets = check.table("offsets", offsets, "curves heads")
@@ -113,8 +110,7 @@ class TISA(Scheme):
                 raise RelposValueError(
                     f"{name}: shape {x.shape} differs from {self.amplitudes.shape}, that of amplitudes"
                 )
-            if not np.isfinite(x).all():
-                raise RelposValueError(f"{name}: expected finite numbers, found {x[~np.isfinite(x)][0]}")
+            finite(name, x)
 
     def check(self, site: Site) -> None:
         """There must be a column per head."""
@@ -122,15 +118,7 @@ class TISA(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return tisa_bias(
-            self.amplitudes,
-            self.sharpness,
-            self.offsets,
-            site.q_len,
-            site.k_len,
-            offset=site.offset,
-            variant=self.variant,
-        ).astype(site.dtype)
+        return np.asarray(evaluated(tisa_bias, self, site), site.dtype)
 
     def _curves(self, site: Site) -> tuple[Array, Array, Array]:
         """Steps from the top, sharpness, and curves of height 1: (S, H, rows) each, but for the sharpness (S, H, 1)."""
@@ -167,20 +155,17 @@ class TISA(Scheme):
         return f"TISA(curves={curves}, heads={heads}, variant={self.variant!r})"
 
 
+@register(
+    "tisa",
+    TISA,
+    adds="radial basis functions of the distance",
+    paper="Wennberg and Henter, ACL 2021",
+    variants=VARIANTS,
+    models="ALBERT with TISA",
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     shape = at.pick(5, 1), parts["q"].shape[-3]
     # Curves some positions wide, with tops some positions away.
     curves = at.normal(*shape), at.normal(*shape) * parts["q"].dtype.type(0.25), at.normal(*shape) * 5
     return {**parts, "position": TISA(*curves, variant=at.variant or "paper")}
-
-
-register(
-    "tisa",
-    TISA,
-    _build,
-    adds="radial basis functions of the distance",
-    paper="Wennberg and Henter, ACL 2021",
-    variants=VARIANTS,
-    models="ALBERT with TISA",
-)

@@ -10,25 +10,16 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import distance_map, wrapped_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import QueryTerm, Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.relshift import VARIANTS, rel_shift
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64, Shift
 
 # Of arguments: v is also the values of every call.
 
 
-def row_distances(
-    q_len: int,
-    k_len: int,
-    variant: Shift = "transformer_xl",
-    *,
-    clamp: int | None = None,
-) -> Int64:
+def row_distances(q_len: int, k_len: int, variant: Shift = "transformer_xl", *, clamp: int | None = None) -> Int64:
     """Distance i + M - j (or, for "wenet", key position j) that belongs to each row a variant expects.
 
     Parameters
@@ -286,6 +277,7 @@ class TransformerXL(Scheme):
 
     content = True
     roundings = 2.0
+    _printed = ("rows", "variant", "zero_triu")
 
     def __init__(
         self,
@@ -458,11 +450,16 @@ class TransformerXL(Scheme):
             np.concatenate([keys, np.broadcast_to(rows, keys.shape)], axis=-1),
         )
 
-    def __repr__(self) -> str:
-        future = ", zero_triu=True" if self.zero_triu else ""
-        return f"TransformerXL(rows={self.rows.shape}, variant={self.variant!r}{future})"
 
-
+@register(
+    "transformer_xl",
+    TransformerXL,
+    adds="u, v and a projected row per distance",
+    paper="Dai et al., ACL 2019",
+    variants=VARIANTS,
+    models="Transformer-XL, XLNet, ESPnet and NeMo Conformers, Wav2Vec2-Conformer, SeamlessM4T",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(3, 3)
     variant: Shift = at.variant or "transformer_xl"
@@ -472,15 +469,3 @@ def _build(at: Sample) -> dict[str, Any]:
     position = TransformerXL(u, v, r, variant=variant, zero_triu=at.pick(False, variant != "wenet"))
     # Only these two hide what their shift leaves above the diagonal.
     return {**parts, "position": position, "kwargs": {"causal": variant in ("transformer_xl", "xlnet_uni")}}
-
-
-register(
-    "transformer_xl",
-    TransformerXL,
-    _build,
-    adds="u, v and a projected row per distance",
-    paper="Dai et al., ACL 2019",
-    variants=VARIANTS,
-    models="Transformer-XL, XLNet, ESPnet and NeMo Conformers, Wav2Vec2-Conformer, SeamlessM4T",
-    far=True,
-)

@@ -2,20 +2,16 @@ r"""WavLM's gated bias: T5's buckets, times a number per query and head that the
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
-from relpos_np._contract.problem import Part, Site
 from relpos_np._contract.terms import QueryTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.formulas.buckets import ROUNDING, bucket_table, t5_bucket
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
+from relpos_np.schemes.base import Part, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 
@@ -119,7 +115,7 @@ def wavlm_bias(
     *,
     offset: int = 0,
     max_distance: int = 800,
-    rounding: Literal["exact", "float32"] = "exact",
+    rounding: Rounding = "exact",
 ) -> Array:
     """The bias of every pair, written out: ``gate[..., h, i] * table[t5_bucket(j - i - offset), h]``.
 
@@ -184,10 +180,9 @@ class WavLM(Scheme):
 
     computes = False
     roundings = 0.0
+    _printed = ("table", "gate", "max_distance")
 
-    def __init__(
-        self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Literal["exact", "float32"] = "exact"
-    ) -> None:
+    def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Rounding = "exact") -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.rounding = check.choice("rounding", rounding, ROUNDING)
         self.table = bucket_table("table", table, self.max_distance)
@@ -207,15 +202,7 @@ class WavLM(Scheme):
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
-        return wavlm_bias(
-            self.table.astype(site.dtype, copy=False),
-            self.gate.astype(site.dtype, copy=False),
-            site.q_len,
-            site.k_len,
-            offset=site.offset,
-            max_distance=self.max_distance,
-            rounding=self.rounding,
-        )
+        return np.asarray(evaluated(wavlm_bias, self, site, cast=True))
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """A query term of one channel: the gate, and the table as weights."""
@@ -226,19 +213,22 @@ class WavLM(Scheme):
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Gates of the queries."""
-        cut = copy.copy(self)
-        cut.gate = of_batch(self.gate, 2, part.batch)[..., part.queries]
-        return (cut, *part.nearby(site))
+        return (self._with(gate=of_batch(self.gate, 2, part.batch)[..., part.queries]), *part.nearby(site))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """One column per head again, and the gate's only channel."""
         term = grad.queries[0]
         return SchemeGradient(arrays={"table": term.weights[..., 0].T, "gate": term.query[..., 0]})
 
-    def __repr__(self) -> str:
-        return f"WavLM(table={self.table.shape}, gate={self.gate.shape}, max_distance={self.max_distance})"
 
-
+@register(
+    "wavlm",
+    WavLM,
+    adds="T5's bias behind a gate that the query opens",
+    paper="Chen et al., 2022",
+    models="WavLM",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 4)
     heads, dtype = parts["q"].shape[-3], parts["q"].dtype
@@ -249,14 +239,3 @@ def _build(at: Sample) -> dict[str, Any]:
         at.normal(buckets, heads), gate.astype(dtype), max_distance=most, rounding=at.pick("exact", "float32")
     )
     return {**parts, "position": position, "kwargs": {"scale": 0.25}}
-
-
-register(
-    "wavlm",
-    WavLM,
-    _build,
-    adds="T5's bias behind a gate that the query opens",
-    paper="Chen et al., 2022",
-    models="WavLM",
-    far=True,
-)

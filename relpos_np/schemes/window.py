@@ -2,7 +2,7 @@ r"""Windows: one learned scalar per head and difference of grid coordinates (Swi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -11,12 +11,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
-from relpos_np._contract.problem import Site
-from relpos_np._contract.terms import IndexMap, TableTerm, Terms
+from relpos_np._contract.terms import IndexMap
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Scheme, SchemeGradient
-from relpos_np.schemes.registry import register
-from relpos_np.schemes.sample import Sample
+from relpos_np.schemes.base import Sample, Site, register
+from relpos_np.schemes.checks import tokens
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
 Coordinates = Sequence[Int64]
@@ -85,7 +84,7 @@ def rstt_frames(num_frames_q: int, num_frames_kv: int) -> Int64:
     return frames
 
 
-class WindowBias(Scheme):
+class WindowBias(LookupScheme):
     r"""Learned bias for tokens on a grid, with separate grids for queries and keys.
 
     .. math::
@@ -122,9 +121,9 @@ class WindowBias(Scheme):
     Super-Resolution", CVPR 2022.
     """
 
-    computes = False
     roundings = 0.0
     dense = True
+    _printed = ("table", "grid", "key_grid")
 
     def __init__(
         self,
@@ -206,28 +205,16 @@ class WindowBias(Scheme):
     def check(self, site: Site) -> None:
         """The grids must hold the call's tokens, and the table a column per head."""
         check.heads("table", self.table, 1, site)
-        for name, grid, length in (
-            ("grid", self.grid, site.q_len),
-            ("key_grid", self.key_grid, site.k_len),
-        ):
-            if prod(grid) != length:
-                raise RelposValueError(f"{name}: {grid} has {prod(grid)} tokens, the call has {length}")
+        tokens("grid", self.grid, site.q_len)
+        tokens("key_grid", self.key_grid, site.k_len)
 
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """The bias of every pair."""
         index = window_index(self._query, self._key, self.extent)
         return np.moveaxis(self.table.astype(site.dtype, copy=False)[index], -1, 0)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term on a dense map."""
-        return Terms(tables=(TableTerm(self.table.T.astype(site.dtype, copy=False), self._map),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """One column per head again."""
-        return SchemeGradient(arrays={"table": grad.tables[0].table.T})
-
-    def __repr__(self) -> str:
-        return f"WindowBias(table={self.table.shape}, grid={self.grid}, key_grid={self.key_grid})"
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        yield Lookup("table", "tables", self.table.T, self._map, np.transpose)
 
 
 def _grid(name: str, value: Any) -> tuple[int, ...]:
@@ -256,6 +243,16 @@ def _coords(value: Any, axes: int) -> list[Int64 | None]:
     return out
 
 
+@register(
+    "window",
+    WindowBias,
+    adds="a scalar per coordinate difference and head",
+    paper="Liu et al., ICCV 2021; Geng et al., CVPR 2022",
+    variants=("swin", "video", "rstt"),
+    options="one to three axes, keys anywhere",
+    models="Swin, Video Swin, Donut, RSTT",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     height, width = at.grid
     if at.variant in (None, "swin"):
@@ -273,16 +270,3 @@ def _build(at: Sample) -> dict[str, Any]:
     if at.variant == "video":
         return {**parts, "position": WindowBias(table, (frames[0], height, width))}
     return {**parts, "position": WindowBias.rstt(table, *frames, (height, width))}
-
-
-register(
-    "window",
-    WindowBias,
-    _build,
-    adds="a scalar per coordinate difference and head",
-    paper="Liu et al., ICCV 2021; Geng et al., CVPR 2022",
-    variants=("swin", "video", "rstt"),
-    options="one to three axes, keys anywhere",
-    models="Swin, Video Swin, Donut, RSTT",
-    far=True,
-)

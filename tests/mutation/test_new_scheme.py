@@ -68,14 +68,13 @@ class GaussianBias(Scheme):
         return f"GaussianBias(heads={len(self.w)})"
 
 
+@register("gaussian", GaussianBias, adds="a bias by the squared distance", paper="Nobody, 2026", models="none")
 def _build(at: Sample) -> dict[str, Any]:
     parts = at.operands(4, 2)
     heads = parts["q"].shape[-3]
     w, b = np.abs(at.normal(heads)) / at.pick(64, 8), at.normal(heads)
     return {**parts, "position": GaussianBias(w.astype(b.dtype), b), "kwargs": {"causal": True}}
 
-
-register("gaussian", GaussianBias, _build, adds="a bias by the squared distance", paper="Nobody, 2026", models="none")
 '''
 LOOPS = '''
 """A Gaussian bias as loops."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -78,17 +78,9 @@ class Call:
             and not (self.problem.softcap and masked)
         )
 
-    def _sum(self, names: list[str]) -> str | None:
-        total = None
-        for name in names:
-            total = name if total is None else self.places.graph.add("Add", total, name, name="bias")
-        return total
-
-    def _allowed(self) -> str | None:
-        both = None
-        for name in self.masks.allowed:
-            both = name if both is None else self.places.graph.add("And", both, name, name="allowed")
-        return both
+    def _joined(self, operator: str, names: list[str], name: str) -> str | None:
+        """All of them by an operator of two, or None where there are none."""
+        return reduce(lambda x, y: self.places.graph.add(operator, x, y, name=name), names) if names else None
 
     def _wide(self, x: str) -> str:
         """A mask with all of its axes, which the operator asks for."""
@@ -96,8 +88,8 @@ class Call:
 
     def _operator(self) -> str:
         graph, problem = self.places.graph, self.problem
-        bias = self._sum([*self.added, *([] if self.masks.added is None else [self.masks.added])])
-        allowed = self._allowed()
+        bias = self._joined("Add", [*self.added, *filter(None, [self.masks.added])], "bias")
+        allowed = self._joined("And", self.masks.allowed, "allowed")
         if bias is not None and allowed is not None:
             bias = graph.add("Where", allowed, bias, self._number(-np.inf), name="bias")
         mask = bias if bias is not None else allowed
@@ -134,7 +126,7 @@ class Call:
         if self.masks.causal:
             causal = graph.add("LessOrEqual", self.places.distance, graph.constant(np.int64(0), "number"))
             self.masks.allowed.append(causal)
-        allowed = self._allowed()
+        allowed = self._joined("And", self.masks.allowed, "allowed")
         if allowed is not None:
             s = graph.add("Where", allowed, s, self._number(-np.inf), name="scores")
         return s
@@ -161,44 +153,3 @@ class Call:
         for term in self.terms.values:
             out = graph.add("Add", out, added.value(term, p), name="attended")
         return out, lse
-
-
-def turned_values(terms: Terms, value: Traced) -> Traced:
-    """Values as they are summed.
-
-    Parameters
-    ----------
-    terms : Terms
-        Of the call.
-    value : Traced
-        The values.
-
-    Returns
-    -------
-    Traced
-        Turned, if the terms say so.
-    """
-    return value if terms.turn is None else _traced(terms.turn.of_values, value)
-
-
-def turned_back(terms: Terms, out: Traced) -> Traced:
-    """The output after all sums.
-
-    Parameters
-    ----------
-    terms : Terms
-        Of the call.
-    out : Traced
-        The sums.
-
-    Returns
-    -------
-    Traced
-        Turned back, if the terms say so.
-    """
-    return out if terms.turn is None else _traced(terms.turn.of_output, out)
-
-
-def _traced(turn: Callable[[Any], Any], x: Traced) -> Traced:
-    found: Traced = turn(x)
-    return found

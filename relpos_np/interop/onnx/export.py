@@ -18,7 +18,7 @@ from relpos_np._contract.options import DEFAULTS, ModelOptions, completed, takes
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.interop.onnx.attention import Call, turned_back, turned_values
+from relpos_np.interop.onnx.attention import Call
 from relpos_np.interop.onnx.graph import Graph, described
 from relpos_np.interop.onnx.masks import INPUTS, masks
 from relpos_np.interop.onnx.operand import Traced, UntracedError
@@ -173,15 +173,9 @@ class _Model:
         problem = self._problem(given)
         schemes = checked_schemes(position, problem, "terms")
         q, v, site = self.shapes["q"], self.shapes["v"], problem.site
-        places = Places(
-            Graph(),
-            q[0],
-            q[2],
-            self.shapes["k"][2],
-            site.offset if self.longest is None else given["offset"],
-            site.heads,
-            (site.q_len, site.k_len, site.offset),
-        )
+        offset = site.offset if self.longest is None else given["offset"]
+        lengths = site.q_len, site.k_len, site.offset
+        places = Places(Graph(), q[0], q[2], self.shapes["k"][2], offset, site.heads, lengths)
         graph = places.graph
         operands = [
             Traced(places, graph.input(name, self.dtype, self.shapes[name]), x.shape, self.dtype, side)
@@ -288,20 +282,14 @@ class _Model:
         query, key = (
             own if made is None else made for own, made in zip(operands[:2], (terms.query, terms.key), strict=True)
         )
-        call = Call(
-            places,
-            problem,
-            terms,
-            query,
-            key,
-            turned_values(terms, operands[2]),
-            added,
-            masks(places, problem, self.shapes["q"][0], [x for x in self.inputs if x in INPUTS], pairs),
-            sinks,
-        )
+        turn, value = terms.turn, operands[2]
+        if turn is not None:
+            value = turn.of_values(value)
+        seen = masks(places, problem, self.shapes["q"][0], [x for x in self.inputs if x in INPUTS], pairs)
+        call = Call(places, problem, terms, query, key, value, added, seen, sinks)
         out, lse = call.outputs(with_lse=with_lse)
         traced = Traced(places, out, problem.out_shape, site.dtype, "q")
-        return turned_back(terms, traced).name, lse
+        return (traced if turn is None else turn.of_output(traced)).name, lse
 
 
 def _by_distance(scheme: Scheme) -> bool:

@@ -11,6 +11,7 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Terms
 from relpos_np.interop.onnx.graph import Graph
 from relpos_np.interop.onnx.operand import Traced
+from relpos_np.interop.onnx.package import package
 from relpos_np.schemes.cope import CoPE
 from relpos_np.schemes.liere import LieRE
 from relpos_np.schemes.pope import PoPE
@@ -57,7 +58,7 @@ def _cope(scheme: CoPE, q: Traced, k: Traced, site: Site) -> Terms:
     positions = graph.add("Min", summed, _double(graph, np.array(most)))
     below = graph.add("Floor", positions)
     part = graph.add("Sub", positions, below)
-    row = graph.add("Cast", below, to=_int64())
+    row = graph.add("Cast", below, to=package().TensorProto.INT64)
     after = graph.add("Min", graph.add("Add", row, graph.constant(np.array(1), "one")), graph.constant(np.array(most)))
     vectors = scheme.table.reshape(-1, *scheme.table.shape[-2:])
     whole = graph.add("MatMul", wide.name, _double(graph, np.swapaxes(vectors, -1, -2)))
@@ -66,12 +67,6 @@ def _cope(scheme: CoPE, q: Traced, k: Traced, site: Site) -> Terms:
     if scheme.variant == "ram":
         bias = graph.add("Mul", bias, _double(graph, np.array(site.scale)))
     return Terms(biases=(_as(q, bias, (*q.shape[:-1], site.k_len), site.dtype),))
-
-
-def _int64() -> int:
-    from relpos_np.interop.onnx.package import package
-
-    return int(package().TensorProto.INT64)
 
 
 def _pope(scheme: PoPE, q: Traced, k: Traced, site: Site) -> Terms:

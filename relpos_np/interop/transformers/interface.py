@@ -64,17 +64,8 @@ def forward(
     options = asked.options(module, kwargs)
     if attention_mask is None and query.shape[2] > 1:
         _check_full(module, is_causal)
-    out = attend(
-        query,
-        key,
-        value,
-        attention_mask,
-        position_bias,
-        scale=scaling,
-        dropout=float(dropout) if module.training else 0.0,
-        **options,
-    )
-    return out, None
+    rate = float(dropout) if module.training else 0.0
+    return attend(query, key, value, attention_mask, position_bias, scale=scaling, dropout=rate, **options), None
 
 
 def _check_full(module: Any, is_causal: bool | None) -> None:

@@ -102,34 +102,19 @@ def mask_of(
     Where "sdpa" gets None and has to guess from a module's ``is_causal`` what was meant, which is wrong for decoders
     that do not set it, attention gets the rule.
     """
+    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+    given = {"device": device, "config": config, **kwargs}
     if getattr(config, "model_type", None) in _OF_NUMBERS:
-        numbers: torch.Tensor = eager_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            allow_is_causal_skip=False,
-            device=device,
-            config=config,
-            **kwargs,
-        )
+        numbers: torch.Tensor = eager_mask(*sizes, allow_is_causal_skip=False, **given)
         return numbers
     # A compiler or tracer would see a tensor without memory; and which of two rules None means is not said.
     plain = torch.compiler.is_compiling() or torch.jit.is_tracing()
     either = not plain and not (allow_is_causal_skip and allow_is_bidirectional_skip)
-    mask = sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        allow_is_causal_skip=allow_is_causal_skip and either,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip and either,
-        device=device,
-        config=config,
-        **kwargs,
-    )
+    skips = {
+        "allow_is_causal_skip": allow_is_causal_skip and either,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip and either,
+    }
+    mask = sdpa_mask(*sizes, **skips, **given)
     if plain:
         return mask
     if mask is not None:

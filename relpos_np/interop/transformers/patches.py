@@ -10,21 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
+from torch.nn.functional import dropout
 
 import relpos_np as rp
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
 from relpos_np.interop.torch import trained
+from relpos_np.interop.transformers import switch
 from relpos_np.interop.transformers.asked import NAME
 from relpos_np.interop.transformers.interface import attend, register
-from relpos_np.interop.transformers.switch import (
-    Positions,
-    Switch,
-    end_permanent,
-    held,
-    installed,
-    make_permanent,
-    release,
-)
+from relpos_np.interop.transformers.switch import Positions, Switch
 
 
 def _t5_bias(self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Positions:
@@ -63,8 +57,8 @@ def _mpnet_attention(
     _no_probabilities(output_attentions)
     shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
     q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
-    dropout = self.dropout.p if self.training else 0.0
-    out = attend(q, k, v, attention_mask, position_bias, scale=None, dropout=dropout)
+    rate = self.dropout.p if self.training else 0.0
+    out = attend(q, k, v, attention_mask, position_bias, scale=None, dropout=rate)
     return (self.o(out.flatten(2)),)
 
 
@@ -86,18 +80,11 @@ def _bloom_attention(
         k, v = layer_past.update(k, v, self.layer_idx)
     # One number per key: with padding, positions begin at a sequence's first token.
     bias = alibi.view(q.shape[0], self.num_heads, 1, -1)
-    dropout = self.attention_dropout.p if self.training else 0.0
-    out = attend(q, k, v, attention_mask, bias, scale=self.inv_norm_factor, dropout=dropout)
+    rate = self.attention_dropout.p if self.training else 0.0
+    out = attend(q, k, v, attention_mask, bias, scale=self.inv_norm_factor, dropout=rate)
     out = self.dense(out.flatten(2))
-    out = _dropout(out, self.hidden_dropout, self.training)
+    out = dropout(out, p=self.hidden_dropout, training=self.training)
     return residual + out, None
-
-
-def _dropout(x: Any, rate: float, training: bool) -> Any:
-    """Dropout of the hidden states, which is PyTorch's."""
-    from torch.nn.functional import dropout
-
-    return dropout(x, p=rate, training=training)
 
 
 @dataclass(frozen=True)
@@ -156,7 +143,7 @@ def _installed(model: Any) -> Switch:
     for _, patch, cls in jobs:
         patch.check(cls)
     register()
-    return installed(model, [(module, patch.method, patch.replacement) for module, patch, _ in jobs])
+    return switch.installed(model, [(module, patch.method, patch.replacement) for module, patch, _ in jobs])
 
 
 @contextmanager
@@ -187,12 +174,12 @@ def patched(model: Any) -> Iterator[Any]:
         If there is nothing to replace in the model, or this version of transformers has other methods than those
         that can be replaced.
     """
-    switch = _installed(model)
+    own = _installed(model)
     try:
-        with held(switch):
+        with switch.turned_on(own):
             yield model
     finally:
-        release(model, switch)
+        switch.release(model, own)
 
 
 def patch(model: Any) -> Any:
@@ -216,11 +203,11 @@ def patch(model: Any) -> Any:
     RelposError
         As `patched`; also if it is patched already.
     """
-    switch = _installed(model)
+    own = _installed(model)
     try:
-        make_permanent(model, switch)
+        switch.make_permanent(model, own)
     except RelposValueError:
-        release(model, switch)
+        switch.release(model, own)
         raise
     return model
 
@@ -243,5 +230,5 @@ def unpatch(model: Any) -> Any:
     RelposValueError
         If it is not patched.
     """
-    end_permanent(model)
+    switch.end_permanent(model)
     return model

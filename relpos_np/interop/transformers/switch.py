@@ -86,7 +86,7 @@ class _Whole:
         if not there:
             return own(self.model, *args, **kwargs)
         try:
-            with held(self.switch):
+            with turned_on(self.switch):
                 return own(self.model, *args, **kwargs)
         finally:
             release(self.root, self.switch)
@@ -141,7 +141,7 @@ def release(model: Any, switch: Switch) -> None:
 
 
 @contextmanager
-def held(switch: Switch) -> Iterator[None]:
+def turned_on(switch: Switch) -> Iterator[None]:
     """The switch on in this thread."""
     before = _on.set((*_on.get(), switch))
     try:
