@@ -158,7 +158,9 @@ def promises() -> str:
         return "Not recorded yet.\n"
     rows = []
     for one in found["promises"]:
-        rows.append([one["text"], f"{number(one['limit'])} {one['unit']}".strip(), number(one["measured"]), one["note"]])
+        rows.append(
+            [one["text"], f"{number(one['limit'])} {one['unit']}".strip(), number(one["measured"]), one["note"]]
+        )
     soak, planted = recorded("soak"), recorded("planted")
     if soak:
         note = f"{soak['cases']['all']:,} cases in {soak['seconds'] / 60:.0f} min"

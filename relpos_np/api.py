@@ -15,7 +15,7 @@ from relpos_np._calls.prepared import PreparedAttention
 from relpos_np._calls.shifting import rel_shift
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
-from relpos_np._contract.options import Options, PreparedOptions, ScoreOptions, completed, takes
+from relpos_np._contract.options import SCORES, Options, completed, takes
 from relpos_np._runtime import memory, precision
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
@@ -53,7 +53,7 @@ def attention(
 ) -> Any: ...
 
 
-@takes(Options)
+@takes()
 def attention(
     q: Array,
     k: Array,
@@ -208,9 +208,9 @@ def attention(
     return found if return_lse else result
 
 
-@takes(PreparedOptions)
+@takes(but=("key_lengths", "query_scale", "segments", "sinks", "dropout", "rng"))
 def prepare(
-    q: Array, k: Array, v: Array, *, position: Position = None, **options: Unpack[PreparedOptions]
+    q: Array, k: Array, v: Array, *, position: Position = None, **options: Unpack[Options]
 ) -> PreparedAttention:
     """Check a call of `attention` once, to make it again and again with other operands of the same form.
 
@@ -259,8 +259,8 @@ def prepare(
         return PreparedAttention(attention, (q, k, v), position, chosen)
 
 
-@takes(ScoreOptions)
-def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[ScoreOptions]) -> Array:
+@takes(only=(*SCORES, "backend"))
+def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[Options]) -> Array:
     """Scores before the softmax as a dense array, to look at.
 
     Parameters
@@ -296,7 +296,7 @@ def logits(q: Array, k: Array, *, position: Position = None, **options: Unpack[S
         return Call("logits", (q, k, None), position, given).scores()
 
 
-@takes(Options)
+@takes()
 def attention_vjp(
     q: Array,
     k: Array,

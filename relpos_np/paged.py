@@ -24,7 +24,7 @@ from relpos_np.types import Array, Int64
 _PAGED = memory.Named("paged_attention")
 
 
-@takes(PagedOptions)
+@takes(only=PagedOptions.__annotations__.keys() - {"rule"})
 def paged_attention(
     q: Array,
     k_pages: Array,

@@ -1,13 +1,13 @@
 """The options of a call of attention: the only place that spells each of them, its type and its default.
 
-A function takes some of them as ``**options: Unpack[...]`` of one of the records below and passes them on as they are.
-To add an option, add a line to a record and use it where it acts.
+A function takes them as ``**options: Unpack[Options]``, says with `takes` which of them it has, and passes them on as
+they are. To add an option, add a line to a record and to `ORDER`, and use it where it acts.
 """
 
 # There is no `from __future__ import annotations` here: defaults are read from the annotations.
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, Never, TypedDict, TypeVar
 
 import numpy as np
@@ -19,150 +19,78 @@ from relpos_np.types import Array, Backend, Precision
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class _Mask(TypedDict, total=False):
-    """Which pairs are attended, or what is added to their scores."""
-
-    mask: Annotated[Array | None, None]
-
-
-class _Arrays(_Mask, total=False):
-    """Arrays, which other packages pass as arrays of their own."""
-
-    key_lengths: Annotated[Any, None]
-
-
-class _Band(TypedDict, total=False):
-    """Which relative positions are attended."""
+class ForeignOptions(TypedDict, total=False):
+    """The options that are never arrays: whoever takes arrays of another package types the others."""
 
     causal: Annotated[bool, False]
     window: Annotated[int | tuple[int | None, int | None] | None, None]
-
-
-class _Rule(TypedDict, total=False):
-    """Which pairs are attended, by a rule."""
-
     rule: Annotated[Rule | None, None]
-
-
-class _Rules(_Rule, total=False):
-    """Which pairs are attended, by a rule or by name."""
-
-    selected: Annotated[Array | None, None]
-
-
-class _Scale(TypedDict, total=False):
-    """The factor on products."""
-
     scale: Annotated[float | None, None]
-
-
-class _Fixed(_Scale, total=False):
-    """Numbers that a module of `relpos_np.layers` sets itself."""
-
-    offset: Annotated[int | Array | Literal["end"] | None, None]
-
-
-class _Scaled(TypedDict, total=False):
-    """Factors on queries."""
-
-    query_scale: Annotated[Array | None, None]
-
-
-class _Capped(TypedDict, total=False):
-    """A bound on scores."""
-
     softcap: Annotated[float | None, None]
     cap_order: Annotated[Literal["scores", "content"], "scores"]
+    precision: Annotated[Precision | None, None]
+    backend: Annotated[Backend | None, None]
 
 
-class _Packed(TypedDict, total=False):
-    """Several calls in one."""
+class PagedOptions(ForeignOptions, total=False):
+    """Those, and what belongs to queries: the options where nothing else says which keys there are."""
 
-    segments: Annotated[Any, None]
-
-
-class _Sunk(TypedDict, total=False):
-    """What belongs to a row of scores."""
-
+    query_scale: Annotated[Array | None, None]
     sinks: Annotated[Array | None, None]
 
 
-class _Dropout(TypedDict, total=False):
-    """What changes the output and not the scores."""
+class Options(PagedOptions, total=False):
+    """Every option."""
 
+    mask: Annotated[Array | None, None]
+    key_lengths: Annotated[Any, None]
+    selected: Annotated[Array | None, None]
+    offset: Annotated[int | Array | Literal["end"] | None, None]
+    segments: Annotated[Any, None]
     dropout: Annotated[float, 0.0]
     # Quoted, because NumPy imports `numpy.random` on first use.
     rng: Annotated["np.random.Generator | None", None]
 
 
-class _Backend(TypedDict, total=False):
-    """What computes the call."""
-
-    backend: Annotated[Backend | None, None]
-
-
-class _Precision(TypedDict, total=False):
-    """How exactly products are made."""
-
-    precision: Annotated[Precision | None, None]
-
-
-class Options(
-    _Arrays, _Band, _Rules, _Fixed, _Scaled, _Capped, _Packed, _Sunk, _Dropout, _Precision, _Backend, total=False
-):
-    """Every option."""
-
-
-class ScoreOptions(_Arrays, _Band, _Rules, _Fixed, _Scaled, _Capped, _Backend, total=False):
-    """The options that change the scores."""
+# As signatures and docstrings list them: first those that decide the scores.
+SCORES = (
+    "mask",
+    "key_lengths",
+    "causal",
+    "window",
+    "rule",
+    "selected",
+    "scale",
+    "offset",
+    "query_scale",
+    "softcap",
+    "cap_order",
+)
+ORDER = (*SCORES, "segments", "sinks", "dropout", "rng", "precision", "backend")
+DEFAULTS: Any = {name: Options.__annotations__[name].__metadata__[0] for name in ORDER}
 
 
-class PartOptions(_Arrays, _Band, _Fixed, _Backend, total=False):
-    """The options of a part of a call."""
-
-
-class NumberOptions(_Band, _Fixed, _Precision, _Backend, total=False):
-    """The options that are not arrays, for functions whose arrays are another package's."""
-
-
-class ForeignOptions(_Band, _Rule, _Scale, _Capped, _Precision, _Backend, total=False):
-    """The options that are never arrays, for functions which take all others as arrays of another package."""
-
-
-class PreparedOptions(_Mask, _Band, _Rules, _Fixed, _Capped, _Precision, _Backend, total=False):
-    """The options that are the same in every run of a prepared call."""
-
-
-class PagedOptions(_Band, _Scale, _Scaled, _Capped, _Sunk, _Precision, _Backend, total=False):
-    """The options of a call over a paged cache."""
-
-
-class ModelOptions(_Arrays, _Band, _Rules, _Fixed, _Scaled, _Capped, _Sunk, total=False):
-    """The options that a model of ONNX can say."""
-
-
-class LayerOptions(_Arrays, _Band, _Rules, _Scaled, _Capped, _Sunk, _Dropout, _Precision, _Backend, total=False):
-    """The options of a module."""
-
-
-DEFAULTS: Any = {name: hint.__metadata__[0] for name, hint in Options.__annotations__.items()}
-
-
-def takes(record: type) -> Callable[[_Function], _Function]:
-    """Decorate a function that takes ``**options`` of a record: its signature lists them by name."""
+def takes(*, only: Iterable[str] = ORDER, but: Iterable[str] = ()) -> Callable[[_Function], _Function]:
+    """Decorate a function that takes ``**options``: its signature lists by name those that it has."""
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = [name for name in ORDER if name in only and name not in but]
         options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint.__origin__)
-            for name, hint in record.__annotations__.items()
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=DEFAULTS[name],
+                annotation=Options.__annotations__[name].__origin__,
+            )
+            for name in names
         ]
         # What is returned, and where, comes last, as in the docstrings.
         at = next((n for n, p in enumerate(own) if p.name.startswith("return_")), len(own))
         listed = [*own[:at], *options, *own[at:]]
         function.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
-        function.options = frozenset(record.__annotations__)  # type: ignore[attr-defined]
+        function.options = frozenset(names)  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.options import ScoreOptions
+from relpos_np._contract.options import SCORES
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.conform.frameworks import Framework
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
@@ -66,11 +66,11 @@ class Implementation:
         self.always = dict(always)
         self.scheme = SCHEMES[scheme].cls
         self._constructor = parameters(self.scheme)
-        unknown = [name for name in self.always if name not in self._constructor and name not in _OPTIONS]
+        unknown = [name for name in self.always if name not in self._constructor and name not in SCORES]
         if unknown:
             raise RelposValueError(
                 f"always: {unknown[0]} is no argument of {self.scheme.__name__} and no option; "
-                f"expected one of {', '.join([*self._constructor, *_OPTIONS])}"
+                f"expected one of {', '.join([*self._constructor, *SCORES])}"
             )
         self.takes, self.anything = _parameters(function)
         self.lse = "return_lse" in self.takes
@@ -94,7 +94,7 @@ class Implementation:
         """
         options = dict(one.kwargs)
         for name, value in self.always.items():
-            if name not in _OPTIONS:
+            if name not in SCORES:
                 continue
             if name in options and not np.array_equal(options[name], value):
                 return None, f"always does {name}={value}"
@@ -215,10 +215,6 @@ class Implementation:
     def _returned(self, name: str, x: Any) -> tuple[Array, str]:
         found, dtype = self.framework.back(name, x)
         return (found.swapaxes(1, 2) if self.layout == "blhd" and found.ndim == 4 else found), dtype
-
-
-# Options of a call that a case may have, or that an implementation may always set.
-_OPTIONS = tuple(name for name in ScoreOptions.__annotations__ if name != "backend")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
-from relpos_np._contract.options import NumberOptions, Options, completed, takes
+from relpos_np._contract.options import ForeignOptions, Options, completed, takes
 from relpos_np._contract.problem import Part, Problem, Site
 from relpos_np._runtime import precision
 from relpos_np.distributed.merging import merge
@@ -214,10 +214,11 @@ def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
     return pairs[0]
 
 
-class _Options(NumberOptions, total=False):
+class _Options(ForeignOptions, total=False):
     position: Position
     mask: Any
     key_lengths: Any
+    offset: int | None
     split_every: int
     min_operations: float
 
@@ -234,7 +235,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: U
 def attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[_Options]) -> Any | tuple[Any, Any]: ...
 
 
-@takes(NumberOptions)
+@takes(only=("causal", "window", "scale", "offset", "precision", "backend"))
 def attention(
     q: Any,
     k: Any,
@@ -246,7 +247,7 @@ def attention(
     return_lse: bool = False,
     split_every: int = 8,
     min_operations: float = LEAST_OPERATIONS,
-    **options: Unpack[NumberOptions],
+    **options: Any,
 ) -> Any:
     """Attention of Dask arrays, as a Dask array: `relpos_np.attention` in blocks.
 

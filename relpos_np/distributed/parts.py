@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from relpos_np._calls.lowering import checked_schemes
 from relpos_np._contract import check
-from relpos_np._contract.options import PartOptions, completed, takes
+from relpos_np._contract.options import Options, completed, takes
 from relpos_np._contract.problem import Part, Site
 from relpos_np.distributed.slicing import compute, evaluating, lengths_here, refuse_end
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -45,7 +45,7 @@ def _part(site: Site, queries: Any, keys: Any, heads: Any, batch: Any) -> tuple[
     return part, sizes | {"batch": tuple(n for _, n in axes)}
 
 
-@takes(PartOptions)
+@takes(only=("mask", "key_lengths", "causal", "window", "scale", "offset", "backend"))
 def partial(
     q: Array,
     k: Array,
@@ -56,7 +56,7 @@ def partial(
     heads: tuple[int, int] | None = None,
     batch: tuple[tuple[int, int] | None, ...] | None = None,
     position: Position = None,
-    **options: Unpack[PartOptions],
+    **options: Unpack[Options],
 ) -> tuple[Array, Array]:
     r"""Attention over some of the keys, for some of the queries, heads and batch items of a larger call.
 

@@ -172,7 +172,7 @@ def attention(
 ) -> Any | tuple[Any, Any]: ...
 
 
-@takes(ForeignOptions)
+@takes(only=ForeignOptions.__annotations__)
 def attention(
     q: Any,
     k: Any,

@@ -243,7 +243,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[_Op
 
 
 @outside_graphs
-@takes(ForeignOptions)
+@takes(only=ForeignOptions.__annotations__)
 def attention(
     q: Any,
     k: Any,

@@ -11,7 +11,7 @@ from relpos_np import api
 from relpos_np._calls.packed import is_packed
 from relpos_np._calls.sinks import sink
 from relpos_np._contract import check
-from relpos_np._contract.options import LayerOptions, Options, ScoreOptions
+from relpos_np._contract.options import SCORES, Options
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import softmax
 from relpos_np.layers.state import State
@@ -27,7 +27,7 @@ Weights: TypeAlias = "Linear | Array | tuple[Array, Array | None]"
 Context: TypeAlias = "Array | Cache | None"
 
 
-class StateOptions(LayerOptions, total=False):
+class StateOptions(Options, total=False):
     """What a call takes beside the states that ask and those that are attended."""
 
     values: Array | None
@@ -396,7 +396,7 @@ class Projected:
         y = z.astype(dtype, copy=False) if self.out is None else self.out(z, dtype)
         if not return_probabilities:
             return y
-        scores: Any = {name: x for name, x in options.items() if name in ScoreOptions.__annotations__}
+        scores: Any = {name: x for name, x in options.items() if name in (*SCORES, "backend")}
         p, lse = softmax(api.logits(q, k, position=schemes, **scores))
         if options["sinks"] is not None:
             sink(p, lse, check.per_head("sinks", options["sinks"], lse.shape, lse.dtype))

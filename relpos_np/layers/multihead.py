@@ -2,12 +2,12 @@ r"""Multi-head attention as a whole module: projections around `relpos_np.attent
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.options import LayerOptions, completed, takes
+from relpos_np._contract.options import Options, completed, takes
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.linear import Cache, Context, Linear, Projected, StateOptions, Weights, thirds
 from relpos_np.layers.state import ATTENTION, Names, Source, State
@@ -15,13 +15,6 @@ from relpos_np.schemes.base import Position, Scheme
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.t5 import T5
 from relpos_np.types import Array
-
-
-class _Options(StateOptions, total=False):
-    """What a call takes."""
-
-    offset: int | Array | None
-    segments: Any
 
 
 class MultiHeadAttention(Projected):
@@ -189,20 +182,20 @@ class MultiHeadAttention(Projected):
         context: Context = ...,
         *,
         return_probabilities: Literal[False] = ...,
-        **options: Unpack[_Options],
+        **options: Unpack[StateOptions],
     ) -> Array: ...
 
     @overload
     def __call__(
-        self, x: Array, context: Context = ..., *, return_probabilities: Literal[True], **options: Unpack[_Options]
+        self, x: Array, context: Context = ..., *, return_probabilities: Literal[True], **options: Unpack[StateOptions]
     ) -> tuple[Array, Array]: ...
 
     @overload
     def __call__(
-        self, x: Array, context: Context = ..., *, return_probabilities: bool, **options: Unpack[_Options]
+        self, x: Array, context: Context = ..., *, return_probabilities: bool, **options: Unpack[StateOptions]
     ) -> Array | tuple[Array, Array]: ...
 
-    @takes(LayerOptions)
+    @takes(but=("scale",))
     @np.errstate(all="ignore")
     def __call__(
         self,
@@ -212,10 +205,8 @@ class MultiHeadAttention(Projected):
         values: Array | None = None,
         memory: Array | None = None,
         cache: Cache | None = None,
-        offset: int | Array | None = None,
-        segments: Any = None,
         return_probabilities: bool = False,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[Options],
     ) -> Array | tuple[Array, Array]:
         """Attend.
 
@@ -267,8 +258,7 @@ class MultiHeadAttention(Projected):
         RelposError
             Naming the argument, what was found and what was expected. A cache is then left as it was.
         """
-        given = completed(type(self).__call__, options)
-        given |= {"scale": self.scale, "offset": offset, "segments": segments}
+        given = completed(type(self).__call__, options) | {"scale": self.scale}
         return self._attend(x, context, values, memory, cache, lambda *_: self.position, return_probabilities, given)
 
     def __repr__(self) -> str:

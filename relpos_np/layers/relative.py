@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.options import LayerOptions, completed, takes
+from relpos_np._contract.options import Options, completed, takes
 from relpos_np.errors import RelposValueError
 from relpos_np.layers.encoding import RelativePositionalEncoding
 from relpos_np.layers.linear import Cache, Context, Linear, Projected, StateOptions, Weights, thirds
@@ -244,7 +244,7 @@ class RelativeMultiHeadAttention(Projected):
         self, x: Array, context: Context = ..., *, return_probabilities: bool, **options: Unpack[_Options]
     ) -> Array | tuple[Array, Array]: ...
 
-    @takes(LayerOptions)
+    @takes(but=("scale", "offset", "segments"))
     @np.errstate(all="ignore")
     def __call__(
         self,
@@ -256,7 +256,7 @@ class RelativeMultiHeadAttention(Projected):
         cache: Cache | None = None,
         pos_emb: Array | None = None,
         return_probabilities: bool = False,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[Options],
     ) -> Array | tuple[Array, Array]:
         """Attend.
 

@@ -14,7 +14,7 @@ import relpos_np as rp
 from relpos_np._calls import stated
 from relpos_np._calls.lowering import all_terms, checked_schemes
 from relpos_np._contract import check
-from relpos_np._contract.options import DEFAULTS, ModelOptions, completed, takes
+from relpos_np._contract.options import DEFAULTS, Options, completed, takes
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -39,7 +39,7 @@ _SYMBOLIC = ("causal", "window", "scale", "offset", "softcap", "cap_order", "sin
 Shape = tuple[int | str, int, int | str, int]
 
 
-@takes(ModelOptions)
+@takes(but=("segments", "dropout", "rng", "precision", "backend"))
 def to_onnx(
     position: Position = None,
     *,
@@ -51,7 +51,7 @@ def to_onnx(
     inputs: Sequence[str] = (),
     opset: int = 23,
     return_lse: bool = False,
-    **options: Unpack[ModelOptions],
+    **options: Unpack[Options],
 ) -> Any:
     """A call of `attention` as a model of ONNX, with inputs q, k and v and the output "out".
 
