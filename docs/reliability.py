@@ -156,11 +156,10 @@ def promises() -> str:
     found = recorded("promises")
     if found is None:
         return "Not recorded yet.\n"
-    rows = []
-    for one in found["promises"]:
-        rows.append(
-            [one["text"], f"{number(one['limit'])} {one['unit']}".strip(), number(one["measured"]), one["note"]]
-        )
+    rows = [
+        [one["text"], f"{number(one['limit'])} {one['unit']}".strip(), number(one["measured"]), one["note"]]
+        for one in found["promises"]
+    ]
     soak, planted = recorded("soak"), recorded("planted")
     if soak:
         note = f"{soak['cases']['all']:,} cases in {soak['seconds'] / 60:.0f} min"

@@ -112,7 +112,7 @@ class T5(LookupScheme):
         return np.asarray(evaluated(t5_bias, self, site, cast=True))
 
     def _lookups(self, site: Site) -> Iterable[Lookup]:
-        lengths, rows = (site.q_len, site.k_len, site.offset), len(self.table)
+        lengths, rows = (site.q_len, site.k_len, site.offset), self.table.shape[0]
         index = t5_map(*lengths, rows, self.max_distance, self.bidirectional, self.rounding)
         yield Lookup("table", "tables", self.table.T, index, np.transpose)
 
