@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.adaptors import gives, in_heads
 from tests.parity.modules import modeling as peer
 
 torch = pytest.importorskip("torch")
@@ -154,30 +153,6 @@ class Rows(torch.nn.Module):
 
     def forward(self, index):
         return functional.embedding(index, self.table)
-
-
-def fed(attention, **given):
-    """The attention of a model, which gets these tensors in the place of what its submodules would give."""
-    for name, x in given.items():
-        setattr(attention, name, gives(x))
-    attention.o_proj = torch.nn.Identity()
-    return attention.eval()
-
-
-def answer(out, scores):
-    """Output (B, H, L, D) and log-sum-exp, of a module's output and of the scores that reached its softmax."""
-    return in_heads(out, HEADS), scores[-1].logsumexp(-1)
-
-
-def config_of(name, **more):
-    """A configuration of attention with our sizes."""
-    sizes = {"hidden_size": HEADS * DIM, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
-    config = getattr(transformers, name)(**sizes | {"head_dim": DIM, "num_hidden_layers": 2} | more)
-    config._attn_implementation = "eager"
-    return config
-
-
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def t5_bias(table, q_len, k_len=None):
