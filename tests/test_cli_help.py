@@ -139,31 +139,6 @@ def test_progress_into_a_log_is_rare_lines(monkeypatch, capsys):
 # --------------------------------------------------------------------------------- remedies
 
 
-@pytest.mark.parametrize(
-    ("remedy", "words"),
-    [
-        ("relpos attend --help", ["attend", "missing.npz"]),
-        ("numpy.savez", ["attend", "single.npy"]),
-        ("relpos attend FILE --scheme", ["attend", "--scheme", "t5"]),
-        ("--backend numba", ["attend", "--backend", "numpy", "--threads", "1"]),
-        ("--out", ["attend", "good.npz", "--out", "no/such/folder.npz", "--backend", "numpy"]),
-        ("add an array `scheme`, or --scheme", ["attend", "unnamed.npz"]),
-        ("expected one of plain, ", ["attend", "good.npz", "--scheme", "t6"]),
-        ("position.table", ["attend", "good.npz", "--scheme", "t5"]),
-    ],
-)
-def test_messages_name_the_remedy(remedy, words, capsys):
-    q = np.ones((1, 1, 3, 2))
-    np.savez("good.npz", q=q, k=q, v=q)
-    np.savez("unnamed.npz", q=q, k=q, v=q, **{"position.table": np.ones((32, 1))})
-    np.save("single.npy", q)
-    assert cli.main(words) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert remedy in printed.err
-    assert printed.err.count("\n") == 1
-
-
 def test_too_little_memory_has_a_remedy(monkeypatch, capsys):
     def exhausted(*args, **kwargs):
         raise MemoryError
