@@ -374,6 +374,7 @@ def test_asv_publishes_what_is_recorded(tmp_path):
     assert any(json.loads(path.read_text()) for path in followed)
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("core", ["neoverse-v1", "neoverse-v2", "apple-m1"])
 def test_inner_loops_for_arm(core):
     """Four steps of 24 products, or two of 24 of matrices where that is the unit, in a loop that does little else."""

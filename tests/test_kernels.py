@@ -306,6 +306,7 @@ assert not hasattr(ir.Scope, "__deepcopy__")
 """
 
 
+@pytest.mark.stress
 def test_what_spares_time_while_compiling_changes_no_instruction():
     """And leaves nothing behind, and a Numba alone whose scopes have more to copy."""
     code = []
