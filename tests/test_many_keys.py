@@ -41,7 +41,7 @@ def test_errors_do_not_grow_with_the_length(dtype, rng):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("backend", ["numpy", "terms"])
-@pytest.mark.parametrize("n", [383, 5000, 200_000])
+@pytest.mark.parametrize("n", [2 * BLOCK_KEYS - 1, 5000, 200_000])
 def test_errors_of_the_references_do_not_grow_either(n, backend, dtype, rng):
     """Also of numbers that are all equal, whose roundings are too, and beside a key that takes nearly all weight."""
     q, k, v = ((0.3 * rng.standard_normal((1, m, 8))).astype(dtype) for m in (3, n, n))
