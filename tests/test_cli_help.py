@@ -116,15 +116,6 @@ def test_examples_of_the_help_run(name, brief, monkeypatch, capsys, tmp_path):
 # --------------------------------------------------------------------------------- progress
 
 
-def test_json_shows_no_progress(brief, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    for words in (["check"], ["vectors", "golden"], ["vectors", "--check", "golden"], ["attend", "--plot", "none"]):
-        assert cli.main([*words, "--json"]) == 0
-        printed = capsys.readouterr()
-        json.loads(printed.out)
-        assert printed.err == ""
-
-
 def test_progress_into_a_log_is_rare_lines(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
