@@ -12,21 +12,37 @@ from tests.strategies import float64_tolerance
 EPS32 = np.finfo(np.float32).eps
 
 
+def _raise_where(wrong, actual, expected, allowed, what, repeat=""):
+    """An error about the worst of the elements that are wrong, if any are."""
+    if not np.any(wrong):
+        return
+    with np.errstate(all="ignore"):
+        times = np.where(wrong, np.abs(actual.astype(np.float64) - expected.astype(np.float64)) / allowed, -1.0)
+    at = tuple(map(int, np.unravel_index(np.argmax(np.where(np.isnan(times), np.inf, times)), times.shape)))
+    raise AssertionError(
+        f"{what}{list(at)} is {actual[at]!r}, expected {expected[at]!r} within {allowed[at]:.3g}: "
+        f"{times[at]:.3g} times the tolerance, {np.count_nonzero(wrong)} of {times.size} outside{repeat}"
+    )
+
+
 def assert_close(actual, expected, tolerance, what="result", repeat=""):
     """Equal up to `tolerance`, infinities and shapes included; NaN is never right here."""
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape} {repeat}"
     allowed = np.broadcast_to(tolerance, actual.shape)
     # The shapes agree, so that inf - inf is only met where both are infinite.
     with np.errstate(invalid="ignore"):
-        gap = np.where(actual == expected, 0.0, np.abs(actual.astype(np.float64) - expected))
-    times = np.where(np.isnan(actual), np.inf, gap / allowed)
-    if np.all(times <= 1.0):
-        return
-    at = tuple(map(int, np.unravel_index(np.argmax(np.where(np.isnan(times), np.inf, times)), times.shape)))
-    raise AssertionError(
-        f"{what}{list(at)} is {actual[at]!r}, expected {expected[at]!r} within {allowed[at]:.3g}: "
-        f"{times[at]:.3g} times the tolerance, {np.count_nonzero(~(times <= 1.0))} of {times.size} outside{repeat}"
-    )
+        right = (actual == expected) | (np.abs(actual.astype(np.float64) - expected) <= allowed)
+    _raise_where(~right, actual, expected, allowed, what, repeat)
+
+
+def assert_same_bits(found, expected, what="result"):
+    """Arrays in pairs: the same dtypes, shapes and bytes."""
+    for n, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), f"{what} {n}"
+        if np.ascontiguousarray(x).tobytes() != np.ascontiguousarray(y).tobytes():
+            own, other = np.atleast_1d(x), np.atleast_1d(y)
+            bits = [np.ascontiguousarray(a)[..., None].view(np.uint8) for a in (own, other)]
+            _raise_where((bits[0] != bits[1]).any(axis=-1), own, other, np.zeros(own.shape), f"{what} {n} ")
 
 
 def repeated(case, dtype, backend):
@@ -88,9 +104,15 @@ def assert_is_slope(grad, direction, loss, what="gradient"):
     assert abs(found - narrow) <= known, f"{what} {found}, difference quotient {narrow}, within {known:.3g}"
 
 
-def close(a, b, atol=1e-13):
-    """Numbers of about 1, up to a few roundings."""
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+def close(found, expected, atol=1e-13, rtol=0.0):
+    """Numbers of about 1, up to a few roundings, or as far off as is said; NaN where NaN is expected."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape or not (found.ndim and expected.ndim), (found.shape, expected.shape)
+    found, expected = np.broadcast_arrays(found, expected)
+    with np.errstate(invalid="ignore"):
+        allowed = atol + rtol * np.abs(expected)
+        right = (found == expected) | (np.abs(found - expected) <= allowed) | (np.isnan(found) & np.isnan(expected))
+    _raise_where(~right, found, expected, allowed, "result")
 
 
 def assert_refused(*cases, kind=RelposError):

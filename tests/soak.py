@@ -2,8 +2,8 @@
 
 Random calls of every scheme and variant, of gradients, scores, shifts and layers, in every dtype and memory layout,
 with masks, faults, refused arguments, interrupts and failed allocations, from several threads at once whose number
-changes, against the float64 reference; amid them forks, whose children are interrupted or killed, signals, limits on
-memory and files that were tampered with. Exit code 1 if one answer is wrong, or memory drifts by more than 8 MiB.
+changes, against the float64 reference; amid them forks, whose children are interrupted or killed, signals and limits
+on memory. Exit code 1 if one answer is wrong, or memory drifts by more than 8 MiB.
 
 Case N of seed S is the same whenever and wherever it runs: ``--seed S --case N`` repeats one, alone.
 """
@@ -53,7 +53,6 @@ KINDS: tuple[tuple[int, Kind], ...] = (
     (4, kinds.packed),
     (5, surroundings.forked),
     (4, surroundings.signalled),
-    (4, surroundings.hostile),
 )
 _SHARES = list(itertools.accumulate(share for share, _ in KINDS))
 # Threads of Python that work at once, a number for each round; cases per round and thread.

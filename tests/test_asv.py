@@ -7,19 +7,16 @@ import inspect
 import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np._commands import peers
-from relpos_np._commands.peers import ours, with_numpy
+from relpos_np._commands.peers import with_numpy
 from relpos_np._commands.peers.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -104,22 +101,6 @@ def test_importing_benchmarks_leaves_numba_alone():
     assert result.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("letter", [*"ABCDEFGH", "Hb"])
-def test_operations_of_shapes(letter):
-    shapes = importlib.import_module("benchmarks.shapes")
-    s = shapes.SHAPES[letter]
-    small = shapes.make(replace(s, batch=1)) if letter in "DE" else shapes.case(letter)
-    products = 4 * s.heads * s.q_len * s.k_len * s.head_dim
-    seen = sum(min(s.k_len, i + s.k_len - s.q_len + 1) for i in range(s.q_len))
-    expected = {
-        "F": 6 * s.heads * seen * s.head_dim,
-        "G": products + s.heads * 2 * (2 * s.q_len * 33 * s.head_dim),
-    }
-    assert small.operations == expected.get(letter, products)
-    assert small.bytes == sum(x.nbytes for x in (small.q, small.k, small.v)) + small.attention().nbytes
-    assert small.k.dtype == small.attention().dtype == s.storage
-
-
 @pytest.mark.parametrize("letter", [*"adefgh", "hb"])
 def test_checks_of_cases_notice_errors(letter):
     shapes = importlib.import_module("benchmarks.shapes")
@@ -137,69 +118,6 @@ def test_checks_of_cases_notice_errors(letter):
         wrong = {n: x.copy() for n, x in gradients.items()}
         wrong[name][..., -1] *= 1.01
         assert subject.gradient_error(wrong) > 1e-5, name
-
-
-def test_inputs_in_half_precision_are_the_rounded_ones():
-    shapes = importlib.import_module("benchmarks.shapes")
-    x = np.random.default_rng(7).standard_normal(10_000, dtype=np.float32)
-    x = np.concatenate([x, np.float32([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1e-40, -3e38])])
-    for storage in ("bfloat16", "float16"):
-        with np.errstate(over="ignore"):
-            expected = x.astype(np.dtype(getattr(ml_dtypes, storage, storage)))
-            found = shapes.narrow(x, storage)
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
-        np.testing.assert_array_equal(shapes.wide(found), expected.astype(np.float32))
-    assert shapes.narrow(x, "float32") is x
-    full, half = shapes.case("h"), shapes.case("hb")
-    for letter in "qkv":
-        wanted = getattr(full, letter).astype(ml_dtypes.bfloat16)
-        np.testing.assert_array_equal(getattr(half, letter), wanted)
-
-
-def test_without_ml_dtypes_only_bfloat16_is_missing(monkeypatch):
-    """Inputs and truth stay the same, as bits: other peers need no ml_dtypes."""
-    shapes = importlib.import_module("benchmarks.shapes")
-    attention = importlib.import_module("benchmarks.attention")
-    known, exact = shapes.case("hb"), shapes.case("hb").exact()
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    bits = shapes.case("hb")
-    for letter in "qkv":
-        np.testing.assert_array_equal(getattr(bits, letter), getattr(known, letter).view(np.uint16), strict=True)
-    np.testing.assert_array_equal(bits.exact(), exact)
-    assert (bits.bytes, bits.operations) == (known.bytes, known.operations)
-    with pytest.raises(NotImplementedError, match="pip install ml_dtypes"):
-        attention.Attention().setup("Hb")
-    with pytest.raises(NotImplementedError, match="pip install ml_dtypes"):
-        attention.Decode().setup(512, "bfloat16")
-    attention.Decode().setup(512, "float16")
-    for name in ("relpos_np", "numpy"):
-        module = importlib.import_module(f"relpos_np._commands.peers.{peers.PEERS[name].module}")
-        with pytest.raises(peers.UnavailableError, match="pip install ml_dtypes"):
-            module.prepare(name, "attention", bits, 1, 0.01)
-
-
-def test_our_result_is_kept_from_call_to_call():
-    """And starts as NaN: what no call has written would be noticed."""
-    shapes = importlib.import_module("benchmarks.shapes")
-    for letter in ("a", "hb"):
-        subject = shapes.case(letter)
-        prepared = ours.prepare("relpos_np", "attention", subject, 1, 0.01)
-        first = prepared.call()
-        np.testing.assert_array_equal(first, subject.attention())
-        first[0, 0, 0, 0] = 9
-        assert prepared.call() is first
-        assert first[0, 0, 0, 0] != 9
-
-
-def test_checked_part_of_a_long_sequence():
-    shapes = importlib.import_module("benchmarks.shapes")
-    subject = shapes.make(shapes.Shape("t5", 1, 4, 1030, 1030, 16, "T5 bias"))
-    q, k, v = (x.astype(np.float64) for x in (subject.q, subject.k, subject.v))
-    whole = rp.attention(q, k, v, position=subject.scheme, backend="numpy")
-    assert np.abs(subject.sample(whole) - subject.exact()).max() < 1e-13
-    given = rp.attention_vjp(q, k, v, grad_out=subject.grad_out, position=subject.scheme, backend="numpy")
-    assert subject.gradient_error(shapes.as_mapping(given)) < 1e-12
 
 
 def test_compare_runs_peers_in_turn(tmp_path, capsys):
@@ -255,17 +173,6 @@ def test_peers_that_compute_something_else_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(with_numpy, "prepare", fails)
     assert worker.prepare("attention", "a", None, 0.01) == {"unavailable": "MemoryError: no room"}
-
-
-def test_compare_finds_peers_whose_names_hold_a_comma(monkeypatch):
-    compare = importlib.import_module("compare")
-    asked = []
-    monkeypatch.setattr(compare.rounds, "run", lambda names, *_, **__: asked.append(set(names)) or {})
-    comma = [name for name in peers.PEERS if "," in name]
-    assert comma
-    compare.main(["--peers", comma[0], "--peers", "jax,numpy", f"--peers={comma[-1]}"])
-    compare.main([])
-    assert asked == [{peers.OURS, "limit", "jax", "numpy", comma[0], comma[-1]}, set(peers.PEERS)]
 
 
 def test_compare_refuses_unknown_names(capsys):
@@ -350,30 +257,7 @@ def test_versions_are_recorded_without_paths(monkeypatch):
     assert not re.search(r'"/\w', json.dumps(importlib.import_module("measure").versions_without_paths()))
 
 
-def test_asv_publishes_what_is_recorded(tmp_path):
-    commits = [json.loads(path.read_text())["commit_hash"] for path in RECORDED]
-    for commit in commits:
-        known = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", commit], check=False, capture_output=True)
-        if known.returncode:
-            pytest.skip("not a checkout with its history")
-    copy = tmp_path / "asv_bench"
-    shutil.copytree(BENCH, copy, ignore=shutil.ignore_patterns(".asv", "env", "__pycache__"))
-    settings = json.loads((copy / "asv.conf.json").read_text())
-    settings |= {"repo": str(ROOT), "branches": ["HEAD"], "results_dir": "recorded/asv"}
-    (copy / "asv.conf.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "asv", "publish", "--html-dir", str(tmp_path / "html")]
-    done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    index = json.loads((tmp_path / "html" / "index.json").read_text())
-    assert "accuracy.Accuracy.track_error" in index["benchmarks"]
-    graphs = list((tmp_path / "html" / "graphs").rglob("accuracy.Accuracy.track_error.json"))
-    values = [value for graph in graphs for _, value in json.loads(graph.read_text())]
-    assert values
-    # Of another machine: times.
-    followed = list((tmp_path / "html" / "graphs").rglob("steady.Steady.track_time.json"))
-    assert any(json.loads(path.read_text()) for path in followed)
-
-
+@pytest.mark.simulator
 @pytest.mark.parametrize("core", ["neoverse-v1", "neoverse-v2", "apple-m1"])
 def test_inner_loops_for_arm(core):
     """Four steps of 24 products, or two of 24 of matrices where that is the unit, in a loop that does little else."""

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -338,11 +337,6 @@ def test_no_picture_of_what_scores_do_not_show(refuses, given, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
 
 
-def test_scheme_of_the_option_goes_first(run):
-    arrays = archive(testing.example("t5")) | {"scheme": "shaw"}
-    assert run("attend", saved(**arrays), "--backend", "terms", "--scheme", "t5")[0] == 0
-
-
 def test_picture_of_a_file(as_json, tmp_path):
     pytest.importorskip("matplotlib")
     arrays = archive(testing.example("shaw"))
@@ -399,19 +393,6 @@ WINDOW = {"position.grid": np.array([7, 1]), "position.table": np.ones((13, 3))}
 def test_files_with_the_wrong_arrays(refuses, words, arrays, tmp_path):
     refuses(words, "attend", saved(**arrays), "--backend", "terms")
     assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
-
-
-def test_files_of_another_kind(refuses, tmp_path):
-    refuses("no such file", "attend", "nowhere.npz")
-    refuses("not a readable .npz archive", "attend", tmp_path)
-    for content in (b"", b"hello", b"PK\x03\x04", b"\x80\x04K\x01."):
-        (tmp_path / "x.npz").write_bytes(content)
-        refuses("not a readable .npz archive", "attend", "x.npz")
-    np.save("x.npy", np.ones(3))
-    refuses("single array", "attend", "x.npy")
-    with zipfile.ZipFile("x.zip", "w") as file:
-        file.writestr("q.txt", "hello")
-    refuses("is not an array", "attend", "x.zip")
 
 
 def test_results_are_not_written_over_the_input(refuses):
@@ -584,15 +565,6 @@ def test_interruption(run, monkeypatch):
     monkeypatch.setattr(sweep, "cases", interrupt)
     code, _, err = run("check")
     assert (code, err) == (130, "relpos check: interrupted\n")
-
-
-@pytest.mark.parametrize("name", ["t5", "sinusoidal"])
-def test_plot_writes_a_picture(run, name):
-    pytest.importorskip("matplotlib")
-    code, out, _ = run("plot", name)
-    assert code == 0
-    assert out == f"picture  relpos-{name}.png\n"
-    assert Path(f"relpos-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_of_a_variant_as_svg(as_json):

@@ -116,15 +116,6 @@ def test_examples_of_the_help_run(name, brief, monkeypatch, capsys, tmp_path):
 # --------------------------------------------------------------------------------- progress
 
 
-def test_json_shows_no_progress(brief, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    for words in (["check"], ["vectors", "golden"], ["vectors", "--check", "golden"], ["attend", "--plot", "none"]):
-        assert cli.main([*words, "--json"]) == 0
-        printed = capsys.readouterr()
-        json.loads(printed.out)
-        assert printed.err == ""
-
-
 def test_progress_into_a_log_is_rare_lines(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -137,31 +128,6 @@ def test_progress_into_a_log_is_rare_lines(monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------- remedies
-
-
-@pytest.mark.parametrize(
-    ("remedy", "words"),
-    [
-        ("relpos attend --help", ["attend", "missing.npz"]),
-        ("numpy.savez", ["attend", "single.npy"]),
-        ("relpos attend FILE --scheme", ["attend", "--scheme", "t5"]),
-        ("--backend numba", ["attend", "--backend", "numpy", "--threads", "1"]),
-        ("--out", ["attend", "good.npz", "--out", "no/such/folder.npz", "--backend", "numpy"]),
-        ("add an array `scheme`, or --scheme", ["attend", "unnamed.npz"]),
-        ("expected one of plain, ", ["attend", "good.npz", "--scheme", "t6"]),
-        ("position.table", ["attend", "good.npz", "--scheme", "t5"]),
-    ],
-)
-def test_messages_name_the_remedy(remedy, words, capsys):
-    q = np.ones((1, 1, 3, 2))
-    np.savez("good.npz", q=q, k=q, v=q)
-    np.savez("unnamed.npz", q=q, k=q, v=q, **{"position.table": np.ones((32, 1))})
-    np.save("single.npy", q)
-    assert cli.main(words) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert remedy in printed.err
-    assert printed.err.count("\n") == 1
 
 
 def test_too_little_memory_has_a_remedy(monkeypatch, capsys):

@@ -20,6 +20,7 @@ from relpos_np._contract.terms import KeyTerm, Terms, Toeplitz
 from relpos_np.distributed import attention, merge, partial, plan
 from relpos_np.schemes.base import Scheme
 from relpos_np.testing import example
+from tests import compare
 from tests.compare import assert_same
 from tests.every import ATTENTION, divisible
 from tests.strategies import cases
@@ -221,7 +222,7 @@ def pairs(seed, count):
 
 def assert_equal(a, b, tolerance=1e-13):
     for x, y in zip(a, b, strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+        compare.close(x, y, tolerance, rtol=tolerance)
 
 
 @given(st.integers(0, 9999))

@@ -103,37 +103,6 @@ def test_pictures_of_pages_are_drawn():
         assert target.stem in drawn, page
 
 
-@pytest.mark.parametrize("name", ["counting", "layer_graphs", "t5_buckets"])
-def test_pictures_for_dark_pages(name):
-    pytest.importorskip("matplotlib")
-    draw = script("draw")
-    light, dark = draw.draw(name), draw.draw(name, dark=True)
-    assert sum(light.get_facecolor()[:3]) == 3
-    assert sum(dark.get_facecolor()[:3]) < 1
-    for ax in dark.axes:
-        for word in ax.texts:  # black, on cells that are pale because there is white below
-            assert word.get_color() == "black"
-            assert sum(ax.get_facecolor()[:3]) == 3
-
-
-def test_the_picture_of_paths_counts_them():
-    pytest.importorskip("matplotlib")
-    titles = [ax.get_title() for ax in script("draw").layer_graphs(7).axes]
-    assert titles == ["Convolutions of width 3: 6 steps", "Recurrent layer: 7 steps", "Self-attention: 1 step"]
-
-
-def test_links_of_built_pages(tmp_path):
-    broken = script("links").broken
-    with pytest.raises(FileNotFoundError):
-        broken(tmp_path)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "c.html").write_text('<p id="here">', encoding="utf-8")
-    links = ["b/c.html", "b/c.html#here", "#own", "https://example.org/x", "b/c.html#nowhere", "d.html", "#none"]
-    page = '<p id="own">' + "".join(f'<a href="{link}">' for link in links)
-    (tmp_path / "a.html").write_text(page, encoding="utf-8")
-    assert broken(tmp_path) == [f"a.html: {link}" for link in links[4:]]
-
-
 def test_the_gallery_has_every_scheme_and_links_to_its_page():
     pytest.importorskip("matplotlib")
     words = script("draw").gallery()
@@ -232,10 +201,6 @@ def test_what_the_table_says_of_the_scale(row):
     """The column and the call say the same."""
     said = re.search(r"scale=([\w./]+)", row.options)
     assert (said.group(1) if said else row.scale) == {"1": "1.0"}.get(row.scale, row.scale)
-
-
-def test_every_row_is_of_a_registered_scheme():
-    assert {row.scheme for row in ROWS} <= set(rp.SCHEMES)
 
 
 def test_variants_with_names_are_those_of_the_schemes():

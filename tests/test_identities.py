@@ -15,6 +15,7 @@ from relpos_np._calls.lowering import each_lowered
 from relpos_np._contract import check
 from relpos_np.errors import RelposError
 from relpos_np.testing.arguments import arguments
+from tests import compare
 from tests.every import remade
 from tests.strategies import EVERY, KINDS, Case
 
@@ -36,7 +37,7 @@ def made(position, **sizes):
 
 def close(found, expected, atol=1e-12):
     for x, y in zip(found, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-12, atol=atol)
+        compare.close(x, y, atol, rtol=1e-12)
 
 
 def both(*operands, **options):

@@ -9,7 +9,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import layers
-from tests import naive
+from tests import compare, naive
 
 TOLERANCE = 1e-12
 WIDTH, HEADS, DIM = 12, 3, 4
@@ -34,9 +34,7 @@ def parts_of(rng, *, width=WIDTH, context=WIDTH, heads=HEADS, kv_heads=HEADS, di
 
 
 def close(got, expected, tolerance=TOLERANCE):
-    expected = np.asarray(expected)
-    assert got.shape == expected.shape
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
+    compare.close(got, expected, tolerance)
 
 
 # ---------------------------------------------------------------------------------------------- multi-head

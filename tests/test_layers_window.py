@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 import relpos_np as rp
 from relpos_np import layers
@@ -147,14 +146,6 @@ def test_dtypes(backend, rng):
         np.testing.assert_allclose(x, exact, rtol=0, atol=32 * np.finfo(dtype).eps * np.abs(exact).max())
 
 
-def test_bytes_of_either_order(rng):
-    layer = WindowAttention(8, 1, 1, (2, 2), 2, rng=rng)
-    q, kv = rng.standard_normal((2, 3, 4, 8))
-    for x in (q, q.astype(">f8")):
-        found = layer(x, kv.astype(">f8"), backend="numpy")[0]
-        np.testing.assert_array_equal(found, layer(q, kv, backend="numpy")[0])
-
-
 def test_what_is_not_finite_stays_in_its_window(backend, rng):
     layer = randomise(WindowAttention, rng, 6, 1, 1, (2, 2), 2)
     q = rng.standard_normal((4, 4, 6))
@@ -163,13 +154,6 @@ def test_what_is_not_finite_stays_in_its_window(backend, rng):
     got = layer(q, backend=backend, return_attention=False)
     assert np.isnan(got[2]).all()
     np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(clean, 2, 0))
-
-
-def test_no_window_at_all(backend):
-    layer = WindowAttention(4, 1, 1, (2, 2), 2)
-    x, attn = layer(np.empty((0, 4, 4)), backend=backend)
-    assert x.shape == (0, 4, 4)
-    assert attn.shape == (0, 2, 4, 4)
 
 
 # ---------------------------------------------------------------------------------------------- dropout
@@ -213,19 +197,12 @@ def test_dropout_is_repeatable_and_the_same_on_every_backend(rng):
         assert following == results[0][1]  # the generator is left in the same state
 
 
-def test_nothing_is_dropped_outside_training(rng):
-    dropping = randomise(WindowAttention, rng, 8, 1, 1, (2, 2), 2, attn_drop=0.5, proj_drop=0.5)
-    plain = WindowAttention(8, 1, 1, (2, 2), 2, weights=weights_of(dropping))
-    q = rng.standard_normal((3, 4, 8))
-    for one, other in zip(dropping(q, backend="numpy"), plain(q, train=True, backend="numpy"), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 # ---------------------------------------------------------------------------------------------- new weights
 @pytest.mark.parametrize(("std", "bound"), [(0.02, 2.0), (1.0, 1.5), (3.0, 1.0)])
 def test_truncated_normal(std, bound, rng):
     x = layers.truncated_normal(rng, (50, 200), std=std, bound=bound, dtype=np.float64)
     assert np.abs(x).max() <= bound
+    stats = pytest.importorskip("scipy.stats")  # seconds to import
     assert stats.kstest(x.ravel(), stats.truncnorm(-bound / std, bound / std, scale=std).cdf).pvalue > 1e-3
 
 

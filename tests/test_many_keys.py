@@ -1,5 +1,6 @@
 """More keys than a group of tiles has: small errors at any length, and a row's bits wherever its block begins."""
 
+import math
 from dataclasses import replace
 
 import ml_dtypes
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.formulas.sums import total
 from relpos_np.kernels._numba.backward_pass.kernel import GROUP_BLOCKS, backward_head
 from relpos_np.kernels._numba.forward_pass.attend import GROUP_KEYS, attend_block
 from relpos_np.kernels._numba.plan import backward_job, gradients
@@ -41,7 +43,7 @@ def test_errors_do_not_grow_with_the_length(dtype, rng):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("backend", ["numpy", "terms"])
-@pytest.mark.parametrize("n", [383, 5000, 200_000])
+@pytest.mark.parametrize("n", [2 * BLOCK_KEYS - 1, 5000, 200_000])
 def test_errors_of_the_references_do_not_grow_either(n, backend, dtype, rng):
     """Also of numbers that are all equal, whose roundings are too, and beside a key that takes nearly all weight."""
     q, k, v = ((0.3 * rng.standard_normal((1, m, 8))).astype(dtype) for m in (3, n, n))
@@ -58,6 +60,13 @@ def test_errors_of_the_references_do_not_grow_either(n, backend, dtype, rng):
     assert float(np.max(np.abs(beside / (rest * v[0, 1]) - 1))) <= 4 * EPS[dtype]
     grad = rp.attention_vjp(0 * k, q, 0 * q, grad_out=v, offset=0, backend="numpy").v
     assert float(np.max(np.abs(grad / (v[0, 1] * np.longdouble(n - 1) / 3) - 1))) <= 4 * EPS[dtype]
+
+
+def test_sums_in_pairs_keep_what_each_level_loses():
+    """On every level the first sum has a partner of just less than half a unit, of which nothing is left."""
+    levels, x = 12, np.zeros(1 << 12)
+    x[0], x[1 << np.arange(levels)] = 1.0, 0.49 * EPS[np.float64]
+    assert abs(total(x) - math.fsum(x)) <= EPS[np.float64]
 
 
 @pytest.mark.parametrize("backend", ["numpy", "terms"])

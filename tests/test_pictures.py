@@ -5,7 +5,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import plot, testing
-from relpos_np.layers import MultiHeadAttention, SwinAttention, WindowAttention
+from relpos_np.layers import MultiHeadAttention
 from relpos_np.plot import diagrams
 from relpos_np.plot import gallery as pictures
 from relpos_np.plot import layers as of_layers
@@ -34,14 +34,6 @@ def test_bias_maps_have_one_scale_of_colours():
     for wrong, options in ((np.ones((3, 4)), {}), (np.ones((0, 3, 4)), {}), (bias, {"heads": ["a"]})):
         with pytest.raises(rp.RelposValueError):
             plot.bias_maps(wrong, **options)
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([1.0, 3.0], (0, 3)), ([-1.0, 3.0], (-3, 3)), ([-2.0, -1.0], (-2, 0)), ([0.0, np.nan], (-1, 1))],
-)
-def test_ends_of_colours(values, expected):
-    assert plot.span(np.array(values)) == expected
 
 
 def test_numbered_map_writes_each_row_number():
@@ -93,36 +85,6 @@ def test_rel_shift_steps(variant, first_row, wrong):
     kept = len({word for word in words(after) if word != "0"})
     assert pale == 3 * columns - kept
     assert np.isnan(image(after)).sum() == wrong
-
-
-def test_speed_by_length_draws_what_was_recorded():
-    lengths = {"512": {"best_ms": 1.0, "extra_memory_mib": 0.5}, "1024": {"best_ms": 4.5, "extra_memory_mib": 0.7}}
-    left, right = diagrams.speed_by_length(lengths).axes
-    drawn = {line.get_label(): list(line.get_ydata()) for line in left.get_lines()}
-    assert drawn["measured"] == [1.0, 4.5]
-    assert drawn["∝ length²"] == [4.5 / 4, 4.5]
-    assert list(right.get_lines()[0].get_ydata()) == [1.0, 4.0]  # 512 x 512 float32 are a MiB
-    with pytest.raises(rp.RelposValueError, match="at least two"):
-        diagrams.speed_by_length({"512": lengths["512"]})
-
-
-@pytest.mark.parametrize("title", [None, "A name"])
-def test_titles(title):
-    """Of figures, and of one map on axes of one's own; five maps leave the rest of their grid empty."""
-    lengths = {n: {"best_ms": 1.0, "extra_memory_mib": 0.5} for n in ("512", "1024")}
-    figures = [
-        plot.bias_maps(np.ones((5, 2, 3)), title=title),
-        diagrams.encoding_map(rp.Sinusoidal(6), 9, title=title),
-        diagrams.rotary_angles({"a": rp.reference.rotary_frequencies(8)}, 5, title=title),
-        diagrams.rel_shift_steps(3, 3, title=title),
-        diagrams.speed_by_length(lengths, title=title),
-    ]
-    for figure in figures:
-        assert figure.get_suptitle() == (title or "")
-    assert [ax.axison for ax in figures[0].axes[:8]] == [True] * 5 + [False] * 3
-    ax = plot.new_figure(3, 3).subplots()
-    assert diagrams.numbered_map(np.ones((2, 2), int), ax, title=title) is ax
-    assert ax.get_title() == (title or "")
 
 
 def test_position_effect_is_the_bias_where_there_is_one():
@@ -186,31 +148,6 @@ def test_alike_tokens_are_told_apart_by_positions_alone():
     np.testing.assert_array_equal(alone, np.ones((2, 1, 1)))
 
 
-@pytest.mark.parametrize("shift", [(0, 0), (1, 2)])
-def test_alike_tokens_of_a_map_stay_where_they_are(shift):
-    """Pairs of one window, by loops over the map: probabilities of the bias, of one region; other windows are blank."""
-    rng = np.random.default_rng(0)
-    grid, window, table = (4, 9), (2, 3), rng.standard_normal((15, 2))
-    weights = {"q.weight": rng.standard_normal((4, 4)), "kv.weight": rng.standard_normal((8, 4))}
-    weights |= {"proj.weight": np.eye(4), "proj.bias": np.zeros(4), "relative_position_bias_table": table}
-    options = {"shift_size": shift, "qkv_bias": False, "weights": weights, "mask_value": None}
-    layer = SwinAttention(4, window, 2, dtype=np.float64, **options)
-    found = of_layers.attention_of_alike_tokens(layer, grid)
-    for i, j in np.ndindex(36, 36):
-        query, key = np.unravel_index(i, grid), np.unravel_index(j, grid)
-        moved = [[(c - s) % g for c, s, g in zip(at, shift, grid, strict=True)] for at in (query, key)]
-        apart = any(a // w != b // w for a, b, w in zip(*moved, window, strict=True))
-        assert np.isnan(found[:, i, j]).all() == apart
-        # Of what is in one window, the shift brought some together.
-        if any(abs(a - b) >= w for a, b, w in zip(query, key, window, strict=True)) and not apart:
-            assert (found[:, i, j] == 0).all()
-        elif not apart:
-            same, step = found[:, i, i], [a - b for a, b in zip(query, key, strict=True)]
-            ratio = np.exp(table[(step[0] + 1) * 5 + step[1] + 2] - table[1 * 5 + 2])
-            np.testing.assert_allclose(found[:, i, j], ratio * same, rtol=64 * np.finfo(float).eps)
-    assert np.nansum(found, axis=-1) == pytest.approx(np.ones((2, 36)), abs=1e-14)
-
-
 @pytest.mark.parametrize("name", of_layers.LAYERS)
 def test_pictures_of_layers(name):
     figure = of_layers.layer_picture(name, seed=1)
@@ -227,24 +164,3 @@ def test_pictures_of_layers(name):
     else:
         np.testing.assert_array_equal(image(figure.axes[0]), drawn)
         np.testing.assert_array_equal(figure.axes[1].get_lines()[-1].get_ydata(), drawn[24])
-
-
-def test_layers_that_have_no_picture():
-    swin = SwinAttention(4, (2, 2), 1, rng=np.random.default_rng(0))
-    with pytest.raises(rp.RelposTypeError, match="found WindowAttention"):
-        of_layers.layer_diagram(WindowAttention(4, 1, 1, (2, 2), 1, rng=np.random.default_rng(0)), (4,))
-    with pytest.raises(rp.RelposValueError, match="size: expected 2 lengths"):
-        of_layers.layer_diagram(swin, (4,))
-    with pytest.raises(rp.RelposValueError, match=r"multiple of the window \(2, 2\), found \(4, 5\)"):
-        of_layers.layer_diagram(swin, (4, 5))
-    with pytest.raises(rp.RelposValueError, match=r"head: expected 0 \.\.\. 0, found 1"):
-        of_layers.layer_diagram(swin, (4, 4), head=1)
-    with pytest.raises(rp.RelposValueError, match="name"):
-        of_layers.layer_picture("nothing")
-
-
-def test_unknown_schemes_and_variants():
-    with pytest.raises(rp.RelposValueError, match="name"):
-        pictures.scheme_picture("nothing")
-    with pytest.raises(rp.RelposValueError, match="variant"):
-        pictures.scheme_picture("t5", variant="nothing")

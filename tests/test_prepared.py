@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np.kernels._numba.plan.prepared import Prepared
-from tests.compare import assert_refused
+from tests.compare import assert_refused, assert_same_bits
 from tests.every import ATTENTION, remade
 from tests.strategies import cases
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
-
-
-def assert_same_bits(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        assert x.dtype == y.dtype
-        assert x.shape == y.shape
-        assert x.tobytes() == y.tobytes()
 
 
 @given(cases(small=False), st.sampled_from(DTYPES), st.sampled_from(rp.backend.HOST_BACKENDS))

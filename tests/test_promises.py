@@ -110,24 +110,6 @@ def test_a_process_that_dies_breaks_the_promise(monkeypatch, capsys):
     assert "killed" in found["note"]
 
 
-def test_layers_that_are_not_installed_are_named(monkeypatch):
-    def child(code, **environment):
-        if environment["NUMBA_THREADING_LAYER"] != "workqueue":
-            raise RuntimeError("ValueError: No threading layer could be loaded. HINT: ...")
-        return "0\n"
-
-    monkeypatch.setattr(promises, "_child", child)
-    measured, note = BY_NAME["callers"]()
-    assert measured == 0
-    assert "on workqueue; not installed: omp, tbb" in note
-
-
-def test_a_child_finds_this_library():
-    assert promises._child("import relpos_np; print(relpos_np.__file__)").strip() == rp.__file__
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        promises._child("1 / 0")
-
-
 def test_what_is_missing_is_said_and_breaks_nothing(monkeypatch, capsys):
     keep(monkeypatch, "float64")
     monkeypatch.setitem(sys.modules, "mpmath", None)

@@ -14,9 +14,10 @@ from relpos_np._calls import repeated
 from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.terms import Dense, Toeplitz
 from relpos_np.kernels._numba.simd import target
+from tests.compare import assert_same_bits
 from tests.every import ATTENTION, remade
 from tests.strategies import cases
-from tests.test_prepared import DTYPES, assert_same_bits, runs
+from tests.test_prepared import DTYPES, runs
 
 __all__ = ["runs"]
 

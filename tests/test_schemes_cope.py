@@ -7,7 +7,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np.terms import Terms
-from tests.compare import assert_refused, close
+from tests.compare import close
 from tests.test_schemes import make
 
 
@@ -31,22 +31,6 @@ def test_cope_padding_behind_a_causal_call_is_not_counted(backend, rng):
         q[:, :, :6], k[:, :, keep], v[:, :, keep], position=rp.CoPE(scheme.table, counted=mask), mask=mask
     )
     close(found, shorter)
-
-
-def test_cope_refuses():
-    table, q = np.ones((4, 3)), np.ones((2, 2, 5, 3))
-    assert_refused(
-        (
-            lambda: rp.attention(q, q, q, position=rp.CoPE(table, gate_key=q[:, :1])),
-            r"gate_key: expected .* = \(2, 5, 3\)",
-        ),
-        (lambda: rp.attention(q, q, q, position=rp.CoPE(table, counted=np.ones(4, bool))), "counted: .*broadcast"),
-        (
-            lambda: rp.attention(q, q, q, position=rp.CoPE(table, gate_key=np.ones((3, 2, 5, 3)))),
-            r"gate_key: batch axes \(3,\)",
-        ),
-    )
-    assert repr(rp.CoPE(table)) == "CoPE(table=(4, 3), variant='paper')"
 
 
 # Heads of queries and of keys, queries, keys, channels, positions, options: as few as there may be, beside blocks of

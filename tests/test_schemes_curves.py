@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.compare import assert_refused, close
+from tests.compare import close
 from tests.test_schemes_tables import operands
 
 # ---------------------------------------------------------------------------------------------- FIRE
@@ -69,19 +69,6 @@ def test_fire_gives_gradients_of_the_shapes_it_was_given(rng, shape):
     assert found["c"].shape == found["threshold"].shape == shape
 
 
-def test_fire_refuses(rng):
-    w1, b1, w2, b2 = network(rng)
-    assert_refused(
-        (lambda: rp.FIRE(w1, b1, w2, b2, 0, 1), "c: expected a positive number, found 0"),
-        (lambda: rp.FIRE(w1, b1, w2, b2, 1, -1), "threshold: expected a positive number, found -1"),
-        (lambda: rp.FIRE(w1, b1, w2, b2, np.array(np.nan), 1), "c: .*nan"),
-        (lambda: rp.FIRE(w1, b1, w2, b2, w1, 1), r"c: expected one number, found shape \(6,\)"),
-        (lambda: rp.FIRE(w1, b1, w2, b2, 1, np.array(3)), "threshold: .*int64"),
-        (lambda: rp.FIRE(w1, b1, w2, b2, 1, 1, eps=-1e-6), "eps: expected 0 or more"),
-    )
-    assert repr(rp.FIRE(w1, b1, w2, b2, 1, 1)) == "FIRE(hidden=6, heads=4, eps=0.0)"
-
-
 # ---------------------------------------------------------------------------------------------- Sandwich
 
 
@@ -104,16 +91,6 @@ def test_sandwich_falls_like_a_logarithm():
     bias = rp.reference.sandwich_bias(8, 1, 4096)[0, 0]
     means = [bias[2**n : 2 ** (n + 1)].mean() for n in range(2, 12)]
     assert np.abs(np.diff(means) + 64 / np.log2(1e4)).max() < 0.25
-
-
-def test_sandwich_refuses():
-    assert_refused(
-        (lambda: rp.Sandwich(7), "dim: expected an even number of at most 65536, found 7"),
-        (lambda: rp.Sandwich(0), "dim: .*0"),
-        (lambda: rp.Sandwich(8, base=0), "base: expected more than 0"),
-        (lambda: rp.Sandwich(8, heads=0), "heads: .*0"),
-    )
-    assert repr(rp.Sandwich()) == "Sandwich(dim=128, heads=None, variant='paper')"
 
 
 # ---------------------------------------------------------------------------------------------- TISA
@@ -145,11 +122,3 @@ def test_tisa_as_published_reads_one_too_early(rng):
     values = (a[..., None] * np.exp(-np.abs(b[..., None]) * (c[..., None] - at) ** 2)).sum(axis=0)
     read = length - 1 + np.arange(length)[:, None] - np.arange(length)
     close(rp.reference.tisa_bias(a, b, c, length, length, variant="published"), values[:, read])
-
-
-def test_tisa_refuses(rng):
-    a, b, c = curves(rng)
-    for call, words in ((lambda: rp.TISA(a, b, c * np.inf), "offsets: expected finite numbers, found -?inf"),):
-        with pytest.raises(rp.RelposError, match=words):
-            call()
-    assert repr(rp.TISA(a, b, c)) == "TISA(curves=3, heads=4, variant='paper')"

@@ -7,14 +7,6 @@ import relpos_np as rp
 from tests.compare import assert_refused
 
 
-def test_inkling_refuses():
-    states, proj, q = np.ones((2, 5, 3)), np.ones((3, 4)), np.ones((1, 2, 5, 3))
-    assert_refused(
-        (lambda: rp.attention(q, q, q, position=rp.Inkling(np.ones((3, 2, 5, 3)), proj)), "batch axes"),
-    )
-    assert repr(rp.Inkling(states, proj)) == "Inkling(relative_states=(2, 5, 3), proj=(3, 4))"
-
-
 def test_inkling_of_a_query_that_is_nan_reaches_no_other(backend, rng):
     q, k, v = rng.standard_normal((3, 1, 2, 9, 4))
     states, proj = rng.standard_normal((2, 9, 3)), rng.standard_normal((3, 4))
@@ -85,15 +77,6 @@ def test_selective_decodes_with_the_sums_of_votes(variant, backend, rng):
     assert past.max() > 0.5
 
 
-def test_selective_refuses():
-    q = np.ones((1, 2, 5, 3))
-    assert_refused(
-        (lambda: rp.Selective(-1), "head: expected at least 0"),
-        (lambda: rp.attention(q, q, q, position=rp.Selective(2)), r"head: expected 0 \.\.\. 1, found 2"),
-        (lambda: rp.attention(q, q, q, position=rp.Selective(past=np.ones((3, 5)))), "batch axes"),
-    )
-
-
 # ---------------------------------------------------------------------------------------------- DAPE
 
 
@@ -108,19 +91,6 @@ def test_dape_of_a_network_of_zeros_is_its_bias(backend, rng):
     for bias in (rp.ALiBi(form="causal"), rp.FIRE(*(rng.standard_normal(s) for s in (3, 3, (4, 3), 4)), 1.0, 2.5)):
         found = rp.attention(q, k, v, position=rp.DAPE(bias, *zeros), backend=backend)
         np.testing.assert_allclose(found, rp.attention(q, k, v, position=bias), rtol=0, atol=1e-12)
-
-
-def test_dape_refuses(rng):
-    w1, b1, w2, b2 = network(rng, 2)
-    q = np.ones((1, 2, 5, 3))
-    assert_refused(
-        (lambda: rp.DAPE(rp.Shaw(np.ones((3, 3))), w1, b1, w2, b2), "found Shaw"),
-        (lambda: rp.DAPE(rp.ALiBi(form="key"), w1, b1, w2, b2), "found its form 'key'"),
-        (lambda: rp.DAPE(rp.ALiBi(), w1, b1, w2, b2, slope=np.inf), "slope: expected a finite number"),
-        (lambda: rp.attention(q[:, :1], q, q, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2)), "k: 2 heads do not"),
-        (lambda: rp.attention(*(q[:, :1],) * 3, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2)), "for 2 heads"),
-        (lambda: rp.attention(q, q, q, position=rp.DAPE(rp.ALiBi(heads=3), w1, b1, w2, b2)), "for 3 heads"),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- PaTH
@@ -138,12 +108,3 @@ def test_path_of_reflections_that_undo_each_other(backend, rng):
     np.testing.assert_allclose(found, rp.attention(q, k, v, **options), rtol=0, atol=1e-12)
     other = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
     assert np.abs(other - rp.attention(q, k, v, causal=True)).max() > 0.1
-
-
-def test_path_refuses():
-    w, beta, q = np.ones((2, 5, 3)), np.ones((2, 5)), np.ones((1, 2, 5, 3))
-    assert_refused(
-        (lambda: rp.PaTH(w * np.inf, beta), "w: expected finite numbers, found inf"),
-        (lambda: rp.attention(q, q, q, position=rp.PaTH(w, beta), offset=1), r"queries stand at 1 \.\.\. 5"),
-        (lambda: rp.attention(q, q, q, position=(rp.PaTH(w, beta), rp.XPos(2))), "cannot be combined"),
-    )

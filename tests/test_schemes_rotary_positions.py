@@ -152,9 +152,3 @@ def test_gradients_of_frequencies_in_float32(rng):
     ).position["frequencies"]
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, wide.position["frequencies"], rtol=0, atol=1e-4)
-
-
-def test_repr():
-    scheme = rp.Rotary(frequencies=np.ones((2, 4)), positions=np.ones((2, 9)), key_positions=np.ones((2, 7)))
-    assert repr(scheme) == ("Rotary(frequencies=(2, 4), layout='half', positions=(2, 9), key_positions=(2, 7))")
-    assert repr(rp.XPos(6)) == "XPos(6, base=10000.0, scale_base=512.0, gamma=0.4, layout='interleaved')"

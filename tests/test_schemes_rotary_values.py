@@ -85,10 +85,18 @@ def test_only_differences_of_positions_count(backend, rng):
     close(*(rp.attention(q, k, v, position=one, backend=backend) for one in (near, far)), 1e-11)
 
 
-# ---------------------------------------------------------------------------------------------- excluded keys
-
-
 # ---------------------------------------------------------------------------------------------- the rest of a call
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_rounded_once(dtype, backend, rng):
+    """After the output has turned back: at most half a unit from the same numbers in float32."""
+    q, k, v = drawn(rng, dtype)
+    scheme = SCHEMES["last"](rng)
+    exact = rp.attention(*(x.astype(np.float32) for x in (q, k, v)), position=scheme, backend=backend)
+    found = rp.attention(q, k, v, position=scheme, backend=backend)
+    assert found.dtype == dtype
+    close(found.astype(np.float64), exact, 2e-6, rtol=float(ml_dtypes.finfo(dtype).eps) / 2)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

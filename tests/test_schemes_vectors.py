@@ -34,19 +34,6 @@ def test_music_transformer_is_its_skewing_procedure(length, backend, rng):
     np.testing.assert_array_equal(rp.attention(q, k, v, position=other, causal=True, backend=backend), found)
 
 
-def test_uneven_shaw_refuses():
-    table = np.ones((4, 3))
-    assert_refused(
-        (lambda: rp.Shaw(table), r"key_table: expected an odd number .* or left=, found 4 in \(4, 3\)"),
-        (lambda: rp.Shaw(table, left=4), r"left: expected 0 \.\.\. 3 for key_table of shape \(4, 3\), found 4"),
-        (lambda: rp.Shaw(table, left=-1), "left: expected at least 0, found -1"),
-        (lambda: rp.Shaw(table, table, left=(1, None)), "value_table: expected an odd number"),
-        (lambda: rp.Shaw(value_table=table, left=(None, 9)), "left: .* value_table"),
-        (lambda: rp.reference.shaw_attention_matrix(*np.ones((3, 2, 3)), table, table), "key_table: expected an odd"),
-    )
-    assert repr(rp.Shaw(table, left=1)) == "Shaw(key_table=(4, 3), outside='clip', left=1)"
-
-
 # ---------------------------------------------------------------------------------------------- Transformer-XL options
 
 
@@ -143,15 +130,6 @@ def test_deberta_scale_counts_the_terms(rng):
     assert rp.DeBERTa(pos_key).scale == rp.DeBERTa(pos_query=pos_query).scale == 10**-0.5
 
 
-def test_deberta_refuses():
-    table = np.ones((2, 8, 3))
-    assert_refused(
-        (rp.DeBERTa, "expected pos_key, pos_query or both"),
-        (lambda: rp.DeBERTa(table, max_position=3), "max_position: 3 leaves no buckets"),
-        (lambda: rp.DeBERTa(table[:, :6], max_position=9), "max_position: 9 leaves no buckets; .* needs s >= 4"),
-    )
-
-
 # ---------------------------------------------------------------------------------------------- labels of a graph
 
 
@@ -210,23 +188,3 @@ def test_labels_are_kept_as_they_were(rng):
     with pytest.raises(ValueError, match="read-only"):
         scheme.labels[0, 0] = 1
     assert repr(scheme) == "GraphLabels(labels=(3, 3), table=(2, 1))"
-
-
-def test_graph_labels_refuse():
-    labels, table, q = np.zeros((4, 4), int), np.ones((3, 2)), np.ones((2, 2, 4, 3))
-    assert_refused(
-        (lambda: rp.GraphLabels(labels), "expected table, key_table or value_table"),
-        (lambda: rp.GraphLabels(labels + 3, table), r"labels: expected -1 \.\.\. 2, found 3 \.\.\. 3"),
-        (lambda: rp.GraphLabels(labels - 2, table), r"labels: expected -1 \.\.\. 2, found -2 \.\.\. -2"),
-        (lambda: rp.GraphLabels(labels * 1.0, table), "labels: expected integers, found dtype float64"),
-        (lambda: rp.GraphLabels(labels, table, key_table=np.ones((2, 3))), "as many labels in each, found table 3"),
-        (
-            lambda: rp.GraphLabels.graphormer(labels, table, np.ones(3)),
-            "virtual: expected 2 heads as in table, found 3",
-        ),
-        (lambda: rp.GraphLabels.graphormer(labels + 3, table, np.ones(2)), "distances: expected"),
-        (
-            lambda: rp.attention(q, q, q, position=rp.GraphLabels(np.zeros((3, 4, 4), int), table)),
-            r"labels: batch axes \(3,\)",
-        ),
-    )

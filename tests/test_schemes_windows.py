@@ -70,30 +70,12 @@ def test_swin_v2_gradient_of_the_scale_ends_at_its_limit(rng):
     assert grads["logit_scale"][0] != 0 == grads["logit_scale"][1]
 
 
-def test_swin_v2_refuses(rng):
-    w1, b1, w2, t = network(rng)
-    assert_refused(
-        (lambda: rp.SwinV2(w1, b1, w2, t, 3), "grid: expected height and width"),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (0, 3)), "grid: .*0"),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_grid=(0, 0)), "pretrained_grid: .*0"),
-        (lambda: rp.SwinV2(w1, b1, w2, t, (2, 3), pretrained_grid=(2, 2), variant="paper"), "pretrained_grid: "),
-        (lambda: rp.logits(*[np.ones((2, 6, 4))] * 2, position=(swin_v2(rng, (2, 3)), rp.Rotary())), "two of the"),
-    )
-
-
 # ---------------------------------------------------------------------------------------------- BEiT and resizing
 
 
 def test_beit_index_by_hand():
     np.testing.assert_array_equal(rp.reference.beit_index((1, 1)), [[3, 1], [2, 0]])
     np.testing.assert_array_equal(rp.reference.beit_index((1, 2)), [[5, 3, 3], [4, 1, 0], [4, 2, 1]])
-
-
-def test_beit_refuses():
-    assert_refused(
-        (lambda: rp.BEiT(np.ones((9, 2)), (2, 2)), r"table: grid \(2, 2\) needs 12 rows"),
-        (lambda: rp.BEiT(np.ones((12, 2)), (2,)), "grid: "),
-    )
 
 
 @pytest.mark.parametrize("mode", ["cubic", "linear", "geometric"])
@@ -181,16 +163,3 @@ def test_decomposed_rounding(sizes, backend, rng):
     np.testing.assert_array_equal((np.abs(s[0] - s[1]) > 1e-9).any(axis=(0, 1)), different)
     for scheme in (exact, rounded):
         close(*(rp.attention(q, k, v, position=scheme, backend=b) for b in ("numpy", backend)), 1e-12)
-
-
-def test_decomposed_refuses(rng):
-    h, w = rng.standard_normal((5, 5)), rng.standard_normal((7, 5))
-    assert_refused(
-        (lambda: rp.DecomposedBias(h[:4], w, (3, 4), variant="mvit"), "height_table: .*need 5 rows"),
-        (lambda: rp.DecomposedBias(h, w, (3, 4), (3, 5), variant="mvit"), "width_table: .*need 9 rows"),
-        (lambda: rp.DecomposedBias(h, w, 12), "grid: "),
-        (
-            lambda: rp.logits(*[np.zeros((2, 12, 5))] * 2, position=rp.DecomposedBias(h, w, (3, 4), class_token=True)),
-            "13 tok",
-        ),
-    )

@@ -10,12 +10,12 @@ import pytest
 import relpos_np as rp
 from relpos_np import reference
 from relpos_np.complexity import attention_operations, complexity
-from tests import naive
+from tests import compare, naive
 from tests.strategies import KINDS, Case
 
 
 def close(a, b, atol=1e-12):
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+    compare.close(a, b, atol)
 
 
 # ---------------------------------------------------------------------------------------------- self-attention

@@ -13,8 +13,9 @@ import relpos_np as rp
 from relpos_np import testing
 from relpos_np._calls.packed import PackedCall
 from relpos_np._contract.options import DEFAULTS
+from tests.compare import assert_same_bits
 from tests.every import ATTENTION
-from tests.sizes import EDGES
+from tests.sizes import BLOCK_KEYS, EDGES
 
 HEADS = 4
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -40,12 +41,6 @@ def operands(rng, dtype, heads, kv_heads, q_len, k_len, depth, v_dim):
     """Two batch items; heads of a token lie side by side, as projections leave them."""
     shapes = (2, q_len, heads, depth), (2, k_len, kv_heads, depth), (2, k_len, kv_heads, v_dim)
     return [rng.standard_normal(shape).astype(dtype).swapaxes(1, 2) for shape in shapes]
-
-
-def same(found, expected, what):
-    for x, y in zip(found, expected, strict=True):
-        assert x.dtype == y.dtype
-        assert np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes(), what
 
 
 @st.composite
@@ -80,7 +75,7 @@ def test_every_scheme(name, variant, lengths, options, dtype, seed):
     found = rp.attention(q, k, v, segments=bounds, **call)
     for (a, b), (c, d) in zip(*map(pairwise, bounds), strict=True):
         alone = rp.attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], **call)
-        same((found[0][:, :, a:b], found[1][:, :, a:b]), alone, (b - a, d - c))
+        assert_same_bits((found[0][:, :, a:b], found[1][:, :, a:b]), alone, (b - a, d - c))
 
 
 @settings(max_examples=25, deadline=None)
@@ -98,7 +93,7 @@ def test_heads_and_channels_of_models(lengths, options, name, seed):
     found = rp.attention(q, k, v, segments=bounds, query_scale=factors, **call)
     for (a, b), (c, d) in zip(*map(pairwise, bounds), strict=True):
         alone = rp.attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], query_scale=factors[a:b], **call)
-        same((found[0][:, :, a:b], found[1][:, :, a:b]), alone, (b - a, d - c))
+        assert_same_bits((found[0][:, :, a:b], found[1][:, :, a:b]), alone, (b - a, d - c))
 
 
 @settings(max_examples=20, deadline=None)
@@ -106,7 +101,7 @@ def test_heads_and_channels_of_models(lengths, options, name, seed):
 def test_items_with_an_offset_each(q_len, name, options, data):
     """Caches of another length in each item, of which no key behind the last query's is read."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    k_len = data.draw(st.sampled_from([40, 193, 700, 3500]))
+    k_len = data.draw(st.sampled_from([40, BLOCK_KEYS + 1, 700, 3500]))
     offsets = rng.integers(0, k_len - q_len + 1, 6)
     q, k, v = (
         rng.standard_normal((6, heads, n, 64)).astype(np.float32) for heads, n in ((4, q_len), (2, k_len), (2, k_len))
@@ -123,7 +118,7 @@ def test_items_with_an_offset_each(q_len, name, options, data):
     for n, offset in enumerate(offsets):
         one = call | ({"key_lengths": call["key_lengths"][n]} if "key_lengths" in call else {})
         alone = rp.attention(q[n], k[n], v[n], offset=int(offset), **one)
-        same((found[0][n], found[1][n]), alone, (n, offset))
+        assert_same_bits((found[0][n], found[1][n]), alone, (n, offset))
 
 
 def test_many_short_sequences(rng):
@@ -178,5 +173,5 @@ def test_work_that_takes_long_is_cut(rng, monkeypatch):
     ran, run = [], launcher.run
     monkeypatch.setattr(launcher, "run", lambda *args: ran.append(args) or run(*args))
     monkeypatch.setattr(launcher, "CALL_FLOPS", 1e6)
-    same(rp.attention(q, k, v, segments=bounds, return_lse=True), expected, "cut")
+    assert_same_bits(rp.attention(q, k, v, segments=bounds, return_lse=True), expected, "cut")
     assert len(ran) > 10

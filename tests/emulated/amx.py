@@ -205,10 +205,16 @@ def _carry_out(context):
     return True
 
 
-@numba.cfunc("void(int32, int64, int64)")
-def _handler(number, information, context):
-    if not _carry_out(context):
-        _abort()
+@functools.cache
+def _handler():
+    """What the system calls at an illegal instruction; compiled where it is needed, which takes seconds."""
+
+    @numba.cfunc("void(int32, int64, int64)")
+    def handler(number, information, context):
+        if not _carry_out(context):
+            _abort()
+
+    return handler
 
 
 class _Action(ctypes.Structure):
@@ -225,7 +231,7 @@ class _Action(ctypes.Structure):
 def install() -> None:
     """Carry out instructions on tiles in this process, on all of its threads."""
     with_information = 4
-    action = _Action(handler=_handler.address, flags=with_information)
+    action = _Action(handler=_handler().address, flags=with_information)
     library = ctypes.CDLL(None, use_errno=True)
     if library.sigaction(int(signal.SIGILL), ctypes.byref(action), None):
         raise OSError(ctypes.get_errno(), "sigaction")

@@ -63,38 +63,6 @@ def random_calls(at_end, count, seed):
     return f"AT_END, COUNT, SEED = {at_end}, {count}, {seed}\n" + CALLS
 
 
-@pytest.mark.parametrize(
-    ("touch", "at_end"),
-    [
-        ("np.lib.stride_tricks.as_strided(np.ones(5), (6,))[5]", True),
-        ("np.lib.stride_tricks.as_strided(np.ones(5)[::-1], (6,))[5]", False),
-        ("(launch := relpos_np.kernels._numba.launch.launcher).lend(640, 2)[0][-1:].ctypes.data_as(bytes_)[1]", True),
-        (
-            "x = np.ones(5); old = x.ctypes.data; del x; ctypes.string_at(old, 8)",
-            True,
-        ),
-    ],
-    ids=["behind", "before", "workspace", "freed"],
-)
-def test_guarded_memory_kills_who_touches_what_is_not_its_own(touch, at_end):
-    """That the other tests can fail."""
-    code = f"import ctypes\nbytes_ = ctypes.POINTER(ctypes.c_uint8)\nguarded = Guarded({at_end}).install()\n"
-    status, said, _ = child(PRELUDE + code + touch + "\ndone(guarded)")
-    assert status < 0, said
-
-
-def test_guarded_memory_is_poisoned_and_its_margins_are_looked_at():
-    code = (
-        "guarded = Guarded(True).install()\n"
-        "assert np.isnan(np.empty(9)).all() and np.isnan(np.empty(9, 'f2')).all() and not np.zeros(9).any()\n"
-        "x = np.ones(5)\n"
-        "np.lib.stride_tricks.as_strided(x[::-1], (6,))[5] = 3\n"
-        "del x\n"
-        "done(guarded)\n"
-    )
-    assert "beside an array of 40 bytes" in child(PRELUDE + code)[1]
-
-
 @pytest.mark.parametrize("at_end", [True, False], ids=["end", "start"])
 def test_row_34_no_kernel_leaves_any_array(at_end):
     """Operands, masks, lengths, tables, results, workspaces and gradients, at lengths beside and far from tiles."""

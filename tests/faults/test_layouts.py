@@ -1,7 +1,5 @@
 """How arrays lie in memory changes no bit of a result, and no input is written to."""
 
-import copy
-
 import hypothesis
 import ml_dtypes
 import numpy as np
@@ -32,22 +30,15 @@ BYTES = "misaligned", "big-endian"
 LAYOUTS = {name: ALL_LAYOUTS[name] for name in ALL_LAYOUTS if name != "contiguous"}
 
 
-def laid_out(position, view):
-    """The same scheme of arrays in another layout."""
-    if position is None:
-        return None
-    made = {
-        rp.T5: lambda p: rp.T5(view(p.table)),
-        rp.GraphLabels: lambda p: rp.GraphLabels(p.labels, view(p.table)),
-        rp.Shaw: lambda p: rp.Shaw(view(p.key_table), view(p.value_table)),
-        rp.TransformerXL: lambda p: rp.TransformerXL(
-            view(p.content_bias), view(p.position_bias), view(p.rows), variant=p.variant
-        ),
-        rp.ALiBi: lambda p: rp.ALiBi(view(p.slopes), form=p.form),
-        rp.CoPE: lambda p: rp.CoPE(view(p.table)),
-        rp.Rotary: copy.copy,
-    }
-    return made[type(position)](position)
+def all_laid_out(x, view):
+    """Whatever holds arrays, with each of them in another layout."""
+    if isinstance(x, np.ndarray):
+        return view(x) if x.ndim else x
+    if isinstance(x, tuple):
+        return tuple(all_laid_out(one, view) for one in x)
+    if isinstance(x, rp.Scheme):
+        return type(x)(**{name: all_laid_out(one, view) for name, one in arguments(x).items()})
+    return x
 
 
 @pytest.mark.parametrize(
@@ -73,7 +64,7 @@ def test_row_21_layouts_of_operands_and_tables_change_no_bits(name, layout, back
                     viewed.append(np.repeat(given, 2, axis=-1)[:, ::2] if thin else view(given))
                 before = [x.tobytes() for x in viewed]
                 options = {"backend": backend, "mask": None if given is None else viewed[4]}
-                position = laid_out(plain, view)
+                position = all_laid_out(plain, view)
                 kept = (
                     {n: x.tobytes() for n, x in vars(position).items() if isinstance(x, np.ndarray)} if position else {}
                 )
@@ -87,17 +78,6 @@ def test_row_21_layouts_of_operands_and_tables_change_no_bits(name, layout, back
                 same([rp.logits(*viewed[:2], position=position, **options)], [rp.logits(q, k, **expected)], layout)
                 assert [x.tobytes() for x in viewed] == before
                 assert {n: getattr(position, n).tobytes() for n in kept} == kept
-
-
-def all_laid_out(x, view):
-    """Whatever holds arrays, with each of them in another layout."""
-    if isinstance(x, np.ndarray):
-        return view(x) if x.ndim else x
-    if isinstance(x, tuple):
-        return tuple(all_laid_out(one, view) for one in x)
-    if isinstance(x, rp.Scheme):
-        return type(x)(**{name: all_laid_out(one, view) for name, one in arguments(x).items()})
-    return x
 
 
 @pytest.mark.parametrize("name", [name for name, info in rp.SCHEMES.items() if info.kind == "attention"])

@@ -173,17 +173,3 @@ def test_tasks_have_their_own_number_and_backend():
 
     asyncio.run(main())
     assert counts() == before
-
-
-def test_asking_for_the_number_costs_little():
-    """A kernel's call asks for its number; a choice must not make that slower than asking Numba."""
-    import timeit
-
-    def cost():
-        return min(timeit.repeat(launch.available_threads, number=2000, repeat=20)) / 2000
-
-    cost()
-    alone = cost()
-    rp.set_num_threads(1)
-    chosen = cost()
-    assert chosen < alone + 0.5e-6

@@ -114,26 +114,6 @@ def test_gradients_of_a_float_mask():
     assert torch.autograd.gradcheck(lambda m: attention(q, k, v, mask=m), (small,))
 
 
-def test_training_reaches_the_table_as_torch_does():
-    """Two steps of gradient descent, through a table that changes in place."""
-    q, k, v = operands(grad=False)
-    buckets = torch.from_numpy(rp.reference.t5_bucket(np.arange(9) - np.arange(9)[:, None]))
-    ours = torch.zeros(32, 4, dtype=torch.float64, requires_grad=True)
-    theirs = ours.detach().clone().requires_grad_()
-    position = trained(rp.T5, ours)
-    steps = [torch.optim.SGD([x], lr=0.5) for x in (ours, theirs)]
-    for _ in range(2):
-        for out, step in (
-            (lambda: attention(q, k, v, position=position), steps[0]),
-            (lambda: sdpa(q, k, v, attn_mask=theirs[buckets].permute(2, 0, 1)), steps[1]),
-        ):
-            step.zero_grad()
-            out().square().sum().backward()
-            step.step()
-    assert ours.abs().max() > 0
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
 def test_a_table_changed_before_backward_is_an_error():
     q, k, v = operands()
     table = torch.zeros(32, 4, dtype=torch.float64, requires_grad=True)
@@ -157,20 +137,6 @@ def test_dropout_repeats_with_the_seed_and_in_backward():
     assert not torch.equal(a, c)
     # The output is linear in v: what v receives adds up to the output only if the same probabilities were dropped.
     torch.testing.assert_close((da * v).sum(), a.sum(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
-def test_compiled_functions_call_it():
-    q, k, v = operands(dtype=torch.float32)
-    table = torch.randn(32, 4, requires_grad=True)
-
-    def model(q, k, v):
-        return attention(2 * q, k, v, position=trained(rp.T5, table)) + 1
-
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
-    compiled(q, k, v).sum().backward()
-    assert table.grad.abs().max() > 0
 
 
 def test_key_lengths_of_any_kind():

@@ -107,14 +107,3 @@ def test_transformations_of_a_model_are_refused(transform, message):
     # Nothing of it is left over.
     with torch.no_grad():
         torch.testing.assert_close(model(x).last_hidden_state, expected, rtol=0, atol=1e-5)
-
-
-def test_checkpointing_gives_the_same_gradient():
-    module, q, _ = layer()
-    grads = []
-    for run in (module, lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)):
-        x = q.clone().requires_grad_()
-        with torch.enable_grad():
-            run(x).square().sum().backward()
-        grads.append(x.grad)
-    assert torch.equal(*grads)

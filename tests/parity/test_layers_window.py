@@ -1,7 +1,5 @@
 """Whole window attentions: transformers' and timm's blocks, torchvision's, and one composed of torch functions."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -160,47 +158,6 @@ def test_timm_lets_opposite_edges_meet_where_it_pads():
 
 
 # ---------------------------------------------------------------------------------------------- videos, RSTT
-def composed(x, weights, window, shift, table_window):
-    """Video Swin from torch functions: unfold and SDPA; the bias by a grid of differences, the mask by regions."""
-    axes = len(window)
-    grid = x.shape[1:-1]
-    extra = [-g % w for g, w in zip(grid, window, strict=True)]
-    dims = tuple(range(1, axes + 1))
-    x = torch.nn.functional.pad(x, [n for e in reversed([*extra, 0]) for n in (0, e)])
-    where = torch.stack(torch.meshgrid(*(torch.arange(n) for n in x.shape[1:-1]), indexing="ij"), -1)
-    limits = torch.tensor(x.shape[1:-1]) - torch.tensor(shift)
-    region = (where >= limits).double()[None]  # of places after the shift; equal to the limits' length if no shift
-    x = x.roll([-s for s in shift], dims)
-
-    def cut(y):
-        for axis, w in zip(dims, window, strict=True):
-            y = y.unfold(axis, w, w)  # the window's places become the last axis
-        count = math.prod(y.shape[1 : axes + 1])
-        return y.movedim(axes + 1, -1).reshape(len(y), count, math.prod(window), -1)
-
-    tokens, regions = cut(x), cut(region)
-    mask = -100.0 * (regions[:, :, :, None] != regions[:, :, None]).any(-1).double()
-    table = weights["relative_position_bias_table"]
-    table = table.reshape(*(2 * w - 1 for w in table_window), -1)
-    inside = torch.stack(torch.meshgrid(*(torch.arange(w) for w in window), indexing="ij"), -1).reshape(-1, axes)
-    difference = inside[:, None] - inside[None] + torch.tensor(table_window) - 1
-    bias = table[tuple(difference.unbind(-1))].permute(2, 0, 1)
-    q, k, v = (tokens @ weights["qkv.weight"].T + weights["qkv.bias"]).chunk(3, -1)
-    q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(2, 3) for y in (q, k, v))
-    z = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias + mask[:, :, None])
-    y = z.transpose(2, 3).flatten(3) @ weights["proj.weight"].T + weights["proj.bias"]
-    counts = [n // w for n, w in zip(x.shape[1:-1], window, strict=True)]
-    y = y.reshape(len(x), *counts, *window, -1)
-    order = [0] + [a for i in range(axes) for a in (1 + i, 1 + axes + i)] + [2 * axes + 1]
-    y = y.permute(order).reshape(x.shape).roll(list(shift), dims)
-    return y[(slice(None), *(slice(g) for g in grid))]
-
-
-def video_weights(window):
-    table = (math.prod(2 * w - 1 for w in window), HEADS)
-    shapes = {"relative_position_bias_table": table, "qkv.weight": (3 * WIDTH, WIDTH), "qkv.bias": (3 * WIDTH,)}
-    shapes |= {"proj.weight": (WIDTH, WIDTH), "proj.bias": (WIDTH,)}
-    return {name: torch.randn(shape, dtype=torch.float64) * 0.4 for name, shape in shapes.items()}
 
 
 VIDEOS = [
@@ -211,15 +168,6 @@ VIDEOS = [
     ((2, 3, 9), (4, 4, 4), (2, 2, 2), (2, 3, 4), (0, 0, 2)),
     ((4, 8, 8), (8, 7, 7), (0, 0, 0), (4, 7, 7), (0, 0, 0)),
 ]
-
-
-@pytest.mark.parametrize(("grid", "window", "shift", "used", "moved"), VIDEOS)
-def test_video_swin(grid, window, shift, used, moved, backend):
-    weights = video_weights(window)
-    source = {f"attn.{name}": value for name, value in weights.items()}
-    ours = VideoSwinAttention.from_state_dict(source, window, shift_size=shift)
-    x = random_map(*grid)
-    close(ours(x.numpy(), backend=backend), composed(x, weights, used, moved, window))
 
 
 @pytest.mark.parametrize(("grid", "window", "shift"), [case[:3] for case in VIDEOS[:3]])
@@ -239,37 +187,3 @@ def test_torchvision(grid, window, shift, backend):
     ours = SwinAttention.from_state_dict(module.state_dict(), (window,) * 2, shift_size=(shift,) * 2, small_maps="pad")
     x = random_map(*grid)
     close(ours(x.numpy(), backend=backend), module(x))
-
-
-def test_rstt_decoder(backend):
-    """2n - 1 frames attend n, each of which stands on every other one: torch's multi-head attention with a bias."""
-    frames, kept, window = 5, 3, (2, 3)
-    weights = video_weights((frames, *window))
-    inner = {
-        f"{part}.{end}": value
-        for end in ("weight", "bias")
-        for part, value in (
-            ("q", weights[f"qkv.{end}"][:WIDTH]),
-            ("kv", weights[f"qkv.{end}"][WIDTH:]),
-            ("proj", weights[f"proj.{end}"]),
-        )
-    }
-    source = inner | {"relative_position_bias_table": weights["relative_position_bias_table"]}
-    ours = WindowAttention.from_state_dict(source, frames, kept, window)
-    n_q, n_kv = frames * math.prod(window), kept * math.prod(window)
-    q, kv = normal(BATCH * 4, n_q, WIDTH), normal(BATCH * 4, n_kv, WIDTH)
-    mask = torch.where(torch.rand(4, n_q, n_kv) < 0.3, -100.0, 0.0).double()
-    attention = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
-    attention.in_proj_weight.copy_(weights["qkv.weight"])
-    attention.in_proj_bias.copy_(weights["qkv.bias"])
-    attention.out_proj.weight.copy_(weights["proj.weight"])
-    attention.out_proj.bias.copy_(weights["proj.bias"])
-    places = torch.cartesian_prod(torch.arange(frames), torch.arange(2), torch.arange(3))
-    others = torch.cartesian_prod(torch.arange(0, frames, 2), torch.arange(2), torch.arange(3))
-    difference = places[:, None] - others[None] + torch.tensor([frames, *window]) - 1
-    table = weights["relative_position_bias_table"].reshape(2 * frames - 1, 3, 5, HEADS)
-    bias = table[tuple(difference.unbind(-1))].permute(2, 0, 1)
-    added = (bias + mask[:, None]).repeat(BATCH, 1, 1, 1).flatten(0, 1)
-    expected = attention(q, kv, kv, attn_mask=added, average_attn_weights=False)
-    for got, there in zip(ours(q.numpy(), kv.numpy(), mask.numpy(), backend=backend), expected, strict=True):
-        close(got, there)

@@ -1,4 +1,4 @@
-"""transformers, timm and PyTorch: Swin V2, BEiT, data2vec, SAM, ViTDet and MViTv2, and the resizing of tables."""
+"""timm, transformers and PyTorch: Swin V2, BEiT, data2vec, SAM, ViTDet and MViTv2, and the resizing of tables."""
 
 import importlib
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.parity.modules import added, chunked, normal, projected, randomised, split_heads, timm, without
+from tests.parity.modules import added, chunked, normal, randomised, split_heads, timm, without
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -41,89 +41,10 @@ def wide(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
-def theirs(window, pretrained=(0, 0)):
-    """Swin V2's attention of transformers."""
-    module = transformers_module("swinv2.modeling_swinv2")
-    config = transformers_module("swinv2.configuration_swinv2").Swinv2Config(qkv_bias=True)
-    return randomised(module.Swinv2SelfAttention(config, WIDTH, HEADS, window, list(pretrained)))
-
-
 def scheme_of(module, window, first, last, **options):
     """The scheme of a module's temperature and of the two layers of its network."""
     weights = [w.numpy() for w in (first.weight, first.bias, last.weight, module.logit_scale)]
     return rp.SwinV2(*weights, window, **options)
-
-
-def scheme_of_transformers(module, window, **options):
-    mlp = module.continuous_position_bias_mlp
-    return scheme_of(module, window, mlp[0], mlp[2], **options)
-
-
-def qkv_of_transformers(module, x):
-    return projected(module, "query key value", x)
-
-
-@pytest.mark.parametrize(
-    ("window", "pretrained"), [((4, 4), (0, 0)), ((3, 5), (0, 0)), ((3, 5), (2, 7)), ((1, 6), (0, 0)), ((1, 6), (3, 3))]
-)
-def test_swin_v2_of_transformers(agrees, wide, window, pretrained):
-    module = theirs(window, pretrained)
-    x = torch.randn(3, window[0] * window[1], WIDTH)
-    trained = pretrained if pretrained[0] else None
-    position = scheme_of_transformers(module, window, pretrained_grid=trained, variant="transformers")
-    agrees(split_heads(module(x)[0]), *qkv_of_transformers(module, x), position=position)
-
-
-def test_swin_v2_of_transformers_adds_its_mask_twice(agrees, wide):
-    window, area = (2, 3), 6
-    module = theirs(window)
-    x = torch.randn(4, area, WIDTH)
-    seen = torch.rand(2, area, area) < 0.6
-    seen |= torch.eye(area, dtype=torch.bool)
-    soft = torch.randn(2, area, area)
-    for given, ours in ((soft, 2 * soft), (torch.where(seen, 0.0, -100.0), seen)):
-        mask = np.tile(ours.numpy(), (2, 1, 1))[:, None]
-        expected, position = split_heads(module(x, given)[0]), scheme_of_transformers(module, window)
-        agrees(expected, *qkv_of_transformers(module, x), position=position, mask=mask)
-
-
-def test_swin_v2_of_transformers_at_the_limit_of_its_temperature(agrees, wide):
-    """A key opposite to the query, and one along it in another region: there the doubled mask changes everything."""
-    module = theirs((1, 2))
-    for layer, sign in ((module.query, -1.0), (module.key, 1.0), (module.value, 1.0)):
-        layer.weight.copy_(sign * torch.eye(WIDTH))
-        if layer.bias is not None:
-            layer.bias.zero_()
-    module.logit_scale.fill_(9.0)
-    module.continuous_position_bias_mlp[2].weight.zero_()
-    x = torch.randn(1, 1, WIDTH) * torch.tensor([1.0, -1.0])[:, None]
-    regions = torch.tensor([[[0.0, -100.0], [-100.0, 0.0]]])
-    q, k, v = qkv_of_transformers(module, x)
-    expected, mask = split_heads(module(x, regions)[0]), regions.numpy()[:, None]
-    position = scheme_of_transformers(module, (1, 2))
-    agrees(expected, q, k, v, position=position, mask=2 * mask)
-    np.testing.assert_allclose(expected, 0, atol=1e-10)  # equal shares of x and -x
-    once = rp.attention(q, k, v, position=position, mask=mask, backend="numpy")
-    np.testing.assert_allclose(once, v[..., ::-1, :], rtol=1e-12)
-
-
-def test_swin_v2_without_patches(rng):
-    """Rounded coordinates move the bias by a few float32 roundings of 16."""
-    module = theirs((5, 7))
-    x = normal(1, 35, WIDTH)
-    position = scheme_of_transformers(module, (5, 7))
-    found = rp.attention(*qkv_of_transformers(module, x), position=position, backend="numpy")
-    difference = np.abs(found - split_heads(module(x)[0])).max()
-    assert 1e-12 < difference < 1e-5
-
-
-def test_windows_of_one_column(wide):
-    """0/0 in transformers; timm and this package read 0."""
-    module = theirs((3, 1))
-    x = torch.randn(1, 3, WIDTH)
-    assert module(x)[0].isnan().all()
-    position = scheme_of_transformers(module, (3, 1), variant="transformers")
-    assert np.isfinite(rp.attention(*qkv_of_transformers(module, x), position=position)).all()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +77,24 @@ def test_swin_v2_cr_of_timm(agrees, wide, window):
     last.weight /= 10  # of hundreds of hidden units, so that scores stay moderate
     position = scheme_of(module, window, first, last, output_bias=last.bias.numpy(), variant="paper")
     agrees(split_heads(module(x)), *chunked(module.qkv(x)), position=position)
+
+
+# ---------------------------------------------------------------------------------------------- Swin
+
+
+@pytest.mark.parametrize("window", [(1, 1), (1, 4), (3, 3), (2, 5), (7, 4)])
+def test_indices_of_timm(window):
+    """A table that holds its own row numbers shows the index map."""
+    rows, area = (2 * window[0] - 1) * (2 * window[1] - 1), window[0] * window[1]
+    found = added(rp.WindowBias(np.arange(rows, dtype=np.float64)[:, None], window), 1, area, area)[0]
+    np.testing.assert_array_equal(found, timm("layers.pos_embed_rel").gen_relative_position_index(window).numpy())
+    np.testing.assert_array_equal(found, timm("models.swin_transformer").get_relative_position_index(*window).numpy())
+
+
+def test_bias_module_of_timm():
+    module = randomised(timm("layers.pos_embed_rel").RelPosBias((3, 4), HEADS))
+    position = rp.WindowBias(module.relative_position_bias_table.numpy(), (3, 4))
+    np.testing.assert_array_equal(added(position, 1, HEADS, 12, 12), module.get_bias().numpy())
 
 
 # ---------------------------------------------------------------------------------------------- BEiT and resizing
@@ -191,30 +130,6 @@ def test_bias_of_transformers(kind, old, new):
     length = 1 + new[0] * new[1]
     for options in ({}, {"interpolate_pos_encoding": True, "dim_size": length}):
         np.testing.assert_allclose(own_bias(table, new), module(new, **options)[0].numpy(), rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize(("old", "new"), [((2, 4), (2, 4)), ((5, 3), (4, 4))])
-def test_transformers_takes_height_for_width(old, new):
-    """On a grid that is no square it resizes the table of the turned one, also where the grids are equal."""
-    module, _ = beit_bias(old, "beit")
-    table = module.relative_position_bias_table.numpy()
-    turned = rp.reference.resize_table(table, old[::-1], new, mode="linear", extra_rows=3)
-    expected = module(new)[0].numpy()
-    np.testing.assert_allclose(own_bias(turned, new), expected, rtol=0, atol=1e-14)
-    if old == new:
-        assert np.abs(own_bias(table, new) - expected).max() > 0.1
-
-
-@pytest.mark.parametrize("grid", [(3, 3), (5, 5)])
-def test_beit_of_transformers(agrees, grid):
-    bias, config = beit_bias(grid, "beit")
-    config._attn_implementation = "sdpa"  # "eager" rounds the probabilities to float32
-    module = randomised(transformers_module("beit.modeling_beit").BeitAttention(config))
-    module.o_proj = torch.nn.Identity()
-    x = normal(2, 1 + grid[0] * grid[1], WIDTH)
-    expected = split_heads(module(x, attention_mask=bias(grid))[0])
-    position = rp.BEiT(bias.relative_position_bias_table.numpy(), grid)
-    agrees(expected, *projected(module, "q_proj k_proj v_proj", x), position=position)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -17,14 +17,15 @@ from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import ratio
 from relpos_np.testing.example import build
 from tests.every import ATTENTION
+from tests.sizes import BLOCK_KEYS, EDGES
 from tests.strategies import LAYOUTS
 
 DTYPES = ("float16", "bfloat16", "float32", "float32", "float32", "float64")
 # Numba's kernels are what is to be found out about; the others compute the same in other ways.
 BACKENDS = ("numba",) * 6 + ("terms", "numpy")
-# Beside vectors, panels and blocks; few keys, which windows have; more than a block of 192 keys; decoding.
+# Beside vectors, panels and blocks; few keys, which windows have; more than a block of keys; decoding.
 SHORT = (1, 2, 3, 5, 7, 8, 11, 15, 16, 17, 24, 31, 33, 48, 49, 63, 64, 65)
-LONG = (95, 97, 127, 130, 191, 192, 193, 255, 257, 300, 383, 385, 400)
+LONG = (*EDGES[2:], 127, 130, 255, 257, 300, 2 * BLOCK_KEYS - 1, 400)
 DIMS = (1, 2, 3, 4, 7, 8, 12, 16, 20, 32, 33, 40, 64, 65, 80, 128)
 
 

@@ -1,26 +1,17 @@
-"""What happens around a call: forks, signals, children that are interrupted or killed, and files that lie."""
+"""What happens around a call: forks, signals, and children that are interrupted or killed."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import relpos_np as rp
-from relpos_np import layers
-from relpos_np._commands import saved_call
-from relpos_np.errors import RelposError
-from tests.fuzz import targets
 from tests.soaking import calls, kinds
 from tests.soaking.calls import BACKENDS, pick
 from tests.soaking.kinds import Report, bits
@@ -101,16 +92,8 @@ def forked(rng: np.random.Generator, report: Report) -> None:
     return None
 
 
-_received = [0]
-
-
 def _note(*_: Any) -> None:
-    _received[0] += 1
-
-
-def received() -> int:
-    """How many signals have arrived."""
-    return _received[0]
+    """A handler that does nothing: a call goes on after it."""
 
 
 def listen() -> None:
@@ -150,77 +133,3 @@ def signalled(rng: np.random.Generator, report: Report) -> None:
     report.expect(bits(*call.operands) == before, f"{backend} wrote to an operand")
     report.calls += made + 1
     return None
-
-
-@cache
-def _seeds(name: str) -> list[bytes]:
-    return [data for data in targets.seeds(name) if data[:1] != b"\x01"]
-
-
-_CONFIGS = [
-    json.dumps(one)
-    for one in (
-        {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
-        {
-            "model_type": "llama",
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 4096,
-            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
-        },
-        {"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2},
-        {"model_type": "deberta-v2", "hidden_size": 64, "num_attention_heads": 4, "position_buckets": 8},
-    )
-]
-
-
-def _npz(path: Path) -> None:
-    found = saved_call.read(path)
-    call = saved_call.call_arguments(found, None, str(path))
-    if max(x.size for x in found.values()) <= 1 << 14 and call["k"].ndim >= 2:
-        rp.attention(**call)
-
-
-def _tensors(path: Path) -> None:
-    found = layers.tensors(path)
-    for name in found:
-        found[name]
-
-
-def _config(path: Path) -> None:
-    rp.from_config(json.loads(path.read_text()), layer=0)
-
-
-READERS: dict[str, Callable[[Path], None]] = {"npz": _npz, "safetensors": _tensors, "json": _config}
-_TARGETS = {"npz": "npz", "safetensors": "tensors"}
-
-
-def tampered(rng: np.random.Generator, name: str) -> bytes:
-    """A file as it should be, with one byte changed, with several, or made of nothing."""
-    if name == "json":
-        return pick(rng, _CONFIGS).encode() if rng.random() < 0.2 else targets.edited(rng.bytes(32), _CONFIGS)
-    how, data = rng.random(), pick(rng, _seeds(_TARGETS[name]))
-    if how < 0.3:
-        return targets.built(rng.bytes(200)) if name == "npz" else targets.packed(rng.bytes(64), rng.bytes(16))
-    if how < 0.5:
-        at = int(rng.integers(len(data)))
-        return data[:at] + rng.bytes(1) + data[at + 1 :]
-    return data if how < 0.7 else targets.mutated(data, rng)
-
-
-def hostile(rng: np.random.Generator, report: Report) -> None:
-    """A file of which some bytes or values were changed: read or refused, and calls before and after agree."""
-    call, backend, name = calls.call(rng), pick(rng, BACKENDS), pick(rng, sorted(READERS))
-    first = bits(*call.run(backend, return_lse=True))
-    data = tampered(rng, name)
-    report.where = f"{call.where}, {backend}, after a .{name} file: {data[:4096].hex()}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"file.{name}"
-        path.write_bytes(data)
-        try:
-            with np.errstate(all="ignore"):
-                READERS[name](path)
-        except RelposError as error:
-            report.expect(len(str(error)) > 10, f"the message says nothing: {error}")
-    report.expect(bits(*call.run(backend, return_lse=True)) == first, f"{backend} gave other bits after a bad file")
-    report.calls += 2
