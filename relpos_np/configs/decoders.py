@@ -344,7 +344,9 @@ def ministral3(at: At) -> dict[str, Any]:
     beta = raw.get("llama_4_scaling_beta")
     if beta is None:
         return {}
-    length = check.integer("original_max_position_embeddings", raw.get("original_max_position_embeddings"), 1)
+    beside = at.keys.get("original_max_position_embeddings", None)
+    length = raw.get("original_max_position_embeddings") if beside is None else beside
+    length = check.integer("original_max_position_embeddings", length, 1)
     return {"query_scale": Temperature("ministral3", length, check.real("llama_4_scaling_beta", beta))}
 
 
@@ -408,6 +410,7 @@ def gemma2(at: At) -> dict[str, Any]:
 def gemma3(at: At) -> dict[str, Any]:
     """Gemma 3: a scale of its own; both ways in embedding models, whose windows are half as wide."""
     at.keys.only("attn_logit_softcapping", None)
+    at.keys.only("is_causal", True, None)
     new: dict[str, Any] = {
         "scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5
     }
@@ -415,6 +418,12 @@ def gemma3(at: At) -> dict[str, Any]:
         half = at.keys.integer("sliding_window") // 2
         new |= {"causal": False, "window": (half, half) if at.kind == SLIDING else None}
     return new
+
+
+def olmo3(at: At) -> dict[str, Any]:
+    """OLMo 3: its class reads the base of one type of layers only."""
+    at.keys.only("rope_theta", 5e5, None)
+    return {}
 
 
 def gpt_oss(at: At) -> dict[str, Any]:

@@ -89,19 +89,4 @@ def _read(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
 
 
-register(
-    _read,
-    {
-        "deepseek_v4": {
-            "hidden_size": 4096,
-            "num_hidden_layers": 43,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 1,
-            "head_dim": 512,
-            "sliding_window": 128,
-            "max_position_embeddings": 1048576,
-        }
-    },
-    kind="Text",
-    count=_layers,
-)
+register(_read, "deepseek_v4", kind="Text", count=_layers)

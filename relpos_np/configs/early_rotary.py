@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
@@ -129,74 +128,15 @@ _INDEXERS = (
     *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
     *("indexer_rope_interleave", "index_head_dim", "index_n_heads"),
 )
-_GPT = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
 
 
-def _gpt(hidden: int) -> dict[str, Any]:
-    return {"hidden_size": hidden, "num_hidden_layers": 28, "num_attention_heads": 16, "rotary_dim": 64}
-
-
-def _base(longest: int) -> dict[str, Any]:
-    return {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "max_position_embeddings": longest,
-    }
-
-
-def _latent(layers: int, heads: int, longest: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": longest,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    }
-
-
-register(_gptj, {"gptj": _gpt(4096), "codegen": _gpt(4096)}, kind="Text", aliases=_GPT)
-register(_roformer, {"roformer": _base(1536) | {"rotary_value": False}}, kind="Text")
-register(_esm, {"esm": _base(1026) | {"position_embedding_type": "absolute", "rope_theta": 10000.0}}, kind="Text")
+register(_gptj, "gptj codegen", kind="Text")
+register(_roformer, "roformer", kind="Text")
+register(_esm, "esm", kind="Text")
 register(
     _deepseek,
-    {"glm4_moe_lite": _latent(47, 20, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256}},
-    kind="Text",
-    aliases={"head_dim": "qk_rope_head_dim"},
-)
-register(
-    _deepseek,
-    {
-        "deepseek_v2": _latent(32, 32, 2048),
-        "deepseek_v3": _latent(61, 128, 4096) | {"rope_interleave": True},
-        "deepseek_v32": _latent(61, 128, 163840) | {"index_topk": 2048},
-        "glm_moe_dsa": _latent(78, 64, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk": 2048},
-        "mistral4": _latent(36, 32, 1048576)
-        | {
-            "qk_nope_head_dim": 64,
-            "rope_parameters": {
-                "type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 128.0,
-                "original_max_position_embeddings": 8192,
-                "max_position_embeddings": 1048576,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale_all_dim": 1.0,
-                "mscale": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
-        },
-        "longcat_flash": {name: x for name, x in _latent(56, 64, 131072).items() if name != "num_hidden_layers"}
-        | {"num_layers": 28},
-        # The code beside its weights is that of DeepSeek-V3.
-        "kimi_k2": _latent(61, 128, 4096) | {"rope_interleave": True},
-    },
+    "glm4_moe_lite deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa mistral4 longcat_flash",
     kind="Text",
 )
+# The code beside its weights is that of DeepSeek-V3.
+register(_deepseek, "kimi_k2", kind="Text", like="deepseek_v3")

@@ -81,50 +81,7 @@ def _musicgen(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 
 _KIND = "Speech and music"
-_DIA = {"num_attention_heads": 16, "head_dim": 128}
-register(
-    _moonshine,
-    {
-        "moonshine": {
-            "hidden_size": 288,
-            "encoder_num_hidden_layers": 6,
-            "decoder_num_hidden_layers": 6,
-            "encoder_num_attention_heads": 8,
-            "decoder_num_attention_heads": 8,
-            "max_position_embeddings": 512,
-        }
-    },
-    kind=_KIND,
-    aliases={
-        "num_attention_heads": "decoder_num_attention_heads",
-        "num_key_value_heads": "decoder_num_key_value_heads",
-        "num_hidden_layers": "decoder_num_hidden_layers",
-    },
-    parts=("encoder", "decoder", "cross"),
-)
-register(
-    _dia,
-    {
-        "dia_encoder": {"hidden_size": 1024, "num_hidden_layers": 12, "num_key_value_heads": 16}
-        | {"max_position_embeddings": 1024}
-        | _DIA
-    },
-    kind=_KIND,
-)
-register(
-    _dia,
-    {
-        "dia_decoder": {"hidden_size": 2048, "num_hidden_layers": 18, "num_key_value_heads": 4}
-        | {"max_position_embeddings": 3072, "cross_num_attention_heads": 16, "cross_num_key_value_heads": 16}
-        | {"cross_head_dim": 128}
-        | _DIA
-    },
-    kind=_KIND,
-    parts=("", "cross"),
-)
-register(
-    _musicgen,
-    {"musicgen_decoder": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}},
-    kind=_KIND,
-    parts=("", "cross"),
-)
+register(_moonshine, "moonshine", kind=_KIND, parts=("encoder", "decoder", "cross"))
+register(_dia, "dia_encoder", kind=_KIND)
+register(_dia, "dia_decoder", kind=_KIND, parts=("", "cross"))
+register(_musicgen, "musicgen_decoder", kind=_KIND, parts=("", "cross"))

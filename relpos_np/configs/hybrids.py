@@ -125,65 +125,28 @@ _LFM = Rotating(
 )
 
 
-def _sizes(hidden: int, layers: int, heads: int, kv: int | None, longest: int, head_dim: int | None = None) -> Any:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": longest,
-        "head_dim": head_dim,
-    }
-
-
-_TYPES: dict[str, tuple[Rotating, dict[str, Any]]] = {
-    "qwen3_next": (_QWEN, _sizes(2048, 48, 16, 2, 32768, 256)),
-    "qwen3_5_text": (_QWEN_VL, _sizes(4096, 32, 16, 4, 32768, 256)),
-    "qwen3_5_moe_text": (_QWEN_VL, _sizes(2048, 40, 16, 2, 32768, 256)),
-    "lfm2": (_LFM, _sizes(2560, 32, 32, 8, 128000) | {"full_attn_idxs": None}),
-    "lfm2_moe": (
-        Rotating(theta=1e6, window="types", others=_LFM.others, norm=_LFM.norm, ignored=_BLOCK),
-        _sizes(2048, 32, 32, 8, 128000),
+_TYPES: dict[str, Rotating] = {
+    "qwen3_next": _QWEN,
+    "qwen3_5_text qwen3_5_moe_text": _QWEN_VL,
+    "lfm2": _LFM,
+    "lfm2_moe": Rotating(theta=1e6, window="types", others=_LFM.others, norm=_LFM.norm, ignored=_BLOCK),
+    "falcon_h1": Rotating(ignored=_MAMBA + _FACTORS, finish=_falcon_h1),
+    "bamba": Rotating(share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=_half),
+    "jamba": Rotating(pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.windowless),
+    "granitemoehybrid": Rotating(
+        pattern=_linear,
+        others=(of.LINEAR,),
+        still=_unless_rope,
+        ignored=_MAMBA,
+        finish=of.scaled_by,
     ),
-    "falcon_h1": (
-        Rotating(ignored=_MAMBA + _FACTORS, finish=_falcon_h1),
-        _sizes(4096, 32, 32, 8, 8192) | {"key_multiplier": 1.0},
-    ),
-    "bamba": (
-        Rotating(share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=_half),
-        _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_indices": None},
-    ),
-    "jamba": (
-        Rotating(pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.windowless),
-        _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_period": 8, "attn_layer_offset": 4},
-    ),
-    "granitemoehybrid": (
-        Rotating(
-            pattern=_linear,
-            others=(of.LINEAR,),
-            still=_unless_rope,
-            ignored=_MAMBA,
-            finish=of.scaled_by,
-        ),
-        _sizes(4096, 32, 32, None, 2048) | {"attention_multiplier": 1.0, "position_embedding_type": None},
-    ),
-    "olmo_hybrid": (
-        Rotating(
-            pattern=_olmo,
-            others=(of.LINEAR,),
-            still=_no_base,
-            norm="RMS norm of q and k, over all heads (q_norm, k_norm)",
-            ignored=_DELTA,
-        ),
-        _sizes(3840, 32, 30, None, 65536),
+    "olmo_hybrid": Rotating(
+        pattern=_olmo,
+        others=(of.LINEAR,),
+        still=_no_base,
+        norm="RMS norm of q and k, over all heads (q_norm, k_norm)",
+        ignored=_DELTA,
     ),
 }
-_ALIASES = {"bamba": {"layer_types": "layers_block_type"}, "granitemoehybrid": {"layers_block_type": "layer_types"}}
-for _name, (_traits, _defaults) in _TYPES.items():
-    register(
-        _traits.read,
-        {_name: _defaults},
-        kind="Text",
-        aliases=_ALIASES.get(_name),
-        count=_count if _traits.others else None,
-    )
+for _names, _traits in _TYPES.items():
+    register(_traits.read, _names, kind="Text", count=_count if _traits.others else None)

@@ -201,7 +201,16 @@ def harmless(name: str, value: Any, layer: LayerAttention) -> bool:
     if isinstance(value, Mapping) and name.endswith("_config") and name != "quantization_config":
         # A model within this one.
         return False
-    words = set(re.split(r"[_\W\d]+", lower))
-    if any(part in lower for part in TOUCHES) or words & _LETTERS:
-        return False
-    return bool(words & _WORDS)
+    return harmless_name(name)
+
+
+def harmless_name(name: str) -> bool:
+    """Whether the words of a key say that it changes nothing, in any model and whatever its value is."""
+    words = set(re.split(r"[_\W\d]+", name.lower()))
+    return name in _NEUTRAL or (not touches(name) and bool(words & _WORDS))
+
+
+def touches(name: str) -> bool:
+    """Whether a word of a key says that it may be about attention."""
+    lower = name.lower()
+    return any(part in lower for part in TOUCHES) or bool(set(re.split(r"[_\W\d]+", lower)) & _LETTERS)

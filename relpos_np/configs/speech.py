@@ -189,54 +189,9 @@ def _vits(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
 
 
-def _base(width: int, layers: int, heads: int) -> dict[str, Any]:
-    return {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-
-
-_CONFORMER = {"rotary_embedding_base": 10000, "max_source_positions": 5000}
-_REACH = {"left_max_position_embeddings": 64, "right_max_position_embeddings": 8}
 _KIND = "Speech and music"
-register(
-    _wav2vec2,
-    {
-        "wav2vec2-conformer": _base(768, 12, 12) | _CONFORMER | {"position_embeddings_type": "relative"},
-        "wav2vec2-bert": _base(1024, 24, 16) | _CONFORMER | _REACH | {"position_embeddings_type": "relative_key"},
-    },
-    kind=_KIND,
-)
-register(_wavlm, {"wavlm": _base(768, 12, 12) | {"num_buckets": 320, "max_bucket_distance": 800}}, kind=_KIND)
-_SEAMLESS = {
-    "hidden_size": 1024,
-    **{f"{side}_layers": 24 for side in _SEAMLESS_SIDES[:3]},
-    **{f"{side}_attention_heads": 16 for side in _SEAMLESS_SIDES[:3]},
-}
-register(
-    _seamless,
-    {
-        "seamless_m4t": _SEAMLESS | _CONFORMER | {"position_embeddings_type": "relative", "max_source_positions": 4096},
-        "seamless_m4t_v2": _SEAMLESS
-        | _REACH
-        | {"position_embeddings_type": "relative_key"}
-        | {"speech_encoder_chunk_size": 20000, "speech_encoder_left_chunk_num": 128},
-    },
-    kind=_KIND,
-    aliases={"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"},
-    parts=("encoder", "decoder", "cross", "speech_encoder"),
-)
-register(
-    _speecht5,
-    {
-        "speecht5": {
-            "hidden_size": 768,
-            "encoder_layers": 12,
-            "encoder_attention_heads": 12,
-            "decoder_layers": 6,
-            "decoder_attention_heads": 12,
-            "encoder_max_relative_position": 160,
-        }
-    },
-    kind=_KIND,
-    aliases={"num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads"},
-    parts=("encoder", "decoder", "cross"),
-)
-register(_vits, {"vits": _base(192, 6, 2) | {"window_size": 4}}, kind=_KIND)
+register(_wav2vec2, "wav2vec2-conformer wav2vec2-bert", kind=_KIND)
+register(_wavlm, "wavlm", kind=_KIND)
+register(_seamless, "seamless_m4t seamless_m4t_v2", kind=_KIND, parts=("encoder", "decoder", "cross", "speech_encoder"))
+register(_speecht5, "speecht5", kind=_KIND, parts=("encoder", "decoder", "cross"))
+register(_vits, "vits", kind=_KIND)

@@ -194,48 +194,10 @@ def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 
 _TABLE = "relative_position_bias_table"
-_SWIN = {
-    "image_size": 224,
-    "patch_size": 4,
-    "embed_dim": 96,
-    "depths": (2, 2, 6, 2),
-    "num_heads": (3, 6, 12, 24),
-    "window_size": 7,
-    "use_absolute_embeddings": False,
-}
-
-
-def _vit(width: int, heads: int, image: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": 12,
-        "num_attention_heads": heads,
-        "image_size": image,
-        "patch_size": 16,
-    }
 
 
 _KIND = "Images and video"
-_HEADS = {"num_attention_heads": "num_heads"}
-register(_swin, {"swin": _SWIN}, kind=_KIND, aliases=_HEADS)
-register(_swin_v2, {"swinv2": _SWIN | {"pretrained_window_sizes": (0, 0, 0, 0)}}, kind=_KIND, aliases=_HEADS)
-register(
-    _beit,
-    {
-        "beit": _vit(768, 12, 224)
-        | {
-            "use_relative_position_bias": False,
-            "use_shared_relative_position_bias": False,
-            "use_absolute_position_embeddings": False,
-        }
-    },
-    kind=_KIND,
-)
-register(
-    _sam,
-    {
-        "sam_vision_model": _vit(768, 12, 1024)
-        | {"window_size": 14, "global_attn_indexes": (2, 5, 8, 11), "use_rel_pos": True, "use_abs_pos": True}
-    },
-    kind=_KIND,
-)
+register(_swin, "swin", kind=_KIND)
+register(_swin_v2, "swinv2", kind=_KIND)
+register(_beit, "beit", kind=_KIND)
+register(_sam, "sam_vision_model", kind=_KIND)
