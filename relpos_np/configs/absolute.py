@@ -153,6 +153,12 @@ def _ibert(keys: Keys, _layer: int) -> dict[str, Any]:
     return {}
 
 
+def _albert(keys: Keys, _layer: int) -> dict[str, Any]:
+    """Every layer has attention once."""
+    keys.only("inner_group_num", 1, default=1)
+    return {}
+
+
 def _aimv2(keys: Keys, _layer: int) -> dict[str, Any]:
     """A table, unless images keep their size."""
     if keys.flag("is_native", False):
@@ -203,13 +209,14 @@ _BIGCODE = (
 _GRID = "rows of another size are interpolated"
 
 _TEXT: dict[str, Plain] = {
-    "bert megatron-bert electra rembert roc_bert": Plain(None, _BERT),
+    "bert megatron-bert electra rembert roc_bert bert-generation": Plain(None, _BERT),
     "ernie": Plain(None, _BERT, ignored=("use_task_id",)),
-    "albert splinter": Plain(False, _BERT),
-    "roberta xlm-roberta xlm-roberta-xl camembert roberta-prelayernorm data2vec-text": _ROBERTA,
+    "albert": Plain(False, _BERT, finish=_albert),
+    "splinter": Plain(False, _BERT),
+    "roberta xlm-roberta xmod xlm-roberta-xl camembert roberta-prelayernorm data2vec-text": _ROBERTA,
     "layoutlm": Plain(False, _BERT, remark="and tables of the page's coordinates"),
     "distilbert": Plain(False, sinusoids=_distilbert),
-    "gpt2": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
+    "gpt2 gpt-sw3": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
     "gpt_neo": Plain(True, "wpe.weight", finish=_gpt_neo),
     "gpt_bigcode": Plain(True, "wpe.weight", finish=_gpt_bigcode, ignored=_BIGCODE),
     "openai-gpt": Plain(True, "positions_embed.weight"),

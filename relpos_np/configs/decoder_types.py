@@ -114,6 +114,21 @@ _TYPES: dict[str, Rotating] = {
         finish=of.modernbert_decoder,
     ),
     "gpt_neox_japanese": Rotating(share=1.0, theta_keys="rotary_emb_base", share_key="rotary_pct"),
+    "afmoe": Rotating(
+        window="types",
+        pattern=of.alternating(4, "global_attn_every_n_layers"),
+        still=of.full_still,
+        norm=_HEADS,
+        ignored=("route_scale", "mup_enabled"),
+        notes=("the output is multiplied by the sigmoid of gate_proj of the layer's input, after the call",),
+    ),
+    "cohere2_moe": Rotating(
+        layout="interleaved", window="types", pattern=of.cohere2_moe_pattern, still=of.cohere2_moe_still
+    ),
+    "mellum": Rotating(
+        theta={of.FULL: 5e5, of.SLIDING: 1e4}, share=1.0, window="types", pattern=of.always_full, norm=_HEADS
+    ),
+    "hyperclovax": Rotating(finish=of.scaled_by),
     "eurobert": Rotating(causal=False),
     "nomic_bert": Rotating(theta=1000.0, causal=False),
     "gte": Rotating(theta=16e4, causal=False),

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
-from relpos_np.configs.keys import Keys
+from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Rule, Temperature
 from relpos_np.errors import RelposValueError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+PATTERN = "sliding_window_pattern"
 LINEAR, CONV = "linear_attention", "conv"
 # Names of early files.
 _OLD = {"attention": FULL, "mamba": LINEAR}
@@ -158,9 +159,8 @@ class Rotating:
     def _type(self, at: At) -> str:
         found = self._named(at)
         if found in self.others:
-            raise RelposValueError(
-                f"layer_types: layer {at.layer} is {found}, which has no softmax and is not understood, expected {FULL}"
-            )
+            why = f", which has no softmax and is not understood, expected {FULL}"
+            raise OtherLayerError(at.layer, at.layers, found, why)
         return found
 
     def _named(self, at: At) -> str:
@@ -293,6 +293,31 @@ def full_still(at: At) -> bool:
     return at.kind != SLIDING
 
 
+def always_full(_at: At) -> str:
+    """Mellum: no windows but where types of layers are stored."""
+    return FULL
+
+
+def _first_dense(at: At) -> int:
+    return at.keys.integer("first_k_dense_replace", 0, 0)
+
+
+def cohere2_moe_pattern(at: At) -> str:
+    """Cohere 2 MoE: layers without experts, which come first, have a pattern of their own."""
+    dense = _first_dense(at)
+    at.keys.ignore(PATTERN, "prefix_dense_sliding_window_pattern")
+    key, n = ("prefix_dense_sliding_window_pattern", at.layer) if at.layer < dense else (PATTERN, at.layer - dense)
+    return SLIDING if (n + 1) % at.keys.integer(key) else FULL
+
+
+def cohere2_moe_still(at: At) -> bool:
+    """Layers without a window have no positions, but those without experts if none of them has one."""
+    at.keys.ignore("prefix_dense_sliding_window_pattern", "first_k_dense_replace")
+    kinds = at.keys.get("mlp_layer_types", None)
+    dense = at.layer < _first_dense(at) if kinds is None else kinds[at.layer] == "dense"
+    return full_still(at) and not (dense and at.keys.integer("prefix_dense_sliding_window_pattern") == 1)
+
+
 def exaone_still(at: At) -> bool:
     """EXAONE 4: the same, unless no layer has a window."""
     return at.keys.get("sliding_window", None) is not None and at.kind != SLIDING
@@ -368,8 +393,9 @@ def phi3(at: At) -> dict[str, Any]:
 
 
 def scaled_by(at: At) -> dict[str, Any]:
-    """Granite: the factor itself is stored."""
-    return {"scale": at.keys.real("attention_multiplier")}
+    """Granite: the factor itself is stored; HyperCLOVA X has the usual one without."""
+    factor = at.keys.get("attention_multiplier")
+    return {} if factor is None else {"scale": check.real("attention_multiplier", factor)}
 
 
 def _prefixed(at: At) -> dict[str, Any]:

@@ -55,11 +55,15 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Latent attention, written out: heads of channels that stand still, and then of some that turn."""
     heads = keys.integer("num_attention_heads")
     still, turning = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
-    if keys.model_type not in ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"):
-        keys.only("rope_interleave", True, default=True)
-    interleaved = keys.flag("rope_interleave", True)
+    interleaved = keys.model_type != "minicpm3"
+    if keys.model_type in _EITHER:
+        interleaved = keys.flag("rope_interleave", True)
+    else:
+        keys.only("rope_interleave", interleaved, default=interleaved)
     theta = 1e7 if keys.model_type == "longcat_flash" else 1e4
-    ropes = rope.parameters(keys, theta=theta, elsewhere=("llama_4_scaling_beta", "max_position_embeddings"))
+    share = 1.0 if keys.model_type == "mistral4" else None
+    others = ("llama_4_scaling_beta", "max_position_embeddings")
+    ropes = rope.parameters(keys, theta=theta, share=share, elsewhere=others)
     temperature, before = None, _EXPANDED
     if keys.model_type == "mistral4":
         ropes, temperature = _mistral4(keys, ropes, turning / (still + turning))
@@ -91,7 +95,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         if keys.model_type == "glm_moe_dsa":
             notes = (f"{notes[0]}, or that of a layer before",)
         types = keys.get("layer_types", None)
-        if types is not None and (not isinstance(types, list | tuple) or {*map(str, types)} != {"indexed_attention"}):
+        if types is not None and (not isinstance(types, list | tuple) or not {*map(str, types)} <= _INDEXED):
             raise RelposValueError(f"layer_types: expected indexed_attention, found {types!r}")
     plan = rope.plan(ropes, turning, layout="interleaved" if interleaved else "half", before=still)
     return LayerAttention(
@@ -109,7 +113,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         needs=needs,
         query_scale=temperature,
         before=(before,),
-        notes=notes,
+        notes=(*notes, *ropes.notes),
     )
 
 
@@ -122,6 +126,8 @@ def _mistral4(keys: Keys, ropes: rope.Parameters, share: float) -> tuple[rope.Pa
     return replace(ropes, stored=left, share=1.0), ministral3(At(keys, 0, 1)).get("query_scale")
 
 
+_EITHER = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4", "youtu", "axk1")
+_INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
 _EXPANDED = "keys and values from their latent vectors, the turning channels of a key the same for all heads"
 # Of indexers: which layers take what another one chose, and how they turn queries and keys of their own.
 _INDEXERS = (
@@ -135,7 +141,7 @@ register(_roformer, "roformer", kind="Text")
 register(_esm, "esm", kind="Text")
 register(
     _deepseek,
-    "glm4_moe_lite deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa mistral4 longcat_flash",
+    "glm4_moe_lite deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa mistral4 longcat_flash youtu axk1 minicpm3",
     kind="Text",
 )
 # The code beside its weights is that of DeepSeek-V3.

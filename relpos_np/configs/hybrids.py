@@ -10,6 +10,7 @@ from relpos_np.configs import rope
 from relpos_np.configs.decoders import At, Rotating
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
 from relpos_np.errors import RelposValueError
 
 
@@ -83,6 +84,29 @@ def _half(at: At) -> dict[str, Any]:
     return {}
 
 
+_LETTERS = {"M": of.LINEAR, "*": of.FULL, "E": "moe", "-": "mlp"}
+
+
+def _blocks(keys: Keys) -> int:
+    """Nemotron-H: each block is of one type, by a letter or by name; how many there are is not read."""
+    letters = keys.get("hybrid_override_pattern", None)
+    types = keys.get("layer_types", None)
+    if types is None:
+        if letters is not None and (not isinstance(letters, str) or not set(letters) <= _LETTERS.keys()):
+            raise RelposValueError(f"hybrid_override_pattern: expected M, *, E and -, found {letters!r}")
+        types = [_LETTERS[one] for one in ("ME*-" if letters is None else letters)]
+    if not isinstance(types, list | tuple):
+        raise RelposValueError(f"layers_block_type: expected a list, found {types!r}")
+    keys.config = {**keys.config, "layers_block_type": types, "num_hidden_layers": len(types)}
+    return len(types)
+
+
+def _nemotron_h(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Nemotron-H: attention without positions, in some blocks."""
+    _blocks(keys)
+    return _NEMOTRON.read(keys, layer, part)
+
+
 _HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
 _GATE = "the output is multiplied by the sigmoid of a gate, which q_proj makes beside the queries, after the call"
 _DELTA = (
@@ -125,6 +149,13 @@ _LFM = Rotating(
 )
 
 
+_NEMOTRON = Rotating(
+    pattern=_linear,
+    others=(of.LINEAR, "moe", "mlp"),
+    still=_always,
+    ignored=(*_MAMBA, "time_step_rank", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "chunk_size", "expand"),
+    finish=of.windowless,
+)
 _TYPES: dict[str, Rotating] = {
     "qwen3_next": _QWEN,
     "qwen3_5_text qwen3_5_moe_text": _QWEN_VL,
@@ -140,6 +171,13 @@ _TYPES: dict[str, Rotating] = {
         ignored=_MAMBA,
         finish=of.scaled_by,
     ),
+    "minimax": Rotating(
+        theta=1e6,
+        window="all",
+        pattern=of.alternating(2, first=True, other=of.LINEAR),
+        others=(of.LINEAR,),
+        ignored=("block_size",),
+    ),
     "olmo_hybrid": Rotating(
         pattern=_olmo,
         others=(of.LINEAR,),
@@ -150,3 +188,4 @@ _TYPES: dict[str, Rotating] = {
 }
 for _names, _traits in _TYPES.items():
     register(_traits.read, _names, kind="Text", count=_count if _traits.others else None)
+register(_nemotron_h, "nemotron_h", kind="Text", count=_blocks)

@@ -64,6 +64,14 @@ def without(config: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     }
 
 
+class OtherLayerError(RelposValueError):
+    """A layer of a hybrid that has no softmax attention, or one that is not understood."""
+
+    def __init__(self, layer: int, layers: int, kind: str, why: str) -> None:
+        super().__init__(f"layer_types: layer {layer} is {kind}{why}")
+        self.kind, self.layers = kind, layers
+
+
 class Keys:
     """The keys of one model's configuration, with the defaults of its own class, and a note of those that were taken.
 
@@ -154,6 +162,8 @@ class Keys:
 
     def _unknown(self, layer: LayerAttention) -> list[str]:
         known = self._taken | self.family.others
+        if self.config.get("use_sliding_window") is False:
+            known = known | {"sliding_window"}
         return [
             *self._refused.values(),
             *(

@@ -199,18 +199,38 @@ def layers_of(config: Any, *, part: str = "", ignore: Iterable[str] = ()) -> tup
     Returns
     -------
     tuple of LayerAttention
-        From the first layer on.
+        From the first layer on; of a hybrid, the layers with softmax, whose notes name the others.
 
     Raises
     ------
     RelposError
         As `from_config`.
     """
-    from relpos_np.configs.keys import loaded
+    from relpos_np.configs.keys import OtherLayerError, loaded
 
     stored, ignore = loaded(config), tuple(ignore)
-    first = from_config(stored, layer=0, part=part, ignore=ignore)
-    return (first, *(from_config(stored, layer=n, part=part, ignore=ignore) for n in range(1, first.layers)))
+    read: list[LayerAttention] = []
+    others: dict[str, list[int]] = {}
+    number, layers = 0, 1
+    while number < layers:
+        try:
+            read.append(from_config(stored, layer=number, part=part, ignore=ignore))
+            layers = read[-1].layers
+        except OtherLayerError as error:
+            others.setdefault(error.kind, []).append(number)
+            layers = error.layers
+            if number == layers - 1 and not read:
+                raise
+        number += 1
+    notes = tuple(f"layers {_ranges(numbers)} are {kind}, which is not understood" for kind, numbers in others.items())
+    return tuple(replace(layer, notes=(*layer.notes, *notes)) for layer in read)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers that follow one another as first-last."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(str(a) if a == z else f"{a}-{z}" for a, z in zip(starts, ends, strict=True))
 
 
 def from_config(config: Any, *, layer: int, part: str = "", ignore: Iterable[str] = ()) -> LayerAttention:
