@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relpos_np._contract import check
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import divided, equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -108,24 +108,11 @@ class Pair:
         counted = {side: self._counted(keys, side) for side in ("encoder", "decoder")}
         side = "encoder" if part == "encoder" else "decoder"
         heads, layers = counted[side]
-        width = keys.integer("d_model")
-        if width % heads:
-            raise RelposValueError(f"d_model: {width} is no multiple of {heads} heads")
-        table = f"{side}.embed_positions.weight"
+        dim = divided(keys, "d_model", heads)
+        table, width = f"{side}.embed_positions.weight", heads * dim
         added = learned(table, self.skip) if self.sinusoids is None else sinusoidal(width, *self.sinusoids)
-        return LayerAttention(
-            keys.model_type,
-            part,
-            layer,
-            layers=layers,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=width // heads,
-            value_dim=width // heads,
-            scale=(width // heads) ** -0.5,
-            causal=part == "decoder",
-            added=None if part == "cross" else added,
-        )
+        found = equal_heads(layers, heads, dim) | {"causal": part == "decoder"}
+        return LayerAttention(keys.model_type, part, layer, added=None if part == "cross" else added, **found)
 
     @staticmethod
     def _counted(keys: Keys, side: str) -> tuple[int, int]:

@@ -56,8 +56,9 @@ def _falcon(keys: Keys, layer: int, part: str) -> LayerAttention:
     else:
         found["kv_heads"] = 1 if one else found["heads"]
     keys.ignore("parallel_attn", "num_ln_in_parallel_attn", "apply_residual_connection_post_layernorm")
-    plan = rope.plan(rope.parameters(keys, share=None), found["head_dim"])
-    return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), **found)
+    ropes = rope.parameters(keys, share=None)
+    plan = rope.plan(ropes, found["head_dim"])
+    return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), notes=ropes.notes, **found)
 
 
 _ATTN = {

@@ -215,15 +215,28 @@ def sizes(keys: Keys, width: str = "hidden_size") -> dict[str, Any]:
         if hidden % heads:
             raise RelposValueError(f"{width}: {hidden} is no multiple of {heads} heads, and there is no head_dim")
         head_dim = hidden // heads
-    head_dim = check.integer("head_dim", head_dim, 1)
+    found = equal_heads(keys.integer("num_hidden_layers"), heads, check.integer("head_dim", head_dim, 1))
+    return found if kv_heads is None else found | {"kv_heads": check.integer("num_key_value_heads", kv_heads, 1)}
+
+
+def equal_heads(layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Numbers of a layer whose queries, keys and values have the same heads, and the usual scale."""
     return {
-        "layers": keys.integer("num_hidden_layers"),
+        "layers": layers,
         "heads": heads,
-        "kv_heads": heads if kv_heads is None else check.integer("num_key_value_heads", kv_heads, 1),
+        "kv_heads": heads,
         "head_dim": head_dim,
         "value_dim": head_dim,
         "scale": head_dim**-0.5,
     }
+
+
+def divided(keys: Keys, width: str, heads: int) -> int:
+    """Channels of one of several heads, where a key has those of all."""
+    total = keys.integer(width)
+    if total % heads:
+        raise RelposValueError(f"{width}: {total} is no multiple of {heads} heads")
+    return total // heads
 
 
 def normed(keys: Keys, norm: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -168,15 +168,7 @@ def _video(shares: Sequence[int], base: float, text: str = "", known: tuple[int,
 def _diffusers(keys: Keys) -> dict[str, Any]:
     """Sizes as diffusers names them; the words for norms are those of its modules."""
     heads, dim = keys.integer("num_attention_heads"), keys.integer("attention_head_dim")
-    return {
-        "layers": keys.integer("num_layers"),
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": dim,
-        "value_dim": dim,
-        "scale": dim**-0.5,
-        "causal": False,
-    }
+    return equal_heads(keys.integer("num_layers"), heads, dim) | {"causal": False}
 
 
 def _wan(keys: Keys, layer: int, part: str) -> LayerAttention:

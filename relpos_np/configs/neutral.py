@@ -47,7 +47,8 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias bias mlp_bias conv_bias enable_bias
         add_qkv_bias lm_head_bias norm_bias proj_bias query_bias key_bias value_bias decoder_bias classifier_bias
         no_bias add_bias_linear attn_qkv_bias attn_out_bias use_attn_bias use_mlp_bias qkv_proj_bias head_bias
-        use_conv_bias ffn_bias skip_bias_add skip_bias_add_qkv bias_dropout_fusion offset_alibi add_bias_logits qkv_fc_bias
+        use_conv_bias ffn_bias skip_bias_add skip_bias_add_qkv bias_dropout_fusion offset_alibi add_bias_logits
+        qkv_fc_bias
     """),
     "which implementation computes it, and what else is returned": _names("""
         _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation attn_impl

@@ -211,22 +211,23 @@ def layers_of(config: Any, *, part: str = "", ignore: Iterable[str] = ()) -> tup
     stored, ignore = loaded(config), tuple(ignore)
     read: list[LayerAttention] = []
     others: dict[str, list[int]] = {}
+    first: OtherLayerError | None = None
     number, layers = 0, 1
     while number < layers:
         try:
             read.append(from_config(stored, layer=number, part=part, ignore=ignore))
             layers = read[-1].layers
         except OtherLayerError as error:
+            first, layers = first or error, error.layers
             others.setdefault(error.kind, []).append(number)
-            layers = error.layers
-            if number == layers - 1 and not read:
-                raise
         number += 1
-    notes = tuple(f"layers {_ranges(numbers)} are {kind}, which is not understood" for kind, numbers in others.items())
+    if first is not None and not read:
+        raise first
+    notes = tuple(f"{kind} is not understood: layers {ranges(numbers)}" for kind, numbers in others.items())
     return tuple(replace(layer, notes=(*layer.notes, *notes)) for layer in read)
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """Numbers that follow one another as first-last."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]

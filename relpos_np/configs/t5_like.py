@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -30,19 +30,8 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
         options = {"max_distance": last, "bidirectional": part == "encoder", "rounding": "float32"}
         table = f"{part}.block.{block}.layer.0.SelfAttention.relative_attention_bias.weight"
         plans = (SchemePlan("T5", options, {"table": table}, remark=f"{buckets} buckets"),)
-    return LayerAttention(
-        keys.model_type,
-        part,
-        layer,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=dim,
-        value_dim=dim,
-        scale=1.0,
-        causal=part == "decoder",
-        schemes=plans,
-    )
+    found = equal_heads(layers, heads, dim) | {"scale": 1.0, "causal": part == "decoder"}
+    return LayerAttention(keys.model_type, part, layer, schemes=plans, **found)
 
 
 def _mpnet(keys: Keys, layer: int, part: str) -> LayerAttention:

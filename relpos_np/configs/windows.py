@@ -8,7 +8,7 @@ from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -56,15 +56,7 @@ def _stage(keys: Keys, layer: int) -> tuple[int, int, dict[str, Any]]:
     width = keys.integer("embed_dim") << stage
     if width % heads[stage]:
         raise RelposValueError(f"embed_dim: {width} channels of stage {stage} are no multiple of {heads[stage]} heads")
-    dim = width // heads[stage]
-    found: dict[str, Any] = {
-        "layers": sum(depths),
-        "heads": heads[stage],
-        "kv_heads": heads[stage],
-        "head_dim": dim,
-        "value_dim": dim,
-        "causal": False,
-    }
+    found = equal_heads(sum(depths), heads[stage], width // heads[stage]) | {"causal": False}
     if keys.flag("use_absolute_embeddings"):
         found["added"] = learned("embeddings.position_embeddings")
     return stage, block, found
@@ -94,7 +86,6 @@ def _swin(keys: Keys, layer: int, part: str) -> LayerAttention:
         part,
         layer,
         schemes=(plan,),
-        scale=found["head_dim"] ** -0.5,
         notes=_notes(shift, size * size),
         **found,
     )
@@ -139,9 +130,8 @@ def _swin_v2(keys: Keys, layer: int, part: str) -> LayerAttention:
         part,
         layer,
         schemes=(plan,),
-        scale=math.nan,
         notes=_notes(shift, window[0] * window[1]),
-        **found,
+        **{**found, "scale": math.nan},
     )
 
 

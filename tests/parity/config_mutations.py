@@ -110,13 +110,13 @@ class Refused(Exception):
 
 
 def off(model, config):
-    """By how much the model of a configuration differs from its layers as they are read: 1 where they cannot be called."""
+    """What differs between the model of a configuration and its layers as they are read; None for nothing."""
     changed_model = type(model)(**{**vars(model), "config": {k: v for k, v in config.items() if k != "model_type"}})
     try:
         with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None):
             net, settings = layers.build(changed_model)
             seen = layers.run(net, settings, changed_model)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         raise Refused(repr(error)[:200]) from None
     return layers.errors(changed_model, net, seen, config)
 
@@ -153,7 +153,7 @@ def wrong(model, base, several, how):
             CRASHES.update(several)
         if len(several) == 1:
             return
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         difference = repr(error)[:200]
     else:
         if difference is None:
