@@ -30,7 +30,9 @@ _TYPES: dict[str, Rotating] = {
         theta=1e6, window="types", switch=True, pattern=of.late_windows, mrope=((16, 24, 24), "chunks")
     ),
     "qwen3_vl_text": Rotating(theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic")),
-    "qwen3_vl_moe_text": Rotating(theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic"), finish=of.windowless),
+    "qwen3_vl_moe_text": Rotating(
+        theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic"), finish=of.unread(sliding_window=None)
+    ),
     "gemma": Rotating(finish=of.gemma),
     "gemma2": Rotating(window="types", pattern=of.alternating(2), finish=of.gemma2),
     "gemma3_text": Rotating(
@@ -57,7 +59,7 @@ _TYPES: dict[str, Rotating] = {
         window="types",
         pattern=of.alternating(4),
         norm=_ALL,
-        finish=of.olmo3,
+        finish=of.unread(rope_theta=5e5),
     ),
     "olmoe": Rotating(norm=_ALL, finish=of.clipped),
     "flex_olmo": Rotating(theta=5e5, norm=_ALL),
@@ -123,10 +125,19 @@ _TYPES: dict[str, Rotating] = {
         notes=("the output is multiplied by the sigmoid of gate_proj of the layer's input, after the call",),
     ),
     "cohere2_moe": Rotating(
-        layout="interleaved", window="types", pattern=of.cohere2_moe_pattern, still=of.cohere2_moe_still
+        layout="interleaved",
+        window="types",
+        pattern=of.cohere2_moe_pattern,
+        still=of.cohere2_moe_still,
+        finish=of.unread(rope_scaling=None),
     ),
     "mellum": Rotating(
-        theta={of.FULL: 5e5, of.SLIDING: 1e4}, share=1.0, window="types", pattern=of.always_full, norm=_HEADS
+        theta={of.FULL: 5e5, of.SLIDING: 1e4},
+        share=1.0,
+        window="types",
+        pattern=of.always_full,
+        norm=_HEADS,
+        finish=of.unread(rope_theta=None, partial_rotary_factor=1.0),
     ),
     "hyperclovax": Rotating(finish=of.scaled_by),
     "eurobert": Rotating(causal=False),

@@ -459,10 +459,15 @@ def gemma3(at: At) -> dict[str, Any]:
     return new
 
 
-def olmo3(at: At) -> dict[str, Any]:
-    """OLMo 3: its class reads the base of one type of layers only."""
-    at.keys.only("rope_theta", 5e5, None)
-    return {}
+def unread(**values: Any) -> Callable[[At], Mapping[str, Any]]:
+    """Keys that files may have and the class does not read: each must be missing, or this value."""
+
+    def finish(at: At) -> dict[str, Any]:
+        for name, value in values.items():
+            at.keys.only(name, value, None)
+        return {}
+
+    return finish
 
 
 def gpt_oss(at: At) -> dict[str, Any]:
@@ -476,12 +481,6 @@ def modernbert_decoder(at: At) -> dict[str, Any]:
     size = at.keys.get("sliding_window", None)
     size = at.keys.integer("local_attention") // 2 if size is None else check.integer("sliding_window", size, 1)
     return {"window": (size - 1, None) if at.kind == SLIDING else None}
-
-
-def windowless(at: At) -> dict[str, Any]:
-    """Files may have a key for windows, which must be null."""
-    at.keys.only("sliding_window", None)
-    return {}
 
 
 def minimax_m2(at: At) -> dict[str, Any]:

@@ -78,12 +78,6 @@ def _falcon_h1(at: At) -> dict[str, Any]:
     return {} if factor == 1 else {"before": (f"k times {factor:g} (key_multiplier)",)}
 
 
-def _half(at: At) -> dict[str, Any]:
-    """Bamba: the share of its class, whatever stands beside the rotary parameters."""
-    at.keys.only("partial_rotary_factor", 0.5, None)
-    return {}
-
-
 _LETTERS = {"M": of.LINEAR, "*": of.FULL, "E": "moe", "-": "mlp"}
 
 
@@ -154,7 +148,7 @@ _NEMOTRON = Rotating(
     others=(of.LINEAR, "moe", "mlp"),
     still=_always,
     ignored=(*_MAMBA, "time_step_rank", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "chunk_size", "expand"),
-    finish=of.windowless,
+    finish=of.unread(sliding_window=None),
 )
 _TYPES: dict[str, Rotating] = {
     "qwen3_next": _QWEN,
@@ -162,8 +156,12 @@ _TYPES: dict[str, Rotating] = {
     "lfm2": _LFM,
     "lfm2_moe": Rotating(theta=1e6, window="types", others=_LFM.others, norm=_LFM.norm, ignored=_BLOCK),
     "falcon_h1": Rotating(ignored=_MAMBA + _FACTORS, finish=_falcon_h1),
-    "bamba": Rotating(share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=_half),
-    "jamba": Rotating(pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.windowless),
+    "bamba": Rotating(
+        share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=of.unread(partial_rotary_factor=0.5)
+    ),
+    "jamba": Rotating(
+        pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.unread(sliding_window=None)
+    ),
     "granitemoehybrid": Rotating(
         pattern=_linear,
         others=(of.LINEAR,),
