@@ -327,6 +327,8 @@ def cohere2_moe_still(at: At) -> bool:
     """Layers without a window have no positions, but those without experts if none of them has one."""
     at.keys.ignore("prefix_dense_sliding_window_pattern", "first_k_dense_replace")
     kinds = at.keys.get("mlp_layer_types", None)
+    if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) < at.layers):
+        raise RelposValueError(f"mlp_layer_types: expected one for each of {at.layers} layers, found {kinds!r}")
     dense = at.layer < _first_dense(at) if kinds is None else kinds[at.layer] == "dense"
     return full_still(at) and not (dense and at.keys.integer("prefix_dense_sliding_window_pattern") == 1)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import At, ministral3, sizes
+from relpos_np.configs.decoders import At, divided, ministral3, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -86,6 +86,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.ignore(
         "num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "kv_lora_rank", "routed_scaling_factor"
     )
+    values = keys.get("v_head_dim")
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if keys.model_type in ("deepseek_v32", "glm_moe_dsa"):
@@ -106,7 +107,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         heads=heads,
         kv_heads=heads,
         head_dim=still + turning,
-        value_dim=keys.integer("v_head_dim"),
+        value_dim=divided(keys, "hidden_size", heads) if values is None else check.integer("v_head_dim", values, 1),
         scale=scale,
         causal=True,
         schemes=(plan,),
