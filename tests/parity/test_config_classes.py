@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+import relpos_np as rp
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("diffusers")
@@ -31,8 +33,8 @@ def test_no_change_of_a_key_is_passed_over():
 def test_the_tool_finds_a_key_that_is_passed_over(monkeypatch):
     """A soft cap that is not read."""
     model = next(model for model in MODELS if model.model_type == "gemma2")
-    read = config_mutations.told
-    monkeypatch.setattr(config_mutations, "told", lambda config, m: read({**config, "attn_logit_softcapping": 2.0}, m))
+    read = rp.from_config
+    monkeypatch.setattr(rp, "from_config", lambda config, **o: read({**config, "attn_logit_softcapping": 2.0}, **o))
     monkeypatch.setattr(config_mutations, "cases", lambda _: [("attn_logit_softcapping", 0.5), ("rms_norm_eps", 1e-5)])
     with torch.no_grad():
         found = list(config_mutations.differences(model))
