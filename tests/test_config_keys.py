@@ -192,6 +192,9 @@ def test_other_names_go_first(model_type, keys, expected):
 
 def test_other_names_of_counts():
     assert layer("t5", part="encoder", num_layers=6, num_hidden_layers=3).layers == 3
+    # The class of T5 copies its own key for the decoder, before it takes the other name.
+    assert layer("t5", part="decoder", num_layers=8, num_hidden_layers=3).layers == 8
+    assert layer("t5", part="cross", num_hidden_layers=3).layers == 6
     assert layer("bart", part="encoder", encoder_layers=6, num_hidden_layers=3).layers == 3
 
 

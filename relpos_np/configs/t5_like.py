@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
 from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
@@ -21,9 +22,11 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
     buckets = keys.integer("relative_attention_num_buckets")
     last = keys.integer("relative_attention_max_distance")
     heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
-    decoding = keys.get("num_decoder_layers", None)
-    encoding = keys.integer("num_layers")
-    layers = encoding if part == "encoder" or decoding is None else keys.integer("num_decoder_layers")
+    layers, decoding = keys.integer("num_layers"), keys.get("num_decoder_layers", None)
+    if part != "encoder":
+        # The class copies its own key before it takes the other name.
+        own = keys.config.get("num_layers", keys.family.defaults["num_layers"]) if decoding is None else decoding
+        layers = check.integer("num_decoder_layers", own, 1)
     plans: tuple[SchemePlan, ...] = ()
     if part != "cross":
         block = layer if keys.model_type == "umt5" else 0
