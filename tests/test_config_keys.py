@@ -292,6 +292,7 @@ def test_yarn_whose_ends_are_one_number():
         ("gpt_neox", {"head_dim": 24}),
         ("gptj", {"num_key_value_heads": 1}),
         ("albert", {"inner_group_num": 2}),
+        ("deberta-v2", {"pos_att_type": ["c2p", "c2p"]}),
         ("olmo3", {"rope_theta": 77.0}),
         ("gemma3_text", {"is_causal": False, "use_bidirectional_attention": True}),
         ("olmo3", {"rope_scaling": YARN, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}),

@@ -40,7 +40,7 @@ def _deberta(keys: Keys, layer: int, part: str) -> LayerAttention:
     longest = keys.integer("max_position_embeddings")
     kinds = keys.get("pos_att_type", None) or []
     kinds = [kind.strip() for kind in kinds.lower().split("|")] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list | tuple) or any(kind not in ("c2p", "p2c") for kind in kinds):
+    if not isinstance(kinds, list | tuple) or list(kinds) not in ([], ["c2p"], ["p2c"], ["c2p", "p2c"], ["p2c", "c2p"]):
         raise RelposValueError(f"pos_att_type: expected c2p and p2c, found {kinds!r}")
     keys.only("talking_head", False, None)
     relative = keys.flag("relative_attention")
