@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import relpos_np as rp
-from relpos_np.configs import LayerAttention, SchemePlan, from_config, layers_of, model_types, parts_of
+from relpos_np.configs import LayerAttention, SchemePlan, layers_of, model_types, parts_of
 from relpos_np.configs.families import FAMILIES
 
 PAST, NONE = "i − j", "–"
@@ -360,7 +359,7 @@ def families() -> str:
         config = {"model_type": name, **AS_PUBLISHED.get(name, {})}
         for part in parts_of(config):
             kinds: dict[tuple[str, ...], None] = {}
-            for layer in _readable(config, part):
+            for layer in layers_of(config, part=part):
                 kinds[_cells(layer)] = None
             cells = [" / ".join(dict.fromkeys(column)) for column in zip(*kinds, strict=True)]
             title = ", ".join(filter(None, (f"`{name}`", part, ONLY.get(name))))
@@ -392,21 +391,6 @@ AS_PUBLISHED = {
 # Of which layers a row is, where others are refused.
 ONLY = dict.fromkeys((name for name in model_types() if FAMILIES[name].count is not None), "layers with a softmax")
 ONLY["deepseek_v4"] = "layers with a window"
-
-
-def _readable(config: Mapping[str, Any], part: str) -> list[LayerAttention]:
-    """The layers of a stack, but for those of a hybrid that are refused by their type."""
-    if config["model_type"] not in ONLY:
-        return list(layers_of(config, part=part))
-    found, number = [], 0
-    while True:
-        try:
-            found.append(from_config(config, layer=number, part=part))
-        except rp.RelposError as error:
-            if not str(error).startswith("layer_types: layer"):
-                break
-        number += 1
-    return found
 
 
 def _cells(layer: LayerAttention) -> tuple[str, ...]:

@@ -192,6 +192,9 @@ def test_other_names_go_first(model_type, keys, expected):
 
 def test_other_names_of_counts():
     assert layer("t5", part="encoder", num_layers=6, num_hidden_layers=3).layers == 3
+    # The class of T5 copies its own key for the decoder, before it takes the other name.
+    assert layer("t5", part="decoder", num_layers=8, num_hidden_layers=3).layers == 8
+    assert layer("t5", part="cross", num_hidden_layers=3).layers == 6
     assert layer("bart", part="encoder", encoder_layers=6, num_hidden_layers=3).layers == 3
 
 
@@ -280,3 +283,84 @@ def test_yarn_whose_ends_are_one_number():
     # 64 / (2π) turns once where 128·ln(64 / 2π) / (2·ln 10000) = 16.1.
     np.testing.assert_allclose(omega[:17], plain[:17], rtol=1e-15)
     np.testing.assert_allclose(omega[17:], plain[17:] / 4, rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("bert", {"num_key_value_heads": 1}),
+        ("gpt_neox", {"head_dim": 24}),
+        ("gptj", {"num_key_value_heads": 1}),
+        ("albert", {"inner_group_num": 2}),
+        ("deberta-v2", {"pos_att_type": ["c2p", "c2p"]}),
+        ("olmo3", {"rope_theta": 77.0}),
+        ("gemma3_text", {"is_causal": False, "use_bidirectional_attention": True}),
+        ("olmo3", {"rope_scaling": YARN, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}),
+    ],
+)
+def test_what_the_class_does_not_read_and_would_change_the_layer_is_refused(model_type, keys):
+    assert layer(model_type).layers
+    with pytest.raises(rp.RelposValueError, match=next(iter(keys))):
+        layer(model_type, **keys)
+
+
+def test_sizes_that_a_class_does_not_read_may_say_what_the_layer_is():
+    found = layer("bert", num_key_value_heads=12, head_dim=64)
+    assert (found.kv_heads, found.head_dim) == (12, 64)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "deepseek_v3"])
+def test_shares_that_a_class_does_not_read(model_type):
+    found = layer(model_type, partial_rotary_factor=0.5)
+    assert found.schemes == layer(model_type).schemes
+    assert f"partial_rotary_factor: the class of {model_type} does not read it" in found.notes
+
+
+def test_the_length_beside_the_rotary_parameters_goes_first():
+    """Ministral 3: of the temperature, as of the frequencies."""
+    told = {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
+    assert layer("ministral3", **told).query_scale.length == 64
+    assert layer("ministral3", **told, original_max_position_embeddings=8).query_scale.length == 8
+
+
+def test_windows_that_are_switched_off_are_none():
+    off = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+    assert rp.from_config(LLAMA | off, layer=0) == rp.from_config(LLAMA, layer=0)
+    with pytest.raises(rp.RelposValueError, match="sliding_window: 4096"):
+        rp.from_config(LLAMA | {"sliding_window": 4096}, layer=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("gemma4_text", {"top_k_experts": 8}),
+        ("glm_moe_dsa", {"index_share_for_mtp_iteration": True, "layer_types": ["deepseek_sparse_attention"] * 78}),
+        ("llama", {"target_model_type": "qwen2_5_vl", "max_window_layers": 28}),
+    ],
+)
+def test_keys_of_published_files_that_are_not_about_attention(model_type, keys):
+    assert layer(model_type, **keys).as_dict() == layer(model_type).as_dict()
+
+
+def test_layers_of_a_hybrid_are_those_with_softmax():
+    """Nemotron-H says by a letter what each block is."""
+    found = layers_of({"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*E-*"})
+    assert [(one.layer, one.layers, one.schemes) for one in found] == [(3, 7, ()), (6, 7, ())]
+    for one in found:
+        assert one.notes[-3:] == tuple(
+            f"{kind} is not understood: layers {numbers}"
+            for kind, numbers in (("linear_attention", "0, 2"), ("moe", "1, 4"), ("mlp", "5"))
+        )
+    with pytest.raises(rp.RelposValueError, match="layer_types: layer 0 is linear_attention"):
+        layers_of({"model_type": "nemotron_h", "hybrid_override_pattern": "MM"})
+    with pytest.raises(rp.RelposValueError, match="hybrid_override_pattern: expected M"):
+        layers_of({"model_type": "nemotron_h", "hybrid_override_pattern": "XY"})
+
+
+def test_cohere_2_moe_has_two_patterns():
+    sizes = {"num_hidden_layers": 8, "first_k_dense_replace": 3}
+    found = layers_of({"model_type": "cohere2_moe", **sizes, "prefix_dense_sliding_window_pattern": 2})
+    assert [one.window is None for one in found] == [False, True, False, False, False, False, True, False]
+    assert [not one.schemes for one in found] == [one.window is None for one in found]
+    first = layers_of({"model_type": "cohere2_moe", **sizes})[:3]
+    assert [(one.window, len(one.schemes)) for one in first] == [(None, 1)] * 3

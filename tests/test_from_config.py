@@ -418,6 +418,8 @@ HYBRIDS = {
     "jamba": ({"attn_layer_period": 3, "attn_layer_offset": 1}, (1, 4, 7)),
     "granitemoehybrid": ({"layer_types": ["mamba"] * 7 + ["attention"]}, (7,)),
     "olmo_hybrid": ({}, (3, 7)),
+    "minimax": ({}, (0, 2, 4, 6)),
+    "nemotron_h": ({"hybrid_override_pattern": "ME*-M*EM"}, (2, 5)),
     "deepseek_v4": ({"compress_ratios": [0, 4, 128, 0] * 2}, (0, 3, 4, 7)),
 }
 

@@ -8,6 +8,7 @@ import re
 
 from relpos_np._commands.common import natural
 from relpos_np.configs import LayerAttention, from_config, layers_of, model_types, parts_of
+from relpos_np.configs.read import ranges
 from relpos_np.errors import RelposValueError
 
 SUMMARY = "print the attention of a model's layers, from its config.json"
@@ -78,7 +79,7 @@ def _alike(layers: list[LayerAttention]) -> list[str]:
         head, _, body = first.describe().partition("\n")
         if len(alike) > 1:
             part = f", {first.part}" if first.part else ""
-            head = f"{first.model_type}{part}, layers {_ranges([layer.layer for layer in alike])} of {first.layers}"
+            head = f"{first.model_type}{part}, layers {ranges([layer.layer for layer in alike])} of {first.layers}"
             for names in zip(*(layer.weights for layer in alike), strict=True):
                 body = body.replace(f"[{names[0]}]", f"[{_template(names)}]")
         found.append(f"{head}\n{body}")
@@ -89,14 +90,3 @@ def _template(names: tuple[str, ...]) -> str:
     """One name for several: N where their numbers differ."""
     pieces = zip(*(re.split("([0-9]+)", name) for name in names), strict=True)
     return "".join(piece[0] if len(set(piece)) == 1 else "N" for piece in pieces)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Numbers that follow one another as first-last."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], n]
-        else:
-            runs.append([n])
-    return ", ".join("-".join(map(str, run)) for run in runs)

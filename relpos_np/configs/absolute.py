@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relpos_np._contract import check
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import divided, equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -108,24 +108,11 @@ class Pair:
         counted = {side: self._counted(keys, side) for side in ("encoder", "decoder")}
         side = "encoder" if part == "encoder" else "decoder"
         heads, layers = counted[side]
-        width = keys.integer("d_model")
-        if width % heads:
-            raise RelposValueError(f"d_model: {width} is no multiple of {heads} heads")
-        table = f"{side}.embed_positions.weight"
+        dim = divided(keys, "d_model", heads)
+        table, width = f"{side}.embed_positions.weight", heads * dim
         added = learned(table, self.skip) if self.sinusoids is None else sinusoidal(width, *self.sinusoids)
-        return LayerAttention(
-            keys.model_type,
-            part,
-            layer,
-            layers=layers,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=width // heads,
-            value_dim=width // heads,
-            scale=(width // heads) ** -0.5,
-            causal=part == "decoder",
-            added=None if part == "cross" else added,
-        )
+        found = equal_heads(layers, heads, dim) | {"causal": part == "decoder"}
+        return LayerAttention(keys.model_type, part, layer, added=None if part == "cross" else added, **found)
 
     @staticmethod
     def _counted(keys: Keys, side: str) -> tuple[int, int]:
@@ -153,6 +140,12 @@ def _ibert(keys: Keys, _layer: int) -> dict[str, Any]:
     return {}
 
 
+def _albert(keys: Keys, _layer: int) -> dict[str, Any]:
+    """Every layer has attention once."""
+    keys.only("inner_group_num", 1, default=1)
+    return {}
+
+
 def _aimv2(keys: Keys, _layer: int) -> dict[str, Any]:
     """A table, unless images keep their size."""
     if keys.flag("is_native", False):
@@ -167,7 +160,7 @@ def _videomae(keys: Keys) -> SchemePlan:
 def _gpt_neo(keys: Keys, layer: int) -> dict[str, Any]:
     """Not scaled; every other layer has a window, as `attention_types` repeat."""
     repeats = keys.get("attention_types")
-    repeats = keys.defaults["attention_types"] if repeats is None else repeats
+    repeats = [[["global", "local"], 12]] if repeats is None else repeats
     try:
         pattern = [
             kind for kinds, times in repeats for kind in list(kinds) * check.integer("attention_types", times, 1)
@@ -193,22 +186,8 @@ def _distilbert(keys: Keys) -> SchemePlan:
     return learned("embeddings.position_embeddings.weight")
 
 
-def _vision(dim: int, layers: int, heads: int) -> dict[str, Any]:
-    return {"hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads}
-
-
-def _text(dim: int, layers: int, heads: int) -> dict[str, Any]:
-    return _vision(dim, layers, heads) | {"max_position_embeddings": 512}
-
-
 _BERT = "embeddings.position_embeddings.weight"
 _ROBERTA = Plain(None, _BERT, 2, "positions count tokens that are no padding")
-_GPT = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
 # Of what computes it; the softmax in float32 is that of any call.
 _BIGCODE = (
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "pad_key_length", "pre_allocate_kv_cache"),
@@ -216,149 +195,67 @@ _BIGCODE = (
 )
 _GRID = "rows of another size are interpolated"
 
-_TEXT: dict[str, tuple[Plain, dict[str, Any], dict[str, str]]] = {
-    "bert": (Plain(None, _BERT), _text(768, 12, 12), {}),
-    "ernie": (Plain(None, _BERT, ignored=("use_task_id",)), _text(768, 12, 12), {}),
-    "megatron-bert": (Plain(None, _BERT), _text(1024, 24, 16), {}),
-    "electra": (Plain(None, _BERT), _text(256, 12, 4), {}),
-    "albert": (Plain(False, _BERT), _text(4096, 12, 64), {}),
-    "roberta": (_ROBERTA, _text(768, 12, 12), {}),
-    "xlm-roberta": (_ROBERTA, _text(768, 12, 12), {}),
-    "xlm-roberta-xl": (_ROBERTA, _text(2560, 36, 32), {}),
-    "camembert": (_ROBERTA, _text(768, 12, 12), {}),
-    "roberta-prelayernorm": (_ROBERTA, _text(768, 12, 12), {}),
-    "data2vec-text": (_ROBERTA, _text(768, 12, 12), {}),
-    "layoutlm": (
-        Plain(False, _BERT, remark="and tables of the page's coordinates"),
-        _text(768, 12, 12),
-        {},
-    ),
-    "distilbert": (
-        Plain(False, sinusoids=_distilbert),
-        _text(768, 6, 12),
-        {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
-    ),
-    "gpt2": (
-        Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
-        _text(768, 12, 12) | {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-        _GPT,
-    ),
-    "gpt_neo": (
-        Plain(True, "wpe.weight", finish=_gpt_neo),
-        _text(2048, 24, 16) | {"window_size": 256, "attention_types": [[["global", "local"], 12]]},
-        {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
-    ),
-    "gpt_bigcode": (
-        Plain(True, "wpe.weight", finish=_gpt_bigcode, ignored=_BIGCODE),
-        _text(768, 12, 12) | {"multi_query": True, "scale_attn_weights": True},
-        _GPT,
-    ),
-    "openai-gpt": (Plain(True, "positions_embed.weight"), _text(768, 12, 12), _GPT),
-    "ibert": (
-        Plain(False, _BERT, 2, _ROBERTA.remark, finish=_ibert),
-        _text(768, 12, 12),
-        {},
-    ),
-    "rembert": (Plain(None, _BERT), _text(1152, 32, 18), {}),
-    "roc_bert": (Plain(None, _BERT), _text(768, 12, 12), {}),
-    "splinter": (Plain(False, _BERT), _text(768, 12, 12), {}),
-    "clap_text_model": (replace(_ROBERTA, causal=False), _text(768, 12, 12) | {"max_position_embeddings": 514}, {}),
-    "opt": (Plain(True, "embed_positions.weight", 2), _text(768, 12, 12), {}),
-    "biogpt": (Plain(True, "embed_positions.weight", 2), _text(1024, 24, 16), {}),
-    "xglm": (
-        Plain(True, sinusoids=_xglm),
-        _text(1024, 24, 16),
-        {"num_attention_heads": "attention_heads", "hidden_size": "d_model", "num_hidden_layers": "num_layers"},
-    ),
-    "clip_text_model": (Plain(True, "embeddings.position_embedding.weight"), _text(512, 12, 8), {}),
-    "siglip_text_model": (Plain(False, "embeddings.position_embedding.weight"), _text(768, 12, 12), {}),
+_TEXT: dict[str, Plain] = {
+    "bert megatron-bert electra rembert roc_bert bert-generation": Plain(None, _BERT),
+    "ernie": Plain(None, _BERT, ignored=("use_task_id",)),
+    "albert": Plain(False, _BERT, finish=_albert),
+    "splinter": Plain(False, _BERT),
+    "roberta xlm-roberta xmod xlm-roberta-xl camembert roberta-prelayernorm data2vec-text": _ROBERTA,
+    "layoutlm": Plain(False, _BERT, remark="and tables of the page's coordinates"),
+    "distilbert": Plain(False, sinusoids=_distilbert),
+    "gpt2 gpt-sw3": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
+    "gpt_neo": Plain(True, "wpe.weight", finish=_gpt_neo),
+    "gpt_bigcode": Plain(True, "wpe.weight", finish=_gpt_bigcode, ignored=_BIGCODE),
+    "openai-gpt": Plain(True, "positions_embed.weight"),
+    "ibert": Plain(False, _BERT, 2, _ROBERTA.remark, finish=_ibert),
+    "clap_text_model": replace(_ROBERTA, causal=False),
+    "opt biogpt": Plain(True, "embed_positions.weight", 2),
+    "xglm": Plain(True, sinusoids=_xglm),
+    "clip_text_model": Plain(True, "embeddings.position_embedding.weight"),
+    "siglip_text_model": Plain(False, "embeddings.position_embedding.weight"),
 }
-_VISION: dict[str, tuple[Plain, dict[str, Any]]] = {
-    "vit": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
-    "deit": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
-    "vit_msn": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
-    "ijepa": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
-    "dinov2": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
-    "dinov2_with_registers": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
-    "clip_vision_model": (Plain(False, "embeddings.position_embedding.weight"), _vision(768, 12, 12)),
-    "siglip_vision_model": (Plain(False, "embeddings.position_embedding.weight"), _vision(768, 12, 12)),
+_VISION: dict[str, Plain] = {
+    "vit deit vit_msn ijepa dinov2 dinov2_with_registers": Plain(False, "embeddings.position_embeddings", remark=_GRID),
+    "clip_vision_model siglip_vision_model": Plain(False, "embeddings.position_embedding.weight"),
 }
 # The decoder of pretraining is left out.
 _PRETRAINED = ("decoder_num_attention_heads", "mask_ratio", "qv_bias")
 _VISION |= {
-    "imagegpt": (
-        Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
-        _vision(512, 24, 8)
-        | {"max_position_embeddings": 1024, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    "imagegpt": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
+    "vit_mae": Plain(
+        False,
+        "embeddings.position_embeddings",
+        remark="sines and cosines of columns and rows, as stored",
+        ignored=_PRETRAINED,
     ),
-    "vit_mae": (
-        Plain(
-            False,
-            "embeddings.position_embeddings",
-            remark="sines and cosines of columns and rows, as stored",
-            ignored=_PRETRAINED,
-        ),
-        _vision(768, 12, 12),
-    ),
-    "videomae": (Plain(False, sinusoids=_videomae, ignored=_PRETRAINED), _vision(768, 12, 12)),
-    "vivit": (Plain(False, "embeddings.position_embeddings", remark=_GRID), _vision(768, 12, 12)),
-    "aimv2_vision_model": (Plain(False, finish=_aimv2, ignored=("use_head",)), _vision(1024, 24, 8)),
-    "siglip2_vision_model": (
-        Plain(False, "embeddings.position_embedding.weight", remark="a square of rows, resized to the grid"),
-        _vision(768, 12, 12),
+    "videomae": Plain(False, sinusoids=_videomae, ignored=_PRETRAINED),
+    "vivit": Plain(False, "embeddings.position_embeddings", remark=_GRID),
+    "aimv2_vision_model": Plain(False, finish=_aimv2, ignored=("use_head",)),
+    "siglip2_vision_model": Plain(
+        False, "embeddings.position_embedding.weight", remark="a square of rows, resized to the grid"
     ),
 }
-_SPEECH = "a convolution of the inputs, which is no position scheme, stands for positions"
-_CONVOLVED = ("hubert", "wav2vec2", "unispeech", "unispeech-sat", "data2vec-audio")
-
-for _name, (_traits, _defaults, _aliases) in _TEXT.items():
-    register(_traits.read, {_name: _defaults}, kind="Text", aliases=_aliases)
-for _name, (_traits, _defaults) in _VISION.items():
-    register(_traits.read, {_name: _defaults}, kind="Images and video", aliases=_GPT if _name == "imagegpt" else None)
-register(
-    Plain(False, "embeddings.position_embeddings", ignored=("frequency_stride", "time_stride")).read,
-    {"audio-spectrogram-transformer": _vision(768, 12, 12)},
-    kind="Speech and music",
-)
-for _name in _CONVOLVED:
-    register(
-        Plain(notes=(_SPEECH,)).read,
-        {_name: _vision(768, 12, 12)},
-        kind="Speech and music",
-    )
-
-
-def _both(dim: int, layers: tuple[int, int], heads: int, longest: int) -> dict[str, Any]:
-    sides = {f"{side}_layers": n for side, n in zip(("encoder", "decoder"), layers, strict=True)}
-    return {
-        "d_model": dim,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "max_position_embeddings": longest,
-    } | sides
-
-
-_OF_PAIR = {
-    "num_attention_heads": "encoder_attention_heads",
-    "hidden_size": "d_model",
-    "num_hidden_layers": "encoder_layers",
+_SOUND: dict[str, Plain] = {
+    "audio-spectrogram-transformer": Plain(
+        False, "embeddings.position_embeddings", ignored=("frequency_stride", "time_stride")
+    ),
+    "hubert wav2vec2 unispeech unispeech-sat data2vec-audio": Plain(
+        notes=("a convolution of the inputs, which is no position scheme, stands for positions",)
+    ),
 }
-_PAIRS: dict[str, tuple[Pair, dict[str, Any]]] = {
-    "bart": (Pair(2), _both(1024, (12, 12), 16, 1024)),
-    "mbart": (Pair(2), _both(1024, (12, 12), 16, 1024)),
-    "plbart": (Pair(2), _both(768, (6, 6), 12, 1024)),
-    "blenderbot": (Pair(), _both(2560, (2, 24), 32, 128)),
-    "blenderbot-small": (Pair(), _both(512, (8, 8), 16, 512)),
-    "pegasus": (Pair(0, ("concatenated", 0), ("static_position_embeddings",)), _both(1024, (12, 12), 16, 1024)),
-    "marian": (Pair(0, ("concatenated", 0), ("static_position_embeddings",)), _both(1024, (12, 12), 16, 1024)),
-    "m2m_100": (Pair(0, ("tensor2tensor", 2)), _both(1024, (12, 12), 16, 1024)),
+for _names, _traits in _TEXT.items():
+    register(_traits.read, _names, kind="Text")
+for _names, _traits in _VISION.items():
+    register(_traits.read, _names, kind="Images and video")
+for _names, _traits in _SOUND.items():
+    register(_traits.read, _names, kind="Speech and music")
+
+_PAIRS: dict[str, Pair] = {
+    "bart mbart plbart": Pair(2),
+    "blenderbot blenderbot-small": Pair(),
+    "pegasus marian": Pair(0, ("concatenated", 0), ("static_position_embeddings",)),
+    "m2m_100": Pair(0, ("tensor2tensor", 2)),
 }
-for _name, (_pair, _defaults) in _PAIRS.items():
-    register(_pair.read, {_name: _defaults}, kind="Text", aliases=_OF_PAIR, parts=("encoder", "decoder", "cross"))
-register(
-    Pair().read,
-    {"whisper": _both(384, (4, 4), 6, 448)},
-    kind="Speech and music",
-    aliases=_OF_PAIR | {"num_key_value_heads": "encoder_attention_heads"},
-    parts=("encoder", "decoder", "cross"),
-)
+for _names, _pair in _PAIRS.items():
+    register(_pair.read, _names, kind="Text", parts=("encoder", "decoder", "cross"))
+register(Pair().read, "whisper", kind="Speech and music", parts=("encoder", "decoder", "cross"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.decoders import clipped_to, sizes
@@ -21,19 +19,11 @@ def _bloom(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), **sizes(keys))
 
 
-_OFF = {"prefix_lm": False, "qk_ln": False, "attn_uses_sequence_id": False}
-
-
 def _mpt(keys: Keys, layer: int, part: str) -> LayerAttention:
     """The same; what matters is in `attn_config`."""
-    stored = keys.get("attn_config", None) or {}
-    if not isinstance(stored, Mapping):
-        raise RelposValueError(f"attn_config: expected an object, found {stored!r}")
-    inner = Keys({**stored, "model_type": "mpt: attn_config"}, _ATTN, {})
-    for name, value in _OFF.items():
-        inner.only(name, value, default=value)
-    inner.only("attn_type", "multihead_attention")
-    inner.only("alibi", True)
+    inner = keys.inner("attn_config", _ATTN)
+    for name in ("attn_type", "alibi", "prefix_lm", "qk_ln", "attn_uses_sequence_id"):
+        inner.only(name, _ATTN[name])
     inner.ignore("attn_impl", "attn_pdrop", "chunk_size_feed_forward")
     keys.ignore("learned_pos_emb", "max_seq_len")
     found = sizes(keys)
@@ -48,9 +38,7 @@ def _mpt(keys: Keys, layer: int, part: str) -> LayerAttention:
         )
     plan = SchemePlan("ALiBi", {"form": "key"})
     before = () if not clip else (clipped_to(clip),)
-    layer_found = LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), before=before, **found)
-    inner.close(layer_found)
-    return layer_found
+    return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), before=before, **found)
 
 
 def _falcon(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -68,44 +56,22 @@ def _falcon(keys: Keys, layer: int, part: str) -> LayerAttention:
     else:
         found["kv_heads"] = 1 if one else found["heads"]
     keys.ignore("parallel_attn", "num_ln_in_parallel_attn", "apply_residual_connection_post_layernorm")
-    plan = rope.plan(rope.parameters(keys), found["head_dim"])
-    return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), **found)
+    ropes = rope.parameters(keys, share=None)
+    plan = rope.plan(ropes, found["head_dim"])
+    return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), notes=ropes.notes, **found)
 
 
 _ATTN = {
     "attn_type": "multihead_attention",
     "alibi": True,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "attn_uses_sequence_id": False,
     "alibi_bias_max": 8,
     "softmax_scale": None,
     "clip_qkv": None,
 }
 
-register(
-    _bloom,
-    {"bloom": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}},
-    kind="Text",
-    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
-)
-register(
-    _mpt,
-    {"mpt": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "attn_config": None}},
-    kind="Text",
-    aliases={"num_attention_heads": "n_heads", "hidden_size": "d_model", "num_hidden_layers": "n_layers"},
-)
-register(
-    _falcon,
-    {
-        "falcon": {
-            "hidden_size": 4544,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 71,
-            "num_kv_heads": None,
-            "alibi": False,
-            "new_decoder_architecture": False,
-            "multi_query": True,
-            "max_position_embeddings": 2048,
-        }
-    },
-    kind="Text",
-    aliases={"n_embed": "hidden_size"},
-)
+register(_bloom, "bloom", kind="Text", aliases={"n_embed": "hidden_size"})
+register(_mpt, "mpt", kind="Text")
+register(_falcon, "falcon", kind="Text", aliases={"n_embed": "hidden_size"})

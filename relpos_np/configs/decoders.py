@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
-from relpos_np.configs.keys import Keys
+from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Rule, Temperature
 from relpos_np.errors import RelposValueError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+PATTERN = "sliding_window_pattern"
 LINEAR, CONV = "linear_attention", "conv"
 # Names of early files.
 _OLD = {"attention": FULL, "mamba": LINEAR}
@@ -158,9 +159,8 @@ class Rotating:
     def _type(self, at: At) -> str:
         found = self._named(at)
         if found in self.others:
-            raise RelposValueError(
-                f"layer_types: layer {at.layer} is {found}, which has no softmax and is not understood, expected {FULL}"
-            )
+            why = f", which has no softmax and is not understood, expected {FULL}"
+            raise OtherLayerError(at.layer, at.layers, found, why)
         return found
 
     def _named(self, at: At) -> str:
@@ -215,15 +215,28 @@ def sizes(keys: Keys, width: str = "hidden_size") -> dict[str, Any]:
         if hidden % heads:
             raise RelposValueError(f"{width}: {hidden} is no multiple of {heads} heads, and there is no head_dim")
         head_dim = hidden // heads
-    head_dim = check.integer("head_dim", head_dim, 1)
+    found = equal_heads(keys.integer("num_hidden_layers"), heads, check.integer("head_dim", head_dim, 1))
+    return found if kv_heads is None else found | {"kv_heads": check.integer("num_key_value_heads", kv_heads, 1)}
+
+
+def equal_heads(layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Numbers of a layer whose queries, keys and values have the same heads, and the usual scale."""
     return {
-        "layers": keys.integer("num_hidden_layers"),
+        "layers": layers,
         "heads": heads,
-        "kv_heads": heads if kv_heads is None else check.integer("num_key_value_heads", kv_heads, 1),
+        "kv_heads": heads,
         "head_dim": head_dim,
         "value_dim": head_dim,
         "scale": head_dim**-0.5,
     }
+
+
+def divided(keys: Keys, width: str, heads: int) -> int:
+    """Channels of one of several heads, where a key has those of all."""
+    total = keys.integer(width)
+    if total % heads:
+        raise RelposValueError(f"{width}: {total} is no multiple of {heads} heads")
+    return total // heads
 
 
 def normed(keys: Keys, norm: str) -> tuple[str, ...]:
@@ -293,6 +306,33 @@ def full_still(at: At) -> bool:
     return at.kind != SLIDING
 
 
+def always_full(_at: At) -> str:
+    """Mellum: no windows but where types of layers are stored."""
+    return FULL
+
+
+def _first_dense(at: At) -> int:
+    return at.keys.integer("first_k_dense_replace", 0, 0)
+
+
+def cohere2_moe_pattern(at: At) -> str:
+    """Cohere 2 MoE: layers without experts, which come first, have a pattern of their own."""
+    dense = _first_dense(at)
+    at.keys.ignore(PATTERN, "prefix_dense_sliding_window_pattern")
+    key, n = ("prefix_dense_sliding_window_pattern", at.layer) if at.layer < dense else (PATTERN, at.layer - dense)
+    return SLIDING if (n + 1) % at.keys.integer(key) else FULL
+
+
+def cohere2_moe_still(at: At) -> bool:
+    """Layers without a window have no positions, but those without experts if none of them has one."""
+    at.keys.ignore("prefix_dense_sliding_window_pattern", "first_k_dense_replace")
+    kinds = at.keys.get("mlp_layer_types", None)
+    if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) < at.layers):
+        raise RelposValueError(f"mlp_layer_types: expected one for each of {at.layers} layers, found {kinds!r}")
+    dense = at.layer < _first_dense(at) if kinds is None else kinds[at.layer] == "dense"
+    return full_still(at) and not (dense and at.keys.integer("prefix_dense_sliding_window_pattern") == 1)
+
+
 def exaone_still(at: At) -> bool:
     """EXAONE 4: the same, unless no layer has a window."""
     return at.keys.get("sliding_window", None) is not None and at.kind != SLIDING
@@ -344,7 +384,9 @@ def ministral3(at: At) -> dict[str, Any]:
     beta = raw.get("llama_4_scaling_beta")
     if beta is None:
         return {}
-    length = check.integer("original_max_position_embeddings", raw.get("original_max_position_embeddings"), 1)
+    beside = at.keys.get("original_max_position_embeddings", None)
+    length = raw.get("original_max_position_embeddings") if beside is None else beside
+    length = check.integer("original_max_position_embeddings", length, 1)
     return {"query_scale": Temperature("ministral3", length, check.real("llama_4_scaling_beta", beta))}
 
 
@@ -366,8 +408,9 @@ def phi3(at: At) -> dict[str, Any]:
 
 
 def scaled_by(at: At) -> dict[str, Any]:
-    """Granite: the factor itself is stored."""
-    return {"scale": at.keys.real("attention_multiplier")}
+    """Granite: the factor itself is stored; HyperCLOVA X has the usual one without."""
+    factor = at.keys.get("attention_multiplier")
+    return {} if factor is None else {"scale": check.real("attention_multiplier", factor)}
 
 
 def _prefixed(at: At) -> dict[str, Any]:
@@ -408,6 +451,7 @@ def gemma2(at: At) -> dict[str, Any]:
 def gemma3(at: At) -> dict[str, Any]:
     """Gemma 3: a scale of its own; both ways in embedding models, whose windows are half as wide."""
     at.keys.only("attn_logit_softcapping", None)
+    at.keys.only("is_causal", True, None)
     new: dict[str, Any] = {
         "scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5
     }
@@ -415,6 +459,17 @@ def gemma3(at: At) -> dict[str, Any]:
         half = at.keys.integer("sliding_window") // 2
         new |= {"causal": False, "window": (half, half) if at.kind == SLIDING else None}
     return new
+
+
+def unread(**values: Any) -> Callable[[At], Mapping[str, Any]]:
+    """Keys that files may have and the class does not read: each must be missing, or this value."""
+
+    def finish(at: At) -> dict[str, Any]:
+        for name, value in values.items():
+            at.keys.only(name, value, None)
+        return {}
+
+    return finish
 
 
 def gpt_oss(at: At) -> dict[str, Any]:
@@ -428,12 +483,6 @@ def modernbert_decoder(at: At) -> dict[str, Any]:
     size = at.keys.get("sliding_window", None)
     size = at.keys.integer("local_attention") // 2 if size is None else check.integer("sliding_window", size, 1)
     return {"window": (size - 1, None) if at.kind == SLIDING else None}
-
-
-def windowless(at: At) -> dict[str, Any]:
-    """Files may have a key for windows, which must be null."""
-    at.keys.only("sliding_window", None)
-    return {}
 
 
 def minimax_m2(at: At) -> dict[str, Any]:

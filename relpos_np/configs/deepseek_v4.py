@@ -10,7 +10,7 @@ from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.decoders import SLIDING, sizes
 from relpos_np.configs.families import register
-from relpos_np.configs.keys import Keys
+from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.errors import RelposValueError
 
@@ -66,10 +66,8 @@ def _read(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.only("num_key_value_heads", 1)
     kind = _type(keys, layer)
     if kind != SLIDING:
-        raise RelposValueError(
-            f"layer_types: layer {layer} is {kind}: it attends keys that its own weights compress from several tokens, "
-            f"which is not understood, expected {SLIDING}"
-        )
+        why = ": it attends keys that its own weights compress from several tokens, which is not understood"
+        raise OtherLayerError(layer, found["layers"], kind, f"{why}, expected {SLIDING}")
     ropes, turning = _parameters(keys, found["head_dim"])
     plan = rope.plan(ropes, turning, layout="interleaved", before=found["head_dim"] - turning)
     # Of projections, of layers that compress, and of connections around the layers.
@@ -89,19 +87,4 @@ def _read(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
 
 
-register(
-    _read,
-    {
-        "deepseek_v4": {
-            "hidden_size": 4096,
-            "num_hidden_layers": 43,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 1,
-            "head_dim": 512,
-            "sliding_window": 128,
-            "max_position_embeddings": 1048576,
-        }
-    },
-    kind="Text",
-    count=_layers,
-)
+register(_read, "deepseek_v4", kind="Text", count=_layers)

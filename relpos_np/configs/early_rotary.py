@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import At, ministral3, sizes
+from relpos_np.configs.decoders import At, divided, ministral3, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -56,11 +55,15 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Latent attention, written out: heads of channels that stand still, and then of some that turn."""
     heads = keys.integer("num_attention_heads")
     still, turning = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
-    if keys.model_type not in ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"):
-        keys.only("rope_interleave", True, default=True)
-    interleaved = keys.flag("rope_interleave", True)
+    interleaved = keys.model_type != "minicpm3"
+    if keys.model_type in _EITHER:
+        interleaved = keys.flag("rope_interleave", True)
+    else:
+        keys.only("rope_interleave", interleaved, default=interleaved)
     theta = 1e7 if keys.model_type == "longcat_flash" else 1e4
-    ropes = rope.parameters(keys, theta=theta, elsewhere=("llama_4_scaling_beta", "max_position_embeddings"))
+    share = 1.0 if keys.model_type == "mistral4" else None
+    others = ("llama_4_scaling_beta", "max_position_embeddings")
+    ropes = rope.parameters(keys, theta=theta, share=share, elsewhere=others)
     temperature, before = None, _EXPANDED
     if keys.model_type == "mistral4":
         ropes, temperature = _mistral4(keys, ropes, turning / (still + turning))
@@ -83,6 +86,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.ignore(
         "num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "kv_lora_rank", "routed_scaling_factor"
     )
+    values = keys.get("v_head_dim")
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if keys.model_type in ("deepseek_v32", "glm_moe_dsa"):
@@ -92,7 +96,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         if keys.model_type == "glm_moe_dsa":
             notes = (f"{notes[0]}, or that of a layer before",)
         types = keys.get("layer_types", None)
-        if types is not None and (not isinstance(types, list | tuple) or {*map(str, types)} != {"indexed_attention"}):
+        if types is not None and (not isinstance(types, list | tuple) or not {*map(str, types)} <= _INDEXED):
             raise RelposValueError(f"layer_types: expected indexed_attention, found {types!r}")
     plan = rope.plan(ropes, turning, layout="interleaved" if interleaved else "half", before=still)
     return LayerAttention(
@@ -103,14 +107,14 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         heads=heads,
         kv_heads=heads,
         head_dim=still + turning,
-        value_dim=keys.integer("v_head_dim"),
+        value_dim=divided(keys, "hidden_size", heads) if values is None else check.integer("v_head_dim", values, 1),
         scale=scale,
         causal=True,
         schemes=(plan,),
         needs=needs,
         query_scale=temperature,
         before=(before,),
-        notes=notes,
+        notes=(*notes, *ropes.notes),
     )
 
 
@@ -123,80 +127,23 @@ def _mistral4(keys: Keys, ropes: rope.Parameters, share: float) -> tuple[rope.Pa
     return replace(ropes, stored=left, share=1.0), ministral3(At(keys, 0, 1)).get("query_scale")
 
 
+_EITHER = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4", "youtu", "axk1")
+_INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
 _EXPANDED = "keys and values from their latent vectors, the turning channels of a key the same for all heads"
 # Of indexers: which layers take what another one chose, and how they turn queries and keys of their own.
 _INDEXERS = (
     *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
     *("indexer_rope_interleave", "index_head_dim", "index_n_heads"),
 )
-_GPT = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
 
 
-def _gpt(hidden: int) -> dict[str, Any]:
-    return {"hidden_size": hidden, "num_hidden_layers": 28, "num_attention_heads": 16, "rotary_dim": 64}
-
-
-def _base(longest: int) -> dict[str, Any]:
-    return {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "max_position_embeddings": longest,
-    }
-
-
-def _latent(layers: int, heads: int, longest: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": longest,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    }
-
-
-register(_gptj, {"gptj": _gpt(4096), "codegen": _gpt(4096)}, kind="Text", aliases=_GPT)
-register(_roformer, {"roformer": _base(1536) | {"rotary_value": False}}, kind="Text")
-register(_esm, {"esm": _base(1026) | {"position_embedding_type": "absolute", "rope_theta": 10000.0}}, kind="Text")
+register(_gptj, "gptj codegen", kind="Text")
+register(_roformer, "roformer", kind="Text")
+register(_esm, "esm", kind="Text")
 register(
     _deepseek,
-    {"glm4_moe_lite": _latent(47, 20, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256}},
-    kind="Text",
-    aliases={"head_dim": "qk_rope_head_dim"},
-)
-register(
-    _deepseek,
-    {
-        "deepseek_v2": _latent(32, 32, 2048),
-        "deepseek_v3": _latent(61, 128, 4096) | {"rope_interleave": True},
-        "deepseek_v32": _latent(61, 128, 163840) | {"index_topk": 2048},
-        "glm_moe_dsa": _latent(78, 64, 202752) | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk": 2048},
-        "mistral4": _latent(36, 32, 1048576)
-        | {
-            "qk_nope_head_dim": 64,
-            "rope_parameters": {
-                "type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 128.0,
-                "original_max_position_embeddings": 8192,
-                "max_position_embeddings": 1048576,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale_all_dim": 1.0,
-                "mscale": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
-        },
-        "longcat_flash": {name: x for name, x in _latent(56, 64, 131072).items() if name != "num_hidden_layers"}
-        | {"num_layers": 28},
-        # The code beside its weights is that of DeepSeek-V3.
-        "kimi_k2": _latent(61, 128, 4096) | {"rope_interleave": True},
-    },
+    "glm4_moe_lite deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa mistral4 longcat_flash youtu axk1 minicpm3",
     kind="Text",
 )
+# The code beside its weights is that of DeepSeek-V3.
+register(_deepseek, "kimi_k2", kind="Text", like="deepseek_v3")

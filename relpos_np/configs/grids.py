@@ -11,7 +11,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -168,15 +168,7 @@ def _video(shares: Sequence[int], base: float, text: str = "", known: tuple[int,
 def _diffusers(keys: Keys) -> dict[str, Any]:
     """Sizes as diffusers names them; the words for norms are those of its modules."""
     heads, dim = keys.integer("num_attention_heads"), keys.integer("attention_head_dim")
-    return {
-        "layers": keys.integer("num_layers"),
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": dim,
-        "value_dim": dim,
-        "scale": dim**-0.5,
-        "causal": False,
-    }
+    return equal_heads(keys.integer("num_layers"), heads, dim) | {"causal": False}
 
 
 def _wan(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -234,97 +226,15 @@ def _hunyuan(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 
 _KIND = "Images and video"
-_TOWER = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 
 
-def _tower(width: int, layers: int, patch: int, name: str = "hidden_size") -> dict[str, Any]:
-    return {
-        name: width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "patch_size": patch,
-        "spatial_merge_size": 2,
-    }
-
-
-register(
-    _dinov3,
-    {
-        "dinov3_vit": {
-            "hidden_size": 384,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 6,
-            "image_size": 224,
-            "patch_size": 16,
-            "rope_theta": 100.0,
-        }
-    },
-    kind=_KIND,
-)
+register(_dinov3, "dinov3_vit", kind=_KIND)
 register(
     _qwen,
-    {
-        "qwen2_vl_vision": _tower(1280, 32, 14, "embed_dim"),
-        "qwen2_5_vl_vision": _tower(3584, 32, 14) | {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
-        "qwen3_vl_vision": _tower(1152, 27, 16),
-        "qwen3_vl_moe_vision": _tower(1152, 27, 16),
-        "qwen3_5_vision": _tower(1152, 27, 16),
-        "qwen3_5_moe_vision": _tower(1152, 27, 16),
-    },
-    kind=_KIND,
-    aliases=_TOWER,
-)
-register(
-    _pixtral,
-    {"pixtral": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}},
+    "qwen2_vl_vision qwen2_5_vl_vision qwen3_vl_vision qwen3_vl_moe_vision qwen3_5_vision qwen3_5_moe_vision",
     kind=_KIND,
 )
-register(
-    _wan,
-    {
-        "WanTransformer3DModel": {
-            "num_attention_heads": 40,
-            "attention_head_dim": 128,
-            "num_layers": 40,
-            "qk_norm": "rms_norm_across_heads",
-            "added_kv_proj_dim": None,
-        }
-    },
-    kind=_KIND,
-    parts=("", "cross"),
-    package="diffusers",
-)
-register(
-    _cogvideox,
-    {
-        "CogVideoXTransformer3DModel": {
-            "num_attention_heads": 30,
-            "attention_head_dim": 64,
-            "num_layers": 30,
-            "sample_width": 90,
-            "sample_height": 60,
-            "patch_size": 2,
-            "patch_size_t": None,
-            "use_rotary_positional_embeddings": False,
-            "use_learned_positional_embeddings": False,
-        }
-    },
-    kind=_KIND,
-    package="diffusers",
-)
-register(
-    _hunyuan,
-    {
-        "HunyuanVideoTransformer3DModel": {
-            "num_attention_heads": 24,
-            "attention_head_dim": 128,
-            "num_layers": 20,
-            "num_single_layers": 40,
-            "qk_norm": "rms_norm",
-            "rope_theta": 256.0,
-            "rope_axes_dim": (16, 56, 56),
-        }
-    },
-    kind=_KIND,
-    package="diffusers",
-)
+register(_pixtral, "pixtral", kind=_KIND)
+register(_wan, "WanTransformer3DModel", kind=_KIND, parts=("", "cross"), package="diffusers")
+register(_cogvideox, "CogVideoXTransformer3DModel", kind=_KIND, package="diffusers")
+register(_hunyuan, "HunyuanVideoTransformer3DModel", kind=_KIND, package="diffusers")

@@ -6,11 +6,10 @@ from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
-from relpos_np.configs.decoders import At, Rotating, sizes
+from relpos_np.configs.decoders import At, Rotating, divided, equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
-from relpos_np.errors import RelposValueError
 
 
 def _moonshine(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -21,25 +20,12 @@ def _moonshine(keys: Keys, layer: int, part: str) -> LayerAttention:
         keys.only(f"{side}_num_key_value_heads", counts[side][0], None)
     heads, layers = counts["encoder" if part == "encoder" else "decoder"]
     keys.only("encoder_num_attention_heads", counts["decoder"][0])
-    width = keys.integer("hidden_size")
-    if width % heads:
-        raise RelposValueError(f"hidden_size: {width} is no multiple of {heads} heads")
+    dim = divided(keys, "hidden_size", heads)
     # Zeros at the end of a head, which are cut off again.
     keys.ignore("pad_head_dim_to_multiple_of")
-    plan = rope.plan(rope.parameters(keys, share=0.9), width // heads, layout="interleaved")
-    return LayerAttention(
-        keys.model_type,
-        part,
-        layer,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        value_dim=width // heads,
-        scale=(width // heads) ** -0.5,
-        causal=part == "decoder",
-        schemes=() if part == "cross" else (plan,),
-    )
+    plan = rope.plan(rope.parameters(keys, share=0.9), dim, layout="interleaved")
+    found = equal_heads(layers, heads, dim) | {"causal": part == "decoder"}
+    return LayerAttention(keys.model_type, part, layer, schemes=() if part == "cross" else (plan,), **found)
 
 
 def _unscaled(_at: At) -> dict[str, Any]:
@@ -55,18 +41,8 @@ def _dia(keys: Keys, layer: int, part: str) -> LayerAttention:
         return Rotating(causal=decoding, finish=_unscaled).read(keys, layer, part)
     layers = Rotating().read(keys, layer, part).layers
     heads, kv_heads, dim = (keys.integer(name) for name in own)
-    return LayerAttention(
-        keys.model_type,
-        part,
-        layer,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=dim,
-        value_dim=dim,
-        scale=1.0,
-        causal=False,
-    )
+    found = equal_heads(layers, heads, dim) | {"kv_heads": kv_heads, "scale": 1.0}
+    return LayerAttention(keys.model_type, part, layer, causal=False, **found)
 
 
 def _musicgen(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -81,50 +57,7 @@ def _musicgen(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 
 _KIND = "Speech and music"
-_DIA = {"num_attention_heads": 16, "head_dim": 128}
-register(
-    _moonshine,
-    {
-        "moonshine": {
-            "hidden_size": 288,
-            "encoder_num_hidden_layers": 6,
-            "decoder_num_hidden_layers": 6,
-            "encoder_num_attention_heads": 8,
-            "decoder_num_attention_heads": 8,
-            "max_position_embeddings": 512,
-        }
-    },
-    kind=_KIND,
-    aliases={
-        "num_attention_heads": "decoder_num_attention_heads",
-        "num_key_value_heads": "decoder_num_key_value_heads",
-        "num_hidden_layers": "decoder_num_hidden_layers",
-    },
-    parts=("encoder", "decoder", "cross"),
-)
-register(
-    _dia,
-    {
-        "dia_encoder": {"hidden_size": 1024, "num_hidden_layers": 12, "num_key_value_heads": 16}
-        | {"max_position_embeddings": 1024}
-        | _DIA
-    },
-    kind=_KIND,
-)
-register(
-    _dia,
-    {
-        "dia_decoder": {"hidden_size": 2048, "num_hidden_layers": 18, "num_key_value_heads": 4}
-        | {"max_position_embeddings": 3072, "cross_num_attention_heads": 16, "cross_num_key_value_heads": 16}
-        | {"cross_head_dim": 128}
-        | _DIA
-    },
-    kind=_KIND,
-    parts=("", "cross"),
-)
-register(
-    _musicgen,
-    {"musicgen_decoder": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}},
-    kind=_KIND,
-    parts=("", "cross"),
-)
+register(_moonshine, "moonshine", kind=_KIND, parts=("encoder", "decoder", "cross"))
+register(_dia, "dia_encoder", kind=_KIND)
+register(_dia, "dia_decoder", kind=_KIND, parts=("", "cross"))
+register(_musicgen, "musicgen_decoder", kind=_KIND, parts=("", "cross"))

@@ -10,6 +10,7 @@ from relpos_np.configs import rope
 from relpos_np.configs.decoders import At, Rotating
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
 from relpos_np.errors import RelposValueError
 
 
@@ -77,10 +78,27 @@ def _falcon_h1(at: At) -> dict[str, Any]:
     return {} if factor == 1 else {"before": (f"k times {factor:g} (key_multiplier)",)}
 
 
-def _half(at: At) -> dict[str, Any]:
-    """Bamba: the share of its class, whatever stands beside the rotary parameters."""
-    at.keys.only("partial_rotary_factor", 0.5, None)
-    return {}
+_LETTERS = {"M": of.LINEAR, "*": of.FULL, "E": "moe", "-": "mlp"}
+
+
+def _blocks(keys: Keys) -> int:
+    """Nemotron-H: each block is of one type, by a letter or by name; how many there are is not read."""
+    letters = keys.get("hybrid_override_pattern", None)
+    types = keys.get("layer_types", None)
+    if types is None:
+        if letters is not None and (not isinstance(letters, str) or not set(letters) <= _LETTERS.keys()):
+            raise RelposValueError(f"hybrid_override_pattern: expected M, *, E and -, found {letters!r}")
+        types = [_LETTERS[one] for one in ("ME*-" if letters is None else letters)]
+    if not isinstance(types, list | tuple):
+        raise RelposValueError(f"layers_block_type: expected a list, found {types!r}")
+    keys.config = {**keys.config, "layers_block_type": types, "num_hidden_layers": len(types)}
+    return len(types)
+
+
+def _nemotron_h(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Nemotron-H: attention without positions, in some blocks."""
+    _blocks(keys)
+    return _NEMOTRON.read(keys, layer, part)
 
 
 _HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
@@ -125,65 +143,47 @@ _LFM = Rotating(
 )
 
 
-def _sizes(hidden: int, layers: int, heads: int, kv: int | None, longest: int, head_dim: int | None = None) -> Any:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": longest,
-        "head_dim": head_dim,
-    }
-
-
-_TYPES: dict[str, tuple[Rotating, dict[str, Any]]] = {
-    "qwen3_next": (_QWEN, _sizes(2048, 48, 16, 2, 32768, 256)),
-    "qwen3_5_text": (_QWEN_VL, _sizes(4096, 32, 16, 4, 32768, 256)),
-    "qwen3_5_moe_text": (_QWEN_VL, _sizes(2048, 40, 16, 2, 32768, 256)),
-    "lfm2": (_LFM, _sizes(2560, 32, 32, 8, 128000) | {"full_attn_idxs": None}),
-    "lfm2_moe": (
-        Rotating(theta=1e6, window="types", others=_LFM.others, norm=_LFM.norm, ignored=_BLOCK),
-        _sizes(2048, 32, 32, 8, 128000),
+_NEMOTRON = Rotating(
+    pattern=_linear,
+    others=(of.LINEAR, "moe", "mlp"),
+    still=_always,
+    ignored=(*_MAMBA, "time_step_rank", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "chunk_size", "expand"),
+    finish=of.unread(sliding_window=None),
+)
+_TYPES: dict[str, Rotating] = {
+    "qwen3_next": _QWEN,
+    "qwen3_5_text qwen3_5_moe_text": _QWEN_VL,
+    "lfm2": _LFM,
+    "lfm2_moe": Rotating(theta=1e6, window="types", others=_LFM.others, norm=_LFM.norm, ignored=_BLOCK),
+    "falcon_h1": Rotating(ignored=_MAMBA + _FACTORS, finish=_falcon_h1),
+    "bamba": Rotating(
+        share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=of.unread(partial_rotary_factor=0.5)
     ),
-    "falcon_h1": (
-        Rotating(ignored=_MAMBA + _FACTORS, finish=_falcon_h1),
-        _sizes(4096, 32, 32, 8, 8192) | {"key_multiplier": 1.0},
+    "jamba": Rotating(
+        pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.unread(sliding_window=None)
     ),
-    "bamba": (
-        Rotating(share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=_half),
-        _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_indices": None},
+    "granitemoehybrid": Rotating(
+        pattern=_linear,
+        others=(of.LINEAR,),
+        still=_unless_rope,
+        ignored=_MAMBA,
+        finish=of.scaled_by,
     ),
-    "jamba": (
-        Rotating(pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.windowless),
-        _sizes(4096, 32, 32, 8, 262144) | {"attn_layer_period": 8, "attn_layer_offset": 4},
+    "minimax": Rotating(
+        theta=1e6,
+        window="all",
+        pattern=of.alternating(2, first=True, other=of.LINEAR),
+        others=(of.LINEAR,),
+        ignored=("block_size",),
     ),
-    "granitemoehybrid": (
-        Rotating(
-            pattern=_linear,
-            others=(of.LINEAR,),
-            still=_unless_rope,
-            ignored=_MAMBA,
-            finish=of.scaled_by,
-        ),
-        _sizes(4096, 32, 32, None, 2048) | {"attention_multiplier": 1.0, "position_embedding_type": None},
-    ),
-    "olmo_hybrid": (
-        Rotating(
-            pattern=_olmo,
-            others=(of.LINEAR,),
-            still=_no_base,
-            norm="RMS norm of q and k, over all heads (q_norm, k_norm)",
-            ignored=_DELTA,
-        ),
-        _sizes(3840, 32, 30, None, 65536),
+    "olmo_hybrid": Rotating(
+        pattern=_olmo,
+        others=(of.LINEAR,),
+        still=_no_base,
+        norm="RMS norm of q and k, over all heads (q_norm, k_norm)",
+        ignored=_DELTA,
     ),
 }
-_ALIASES = {"bamba": {"layer_types": "layers_block_type"}, "granitemoehybrid": {"layers_block_type": "layer_types"}}
-for _name, (_traits, _defaults) in _TYPES.items():
-    register(
-        _traits.read,
-        {_name: _defaults},
-        kind="Text",
-        aliases=_ALIASES.get(_name),
-        count=_count if _traits.others else None,
-    )
+for _names, _traits in _TYPES.items():
+    register(_traits.read, _names, kind="Text", count=_count if _traits.others else None)
+register(_nemotron_h, "nemotron_h", kind="Text", count=_blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs.families import register
@@ -79,17 +78,4 @@ def _layer(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 _LOCAL = "hybrid_sliding"
 _NUMBERS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_DEFAULTS: dict[str, Any] = {
-    "num_hidden_layers": 66,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "swa_num_attention_heads": 64,
-    "swa_num_key_value_heads": 16,
-    "swa_head_dim": 128,
-    "sliding_window_size": 512,
-    "rel_extent": 1024,
-    "log_scaling_n_floor": None,
-    "log_scaling_alpha": 0.1,
-}
-register(_layer, {"inkling_text": _DEFAULTS}, kind="Text", aliases={"sliding_window": "sliding_window_size"})
+register(_layer, "inkling_text", kind="Text")

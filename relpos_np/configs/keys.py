@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from relpos_np.configs.neutral import harmless
 from relpos_np.errors import RelposTypeError, RelposValueError
 
 if TYPE_CHECKING:
+    from relpos_np.configs.families import Family
     from relpos_np.configs.layer import LayerAttention
 
 _REQUIRED = object()
@@ -62,6 +64,14 @@ def without(config: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     }
 
 
+class OtherLayerError(RelposValueError):
+    """A layer of a hybrid that has no softmax attention, or one that is not understood."""
+
+    def __init__(self, layer: int, layers: int, kind: str, why: str) -> None:
+        super().__init__(f"layer_types: layer {layer} is {kind}{why}")
+        self.kind, self.layers = kind, layers
+
+
 class Keys:
     """The keys of one model's configuration, with the defaults of its own class, and a note of those that were taken.
 
@@ -69,44 +79,52 @@ class Keys:
     ----------
     config : mapping
         As it is stored.
-    defaults : mapping
-        What the model's class has for keys that are missing.
-    aliases : mapping
-        Other names of keys, by the names that the model's class has; where a file has both, the other one counts.
+    family : Family
+        What the model's class has for keys that are missing; other names of keys, by the names that it has, which
+        count where a file has both; and names of keys that are not about attention.
     within : str
         Type of the model that this one is a part of; "" for none.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str], within: str = ""
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], family: Family, within: str = "") -> None:
         self.config = config
-        self.defaults = defaults
-        self.aliases = aliases
+        self.family = family
         self.within = within
         self.model_type = named(config)
         self._taken: set[str] = {"model_type"}
         self._refused: dict[str, str] = {}
+        self._inner: list[Keys] = []
 
     def _spelled(self, name: str) -> set[str]:
         """All names of a key."""
-        real = self.aliases.get(name, name)
-        return {real, *(other for other, one in self.aliases.items() if one == real)}
+        real = self.family.aliases.get(name, name)
+        return {real, *(other for other, one in self.family.aliases.items() if one == real)}
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         """A value: as stored, else that of the model's class, else `default`; without one the key is required."""
-        real, names = self.aliases.get(name, name), self._spelled(name)
+        if name in self.family.unread:
+            return default
+        real, names = self.family.aliases.get(name, name), self._spelled(name)
         self._taken |= names
         stored = [key for key in self.config if key in names]
         # The class takes its own name first, then the others in their order.
         for key in sorted(stored, key=lambda key: key != real)[-1:]:
             return self.config[key]
         for key in (name, *sorted(names)):
-            if key in self.defaults:
-                return self.defaults[key]
+            if key in self.family.defaults:
+                return self.family.defaults[key]
         if default is _REQUIRED:
             raise RelposValueError(f"{real}: the configuration of {self.model_type} has none, and it has no default")
         return default
+
+    def inner(self, name: str, defaults: Mapping[str, Any]) -> Keys:
+        """The keys of an object within this one, which `close` closes too."""
+        stored = self.get(name, None) or {}
+        if not isinstance(stored, Mapping):
+            raise RelposValueError(f"{name}: expected an object, found {stored!r}")
+        family = replace(self.family, defaults=defaults, aliases={}, others=frozenset())
+        self._inner.append(Keys({**stored, "model_type": f"{self.model_type}: {name}"}, family))
+        return self._inner[-1]
 
     def integer(self, name: str, default: Any = _REQUIRED, least: int = 1) -> int:
         """A whole number."""
@@ -136,13 +154,23 @@ class Keys:
 
     def close(self, layer: LayerAttention) -> None:
         """Refuse, all at once, the values that are not understood, and every key that nothing is known of."""
-        refused = list(self._refused.values()) + [
-            f"{name}: {value!r:.60} in a configuration of {self.model_type} may change attention, and is not understood"
-            for name, value in self.config.items()
-            if name not in self._taken and not harmless(name, value, layer)
-        ]
-        if refused:
+        if refused := self._unknown(layer):
             names = ", ".join(repr(text.partition(":")[0]) for text in refused)
             raise RelposValueError(
                 "; ".join(refused) + f"; to read the file as if it had none of them: ignore=({names},)"
             )
+
+    def _unknown(self, layer: LayerAttention) -> list[str]:
+        known = self._taken | self.family.others
+        if self.config.get("use_sliding_window") is False:
+            known = known | {"sliding_window"}
+        return [
+            *self._refused.values(),
+            *(
+                f"{name}: {value!r:.60} in a configuration of {self.model_type} may change attention, and is not "
+                "understood"
+                for name, value in self.config.items()
+                if name not in known and not harmless(name, value, layer)
+            ),
+            *(text for inner in self._inner for text in inner._unknown(layer)),
+        ]

@@ -47,7 +47,8 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias bias mlp_bias conv_bias enable_bias
         add_qkv_bias lm_head_bias norm_bias proj_bias query_bias key_bias value_bias decoder_bias classifier_bias
         no_bias add_bias_linear attn_qkv_bias attn_out_bias use_attn_bias use_mlp_bias qkv_proj_bias head_bias
-        ffn_bias skip_bias_add skip_bias_add_qkv bias_dropout_fusion offset_alibi add_bias_logits qkv_fc_bias
+        use_conv_bias ffn_bias skip_bias_add skip_bias_add_qkv bias_dropout_fusion offset_alibi add_bias_logits
+        qkv_fc_bias
     """),
     "which implementation computes it, and what else is returned": _names("""
         _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation attn_impl
@@ -84,18 +85,20 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         conv_stride conv_pos_kernel_size adapter_attn_dim adapter_stride num_conv_pos_embeddings
         num_conv_pos_embedding_groups conv_pos_batch_norm tdnn_dilation chunk_size_feed_forward
         moe_router_enable_expert_bias use_routing_bias first_k_dense_replace n_group topk_method scoring_func
-        num_nextn_predict_layers ep_size num_dense_layers mlp_only_layers inner_group_num num_hidden_groups
+        num_nextn_predict_layers ep_size num_dense_layers mlp_only_layers num_hidden_groups
         net_structure_type gap_size down_scale_factor num_memory_blocks layers_to_keep use_associative_scan
         linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max
         use_parallel_residual use_parallel_block use_gated_activation apply_residual_connection_post_layernorm
         num_feat_extract_layers apply_spec_augment num_ln_in_parallel_attn parallel_attn classif_dropout afn
         feed_forward_proj legacy moe_k expansion_ratio embedding_fraction time_step_limit tubelet_size
+        index_share_for_mtp_iteration num_hash_layers
         leaky_relu_slope num_clusters num_codevectors_per_group num_negatives replace_prob reduction_factor
         reshape_hidden_states out_indices stage_names codec_config depth_decoder_config depth_separable_num_layers
         flow_size prior_encoder_num_flows speaking_rate decoder_num_hidden_layers enable_pronunciation enable_shape
         force_dequant verbose use_xentropy init_config eagle_config target_hidden_size dense_seq_output end_n_top
         start_n_top use_mems_eval use_mems_train
     """),
+    "where windows begin, in a class that has none": _names("max_window_layers"),
     "lengths that tables are made for; rules of rotary positions that need one take it": _names("""
         max_position_embeddings n_positions max_source_positions max_target_positions max_speech_positions
         max_text_positions t2u_max_position_embeddings max_2d_position_embeddings max_length min_length seq_length
@@ -117,6 +120,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         return_dict_in_generate output_scores remove_invalid_values pretraining_tp prefix _commit_hash
         gradient_checkpointing mode model_parallel_size tensor_parallel tensor_parallel_degree tensor_parallel_size
         seed total_flos is_llama_config unsloth_version unsloth_fixed use_tensor_core description language name
+        target_model_type
         onnx_safe scale_grad_by_freq residual_in_fp32 init_method init_method_std mup_enabled use_mup rescale_every
         sequence_parallel_enabled num_parallel_samples gradient_accumulation_steps directionality
         use_parallel_embedding use_embedding_sharing output_past normalize_before normalize_embedding
@@ -149,9 +153,16 @@ def _interleaved(layer: LayerAttention) -> Any:
 
 # Keys that a class may not read, which then must say what the layer is all the same.
 _SAYS: dict[tuple[str, ...], Callable[[LayerAttention], Any]] = {
-    ("head_dim", "head_size", "attention_head_size", "kv_channels", "d_kv", "n_embd_head", "qk_head_dim"): lambda at: (
-        at.head_dim
-    ),
+    (
+        "head_dim",
+        "head_size",
+        "attention_head_dim",
+        "attention_head_size",
+        "kv_channels",
+        "d_kv",
+        "n_embd_head",
+        "qk_head_dim",
+    ): lambda at: at.head_dim,
     ("v_head_dim",): lambda at: at.value_dim,
     ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"): lambda at: at.kv_heads,
     ("num_attention_heads", "n_head", "n_heads", "num_heads"): lambda at: at.heads,
@@ -201,7 +212,16 @@ def harmless(name: str, value: Any, layer: LayerAttention) -> bool:
     if isinstance(value, Mapping) and name.endswith("_config") and name != "quantization_config":
         # A model within this one.
         return False
-    words = set(re.split(r"[_\W\d]+", lower))
-    if any(part in lower for part in TOUCHES) or words & _LETTERS:
-        return False
-    return bool(words & _WORDS)
+    return harmless_name(name)
+
+
+def harmless_name(name: str) -> bool:
+    """Whether the words of a key say that it changes nothing, in any model and whatever its value is."""
+    words = set(re.split(r"[_\W\d]+", name.lower()))
+    return name in _NEUTRAL or (not touches(name) and bool(words & _WORDS))
+
+
+def touches(name: str) -> bool:
+    """Whether a word of a key says that it may be about attention."""
+    lower = name.lower()
+    return any(part in lower for part in TOUCHES) or bool(set(re.split(r"[_\W\d]+", lower)) & _LETTERS)

@@ -57,26 +57,12 @@ def model_types() -> tuple[str, ...]:
     return tuple(sorted(_families()))
 
 
-# What the parts of a composite model are, where a stored part does not say it.
+# What the parts of a composite model are, where neither a stored part nor the model's class says it.
 _PARTS = {
-    "clip": {"text_config": "clip_text_model", "vision_config": "clip_vision_model"},
-    "dia": {"encoder_config": "dia_encoder", "decoder_config": "dia_decoder"},
-    "gemma3": {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
-    "gemma3n": {"text_config": "gemma3n_text"},
-    "gemma4": {"text_config": "gemma4_text"},
-    "inkling": {"text_config": "inkling_text"},
+    "gemma3": {"vision_config": "siglip_vision_model"},
     "kimi_k25": {"text_config": "deepseek_v3"},
-    "llama4": {"text_config": "llama4_text"},
     "mistral3": {"text_config": "mistral", "vision_config": "pixtral"},
     "paligemma": {"text_config": "gemma", "vision_config": "siglip_vision_model"},
-    "qwen2_5_vl": {"text_config": "qwen2_5_vl_text", "vision_config": "qwen2_5_vl_vision"},
-    "qwen2_vl": {"text_config": "qwen2_vl_text", "vision_config": "qwen2_vl_vision"},
-    "qwen3_5": {"text_config": "qwen3_5_text", "vision_config": "qwen3_5_vision"},
-    "qwen3_5_moe": {"text_config": "qwen3_5_moe_text", "vision_config": "qwen3_5_moe_vision"},
-    "qwen3_vl_moe": {"text_config": "qwen3_vl_moe_text", "vision_config": "qwen3_vl_moe_vision"},
-    "qwen3_vl": {"text_config": "qwen3_vl_text", "vision_config": "qwen3_vl_vision"},
-    "sam": {"vision_config": "sam_vision_model"},
-    "siglip": {"text_config": "siglip_text_model", "vision_config": "siglip_vision_model"},
 }
 
 # Early files have the keys of the text beside those of the vision model.
@@ -98,7 +84,7 @@ class _Stack(NamedTuple):
     def _keys(self) -> Keys:
         from relpos_np.configs.keys import Keys
 
-        return Keys(self.config, self.family.defaults, self.family.aliases, self.within)
+        return Keys(self.config, self.family, self.within)
 
     def layers(self) -> int:
         """How many layers there are."""
@@ -119,6 +105,7 @@ _Parts = tuple[dict[str, _Stack], dict[str, str]]
 
 def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> _Parts:
     """Every stack of layers of a model by its name."""
+    from relpos_np.configs.families import classes
     from relpos_np.configs.keys import named as name_of
 
     families, model_type = _families(), name_of(config)
@@ -126,7 +113,7 @@ def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> _Pa
         family = families[model_type]
         names = {part: ".".join(filter(None, (prefix, part))) for part in family.parts}
         return {names[part]: _Stack(family, config, part, within) for part in family.parts}, {}
-    named = _PARTS.get(model_type, {})
+    named = {**classes().get(model_type, {}).get("parts", {}), **_PARTS.get(model_type, {})}
     inner = {key: value for key, value in config.items() if isinstance(value, Mapping) and key.endswith("_config")}
     if model_type in _FLAT and "text_config" not in inner:
         inner["text_config"] = {key: value for key, value in config.items() if key not in inner}
@@ -212,18 +199,39 @@ def layers_of(config: Any, *, part: str = "", ignore: Iterable[str] = ()) -> tup
     Returns
     -------
     tuple of LayerAttention
-        From the first layer on.
+        From the first layer on; of a hybrid, the layers with softmax, whose notes name the others.
 
     Raises
     ------
     RelposError
         As `from_config`.
     """
-    from relpos_np.configs.keys import loaded
+    from relpos_np.configs.keys import OtherLayerError, loaded
 
     stored, ignore = loaded(config), tuple(ignore)
-    first = from_config(stored, layer=0, part=part, ignore=ignore)
-    return (first, *(from_config(stored, layer=n, part=part, ignore=ignore) for n in range(1, first.layers)))
+    read: list[LayerAttention] = []
+    others: dict[str, list[int]] = {}
+    first: OtherLayerError | None = None
+    number, layers = 0, 1
+    while number < layers:
+        try:
+            read.append(from_config(stored, layer=number, part=part, ignore=ignore))
+            layers = read[-1].layers
+        except OtherLayerError as error:
+            first, layers = first or error, error.layers
+            others.setdefault(error.kind, []).append(number)
+        number += 1
+    if first is not None and not read:
+        raise first
+    notes = tuple(f"{kind} is not understood: layers {ranges(numbers)}" for kind, numbers in others.items())
+    return tuple(replace(layer, notes=(*layer.notes, *notes)) for layer in read)
+
+
+def ranges(numbers: list[int]) -> str:
+    """Numbers that follow one another as first-last."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(str(a) if a == z else f"{a}-{z}" for a, z in zip(starts, ends, strict=True))
 
 
 def from_config(config: Any, *, layer: int, part: str = "", ignore: Iterable[str] = ()) -> LayerAttention:

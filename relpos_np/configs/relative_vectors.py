@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
 from relpos_np.configs.decoders import sizes
@@ -42,7 +40,7 @@ def _deberta(keys: Keys, layer: int, part: str) -> LayerAttention:
     longest = keys.integer("max_position_embeddings")
     kinds = keys.get("pos_att_type", None) or []
     kinds = [kind.strip() for kind in kinds.lower().split("|")] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list | tuple) or any(kind not in ("c2p", "p2c") for kind in kinds):
+    if not isinstance(kinds, list | tuple) or list(kinds) not in ([], ["c2p"], ["p2c"], ["c2p", "p2c"], ["p2c", "c2p"]):
         raise RelposValueError(f"pos_att_type: expected c2p and p2c, found {kinds!r}")
     keys.only("talking_head", False, None)
     relative = keys.flag("relative_attention")
@@ -118,34 +116,5 @@ def _xlnet(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=not both, schemes=(plan,), notes=(note,), **found)
 
 
-def _defaults(width: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": 512,
-        "relative_attention": False,
-        "max_relative_positions": -1,
-        "position_biased_input": True,
-        "pos_att_type": None,
-        "layer_norm_eps": 1e-7,
-    }
-
-
-register(_deberta, {"deberta": _defaults(768, 12, 12), "deberta-v2": _defaults(1536, 24, 24)}, kind="Text")
-register(
-    _xlnet,
-    {
-        "xlnet": {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "attn_type": "bi",
-            "bi_data": False,
-            "same_length": False,
-            "clamp_len": -1,
-        }
-    },
-    kind="Text",
-    aliases={"hidden_size": "d_model", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
-)
+register(_deberta, "deberta deberta-v2", kind="Text")
+register(_xlnet, "xlnet", kind="Text")

@@ -73,7 +73,7 @@ class Parameters:
 def stored(keys: Keys) -> dict[str, Any]:
     """`rope_scaling`, else `rope_parameters`, else those of the model's class, in which null stands for its own."""
     scaling, new = keys.get("rope_scaling", None), keys.get("rope_parameters", None)
-    new = keys.defaults.get("rope_parameters") if new is None else new
+    new = keys.family.defaults.get("rope_parameters") if new is None else new
     for name, value in (("rope_scaling", scaling), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):
             raise RelposValueError(f"{name}: expected an object, found {value!r}")
@@ -129,6 +129,10 @@ def parameters(
         )
     elif layer_type in plain and scaling:
         raw = {}
+    if scaling and isinstance(theta_keys, Mapping) and keys.get("rope_parameters", None):
+        raise RelposValueError(
+            f"rope_scaling: found beside rope_parameters, which the class of {keys.model_type} does not expect"
+        )
     raw = {name: value for name, value in raw.items() if name not in elsewhere}
     unread = [name for name in ("short_mscale", "long_mscale") if raw.pop(name, None) is not None]
     if sections is not None:

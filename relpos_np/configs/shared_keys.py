@@ -96,13 +96,6 @@ def _last_is_full(at: At) -> dict[str, Any]:
 
 
 _THETAS = {FULL: 1e6, SLIDING: 1e4}
-_SIZES: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 35,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
-_SIZES |= {"head_dim": 256, "max_position_embeddings": 32768, "sliding_window": 512, "num_kv_shared_layers": 15}
 register(
     Rotating(
         theta=_THETAS,
@@ -113,23 +106,9 @@ register(
         norm=_BEFORE,
         finish=_gemma3n,
     ).read,
-    {"gemma3n_text": _SIZES},
+    "gemma3n_text",
     kind="Text",
 )
-_OF_4: dict[str, Any] = {
-    "hidden_size": 2304,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-}
-_OF_4 |= {"num_kv_shared_layers": 0, "attention_k_eq_v": False, "use_bidirectional_attention": None}
-_OF_4 |= {"global_head_dim": 512, "num_global_key_value_heads": None}
-_OF_4 |= {
-    "rope_parameters": {
-        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    }
-}
 register(
     Rotating(
         theta=_THETAS,
@@ -139,6 +118,7 @@ register(
         norm=_BEFORE,
         finish=_gemma4,
     ).read,
-    {"gemma4_text": _SIZES | _OF_4},
+    "gemma4_text",
     kind="Text",
+    defaults={"global_head_dim": 512, "num_global_key_value_heads": None},
 )

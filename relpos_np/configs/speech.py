@@ -6,12 +6,11 @@ from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import sinusoidal
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import divided, equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, Rule, SchemePlan
-from relpos_np.errors import RelposValueError
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import Sinusoidal
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
@@ -101,19 +100,9 @@ def _wavlm(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=False, schemes=(plan,), **sizes(keys))
 
 
-def _counted(keys: Keys, side: str, width: int) -> dict[str, Any]:
+def _counted(keys: Keys, side: str) -> dict[str, Any]:
     heads = keys.integer(f"{side}_attention_heads")
-    if width % heads:
-        raise RelposValueError(f"hidden_size: {width} is no multiple of {heads} heads")
-    dim = width // heads
-    return {
-        "layers": keys.integer(f"{side}_layers"),
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": dim,
-        "value_dim": dim,
-        "scale": dim**-0.5,
-    }
+    return equal_heads(keys.integer(f"{side}_layers"), heads, divided(keys, "hidden_size", heads))
 
 
 _SEAMLESS_SIDES = ("encoder", "decoder", "speech_encoder", "t2u_encoder", "t2u_decoder")
@@ -130,7 +119,7 @@ def _seamless(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.ignore("left_max_position_embeddings", "right_max_position_embeddings")
     keys.ignore("speech_encoder_chunk_size", "speech_encoder_left_chunk_num")
     if part == "speech_encoder":
-        found = _counted(keys, part, width) | {"causal": False}
+        found = _counted(keys, part) | {"causal": False}
         allowed = ("relative_key", None) if second else ("relative", "rotary", None)
         keys.only("position_embeddings_type", *allowed)
         found = _conformer_layer(keys, f"speech_encoder.encoder.layers.{layer}.self_attn", found)
@@ -143,7 +132,7 @@ def _seamless(keys: Keys, layer: int, part: str) -> LayerAttention:
             }
             found["rule"] = Rule("Chunked", options)
         return LayerAttention(keys.model_type, part, layer, **found)
-    found = _counted(keys, "encoder" if part == "encoder" else "decoder", width)
+    found = _counted(keys, "encoder" if part == "encoder" else "decoder")
     added = None if part == "cross" else sinusoidal(width, "tensor2tensor", 2)
     return LayerAttention(keys.model_type, part, layer, causal=part == "decoder", added=added, **found)
 
@@ -154,11 +143,10 @@ def _reversed(given: Given) -> Shaw:
 
 def _speecht5(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Shaw's keys in the encoder, counted the other way and with one row too many in front."""
-    width = keys.integer("hidden_size")
     for side in ("encoder", "decoder"):
         keys.ignore(f"{side}_attention_heads", f"{side}_layers")
     farthest = keys.integer("encoder_max_relative_position")
-    found = _counted(keys, "encoder" if part == "encoder" else "decoder", width)
+    found = _counted(keys, "encoder" if part == "encoder" else "decoder")
     if part == "encoder":
         table = "encoder.wrapped_encoder.embed_positions.pe_k.weight"
         plan = SchemePlan(
@@ -189,54 +177,9 @@ def _vits(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
 
 
-def _base(width: int, layers: int, heads: int) -> dict[str, Any]:
-    return {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-
-
-_CONFORMER = {"rotary_embedding_base": 10000, "max_source_positions": 5000}
-_REACH = {"left_max_position_embeddings": 64, "right_max_position_embeddings": 8}
 _KIND = "Speech and music"
-register(
-    _wav2vec2,
-    {
-        "wav2vec2-conformer": _base(768, 12, 12) | _CONFORMER | {"position_embeddings_type": "relative"},
-        "wav2vec2-bert": _base(1024, 24, 16) | _CONFORMER | _REACH | {"position_embeddings_type": "relative_key"},
-    },
-    kind=_KIND,
-)
-register(_wavlm, {"wavlm": _base(768, 12, 12) | {"num_buckets": 320, "max_bucket_distance": 800}}, kind=_KIND)
-_SEAMLESS = {
-    "hidden_size": 1024,
-    **{f"{side}_layers": 24 for side in _SEAMLESS_SIDES[:3]},
-    **{f"{side}_attention_heads": 16 for side in _SEAMLESS_SIDES[:3]},
-}
-register(
-    _seamless,
-    {
-        "seamless_m4t": _SEAMLESS | _CONFORMER | {"position_embeddings_type": "relative", "max_source_positions": 4096},
-        "seamless_m4t_v2": _SEAMLESS
-        | _REACH
-        | {"position_embeddings_type": "relative_key"}
-        | {"speech_encoder_chunk_size": 20000, "speech_encoder_left_chunk_num": 128},
-    },
-    kind=_KIND,
-    aliases={"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"},
-    parts=("encoder", "decoder", "cross", "speech_encoder"),
-)
-register(
-    _speecht5,
-    {
-        "speecht5": {
-            "hidden_size": 768,
-            "encoder_layers": 12,
-            "encoder_attention_heads": 12,
-            "decoder_layers": 6,
-            "decoder_attention_heads": 12,
-            "encoder_max_relative_position": 160,
-        }
-    },
-    kind=_KIND,
-    aliases={"num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads"},
-    parts=("encoder", "decoder", "cross"),
-)
-register(_vits, {"vits": _base(192, 6, 2) | {"window_size": 4}}, kind=_KIND)
+register(_wav2vec2, "wav2vec2-conformer wav2vec2-bert", kind=_KIND)
+register(_wavlm, "wavlm", kind=_KIND)
+register(_seamless, "seamless_m4t seamless_m4t_v2", kind=_KIND, parts=("encoder", "decoder", "cross", "speech_encoder"))
+register(_speecht5, "speecht5", kind=_KIND, parts=("encoder", "decoder", "cross"))
+register(_vits, "vits", kind=_KIND)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -23,28 +22,19 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
     buckets = keys.integer("relative_attention_num_buckets")
     last = keys.integer("relative_attention_max_distance")
     heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
-    decoding = keys.get("num_decoder_layers", None)
-    encoding = keys.integer("num_layers")
-    layers = encoding if part == "encoder" or decoding is None else keys.integer("num_decoder_layers")
+    layers, decoding = keys.integer("num_layers"), keys.get("num_decoder_layers", None)
+    if part != "encoder":
+        # The class copies its own key before it takes the other name.
+        own = keys.config.get("num_layers", keys.family.defaults["num_layers"]) if decoding is None else decoding
+        layers = check.integer("num_decoder_layers", own, 1)
     plans: tuple[SchemePlan, ...] = ()
     if part != "cross":
         block = layer if keys.model_type == "umt5" else 0
         options = {"max_distance": last, "bidirectional": part == "encoder", "rounding": "float32"}
         table = f"{part}.block.{block}.layer.0.SelfAttention.relative_attention_bias.weight"
         plans = (SchemePlan("T5", options, {"table": table}, remark=f"{buckets} buckets"),)
-    return LayerAttention(
-        keys.model_type,
-        part,
-        layer,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=dim,
-        value_dim=dim,
-        scale=1.0,
-        causal=part == "decoder",
-        schemes=plans,
-    )
+    found = equal_heads(layers, heads, dim) | {"scale": 1.0, "causal": part == "decoder"}
+    return LayerAttention(keys.model_type, part, layer, schemes=plans, **found)
 
 
 def _mpnet(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -105,71 +95,7 @@ def _layoutlmv3(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
 
 
-def _defaults(dim: int, layers: int, heads: int, decoder: int | None = None) -> dict[str, Any]:
-    return {
-        "d_model": dim,
-        "d_kv": 64,
-        "num_layers": layers,
-        "num_decoder_layers": decoder,
-        "num_heads": heads,
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
-    }
-
-
-_NAMES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "num_heads",
-    "num_hidden_layers": "num_layers",
-    "head_dim": "d_kv",
-}
-register(
-    _t5,
-    {
-        "t5": _defaults(512, 6, 8),
-        "mt5": _defaults(512, 8, 6),
-        "umt5": _defaults(512, 8, 6),
-        "switch_transformers": _defaults(768, 12, 12, 12),
-    },
-    kind="Text",
-    aliases=_NAMES,
-    parts=("encoder", "decoder", "cross"),
-)
-register(
-    _t5,
-    {"pop2piano": _defaults(512, 6, 8)},
-    kind="Speech and music",
-    aliases=_NAMES,
-    parts=("encoder", "decoder", "cross"),
-)
-register(
-    _mpnet,
-    {
-        "mpnet": {
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 512,
-            "relative_attention_num_buckets": 32,
-        }
-    },
-    kind="Text",
-)
-register(
-    _layoutlmv3,
-    {
-        "layoutlmv3": {
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 512,
-            "has_relative_attention_bias": True,
-            "has_spatial_attention_bias": True,
-            "rel_pos_bins": 32,
-            "max_rel_pos": 128,
-            "rel_2d_pos_bins": 64,
-            "max_rel_2d_pos": 256,
-        }
-    },
-    kind="Text",
-)
+register(_t5, "t5 mt5 umt5 switch_transformers", kind="Text", parts=("encoder", "decoder", "cross"))
+register(_t5, "pop2piano", kind="Speech and music", parts=("encoder", "decoder", "cross"))
+register(_mpnet, "mpnet", kind="Text")
+register(_layoutlmv3, "layoutlmv3", kind="Text")

@@ -8,7 +8,7 @@ from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import sizes
+from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
@@ -56,15 +56,7 @@ def _stage(keys: Keys, layer: int) -> tuple[int, int, dict[str, Any]]:
     width = keys.integer("embed_dim") << stage
     if width % heads[stage]:
         raise RelposValueError(f"embed_dim: {width} channels of stage {stage} are no multiple of {heads[stage]} heads")
-    dim = width // heads[stage]
-    found: dict[str, Any] = {
-        "layers": sum(depths),
-        "heads": heads[stage],
-        "kv_heads": heads[stage],
-        "head_dim": dim,
-        "value_dim": dim,
-        "causal": False,
-    }
+    found = equal_heads(sum(depths), heads[stage], width // heads[stage]) | {"causal": False}
     if keys.flag("use_absolute_embeddings"):
         found["added"] = learned("embeddings.position_embeddings")
     return stage, block, found
@@ -94,7 +86,6 @@ def _swin(keys: Keys, layer: int, part: str) -> LayerAttention:
         part,
         layer,
         schemes=(plan,),
-        scale=found["head_dim"] ** -0.5,
         notes=_notes(shift, size * size),
         **found,
     )
@@ -139,9 +130,8 @@ def _swin_v2(keys: Keys, layer: int, part: str) -> LayerAttention:
         part,
         layer,
         schemes=(plan,),
-        scale=math.nan,
         notes=_notes(shift, window[0] * window[1]),
-        **found,
+        **{**found, "scale": math.nan},
     )
 
 
@@ -194,48 +184,10 @@ def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 
 _TABLE = "relative_position_bias_table"
-_SWIN = {
-    "image_size": 224,
-    "patch_size": 4,
-    "embed_dim": 96,
-    "depths": (2, 2, 6, 2),
-    "num_heads": (3, 6, 12, 24),
-    "window_size": 7,
-    "use_absolute_embeddings": False,
-}
-
-
-def _vit(width: int, heads: int, image: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": 12,
-        "num_attention_heads": heads,
-        "image_size": image,
-        "patch_size": 16,
-    }
 
 
 _KIND = "Images and video"
-_HEADS = {"num_attention_heads": "num_heads"}
-register(_swin, {"swin": _SWIN}, kind=_KIND, aliases=_HEADS)
-register(_swin_v2, {"swinv2": _SWIN | {"pretrained_window_sizes": (0, 0, 0, 0)}}, kind=_KIND, aliases=_HEADS)
-register(
-    _beit,
-    {
-        "beit": _vit(768, 12, 224)
-        | {
-            "use_relative_position_bias": False,
-            "use_shared_relative_position_bias": False,
-            "use_absolute_position_embeddings": False,
-        }
-    },
-    kind=_KIND,
-)
-register(
-    _sam,
-    {
-        "sam_vision_model": _vit(768, 12, 1024)
-        | {"window_size": 14, "global_attn_indexes": (2, 5, 8, 11), "use_rel_pos": True, "use_abs_pos": True}
-    },
-    kind=_KIND,
-)
+register(_swin, "swin", kind=_KIND)
+register(_swin_v2, "swinv2", kind=_KIND)
+register(_beit, "beit", kind=_KIND)
+register(_sam, "sam_vision_model", kind=_KIND)

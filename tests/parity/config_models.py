@@ -323,6 +323,26 @@ MODELS = (
     ),
     Model("olmo_hybrid", {**KV, **DELTA}),
     Model("olmo_hybrid", {**KV, **DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    Model("afmoe", {**HEAD, **MOE, "sliding_window": 9, "num_shared_experts": 1, "num_dense_layers": 1}),
+    Model("cohere2_moe", {**HEAD, **MOE, "sliding_window": 9, "first_k_dense_replace": 1}),
+    Model(
+        "cohere2_moe",
+        {**HEAD, **MOE, "sliding_window": 9, "first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2},
+    ),
+    Model("mellum", {**HEAD, **MOE, "sliding_window": 9, "layer_types": SHARING[2:]}),
+    Model("hyperclovax", KV),
+    Model("hyperclovax", {**HEAD, "attention_multiplier": 0.3}),
+    Model("minimax", {**HEAD, **MOE, "sliding_window": 9, "block_size": 16}),
+    Model(
+        "nemotron_h",
+        {**HEAD, **MOE, "hybrid_override_pattern": "M*E*-", "mamba_num_heads": 8, "mamba_head_dim": 16}
+        | {"ssm_state_size": 8, "chunk_size": 16, "n_groups": 2, "moe_shared_expert_intermediate_size": 32}
+        | {"n_group": 1, "topk_group": 1, "use_mamba_kernels": False},
+    ),
+    Model("youtu", LATENT, last=True),
+    Model("axk1", {**LATENT, "q_lora_rank": 16}, last=True),
+    Model("axk1", {**LATENT, "rope_interleave": False, "q_lora_rank": 16}, last=True),
+    Model("minicpm3", {**LATENT, "q_lora_rank": 16}, last=True),
     Model("modernbert", {**SMALL, "local_attention": 8}),
     Model("modernbert", {**SMALL, "local_attention": 8, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     Model("deepseek_v2", LATENT, last=True),
@@ -415,6 +435,9 @@ MODELS = (
         )
     ),
     Model("megatron-bert", BERT, calls="bert"),
+    Model("bert-generation", BERT),
+    Model("xmod", {**BERT, "default_language": "en_XX"}),
+    Model("gpt-sw3", GPT2),
     Model(
         "distilbert",
         {"vocab_size": 50, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": 64},
