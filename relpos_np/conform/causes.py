@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from relpos_np.conform.bench import STATE, Answer, Bench
+from relpos_np.conform.bench import STATE, Bench
 from relpos_np.conform.conditions import condition, runs_where
+from relpos_np.conform.customs import BORDERS
 from relpos_np.conform.outputs import by_output
 from relpos_np.conform.report import Family
 from relpos_np.conform.suspects import Suspect
-from relpos_np.conform.yardstick import distance
+from relpos_np.conform.yardstick import Answer, distance
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -55,8 +56,8 @@ class _Known:
         """Whether a suspect explains a wrong answer; None where the output is right."""
         out, expected, allowed = one.returned["out"], one.expected["out"], one.allowed["out"]
         off = distance(out, expected)
-        if off <= allowed:
-            return None  # only gradients or the log-sum-exp are wrong
+        if off <= allowed and not (one.rough and suspect.rough):
+            return None if not one.rough else False  # only gradients or the log-sum-exp are wrong
         other = self.output(suspect, one.example)
         if other is None or other.shape != out.shape:
             return False
@@ -107,6 +108,8 @@ def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> 
     failed = {one.name for one in families if one.verdict == "wrong"}
 
     def cause(one: Family) -> str:
+        if one.verdict == "convention":
+            return next(each.reason for each in one.findings if each.verdict == "convention")
         return _observed(one, failed, bench) or _cause(one, answers, suspects, known)
 
     return [replace(one, cause=cause(one)) for one in families]
@@ -144,7 +147,9 @@ def _observed(family: Family, failed: set[str], bench: Bench) -> str:
     if found and not any(one.errors for one in found):
         return _crash(family.name, bench)
     found = [one for one in found if one.errors]
-    told = next((one.reason for one in found if one.reason == STATE or one.reason.startswith("writes into")), "")
+    told = next(
+        (one.reason for one in found if one.reason.startswith((STATE, BORDERS.words, "writes into", "ignores "))), ""
+    )
     if told or family.name != "calls" or not found or "self" in failed:
         return told
     views = [one for one in found if one.edge.startswith(("transposed", "strided"))]
