@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np.conform.customs import BORDERS, custom_of
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.conform.implementation import Crashed, Implementation, Refused
-from relpos_np.conform.ragged import WAYS, parts
+from relpos_np.conform.ragged import ASKED, WAYS, parts
 from relpos_np.conform.report import Finding
 from relpos_np.conform.yardstick import Answer, Truth, distance, truth
 from relpos_np.testing.arguments import arguments, changed
@@ -45,10 +45,11 @@ class Bench:
         grad: bool,
         arithmetic: str | None = None,
         conventions: str | None = None,
+        asked: bool = False,
     ) -> None:
         self.tested, self.stored, self.grad, self.seed = tested, stored, grad, seed
         self.able, self.excluded = able, excluded
-        self.arithmetic, self.conventions = arithmetic, conventions
+        self.arithmetic, self.conventions, self.asked = arithmetic, conventions, asked
         self.scheme, self.variant = about
         self.answers: list[Answer] = []
         # Cases in which it crashed.
@@ -75,7 +76,10 @@ class Bench:
             return Finding(**about, verdict="not run", reason=f"supports leaves out {missing}")
         if left_out := sorted((needs | {form.family}) & self.excluded):
             return Finding(**about, verdict="not run", reason=f"left out: {', '.join(left_out)}")
-        if lacking := self.tested.lacks(way):
+        lacking = self.tested.lacks(way)
+        if not lacking and way in ASKED and self.able is None and not self.asked:
+            lacking = f"asked only by families=['ragged'] or supports=['{way}']"
+        if lacking:
             return Finding(**about, verdict="not run", reason=lacking)
         fitted, reason = self.tested.fitted(one)
         if fitted is None:

@@ -77,6 +77,12 @@ class _Known:
             return None if distance(other, expected) <= 2 * allowed else False
         return distance(other, expected) > allowed and distance(out, other) <= min(near, off / 2)
 
+    def contradicts(self, suspect: Suspect, one: Answer) -> bool:
+        """Whether a suspect leads to a mistake in a wrong answer, and not to this one."""
+        if suspect.rough or self.gives(suspect, one) is not False:
+            return False
+        return not self.spares(suspect, one)
+
     def explains(self, suspect: Suspect, wrong: list[Answer]) -> bool:
         """Whether a suspect gives all of some wrong answers whose output is wrong, and at least one."""
         some = False
@@ -164,10 +170,12 @@ def _cause(family: Family, answers: list[Answer], suspects: list[Suspect], known
     if not wrong:
         return ""
     own = [one for one in answers if not one.wrong and one.family == family.name]
+    # What is wrong without options is wrong with them, so that another mistake cannot be the only one.
+    ordinary = [one for one in known.wrong if one.family == "self"]
     all_wrong = [one.example for one in answers if one.wrong]
     found: list[tuple[int, bool, str]] = []
     for suspect in suspects:
-        if not known.explains(suspect, wrong):
+        if not known.explains(suspect, wrong) or any(known.contradicts(suspect, one) for one in ordinary):
             continue
         changed = [one.example for one in (*own, *known.right) if not known.spares(suspect, one)]
         when = condition(all_wrong, changed)

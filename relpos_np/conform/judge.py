@@ -154,9 +154,18 @@ def conform(
     if check.flag("grad", grad):
         _can_differentiate(home, stored)
     tested = Implementation(function, scheme, home, stored, always or {}, layout)
-    how = {"arithmetic": named_arithmetic(arithmetic, format_of(stored.computed)), "conventions": checked(conventions)}
-    about = (scheme, chosen)
-    bench = Bench(tested, stored, about, check.integer("seed", seed, 0), able, left_out, grad=grad, **how)
+    bench = Bench(
+        tested,
+        stored,
+        (scheme, chosen),
+        check.integer("seed", seed, 0),
+        able,
+        left_out,
+        grad=grad,
+        arithmetic=named_arithmetic(arithmetic, format_of(stored.computed)),
+        conventions=checked(conventions),
+        asked=families is not None,
+    )
     found, forms = [], {}
     for name in FAMILIES:
         if name not in wanted:
@@ -179,7 +188,7 @@ def conform(
             raise RelposValueError(f"families: {scheme} has no case of {name}")
     told = explained(found, bench, suspects(scheme, chosen, format_of(stored.computed)))
     told = [_shrunk(one, told, bench, forms, grid) for one in told]
-    computes = _arithmetic(bench, how["arithmetic"])
+    computes = _arithmetic(bench)
     return Report(subject, scheme, chosen, home.name, home.version, dtype, grad, tuple(told), seed, computes)
 
 
@@ -187,11 +196,11 @@ def conform(
 _SHOWN, _KEYS, _NUMBERS = 4, 32, 1024
 
 
-def _arithmetic(bench: Bench, meant: str | None) -> str:
+def _arithmetic(bench: Bench) -> str:
     """What an implementation computes with, in words: as asked for, or as its errors in ordinary cases show."""
     kept = format_of(bench.stored.computed)
-    if meant is not None:
-        return arithmetics(kept)[meant].words
+    if bench.arithmetic is not None:
+        return arithmetics(kept)[bench.arithmetic].words
     shown = [
         one
         for one in bench.answers

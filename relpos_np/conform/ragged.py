@@ -25,6 +25,8 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "merged": ("return_lse",),
     "dropped": ("dropout_mask", "dropout"),
 }
+# Ways whose arguments ordinary cases have as numbers, so that nobody knows whether a function takes more.
+ASKED = ("offsets", "static_cache")
 _PAGE, _RATE = 16, 0.5
 
 

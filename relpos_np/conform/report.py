@@ -69,9 +69,10 @@ class Finding:
 
     @property
     def ratio(self) -> float:
-        """The largest error in units of what is allowed, or the typical one if that is more."""
-        units = [_ratio(self.errors[name], self.allowed[name]) for name in self.errors]
-        return max([*units, *self.rough.values()], default=0.0)
+        """The largest error in units of what is allowed, or the typical one if that alone is too large."""
+        largest = max((_ratio(self.errors[name], self.allowed[name]) for name in self.errors), default=0.0)
+        rough = max(self.rough.values(), default=0.0)
+        return rough if largest <= 1 < rough else largest
 
     @property
     def wrong(self) -> tuple[str, ...]:
