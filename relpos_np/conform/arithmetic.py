@@ -23,7 +23,7 @@ from relpos_np.types import Array
 # Bits of a mantissa, the first one not stored.
 _BITS = {"TF32": 10, "bfloat16": 7, "float16": 10}
 # An arithmetic explains errors that are no more than this times its own, in all of some cases.
-_ALIKE = 1.5
+_ALIKE = 1.2
 
 
 @dataclass(frozen=True)

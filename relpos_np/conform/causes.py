@@ -62,9 +62,7 @@ class _Known:
         if other is None or other.shape != out.shape:
             return False
         if suspect.rough:
-            apart, meant = out - expected, other - expected
-            size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
-            return bool((apart * meant).sum() > _ALIKE * size)
+            return _alike(out - expected, other - expected) > _ALIKE
         nearer = _NEARER if self.eps < _HALF else _NEARER_IN_HALF
         near = max(2 * allowed, nearer * off if off < np.inf else 0.0)
         finite = np.isfinite(out) & np.isfinite(other)
@@ -76,6 +74,18 @@ class _Known:
         if off <= allowed:
             return None if distance(other, expected) <= 2 * allowed else False
         return distance(other, expected) > allowed and distance(out, other) <= min(near, off / 2)
+
+    def likeness(self, suspect: Suspect, wrong: list[Answer]) -> float:
+        """How like the errors those of a suspect that rounds are: the cosine; 1 for one that gives the numbers."""
+        if not suspect.rough:
+            return 1.0
+        pairs = [(one, self.output(suspect, one.example)) for one in wrong]
+        found = [
+            _alike(one.returned["out"] - one.expected["out"], x - one.expected["out"])
+            for one, x in pairs
+            if x is not None
+        ]
+        return float(np.mean(found))
 
     def contradicts(self, suspect: Suspect, one: Answer) -> bool:
         """Whether a suspect leads to a mistake in a wrong answer, and not to this one."""
@@ -105,6 +115,12 @@ class _Known:
         if suspect.rough or other is None:
             return True
         return distance(other, one.expected["out"]) <= 2 * one.allowed["out"]
+
+
+def _alike(apart: Array, meant: Array) -> float:
+    """The cosine of two errors."""
+    size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
+    return float((apart * meant).sum()) / size if size else 0.0
 
 
 def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> list[Family]:
@@ -173,17 +189,17 @@ def _cause(family: Family, answers: list[Answer], suspects: list[Suspect], known
     # What is wrong without options is wrong with them, so that another mistake cannot be the only one.
     ordinary = [one for one in known.wrong if one.family == "self"]
     all_wrong = [one.example for one in answers if one.wrong]
-    found: list[tuple[int, bool, str]] = []
+    found: list[tuple[tuple[int, bool, float], str]] = []
     for suspect in suspects:
         if not known.explains(suspect, wrong) or any(known.contradicts(suspect, one) for one in ordinary):
             continue
         changed = [one.example for one in (*own, *known.right) if not known.spares(suspect, one)]
         when = condition(all_wrong, changed)
         if when is not None:
-            found.append((known.count(suspect), not changed, suspect.cause + when))
+            rank = (known.count(suspect), not changed, known.likeness(suspect, wrong))
+            found.append((rank, suspect.cause + when))
     if found:
-        best = max((count, clean) for count, clean, _ in found)
-        return next(words for count, clean, words in found if (count, clean) == best)
+        return max(found, key=lambda one: one[0])[1]
     return by_output(wrong, known.wrong)
 
 

@@ -46,8 +46,8 @@ class Finding:
     proves : bool
         Whether a right answer proves anything: with one key every output is its value.
     rough : mapping of str to float
-        Typical error of each result that has enough numbers, in units of what is allowed: the median over queries of
-        the root mean square.
+        Typical errors of output and log-sum-exp, if these have enough numbers, in units of what is allowed: the median
+        over queries of the root mean square.
     whose : tuple of str
         Who has the convention: names for ``conventions=``.
     accepted : bool
