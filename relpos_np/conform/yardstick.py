@@ -219,12 +219,13 @@ def _with(
     elif not coarser(arithmetic, kept):
         for found in usual:
             yield {**found, "out": own}
+    elif kept.name == "float32":
+        bits = 10 if arithmetic == "tf32" else 7
+        cut = replace(one, q=coarse(one.q, bits), k=coarse(one.k, bits), v=coarse(one.v, bits))
+        yield _results(cut, "numpy", None if grad_out is None else coarse(grad_out, bits), trained)
+        yield from usual
     else:
-        yield {"out": own}
-        if kept.name == "float32":
-            bits = 10 if arithmetic == "tf32" else 7
-            cut = replace(one, q=coarse(one.q, bits), k=coarse(one.k, bits), v=coarse(one.v, bits))
-            yield _results(cut, "numpy", None if grad_out is None else coarse(grad_out, bits), trained)
+        yield {**next(usual), "out": own}
         yield from usual
 
 
