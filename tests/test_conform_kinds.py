@@ -153,7 +153,7 @@ def test_a_mistake_beside_a_convention_is_a_mistake():
 
 def test_alignment_top_left_is_a_convention_of_some():
     def top_left(q, k, v, causal=False):
-        mask = np.tril(np.ones((q.shape[2], k.shape[2]), bool)) if causal else None
+        mask = np.tril(np.ones((1, 1, q.shape[2], k.shape[2]), bool)) if causal else None
         return rp.attention(q, k, v, mask=mask, backend="numpy")
 
     report = conform(top_left, "plain", lengths=(2, 33, 65))

@@ -69,7 +69,7 @@ class Bench:
         where = f"batch={batch}, H={heads}, H_kv={kv_heads}, L_q={q_len}, L_k={k_len}, D={dim}, D_v={v_dim}"
         work = batch * heads * q_len * k_len * (dim + v_dim)
         about = {"family": form.family, "edge": one.edge, "where": where, "work": work}
-        way = form.word if form.family in ("calls", "ragged") else ""
+        way = form.way
         needs = one.needs | {way} if form.family == "ragged" else one.needs
         if self.able is not None and not needs <= self.able:
             missing = ", ".join(sorted(needs - self.able))

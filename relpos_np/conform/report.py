@@ -192,7 +192,8 @@ class Report:
     @property
     def unproven(self) -> str:
         """Why right answers prove nothing, or nothing."""
-        right = [one for family in self.families for one in family.findings if one.verdict == "right"]
+        findings = [one for family in self.families for one in family.findings]
+        right = [one for one in findings if one.verdict == "right" or one.accepted]
         if not any(one.proves for one in right):
             return "NOTHING RAN: no case proves anything; the reasons are above"
         plain = next((one for one in self.families if one.name == "self"), None)

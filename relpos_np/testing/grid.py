@@ -71,6 +71,13 @@ class Form:
         return f"{self.word or self.family}{flags}_{size}"
 
     @property
+    def way(self) -> str:
+        """How it is called, for a case that is about that: one of `CALLS` or `RAGGED`, else nothing."""
+        if self.family not in ("calls", "ragged"):
+            return ""
+        return next(way for way in (*CALLS, *RAGGED) if self.word.startswith(way))
+
+    @property
     def scores(self) -> int:
         """How many there are."""
         return self.batch * self.heads[0] * self.q_len * self.k_len
