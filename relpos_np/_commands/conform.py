@@ -22,7 +22,8 @@ causal, window, key_lengths, scale, offset, softcap, sinks, return_lse), and out
 An answer may be 2 times as far from float64 as a straightforward implementation in its dtype, a gradient 3 times. A
 wrong one is compared with what known mistakes lead to, and the one that gives the same numbers is named, with the
 smallest case that shows it. A crash is wrong; NotImplementedError is a refusal. --head-dim, --lengths, --heads, --batch
-and --except say what FUNCTION takes.
+and --except say what FUNCTION takes, --arithmetic what it computes with. Where frameworks disagree and none is wrong
+(queries without keys, NaN behind a mask, more queries than keys), --conventions says whose result is meant.
 
 Exit code 0 if all that ran is right, 1 if something is wrong, 2 if the arguments cannot be used, 3 if nothing is
 proven.
@@ -63,6 +64,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="N,N", help="the same of queries and of keys")
     parser.add_argument("--heads", metavar="H,H/K", help="the same of heads: H, or H/K with K key heads")
     parser.add_argument("--batch", metavar="N,N", help="the same of batch items")
+    parser.add_argument("--arithmetic", metavar="NAME", help="float32, tf32, half_products, stored or half_sums")
+    parser.add_argument("--conventions", help="torch, flash or onnx: whose, where no result is the right one")
     parser.add_argument("--thorough", action="store_true", help="all lengths with everything, in a minute or two")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers; default 0")
     for name, what in (("junit", "XML for a continuous integration"), ("badge", "an SVG")):
@@ -95,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
             lengths=_numbers("--lengths", args.lengths),
             heads=_heads(args.heads),
             batch=_numbers("--batch", args.batch),
+            arithmetic=args.arithmetic,
+            conventions=args.conventions,
             thorough=args.thorough,
             seed=args.seed,
             progress=_told if args.thorough and sys.stderr.isatty() else None,

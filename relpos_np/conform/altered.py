@@ -49,12 +49,12 @@ def scale_of(one: Example) -> float:
 def seen(one: Example, **limits: Any) -> Array:
     """The case's mask within other limits."""
     call = call_of(one)
-    return masked(one.kwargs.get("mask"), reach(slice(0, call.q_len), call.k_len, **limits))
+    return masked(one.kwargs.get("mask"), reach(slice(0, call.q_len), call.k_len, **limits)[None, None])
 
 
 def hiding(one: Example, hidden: Array) -> Array:
     """The exact output without some pairs, (L_q, L_k)."""
-    return out_of(one, mask=masked(one.kwargs.get("mask"), ~hidden))
+    return out_of(one, mask=masked(one.kwargs.get("mask"), ~hidden[None, None]))
 
 
 def scores_of(one: Example) -> Array:

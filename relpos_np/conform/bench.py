@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from relpos_np.conform.customs import BORDERS, custom_of
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.conform.implementation import Crashed, Implementation, Refused
+from relpos_np.conform.ragged import ASKED, WAYS, parts
 from relpos_np.conform.report import Finding
-from relpos_np.conform.yardstick import Truth, distance, truth
+from relpos_np.conform.yardstick import Answer, Truth, distance, truth
 from relpos_np.testing.arguments import arguments, changed
-from relpos_np.testing.example import Example
+from relpos_np.testing.example import Example, accepted
 from relpos_np.testing.families import made
 from relpos_np.testing.grid import Form, Grid
 from relpos_np.types import Array
@@ -26,18 +28,6 @@ _TRIES, _SECONDS = 40, 3.0
 _LENGTHS = (2, 3, 4, 8, 9, 16, 17, 32, 33, 34, 64, 65, 66, 96, 97, 127, 128, 129, 130, 256, 257)
 _DIMS = (2, 4, 8, 16, 32, 64, 96)
 _HEADS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3))
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """A case, what was returned for it by name, what is right, how far off that may be, and whether it is wrong."""
-
-    family: str
-    example: Example
-    returned: Mapping[str, Array]
-    expected: Mapping[str, Array]
-    allowed: Mapping[str, float]
-    wrong: bool
 
 
 class Bench:
@@ -53,9 +43,13 @@ class Bench:
         excluded: frozenset[str] = frozenset(),
         *,
         grad: bool,
+        arithmetic: str | None = None,
+        conventions: str | None = None,
+        asked: bool = False,
     ) -> None:
         self.tested, self.stored, self.grad, self.seed = tested, stored, grad, seed
         self.able, self.excluded = able, excluded
+        self.arithmetic, self.conventions, self.asked = arithmetic, conventions, asked
         self.scheme, self.variant = about
         self.answers: list[Answer] = []
         # Cases in which it crashed.
@@ -75,14 +69,18 @@ class Bench:
         where = f"batch={batch}, H={heads}, H_kv={kv_heads}, L_q={q_len}, L_k={k_len}, D={dim}, D_v={v_dim}"
         work = batch * heads * q_len * k_len * (dim + v_dim)
         about = {"family": form.family, "edge": one.edge, "where": where, "work": work}
-        way = form.word if form.family == "calls" else ""
-        if self.able is not None and not one.needs <= self.able:
-            missing = ", ".join(sorted(one.needs - self.able))
+        way = form.way
+        needs = one.needs | {way} if form.family == "ragged" else one.needs
+        if self.able is not None and not needs <= self.able:
+            missing = ", ".join(sorted(needs - self.able))
             return Finding(**about, verdict="not run", reason=f"supports leaves out {missing}")
-        if left_out := sorted((one.needs | {form.family}) & self.excluded):
+        if left_out := sorted((needs | {form.family}) & self.excluded):
             return Finding(**about, verdict="not run", reason=f"left out: {', '.join(left_out)}")
-        if way == "out" and "out" not in self.tested.takes:
-            return Finding(**about, verdict="not run", reason="takes no argument out")
+        lacking = self.tested.lacks(way)
+        if not lacking and way in ASKED and self.able is None and not self.asked:
+            lacking = f"asked only by families=['ragged'] or supports=['{way}']"
+        if lacking:
+            return Finding(**about, verdict="not run", reason=lacking)
         fitted, reason = self.tested.fitted(one)
         if fitted is None:
             return Finding(**about, verdict="not run", reason=reason)
@@ -99,6 +97,8 @@ class Bench:
             return Finding(**about, verdict="wrong", reason=str(error), proves=k_len > 1)
 
     def _judged(self, about: dict[str, Any], one: Example, way: str) -> Finding:
+        if way in WAYS:
+            return self._in_parts(about, one, way)
         grad_out = None
         if self.grad:
             rng = np.random.default_rng([self.seed, one.q.shape[2]])
@@ -119,22 +119,48 @@ class Bench:
         found = self._weighed(about, one, returned, grad_out)
         return replace(found, reason=note) if note and found.verdict == "right" else found
 
+    def _in_parts(self, about: dict[str, Any], one: Example, way: str) -> Finding:
+        """An answer to a call that stands for several: the worst of its parts."""
+        listed = list(parts(way, one))
+        if any(accepted(part) is None for part, _ in listed):
+            return Finding(**about, verdict="not run", reason="the scheme has no such call")
+        returned = self.tested.run(one, None, way)
+        if way == "merged" and format_of(returned["lse"][1]).eps > format_of("float32").eps:
+            return Finding(**about, verdict="not run", reason="its log-sum-exps are kept in half precision")
+        found = []
+        for part, where in listed:
+            answer = {
+                name: (x[where], dtype) for name, (x, dtype) in returned.items() if name == "out" or way == "merged"
+            }
+            found.append(self._weighed(about, part, answer, None))
+        worst = max(found, key=lambda each: (each.verdict == "wrong", each.ratio))
+        if worst.verdict == "wrong" and way in ("segments", "offsets"):
+            ordinary = one.run("numpy")[0]
+            if distance(returned["out"][0], ordinary) <= max(each.allowed["out"] for each in found):
+                return replace(worst, reason=f"ignores {WAYS[way][0]}")
+        return worst
+
     def _weighed(
         self, about: dict[str, Any], one: Example, returned: Mapping[str, tuple[Array, str]], grad_out: Array | None
     ) -> Finding:
         """An answer beside what is right; it is kept to be explained."""
-        right = truth(one, self.stored, grad_out, tuple(self.tested.arrays(one)))
+        right = truth(one, self.stored, grad_out, tuple(self.tested.arrays(one)), self.arithmetic)
         answers = {name: x for name, (x, _) in returned.items() if name in right.expected}
-        errors, allowed = right.weighed(answers, {name: returned[name][1] for name in answers})
-        wrong = not all(errors[name] <= allowed[name] for name in errors)
-        self.answers.append(Answer(about["family"], one, answers, right.expected, allowed, wrong))
-        reason = _in_words(answers, right, errors, allowed) if wrong else ""
-        proves = one.k.shape[2] > 1
+        errors, allowed, rough = right.weighed(answers, {name: returned[name][1] for name in answers})
+        told = {**about, "errors": errors, "allowed": allowed, "rough": rough, "proves": one.k.shape[2] > 1}
         if self.tested.written:
-            wrong, reason = True, f"writes into its operand {self.tested.written[0]}"
-        return Finding(
-            **about, verdict="wrong" if wrong else "right", errors=errors, allowed=allowed, reason=reason, proves=proves
-        )
+            return Finding(**told, verdict="wrong", reason=f"writes into its operand {self.tested.written[0]}")
+        far = [name for name in errors if not errors[name] <= allowed[name]]
+        coarse = [name for name, error in rough.items() if error > 1]
+        wrong, only_rough = bool(far or coarse), not far and "out" in coarse
+        kept = Answer(about["family"], one, answers, right.expected, allowed, wrong, only_rough, right.usual["out"])
+        custom = custom_of(kept, self.conventions) if far else None
+        if custom is not None:
+            accepted = self.conventions in custom.whose or custom is BORDERS
+            return Finding(**told, verdict="convention", reason=custom.words, whose=custom.whose, accepted=accepted)
+        self.answers.append(kept)
+        reason = _in_words(answers, right, errors, allowed) if kept.wrong else ""
+        return Finding(**told, verdict="wrong" if kept.wrong else "right", reason=reason)
 
     def shrunk(self, form: Form, found: Finding, grid: Grid) -> Finding:
         """The smallest case that fails as this one does, by taking away options, items, heads, length and channels."""
@@ -148,8 +174,7 @@ class Bench:
                     break
                 one = self.made(smaller)
                 other = None if one is None else self.finding(smaller, one)
-                alike = other is not None and other.verdict == "wrong" and bool(other.errors) == bool(found.errors)
-                if other is not None and alike and other.work < best.work:
+                if other is not None and _alike(other, found) and other.work < best.work:
                     form, best, progress = smaller, other, True
                     break
         del self.answers[kept[0] :], self.crashes[kept[1] :]
@@ -162,9 +187,16 @@ def _kinds(one: Example | None) -> dict[str, tuple[str, int]]:
     return {name: (type(value).__name__, np.ndim(value)) for name, value in given.items()}
 
 
+def _alike(other: Finding, found: Finding) -> bool:
+    """Whether two cases fail in the same way."""
+    if other.verdict != found.verdict or bool(other.errors) != bool(found.errors):
+        return False
+    return other.reason == found.reason or not found.errors or " has shape " in found.reason
+
+
 def _smaller(form: Form, grid: Grid) -> Iterator[Form]:
     """Forms that lack something of this one, the smallest of each kind first."""
-    if form.family in ("borders", "calls"):
+    if form.family in ("borders", "calls", "ragged"):
         return
     if form.batch > 1 and grid.batches is None:
         yield replace(form, batch=1)

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from relpos_np.conform.bench import STATE, Answer, Bench
+from relpos_np.conform.bench import STATE, Bench
 from relpos_np.conform.conditions import condition, runs_where
+from relpos_np.conform.customs import BORDERS
 from relpos_np.conform.outputs import by_output
 from relpos_np.conform.report import Family
 from relpos_np.conform.suspects import Suspect
-from relpos_np.conform.yardstick import distance
+from relpos_np.conform.yardstick import Answer, distance
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -55,15 +56,13 @@ class _Known:
         """Whether a suspect explains a wrong answer; None where the output is right."""
         out, expected, allowed = one.returned["out"], one.expected["out"], one.allowed["out"]
         off = distance(out, expected)
-        if off <= allowed:
-            return None  # only gradients or the log-sum-exp are wrong
+        if off <= allowed and not (one.rough and suspect.rough):
+            return None if not one.rough else False  # only gradients or the log-sum-exp are wrong
         other = self.output(suspect, one.example)
         if other is None or other.shape != out.shape:
             return False
         if suspect.rough:
-            apart, meant = out - expected, other - expected
-            size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
-            return bool((apart * meant).sum() > _ALIKE * size)
+            return _alike(out - expected, other - expected) > _ALIKE
         nearer = _NEARER if self.eps < _HALF else _NEARER_IN_HALF
         near = max(2 * allowed, nearer * off if off < np.inf else 0.0)
         finite = np.isfinite(out) & np.isfinite(other)
@@ -75,6 +74,24 @@ class _Known:
         if off <= allowed:
             return None if distance(other, expected) <= 2 * allowed else False
         return distance(other, expected) > allowed and distance(out, other) <= min(near, off / 2)
+
+    def likeness(self, suspect: Suspect, wrong: list[Answer]) -> float:
+        """How like the errors those of a suspect that rounds are: the cosine; 1 for one that gives the numbers."""
+        if not suspect.rough:
+            return 1.0
+        pairs = [(one, self.output(suspect, one.example)) for one in wrong]
+        found = [
+            _alike(one.returned["out"] - one.expected["out"], x - one.expected["out"])
+            for one, x in pairs
+            if x is not None
+        ]
+        return float(np.mean(found))
+
+    def contradicts(self, suspect: Suspect, one: Answer) -> bool:
+        """Whether a suspect leads to a mistake in a wrong answer, and not to this one."""
+        if suspect.rough or self.gives(suspect, one) is not False:
+            return False
+        return not self.spares(suspect, one)
 
     def explains(self, suspect: Suspect, wrong: list[Answer]) -> bool:
         """Whether a suspect gives all of some wrong answers whose output is wrong, and at least one."""
@@ -100,6 +117,12 @@ class _Known:
         return distance(other, one.expected["out"]) <= 2 * one.allowed["out"]
 
 
+def _alike(apart: Array, meant: Array) -> float:
+    """The cosine of two errors."""
+    size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
+    return float((apart * meant).sum()) / size if size else 0.0
+
+
 def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> list[Family]:
     """The families with the first suspect that gives all their wrong answers, if there is one."""
     answers = bench.answers
@@ -107,6 +130,8 @@ def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> 
     failed = {one.name for one in families if one.verdict == "wrong"}
 
     def cause(one: Family) -> str:
+        if one.verdict == "convention":
+            return next(each.reason for each in one.findings if each.verdict == "convention")
         return _observed(one, failed, bench) or _cause(one, answers, suspects, known)
 
     return [replace(one, cause=cause(one)) for one in families]
@@ -144,7 +169,9 @@ def _observed(family: Family, failed: set[str], bench: Bench) -> str:
     if found and not any(one.errors for one in found):
         return _crash(family.name, bench)
     found = [one for one in found if one.errors]
-    told = next((one.reason for one in found if one.reason == STATE or one.reason.startswith("writes into")), "")
+    told = next(
+        (one.reason for one in found if one.reason.startswith((STATE, BORDERS.words, "writes into", "ignores "))), ""
+    )
     if told or family.name != "calls" or not found or "self" in failed:
         return told
     views = [one for one in found if one.edge.startswith(("transposed", "strided"))]
@@ -159,18 +186,20 @@ def _cause(family: Family, answers: list[Answer], suspects: list[Suspect], known
     if not wrong:
         return ""
     own = [one for one in answers if not one.wrong and one.family == family.name]
+    # What is wrong without options is wrong with them, so that another mistake cannot be the only one.
+    ordinary = [one for one in known.wrong if one.family == "self"]
     all_wrong = [one.example for one in answers if one.wrong]
-    found: list[tuple[int, bool, str]] = []
+    found: list[tuple[tuple[int, bool, float], str]] = []
     for suspect in suspects:
-        if not known.explains(suspect, wrong):
+        if not known.explains(suspect, wrong) or any(known.contradicts(suspect, one) for one in ordinary):
             continue
         changed = [one.example for one in (*own, *known.right) if not known.spares(suspect, one)]
         when = condition(all_wrong, changed)
         if when is not None:
-            found.append((known.count(suspect), not changed, suspect.cause + when))
+            rank = (known.count(suspect), not changed, known.likeness(suspect, wrong))
+            found.append((rank, suspect.cause + when))
     if found:
-        best = max((count, clean) for count, clean, _ in found)
-        return next(words for count, clean, words in found if (count, clean) == best)
+        return max(found, key=lambda one: one[0])[1]
     return by_output(wrong, known.wrong)
 
 

@@ -18,7 +18,8 @@ from relpos_np.types import Array
 FRAMEWORKS = ("numpy", "torch", "jax", "onnx")
 
 
-def _imported(name: str, package: str) -> Any:
+def imported(name: str, package: str) -> Any:
+    """A module of a framework; a RelposImportError says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -73,7 +74,7 @@ class _Torch(Framework):
     differentiates = True
 
     def __init__(self, device: str | None) -> None:
-        self.torch = _imported("torch", "torch")
+        self.torch = imported("torch", "torch")
         self.device = device or "cpu"
 
     @property
@@ -111,7 +112,7 @@ class _JAX(Framework):
     differentiates = True
 
     def __init__(self) -> None:
-        self.jax = _imported("jax", "jax")
+        self.jax = imported("jax", "jax")
 
     @property
     def version(self) -> str:
@@ -142,7 +143,7 @@ class _ONNX(Framework):
     @property
     def version(self) -> str:
         """Of the runtime."""
-        return str(_imported("onnxruntime", "onnxruntime").__version__)
+        return str(imported("onnxruntime", "onnxruntime").__version__)
 
     def array(self, x: Array, stored: Format) -> Any:
         """See `Framework.array`."""
@@ -155,7 +156,7 @@ class _ONNX(Framework):
 
 def opened(path: str) -> Callable[..., Any]:
     """The model of a file as a function, whose parameters have the names of its inputs."""
-    runtime = _imported("onnxruntime", "onnxruntime")
+    runtime = imported("onnxruntime", "onnxruntime")
     try:
         session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     except Exception as error:

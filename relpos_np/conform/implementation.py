@@ -12,6 +12,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.options import SCORES
+from relpos_np.conform import ragged
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.conform.frameworks import Framework
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
@@ -46,8 +47,8 @@ class Implementation:
         Of its arrays.
     stored : Format
         Of its arrays of numbers.
-    always : mapping
-        Arguments that it does not take, with what it does as if they were given.
+    always : mapping or callable
+        Arguments that it does not take, with what it does as if they were given; or a function of the case.
     layout : {"bhld", "blhd"}
         Order of the axes batch, heads, length and head_dim of its operands and of its output.
     """
@@ -58,31 +59,36 @@ class Implementation:
         scheme: str,
         framework: Framework,
         stored: Format,
-        always: Mapping[str, Any],
+        always: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]],
         layout: str,
     ) -> None:
         self.function, self.framework, self.stored = function, framework, stored
         self.layout = check.choice("layout", layout, LAYOUTS)
-        self.always = dict(always)
         self.scheme = SCHEMES[scheme].cls
         self._constructor = parameters(self.scheme)
-        unknown = [name for name in self.always if name not in self._constructor and name not in SCORES]
-        if unknown:
-            raise RelposValueError(
-                f"always: {unknown[0]} is no argument of {self.scheme.__name__} and no option; "
-                f"expected one of {', '.join([*self._constructor, *SCORES])}"
-            )
+        self._asked = always if callable(always) else None
+        self.always = {} if callable(always) else self._checked(always)
         self.takes, self.anything = _parameters(function)
         self.lse = "return_lse" in self.takes
         self._into = _required(function, "out")
         # Operands that the last call changed.
         self.written: tuple[str, ...] = ()
         for name, one in self._constructor.items():
-            if one.default is one.empty and not self._knows(name):
+            if one.default is one.empty and not self._knows(name) and self._asked is None:
                 raise RelposTypeError(
                     f"callable: {self.scheme.__name__} needs {name}, but the function takes {_listed(self.takes)} "
                     f"after q, k and v; wrap it in one that takes {name} by this name, or say always={{{name!r}: ...}}"
                 )
+
+    def _checked(self, always: Mapping[str, Any]) -> dict[str, Any]:
+        """What it always does, under names that mean something."""
+        for name in always:
+            if name not in self._constructor and name not in SCORES:
+                raise RelposValueError(
+                    f"always: {name} is no argument of {self.scheme.__name__} and no option; "
+                    f"expected one of {', '.join([*self._constructor, *SCORES])}"
+                )
+        return dict(always)
 
     def _knows(self, name: str) -> bool:
         return self.anything or name in self.takes or name in self.always
@@ -93,6 +99,8 @@ class Implementation:
         Arguments of the scheme that the function does not take are left at their defaults.
         """
         options = dict(one.kwargs)
+        if self._asked is not None:
+            self.always = self._checked(self._asked(one))
         for name, value in self.always.items():
             if name not in SCORES:
                 continue
@@ -126,6 +134,13 @@ class Implementation:
             return None, f"without what the function does not take: {error}"
         return found, ""
 
+    def lacks(self, way: str) -> str:
+        """Why it cannot be called in a way, or nothing."""
+        if way == "merged" and "mask" not in self.takes and self.scheme is not Plain:
+            return "takes no argument mask"
+        needed = ("out",) if way == "out" else ragged.WAYS.get(way, ())
+        return next((f"takes no argument {name}" for name in needed if name not in self.takes), "")
+
     def arrays(self, one: Example) -> dict[str, Array]:
         """What may have gradients: q, k and v, and the scheme's arrays that the function takes."""
         found = {"q": one.q, "k": one.k, "v": one.v}
@@ -143,14 +158,19 @@ class Implementation:
     def run(self, one: Example, grad_out: Array | None = None, way: str = "") -> dict[str, tuple[Array, str]]:
         """Results by name, each in float64 and with the dtype it had: out, lse, and gradients by ``grad_`` and name.
 
-        `way`: on "transposed" or "strided" views, or with an array "out" to write into.
+        `way`: on "transposed" or "strided" views, with an array "out" to write into, or one of `ragged.WAYS`.
         """
+        if way == "merged":
+            by_mask = "mask" in self.takes and self.scheme is not Plain
+            return ragged.merged([self.run(half) for half in ragged.halves(one, masked=by_mask)])
         kept = format_of(self.stored.computed)
         to = self.framework.array
         given = {name: self._operand(x, way) if name in "qkv" else to(x, kept) for name, x in self.arrays(one).items()}
+        special = ragged.given(way, one)
+        given |= {name: to(special.pop(name), self.stored) for name in "kv" if name in special}
         others: dict[str, Any] = {
             name: to(value, kept) if isinstance(value, np.ndarray) else value
-            for name, value in {**self._named(one), **one.kwargs}.items()
+            for name, value in {**self._named(one), **one.kwargs, **special}.items()
             if name not in given and (self.anything or name in self.takes)
         }
         names = list(given)

@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from relpos_np._contract import check
+from relpos_np.conform.arithmetic import arithmetics, found_out
+from relpos_np.conform.arithmetic import chosen as named_arithmetic
 from relpos_np.conform.bench import Bench
 from relpos_np.conform.causes import explained
+from relpos_np.conform.customs import BORDERS, checked
 from relpos_np.conform.formats import DTYPES, Format, format_of
 from relpos_np.conform.frameworks import Framework, framework_of, loaded
 from relpos_np.conform.implementation import Implementation
@@ -17,6 +20,7 @@ from relpos_np.conform.suspects import suspects
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing.cases import checked_exceptions, checked_families, checked_features
+from relpos_np.testing.example import Example
 from relpos_np.testing.families import FAMILIES, forms_of
 from relpos_np.testing.grid import Form, Grid
 
@@ -32,13 +36,15 @@ def conform(
     families: str | Iterable[str] | None = None,
     supports: Iterable[str] | None = None,
     excluded: str | Iterable[str] = (),
-    always: Mapping[str, Any] | None = None,
+    always: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] | None = None,
     layout: str = "bhld",
     device: str | None = None,
     head_dim: int | Iterable[int] | None = None,
     lengths: int | Iterable[int] | None = None,
     heads: int | tuple[int, int] | list[int | tuple[int, int]] | None = None,
     batch: int | Iterable[int] | None = None,
+    arithmetic: str | None = None,
+    conventions: str | None = None,
     thorough: bool = False,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -71,8 +77,9 @@ def conform(
         What it supports, as in `testing.cases`: other cases are not tried, and refusing one of these is wrong.
     excluded : str or iterable of str, optional
         Families and features that it has not, which are not tried.
-    always : mapping, optional
-        What it does as if it had been told: ``{"scale": 1.0}`` where it does not scale, ``{"causal": True}``.
+    always : mapping or callable, optional
+        What it does as if it had been told: ``{"scale": 1.0}`` where it does not scale, ``{"causal": True}``. Or a
+        function of the case, an `Example`, that returns such a mapping.
     layout : {"bhld", "blhd"}
         Axes of q, k, v and of the output: batch, heads, length and head_dim, or length before heads.
     device : str, optional
@@ -84,6 +91,14 @@ def conform(
         The same of heads: H, with any H_kv, or (H, H_kv).
     batch : int or iterable of int, optional
         The same of batch items.
+    arithmetic : {"float64", "float32", "tf32", "half_products", "stored", "half_sums"}, optional
+        What it is meant to compute with, to whose errors it is held. float32: "float32", "tf32" or "half_products", of
+        bfloat16; half precision: "float32" and one rounding, "half_products" with sums in float32, "stored", where
+        every intermediate result is rounded, or "half_sums". Default "float32" and "stored"; which it is, as far as
+        its errors tell, is said in `Report.arithmetic`.
+    conventions : {"torch", "flash", "onnx"}, optional
+        Whose conventions are right where no result is: for queries without keys, NaN behind a mask, and queries that
+        are more than the keys. Default: a difference of convention is told as such, with exit code 1.
     thorough : bool
         Whether to run every length with everything, which takes minutes, instead of a choice.
     seed : int
@@ -139,7 +154,18 @@ def conform(
     if check.flag("grad", grad):
         _can_differentiate(home, stored)
     tested = Implementation(function, scheme, home, stored, always or {}, layout)
-    bench = Bench(tested, stored, (scheme, chosen), check.integer("seed", seed, 0), able, left_out, grad=grad)
+    bench = Bench(
+        tested,
+        stored,
+        (scheme, chosen),
+        check.integer("seed", seed, 0),
+        able,
+        left_out,
+        grad=grad,
+        arithmetic=named_arithmetic(arithmetic, format_of(stored.computed)),
+        conventions=checked(conventions),
+        asked=families is not None,
+    )
     found, forms = [], {}
     for name in FAMILIES:
         if name not in wanted:
@@ -152,6 +178,9 @@ def conform(
                     progress(name)
                 cases.append(bench.finding(form, one))
                 forms[name, one.edge] = form
+        if not any(one.verdict == "right" for one in cases):
+            # Some borders are decided by the last bit of a logarithm, but not all of them.
+            cases = [replace(one, verdict="wrong") if one.reason == BORDERS.words else one for one in cases]
         if cases:
             cases.sort(key=lambda one: one.work)
             found.append(Family(name, tuple(cases), required=families is not None))
@@ -159,7 +188,31 @@ def conform(
             raise RelposValueError(f"families: {scheme} has no case of {name}")
     told = explained(found, bench, suspects(scheme, chosen, format_of(stored.computed)))
     told = [_shrunk(one, told, bench, forms, grid) for one in told]
-    return Report(subject, scheme, chosen, home.name, home.version, dtype, grad, tuple(told), seed)
+    computes = _arithmetic(bench)
+    return Report(subject, scheme, chosen, home.name, home.version, dtype, grad, tuple(told), seed, computes)
+
+
+# Cases by which arithmetic is found out: this many, of so many keys at least, and the errors of so many numbers.
+_SHOWN, _KEYS, _NUMBERS = 4, 32, 1024
+
+
+def _arithmetic(bench: Bench) -> str:
+    """What an implementation computes with, in words: as asked for, or as its errors in ordinary cases show."""
+    kept = format_of(bench.stored.computed)
+    if bench.arithmetic is not None:
+        return arithmetics(kept)[bench.arithmetic].words
+    shown = [
+        one
+        for one in bench.answers
+        if one.family in ("self", "causal", "cross")
+        and one.example.k.shape[2] >= _KEYS
+        and one.expected["out"].size >= _NUMBERS
+    ][:_SHOWN]
+    if any(one.wrong and not one.rough for one in shown):
+        return ""
+    answers = [(one.example, one.returned["out"], one.expected["out"], one.usual) for one in shown]
+    found = found_out(answers, kept, right=not any(one.wrong for one in shown))
+    return arithmetics(kept)[found].words if found else ""
 
 
 def _shrunk(

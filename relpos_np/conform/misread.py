@@ -17,6 +17,7 @@ from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import masked
 from relpos_np.testing.example import Example
+from relpos_np.testing.rotary_bases import PUBLISHED
 from relpos_np.types import Array
 
 
@@ -49,8 +50,8 @@ def _channels(count: Callable[[int], int], one: Example) -> Array | None:
     return out_of(one, q=np.where(np.arange(dim) < count(dim), one.q, 0.0), scale=scale_of(one))
 
 
-def _first_head(one: Example) -> Array | None:
-    return None if one.k.shape[1] == 1 else out_of(one, k=one.k[:, :1], v=one.v[:, :1])
+def _kv_heads(heads: slice, one: Example) -> Array | None:
+    return None if one.k.shape[1] == 1 else out_of(one, k=one.k[:, heads], v=one.v[:, heads])
 
 
 def _first_item(names: str, one: Example) -> Array | None:
@@ -72,7 +73,8 @@ _OPERANDS: tuple[tuple[str, Answer], ...] = (
             ("no more than 16", lambda _: 16),
         )
     ),
-    ("all query heads read the first key head", _first_head),
+    ("all query heads read the first key head", partial(_kv_heads, slice(0, 1))),
+    ("reads key heads from the last to the first", partial(_kv_heads, slice(None, None, -1))),
     *((f"reads {n} of the first batch item for all", partial(_first_item, n)) for n in ("k", "v", "kv", "q")),
 )
 
@@ -128,6 +130,10 @@ def _sinks(change: Callable[[Array], Array | None], one: Example) -> Array | Non
     return None if sinks is None else out_of(one, sinks=change(sinks))
 
 
+def _sink_of_zero(one: Example) -> Array | None:
+    return None if one.kwargs.get("sinks") is not None else out_of(one, sinks=np.zeros(one.q.shape[1]))
+
+
 def _without(name: str, one: Example) -> Array | None:
     return out_of(one, **{name: None}) if one.kwargs.get(name) is not None else None
 
@@ -146,6 +152,7 @@ _OPTIONS: tuple[tuple[str, Answer], ...] = (
     ("ignores key_lengths", partial(_without, "key_lengths")),
     ("ignores the scale of the call", partial(_without, "scale")),
     ("ignores offset", partial(_without, "offset")),
+    ("ignores selected", partial(_without, "selected")),
     ("ignores sinks", partial(_without, "sinks")),
     ("puts queries top-left among the keys, under a right mask: positions count from 0", _top_left),
     ("reads the mask of the first batch item for all", partial(_mask_of, -4)),
@@ -165,6 +172,7 @@ _OPTIONS: tuple[tuple[str, Answer], ...] = (
     ("reads the sink of the first head for all", partial(_sinks, lambda x: np.full_like(x, x[0]))),
     ("reads sinks from the last head to the first", partial(_sinks, lambda x: x[::-1])),
     ("subtracts sinks", partial(_sinks, lambda x: -x)),
+    ("adds 1 to the sum of exponentials, as a sink of score 0 would", _sink_of_zero),
 )
 
 
@@ -247,13 +255,13 @@ _SLOPES: tuple[tuple[str, Callable[[int], Array]], ...] = (
 )
 
 
-def _turned(change: Callable[[int, float], Array], one: Example) -> Array | None:
+def _turned(change: Callable[..., Array], one: Example, **more: float) -> Array | None:
     """Other frequencies."""
     position = one.position
     if type(position) is not Rotary or position.frequencies is not None:
         return None
     dim = position.dim or one.q.shape[-1]
-    return remade(one, base=10000.0, dim=None, frequencies=change(dim, position.base))
+    return remade(one, base=10000.0, dim=None, frequencies=change(dim, position.base, **more))
 
 
 def _stopped(last: int, one: Example) -> Array | None:
@@ -267,6 +275,19 @@ def _stopped(last: int, one: Example) -> Array | None:
     return remade(one, positions=rows, key_positions=at)
 
 
+def _keys_turned_back(one: Example) -> Array | None:
+    """Keys turned the other way, so that positions add up."""
+    call = call_of(one)
+    if type(one.position) is not Rotary or one.position.positions is not None:
+        return None
+    rows = np.arange(float(call.q_len)) + call.meant("offset")
+    return remade(one, positions=rows, key_positions=-np.arange(float(call.k_len)))
+
+
+def _some_pairs(d: int, base: float) -> Array:
+    return np.where(np.arange(d // 2) < d // 4, rotary_frequencies(d, base=base), 0.0)
+
+
 _TURNS: tuple[tuple[str, Answer], ...] = (
     (
         "exponent 2i / (d - 2) in place of 2i / d",
@@ -275,5 +296,11 @@ _TURNS: tuple[tuple[str, Answer], ...] = (
     ("exponent i / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(d // 2) / d))),
     ("exponent 2 (i + 1) / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(2, d + 2, 2) / d))),
     ("frequencies from the lowest to the highest", partial(_turned, lambda d, b: rotary_frequencies(d, base=b)[::-1])),
+    ("turns the first half of the pairs alone", partial(_turned, _some_pairs)),
+    ("turns keys the other way: positions add up", _keys_turned_back),
+    *(
+        (f"base {base:.0f}", partial(_turned, lambda d, _, base: rotary_frequencies(d, base=base), base=base))
+        for base in PUBLISHED[:4]
+    ),
     *((f"positions stop at {n - 1}", partial(_stopped, n)) for n in (2048, 1024, 512, 256, 128, 64)),
 )

@@ -15,9 +15,9 @@ CONFORMS, WRONG, NOTHING_RAN = 0, 1, 3
 _FLAGS = {
     "scale missing": "--always scale=1.0",
     "ignores causal": "--except causal",
-    "divides by a sum of 0": "--except excluded_rows",
-    "gives queries that may attend no key": "--except excluded_rows",
-    "values of excluded keys are multiplied": "--except nan_excluded",
+    "makes products of q, k and v in TF32": "--arithmetic tf32",
+    "makes products of q, k and v in bfloat16": "--arithmetic half_products",
+    "sums over keys in": "--arithmetic half_sums",
 }
 _VARIANT = re.compile(r"that is variant '(\w+)'")
 # Of a reason in a table.
@@ -36,14 +36,22 @@ class Finding:
         Its sizes.
     work : int
         Scores times head_dim: what "smallest" goes by.
-    verdict : {"right", "wrong", "refused", "not run"}
-        "refused": the function raised an error. "not run": it does not take what the case needs.
+    verdict : {"right", "wrong", "convention", "refused", "not run"}
+        "convention": it does what some frameworks do where no result is the right one. "refused": the function raised
+        an error. "not run": it does not take what the case needs.
     errors, allowed : mapping of str to float
         Largest error of each result, and what is allowed.
     reason : str
         Why it was refused or not run, or what is wrong in words.
     proves : bool
         Whether a right answer proves anything: with one key every output is its value.
+    rough : mapping of str to float
+        Typical errors of output and log-sum-exp, if these have enough numbers, in units of what is allowed: the median
+        over queries of the root mean square.
+    whose : tuple of str
+        Who has the convention: names for ``conventions=``.
+    accepted : bool
+        Whether it was asked for.
     """
 
     family: str
@@ -55,16 +63,21 @@ class Finding:
     allowed: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     proves: bool = True
+    rough: Mapping[str, float] = field(default_factory=dict)
+    whose: tuple[str, ...] = ()
+    accepted: bool = False
 
     @property
     def ratio(self) -> float:
-        """The largest error in units of what is allowed."""
-        return max((_ratio(self.errors[name], self.allowed[name]) for name in self.errors), default=0.0)
+        """The largest error in units of what is allowed, or the typical one if that alone is too large."""
+        largest = max((_ratio(self.errors[name], self.allowed[name]) for name in self.errors), default=0.0)
+        rough = max(self.rough.values(), default=0.0)
+        return rough if largest <= 1 < rough else largest
 
     @property
     def wrong(self) -> tuple[str, ...]:
         """Names of the results that are wrong."""
-        return tuple(name for name, error in self.errors.items() if not error <= self.allowed[name])
+        return tuple(n for n, error in self.errors.items() if not error <= self.allowed[n] or self.rough.get(n, 0) > 1)
 
 
 def _ratio(error: float, allowed: float) -> float:
@@ -101,18 +114,21 @@ class Family:
     @property
     def ran(self) -> int:
         """How many cases gave an answer."""
-        return len(self._of("right", "wrong"))
+        return len(self._of("right", "wrong", "convention"))
 
     @property
     def smallest(self) -> Finding | None:
-        """The smallest case that is wrong."""
-        return self.shrunk or min(self._of("wrong"), key=lambda one: one.work, default=None)
+        """The smallest case that is wrong, or else differs by convention."""
+        found = self._of("wrong") or self._of("convention")
+        return self.shrunk or min(found, key=lambda one: one.work, default=None)
 
     @property
     def verdict(self) -> str:
-        """One of "right", "wrong", "partly" (right where it ran), "not run"."""
-        if self._of("wrong") or (self.required and len(self._of("right")) < len(self.findings)):
+        """One of "right", "wrong", "convention", "partly" (right where it ran), "not run"."""
+        if self._of("wrong") or (self.required and self.ran < len(self.findings)):
             return "wrong"
+        if self._of("convention"):
+            return "convention"
         if not self.ran:
             return "not run"
         return "partly" if self._of("refused", "not run") else "right"
@@ -127,7 +143,12 @@ class Family:
     @property
     def ratio(self) -> float:
         """The largest error of its cases in units of what is allowed."""
-        return max((one.ratio for one in self._of("right", "wrong")), default=0.0)
+        return max((one.ratio for one in self._of("right", "wrong", "convention")), default=0.0)
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        """Who has a convention that was not asked for: names for ``conventions=``."""
+        return next((one.whose for one in self._of("convention") if not one.accepted), ())
 
 
 @dataclass(frozen=True)
@@ -148,6 +169,8 @@ class Report:
         In their order.
     seed : int
         Of the numbers.
+    arithmetic : str
+        How it computes, in words: what was asked for, or the finest that its errors are explained by.
     """
 
     subject: str
@@ -159,6 +182,7 @@ class Report:
     grad: bool
     families: tuple[Family, ...]
     seed: int = 0
+    arithmetic: str = ""
 
     @property
     def ran(self) -> int:
@@ -168,7 +192,8 @@ class Report:
     @property
     def unproven(self) -> str:
         """Why right answers prove nothing, or nothing."""
-        right = [one for family in self.families for one in family.findings if one.verdict == "right"]
+        findings = [one for family in self.families for one in family.findings]
+        right = [one for one in findings if one.verdict == "right" or one.accepted]
         if not any(one.proves for one in right):
             return "NOTHING RAN: no case proves anything; the reasons are above"
         plain = next((one for one in self.families if one.name == "self"), None)
@@ -183,8 +208,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 if all that ran is right, 1 if something is wrong, 3 if nothing ran, or nothing that proves anything."""
-        if any(one.verdict == "wrong" for one in self.families):
+        """0 if all that ran is right, 1 if something is wrong, 3 if nothing ran, or nothing that proves anything.
+
+        A difference of convention is 1 unless it was asked for.
+        """
+        if any(one.verdict == "wrong" or one.differs for one in self.families):
             return WRONG
         return NOTHING_RAN if self.unproven else CONFORMS
 
@@ -228,16 +256,21 @@ class Report:
     @property
     def summary(self) -> str:
         """One line."""
-        wrong = [one.name for one in self.families if one.verdict == "wrong"]
-        skipped = [one.name for one in self.families if one.verdict == "not run"]
-        if not wrong and self.unproven:
+
+        def named(verdict: str) -> list[str]:
+            return [one.name for one in self.families if one.verdict == verdict]
+
+        wrong, differing = named("wrong"), named("convention")
+        if not wrong and not differing and self.unproven:
             return self.unproven
-        some = [one.name for one in self.families if one.verdict == "partly"]
-        tail = "".join(
-            f"; {words}: {', '.join(names)}" for words, names in (("in part", some), ("not run", skipped)) if names
-        )
+        kinds = {"in part": named("partly"), "not run": named("not run")}
+        if wrong or not any(one.differs for one in self.families):
+            kinds["by another convention"] = differing
+        tail = "".join(f"; {words}: {', '.join(names)}" for words, names in kinds.items() if names)
         if wrong:
             return f"WRONG in {', '.join(wrong)} ({self.ran} cases ran{tail})"
+        if "by another convention" not in kinds:
+            return f"right but for a difference of convention in {', '.join(differing)} ({self.ran} cases ran{tail})"
         return f"conforms in {self.ran} cases of {sum(bool(one.ran) for one in self.families)} families{tail}"
 
     def text(self) -> str:
@@ -259,7 +292,8 @@ class Report:
         lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
         for cause in dict.fromkeys(one.cause for one in self.families if one.smallest is not None):
             lines += ["", *_explained(cause, [one for one in self.families if one.cause == cause and one.smallest])]
-        return "\n".join([*lines, "", self.summary])
+        computes = [f"computes with {self.arithmetic}"] if self.arithmetic else []
+        return "\n".join([*lines, "", *computes, self.summary])
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs.
@@ -292,6 +326,7 @@ class Report:
             "dtype",
             "grad",
             "seed",
+            "arithmetic",
         )
         return told(self, *head) | {"families": families}
 
@@ -301,9 +336,14 @@ def _explained(cause: str, families: list[Family]) -> list[str]:
     smallest = min((one.smallest for one in families if one.smallest is not None), key=lambda one: one.work)
     lines = [f"{', '.join(one.name for one in families)}: {cause or 'no known mistake gives these numbers'}"]
     lines.append(f"    the smallest case: {smallest.edge} ({smallest.where})")
-    off = [(name, smallest.errors[name], smallest.allowed[name]) for name in smallest.wrong]
-    lines += [f"    {name} is off by {error:.3g}, allowed {allowed:.3g}" for name, error, allowed in off]
-    lines += [f"    {smallest.reason}"] if smallest.reason else []
+    for name in smallest.wrong:
+        off, allowed, rough = smallest.errors[name], smallest.allowed[name], smallest.rough.get(name, 0.0)
+        more = f"; its typical error is {rough:.2g} times what is allowed" if off <= allowed else ""
+        lines.append(f"    {name} is off by {off:.3g}, allowed {allowed:.3g}{more}")
+    lines += [f"    {smallest.reason}"] if smallest.reason and smallest.reason != cause else []
     hint = next((flag for words, flag in _FLAGS.items() if cause.startswith(words)), "")
+    if smallest.verdict == "convention":
+        lines.append(f"    a difference of convention, as in {' and '.join(smallest.whose)}")
+        hint = "" if smallest.accepted else f"--conventions {smallest.whose[0]}"
     hint = f"--variant {variant[1]}" if (variant := _VARIANT.search(cause)) else hint
     return [*lines, f"    if that is meant, say {hint}"] if hint else lines

@@ -11,9 +11,9 @@ import numpy as np
 
 from relpos_np.api import logits
 from relpos_np.conform.altered import Answer, call_of, out_of, plain_outputs, remade, scale_of, seen
+from relpos_np.conform.arithmetic import of_roundings
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.conform.misread import of_arrays
-from relpos_np.conform.rounded import of_roundings
 from relpos_np.conform.tiles import of_tiles
 from relpos_np.errors import RelposError
 from relpos_np.formulas.softmax import repeat_heads, softmax
@@ -65,10 +65,6 @@ def suspects(scheme: str, variant: str | None, kept: Format) -> list[Suspect]:
         *(Suspect(cause, answer) for cause, answer in of_arrays(scheme)),
         *(Suspect(cause, answer) for cause, answer in of_tiles()),
         *(Suspect(cause, answer, rough=True) for cause, answer in of_roundings(kept)),
-        *(
-            Suspect(f"sums over keys in {kept.name}: {words}", partial(_summed, kept, normalised), rough=True)
-            for normalised, words in ((False, "weights and values"), (True, "probabilities times values"))
-        ),
     ]
 
 
@@ -254,28 +250,6 @@ def _shifted(start: Callable[[int], int] | None) -> Answer:
         return _from_scores(one, (content + found) * scale_of(one))
 
     return answer
-
-
-# ---------------------------------------------------------------------------------------------- precision
-
-
-def _summed(kept: Format, normalised: bool, one: Example) -> Array | None:
-    """Sums over keys that are rounded to the format after each key."""
-    if not plain_outputs(one) or kept.name not in ("float16", "bfloat16"):
-        return None
-    narrow = kept.dtype
-    s = logits(one.q, one.k, position=one.position, backend="numpy", **one.kwargs)
-    top = s.max(axis=-1, keepdims=True)
-    p = np.exp(s - np.where(np.isfinite(top), top, 0.0))
-    if normalised:
-        p = p / p.sum(axis=-1, keepdims=True)
-    p, v = p.astype(narrow), repeat_heads(one.v, one.q.shape[1]).astype(narrow)
-    total = np.zeros((*p.shape[:-1], 1), narrow)
-    out = np.zeros((*p.shape[:-1], v.shape[-1]), narrow)
-    for j in range(p.shape[-1]):
-        out = out + p[..., j : j + 1] * v[..., j : j + 1, :]
-        total = total + p[..., j : j + 1]
-    return np.asarray(out if normalised else out / total).astype(np.float64)
 
 
 # Likelier ones first. Those that are a convention of an option come before them.

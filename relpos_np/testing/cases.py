@@ -15,6 +15,7 @@ from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing._sizes import SIZES, Size, lengths
 from relpos_np.testing.example import Example, accepted, build
 from relpos_np.testing.families import FAMILIES, of_family
+from relpos_np.testing.grid import RAGGED
 
 # By the name of the edge: lengths of queries and of keys, head_dim and D_v.
 _SMALL = SIZES["small"]
@@ -42,6 +43,7 @@ EDGES = (*_SIZES, *_MASKS, *_OTHERS)
 
 # What `supports` may name: options of a call, and shapes that are not ordinary.
 FEATURES = (
+    "cap_order",
     "causal",
     "cross",
     "float_mask",
@@ -51,10 +53,12 @@ FEATURES = (
     "offset",
     "head_mask",
     "scale",
+    "selected",
     "sinks",
     "softcap",
     "value_dim",
     "window",
+    *RAGGED,
 )
 
 

@@ -39,6 +39,14 @@ def ratio(actual: Array, expected: Array, tolerated: Any) -> float:
     return float(np.where(np.isnan(ratio), np.inf, ratio).max(initial=0.0))
 
 
+def typical(x: Array) -> float:
+    """The median over rows, which are the last axis, of the root mean square of finite numbers: a few are no matter."""
+    if not x.size:
+        return 0.0
+    squares = np.where(np.isfinite(x), x, 0.0).astype(np.float64) ** 2
+    return float(np.sqrt(np.median(squares.reshape(-1, x.shape[-1] if x.ndim else 1).mean(axis=-1))))
+
+
 def tolerance(dtype: Any, *, logit_bound: float, depth: int = 64, magnitude: Any = 1.0) -> Any:
     r"""Rounding error that attention may have.
 

@@ -24,15 +24,16 @@ FAMILIES: Mapping[str, str] = {
     "masks": "masks of bool and of floats, and key_lengths",
     "grouped_heads": "query heads that share key heads",
     "odd_sizes": "lengths and head_dim that nothing divides, and D_v other than D",
-    "options": "a scale, an offset, softcap and sinks, each alone",
+    "options": "a scale, an offset, softcap in both orders, sinks and selected keys, each alone",
     "combined": "all pairs of options, and each with key heads that are shared",
     "flags": "each choice that the scheme has beside its first one: buckets of decoders, positions, channels, blocks",
     "borders": "tables whose borders show how a scheme rounds",
-    "excluded_rows": "queries that may attend no key: output 0, log-sum-exp -inf",
+    "excluded_rows": "queries that may attend no key, as with padding on the left: output 0, log-sum-exp -inf",
     "nan_excluded": "NaN in keys and values that no query may attend",
     "long": "1025 queries and keys",
     "large_scores": "scores far beyond what the exponential of float32 can hold",
     "calls": "on transposed and strided views, twice with other numbers between, with an array to write into",
+    "ragged": "calls that stand for several: packed sequences, offsets by item, caches, merged keys, dropped weights",
 }
 
 
@@ -113,6 +114,13 @@ def _option(value: Any, options: Mapping[str, Any], one: Example, rng: np.random
         at = np.arange(q_len)
         mask[:, 0] = mask[at, np.clip(at + _first(options, q_len, k_len), 0, k_len - 1)] = 0.5
         return mask.astype(one.q.dtype)
+    if value == "left":
+        return (np.arange(k_len) >= np.arange(batch)[:, None] * (k_len // (2 * batch)))[:, None, None]
+    if value == "some" and "selected" in options:
+        # In any order, fewer than there are, some of them none.
+        found = np.argsort(rng.random((batch, q_len, k_len)), axis=-1)[..., : max(2, k_len // 3)]
+        found[..., 1:][rng.random(found[..., 1:].shape) < 0.2] = -1
+        return found
     if value == "last":
         return np.broadcast_to(np.arange(k_len) < k_len - 2, (batch, 1, q_len, k_len)).copy()
     if value == "none":

@@ -35,6 +35,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": "one"},
 }
+# What is tried alone.
+ALONE: Mapping[str, Mapping[str, Any]] = {
+    **OPTIONS,
+    "softcap_of_products": {"softcap": 2.0, "cap_order": "content"},
+    "selected": {"selected": "some"},
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,13 @@ class Form:
         size = f"{self.q_len}" if self.q_len == self.k_len else f"{self.q_len}x{self.k_len}"
         flags = "".join(f"_{n}" for n in self.choices)
         return f"{self.word or self.family}{flags}_{size}"
+
+    @property
+    def way(self) -> str:
+        """How it is called, for a case that is about that: one of `CALLS` or `RAGGED`, else nothing."""
+        if self.family not in ("calls", "ragged"):
+            return ""
+        return next(way for way in (*CALLS, *RAGGED) if self.word.startswith(way))
 
     @property
     def scores(self) -> int:
@@ -271,7 +284,7 @@ def _one_option(family: str, *names: str) -> Any:
         found = []
         for n, name in enumerate(names):
             sizes = [*_chosen(thorough, 9, 65), (5, 129)]
-            found += _turn(family, sizes, n, options=OPTIONS[name], word=name)
+            found += _turn(family, sizes, n, options=ALONE[name], word=name)
         return found
 
     return listed
@@ -305,10 +318,14 @@ def _borders(_: bool) -> list[Form]:
 
 
 def _excluded(thorough: bool) -> list[Form]:
-    row, none = {"mask": "row"}, {"key_lengths": "none"}
+    row, none, left = {"mask": "row"}, {"key_lengths": "none"}, {"mask": "left", "causal": True}
     return [
         *_turn("excluded_rows", _chosen(thorough, 5, 65), options=row, word="no_keys_mask"),
         *(replace(one, batch=2) for one in _turn("excluded_rows", _square(5, 65), 1, options=none, word="no_keys")),
+        *(
+            replace(one, batch=2)
+            for one in _turn("excluded_rows", _square(9, 65), 2, options=left, word="left_padding")
+        ),
         *_turn("excluded_rows", [(9, 5), (96, 65)], options={"causal": True}, word="causal_more_queries"),
     ]
 
@@ -338,6 +355,24 @@ def _calls(thorough: bool) -> list[Form]:
     ]
 
 
+# Ways to put several calls as one, which `conform` knows.
+RAGGED = ("segments", "offsets", "static_cache", "paged", "merged", "dropped")
+
+
+def _ragged(thorough: bool) -> list[Form]:
+    """Of packed sequences as many queries as keys, of caches fewer, which are causal."""
+    found = []
+    for n, way in enumerate(RAGGED):
+        cached, causal = way in ("offsets", "static_cache", "paged"), way not in ("merged", "dropped")
+        sizes = [(1, 65), (5, 129)] if cached else _square(33, 129)
+        sizes += ([(17, 256), (33, 1024)] if cached else _square(64, 257)) * thorough
+        forms = _turn("ragged", sizes, n, options={"causal": True} if causal else {}, word=way)
+        found += [replace(one, batch=max(one.batch, 2)) for one in forms]
+    return found
+
+
+# Options that have families of their own.
+_ELSEWHERE = ("causal", "window", "bool_mask", "float_mask", "key_lengths")
 _FAMILIES: Mapping[str, Any] = {
     "self": _self,
     "causal": _causal,
@@ -347,7 +382,7 @@ _FAMILIES: Mapping[str, Any] = {
     "masks": _masks,
     "grouped_heads": _grouped,
     "odd_sizes": _odd,
-    "options": _one_option("options", "scale", "offset", "softcap", "sinks"),
+    "options": _one_option("options", *(name for name in ALONE if name not in _ELSEWHERE)),
     "combined": _combined,
     "flags": _flags,
     "borders": _borders,
@@ -356,4 +391,5 @@ _FAMILIES: Mapping[str, Any] = {
     "long": _long,
     "large_scores": _large,
     "calls": _calls,
+    "ragged": _ragged,
 }

@@ -1,0 +1,168 @@
+"""Named arithmetics: what a kernel rounds on the way, chosen by who tests it or found out from its errors, and said.
+
+An arithmetic is what it would compute. `conform` allows what the format's own one costs; a coarser one that is not
+chosen is a mistake with a name, and a finer one that is chosen is held to its own errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from relpos_np._contract import check
+from relpos_np.conform.altered import Answer, out_of, plain_outputs, scale_of, scores_of, values_of
+from relpos_np.conform.formats import Format
+from relpos_np.errors import RelposError
+from relpos_np.testing.compare import typical
+from relpos_np.testing.example import Example
+from relpos_np.types import Array
+
+# Bits of a mantissa, the first one not stored.
+_BITS = {"TF32": 10, "bfloat16": 7, "float16": 10}
+# An arithmetic explains errors that are no more than this times its own, in all of some cases.
+_ALIKE = 1.2
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What is rounded, in words, and the output that this leads to: None for the format's own, which is measured."""
+
+    words: str
+    answer: Answer | None = None
+
+
+def arithmetics(kept: Format) -> Mapping[str, Arithmetic]:
+    """Those that a format may be computed with, the finest first."""
+    if kept.name == "float64":
+        return {"float64": Arithmetic("float64 throughout")}
+    if kept.name == "float32":
+        return {
+            "float32": Arithmetic("float32 throughout"),
+            "tf32": Arithmetic("products in TF32, sums in float32", partial(_all_products, _BITS["TF32"])),
+            "half_products": Arithmetic("products in bfloat16, sums in float32", partial(_all_products, 7)),
+        }
+    products = partial(_weights, _BITS[kept.name], False)
+    return {
+        "float32": Arithmetic("float32 on the way, and one rounding of the output", out_of),
+        "half_products": Arithmetic(f"products in {kept.name}, sums in float32", products),
+        "stored": Arithmetic(f"every intermediate result is stored in {kept.name}"),
+        "half_sums": Arithmetic(f"sums over keys in {kept.name}", partial(_summed, kept, False)),
+    }
+
+
+def chosen(name: str | None, kept: Format) -> str | None:
+    """The name of an arithmetic of the format; a RelposError says which there are."""
+    return None if name is None else check.choice("arithmetic", name, tuple(arithmetics(kept)))
+
+
+def coarser(name: str, kept: Format) -> bool:
+    """Whether an arithmetic comes after the format's own one."""
+    listed = list(arithmetics(kept))
+    return listed.index(name) > [one.answer for one in arithmetics(kept).values()].index(None)
+
+
+def output(name: str, kept: Format, one: Example) -> Array | None:
+    """What an arithmetic returns for a case, or None where it is not simulated."""
+    answer = arithmetics(kept)[name].answer
+    try:
+        found = None if answer is None else answer(one)
+    except RelposError:
+        return None
+    return None if found is None else kept.rounded(found)
+
+
+def found_out(answers: Iterable[tuple[Example, Array, Array, float]], kept: Format, *, right: bool) -> str:
+    """The finest arithmetic whose errors are as large as those of all answers: examples, outputs, truths, own errors.
+
+    Empty if none is; the errors of the format's own arithmetic come with each answer, and none is coarser where all
+    answers are right.
+    """
+    listed = list(answers)
+
+    def costs(name: str, example: Example, expected: Array, usual: float) -> float:
+        if arithmetics(kept)[name].answer is None:
+            return usual
+        made = output(name, kept, example)
+        return 0.0 if made is None else typical(made - expected)
+
+    for name in arithmetics(kept) if listed else ():
+        own = arithmetics(kept)[name].answer is None
+        if own and right:
+            return name
+        if all(typical(out - true) <= _ALIKE * costs(name, one, true, usual) for one, out, true, usual in listed):
+            return name
+    return ""
+
+
+def of_roundings(kept: Format) -> Iterator[tuple[str, Answer]]:
+    """Mistakes of arithmetic that is coarser than a format."""
+    for name, bits in _BITS.items():
+        if 2.0**-bits > kept.eps and name != "float16":
+            yield f"makes products of q and k in {name}", partial(_products, bits)
+            yield f"makes products of q, k and v in {name}", partial(_all_products, bits)
+        if 2.0**-bits > kept.eps and name != "TF32":
+            yield f"rounds probabilities to {name}", partial(_weights, bits, True)
+            yield f"rounds exponentials to {name}", partial(_weights, bits, False)
+    if kept.name in ("float16", "bfloat16"):
+        for normalised, words in ((False, "weights and values"), (True, "probabilities times values")):
+            yield f"sums over keys in {kept.name}: {words}", partial(_summed, kept, normalised)
+
+
+def coarse(x: Array, bits: int) -> Array:
+    """The nearest numbers with so many bits."""
+    mantissa, exponent = np.frexp(x)
+    return np.asarray(np.ldexp(np.round(np.ldexp(mantissa, bits + 1)), exponent - bits - 1))
+
+
+def _products(bits: int, one: Example) -> Array:
+    return out_of(one, q=coarse(one.q, bits), k=coarse(one.k, bits), scale=scale_of(one))
+
+
+def _all_products(bits: int, one: Example) -> Array | None:
+    """Products of q and k, and of probabilities and v."""
+    return _products_with(lambda x: coarse(x, bits), one)
+
+
+def _products_with(rounded: Callable[[Array], Array], one: Example) -> Array | None:
+    if not plain_outputs(one):
+        return None
+    return out_of(one, q=rounded(one.q), k=rounded(one.k), v=rounded(one.v), scale=scale_of(one))
+
+
+def _exponentials(one: Example) -> Array | None:
+    """Relative to the largest score; None where the output is more than their sum with values."""
+    if not plain_outputs(one) or one.kwargs.get("sinks") is not None:
+        return None
+    s = scores_of(one)
+    top = s.max(axis=-1, keepdims=True)
+    return np.asarray(np.exp(s - np.where(np.isfinite(top), top, 0.0)))
+
+
+def _weights(bits: int, normalised: bool, one: Example) -> Array | None:
+    """Probabilities, or exponentials before they are divided by their sum, with so many bits."""
+    p = _exponentials(one)
+    if p is None:
+        return None
+    total = p.sum(axis=-1, keepdims=True)
+    total = np.where(total > 0, total, 1.0)
+    v = values_of(one)
+    return np.asarray(coarse(p / total, bits) @ v if normalised else coarse(p, bits) @ v / total)
+
+
+def _summed(kept: Format, normalised: bool, one: Example) -> Array | None:
+    """Sums over keys that are rounded to the format after each key."""
+    p = _exponentials(one)
+    if p is None:
+        return None
+    if normalised:
+        p = p / p.sum(axis=-1, keepdims=True)
+    p, v = p.astype(kept.dtype), values_of(one).astype(kept.dtype)
+    total = np.zeros((*p.shape[:-1], 1), kept.dtype)
+    out = np.zeros((*p.shape[:-1], v.shape[-1]), kept.dtype)
+    for j in range(p.shape[-1]):
+        out = out + p[..., j : j + 1] * v[..., j : j + 1, :]
+        total = total + p[..., j : j + 1]
+    return np.asarray(out if normalised else out / total).astype(np.float64)

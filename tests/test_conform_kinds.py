@@ -1,0 +1,292 @@
+"""`conform`: typical errors and named arithmetic, conventions, calls that stand for several, `always` by the case."""
+
+import numpy as np
+import pytest
+
+import relpos_np as rp
+from relpos_np.conform import conform
+from relpos_np.conform.arithmetic import arithmetics, coarse
+from relpos_np.conform.formats import format_of
+from relpos_np.conform.ragged import WAYS
+from relpos_np.testing.compare import typical
+from relpos_np.testing.grid import RAGGED
+from tests.wrong_kernels import kernel, t5
+
+SOME = (33, 65, 129)
+
+
+def without(*keys):
+    """A kernel that leaves keys out where there are many."""
+
+    def masked(at, s):
+        s = s.copy()
+        s[..., [key for key in keys if at.k_len > 1000]] = -np.inf
+        return s
+
+    return kernel(masked=masked)
+
+
+def cut(bits):
+    return kernel(
+        turned=lambda at, x: [coarse(y.astype(float), bits).astype(y.dtype) for y in x],
+        values=lambda at, v: coarse(v.astype(float), bits).astype(v.dtype),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_key_of_a_thousand_left_out_is_wrong(dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    report = conform(without(500), "plain", dtype=dtype, families=("self", "long"))
+    assert report.family("self").verdict == "right"
+    assert report.family("long").verdict == "wrong"
+    assert conform(kernel(), "plain", dtype=dtype, families="long").ok
+
+
+def test_sums_in_bfloat16_are_wrong_though_no_number_is_far_off():
+    """128 keys: the largest error is half of what is allowed, and every query's is larger than it may be."""
+    pytest.importorskip("ml_dtypes")
+
+    def attend(q, k, v):
+        s = (q @ k.swapaxes(-1, -2)).astype(np.float32) * np.float32(q.shape[-1] ** -0.5)
+        p = np.exp(s - s.max(-1, keepdims=True)).astype(v.dtype)
+        out, total = np.zeros((*p.shape[:-1], v.shape[-1]), v.dtype), np.zeros((*p.shape[:-1], 1), v.dtype)
+        for j in range(p.shape[-1]):
+            out, total = out + p[..., j : j + 1] * v[..., j : j + 1, :], total + p[..., j : j + 1]
+        return out / total
+
+    report = conform(attend, "plain", dtype="bfloat16", families="self", excluded="grouped_heads")
+    found = {one.edge: one for one in report.family("self").findings}
+    assert found["self_128"].errors["out"] < found["self_128"].allowed["out"]
+    assert found["self_128"].rough["out"] > 1
+    assert found["self_128"].wrong == ("out",)
+    assert report.causes == ("sums over keys in bfloat16: weights and values",)
+
+
+@pytest.mark.parametrize(("name", "bits", "words"), [("tf32", 10, "TF32"), ("half_products", 7, "bfloat16")])
+def test_coarse_products_are_wrong_unless_they_are_meant(name, bits, words):
+    report = conform(cut(bits), "plain", families="self")
+    assert report.causes == (f"makes products of q, k and v in {words}",)
+    assert report.exit_code == 1
+    assert f"if that is meant, say --arithmetic {name}" in report.text()
+    meant = conform(cut(bits), "plain", families="self", arithmetic=name)
+    assert meant.ok, meant.text()
+    assert words in meant.arithmetic
+    # Coarser still is wrong.
+    assert conform(cut(bits - 3), "plain", families="self", arithmetic=name).exit_code == 1
+
+
+def test_arithmetic_is_found_out_and_held_to():
+    pytest.importorskip("ml_dtypes")
+
+    def stored(q, k, v):
+        s = (q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)).astype(q.dtype)
+        p = np.exp(s.astype(np.float32) - s.astype(np.float32).max(-1, keepdims=True))
+        p = (p / p.sum(-1, keepdims=True)).astype(q.dtype)
+        return (p.astype(np.float32) @ v.astype(np.float32)).astype(q.dtype)
+
+    def fine(q, k, v):
+        return rp.attention(*(x.astype(np.float32) for x in (q, k, v)), backend="numpy").astype(q.dtype)
+
+    choose = {"dtype": "bfloat16", "families": "self", "excluded": "grouped_heads"}
+    assert "stored in bfloat16" in conform(stored, "plain", **choose).arithmetic
+    assert "one rounding" in conform(fine, "plain", **choose).arithmetic
+    assert "computes with float32 on the way" in conform(fine, "plain", **choose).text()
+    assert conform(fine, "plain", arithmetic="float32", **choose).ok
+    assert conform(stored, "plain", arithmetic="float32", **choose).exit_code == 1
+    assert conform(kernel(), "plain", families="self").arithmetic == "float32 throughout"
+    with pytest.raises(rp.RelposValueError, match="arithmetic"):
+        conform(fine, "plain", dtype="float64", arithmetic="tf32")
+
+
+def test_typical_errors_are_no_matter_of_a_few():
+    x = np.ones((100, 3))
+    x[0] = 1e9
+    assert typical(x) == 1
+    assert typical(np.zeros((0, 3))) == 0
+    assert list(arithmetics(format_of("float16"))) == ["float32", "half_products", "stored", "half_sums"]
+
+
+# ---------------------------------------------------------------------------------------------- conventions
+
+
+def empty_rows(value):
+    """Softmax as frameworks have it, for rows without keys."""
+
+    def attend(q, k, v, mask=None):
+        s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
+        s = s if mask is None else np.where(mask, s, q.dtype.type(value))
+        with np.errstate(all="ignore"):
+            p = np.exp(s - s.max(-1, keepdims=True))
+            return p / p.sum(-1, keepdims=True) @ v
+
+    return attend
+
+
+@pytest.mark.parametrize("value", [-np.inf, -1e9])
+def test_rows_without_keys_are_a_convention(value):
+    choose = {"families": ("masks", "excluded_rows", "nan_excluded"), "supports": ["mask"]}
+    report = conform(empty_rows(value), "plain", **{**choose, "families": None, "lengths": (2, 33, 65)})
+    assert {one.name for one in report.families if one.verdict == "convention"} == {"excluded_rows", "nan_excluded"}
+    assert report.exit_code == 1
+    assert "right but for a difference of convention in excluded_rows, nan_excluded" in report.summary
+    meant = conform(empty_rows(value), "plain", supports=["mask"], lengths=(2, 33, 65), conventions="torch")
+    assert meant.ok
+    assert "by another convention: excluded_rows, nan_excluded" in meant.summary
+    # FlashAttention gives 0 to rows without keys.
+    flash = conform(empty_rows(value), "plain", supports=["mask"], lengths=(2, 33, 65), conventions="flash")
+    assert flash.exit_code == 1
+    with pytest.raises(rp.RelposValueError, match="conventions"):
+        conform(empty_rows(value), "plain", conventions="jax")
+
+
+def test_a_mistake_beside_a_convention_is_a_mistake():
+    def unscaled(q, k, v, mask=None):
+        return empty_rows(-np.inf)(q * q.dtype.type(q.shape[-1] ** 0.5), k, v, mask)
+
+    report = conform(unscaled, "plain", supports=["mask"], lengths=(2, 33), conventions="torch")
+    assert report.family("excluded_rows").verdict == "wrong"
+
+
+def test_alignment_top_left_is_a_convention_of_some():
+    def top_left(q, k, v, causal=False):
+        mask = np.tril(np.ones((1, 1, q.shape[2], k.shape[2]), bool)) if causal else None
+        return rp.attention(q, k, v, mask=mask, backend="numpy")
+
+    report = conform(top_left, "plain", lengths=(2, 33, 65))
+    assert report.family("excluded_rows").verdict == "convention"  # more queries than keys
+    assert report.family("decoding").verdict == "wrong"
+    for name, code in (("torch", 0), ("onnx", 0), ("flash", 1)):
+        assert conform(top_left, "plain", lengths=(2, 33, 65), conventions=name).exit_code == code
+
+
+def test_infinite_log_sum_exps_are_flashs():
+    inf = kernel(lse=lambda at, x: np.where(np.isneginf(x), np.inf, x))
+    report = conform(inf, "plain", families="excluded_rows")
+    assert report.family("excluded_rows").verdict == "convention"
+    assert conform(inf, "plain", families="excluded_rows", conventions="flash").ok
+
+
+def test_borders_that_a_logarithm_decides():
+    """In float32 vector code may decide a border exactly; who decides all of them exactly is another variant."""
+
+    def borders(exact):
+        def attend(q, k, v, table, max_distance=128):
+            rounding = "exact" if exact(max_distance) else "float32"
+            position = rp.T5(table, max_distance=max_distance, rounding=rounding)
+            return rp.attention(q, k, v, position=position, backend="numpy")
+
+        return conform(attend, "t5", variant="float32", families=("self", "borders"), lengths=None)
+
+    assert borders(lambda most: most == 49).ok
+    report = borders(lambda most: True)
+    assert report.exit_code == 1
+    assert "variant 'exact'" in report.family("borders").cause
+
+
+def test_always_by_the_case():
+    def fixed(q, k, v):
+        return rp.attention(q, k, v, scale=(3 * q.shape[-1]) ** -0.5, backend="numpy")
+
+    def always(case):
+        return {"scale": (3 * case.q.shape[-1]) ** -0.5}
+
+    assert conform(fixed, "plain", always=always, families="self").ok
+    with pytest.raises(rp.RelposValueError, match="always: factor"):
+        conform(fixed, "plain", always=lambda case: {"factor": 1})
+
+
+# ---------------------------------------------------------------------------------------------- several calls as one
+
+
+def every(q, k, v, *, causal=False, key_lengths=None, offset=None, segments=None, mask=None, block_table=None,
+          dropout_mask=None, dropout=0.0, return_lse=False):  # fmt: skip
+    """All ways."""
+    given = {"causal": causal, "return_lse": return_lse, "backend": "numpy"}
+    if block_table is not None:
+        return rp.paged_attention(q, k, v, block_table=block_table, key_lengths=key_lengths, **given)
+    if dropout_mask is not None:
+        p = np.exp(rp.logits(q, k) - rp.attention(q, k, v, return_lse=True)[1][..., None])
+        v = np.repeat(v, q.shape[1] // v.shape[1], 1)
+        out = (p * dropout_mask / (1 - dropout) @ v).astype(q.dtype)
+        return (out, np.zeros(out.shape[:3], out.dtype)) if return_lse else out
+    return rp.attention(q, k, v, key_lengths=key_lengths, offset=offset, segments=segments, mask=mask, **given)
+
+
+def test_every_way_runs_and_is_right():
+    report = conform(every, "plain", families="ragged")
+    assert report.ok, report.text()
+    assert report.family("ragged").ran == 2 * len(RAGGED)
+    assert tuple(WAYS) == RAGGED
+    # What takes a number is asked for arrays on request alone.
+    family = conform(every, "plain", lengths=(1, 5, 33, 65, 129), excluded="long").family("ragged")
+    assert {one.edge.rpartition("_")[0] for one in family.findings if one.verdict == "not run"} == {
+        "offsets",
+        "static_cache",
+    }
+
+
+def broken(way):
+    """`every` that does one of the ways wrongly."""
+
+    def attend(q, k, v, **given):
+        if way == "segments":
+            given.pop("segments", None)
+        if way == "offsets" and isinstance(given.get("offset"), np.ndarray):
+            given["offset"] = np.full_like(given["offset"], given["offset"][0])
+        if way == "static_cache" and isinstance(given.get("offset"), str):
+            given |= {"offset": k.shape[2] - q.shape[2]}
+        if way == "paged" and given.get("block_table") is not None:
+            given["block_table"] = np.sort(given["block_table"], axis=-1)
+        if way == "dropped" and given.get("dropout_mask") is not None:
+            given["dropout_mask"] = given["dropout_mask"] * (1 - given["dropout"])
+        found = every(q, k, v, **given)
+        if way == "merged" and given.get("return_lse"):
+            return found[0], found[1] / 2
+        return found
+
+    attend.__signature__ = __import__("inspect").signature(every)
+    return attend
+
+
+@pytest.mark.parametrize("way", RAGGED)
+def test_every_way_done_wrongly_fails(way):
+    report = conform(broken(way), "plain", families="ragged")
+    wrong = {one.edge.rpartition("_")[0] for one in report.family("ragged").findings if one.verdict == "wrong"}
+    assert wrong == {way}
+    if way == "segments":
+        assert report.causes == ("ignores segments",)
+
+
+def test_schemes_with_tables_have_them_too():
+    def attend(q, k, v, table, causal=False, segments=None, block_table=None, key_lengths=None):
+        position = rp.T5(table)
+        if block_table is not None:
+            given = {"block_table": block_table, "key_lengths": key_lengths}
+            return rp.paged_attention(q, k, v, position=position, causal=causal, **given)
+        return rp.attention(q, k, v, position=position, causal=causal, segments=segments)
+
+    report = conform(attend, "t5", supports=["causal", "segments", "paged", "cross", "key_lengths"], lengths=(33, 65))
+    assert report.family("ragged").ran >= 2
+    assert report.family("ragged").verdict == "partly"
+
+
+# ---------------------------------------------------------------------------------------------- causes
+
+
+def test_a_cause_that_ordinary_cases_contradict_is_none():
+    """Where scores are large, one more score of 0 looks like the padding of a tile."""
+    one_more = kernel(
+        masked=lambda at, s: np.concatenate([s, np.zeros((*s.shape[:-1], 1), s.dtype)], -1),
+        values=lambda at, v: np.pad(v, [(0, 0), (0, 0), (0, 1), (0, 0)]),
+    )
+    report = conform(one_more, "plain", families=("self", "large_scores"), lengths=(2, 33, 65))
+    assert report.exit_code == 1
+    assert set(report.causes) <= {"adds 1 to the sum of exponentials, as a sink of score 0 would"}
+
+
+def test_the_kernel_of_t5_computes_in_float32():
+    assert conform(t5(), "t5", families="self").arithmetic == "float32 throughout"
