@@ -36,7 +36,6 @@ def without(monkeypatch):
     def call(*operands, **options):
         with monkeypatch.context() as patch:
             patch.setattr(job, "planes_of", lambda *_: 0)
-            patch.setattr(job, "_known", {})
             return rp.attention(*operands, **options)
 
     return call
@@ -53,7 +52,6 @@ def by_planes(monkeypatch):
             return super().__getitem__(name)
 
     monkeypatch.setattr(job, "attend", Kernels(attend))
-    monkeypatch.setattr(job, "_known", {})
     monkeypatch.setattr(repeated, "form", lambda *_: None)
     yield
     assert "planes" in asked

@@ -21,7 +21,7 @@ from numba.core.extending import _Intrinsic
 from relpos_np._calls import repeated
 from relpos_np.kernels import _numba as host
 from relpos_np.kernels._numba.launch import launcher, records
-from relpos_np.kernels._numba.plan import biases, division, ends, job
+from relpos_np.kernels._numba.plan import biases, division, ends
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
 from tests.interpreted.vectors import Vectors
 
@@ -327,7 +327,6 @@ def interpreted(**options):
 
         patch.setattr(biases, "_no_bias", no_bias)
         # Elsewhere the same sizes may have been planned for other threads.
-        patch.setattr(job, "_known", {})
         patch.setattr(repeated, "form", lambda *_: None)
         if machine.threads is not None:
             for module in (division, launcher, MODULES["product"], MODULES["shift"]):
