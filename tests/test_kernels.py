@@ -297,8 +297,9 @@ def test_parts_are_compiled_once_and_only_in_kernels():
 
     library = product["float32"]._compile()._library
     assert "ret" in library.get_asm_str()
+    # What is declared is looked for when the machine code is loaded in another process.
     undefined = [one.name for one in library._final_module.functions if one.is_declaration]
-    assert [name for name in undefined if "relpos" in name] == []
+    assert [name for name in undefined if not name.startswith("llvm.")] == []
     parts = [cres.library for cres in product_layout.overloads.values()]
     assert parts
     assert all(part.get_pointer_to_function(name) == 0 for part in parts for name in ("", "product_layout"))

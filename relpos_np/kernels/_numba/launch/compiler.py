@@ -2,7 +2,7 @@
 
 Numba makes of each function machine code that Python can call, optimised with all that it calls, although a function
 that only kernels call is never called so. Here such a part stays as it was lowered. A kernel links each of its parts
-once, however many others call it, and is optimised as a whole. That takes half of the time.
+once, however many others call it, and is optimised as a whole.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ class _Kernel(JITCodeLibrary):
             if function.linkage == llvm.Linkage.linkonce_odr and not function.is_declaration:
                 function.linkage = llvm.Linkage.internal
         super()._optimize_final_module()
+        # What is declared still is looked for when the machine code is loaded.
+        rest = llvm.create_new_module_pass_manager()
+        rest.add_global_dead_code_eliminate_pass()
+        rest.add_strip_dead_prototype_pass()
+        rest.run(self._final_module, self._codegen._pass_builder())
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
