@@ -124,7 +124,7 @@ class BEiT(LookupScheme):
         return np.moveaxis(self.table.astype(site.dtype, copy=False)[beit_index(self.grid)], -1, 0)
 
     def _lookups(self, site: Site) -> Iterable[Lookup]:
-        yield Lookup("table", "tables", self.table.T, _map(self.grid), np.transpose)
+        yield Lookup("table", "tables", self.table.T, lambda: _map(self.grid), np.transpose)
 
 
 @register(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -318,13 +318,15 @@ class IRPE(LookupScheme):
         return np.asarray(sum(parts[1:], parts[0]))
 
     def _lookups(self, site: Site) -> Iterable[Lookup]:
-        for n, (index, mirrored) in enumerate(
-            _maps(self.grid, self.method, self.alpha, self.beta, self.gamma, self.class_tokens)
-        ):
+        for n in range(2 if self.method == "cross" else 1):
             for name, table in self._tables().items():
                 kind = "tables" if self.mode == "bias" else _KINDS[name]
-                where = mirrored if name == "query_table" else index
-                yield Lookup(name, kind, np.asarray(table[n] if self.method == "cross" else table), where)
+                index = partial(self._map, n, name == "query_table")
+                yield Lookup(name, kind, np.asarray(table[n] if self.method == "cross" else table), index)
+
+    def _map(self, n: int, mirrored: bool) -> Dense:
+        """The rows of one table, of pairs (i, j) or (j, i)."""
+        return _maps(self.grid, self.method, self.alpha, self.beta, self.gamma, self.class_tokens)[n][mirrored]
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair, in both directions."""

@@ -34,8 +34,8 @@ class Lookup:
         Which terms it belongs to.
     weights : ndarray, shape (H, rows), or (H or 1, rows, channels)
         Numbers for each head, or vectors.
-    index : Toeplitz or Dense
-        The rows.
+    index : Toeplitz or Dense, or callable
+        The rows, or what makes them where they take memory and only `lower` needs them.
     back : callable
         From the gradient of `weights` to that of the attribute, but for its shape.
     """
@@ -43,7 +43,7 @@ class Lookup:
     name: str
     kind: Literal["tables", "queries", "keys", "values"]
     weights: Array
-    index: IndexMap
+    index: IndexMap | Callable[[], IndexMap]
     back: Callable[[Array], Array] = np.asarray
 
 
@@ -62,7 +62,8 @@ class LookupScheme(Scheme):
         found: dict[str, list[Any]] = {kind: [] for kind in _TERMS}
         for one in self._lookups(site):
             weights = one.weights * factor if one.kind in _SCALED else one.weights
-            found[one.kind].append(_TERMS[one.kind](q, k, weights.astype(site.dtype, copy=False), one.index))
+            index = one.index() if callable(one.index) else one.index
+            found[one.kind].append(_TERMS[one.kind](q, k, weights.astype(site.dtype, copy=False), index))
         tables, queries, keys, values = map(tuple, found.values())
         return Terms(tables=tables, queries=queries, keys=keys, values=values)
 
