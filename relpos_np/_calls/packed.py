@@ -252,12 +252,14 @@ class PackedCall:
     def on_host(self, compute: Callable[..., Any], out: Array | None, return_lse: bool, return_bound: bool) -> Any:
         """`relpos_np.attention` in one launch where kernels can, else part by part; also bounds, if they are wanted."""
         sequences = None if return_bound else self.sequences()
-        result = self._checked_out(out) if sequences is None or out is not None else None
         if sequences is not None:
+            if out is not None:
+                self._checked_out(out)
             own = Options(**{**self.given, "segments": None, "offset": 0})
             call = Call("attention", (self.q, self.k, self.v), self.position, own, sequences)
             found, lse = call.attend(out, return_lse)
             return found if lse is None or not return_lse else (found, lse)
+        result = self._checked_out(out)
         if return_bound:
             return self._bounded(compute, return_lse, result)
         return self.attention(compute, return_lse, result)
@@ -276,7 +278,7 @@ class PackedCall:
             memory.put(found, result, part.vectors(part.queries))
         return (result, lse) if return_lse else result
 
-    def _bounded(self, compute: Callable[..., Any], return_lse: bool, result: Any) -> tuple[Array, ...]:
+    def _bounded(self, compute: Callable[..., Any], return_lse: bool, result: Array) -> tuple[Array, ...]:
         half, own_dtype = result.dtype.itemsize == 2, result.dtype
         lse = [np.empty(self.shape[:-1], np.float32 if half else own_dtype)] if return_lse else []
         kept = [result, *lse, np.empty(self.shape), *(np.empty(x.shape) for x in lse)]

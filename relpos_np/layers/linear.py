@@ -11,7 +11,7 @@ from relpos_np import api
 from relpos_np._calls.packed import is_packed
 from relpos_np._calls.sinks import sink
 from relpos_np._contract import check
-from relpos_np._contract.options import SCORES, Options
+from relpos_np._contract.options import Options
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import softmax
 from relpos_np.layers.state import State
@@ -396,8 +396,9 @@ class Projected:
         y = z.astype(dtype, copy=False) if self.out is None else self.out(z, dtype)
         if not return_probabilities:
             return y
-        scores: Any = {name: x for name, x in options.items() if name in (*SCORES, "backend")}
-        p, lse = softmax(api.logits(q, k, position=schemes, **scores))
+        logits: Any = api.logits
+        scores = {name: x for name, x in options.items() if name in logits.options}
+        p, lse = softmax(logits(q, k, position=schemes, **scores))
         if options["sinks"] is not None:
             sink(p, lse, check.per_head("sinks", options["sinks"], lse.shape, lse.dtype))
         return y, p.astype(dtype, copy=False)
