@@ -28,7 +28,7 @@ ROWS: Mapping[int, tuple[str, str]] = {
     6: ("NaN in query i", "NaN in row i only"),
     7: ("NaN or infinity in a key or value that is excluded", "it is not read: the result is finite"),
     8: ("NaN in a value that is attended", "NaN in its column of the rows that attend it"),
-    9: ("scores up to the largest number", "finite: the largest takes all; on a GPU up to 0.69 of that number"),
+    9: ("scores up to the largest number", "finite: the largest takes all"),
     10: ("products beyond the largest float32", "NaN or infinity in that row, no crash; float64 is finite up to 1e150"),
     11: (
         "subnormal inputs",
@@ -276,8 +276,7 @@ outputs, and gradients of q, k and v, are within 4 eps Σ p|v| of what the proba
 numbers and any length, because they sum few keys at a time and keep what additions lose.
 
 Masks, tables and products may be as large as the dtype has numbers, and rows may have nothing but such scores: the
-CPU kernels then give what the formulas do, at the price of a second call. CUDA kernels count in units of log 2, and
-have room for scores from -0.69 to 0.69 of the largest number.
+kernels then give what the formulas do, on a CPU at the price of a second call.
 
 That probabilities sum to 1 within 1e-6 would be more than float32 gives: weights and values are summed in different
 orders, both sums are near 1, and the kernels are off by up to 1.3e-6, NumPy in float32 by up to 1.6e-6. The limit is 16
