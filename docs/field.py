@@ -10,7 +10,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RECORDED = HERE.parent / "asv_bench" / "recorded"
-VERDICTS: Mapping[str, str] = {"right": "yes", "partly": "some", "wrong": "**no**", "not run": ""}
+# What a cell of the board shows, and what that means.
+VERDICTS: Mapping[str, tuple[str, str]] = {
+    "right": ("✓", "all cases of the family are right"),
+    "partly": ("(✓)", "the cases that it takes are right, and it takes no others"),
+    "convention": ("≠", "it differs by a convention that others share"),
+    "wrong": ("✗", "at least one case is wrong"),
+    "not run": ("", "it has no argument for what the family needs, or refuses it"),
+}
 KINDS: Mapping[str, str] = {
     "error": "Against a paper, documentation, or the package's own code elsewhere",
     "rounding": "Rounded where the result is exact",
@@ -34,13 +41,6 @@ def board() -> str:
     """All of board.md."""
     found = recorded("board")
     rows = found["rows"]
-    families = list(dict.fromkeys(name for row in rows for name in row["families"]))
-    lines = []
-    for row in rows:
-        scheme = row["scheme"] + (f" ({row['variant']})" if row["variant"] else "")
-        cells = [VERDICTS[row["families"][n]["verdict"]] if n in row["families"] else "" for n in families]
-        lines.append([f"{row['package']} {row['version']}", row["what"], scheme, row["dtype"], *cells])
-    head = ["package", "what", "scheme", "dtype", *(name.replace("_", " ") for name in families)]
     return f"""\
 <!-- Written by docs/field.py; change that, and run it. -->
 # The conformance board
@@ -48,17 +48,16 @@ def board() -> str:
 What [`relpos conform`](test-your-kernel.md) finds of the attention of other packages, recorded on {found["date"]}.
 Each is called as its users call it, through an adaptor that holds no formula (`tests/parity/adaptors.py`).
 
-- **yes**: all cases of the [family](test-your-kernel.md#families) are right: as near to float64 as a straightforward
-  implementation in that dtype may be;
-- **some**: those that it takes are right, and it takes no others;
-- **no**: at least one is wrong, which the list below explains;
-- nothing: it has no argument for what the family needs, or refuses it, or the scheme has no such case.
+A column is a [family](test-your-kernel.md#families) of cases. "Right" means as near to float64 as a straightforward
+implementation in that dtype may be.
 
-A "no" is a difference from this library's conventions, which [reliability](reliability.md) lists: the last query
-attends all keys, a query without keys gets 0, excluded keys are not read. Whether that is a fault depends on what the
-package promises; the [ledger](ledger.md) says which are.
+{_legend()}
 
-{table(head, lines)}
+Whether a ✗ is a fault depends on what the package promises; the [ledger](ledger.md) says which are.
+[Reliability](reliability.md) lists this library's conventions: the last query attends all keys, a query without keys
+gets 0, excluded keys are not read.
+
+{_verdicts(rows)}
 ## What is different
 
 {"".join(_differences(rows))}
@@ -68,13 +67,36 @@ package promises; the [ledger](ledger.md) says which are.
 """
 
 
+def _legend() -> str:
+    """What the signs of the table mean."""
+    return "\n".join(f"- {sign or 'nothing'}: {words}." for sign, words in VERDICTS.values()) + "\n"
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> str:
+    """A table in HTML, whose cells have the colours of their verdicts; subjects with most that is wrong come first."""
+    families = list(dict.fromkeys(name for row in rows for name in row["families"]))
+    lines = ["<div class='table-wrapper'><table class='board'><thead><tr><th>package</th>"]
+    lines += [f"<th><span>{name.replace('_', ' ')}</span></th>" for name in families]
+    lines.append("</tr></thead><tbody>")
+    for row in sorted(rows, key=lambda row: -sum(one["verdict"] == "wrong" for one in row["families"].values())):
+        scheme = row["scheme"] + (f" ({row['variant']})" if row["variant"] else "")
+        what = f"{row['package']} {row['what']}<br><small>{row['version']}, {scheme}, {row['dtype']}</small>"
+        lines.append(f"<tr><th>{what}</th>")
+        for name in families:
+            verdict = row["families"].get(name, {"verdict": "not run"})["verdict"]
+            sign, words = VERDICTS[verdict]
+            lines.append(f"<td class='{verdict.replace(' ', '-')}' title='{name}: {words}'>{sign}</td>")
+        lines.append("</tr>")
+    return "\n".join([*lines, "</tbody></table></div>\n"])
+
+
 def _differences(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Per cause: the families that show it, by package, and the smallest case."""
     causes: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         who = f"{row['package']}, {row['what']}"
         for name, one in row["families"].items():
-            if one["verdict"] == "wrong":
+            if one["verdict"] in ("wrong", "convention"):
                 words = one.get("cause") or one.get("words") or one.get("reason", "")
                 causes.setdefault(words, {}).setdefault(who, []).append((name, one.get("smallest", "")))
     for words, where in causes.items():

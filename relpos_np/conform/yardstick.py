@@ -16,6 +16,7 @@ have none: where scores are large most of their rows are 0, but for rounding.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from relpos_np.schemes.base import Position
 from relpos_np.schemes.placed import Placed
 from relpos_np.schemes.plain import Plain
 from relpos_np.schemes.rotary import Rotary
-from relpos_np.testing.arguments import arguments, changed, rebuilt
+from relpos_np.testing.arguments import changed, rebuilt
 from relpos_np.testing.compare import largest, ratio, typical
 from relpos_np.testing.example import Example
 from relpos_np.types import Array, Backend
@@ -374,8 +375,10 @@ def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_las
 def _angles_in_float32(one: Example, rng: np.random.Generator) -> Position:
     """Rotary positions with angles as frameworks compute them: in float32, from frequencies in float32."""
     position = one.position
-    if type(position) is not Rotary or position.frequencies is not None:
+    if not isinstance(position, Rotary) or position.frequencies is not None:
         return position
-    exact = rotary_frequencies(position.dim or one.q.shape[-1], base=position.base)
-    given = arguments(position) | {"base": 10000.0, "dim": None}
-    return Rotary(**given | {"frequencies": exact * (1 + 2.0**-23 * rng.uniform(-1, 1, exact.shape))})
+    rough = copy.copy(position)
+    rough.dim = position.dim or one.q.shape[-1]
+    exact = rotary_frequencies(rough.dim, base=position.base)
+    rough.frequencies = exact * (1 + 2.0**-23 * rng.uniform(-1, 1, exact.shape))
+    return rough
