@@ -14,9 +14,12 @@ from tests import fibers
 
 # Examples are arrays made from a drawn seed: generating one is slow at times, and a first call compiles.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("default", max_examples=30, **_COMMON)
+settings.register_profile("default", max_examples=10, **_COMMON)
 # The same draws each time: a change fails for what it changes. Whoever runs the tests elsewhere draws new ones.
-settings.register_profile("ci", max_examples=30, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("ci", max_examples=10, derandomize=True, print_blob=True, **_COMMON)
+# Planted bugs are looked for with more draws, the same each time; the night draws as many anew.
+settings.register_profile("planted", max_examples=30, derandomize=True, **_COMMON)
+settings.register_profile("night", max_examples=30, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
 
 # Tests of a run that needs all kernels.
@@ -42,6 +45,8 @@ def pytest_xdist_auto_num_workers(config):
     # again 10,000 times should not be cleared by the system each time.
     for name, value in WORKERS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Tests start a hundred processes, each of which would compile the package's sources again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     return min(os.cpu_count() or 1, 4)
 
 

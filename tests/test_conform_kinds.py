@@ -15,12 +15,13 @@ from tests.wrong_kernels import kernel, t5
 SOME = (33, 65, 129)
 
 
-def without(*keys):
-    """A kernel that leaves keys out where there are many."""
+def without(key, *, of):
+    """A kernel that leaves a key out where there are so many."""
 
     def masked(at, s):
         s = s.copy()
-        s[..., [key for key in keys if at.k_len > 1000]] = -np.inf
+        if at.k_len >= of:
+            s[..., key] = -np.inf
         return s
 
     return kernel(masked=masked)
@@ -36,14 +37,15 @@ def cut(bits):
 # ---------------------------------------------------------------------------------------------- arithmetic
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_key_of_a_thousand_left_out_is_wrong(dtype):
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
-    report = conform(without(500), "plain", dtype=dtype, families=("self", "long"))
-    assert report.family("self").verdict == "right"
-    assert report.family("long").verdict == "wrong"
-    assert conform(kernel(), "plain", dtype=dtype, families="long").ok
+@pytest.mark.parametrize(("family", "length"), [("self", 257), pytest.param("long", 1025, marks=pytest.mark.slow)])
+def test_one_key_of_many_left_out_is_wrong(family, length):
+    pytest.importorskip("ml_dtypes")
+    takes = {"dtype": "bfloat16", "families": {"self", family}, "heads": (2, 2), "lengths": (33, length)}
+    report = conform(without(100, of=length), "plain", **takes)
+    wrong = [one for one in report.family(family).findings if one.verdict == "wrong"]
+    # It moves the largest error by less than roundings may, and the typical one by more.
+    assert max(one.rough["out"] for one in wrong) > 1
+    assert conform(kernel(), "plain", **takes).ok
 
 
 def test_sums_in_bfloat16_are_wrong_though_no_number_is_far_off():
@@ -129,15 +131,15 @@ def empty_rows(value):
 @pytest.mark.parametrize("value", [-np.inf, -1e9])
 def test_rows_without_keys_are_a_convention(value):
     choose = {"families": ("masks", "excluded_rows", "nan_excluded"), "supports": ["mask"]}
-    report = conform(empty_rows(value), "plain", **{**choose, "families": None, "lengths": (2, 33, 65)})
+    report = conform(empty_rows(value), "plain", **{**choose, "families": None, "lengths": (2, 33)})
     assert {one.name for one in report.families if one.verdict == "convention"} == {"excluded_rows", "nan_excluded"}
     assert report.exit_code == 1
     assert "right but for a difference of convention in excluded_rows, nan_excluded" in report.summary
-    meant = conform(empty_rows(value), "plain", supports=["mask"], lengths=(2, 33, 65), conventions="torch")
+    meant = conform(empty_rows(value), "plain", supports=["mask"], lengths=(2, 33), conventions="torch")
     assert meant.ok
     assert "by another convention: excluded_rows, nan_excluded" in meant.summary
     # FlashAttention gives 0 to rows without keys.
-    flash = conform(empty_rows(value), "plain", supports=["mask"], lengths=(2, 33, 65), conventions="flash")
+    flash = conform(empty_rows(value), "plain", supports=["mask"], lengths=(2, 33), conventions="flash")
     assert flash.exit_code == 1
     with pytest.raises(rp.RelposValueError, match="conventions"):
         conform(empty_rows(value), "plain", conventions="jax")
@@ -156,11 +158,11 @@ def test_alignment_top_left_is_a_convention_of_some():
         mask = np.tril(np.ones((1, 1, q.shape[2], k.shape[2]), bool)) if causal else None
         return rp.attention(q, k, v, mask=mask, backend="numpy")
 
-    report = conform(top_left, "plain", lengths=(2, 33, 65))
+    report = conform(top_left, "plain", lengths=(2, 33))
     assert report.family("excluded_rows").verdict == "convention"  # more queries than keys
     assert report.family("decoding").verdict == "wrong"
     for name, code in (("torch", 0), ("onnx", 0), ("flash", 1)):
-        assert conform(top_left, "plain", lengths=(2, 33, 65), conventions=name).exit_code == code
+        assert conform(top_left, "plain", lengths=(2, 33), conventions=name).exit_code == code
 
 
 def test_infinite_log_sum_exps_are_flashs():
@@ -269,9 +271,9 @@ def test_schemes_with_tables_have_them_too():
             return rp.paged_attention(q, k, v, position=position, causal=causal, **given)
         return rp.attention(q, k, v, position=position, causal=causal, segments=segments)
 
-    report = conform(attend, "t5", supports=["causal", "segments", "paged", "cross", "key_lengths"], lengths=(33, 65))
-    assert report.family("ragged").ran >= 2
-    assert report.family("ragged").verdict == "partly"
+    supports = ["causal", "segments", "paged", "cross", "key_lengths"]
+    family = conform(attend, "t5", families="ragged", supports=supports).family("ragged")
+    assert {one.edge.rpartition("_")[0] for one in family.findings if one.verdict == "right"} == {"segments", "paged"}
 
 
 # ---------------------------------------------------------------------------------------------- causes

@@ -30,19 +30,32 @@ def whole(tmp_path_factory):
     return folder
 
 
+def only_few(patch):
+    """What is written from here on: two schemes, and the shifts."""
+    patch.setattr(records, "SCHEMES", {name: rp.SCHEMES[name] for name in ("t5", "learned")})
+    kept = [d for d in divergences(0) if d.name.startswith("rel_shift")]
+    patch.setattr(records, "divergences", lambda seed: iter(kept))
+
+
 @pytest.fixture
 def few(monkeypatch):
-    """What is written from here on: two schemes, and the shifts."""
-    monkeypatch.setattr(records, "SCHEMES", {name: rp.SCHEMES[name] for name in ("t5", "learned")})
-    kept = [d for d in divergences(0) if d.name.startswith("rel_shift")]
-    monkeypatch.setattr(records, "divergences", lambda seed: iter(kept))
+    only_few(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def small_set(tmp_path_factory):
+    """A small set, of which each test has a copy."""
+    folder = tmp_path_factory.mktemp("vectors") / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        only_few(patch)
+        write_vectors(folder)
+    return folder
 
 
 @pytest.fixture
-def small(few, tmp_path):
+def small(few, small_set, tmp_path):
     """A small set."""
-    write_vectors(tmp_path / "golden")
-    return tmp_path / "golden"
+    return shutil.copytree(small_set, tmp_path / "golden")
 
 
 def about(folder, name):

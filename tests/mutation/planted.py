@@ -37,7 +37,7 @@ TABLES = Path(__file__).parent
 RECORD = ROOT / "asv_bench" / "recorded" / "planted.json"
 
 # One thread for products of matrices, because the operands are small, and the same drawn examples each time.
-QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci"}
+QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "planted"}
 QUIET |= {"NUMBA_NUM_THREADS": str(max(2, os.cpu_count() or 1))}
 # Plugins that were imported before are not rewritten.
 PYTEST = ("-q", "-x", "-n", "0", "--no-header", "--tb=no", "-p", "no:cacheprovider")
