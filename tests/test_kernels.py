@@ -303,3 +303,12 @@ def test_parts_are_compiled_once_and_only_in_kernels():
     parts = [cres.library for cres in product_layout.overloads.values()]
     assert parts
     assert all(part.get_pointer_to_function(name) == 0 for part in parts for name in ("", "product_layout"))
+
+
+def test_every_kernel_is_loaded_by_another_process():
+    """All that an entry of the cache calls is found, or each process would compile it again in silence."""
+    for kernel in rp.backend.kernels("numba").KERNELS.values():
+        _ = kernel.address
+    kernels = "rp.backend.kernels('numba').KERNELS.items()"
+    status, out, log = child(f"print([name for name, kernel in {kernels} if not kernel._load()])")
+    assert (status, out) == (0, "[]\n"), log

@@ -13,6 +13,7 @@ import llvmlite.binding as llvm
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase
 from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.runtime import rtsys
 from numba.core.typed_passes import (
     IRLegalization,
     NativeLowering,
@@ -83,7 +84,10 @@ class _Kernel(JITCodeLibrary):
                 new = [own for own in part._linking_libraries if own not in reached]
                 reached |= dict.fromkeys(new)
                 waiting += new
-        linked[:] = reached
+        # Of Numba's runtime only what was called by then is linked: before the others, what they call would be missing,
+        # and an entry of the cache that calls it cannot be loaded.
+        reached.pop(rtsys.library, None)
+        linked[:] = [*reached, rtsys.library]
         super().finalize()
 
     def _optimize_final_module(self) -> None:
