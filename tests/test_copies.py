@@ -35,7 +35,7 @@ class Call:
         self.fits = (e.q.shape[-2], e.k.shape[-2]) == (q_len, k_len)
         self.problem, _, _ = check.call(*self.operands, completed(rp.attention, {}))
         schemes = e.position if isinstance(e.position, tuple) else (e.position,)
-        self.terms = all_terms(each_lowered(schemes, self.problem, turning=True, by_rows=True))
+        self.terms = all_terms(each_lowered(schemes, self.problem, by_kernels=True))
         self.tables = sum(scheme.held(self.problem.site).lower for scheme in schemes)
 
     @property
@@ -77,7 +77,7 @@ def test_nothing_of_the_size_of_an_operand_is_made(kind, dtype):
     seen, worst = set(), {}
     for name, variant in ATTENTION:
         cls = rp.SCHEMES[name].cls
-        if not (cls.turns or (dtype != "float32" and not cls.computes)):
+        if not (cls.rotates_operands or (dtype != "float32" and not cls.computes)):
             continue
         try:
             call = Call(name, variant, kind)

@@ -79,17 +79,6 @@ def test_content_is_declared(name):
         assert found == scheme.content, f"{name} {variant}: declare content = {found}"
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_excludes_is_declared(name):
-    for variant in VARIANTS[name]:
-        problem, scheme = problem_of(name, variant)
-        added = scheme.scores(
-            problem.q, np.repeat(problem.k, problem.site.heads // problem.site.kv_heads, -3), problem.site
-        )
-        found = added is not None and bool(np.isneginf(added).any())
-        assert found == scheme.excludes, f"{name} {variant}: declare excludes = {found}"
-
-
 @pytest.mark.parametrize("name", [name for name in VARIANTS if rp.SCHEMES[name].cls.relative])
 def test_relative_is_true(name):
     """Pairs at one distance get the same score in calls of other lengths and offsets, if all vectors are alike."""

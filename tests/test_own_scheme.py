@@ -144,7 +144,9 @@ class FalselyIdle(Everything):
         return terms
 
 
-class Undeclared(Everything):
+class Excluding(Everything):
+    """The furthest later keys are excluded."""
+
     def scores(self, q, k, site):
         return np.where(self._rows(site) == 4, -np.inf, super().scores(q, k, site))
 
@@ -164,7 +166,6 @@ class Undeclared(Everything):
         (LostQuery, "gradient of q, numba"),
         (FalselyRelative, "differs from the formula: in parts"),
         (FalselyIdle, "FalselyIdle: `lower` computes .* leave out computes = False"),
-        (Undeclared, "Undeclared: its scores are -inf in places: declare excludes = True"),
     ],
 )
 def test_what_is_wrong_is_found(call, cls, words):
@@ -174,6 +175,20 @@ def test_what_is_wrong_is_found(call, cls, words):
     if cls in (WrongLift, LostQuery):
         named = {part.split(",")[0] for part in str(caught.value).split(": ", 1)[1].split("; ")}
         assert len(named) == 1, "nothing else is wrong"
+
+
+def test_keys_that_are_excluded_may_hold_anything(call):
+    """Nothing is declared: -inf in the scores of the formula and in the terms says it."""
+    q, k, v, _ = call
+    own = made(np.random.default_rng(5), Excluding)
+    assert max(check_scheme(own, q, k, v, gradients=False).values()) <= 1
+    options = {"position": own, "offset": 0}
+    wanted = rp.attention(q[..., :2, :], k, v, **options, backend="numpy")
+    k, v = k.copy(), v.copy()
+    k[..., 4:, :] = v[..., 4:, :] = np.nan
+    for backend in BACKENDS:
+        found = rp.attention(q[..., :2, :], k, v, **options, backend=backend)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
 
 
 class Vectors(Everything):

@@ -35,7 +35,6 @@ class DenseBias(Scheme):
         If it does not broadcast to the scores of the call.
     """
 
-    excludes = True
     computes = False
 
     def __init__(self, bias: Any) -> None:

@@ -13,7 +13,7 @@ from relpos_np._calls import stated
 from relpos_np._contract import check
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Terms, fit
-from relpos_np._contract.turned import Turned, TurnedBack, Turning
+from relpos_np._contract.turned import Turned, TurnedBack
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -71,8 +71,7 @@ def each_lowered(
     problem: Problem,
     operands: Any = None,
     *,
-    turning: bool = False,
-    by_rows: bool = False,
+    by_kernels: bool = False,
 ) -> list[Terms]:
     """Each scheme as terms; `operands` are q and k where they are on a device, the rest is as `lowered` has it."""
     if operands is not None:
@@ -80,19 +79,18 @@ def each_lowered(
             stated.checked(scheme, scheme.lower(operands[0], operands[1], problem.site), problem.site)
             for scheme in schemes
         ]
-    return [lowered(scheme, problem, problem.site, turning=turning, by_rows=by_rows) for scheme in schemes]
+    return [lowered(scheme, problem, problem.site, by_kernels=by_kernels) for scheme in schemes]
 
 
-def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = False, by_rows: bool = False) -> Terms:
+def lowered(scheme: Scheme, problem: Problem, site: Site, *, by_kernels: bool = False) -> Terms:
     """One scheme as terms. What is stored in half precision is converted only if the terms hold it.
 
-    `turning`: operands that turn are left to the kernel. `by_rows`: so are biases of every pair that it can make.
+    `by_kernels`: the CPU kernels are left to turn operands, and to make biases of every pair, where they can.
     """
-    if by_rows and scheme.by_rows:
+    if by_kernels and scheme.by_rows:
         return scheme.lower_by_rows(problem.q, problem.k, site)
-    if turning and scheme.turns:
-        operands: list[Any] = [Turning(problem.stored_q), Turning(problem.stored_k)]
-        return scheme.lower(operands[0], operands[1], site)
+    if by_kernels and scheme.rotates_operands:
+        return scheme.lower_rotated(problem.stored_q, problem.stored_k, site)
     if scheme.computes:
         return stated.checked(scheme, scheme.lower(problem.q, problem.k, site), site)
     q, k = problem.stored_q, problem.stored_k
@@ -105,7 +103,7 @@ def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = Fal
 
 def lowered_once(scheme: Scheme) -> bool:
     """Whether calls of one form can share the terms of a scheme, but for vectors that it makes anew in each."""
-    return not scheme.computes or scheme.turns or scheme.makes_vectors
+    return not scheme.computes or scheme.rotates_operands or scheme.makes_vectors
 
 
 def all_terms(lowered: list[Terms]) -> Terms:

@@ -75,7 +75,7 @@ class Admission:
         if self.return_bound:
             parts["bounds"] = _bounded(site, schemes, mask)
         # The CPU kernels turn what they read, and gradients back.
-        making = [scheme for scheme in schemes if not (by_rows and scheme.turns)]
+        making = [scheme for scheme in schemes if not (by_rows and scheme.rotates_operands)]
         if schemes and (lowering or backward):
             parts["what schemes hold"] = sum(h.lower for h in holds) + 3 * _vectors(site, making)
         if backward and schemes:
@@ -88,7 +88,7 @@ class Admission:
             if dense:
                 # As the call itself does before: what schemes make of operands depends on their layout.
                 problem.pack()
-            self.lowered = each_lowered(schemes, problem, turning=by_rows, by_rows=by_rows)
+            self.lowered = each_lowered(schemes, problem, by_kernels=by_rows)
             terms = all_terms(self.lowered)
             if terms.turn is not None:
                 parts["turned values and output"] = _turned(site, terms.turn, backward)

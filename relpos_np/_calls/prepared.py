@@ -116,7 +116,7 @@ def ready(
         return None
     # Queries and keys may be one array; in later calls they need not.
     problem = replace(problem, stored_k=problem.stored_k.view())
-    lowered, site = each_lowered(schemes, problem, turning=True), problem.site
+    lowered, site = each_lowered(schemes, problem, by_kernels=True), problem.site
     made = zip(schemes, lowered, strict=True)
     computing = [(scheme, terms.vectors()) for scheme, terms in made if scheme.makes_vectors]
     planned = kernels.prepare(problem, all_terms(lowered), result, [x for _, vectors in computing for x in vectors])

@@ -62,6 +62,15 @@ class Held:
     lift: int = 0
 
 
+# What a class says of itself by the methods that it defines: parts of the formula, and other forms of `lower`.
+_FLAGS_OF_FORMULAS = {"content": "transform", "turns_values": "turn_values"}
+_FLAGS_OF_TERMS = {
+    "rotates_operands": "lower_rotated",
+    "makes_vectors": "lower_vectors",
+    "by_rows": "lower_by_rows",
+}
+
+
 def in_order(x: Any) -> Any:
     """An operand whose channels add up in the same order, and so to the same bits, however it was stored."""
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x
@@ -80,9 +89,8 @@ class Scheme:
     Attributes
     ----------
     content : bool
-        Whether the scheme changes the content product q . k itself; of several schemes only one may.
-    excludes : bool
-        Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
+        Whether the scheme changes the content product q . k itself; of several schemes only one may. A class that
+        defines `transform` says so by it.
     relative : bool
         Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no
         effect.
@@ -95,18 +103,18 @@ class Scheme:
         Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
         leaves them out, says False: its terms can then be made without operands, or from operands of half precision,
         and cut to a part of a call.
-    turns : bool
-        Whether all that `lower` does with q and k is to turn them, which kernels can do as they read.
+    rotates_operands : bool
+        Whether all that `lower` does with q and k is to turn them, which the CPU kernels can do as they read: the class
+        defines `lower_rotated`.
     makes_vectors : bool
-        Whether `lower` makes nothing of the numbers in q and k but what `lower_vectors` returns. A class that
-        defines this method says so by it.
+        Whether `lower` makes nothing of the numbers in q and k but vectors: the class defines `lower_vectors`.
     by_rows : bool
-        Whether the CPU kernels make the bias of every pair some queries at a time, from what `lower_by_rows` states.
+        Whether the CPU kernels make the bias of every pair some queries at a time: the class defines `lower_by_rows`.
     dense : bool
         Whether `lower` makes an index map that holds a number for every pair.
     turns_values : bool
         Whether values turn before they are summed, and the output back; of several schemes only one may, and the others
-        may not override `outputs`.
+        may not override `outputs`. A class that defines `turn_values` says so by it.
     roundings : float or None
         For ``return_bound``: how many units of roundoff of the call's dtype a number in the terms may be off, relative
         to itself, or to the norm of the vector it belongs to; 0 if `lower` hands numbers on. None, if it computes more
@@ -114,11 +122,10 @@ class Scheme:
     """
 
     content = False
-    excludes = False
     relative = False
     restarts = False
     computes = True
-    turns = False
+    rotates_operands = False
     makes_vectors = False
     by_rows = False
     dense = False
@@ -136,11 +143,14 @@ class Scheme:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Terms of its own: what the class above makes of rows is not them.
-        if "lower" in vars(cls) and "lower_by_rows" not in vars(cls):
-            cls.by_rows = False
-        if "lower" in vars(cls) or "lower_vectors" in vars(cls):
-            cls.makes_vectors = "lower_vectors" in vars(cls)
+        own = vars(cls)
+        for flag, method in _FLAGS_OF_FORMULAS.items():
+            if method in own and flag not in own:
+                setattr(cls, flag, True)
+        for flag, method in _FLAGS_OF_TERMS.items():
+            # A class with terms of its own has no other form of those of the class above.
+            if "lower" in own or method in own:
+                setattr(cls, flag, method in own)
 
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call.
@@ -285,10 +295,25 @@ class Scheme:
         tuple of ndarray
             What `Terms.vectors` says of the terms that `lower` makes.
         """
-        lacks(self, "lower_vectors")
+        raise NotImplementedError
+
+    def lower_rotated(self, q: Array, k: Array, site: Site) -> Terms:
+        """As `lower`, where that does nothing but turn q and k: these as records of what they are turned by.
+
+        Parameters
+        ----------
+        q, k, site
+            See `lower`; q and k are on the host and may be of half precision.
+
+        Returns
+        -------
+        Terms
+            Of which `query` and `key` are still to be turned.
+        """
+        raise NotImplementedError
 
     def lower_by_rows(self, q: Array, k: Array, site: Site) -> Terms:
-        """As `lower`, where the class is `by_rows`: biases as records of what they are made of.
+        """As `lower`, for CPU kernels that make some rows at a time: biases as records of what they are made of.
 
         Parameters
         ----------
@@ -300,7 +325,7 @@ class Scheme:
         Terms
             Gradients come in records of the same form.
         """
-        lacks(self, "lower_by_rows")
+        raise NotImplementedError
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """What lowers a part of a call.
@@ -411,7 +436,6 @@ def evaluated(formula: Callable[..., Any], scheme: Scheme, site: Site, *, cast: 
 _WITHOUT = {
     "lower": "lower(q, k, site), which states its formula as terms: only attention and logits with backend='numpy' "
     "can do without",
-    "lower_by_rows": "lower_by_rows(q, k, site), which a class that is `by_rows` needs for the CPU kernels",
     "lift": "lift(q, k, site, grad), the way back of lower, which gradients need",
 }
 

@@ -127,7 +127,6 @@ class CoPE(Scheme):
     Golovneva et al., "Contextual Position Encoding: Learning to Count What's Important", 2024.
     """
 
-    by_rows = True
     _printed = ("table", "variant", "gate_key", "counted")
 
     @property

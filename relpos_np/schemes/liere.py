@@ -175,7 +175,6 @@ class LieRE(Placed):
     Position Encoding", 2025, whose published code has `Rotary`'s planes and learned frequencies, of the other sign.
     """
 
-    content = True
     _printed = ("generators", "positions", "key_positions")
 
     def __init__(self, generators: Any, *, positions: Any = None, key_positions: Any = None) -> None:

@@ -163,7 +163,6 @@ class NeighborhoodBias(Scheme):
     Attention Transformer", 2022.
     """
 
-    excludes = True
     computes = False
     roundings = 0.0
     dense = True

@@ -91,8 +91,6 @@ class PoPE(Placed):
     Gopalakrishnan et al., "Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings", 2025.
     """
 
-    content = True
-
     def __init__(
         self,
         bias: Any,

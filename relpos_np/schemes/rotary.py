@@ -3,14 +3,13 @@ r"""Rotary positions: queries and keys turned by angles that grow with their pos
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.terms import Terms, ValueTurn
-from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, parts_of, turn_channels
+from relpos_np._contract.turned import Turned, TurnedBack, paired_channels, parts_of, turn_channels
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
@@ -121,9 +120,6 @@ class Rotary(Placed):
     coordinates: Heo et al., "Rotary Position Embedding for Vision Transformer", ECCV 2024. Values: DeepSeek V4 in
     transformers, 2026.
     """
-
-    content = True
-    turns = True
 
     @property
     def covers(self) -> bool:
@@ -243,16 +239,18 @@ class Rotary(Placed):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with tables of cosines and sines, on the keys before their heads are repeated."""
-        turns, trained = self._tables(site), self.frequencies is not None
-        operands: list[Any] = [replace(x, trained=trained) if isinstance(x, Turning) else x for x in (q, k)]
-        terms = Terms(*(self._turned(x, *turn) for x, turn in zip(operands, turns, strict=True)))
-        if self.values and not site.scores_only:
-            of_query, of_key = turns
-            terms.turn = ValueTurn(of_key, of_query, self.layout, self._first, self.blocks, trained)
+        terms = self.lower_rotated(q, k, site)
+        terms.query, terms.key = terms.query.made(), terms.key.made()
         return terms
 
-    def _turned(self, x: Any, cos: Array, sin: Array) -> Any:
-        return turn_channels(x, cos, sin, self.layout, self._first, self.blocks)
+    def lower_rotated(self, q: Array, k: Array, site: Site) -> Terms:
+        """The same before any operand is turned."""
+        of_query, of_key = self._tables(site)
+        planes: Any = (self.layout, self._first, self.blocks, self.frequencies is not None)
+        terms = Terms(Turned(q, *of_query, *planes), Turned(k, *of_key, *planes))
+        if self.values and not site.scores_only:
+            terms.turn = ValueTurn(of_key, of_query, *planes)
+        return terms
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and frequencies of the heads; without positions, distances decide."""
@@ -282,7 +280,10 @@ class Rotary(Placed):
             lifted = SchemeGradient(to_query.x, to_key.x)
         else:
             (cos_q, sin_q), (cos_k, sin_k) = self._tables(site)
-            lifted = SchemeGradient(self._turned(to_query, cos_q, -sin_q), self._turned(to_key, cos_k, -sin_k))
+            planes: Any = (self.layout, self._first, self.blocks)
+            lifted = SchemeGradient(
+                turn_channels(to_query, cos_q, -sin_q, *planes), turn_channels(to_key, cos_k, -sin_k, *planes)
+            )
         if self.frequencies is not None:
             total = np.zeros(())
             for x, to, at in zip((q, k), (lifted.q, lifted.k), self._at(site), strict=True):

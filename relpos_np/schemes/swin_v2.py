@@ -199,7 +199,6 @@ class SwinV2(Scheme):
     Liu et al., "Swin Transformer V2: Scaling Up Capacity and Resolution", CVPR 2022.
     """
 
-    content = True
     dense = True
     _printed = ("output_weight", "grid", "pretrained_grid", "variant")
 

@@ -275,7 +275,6 @@ class TransformerXL(Scheme):
     Gulati et al., "Conformer", Interspeech 2020. Yang et al., "XLNet", NeurIPS 2019.
     """
 
-    content = True
     roundings = 2.0
     _printed = ("rows", "variant", "zero_triu")
 
