@@ -67,9 +67,6 @@ class DenseBias(Scheme):
         missing = len(site.batch) + 3 - self.bias.ndim
         return self.bias.astype(site.dtype, copy=False).reshape((1,) * missing + self.bias.shape)
 
-    def __repr__(self) -> str:
-        return f"DenseBias(bias={self.bias.shape})"
-
 
 def cap_beside_bias(name: str, given: Options, schemes: Sequence[Any]) -> str:
     """The order of the cap in a call whose float mask is one more scheme, a `DenseBias`, beside others.

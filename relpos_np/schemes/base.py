@@ -17,6 +17,7 @@ from relpos_np._contract.problem import Site as Site
 from relpos_np._contract.terms import Change
 from relpos_np._contract.terms import Terms as Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.schemes.printing import printed
 from relpos_np.schemes.registry import register as register
 from relpos_np.schemes.sample import Sample as Sample
 from relpos_np.types import Array
@@ -133,8 +134,6 @@ class Scheme:
     roundings: float | None = None
     # Why no part of a call can be computed alone, for a scheme of which that is true.
     _whole = ""
-    # Attributes that a scheme prints, where they are given: arrays by their shape.
-    _printed: tuple[str, ...] = ()
 
     @property
     def covers(self) -> bool:
@@ -396,15 +395,7 @@ class Scheme:
         return cut
 
     def __repr__(self) -> str:
-        if not self._printed:
-            return super().__repr__()
-        given = {name: getattr(self, name) for name in self._printed}
-        words = [
-            f"{name}={value.shape if isinstance(value, np.ndarray) else repr(value)}"
-            for name, value in given.items()
-            if value is not None
-        ]
-        return f"{type(self).__name__}({', '.join(words)})"
+        return printed(self)
 
 
 def evaluated(formula: Callable[..., Any], scheme: Scheme, site: Site, *, cast: bool = False, **given: Any) -> Any:

@@ -105,7 +105,6 @@ class BEiT(LookupScheme):
 
     roundings = 0.0
     dense = True
-    _printed = ("table", "grid")
 
     def __init__(self, table: Any, grid: Sequence[int]) -> None:
         self.table = check.table("table", table, "rows heads")

@@ -127,8 +127,6 @@ class CoPE(Scheme):
     Golovneva et al., "Contextual Position Encoding: Learning to Count What's Important", 2024.
     """
 
-    _printed = ("table", "variant", "gate_key", "counted")
-
     @property
     def restarts(self) -> bool:  # type: ignore[override]
         """Gates and pairs that are given belong to the tokens of one call."""

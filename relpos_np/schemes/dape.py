@@ -224,10 +224,6 @@ class DAPE(Scheme):
         index = cut_map(term.index, site.q_len, queries, slice(0, site.k_len))
         return index.dense(queries.stop - queries.start, site.k_len)
 
-    def __repr__(self) -> str:
-        heads, hidden = self.w2.shape
-        return f"DAPE(bias={self.bias!r}, hidden={hidden}, heads={heads})"
-
 
 @register(
     "dape",

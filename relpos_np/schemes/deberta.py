@@ -187,7 +187,6 @@ class DeBERTa(LookupScheme):
 
     relative = True
     roundings = 1.0
-    _printed = ("pos_key", "pos_query", "max_position", "p2c")
 
     def __init__(
         self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: PositionSign = "code"

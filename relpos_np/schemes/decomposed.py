@@ -181,7 +181,6 @@ class DecomposedBias(Scheme):
 
     computes = False
     dense = True
-    _printed = ("height_table", "width_table", "grid", "key_grid", "variant")
 
     def __init__(
         self,

@@ -228,10 +228,6 @@ class FIRE(Scheme):
             total["threshold"] += (by_below * c / (1 + c * m) * (m == level)).sum()
         return SchemeGradient(arrays=total)
 
-    def __repr__(self) -> str:
-        heads, hidden = self.w2.shape
-        return f"FIRE(hidden={hidden}, heads={heads}, eps={self.eps})"
-
 
 @register(
     "fire",

@@ -130,7 +130,6 @@ class FoX(Scheme):
     """
 
     computes = False
-    _printed = ("gates", "variant")
 
     def __init__(self, gates: Any, *, variant: Variant = "fox") -> None:
         self.gates = check.ordered("gates", gates)

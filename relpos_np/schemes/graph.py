@@ -197,7 +197,6 @@ class GraphLabels(LookupScheme):
     """
 
     roundings = 1.0
-    _printed = ("labels", "table", "key_table", "value_table")
 
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:

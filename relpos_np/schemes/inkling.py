@@ -83,7 +83,6 @@ class Inkling(Scheme):
 
     computes = False
     roundings = 0.0
-    _printed = ("relative_states", "proj")
 
     def __init__(self, relative_states: Any, proj: Any) -> None:
         self.proj = check.table("proj", proj, "channels distances")

@@ -229,7 +229,6 @@ class IRPE(LookupScheme):
 
     roundings = 1.0
     dense = True
-    _printed = ("grid", "key_table", "query_table", "value_table", "mode", "method")
 
     def __init__(
         self,

@@ -183,7 +183,6 @@ class LayoutBias(Scheme):
 
     computes = False
     roundings = 1.0
-    _printed = ("table", "x_table", "y_table", "boxes", "variant")
 
     def __init__(
         self,

@@ -175,8 +175,6 @@ class LieRE(Placed):
     Position Encoding", 2025, whose published code has `Rotary`'s planes and learned frequencies, of the other sign.
     """
 
-    _printed = ("generators", "positions", "key_positions")
-
     def __init__(self, generators: Any, *, positions: Any = None, key_positions: Any = None) -> None:
         forms = "blocks size size | axes blocks size size | axes kv_heads blocks size size"
         self.generators = check.table("generators", generators, forms)

@@ -166,7 +166,6 @@ class NeighborhoodBias(Scheme):
     computes = False
     roundings = 0.0
     dense = True
-    _printed = ("table", "grid", "kernel", "dilation")
 
     def __init__(
         self, table: Any, grid: Sequence[int], kernel: int | Sequence[int], dilation: int | Sequence[int] = 1

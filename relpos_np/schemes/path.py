@@ -108,7 +108,6 @@ class PaTH(Scheme):
 
     # A product of its own: with schemes that turn queries and keys it would not be what any of them says.
     content = True
-    _printed = ("w", "beta")
     _whole = "it needs all keys between query and key"
 
     def __init__(self, w: Any, beta: Any) -> None:

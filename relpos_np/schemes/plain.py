@@ -150,9 +150,6 @@ class Plain(Scheme):
         """Nothing either."""
         return SchemeGradient()
 
-    def __repr__(self) -> str:
-        return "Plain()"
-
 
 @register("plain", Plain, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)
 def _build(at: Sample) -> dict[str, Any]:

@@ -201,14 +201,6 @@ class PoPE(Placed):
             found.arrays["frequencies"] = to_omega
         return found
 
-    def __repr__(self) -> str:
-        words = f"bias={self.bias.shape}, "
-        words += f"base={self.base}" if self.frequencies is None else f"frequencies={self.frequencies.shape}"
-        for name in ("positions", "key_positions"):
-            if getattr(self, name) is not None:
-                words += f", {name}={getattr(self, name).shape}"
-        return f"PoPE({words})"
-
 
 @np.errstate(all="ignore")
 def _polar(x: Array, turn: Array) -> Array:

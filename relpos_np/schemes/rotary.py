@@ -363,22 +363,6 @@ class Rotary(Placed):
         )
         return (cos_q, sin_q), (cos_k, sin_k)
 
-    def _words(self) -> str:
-        """What the scheme was made of, for its repr."""
-        words = "" if self.dim is None else f"{self.dim}, "
-        words = f"{words}base={self.base}" if self.frequencies is None else f"frequencies={self.frequencies.shape}"
-        words += f", layout={self.layout!r}"
-        words += "" if self.channels is None else f", channels={self.channels}"
-        words += "" if self.blocks == 1 else f", blocks={self.blocks}"
-        words += ", values=True" if self.values else ""
-        for name in ("positions", "key_positions"):
-            if getattr(self, name) is not None:
-                words += f", {name}={getattr(self, name).shape}"
-        return words
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._words()})"
-
 
 class XPos(Rotary):
     r"""Extrapolatable rotary positions (xPos): pairs also shrink with distance, those that turn fast the most.
@@ -470,9 +454,6 @@ class XPos(Rotary):
         rate = np.log((np.arange(pairs) + pairs * self.gamma) / (pairs + pairs * self.gamma)) / self.scale_base
         middle = self._centre(columns)
         return np.exp((rows - middle)[..., None] * rate), np.exp((middle - columns)[..., None] * rate)
-
-    def _words(self) -> str:
-        return super()._words().replace(", layout", f", scale_base={self.scale_base}, gamma={self.gamma}, layout", 1)
 
 
 def _places_of(at: Sample) -> dict[str, Any]:

@@ -100,7 +100,6 @@ class Selective(Scheme):
     `selective_attn`.
     """
 
-    _printed = ("head", "variant", "past")
     _whole = "each query needs what all earlier queries say"
 
     def __init__(self, head: int = 0, *, variant: Variant = "paper", past: Any = None) -> None:

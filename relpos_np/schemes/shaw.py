@@ -249,7 +249,6 @@ class Shaw(LookupScheme):
 
     relative = True
     roundings = 1.0
-    _printed = ("key_table", "value_table", "outside", "left")
 
     def __init__(
         self, key_table: Any = None, value_table: Any = None, *, outside: Outside = "clip", left: Any = None

@@ -200,7 +200,6 @@ class SwinV2(Scheme):
     """
 
     dense = True
-    _printed = ("output_weight", "grid", "pretrained_grid", "variant")
 
     def __init__(
         self,

@@ -276,7 +276,6 @@ class TransformerXL(Scheme):
     """
 
     roundings = 2.0
-    _printed = ("rows", "variant", "zero_triu")
 
     def __init__(
         self,

@@ -180,7 +180,6 @@ class WavLM(Scheme):
 
     computes = False
     roundings = 0.0
-    _printed = ("table", "gate", "max_distance")
 
     def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Rounding = "exact") -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)

@@ -123,7 +123,6 @@ class WindowBias(LookupScheme):
 
     roundings = 0.0
     dense = True
-    _printed = ("table", "grid", "key_grid")
 
     def __init__(
         self,
