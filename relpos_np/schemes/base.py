@@ -63,6 +63,9 @@ class Held:
     lift: int = 0
 
 
+# Of an index map with a row for every pair, per pair: five integers while it is made.
+MAP_BYTES = 40
+
 # What a class says of itself by the methods that it defines: parts of the formula, and other forms of `lower`.
 _FLAGS_OF_FORMULAS = {"content": "transform", "turns_values": "turn_values"}
 _FLAGS_OF_TERMS = {
@@ -111,15 +114,9 @@ class Scheme:
         Whether `lower` makes nothing of the numbers in q and k but vectors: the class defines `lower_vectors`.
     by_rows : bool
         Whether the CPU kernels make the bias of every pair some queries at a time: the class defines `lower_by_rows`.
-    dense : bool
-        Whether `lower` makes an index map that holds a number for every pair.
     turns_values : bool
         Whether values turn before they are summed, and the output back; of several schemes only one may, and the others
         may not override `outputs`. A class that defines `turn_values` says so by it.
-    roundings : float or None
-        For ``return_bound``: how many units of roundoff of the call's dtype a number in the terms may be off, relative
-        to itself, or to the norm of the vector it belongs to; 0 if `lower` hands numbers on. None, if it computes more
-        than that or not in this dtype: bounds then hold for the terms as they are.
     """
 
     content = False
@@ -129,9 +126,7 @@ class Scheme:
     rotates_operands = False
     makes_vectors = False
     by_rows = False
-    dense = False
     turns_values = False
-    roundings: float | None = None
     # Why no part of a call can be computed alone, for a scheme of which that is true.
     _whole = ""
 
@@ -354,7 +349,7 @@ class Scheme:
         """A bound on the memory that a call needs for the scheme; this one suits a scheme that looks numbers up.
 
         The formula then holds for every pair two integers, a number of float64 and half of one per head, and two of
-        the call's dtype per head and batch item; a `dense` map is five integers while it is made.
+        the call's dtype per head and batch item.
 
         Parameters
         ----------
@@ -368,7 +363,7 @@ class Scheme:
         """
         pairs = site.q_len * site.k_len
         per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
-        return Held(pairs * (16 + 12 * site.heads + per_item), 40 * pairs if self.dense else 0)
+        return Held(pairs * (16 + 12 * site.heads + per_item))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The backward pass of `lower`: from gradients of the terms to those of its arguments.

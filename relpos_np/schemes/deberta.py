@@ -186,7 +186,6 @@ class DeBERTa(LookupScheme):
     """
 
     relative = True
-    roundings = 1.0
 
     def __init__(
         self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: PositionSign = "code"
@@ -234,9 +233,10 @@ class DeBERTa(LookupScheme):
         lengths = site.q_len, site.k_len, site.offset
         span = (self._span, self.max_position)
         if self.pos_key is not None:
-            yield Lookup("pos_key", "queries", self.pos_key, deberta_map(*lengths, *span, True))
+            yield Lookup("pos_key", "queries", self.pos_key, deberta_map(*lengths, *span, True), scaled=True)
         if self.pos_query is not None:
-            yield Lookup("pos_query", "keys", self.pos_query, deberta_map(*lengths, *span, self.p2c == "code"))
+            index = deberta_map(*lengths, *span, self.p2c == "code")
+            yield Lookup("pos_query", "keys", self.pos_query, index, scaled=True)
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector per head for every pair."""

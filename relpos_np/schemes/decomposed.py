@@ -3,6 +3,7 @@ r"""SAM, ViTDet and MViTv2: products of queries with a vector per difference of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, Rounding
 from relpos_np.formulas.resize_tables import resize_matrix
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import MAP_BYTES, Held, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.schemes.checks import plane, tokens, vectors
 from relpos_np.types import Array, Int64
 
@@ -180,7 +181,6 @@ class DecomposedBias(Scheme):
     """
 
     computes = False
-    dense = True
 
     def __init__(
         self,
@@ -239,6 +239,10 @@ class DecomposedBias(Scheme):
             weights = table if len(table) == rows else resize_matrix(len(table), rows, "linear") @ table
             terms.append(QueryTerm(q, weights.astype(site.dtype, copy=False)[None], index))
         return Terms(queries=tuple(terms))
+
+    def held(self, site: Site) -> Held:
+        """A map of every pair."""
+        return replace(super().held(site), lower=MAP_BYTES * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation of the tables."""

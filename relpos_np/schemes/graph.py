@@ -196,8 +196,6 @@ class GraphLabels(LookupScheme):
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
     """
 
-    roundings = 1.0
-
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:
             raise RelposValueError("GraphLabels: expected table, key_table or value_table, found none of them")
@@ -286,7 +284,7 @@ class GraphLabels(LookupScheme):
         if self.table is not None:
             yield Lookup("table", "tables", self.table.T, index, np.transpose)
         if self.key_table is not None:
-            yield Lookup("key_table", "queries", per_head(self.key_table), index)
+            yield Lookup("key_table", "queries", per_head(self.key_table), index, scaled=True)
         if self.value_table is not None:
             yield Lookup("value_table", "values", per_head(self.value_table), index)
 

@@ -82,7 +82,6 @@ class Inkling(Scheme):
     """
 
     computes = False
-    roundings = 0.0
 
     def __init__(self, relative_states: Any, proj: Any) -> None:
         self.proj = check.table("proj", proj, "channels distances")
@@ -111,7 +110,8 @@ class Inkling(Scheme):
         last = self.proj.shape[1] - 1
         index = clip_map(site.q_len, site.k_len, site.offset, last, "zero", 0)
         states = self.relative_states.astype(site.dtype, copy=False)
-        return Terms(queries=(QueryTerm(states, self.proj.T[None, ::-1].astype(site.dtype, copy=False), index),))
+        weights = self.proj.T[None, ::-1].astype(site.dtype, copy=False)
+        return Terms(queries=(QueryTerm(states, weights, index),), relative_error_ulps=0.0)
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Vectors of the queries."""

@@ -227,9 +227,6 @@ class IRPE(LookupScheme):
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
     """
 
-    roundings = 1.0
-    dense = True
-
     def __init__(
         self,
         grid: Sequence[int],
@@ -320,8 +317,9 @@ class IRPE(LookupScheme):
         for n in range(2 if self.method == "cross" else 1):
             for name, table in self._tables().items():
                 kind = "tables" if self.mode == "bias" else _KINDS[name]
+                own = np.asarray(table[n] if self.method == "cross" else table)
                 index = partial(self._map, n, name == "query_table")
-                yield Lookup(name, kind, np.asarray(table[n] if self.method == "cross" else table), index)
+                yield Lookup(name, kind, own, index, scaled=kind in ("queries", "keys"))
 
     def _map(self, n: int, mirrored: bool) -> Dense:
         """The rows of one table, of pairs (i, j) or (j, i)."""

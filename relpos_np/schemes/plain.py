@@ -136,11 +136,10 @@ class Plain(Scheme):
 
     relative = True
     computes = False
-    roundings = 0.0
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """No terms."""
-        return Terms()
+        return Terms(relative_error_ulps=0.0)
 
     def held(self, site: Site) -> Held:
         """Nothing."""

@@ -248,7 +248,6 @@ class Shaw(LookupScheme):
     """
 
     relative = True
-    roundings = 1.0
 
     def __init__(
         self, key_table: Any = None, value_table: Any = None, *, outside: Outside = "clip", left: Any = None
@@ -304,7 +303,7 @@ class Shaw(LookupScheme):
             whole[:, rows] = to_rows
             return whole
 
-        return Lookup(name, kind, per_head(table)[:, rows], index, back)
+        return Lookup(name, kind, per_head(table)[:, rows], index, back, scaled=kind == "queries")
 
     def held(self, site: Site) -> Held:
         """The formula gathers a vector for every pair, twice where pairs beyond the table have none."""

@@ -275,8 +275,6 @@ class TransformerXL(Scheme):
     Gulati et al., "Conformer", Interspeech 2020. Yang et al., "XLNet", NeurIPS 2019.
     """
 
-    roundings = 2.0
-
     def __init__(
         self,
         content_bias: Any,
@@ -346,7 +344,7 @@ class TransformerXL(Scheme):
         """U joins the query; the position part is a query term with a row per distance."""
         if self.variant == "wenet":
             query, key = self.lower_vectors(q, k, site)
-            return Terms(query, key)
+            return Terms(query, key, relative_error_ulps=2.0)
         content, *positions = self.lower_vectors(q, k, site)
         weights = self.rows.astype(site.dtype, copy=False).transpose(1, 0, 2)
         lengths, rows, wrap = (site.q_len, site.k_len, site.offset), len(self.rows), self._wrap(site)
@@ -355,7 +353,7 @@ class TransformerXL(Scheme):
         if wrap is not None:
             maps.append(wrapped_map(*lengths, rows, wrap))
         terms = [QueryTerm(x, weights, index) for x, index in zip(positions, maps, strict=True)]
-        return Terms(query=content, queries=tuple(terms))
+        return Terms(query=content, queries=tuple(terms), relative_error_ulps=2.0)
 
     def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, ...]:
         """Queries with u, and with v times the scale; where the shift runs on, the latter of the next query too."""
