@@ -48,7 +48,7 @@ def test_computes_is_declared(name):
     for variant in VARIANTS[name]:
         problem, scheme = problem_of(name, variant)
         found = computes(scheme, problem.q, problem.k, problem.site)
-        assert found == scheme.computes, f"{name} {variant}: declare computes = {found}"
+        assert found == scheme.reads_operand_values, f"{name} {variant}: declare reads_operand_values = {found}"
 
 
 def lasting(terms):

@@ -293,7 +293,7 @@ def test_a_scheme_of_ones_own(rng):
     """Its terms are taken as float64 has them."""
 
     class Slope(rp.Scheme):
-        computes = False
+        reads_operand_values = False
 
         def __init__(self, slope):
             self.slope = slope
@@ -334,7 +334,7 @@ def test_errors_that_terms_of_ones_own_state(where, rng):
     """In units of float64, in which it is lowered: bounds grow by as much."""
 
     class Own(rp.Scheme):
-        computes = False
+        reads_operand_values = False
         content = where == "content"
 
         def __init__(self, ulps):

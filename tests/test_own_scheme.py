@@ -21,7 +21,7 @@ class Everything(rp.Scheme):
     """A term of each kind: a table, vectors for queries, keys and values by clipped distance, and a dense map."""
 
     relative = True
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, scalars, vectors, keys, values):
         self.scalars, self.vectors, self.keys, self.values = scalars, vectors, keys, values
@@ -165,7 +165,7 @@ class Excluding(Everything):
         (WrongLift, "gradient of position keys, (numpy|terms|numba): "),
         (LostQuery, "gradient of q, numba"),
         (FalselyRelative, "differs from the formula: in parts"),
-        (FalselyIdle, "FalselyIdle: `lower` computes .* leave out computes = False"),
+        (FalselyIdle, "FalselyIdle: `lower` computes .* leave out reads_operand_values = False"),
     ],
 )
 def test_what_is_wrong_is_found(call, cls, words):
@@ -194,7 +194,7 @@ def test_keys_that_are_excluded_may_hold_anything(call):
 class Vectors(Everything):
     """Queries and keys of its own, the latter as they are, and a vector that is added to queries of a term."""
 
-    content = computes = True
+    content = reads_operand_values = True
 
     def lower(self, q, k, site):
         terms = super().lower(q, k, site)

@@ -137,7 +137,7 @@ class Scaled(rp.Scheme):
     """Values times complex numbers of their keys, outputs times conjugates of those of their queries; no content."""
 
     turns_values = True
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, keys, queries):
         self.keys, self.queries = keys, queries  # (L, 2)

@@ -35,7 +35,7 @@ class DenseBias(Scheme):
         If it does not broadcast to the scores of the call.
     """
 
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, bias: Any) -> None:
         self.bias = check.floating("bias", bias)

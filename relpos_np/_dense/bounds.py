@@ -341,7 +341,7 @@ def bounds(
     return bound, of_lse
 
 
-def held(site: Site) -> int:
+def workspace_bytes(site: Site) -> int:
     """Bytes that `bounds` holds beside wide operands and terms, which it is given."""
     lines = math.prod(site.batch) * site.heads
     # Of whole rows, with a sink.

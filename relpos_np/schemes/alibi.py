@@ -132,7 +132,7 @@ class ALiBi(DistanceBias):
     Multilingual Language Model", 2022.
     """
 
-    restarts = True
+    token_independent = True
 
     @property
     def relative(self) -> bool:  # type: ignore[override]

@@ -43,7 +43,7 @@ class SchemeGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryBound:
     """Bytes that a scheme holds at once beside its own arrays, at most, for all batch items and heads of a call.
 
     Only what grows with the number of pairs of query and key need be counted.
@@ -90,23 +90,30 @@ class Scheme:
 
     A subclass needs no registration: its objects are passed as ``position=`` at once.
 
+    Of its attributes a class states three, where they are true of it: `relative`, `token_independent`, and that it does
+    not read the numbers in its operands. The others follow from the methods that it defines.
+
     Attributes
     ----------
-    content : bool
-        Whether the scheme changes the content product q . k itself; of several schemes only one may. A class that
-        defines `transform` says so by it.
     relative : bool
         Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no
         effect.
-    restarts : bool
+    token_independent : bool
         Whether a shorter call may use the scheme as it is: positions then count from its own first key, and nothing is
         held for the tokens or the batch items of one call. So may all that are `relative`.
-    covers : bool
-        Whether the terms of a call hold, bit for bit, those of every call with some of its positions.
-    computes : bool
+    reads_operand_values : bool
         Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
         leaves them out, says False: its terms can then be made without operands, or from operands of half precision,
         and cut to a part of a call.
+    covers : bool
+        Whether the terms of a call hold, bit for bit, those of every call with some of its positions; by default those
+        of a scheme that is `relative` do.
+    content : bool
+        Whether the scheme changes the content product q . k itself, as one with `transform` does; of several schemes
+        only one may. A class whose terms alone do so states it.
+    turns_values : bool
+        Whether values turn before they are summed, and the output back, as with `turn_values`; of several schemes only
+        one may, and the others may not override `outputs`.
     rotates_operands : bool
         Whether all that `lower` does with q and k is to turn them, which the CPU kernels can do as they read: the class
         defines `lower_rotated`.
@@ -114,15 +121,12 @@ class Scheme:
         Whether `lower` makes nothing of the numbers in q and k but vectors: the class defines `lower_vectors`.
     by_rows : bool
         Whether the CPU kernels make the bias of every pair some queries at a time: the class defines `lower_by_rows`.
-    turns_values : bool
-        Whether values turn before they are summed, and the output back; of several schemes only one may, and the others
-        may not override `outputs`. A class that defines `turn_values` says so by it.
     """
 
     content = False
     relative = False
-    restarts = False
-    computes = True
+    token_independent = False
+    reads_operand_values = True
     rotates_operands = False
     makes_vectors = False
     by_rows = False
@@ -272,7 +276,7 @@ class Scheme:
         Terms
             With arrays in the dtype of the call.
         """
-        lacks(self, "lower")
+        raise_missing_method(self, "lower")
 
     def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, ...]:
         """All that `lower` makes of the numbers in q and k, where that is nothing but vectors of its terms.
@@ -326,8 +330,8 @@ class Scheme:
 
         The call that is returned may be anything between the part and all of `site`. If it is more than the part,
         `lower` gets stand-ins for q and k, and its terms are cut to the part: this is refused for a scheme that
-        `computes`. The scheme that is returned travels to where the part is computed, so it should hold little
-        more than the part needs. It is used for nothing but `lower`.
+        reads the numbers in them. The scheme that is returned travels to where the part is computed, so it should hold
+        little more than the part needs. It is used for nothing but `lower`.
 
         Parameters
         ----------
@@ -345,7 +349,7 @@ class Scheme:
             raise RelposValueError(f"position: {self!r} cannot be computed for a part of a call, since {self._whole}")
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """A bound on the memory that a call needs for the scheme; this one suits a scheme that looks numbers up.
 
         The formula then holds for every pair two integers, a number of float64 and half of one per head, and two of
@@ -358,12 +362,12 @@ class Scheme:
 
         Returns
         -------
-        Held
+        MemoryBound
             Bytes.
         """
         pairs = site.q_len * site.k_len
         per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
-        return Held(pairs * (16 + 12 * site.heads + per_item))
+        return MemoryBound(pairs * (16 + 12 * site.heads + per_item))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The backward pass of `lower`: from gradients of the terms to those of its arguments.
@@ -381,7 +385,7 @@ class Scheme:
         SchemeGradient
             Of q and k, and of the scheme's arrays.
         """
-        lacks(self, "lift")
+        raise_missing_method(self, "lift")
 
     def _with(self, **changed: Any) -> Self:
         """A copy with other attributes, for a part of a call."""
@@ -426,7 +430,7 @@ _WITHOUT = {
 }
 
 
-def lacks(scheme: Any, method: str) -> Never:
+def raise_missing_method(scheme: Any, method: str) -> Never:
     """Raise what a class without that method gets."""
     raise RelposTypeError(f"position: {type(scheme).__name__} has no {_WITHOUT[method]}")
 

@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import deberta_map
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Sample, Site, register
+from relpos_np.schemes.base import MemoryBound, Sample, Site, register
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
@@ -238,10 +238,10 @@ class DeBERTa(LookupScheme):
             index = deberta_map(*lengths, *span, self.p2c == "code")
             yield Lookup("pos_query", "keys", self.pos_query, index, scaled=True)
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula gathers a vector per head for every pair."""
         vectors = site.q_len * site.k_len * site.heads * site.head_dim * site.dtype.itemsize
-        return Held(super().held(site).formula + vectors)
+        return MemoryBound(super().memory_bound(site).formula + vectors)
 
 
 @register(

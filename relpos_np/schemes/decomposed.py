@@ -15,7 +15,7 @@ from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, Rounding
 from relpos_np.formulas.resize_tables import resize_matrix
-from relpos_np.schemes.base import MAP_BYTES, Held, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.schemes.checks import plane, tokens, vectors
 from relpos_np.types import Array, Int64
 
@@ -180,7 +180,7 @@ class DecomposedBias(Scheme):
     Kirillov et al., "Segment Anything", ICCV 2023.
     """
 
-    computes = False
+    reads_operand_values = False
 
     def __init__(
         self,
@@ -240,9 +240,9 @@ class DecomposedBias(Scheme):
             terms.append(QueryTerm(q, weights.astype(site.dtype, copy=False)[None], index))
         return Terms(queries=tuple(terms))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """A map of every pair."""
-        return replace(super().held(site), lower=MAP_BYTES * site.q_len * site.k_len)
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation of the tables."""

@@ -12,7 +12,7 @@ class DistanceBias(Scheme):
     """A scheme whose bias is a function of j - i - offset and the head."""
 
     relative = True
-    computes = False
+    reads_operand_values = False
 
     def _table(self, d: Int64, site: Site) -> Array:
         """The bias of each relative position (rows,): (H, rows)."""

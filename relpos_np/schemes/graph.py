@@ -11,7 +11,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, Site, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, Site, register
 from relpos_np.schemes.checks import vectors_per_pair
 from relpos_np.schemes.lookups import Lookup, LookupScheme, per_head
 from relpos_np.types import Array, Int32
@@ -293,7 +293,7 @@ class GraphLabels(LookupScheme):
         labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
         return (self._with(labels=labels), *part.nearby(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula gathers a vector for every pair of every graph, and again where pairs have none."""
         sizes = [
             per_head(table).shape[0] * table.shape[-1]
@@ -301,7 +301,7 @@ class GraphLabels(LookupScheme):
             if table is not None
         ]
         vectors = 2 * self.labels.size * max(sizes, default=0) * site.dtype.itemsize
-        return Held(super().held(site).formula + vectors)
+        return MemoryBound(super().memory_bound(site).formula + vectors)
 
 
 def _labels(value: Any, rows: int, name: str = "labels") -> Int32:

@@ -81,7 +81,7 @@ class Inkling(Scheme):
     Thinking Machines, "Inkling", 2026: the published model, as transformers has it (`InklingRelativeLogits`).
     """
 
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, relative_states: Any, proj: Any) -> None:
         self.proj = check.table("proj", proj, "channels distances")

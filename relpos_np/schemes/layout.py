@@ -15,7 +15,7 @@ from relpos_np._contract.index_maps import bucket_rows, t5_map
 from relpos_np._contract.terms import IndexMap, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
-from relpos_np.schemes.base import MAP_BYTES, Held, Part, Sample, Scheme, Site, register
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Part, Sample, Scheme, Site, register
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
@@ -348,11 +348,11 @@ class LayoutBias(LookupScheme):
         page = replace(here, k_len=len(at), offset=0)
         return cut, page, replace(rest, keys=slice(here.q_len, len(at)))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Maps per page and axis; distances are integers of 64 bit."""
         pages = math.prod(self._boxes.shape[:-2])
         pairs = pages * site.q_len * site.k_len
-        return Held(Scheme.held(self, site).formula + 112 * pairs, MAP_BYTES * pairs)
+        return MemoryBound(Scheme.memory_bound(self, site).formula + 112 * pairs, MAP_BYTES * pairs)
 
 
 def _integers(name: str, value: Any) -> Int64:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
-from relpos_np.schemes.base import MAP_BYTES, Held, Scheme, SchemeGradient, Site
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Scheme, SchemeGradient, Site
 from relpos_np.types import Array
 
 _TERMS: dict[str, Callable[[Array, Array, Array, IndexMap], Any]] = {
@@ -51,7 +51,7 @@ class Lookup:
 class LookupScheme(Scheme):
     """A scheme that looks rows up, and does nothing else."""
 
-    computes = False
+    reads_operand_values = False
 
     def _lookups(self, site: Site) -> Iterable[Lookup]:
         """What is looked up; several of one attribute are its first axis."""
@@ -70,10 +70,10 @@ class LookupScheme(Scheme):
         ulps = 1.0 if any(one.scaled for one in lookups) else 0.0
         return Terms(tables=tables, queries=queries, keys=keys, values=values, relative_error_ulps=ulps)
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """As any scheme; a map that only `lower` needs has a row for every pair."""
         maps = any(callable(one.index) for one in self._lookups(site))
-        return replace(super().held(site), lower=MAP_BYTES * site.q_len * site.k_len if maps else 0)
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len if maps else 0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The gradient of each table, and of the queries and keys that met them."""

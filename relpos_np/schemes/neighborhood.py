@@ -13,7 +13,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import MAP_BYTES, Held, Sample, Site, register
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Sample, Site, register
 from relpos_np.schemes.checks import same_tokens
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Bools, Int64
@@ -217,9 +217,9 @@ class NeighborhoodBias(LookupScheme):
         if self.table is not None:
             yield Lookup("table", "tables", self.table.reshape(len(self.table), -1), lambda: self._maps()[0])
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The map, also where there is no table."""
-        return replace(super().held(site), lower=MAP_BYTES * site.q_len * site.k_len)
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
 
 
 @register(

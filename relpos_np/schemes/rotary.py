@@ -13,9 +13,9 @@ from relpos_np._contract.turned import Turned, TurnedBack, paired_channels, part
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.schemes.checks import finite
-from relpos_np.schemes.placed import Placed
+from relpos_np.schemes.positioned import Positioned
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
@@ -39,7 +39,7 @@ def _channels(value: Any, dim: Any) -> tuple[int, int]:
     return first, stop
 
 
-class Rotary(Placed):
+class Rotary(Positioned):
     r"""Rotary positions (RoPE): a pair of channels is a plane in which queries and keys turn.
 
     .. math::
@@ -259,7 +259,7 @@ class Rotary(Placed):
             changed["frequencies"] = self.frequencies[:, part.kv_heads]
         return (self._with(**changed), *part.alone(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Turned vectors, what they are made of, and a matrix of float64 for every position and pair; tables."""
         per_item = 4 * math.prod(site.batch) * site.heads * site.dtype.itemsize
         channels = max(site.head_dim, site.v_dim) if self.values else site.head_dim
@@ -270,7 +270,7 @@ class Rotary(Placed):
         # What the gradient of some angles is made of.
         angles = math.prod(site.batch) * site.heads * max(site.q_len, site.k_len) * (site.head_dim // 2)
         part = 12 * 8 * min(_PART + site.heads * site.head_dim, angles) if self.frequencies is not None else 0
-        return Held((site.q_len + site.k_len) * channels * (32 + per_item), tables, tables + part)
+        return MemoryBound((site.q_len + site.k_len) * channels * (32 + per_item), tables, tables + part)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""

@@ -16,7 +16,7 @@ from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import (
     MAP_BYTES,
-    Held,
+    MemoryBound,
     Part,
     Sample,
     Scheme,
@@ -287,9 +287,9 @@ class SwinV2(Scheme):
         index = cut_map(self._map, site.q_len, part.queries, part.keys)
         return (self._with(**of_heads, _map=index), *part.alone(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """A map of every pair."""
-        return replace(super().held(site), lower=MAP_BYTES * site.q_len * site.k_len)
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the lengths of q and k, and back through the network."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Sample, Site, evaluated, register
+from relpos_np.schemes.base import MemoryBound, Sample, Site, evaluated, register
 from relpos_np.schemes.checks import finite
 from relpos_np.schemes.distances import DistanceBias
 from relpos_np.types import Array, Int64
@@ -126,9 +126,9 @@ class TISA(DistanceBias):
     def _table(self, d: Int64, site: Site) -> Array:
         return np.asarray(np.einsum("sh,shr->hr", self.amplitudes.astype(np.float64), self._curves(d)[2]))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula has every curve of every pair at once, twice."""
-        return Held(super().held(site).formula + 16 * site.q_len * site.k_len * self.amplitudes.size)
+        return MemoryBound(super().memory_bound(site).formula + 16 * site.q_len * site.k_len * self.amplitudes.size)
 
     def _gradients(self, d: Int64, grad: Array) -> dict[str, Array]:
         """Each number collects the rows times the slope of its curve in it."""

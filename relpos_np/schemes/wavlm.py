@@ -178,7 +178,7 @@ class WavLM(Scheme):
     Language Model Pre-training via ELECTRA", ACL 2022.
     """
 
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Rounding = "exact") -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)

@@ -67,8 +67,8 @@ def check_scheme(
     Raises
     ------
     AssertionError
-        If something differs, or an option of the class, such as `Scheme.computes`, is not what the scheme does. It
-        says what, on which backend and by how much.
+        If something differs, or the scheme does other things than its class says, as in `Scheme.reads_operand_values`.
+        It says what, on which backend and by how much.
     RelposError
         If the scheme or a method of it cannot be used as it is.
 
@@ -133,13 +133,15 @@ def _declared(scheme: Scheme, q: Array, k: Array, options: Mapping[str, Any]) ->
     name, site = type(scheme).__name__, problem.site
     if scheme.makes_vectors:
         _vectors(scheme, problem)
-    if not scheme.computes:
+    if not scheme.reads_operand_values:
         nan = [np.full_like(x, np.nan) for x in (problem.q, problem.k)]
         terms = scheme.lower(nan[0], nan[1], site)
         own = [x for t in terms.queries for x in (t.query, t.weights)] + [x for t in terms.tables for x in (t.table,)]
         own += [x for t in terms.keys for x in (t.key, t.weights)] + [t.weights for t in terms.values]
         if any(np.isnan(x).any() for x in [*own, *terms.biases] if not any(x is y for y in nan)):
-            raise AssertionError(f"{name}: `lower` computes with queries or keys: leave out computes = False")
+            raise AssertionError(
+                f"{name}: `lower` computes with queries or keys: leave out reads_operand_values = False"
+            )
 
 
 def _vectors(scheme: Scheme, problem: Problem) -> None:
