@@ -222,7 +222,7 @@ def _reads_pages(q: Array, k: Array, v: Array, position: Position, given: Option
 
 def _hands_on(scheme: Scheme, site: Site) -> bool:
     """Whether its terms hold products of keys, or vectors, which are not made page by page."""
-    if scheme.turns:
+    if scheme.rotates_operands:
         return False
     x = np.broadcast_to(np.full((), np.nan, site.dtype), (*site.batch, site.heads, site.q_len, site.head_dim))
     k = np.broadcast_to(x[..., :1, :1, :], (*site.batch, site.kv_heads, site.k_len, site.head_dim))

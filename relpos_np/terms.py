@@ -17,13 +17,13 @@ from relpos_np._contract.terms import (
     ValueTerm,
     ValueTurn,
 )
-from relpos_np.schemes.base import Held, SchemeGradient
+from relpos_np.schemes.base import MemoryBound, SchemeGradient
 
 __all__ = [
     "Change",
     "Dense",
-    "Held",
     "KeyTerm",
+    "MemoryBound",
     "Part",
     "QueryTerm",
     "SchemeGradient",

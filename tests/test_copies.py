@@ -16,7 +16,7 @@ from relpos_np.testing._sizes import lengths
 from relpos_np.testing.example import build
 from tests.every import ATTENTION
 
-held = pytest.importorskip("relpos_np.kernels._numba.plan.workspace_bytes").held
+workspace_bytes = pytest.importorskip("relpos_np.kernels._numba.plan.workspace_bytes").workspace_bytes
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # Queries, keys, batch items: blocks of queries, whole windows, ranges of keys.
@@ -35,8 +35,8 @@ class Call:
         self.fits = (e.q.shape[-2], e.k.shape[-2]) == (q_len, k_len)
         self.problem, _, _ = check.call(*self.operands, completed(rp.attention, {}))
         schemes = e.position if isinstance(e.position, tuple) else (e.position,)
-        self.terms = all_terms(each_lowered(schemes, self.problem, turning=True, by_rows=True))
-        self.tables = sum(scheme.held(self.problem.site).lower for scheme in schemes)
+        self.terms = all_terms(each_lowered(schemes, self.problem, by_kernels=True))
+        self.tables = sum(scheme.memory_bound(self.problem.site).lower for scheme in schemes)
 
     @property
     def moves_only(self):
@@ -49,7 +49,7 @@ class Call:
         """Bytes of attention and of its gradients beside results, tables and maps, as shares of an operand."""
         q, k, v = (np.ascontiguousarray(x.astype(dtype)) for x in self.operands)
         out, w, options = np.empty_like(q), np.ones_like(q), {"position": self.position}
-        parts = held(self.problem, self.terms, None, True)
+        parts = workspace_bytes(self.problem, self.terms, None, True)
         tables = self.tables + parts["tables and index maps"] + parts["sums of gradients"]
         yield (taken(lambda: rp.attention(q, k, v, out=out, **options)) - tables) / k.nbytes
         yield (taken(lambda: rp.attention_vjp(q, k, v, grad_out=w, **options)) - tables) / k.nbytes
@@ -77,7 +77,7 @@ def test_nothing_of_the_size_of_an_operand_is_made(kind, dtype):
     seen, worst = set(), {}
     for name, variant in ATTENTION:
         cls = rp.SCHEMES[name].cls
-        if not (cls.turns or (dtype != "float32" and not cls.computes)):
+        if not (cls.rotates_operands or (dtype != "float32" and not cls.reads_operand_values)):
             continue
         try:
             call = Call(name, variant, kind)

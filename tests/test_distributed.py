@@ -136,7 +136,7 @@ class Private(Secretive):
 class PerHead(Scheme):
     """A number per key and head of queries, where terms have one per head of keys."""
 
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, numbers):
         self.numbers = numbers

@@ -74,7 +74,6 @@ def test_bounds_of_the_papers_formulas(case, rng):
     with mpmath.workdps(50):
         lists = [test_mpmath.exact(x.tolist()) for x in (q, k, v)]
         scheme, call = case(lambda *shape: draw(shape), *lists[:2])
-        assert scheme is None or scheme.roundings is not None
         out, lse, _, _ = test_mpmath.attention(*lists, scale=0.4, **call)
         wanted = [np.array([Decimal(mpmath.nstr(x, 45)) for x in numbers], object) for numbers in (out, lse)]
     for backend in BACKENDS:
@@ -126,6 +125,24 @@ def test_the_largest_error_is_counted(part, rng):
             assert one.outside == 0, backend
 
 
+# Of each of these, terms say how their numbers are rounded.
+EXACT = {
+    "plain",
+    "t5",
+    "window",
+    "beit",
+    "wavlm",
+    "neighborhood",
+    "inkling",
+    "shaw",
+    "irpe",
+    "deberta",
+    "layout",
+    "graph",
+    "transformer_xl",
+}
+
+
 def arrays_of(scheme):
     """What a scheme and those within it are made of."""
     for x in testing.arguments(scheme).values():
@@ -136,14 +153,18 @@ def arrays_of(scheme):
 
 
 @pytest.mark.parametrize(("name", "variant"), ATTENTION)
-def test_schemes_that_declare_no_roundings_hand_numbers_on(name, variant):
-    """All numbers in their terms are numbers that they were given; of those with one rounding, with a scale of 1."""
+def test_terms_that_state_no_error_hold_numbers_that_were_given(name, variant):
+    """All numbers in them are numbers that the scheme was given; of those with one rounding, with a scale of 1."""
     e = testing.example(name, variant=variant, dtype="float64", size="tiny")
-    roundings = e.position.roundings
-    if roundings is None or roundings > 1:
-        return
-    problem = check.problem(e.q, e.k, e.v, **{**e.kwargs, **({"scale": 1.0} if roundings else {})})[0]
+    problem = check.problem(e.q, e.k, e.v, **e.kwargs)[0]
     terms = e.position.lower(problem.q, problem.k, problem.site)
+    ulps = terms.relative_error_ulps
+    assert (ulps is not None) == (name in EXACT)
+    if ulps is None or ulps > 1:
+        return
+    if ulps:
+        problem = check.problem(e.q, e.k, e.v, **{**e.kwargs, "scale": 1.0})[0]
+        terms = e.position.lower(problem.q, problem.k, problem.site)
     found = [t.table for t in terms.tables] + [x for t in terms.queries for x in (t.query, t.weights)]
     found += [x for t in terms.keys for x in (t.key, t.weights)] + [t.weights for t in terms.values]
     given = np.concatenate([x.ravel() for x in (problem.q, problem.k, *arrays_of(e.position))] + [[0.0, -np.inf]])
@@ -272,7 +293,7 @@ def test_a_scheme_of_ones_own(rng):
     """Its terms are taken as float64 has them."""
 
     class Slope(rp.Scheme):
-        computes = False
+        reads_operand_values = False
 
         def __init__(self, slope):
             self.slope = slope
@@ -309,18 +330,18 @@ def of_ones_own(where, site):
 
 
 @pytest.mark.parametrize("where", ["biases", "tables", "queries", "keys", "values", "content"])
-def test_roundings_that_a_scheme_of_ones_own_declares(where, rng):
+def test_errors_that_terms_of_ones_own_state(where, rng):
     """In units of float64, in which it is lowered: bounds grow by as much."""
 
     class Own(rp.Scheme):
-        computes = False
+        reads_operand_values = False
         content = where == "content"
 
-        def __init__(self, roundings):
-            self.roundings = roundings
+        def __init__(self, ulps):
+            self.ulps = ulps
 
         def lower(self, q, k, site):
-            return of_ones_own(where, site)
+            return replace(of_ones_own(where, site), relative_error_ulps=self.ulps)
 
     q, k, v = rng.standard_normal((3, 1, 4, 6))
     few, many = (rp.attention(q, k, v, position=Own(n), return_bound=True, backend="terms")[1] for n in (0.0, 1e6))

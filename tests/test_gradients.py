@@ -66,8 +66,6 @@ def test_a_scheme_that_passes_no_gradient_on(backend, rng):
     """Of content without a slope the operands' gradients are 0, and the values' are not."""
 
     class Constant(rp.Plain):
-        content = True
-
         def transform(self, q, k, site):
             return np.ones_like(q), np.ones_like(k)
 

@@ -21,7 +21,7 @@ class Everything(rp.Scheme):
     """A term of each kind: a table, vectors for queries, keys and values by clipped distance, and a dense map."""
 
     relative = True
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, scalars, vectors, keys, values):
         self.scalars, self.vectors, self.keys, self.values = scalars, vectors, keys, values
@@ -144,7 +144,9 @@ class FalselyIdle(Everything):
         return terms
 
 
-class Undeclared(Everything):
+class Excluding(Everything):
+    """The furthest later keys are excluded."""
+
     def scores(self, q, k, site):
         return np.where(self._rows(site) == 4, -np.inf, super().scores(q, k, site))
 
@@ -163,8 +165,7 @@ class Undeclared(Everything):
         (WrongLift, "gradient of position keys, (numpy|terms|numba): "),
         (LostQuery, "gradient of q, numba"),
         (FalselyRelative, "differs from the formula: in parts"),
-        (FalselyIdle, "FalselyIdle: `lower` computes .* leave out computes = False"),
-        (Undeclared, "Undeclared: its scores are -inf in places: declare excludes = True"),
+        (FalselyIdle, "FalselyIdle: `lower` computes .* leave out reads_operand_values = False"),
     ],
 )
 def test_what_is_wrong_is_found(call, cls, words):
@@ -176,10 +177,24 @@ def test_what_is_wrong_is_found(call, cls, words):
         assert len(named) == 1, "nothing else is wrong"
 
 
+def test_keys_that_are_excluded_may_hold_anything(call):
+    """Nothing is declared: -inf in the scores of the formula and in the terms says it."""
+    q, k, v, _ = call
+    own = made(np.random.default_rng(5), Excluding)
+    assert max(check_scheme(own, q, k, v, gradients=False).values()) <= 1
+    options = {"position": own, "offset": 0}
+    wanted = rp.attention(q[..., :2, :], k, v, **options, backend="numpy")
+    k, v = k.copy(), v.copy()
+    k[..., 4:, :] = v[..., 4:, :] = np.nan
+    for backend in BACKENDS:
+        found = rp.attention(q[..., :2, :], k, v, **options, backend=backend)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
+
+
 class Vectors(Everything):
     """Queries and keys of its own, the latter as they are, and a vector that is added to queries of a term."""
 
-    content = computes = True
+    content = reads_operand_values = True
 
     def lower(self, q, k, site):
         terms = super().lower(q, k, site)

@@ -15,7 +15,7 @@ HEADS, DEPTH = 4, 16
 RESTARTING = [
     pair
     for pair in ATTENTION
-    if (scheme := testing.example(pair[0], variant=pair[1], size="tiny").position).relative or scheme.restarts
+    if (scheme := testing.example(pair[0], variant=pair[1], size="tiny").position).relative or scheme.token_independent
 ]
 POSITIONS = {
     "none": lambda rng: None,

@@ -26,7 +26,7 @@ def test_fox_refuses():
         (lambda: rp.attention(q, q, q, position=rp.FoX(gates), offset=1), r"offset: queries stand at 1 \.\.\. 5"),
         (lambda: rp.attention(q, q, q, position=rp.FoX(gates), offset=-1), r"offset: queries stand at -1 \.\.\. 3"),
     )
-    assert repr(rp.FoX(gates)) == "FoX(gates=(2, 5), variant='fox')"
+    assert repr(rp.FoX(gates)) == "FoX(gates=(2, 5))"
 
 
 def test_fox_loses_no_digits_in_a_long_text(rng):

@@ -36,7 +36,7 @@ def test_large_numbers_are_their_own_magnitude(dtype, backend):
 
 
 def test_repr():
-    assert repr(rp.PoPE(BIAS)) == "PoPE(bias=(8,), base=10000.0)"
+    assert repr(rp.PoPE(BIAS)) == "PoPE(bias=(8,))"
     scheme = rp.PoPE(BIAS[None], frequencies=BIAS, positions=np.ones(3), key_positions=np.ones((2, 4)))
     assert repr(scheme) == "PoPE(bias=(1, 8), frequencies=(8,), positions=(3,), key_positions=(2, 4))"
 

@@ -53,7 +53,7 @@ def test_blocks_of_one_pair_each(blocks, dtype, backend, rng):
 def test_channels_may_be_said_with_their_number():
     for scheme in (rp.Rotary(channels=(2, 6)), rp.Rotary(4, channels=[2, 6]), rp.Rotary(channels=np.array([2, 6]))):
         assert (scheme.dim, scheme.channels) == (4, (2, 6))
-        assert repr(scheme) == "Rotary(4, base=10000.0, layout='half', channels=(2, 6))"
+        assert repr(scheme) == "Rotary(dim=4, channels=(2, 6))"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

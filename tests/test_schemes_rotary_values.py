@@ -137,7 +137,7 @@ class Scaled(rp.Scheme):
     """Values times complex numbers of their keys, outputs times conjugates of those of their queries; no content."""
 
     turns_values = True
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, keys, queries):
         self.keys, self.queries = keys, queries  # (L, 2)
@@ -240,7 +240,7 @@ def test_what_has_no_meaning_is_refused(backend, rng):
 
 
 def test_arguments():
-    assert repr(rp.Rotary(4, values=True)) == "Rotary(4, base=10000.0, layout='half', values=True)"
+    assert repr(rp.Rotary(4, values=True)) == "Rotary(dim=4, values=True)"
     assert not rp.Rotary(4).turns_values
     with pytest.raises(rp.RelposTypeError, match="values: expected True or False, found 1"):
         rp.Rotary(4, values=1)

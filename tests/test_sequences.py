@@ -23,7 +23,7 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), np.d
 
 def _restarts(name, variant):
     scheme = testing.example(name, variant=variant, size="tiny").position
-    return scheme.relative or scheme.restarts
+    return scheme.relative or scheme.token_independent
 
 
 RESTARTING = [pair for pair in ATTENTION if _restarts(*pair)]

@@ -12,7 +12,7 @@ CAPACITY, LENGTHS = 40, np.array([3, 40, 17])
 RESTARTING = [
     pair
     for pair in ATTENTION
-    if (scheme := testing.example(pair[0], variant=pair[1], size="tiny").position).relative or scheme.restarts
+    if (scheme := testing.example(pair[0], variant=pair[1], size="tiny").position).relative or scheme.token_independent
 ]
 PLACES = {
     "a causal mask": {"causal": True},

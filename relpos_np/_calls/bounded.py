@@ -39,7 +39,7 @@ class Bounded:
         seen = self.problem if all(is_registered(type(scheme)) for scheme in schemes) else problem
         self.terms = all_terms(each_lowered(schemes, seen))
         units = np.finfo(seen.site.dtype).eps / np.finfo(self.problem.site.dtype).eps
-        self.made = float(units) * max((scheme.roundings or 0.0 for scheme in schemes), default=0.0)
+        self.made = float(units) * (self.terms.relative_error_ulps or 0.0)
         if self.terms.changes:
             raise RelposValueError(
                 "return_bound: a function that changes scores may lose any number of digits; expected schemes that "

@@ -67,7 +67,7 @@ class Call:
         if self._admitted is not None:
             return self._admitted.lowered
         by_kernels = self.backend == "numba"
-        return each_lowered(self.schemes, self.problem, turning=by_kernels, by_rows=by_kernels)
+        return each_lowered(self.schemes, self.problem, by_kernels=by_kernels)
 
     def _sinks(self) -> Array | None:
         given = self.given["sinks"]
@@ -119,7 +119,7 @@ class Call:
         lowered = self._lower()
         terms = all_terms(lowered)
         # Gradients of schemes that do not compute with queries and keys do not need their numbers, either.
-        computing = any(scheme.computes and not scheme.turns for scheme in self.schemes)
+        computing = any(scheme.reads_operand_values and not scheme.rotates_operands for scheme in self.schemes)
         sinks, grad_sinks = self._sinks(), None
         if sinks is not None:
             out, lse = self._without_sinks(terms)

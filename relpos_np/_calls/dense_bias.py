@@ -35,8 +35,7 @@ class DenseBias(Scheme):
         If it does not broadcast to the scores of the call.
     """
 
-    excludes = True
-    computes = False
+    reads_operand_values = False
 
     def __init__(self, bias: Any) -> None:
         self.bias = check.floating("bias", bias)
@@ -67,9 +66,6 @@ class DenseBias(Scheme):
         """The bias with all axes of the scores, some of which may have length 1."""
         missing = len(site.batch) + 3 - self.bias.ndim
         return self.bias.astype(site.dtype, copy=False).reshape((1,) * missing + self.bias.shape)
-
-    def __repr__(self) -> str:
-        return f"DenseBias(bias={self.bias.shape})"
 
 
 def cap_beside_bias(name: str, given: Options, schemes: Sequence[Any]) -> str:

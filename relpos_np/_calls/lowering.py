@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np._calls import stated
+from relpos_np._calls import validate_terms
 from relpos_np._contract import check
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Terms, fit
-from relpos_np._contract.turned import Turned, TurnedBack, Turning
+from relpos_np._contract.turned import Turned, TurnedBack
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Scheme
 from relpos_np.types import Array
@@ -37,7 +37,7 @@ def checked_schemes(
     """The schemes of a call, checked against it, and against what is to evaluate them."""
     schemes = schemes_of(position)
     if schemes and problem.unplaced:
-        check.placed(problem)
+        check.refuse_unplaced(problem)
     for scheme in schemes:
         scheme.check(problem.site)
         if problem.cap_content and scheme.content and type(scheme).transform is Scheme.transform:
@@ -49,7 +49,7 @@ def checked_schemes(
         raise RelposValueError("position: two of the schemes change the content product and cannot be combined")
     if not problem.site.scores_only:
         _check_turns(schemes)
-    stated.able(schemes, problem.site, backend, backward)
+    validate_terms.able(schemes, problem.site, backend, backward)
     return schemes
 
 
@@ -71,41 +71,39 @@ def each_lowered(
     problem: Problem,
     operands: Any = None,
     *,
-    turning: bool = False,
-    by_rows: bool = False,
+    by_kernels: bool = False,
 ) -> list[Terms]:
     """Each scheme as terms; `operands` are q and k where they are on a device, the rest is as `lowered` has it."""
     if operands is not None:
         return [
-            stated.checked(scheme, scheme.lower(operands[0], operands[1], problem.site), problem.site)
+            validate_terms.checked(scheme, scheme.lower(operands[0], operands[1], problem.site), problem.site)
             for scheme in schemes
         ]
-    return [lowered(scheme, problem, problem.site, turning=turning, by_rows=by_rows) for scheme in schemes]
+    return [lowered(scheme, problem, problem.site, by_kernels=by_kernels) for scheme in schemes]
 
 
-def lowered(scheme: Scheme, problem: Problem, site: Site, *, turning: bool = False, by_rows: bool = False) -> Terms:
+def lowered(scheme: Scheme, problem: Problem, site: Site, *, by_kernels: bool = False) -> Terms:
     """One scheme as terms. What is stored in half precision is converted only if the terms hold it.
 
-    `turning`: operands that turn are left to the kernel. `by_rows`: so are biases of every pair that it can make.
+    `by_kernels`: the CPU kernels are left to turn operands, and to make biases of every pair, where they can.
     """
-    if by_rows and scheme.by_rows:
+    if by_kernels and scheme.by_rows:
         return scheme.lower_by_rows(problem.q, problem.k, site)
-    if turning and scheme.turns:
-        operands: list[Any] = [Turning(problem.stored_q), Turning(problem.stored_k)]
-        return scheme.lower(operands[0], operands[1], site)
-    if scheme.computes:
-        return stated.checked(scheme, scheme.lower(problem.q, problem.k, site), site)
+    if by_kernels and scheme.rotates_operands:
+        return scheme.lower_rotated(problem.stored_q, problem.stored_k, site)
+    if scheme.reads_operand_values:
+        return validate_terms.checked(scheme, scheme.lower(problem.q, problem.k, site), site)
     q, k = problem.stored_q, problem.stored_k
     terms = scheme.lower(q, k, site)
     if isinstance(terms, Terms):
         terms.queries = tuple(replace(t, query=problem.q) if t.query is q else t for t in terms.queries)
         terms.keys = tuple(replace(t, key=problem.k) if t.key is k else t for t in terms.keys)
-    return stated.checked(scheme, terms, site)
+    return validate_terms.checked(scheme, terms, site)
 
 
-def lowered_once(scheme: Scheme) -> bool:
+def has_reusable_terms(scheme: Scheme) -> bool:
     """Whether calls of one form can share the terms of a scheme, but for vectors that it makes anew in each."""
-    return not scheme.computes or scheme.turns or scheme.makes_vectors
+    return not scheme.reads_operand_values or scheme.rotates_operands or scheme.makes_vectors
 
 
 def all_terms(lowered: list[Terms]) -> Terms:
@@ -141,7 +139,7 @@ def each_lifted(
         for slot, left in rest.items():
             setattr(own, slot, tuple(next(left) for _ in getattr(terms, slot)))
         share = scheme.lift(*operands, problem.site, own)
-        share = stated.checked_lift(scheme, share, tuple(x.shape for x in operands))
+        share = validate_terms.checked_lift(scheme, share, tuple(x.shape for x in operands))
         own_arrays = {
             name: np.asarray(x).astype(attrgetter(name)(scheme).dtype, copy=False) for name, x in share.arrays.items()
         }

@@ -20,14 +20,14 @@ from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm, ValueTurn
 from relpos_np._dense import bounds
 from relpos_np._runtime import memory
-from relpos_np.schemes.base import Held, Scheme
+from relpos_np.schemes.base import MemoryBound, Scheme
 from relpos_np.types import Array
 
 # What a call holds in small things: records, offsets, strings of checks.
 SMALL = 1 << 15
 # Matrices of scores that are alive at once: while they are made, beside what schemes hold; in the softmax and the
 # products after it; in the backward pass.
-FORMED, SOFTENED, RETURNED = 2, 3, 8
+SCORE_MATRICES, SOFTMAX_MATRICES, BACKWARD_MATRICES = 2, 3, 8
 
 
 class Admission:
@@ -52,7 +52,7 @@ class Admission:
         dense = self.function == "logits" or self.name not in _backend.WITH_KERNELS
         # What kernels make some queries at a time is among what they hold.
         by_rows = self.name == "numba" and not dense
-        holds = [Held(0) if by_rows and scheme.by_rows else scheme.held(site) for scheme in schemes]
+        holds = [MemoryBound(0) if by_rows and scheme.by_rows else scheme.memory_bound(site) for scheme in schemes]
         parts = {"small things": SMALL, **self._results(problem, result), "copies of operands": converted}
         lines, pairs = math.prod(site.batch) * site.heads, site.q_len * site.k_len
         item = site.dtype.itemsize
@@ -68,14 +68,14 @@ class Admission:
             parts["copies of operands"] += _repeated(site) + sum(x.nbytes for x in given if not x.flags.c_contiguous)
             extra = 2 if dropped else 0
             forward = max(
-                FORMED * lines * pairs * item + (0 if lowering else max((h.formula for h in holds), default=0)),
-                (SOFTENED + extra) * lines * pairs * item,
+                SCORE_MATRICES * lines * pairs * item + (0 if lowering else max((h.formula for h in holds), default=0)),
+                (SOFTMAX_MATRICES + extra) * lines * pairs * item,
             )
             parts["dense matrices of scores"] = forward
         if self.return_bound:
             parts["bounds"] = _bounded(site, schemes, mask)
         # The CPU kernels turn what they read, and gradients back.
-        making = [scheme for scheme in schemes if not (by_rows and scheme.turns)]
+        making = [scheme for scheme in schemes if not (by_rows and scheme.rotates_operands)]
         if schemes and (lowering or backward):
             parts["what schemes hold"] = sum(h.lower for h in holds) + 3 * _vectors(site, making)
         if backward and schemes:
@@ -88,7 +88,7 @@ class Admission:
             if dense:
                 # As the call itself does before: what schemes make of operands depends on their layout.
                 problem.pack()
-            self.lowered = each_lowered(schemes, problem, turning=by_rows, by_rows=by_rows)
+            self.lowered = each_lowered(schemes, problem, by_kernels=by_rows)
             terms = all_terms(self.lowered)
             if terms.turn is not None:
                 parts["turned values and output"] = _turned(site, terms.turn, backward)
@@ -96,11 +96,11 @@ class Admission:
                 parts["what terms hold"] = _dense_terms(terms, site, lines, backward)
                 if backward:
                     parts["dense matrices of scores"] = max(
-                        parts["dense matrices of scores"], RETURNED * lines * pairs * item
+                        parts["dense matrices of scores"], BACKWARD_MATRICES * lines * pairs * item
                     )
                     parts["gradients"] = _gradients(site, lines)
             elif self.name == "numba":
-                parts |= _backend.kernels("numba").held(problem, terms, _strided(mask, site), backward)
+                parts |= _backend.kernels("numba").workspace_bytes(problem, terms, _strided(mask, site), backward)
             memory.require(self.function, parts)
 
     def _results(self, problem: Problem, result: np.dtype[Any]) -> dict[str, int]:
@@ -163,7 +163,7 @@ def _mask(mask: Any, site: Site, dense: bool) -> int:
 
 def _vectors(site: Site, schemes: Sequence[Scheme]) -> int:
     """Bytes of the queries and keys that some schemes make."""
-    if not any(scheme.content or scheme.computes for scheme in schemes):
+    if not any(scheme.content or scheme.reads_operand_values for scheme in schemes):
         return 0
     count, item = math.prod(site.batch), 2 * site.dtype.itemsize
     return count * site.head_dim * item * (site.heads * site.q_len + site.kv_heads * site.k_len)
@@ -186,8 +186,13 @@ def _bounded(site: Site, schemes: Sequence[Scheme], mask: Any) -> int:
     items, width = math.prod(site.batch), site.head_dim + site.v_dim
     operands = items * (site.heads * site.q_len * site.head_dim + site.kv_heads * site.k_len * width)
     operands *= 8 + 2 * wide.itemsize
-    lowered = sum(scheme.held(site).lower for scheme in schemes) + 3 * _vectors(site, schemes)
-    return operands + _mask(mask, replace(site, dtype=np.dtype(np.float64)), dense=False) + lowered + bounds.held(site)
+    lowered = sum(scheme.memory_bound(site).lower for scheme in schemes) + 3 * _vectors(site, schemes)
+    return (
+        operands
+        + _mask(mask, replace(site, dtype=np.dtype(np.float64)), dense=False)
+        + lowered
+        + bounds.workspace_bytes(site)
+    )
 
 
 def _gradients(site: Site, lines: int) -> int:

@@ -173,7 +173,7 @@ class PackedCall:
                 raise RelposValueError(f"{name}: cannot be combined with segments; make a call for each sequence")
         if self.given["offset"] is not None and not check.at_end(self.given["offset"]):
             self._offset = check.integer("offset", self.given["offset"])
-        self._must_restart("segments")
+        self._refuse_tokens("segments")
         self._bounds = segment_bounds(self.given["segments"], self.q.shape[-2], self.k.shape[-2])
 
     def _segments(self, bounds: tuple[Int64, Int64]) -> list[_Part]:
@@ -195,7 +195,7 @@ class PackedCall:
             given = check.integers("offset", self.given["offset"]).astype(np.int64)
         check.fits_batch("offset", given.shape, batch)
         self._offsets = np.broadcast_to(given, batch)
-        self._must_restart("an offset for each item")
+        self._refuse_tokens("an offset for each item")
 
     def _items(self) -> list[_Part]:
         """Runs of batch items that have the same offset: views of the operands, not copies."""
@@ -210,10 +210,10 @@ class PackedCall:
                     parts.append(_Part((*lead, slice(a, b)), _ALL, _ALL, int(own[a])))
         return parts
 
-    def _must_restart(self, what: str) -> None:
+    def _refuse_tokens(self, what: str) -> None:
         """Refuse schemes that hold something for the tokens or the items of the whole call."""
         for scheme in schemes_of(self.position):
-            if not (scheme.relative or scheme.restarts):
+            if not (scheme.relative or scheme.token_independent):
                 raise RelposValueError(
                     f"position: {scheme!r} belongs to the tokens of one call and cannot be used with {what}; make a "
                     "call for each sequence"

@@ -11,7 +11,7 @@ import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
-from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, lowered_once
+from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, has_reusable_terms
 from relpos_np._contract import check, outputs
 from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.problem import Problem, Site, converted
@@ -112,11 +112,11 @@ def ready(
     stored = zip(operands, (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
     if result.name not in kernels.WRITES or not all(np.may_share_memory(x, own) for x, own in stored):
         return None
-    if not all(lowered_once(scheme) and not scheme.turns_values for scheme in schemes):
+    if not all(has_reusable_terms(scheme) and not scheme.turns_values for scheme in schemes):
         return None
     # Queries and keys may be one array; in later calls they need not.
     problem = replace(problem, stored_k=problem.stored_k.view())
-    lowered, site = each_lowered(schemes, problem, turning=True), problem.site
+    lowered, site = each_lowered(schemes, problem, by_kernels=True), problem.site
     made = zip(schemes, lowered, strict=True)
     computing = [(scheme, terms.vectors()) for scheme, terms in made if scheme.makes_vectors]
     planned = kernels.prepare(problem, all_terms(lowered), result, [x for _, vectors in computing for x in vectors])

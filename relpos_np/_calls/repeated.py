@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls.lowering import lowered_once
+from relpos_np._calls.lowering import has_reusable_terms
 from relpos_np._calls.prepared import Ready, own_schemes, ready
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.terms import Dense, IndexMap, Toeplitz
@@ -83,7 +83,7 @@ def _of(value: Any) -> Hashable | None:
     found: list[Any] = [kind]
     parts: Iterable[Any] = value
     if kind is not tuple and kind is not list:
-        if not is_registered(kind) or not isinstance(value, Scheme) or not lowered_once(value):
+        if not is_registered(kind) or not isinstance(value, Scheme) or not has_reusable_terms(value):
             return None
         held = vars(value)
         found += held

@@ -494,7 +494,7 @@ def call(
         _add_rule(found, given["rule"])
     found.unplaced = offset is None and found.key_lengths is not None and 0 < q_len < k_len
     if found.unplaced and found.is_banded:
-        placed(found)
+        refuse_unplaced(found)
     cap_order = choice("cap_order", given["cap_order"], ("scores", "content"))
     if given["softcap"] is not None:
         found.softcap, found.cap_content = positive("softcap", given["softcap"]), cap_order == "content"
@@ -541,7 +541,7 @@ def _first_position(offset: Any, key_lengths: Any, q_len: int, k_len: int) -> in
     return (k_len if key_lengths is None else integer("key_lengths", key_lengths)) - q_len
 
 
-def placed(problem: Problem) -> None:
+def refuse_unplaced(problem: Problem) -> None:
     """Refuse an unplaced call, in which positions matter, unless all keys exist."""
     lengths, site = problem.key_lengths, problem.site
     if lengths is not None and ((lengths > 0) & (lengths < site.k_len)).any():

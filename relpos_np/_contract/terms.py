@@ -373,6 +373,10 @@ class Terms:
         Made of the sum of everything else, one after the other; kernels refuse them.
     turn : ValueTurn, optional
         Of values, and back of the output, with what `values` adds to it.
+    relative_error_ulps : float, optional
+        For ``return_bound``: how many units of roundoff of the call's dtype a number in the terms may be off, relative
+        to itself, or to the norm of the vector it belongs to; 0 for numbers that are handed on. None, if more is
+        computed than that, or not in this dtype: bounds then hold for the terms as they are.
     """
 
     query: Any = None
@@ -384,6 +388,7 @@ class Terms:
     biases: tuple[Any, ...] = ()
     changes: tuple[Change, ...] = ()
     turn: ValueTurn | None = None
+    relative_error_ulps: float | None = None
 
     def vectors(self) -> tuple[Any, ...]:
         """What may be made of the numbers in queries and keys, as `Scheme.vectors` has it.
@@ -413,6 +418,7 @@ class Terms:
             self.biases + other.biases,
             self.changes + other.changes,
             self.turn if other.turn is None else other.turn,
+            max((ulps for ulps in (self.relative_error_ulps, other.relative_error_ulps) if ulps), default=None),
         )
 
 

@@ -36,13 +36,9 @@ class Turned:
         shape: tuple[int, ...] = self.x.shape
         return shape
 
-
-@dataclass(slots=True, eq=False)
-class Turning:
-    """An operand as it is stored, for a kernel that turns what it reads."""
-
-    x: Array
-    trained: bool = False
+    def made(self) -> Any:
+        """The operand that has turned."""
+        return turn_channels(self.x, self.cos, self.sin, self.layout, self.first, self.blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +89,6 @@ def turn_pairs(x: Array, cos: Array, sin: Array, layout: str, out: Array) -> Non
 
 def turn_channels(x: Any, cos: Array, sin: Array, layout: str, first: int = 0, blocks: int = 1) -> Any:
     """Pairs of channels, from one on, times complex numbers (..., L, P); of several blocks each is laid out alone."""
-    if isinstance(x, Turning):
-        return Turned(x.x, cos, sin, layout, first, blocks, x.trained)
     if not isinstance(x, np.ndarray):
         if not first and blocks == 1:
             return x.turned(cos, sin, layout)  # on a device an operand turns itself

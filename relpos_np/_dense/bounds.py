@@ -9,7 +9,7 @@ for float64), and each step says how far it may be from the exact value. Let :ma
 1. *Scores.* A sum of n products in any order, with or without FMA, is within :math:`\gamma_n \sum |a| |b|` of its
    value (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1). An addition whose result is s is
    within u \|s\| of it, and the cap :math:`c \tanh(s / c)` has a slope of at most 1. With numbers of terms that have
-   been rounded themselves, see `Scheme.roundings`, the sum of all these errors is :math:`d_{ij}`:
+   been rounded themselves, see `Terms.relative_error_ulps`, the sum of all these errors is :math:`d_{ij}`:
    :math:`|s^*_{ij} - s_{ij}| \le d_{ij}`.
 2. *Weights.* As the exponential is convex, and computed within 4 u of its value,
    :math:`|w^*_{ij} - w_{ij}| \le \rho_{ij} = e^{s_{ij} - m_i + d_{ij}} (1 - e^{-d_{ij}}) + 4 u w_{ij}`.
@@ -341,7 +341,7 @@ def bounds(
     return bound, of_lse
 
 
-def held(site: Site) -> int:
+def workspace_bytes(site: Site) -> int:
     """Bytes that `bounds` holds beside wide operands and terms, which it is given."""
     lines = math.prod(site.batch) * site.heads
     # Of whole rows, with a sink.

@@ -70,7 +70,8 @@ def _before_masks(problem: Problem, schemes: Sequence[Scheme], slopes: Slopes) -
         added = scheme.scores(q, k, site)
         if added is not None:
             s = s + added
-            shut += [added == -np.inf] if scheme.excludes else []
+            hidden = added == -np.inf
+            shut += [hidden] if hidden.any() else []
     for pairs in shut:
         s = np.where(pairs, site.dtype.type(-np.inf), s)
     _same_shape("scores have", s, (*problem.batch, site.heads, site.q_len, site.k_len), schemes)

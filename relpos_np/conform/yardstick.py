@@ -31,8 +31,8 @@ from relpos_np.errors import RelposError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.softmax import repeat_heads, softmax
 from relpos_np.schemes.base import Position
-from relpos_np.schemes.placed import Placed
 from relpos_np.schemes.plain import Plain
+from relpos_np.schemes.positioned import Positioned
 from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import changed, rebuilt
 from relpos_np.testing.compare import largest, ratio, typical
@@ -188,7 +188,7 @@ def truth(
     draws = _straightforward(one, kept, grad_out, trained)
     if arithmetic is not None:
         draws = _with(arithmetic, one, kept, draws, grad_out, trained)
-    return Truth(expected, worst, usual, stored, draws, 1.5 if isinstance(one.position, Placed) else 1.0)
+    return Truth(expected, worst, usual, stored, draws, 1.5 if isinstance(one.position, Positioned) else 1.0)
 
 
 def _pairs_of_rows(one: Example) -> dict[int, Array]:
@@ -335,7 +335,7 @@ def _results(one: Example, backend: Backend, grad_out: Array | None, trained: tu
 @np.errstate(all="ignore")
 def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_last: bool) -> Example:
     """The case with the roundings of each step as a float mask, and operands rounded after a step of their own."""
-    steps = _ROUNDINGS_OF_A_TURN if isinstance(one.position, Placed) else 1
+    steps = _ROUNDINGS_OF_A_TURN if isinstance(one.position, Positioned) else 1
 
     def shaken(x: Array) -> Array:
         return np.asarray(x * (1 + kept.eps / 2 * np.sqrt(steps) * rng.uniform(-1, 1, x.shape)))

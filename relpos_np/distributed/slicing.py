@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls import lowering, stated
+from relpos_np._calls import lowering, validate_terms
 from relpos_np._calls.lowering import all_terms
 from relpos_np._contract import check
 from relpos_np._contract.cut import Cut
@@ -32,14 +32,14 @@ def lowered(narrowed: tuple[Scheme, Site, Part], problem: Problem) -> Terms:
     scheme, site, part = narrowed
     if part == Part.of(site):
         return lowering.lowered(scheme, problem, site)
-    if scheme.computes:
+    if scheme.reads_operand_values:
         raise RelposValueError(
             f"position: {scheme!r} cannot be computed for a part of a call, since it computes with queries or keys "
             "and does not say how it is narrowed"
         )
     q, k = _stand_ins(site)
     cut = Cut(site, part, ((q, lambda: problem.q), (k, lambda: problem.k)))
-    return cut.terms(stated.checked(scheme, scheme.lower(q, k, site), site))
+    return cut.terms(validate_terms.checked(scheme, scheme.lower(q, k, site), site))
 
 
 def compute(name: str, problem: Problem, narrowed: Narrowed) -> tuple[Array, Array]:

@@ -142,7 +142,7 @@ class MultiHeadAttention(Projected):
         >>> state = {f"{name}.weight": np.eye(8) for name in ("q", "k", "v", "o")}
         >>> state["relative_attention_bias.weight"] = np.zeros((32, 2))
         >>> MultiHeadAttention.from_state_dict(state, format="t5")
-        MultiHeadAttention(8 -> 8, heads=2, position=T5(table=(32, 2), max_distance=128, bidirectional=True))
+        MultiHeadAttention(8 -> 8, heads=2, position=T5(table=(32, 2), rounding='float32'))
         """
         names = ATTENTION[check.choice("format", format, tuple(ATTENTION))]
         state = State(source, prefix)

@@ -10,6 +10,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import drop
+from relpos_np.schemes.printing import printed
 from relpos_np.types import Array
 
 
@@ -37,6 +38,9 @@ class AbsoluteEncoding:
             numbers = [check.real("positions", x) for x in given]
             return np.asarray(given if all(isinstance(x, Integral) for x in given) else numbers)
         return np.arange(check.integer("positions", given[()] if isinstance(given, np.ndarray) else given, 0))
+
+    def __repr__(self) -> str:
+        return printed(self)
 
     @np.errstate(all="ignore")
     def __call__(

@@ -7,12 +7,13 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
-from relpos_np._contract.terms import KeyTerm, TableTerm, Terms
+from relpos_np._contract.index_maps import clip_map
+from relpos_np._contract.terms import KeyTerm, Terms
 from relpos_np.errors import RelposValueError, shown
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import Sample, SchemeGradient, Site, register
 from relpos_np.schemes.checks import finite
-from relpos_np.types import Array
+from relpos_np.schemes.distances import DistanceBias
+from relpos_np.types import Array, Int64
 
 Form: TypeAlias = Literal["symmetric", "causal", "key"]
 FORMS = get_args(Form)
@@ -92,7 +93,7 @@ def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: 
     return np.asarray(m * (j - i)) if form == "causal" else np.broadcast_to(m * j, (len(m), q_len, k_len))
 
 
-class ALiBi(Scheme):
+class ALiBi(DistanceBias):
     r"""Attention with linear biases.
 
     .. math::
@@ -131,8 +132,7 @@ class ALiBi(Scheme):
     Multilingual Language Model", 2022.
     """
 
-    computes = False
-    restarts = True
+    token_independent = True
 
     @property
     def relative(self) -> bool:  # type: ignore[override]
@@ -168,29 +168,35 @@ class ALiBi(Scheme):
         bias = alibi_bias(slopes, site.q_len, site.k_len, offset=site.offset, form=self.form)
         return bias.astype(site.dtype)
 
+    def _slopes(self, site: Site) -> Array:
+        if self.slopes is not None:
+            return self.slopes
+        # The closed form of both rules: the heads beyond the power of two lie halfway between the others.
+        h = np.arange(site.heads)
+        whole = 1 << max(site.heads.bit_length() - 1, 0)
+        last = 8 if self.bias_max is None else self.bias_max
+        return np.asarray(np.exp2(-last / whole * np.where(h < whole, h + 1, h - whole + 0.5)))
+
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """One table term with a row per relative position; for the key form a key term with a single row."""
-        if self.slopes is None:
-            # The closed form of both rules: the heads beyond the power of two lie halfway between the others.
-            h = np.arange(site.heads)
-            whole = 1 << max(site.heads.bit_length() - 1, 0)
-            last = 8 if self.bias_max is None else self.bias_max
-            slopes = np.exp2(-last / whole * np.where(h < whole, h + 1, h - whole + 0.5))
-        else:
-            slopes = self.slopes
-        if self.form == "key":
-            # m j does not depend on j - i: the key's position is multiplied with the head's slope.
-            positions = np.arange(site.k_len, dtype=site.dtype)[:, None]
-            key = np.broadcast_to(positions, (site.kv_heads, site.k_len, 1))
-            everywhere = clip_map(site.q_len, site.k_len, site.offset, 0, "clip")
-            return Terms(keys=(KeyTerm(key, slopes.astype(site.dtype)[:, None, None], everywhere),))
-        d = relative_positions(site.q_len, site.k_len, site.offset)
-        factor = np.minimum(d, -d) if self.form == "symmetric" else d
+        if self.form != "key":
+            return super().lower(q, k, site)
+        # m j does not depend on j - i: the key's position is multiplied with the head's slope.
+        positions = np.arange(site.k_len, dtype=site.dtype)[:, None]
+        key = np.broadcast_to(positions, (site.kv_heads, site.k_len, 1))
+        everywhere = clip_map(site.q_len, site.k_len, site.offset, 0, "clip")
+        return Terms(keys=(KeyTerm(key, self._slopes(site).astype(site.dtype)[:, None, None], everywhere),))
+
+    def _factor(self, d: Int64) -> Int64:
+        """What a slope is multiplied with at each relative position."""
+        return np.minimum(d, -d) if self.form == "symmetric" else d
+
+    def _table(self, d: Int64, site: Site) -> Array:
+        slopes, factor = self._slopes(site), np.asarray(self._factor(d))
         if slopes.dtype == site.dtype and (site.dtype == np.float64 or np.abs(d).max(initial=0) <= 1 << 24):
             # Whole numbers of this size are exact in float32: the product is rounded once, as that in float64 is.
             factor = factor.astype(site.dtype)
-        table = np.multiply.outer(slopes, factor).astype(site.dtype, copy=False)
-        return Terms(tables=(TableTerm(table, difference_map(site.q_len, site.k_len)),))
+        return np.asarray(np.multiply.outer(slopes, factor))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """A slope collects each row times its distance; the default slopes are not trained."""
@@ -198,14 +204,10 @@ class ALiBi(Scheme):
             return SchemeGradient()
         if self.form == "key":
             return SchemeGradient(arrays={"slopes": grad.keys[0].weights[:, 0, 0]})
-        d = relative_positions(site.q_len, site.k_len, site.offset)
-        factor = np.minimum(d, -d) if self.form == "symmetric" else d
-        return SchemeGradient(arrays={"slopes": grad.tables[0].table @ factor.astype(site.dtype)})
+        return super().lift(q, k, site, grad)
 
-    def __repr__(self) -> str:
-        given = f"heads={self.heads}" if self.slopes is None else f"slopes={self.slopes.shape}"
-        given += "" if self.bias_max is None else f", bias_max={self.bias_max:g}"
-        return f"ALiBi({given}, form={self.form!r})"
+    def _gradients(self, d: Int64, grad: Array) -> dict[str, Array]:
+        return {"slopes": grad @ self._factor(d).astype(grad.dtype)}
 
 
 @register(

@@ -17,6 +17,7 @@ from relpos_np._contract.problem import Site as Site
 from relpos_np._contract.terms import Change
 from relpos_np._contract.terms import Terms as Terms
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.schemes.printing import printed
 from relpos_np.schemes.registry import register as register
 from relpos_np.schemes.sample import Sample as Sample
 from relpos_np.types import Array
@@ -42,7 +43,7 @@ class SchemeGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryBound:
     """Bytes that a scheme holds at once beside its own arrays, at most, for all batch items and heads of a call.
 
     Only what grows with the number of pairs of query and key need be counted.
@@ -62,6 +63,18 @@ class Held:
     lift: int = 0
 
 
+# Of an index map with a row for every pair, per pair: five integers while it is made.
+MAP_BYTES = 40
+
+# What a class says of itself by the methods that it defines: parts of the formula, and other forms of `lower`.
+_FLAGS_OF_FORMULAS = {"content": "transform", "turns_values": "turn_values"}
+_FLAGS_OF_TERMS = {
+    "rotates_operands": "lower_rotated",
+    "makes_vectors": "lower_vectors",
+    "by_rows": "lower_by_rows",
+}
+
+
 def in_order(x: Any) -> Any:
     """An operand whose channels add up in the same order, and so to the same bits, however it was stored."""
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x
@@ -77,57 +90,49 @@ class Scheme:
 
     A subclass needs no registration: its objects are passed as ``position=`` at once.
 
+    Of its attributes a class states three, where they are true of it: `relative`, `token_independent`, and that it does
+    not read the numbers in its operands. The others follow from the methods that it defines.
+
     Attributes
     ----------
-    content : bool
-        Whether the scheme changes the content product q . k itself; of several schemes only one may.
-    excludes : bool
-        Whether what it adds to the scores excludes keys, by -inf, so that they may hold anything.
     relative : bool
         Whether nothing but j - i - offset and the head decides what is added, so that lengths and offsets have no
         effect.
-    restarts : bool
+    token_independent : bool
         Whether a shorter call may use the scheme as it is: positions then count from its own first key, and nothing is
         held for the tokens or the batch items of one call. So may all that are `relative`.
-    covers : bool
-        Whether the terms of a call hold, bit for bit, those of every call with some of its positions.
-    computes : bool
+    reads_operand_values : bool
         Whether `lower` computes with the numbers in q or k. A scheme that only hands these arrays on in its terms, or
         leaves them out, says False: its terms can then be made without operands, or from operands of half precision,
         and cut to a part of a call.
-    turns : bool
-        Whether all that `lower` does with q and k is to turn them, which kernels can do as they read.
-    makes_vectors : bool
-        Whether `lower` makes nothing of the numbers in q and k but what `lower_vectors` returns. A class that
-        defines this method says so by it.
-    by_rows : bool
-        Whether the CPU kernels make the bias of every pair some queries at a time, from what `lower_by_rows` states.
-    dense : bool
-        Whether `lower` makes an index map that holds a number for every pair.
+    covers : bool
+        Whether the terms of a call hold, bit for bit, those of every call with some of its positions; by default those
+        of a scheme that is `relative` do.
+    content : bool
+        Whether the scheme changes the content product q . k itself, as one with `transform` does; of several schemes
+        only one may. A class whose terms alone do so states it.
     turns_values : bool
-        Whether values turn before they are summed, and the output back; of several schemes only one may, and the others
-        may not override `outputs`.
-    roundings : float or None
-        For ``return_bound``: how many units of roundoff of the call's dtype a number in the terms may be off, relative
-        to itself, or to the norm of the vector it belongs to; 0 if `lower` hands numbers on. None, if it computes more
-        than that or not in this dtype: bounds then hold for the terms as they are.
+        Whether values turn before they are summed, and the output back, as with `turn_values`; of several schemes only
+        one may, and the others may not override `outputs`.
+    rotates_operands : bool
+        Whether all that `lower` does with q and k is to turn them, which the CPU kernels can do as they read: the class
+        defines `lower_rotated`.
+    makes_vectors : bool
+        Whether `lower` makes nothing of the numbers in q and k but vectors: the class defines `lower_vectors`.
+    by_rows : bool
+        Whether the CPU kernels make the bias of every pair some queries at a time: the class defines `lower_by_rows`.
     """
 
     content = False
-    excludes = False
     relative = False
-    restarts = False
-    computes = True
-    turns = False
+    token_independent = False
+    reads_operand_values = True
+    rotates_operands = False
     makes_vectors = False
     by_rows = False
-    dense = False
     turns_values = False
-    roundings: float | None = None
     # Why no part of a call can be computed alone, for a scheme of which that is true.
     _whole = ""
-    # Attributes that a scheme prints, where they are given: arrays by their shape.
-    _printed: tuple[str, ...] = ()
 
     @property
     def covers(self) -> bool:
@@ -136,11 +141,14 @@ class Scheme:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Terms of its own: what the class above makes of rows is not them.
-        if "lower" in vars(cls) and "lower_by_rows" not in vars(cls):
-            cls.by_rows = False
-        if "lower" in vars(cls) or "lower_vectors" in vars(cls):
-            cls.makes_vectors = "lower_vectors" in vars(cls)
+        own = vars(cls)
+        for flag, method in _FLAGS_OF_FORMULAS.items():
+            if method in own and flag not in own:
+                setattr(cls, flag, True)
+        for flag, method in _FLAGS_OF_TERMS.items():
+            # A class with terms of its own has no other form of those of the class above.
+            if "lower" in own or method in own:
+                setattr(cls, flag, method in own)
 
     def check(self, site: Site) -> None:
         """Raise a `RelposError` if the tables do not fit the call.
@@ -268,7 +276,7 @@ class Scheme:
         Terms
             With arrays in the dtype of the call.
         """
-        lacks(self, "lower")
+        raise_missing_method(self, "lower")
 
     def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, ...]:
         """All that `lower` makes of the numbers in q and k, where that is nothing but vectors of its terms.
@@ -285,10 +293,25 @@ class Scheme:
         tuple of ndarray
             What `Terms.vectors` says of the terms that `lower` makes.
         """
-        lacks(self, "lower_vectors")
+        raise NotImplementedError
+
+    def lower_rotated(self, q: Array, k: Array, site: Site) -> Terms:
+        """As `lower`, where that does nothing but turn q and k: these as records of what they are turned by.
+
+        Parameters
+        ----------
+        q, k, site
+            See `lower`; q and k are on the host and may be of half precision.
+
+        Returns
+        -------
+        Terms
+            Of which `query` and `key` are still to be turned.
+        """
+        raise NotImplementedError
 
     def lower_by_rows(self, q: Array, k: Array, site: Site) -> Terms:
-        """As `lower`, where the class is `by_rows`: biases as records of what they are made of.
+        """As `lower`, for CPU kernels that make some rows at a time: biases as records of what they are made of.
 
         Parameters
         ----------
@@ -300,15 +323,15 @@ class Scheme:
         Terms
             Gradients come in records of the same form.
         """
-        lacks(self, "lower_by_rows")
+        raise NotImplementedError
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """What lowers a part of a call.
 
         The call that is returned may be anything between the part and all of `site`. If it is more than the part,
         `lower` gets stand-ins for q and k, and its terms are cut to the part: this is refused for a scheme that
-        `computes`. The scheme that is returned travels to where the part is computed, so it should hold little
-        more than the part needs. It is used for nothing but `lower`.
+        reads the numbers in them. The scheme that is returned travels to where the part is computed, so it should hold
+        little more than the part needs. It is used for nothing but `lower`.
 
         Parameters
         ----------
@@ -326,11 +349,11 @@ class Scheme:
             raise RelposValueError(f"position: {self!r} cannot be computed for a part of a call, since {self._whole}")
         return (self, *part.nearby(site)) if self.relative else (self, site, part)
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """A bound on the memory that a call needs for the scheme; this one suits a scheme that looks numbers up.
 
         The formula then holds for every pair two integers, a number of float64 and half of one per head, and two of
-        the call's dtype per head and batch item; a `dense` map is five integers while it is made.
+        the call's dtype per head and batch item.
 
         Parameters
         ----------
@@ -339,12 +362,12 @@ class Scheme:
 
         Returns
         -------
-        Held
+        MemoryBound
             Bytes.
         """
         pairs = site.q_len * site.k_len
         per_item = 2 * math.prod(site.batch) * site.heads * site.dtype.itemsize
-        return Held(pairs * (16 + 12 * site.heads + per_item), 40 * pairs if self.dense else 0)
+        return MemoryBound(pairs * (16 + 12 * site.heads + per_item))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The backward pass of `lower`: from gradients of the terms to those of its arguments.
@@ -362,7 +385,7 @@ class Scheme:
         SchemeGradient
             Of q and k, and of the scheme's arrays.
         """
-        lacks(self, "lift")
+        raise_missing_method(self, "lift")
 
     def _with(self, **changed: Any) -> Self:
         """A copy with other attributes, for a part of a call."""
@@ -371,15 +394,7 @@ class Scheme:
         return cut
 
     def __repr__(self) -> str:
-        if not self._printed:
-            return super().__repr__()
-        given = {name: getattr(self, name) for name in self._printed}
-        words = [
-            f"{name}={value.shape if isinstance(value, np.ndarray) else repr(value)}"
-            for name, value in given.items()
-            if value is not None
-        ]
-        return f"{type(self).__name__}({', '.join(words)})"
+        return printed(self)
 
 
 def evaluated(formula: Callable[..., Any], scheme: Scheme, site: Site, *, cast: bool = False, **given: Any) -> Any:
@@ -411,12 +426,11 @@ def evaluated(formula: Callable[..., Any], scheme: Scheme, site: Site, *, cast: 
 _WITHOUT = {
     "lower": "lower(q, k, site), which states its formula as terms: only attention and logits with backend='numpy' "
     "can do without",
-    "lower_by_rows": "lower_by_rows(q, k, site), which a class that is `by_rows` needs for the CPU kernels",
     "lift": "lift(q, k, site, grad), the way back of lower, which gradients need",
 }
 
 
-def lacks(scheme: Any, method: str) -> Never:
+def raise_missing_method(scheme: Any, method: str) -> Never:
     """Raise what a class without that method gets."""
     raise RelposTypeError(f"position: {type(scheme).__name__} has no {_WITHOUT[method]}")
 

@@ -103,10 +103,6 @@ class BEiT(LookupScheme):
     ICML 2022.
     """
 
-    roundings = 0.0
-    dense = True
-    _printed = ("table", "grid")
-
     def __init__(self, table: Any, grid: Sequence[int]) -> None:
         self.table = check.table("table", table, "rows heads")
         self.grid = plane("grid", grid)

@@ -12,7 +12,7 @@ from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.schemes.checks import vectors
 from relpos_np.types import Array
 
@@ -127,11 +127,8 @@ class CoPE(Scheme):
     Golovneva et al., "Contextual Position Encoding: Learning to Count What's Important", 2024.
     """
 
-    by_rows = True
-    _printed = ("table", "variant", "gate_key", "counted")
-
     @property
-    def restarts(self) -> bool:  # type: ignore[override]
+    def token_independent(self) -> bool:  # type: ignore[override]
         """Gates and pairs that are given belong to the tokens of one call."""
         return self.gate_key is None and self.counted is None
 
@@ -208,10 +205,10 @@ class CoPE(Scheme):
             "keys between query and key"
         )
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Numbers of float64 for every pair of every head and batch item: products, gates, positions, places."""
         doubles = 8 * site.q_len * site.k_len * site.heads * math.prod(site.batch)
-        return Held(11 * doubles, 8 * doubles, 12 * doubles)
+        return MemoryBound(11 * doubles, 8 * doubles, 12 * doubles)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation to query and table, and through the counting to the gates' products."""

@@ -13,7 +13,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import TableTerm, Terms, cut_map, fit
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.alibi import ALiBi
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.base import MemoryBound, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.schemes.fire import FIRE
 from relpos_np.schemes.kerple import KERPLE
 from relpos_np.schemes.t5 import T5
@@ -98,7 +98,7 @@ class DAPE(Scheme):
     (chuanyang-Zheng/DAPE).
     """
 
-    restarts = True
+    token_independent = True
     _whole = "its network needs all heads"
 
     def __init__(self, bias: Scheme, w1: Any, b1: Any, w2: Any, b2: Any, *, slope: float = 0.01) -> None:
@@ -144,14 +144,14 @@ class DAPE(Scheme):
             out[..., rows, :] = added.reshape(*site.batch, *bias.shape) + bias
         return Terms(biases=(out,))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """In the formula numbers of float64 for every pair of all heads and hidden units; else a block of them."""
         pairs, batch, (heads, hidden) = site.q_len * site.k_len, math.prod(site.batch), self.w2.shape
-        inner = self.bias.held(replace(site, dtype=np.dtype(np.float64)))
+        inner = self.bias.memory_bound(replace(site, dtype=np.dtype(np.float64)))
         block = 8 * min(self._step(site), site.q_len) * site.k_len * (batch + 1) * (3 * hidden + 4 * heads)
         formula = 8 * pairs * (batch * (6 * heads + 4 * hidden) + heads)
         lower = inner.lower + pairs * batch * heads * site.dtype.itemsize + block
-        return Held(inner.formula + formula, lower, 2 * inner.lower + inner.lift + 2 * block)
+        return MemoryBound(inner.formula + formula, lower, 2 * inner.lower + inner.lift + 2 * block)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the network of each pair, to its scores and to the bias, and with that through its scheme."""
@@ -223,10 +223,6 @@ class DAPE(Scheme):
         """The rows of a table that belong to some queries."""
         index = cut_map(term.index, site.q_len, queries, slice(0, site.k_len))
         return index.dense(queries.stop - queries.start, site.k_len)
-
-    def __repr__(self) -> str:
-        heads, hidden = self.w2.shape
-        return f"DAPE(bias={self.bias!r}, hidden={hidden}, heads={heads})"
 
 
 @register(

@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import deberta_map
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Sample, Site, register
+from relpos_np.schemes.base import MemoryBound, Sample, Site, register
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
@@ -186,8 +186,6 @@ class DeBERTa(LookupScheme):
     """
 
     relative = True
-    roundings = 1.0
-    _printed = ("pos_key", "pos_query", "max_position", "p2c")
 
     def __init__(
         self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: PositionSign = "code"
@@ -235,14 +233,15 @@ class DeBERTa(LookupScheme):
         lengths = site.q_len, site.k_len, site.offset
         span = (self._span, self.max_position)
         if self.pos_key is not None:
-            yield Lookup("pos_key", "queries", self.pos_key, deberta_map(*lengths, *span, True))
+            yield Lookup("pos_key", "queries", self.pos_key, deberta_map(*lengths, *span, True), scaled=True)
         if self.pos_query is not None:
-            yield Lookup("pos_query", "keys", self.pos_query, deberta_map(*lengths, *span, self.p2c == "code"))
+            index = deberta_map(*lengths, *span, self.p2c == "code")
+            yield Lookup("pos_query", "keys", self.pos_query, index, scaled=True)
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula gathers a vector per head for every pair."""
         vectors = site.q_len * site.k_len * site.heads * site.head_dim * site.dtype.itemsize
-        return Held(super().held(site).formula + vectors)
+        return MemoryBound(super().memory_bound(site).formula + vectors)
 
 
 @register(

@@ -3,6 +3,7 @@ r"""SAM, ViTDet and MViTv2: products of queries with a vector per difference of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, Rounding
 from relpos_np.formulas.resize_tables import resize_matrix
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.schemes.checks import plane, tokens, vectors
 from relpos_np.types import Array, Int64
 
@@ -179,9 +180,7 @@ class DecomposedBias(Scheme):
     Kirillov et al., "Segment Anything", ICCV 2023.
     """
 
-    computes = False
-    dense = True
-    _printed = ("height_table", "width_table", "grid", "key_grid", "variant")
+    reads_operand_values = False
 
     def __init__(
         self,
@@ -240,6 +239,10 @@ class DecomposedBias(Scheme):
             weights = table if len(table) == rows else resize_matrix(len(table), rows, "linear") @ table
             terms.append(QueryTerm(q, weights.astype(site.dtype, copy=False)[None], index))
         return Terms(queries=tuple(terms))
+
+    def memory_bound(self, site: Site) -> MemoryBound:
+        """A map of every pair."""
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation of the tables."""

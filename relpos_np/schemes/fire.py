@@ -10,7 +10,7 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import difference_map, relative_positions
 from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.types import Array
 
 # Hidden activations that are held at a time while the bias of every pair is computed.
@@ -126,8 +126,8 @@ class FIRE(Scheme):
     Li et al., "Functional Interpolation for Relative Positions Improves Long Context Transformers", ICLR 2024.
     """
 
-    computes = False
-    restarts = True
+    reads_operand_values = False
+    token_independent = True
 
     def __init__(self, w1: Any, b1: Any, w2: Any, b2: Any, c: Any, threshold: Any, *, eps: float = 0.0) -> None:
         self.w1 = check.table("w1", w1, "hidden | hidden one")
@@ -198,12 +198,12 @@ class FIRE(Scheme):
         """Places of queries count from the first key of all."""
         return (self._with(_first_key=part.keys.start), *part.nearby(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula has all hidden units of every pair at once, the kernels' side of a block of queries."""
         pairs, hidden = site.q_len * site.k_len, self.w1.size
         blocked = min(pairs, site.k_len + _BLOCK // hidden) * (24 * hidden + 24 * site.heads)
         own = 2 * pairs * site.heads * site.dtype.itemsize
-        return Held(super().held(site).formula + 16 * hidden * pairs, own + blocked, own + blocked)
+        return MemoryBound(super().memory_bound(site).formula + 16 * hidden * pairs, own + blocked, own + blocked)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the network, to its input, to c and L; block by block as in `lower`."""
@@ -227,10 +227,6 @@ class FIRE(Scheme):
             total["c"] += (by_input / below * n / (1 + c * n)).sum() + (by_below * m / (1 + c * m)).sum()
             total["threshold"] += (by_below * c / (1 + c * m) * (m == level)).sum()
         return SchemeGradient(arrays=total)
-
-    def __repr__(self) -> str:
-        heads, hidden = self.w2.shape
-        return f"FIRE(hidden={hidden}, heads={heads}, eps={self.eps})"
 
 
 @register(

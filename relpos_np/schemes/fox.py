@@ -11,7 +11,7 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import clip_map, difference_map, relative_positions
 from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, of_batch
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
@@ -129,8 +129,7 @@ class FoX(Scheme):
     "Context-aware Biases for Length Extrapolation", 2025 (axiomlab/Cable).
     """
 
-    computes = False
-    _printed = ("gates", "variant")
+    reads_operand_values = False
 
     def __init__(self, gates: Any, *, variant: Variant = "fox") -> None:
         self.gates = check.ordered("gates", gates)
@@ -178,10 +177,10 @@ class FoX(Scheme):
         cut = self._with(gates=self.gates[..., :0], _cut=(slope, of_queries, of_keys))
         return (cut, *part.nearby(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula has a number of float64 for every pair of every head and batch item, then one of the call's."""
         pairs = site.q_len * site.k_len * site.heads * math.prod(site.batch)
-        return Held(pairs * (8 + site.dtype.itemsize))
+        return MemoryBound(pairs * (8 + site.dtype.itemsize))
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """From the sums of queries and keys to each gate before them; the split adds nothing, whatever the slope."""

@@ -11,7 +11,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, Site, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, Site, register
 from relpos_np.schemes.checks import vectors_per_pair
 from relpos_np.schemes.lookups import Lookup, LookupScheme, per_head
 from relpos_np.types import Array, Int32
@@ -196,9 +196,6 @@ class GraphLabels(LookupScheme):
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
     """
 
-    roundings = 1.0
-    _printed = ("labels", "table", "key_table", "value_table")
-
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:
         if table is None and key_table is None and value_table is None:
             raise RelposValueError("GraphLabels: expected table, key_table or value_table, found none of them")
@@ -287,7 +284,7 @@ class GraphLabels(LookupScheme):
         if self.table is not None:
             yield Lookup("table", "tables", self.table.T, index, np.transpose)
         if self.key_table is not None:
-            yield Lookup("key_table", "queries", per_head(self.key_table), index)
+            yield Lookup("key_table", "queries", per_head(self.key_table), index, scaled=True)
         if self.value_table is not None:
             yield Lookup("value_table", "values", per_head(self.value_table), index)
 
@@ -296,7 +293,7 @@ class GraphLabels(LookupScheme):
         labels = np.ascontiguousarray(of_batch(self.labels, 2, part.batch)[..., part.queries, part.keys])
         return (self._with(labels=labels), *part.nearby(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula gathers a vector for every pair of every graph, and again where pairs have none."""
         sizes = [
             per_head(table).shape[0] * table.shape[-1]
@@ -304,7 +301,7 @@ class GraphLabels(LookupScheme):
             if table is not None
         ]
         vectors = 2 * self.labels.size * max(sizes, default=0) * site.dtype.itemsize
-        return Held(super().held(site).formula + vectors)
+        return MemoryBound(super().memory_bound(site).formula + vectors)
 
 
 def _labels(value: Any, rows: int, name: str = "labels") -> Int32:

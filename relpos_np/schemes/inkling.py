@@ -81,9 +81,7 @@ class Inkling(Scheme):
     Thinking Machines, "Inkling", 2026: the published model, as transformers has it (`InklingRelativeLogits`).
     """
 
-    computes = False
-    roundings = 0.0
-    _printed = ("relative_states", "proj")
+    reads_operand_values = False
 
     def __init__(self, relative_states: Any, proj: Any) -> None:
         self.proj = check.table("proj", proj, "channels distances")
@@ -112,7 +110,8 @@ class Inkling(Scheme):
         last = self.proj.shape[1] - 1
         index = clip_map(site.q_len, site.k_len, site.offset, last, "zero", 0)
         states = self.relative_states.astype(site.dtype, copy=False)
-        return Terms(queries=(QueryTerm(states, self.proj.T[None, ::-1].astype(site.dtype, copy=False), index),))
+        weights = self.proj.T[None, ::-1].astype(site.dtype, copy=False)
+        return Terms(queries=(QueryTerm(states, weights, index),), relative_error_ulps=0.0)
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Vectors of the queries."""

@@ -14,7 +14,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Dense
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import weighted_vectors
-from relpos_np.schemes.base import Held, Sample, Site, evaluated, register
+from relpos_np.schemes.base import MemoryBound, Sample, Site, evaluated, register
 from relpos_np.schemes.checks import plane, same_tokens, vectors
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
@@ -227,10 +227,6 @@ class IRPE(LookupScheme):
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
     """
 
-    roundings = 1.0
-    dense = True
-    _printed = ("grid", "key_table", "query_table", "value_table", "mode", "method")
-
     def __init__(
         self,
         grid: Sequence[int],
@@ -321,20 +317,21 @@ class IRPE(LookupScheme):
         for n in range(2 if self.method == "cross" else 1):
             for name, table in self._tables().items():
                 kind = "tables" if self.mode == "bias" else _KINDS[name]
+                own = np.asarray(table[n] if self.method == "cross" else table)
                 index = partial(self._map, n, name == "query_table")
-                yield Lookup(name, kind, np.asarray(table[n] if self.method == "cross" else table), index)
+                yield Lookup(name, kind, own, index, scaled=kind in ("queries", "keys"))
 
     def _map(self, n: int, mirrored: bool) -> Dense:
         """The rows of one table, of pairs (i, j) or (j, i)."""
         return _maps(self.grid, self.method, self.alpha, self.beta, self.gamma, self.class_tokens)[n][mirrored]
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula gathers a vector for every pair, in both directions."""
         pairs, sizes = site.q_len * site.k_len, 0
         for table in self._tables().values():
             sizes += 2 * table[..., 0, :].size if self.mode == "contextual" else 2 * table[..., 0].size
-        held = super().held(site)
-        return replace(held, formula=held.formula + pairs * sizes * site.dtype.itemsize)
+        bound = super().memory_bound(site)
+        return replace(bound, formula=bound.formula + pairs * sizes * site.dtype.itemsize)
 
     def _tables(self) -> dict[str, Array]:
         """The tables that there are, by name."""

@@ -7,11 +7,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
-from relpos_np.types import Array
+from relpos_np.schemes.base import Sample, Site, evaluated, register
+from relpos_np.schemes.distances import DistanceBias
+from relpos_np.types import Array, Int64
 
 Form: TypeAlias = Literal["log", "power"]
 FORMS = get_args(Form)
@@ -47,7 +46,7 @@ def kerple_bias(a: Array, b: Array, q_len: int, k_len: int, *, offset: int = 0, 
     return np.asarray(-r1 * (np.log1p(r2 * distance) if form == "log" else distance**r2))
 
 
-class KERPLE(Scheme):
+class KERPLE(DistanceBias):
     r"""Kernelized relative positions.
 
     .. math::
@@ -81,10 +80,6 @@ class KERPLE(Scheme):
     NeurIPS 2022.
     """
 
-    relative = True
-    computes = False
-    _printed = ("a", "b", "form")
-
     def __init__(self, a: Any, b: Any, *, form: Form = "log") -> None:
         self.a = check.table("a", a, "heads")
         self.b = check.table("b", b, "heads")
@@ -105,27 +100,25 @@ class KERPLE(Scheme):
         """The bias of every pair."""
         return np.asarray(evaluated(kerple_bias, self, site), site.dtype)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term with a row per relative position."""
-        d = relative_positions(site.q_len, site.k_len, site.offset)
+    def _numbers(self, d: Int64) -> tuple[Array, Array, Array]:
+        """Distances (rows,), and both numbers of each head (H, 1), in float64."""
         a, b = (np.expand_dims(r.astype(np.float64), 1) for r in (self.a, self.b))
-        n = np.maximum(d, -d).astype(np.float64)
-        table = np.negative(a) * (np.log1p(n * b) if self.form == "log" else np.power(n, b))
-        return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
+        return np.maximum(d, -d).astype(np.float64), a, b
 
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
+    def _table(self, d: Int64, site: Site) -> Array:
+        n, a, b = self._numbers(d)
+        return np.negative(a) * (np.log1p(n * b) if self.form == "log" else np.power(n, b))
+
+    def _gradients(self, d: Int64, grad: Array) -> dict[str, Array]:
         """Both numbers of a head collect each row times the bias's slope in them."""
-        d = relative_positions(site.q_len, site.k_len, site.offset)
-        a, b = (np.expand_dims(r.astype(np.float64), 1) for r in (self.a, self.b))
-        n = np.maximum(d, -d).astype(np.float64)
+        n, a, b = self._numbers(d)
         if self.form == "log":
             by_a, by_b = -np.log1p(n * b), -a * n / (1 + n * b)
         else:
             power = np.power(n, b)
             # At distance 0 the power is 0 whatever b is.
             by_a, by_b = -power, -a * power * np.log(np.maximum(n, 1))
-        rows = grad.tables[0].table
-        return SchemeGradient(arrays={"a": (rows * by_a).sum(axis=1), "b": (rows * by_b).sum(axis=1)})
+        return {"a": (grad * by_a).sum(axis=1), "b": (grad * by_b).sum(axis=1)}
 
 
 @register(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -11,10 +12,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import bucket_rows, t5_map
-from relpos_np._contract.terms import IndexMap, TableTerm, Terms, of_batch
+from relpos_np._contract.terms import IndexMap, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Part, Sample, Scheme, Site, register
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
 Variant: TypeAlias = Literal["layoutlmv2", "layoutlmv3", "udop"]
@@ -119,7 +121,7 @@ def layout_bias(
     return bias
 
 
-class LayoutBias(Scheme):
+class LayoutBias(LookupScheme):
     r"""Bias of LayoutLMv2, LayoutLMv3 and UDOP: buckets of the distances in the text, across and down the page.
 
     .. math::
@@ -180,10 +182,6 @@ class LayoutBias(Scheme):
     Multimedia 2022; Tang et al., "Unifying Vision, Text, and Layout for Universal Document Processing",
     CVPR 2023.
     """
-
-    computes = False
-    roundings = 1.0
-    _printed = ("table", "x_table", "y_table", "boxes", "variant")
 
     def __init__(
         self,
@@ -298,10 +296,6 @@ class LayoutBias(Scheme):
         named = {"x_table": self.x_table, "y_table": self.y_table, "table": self.table}
         return {name: table for name, table in named.items() if table is not None}
 
-    def _scale(self, site: Site) -> Array:
-        """What tables are multiplied by."""
-        return np.asarray(site.scale if self.variant == "layoutlmv3" else 1, site.dtype)
-
     def _index(self, site: Site) -> list[IndexMap]:
         """Maps of the queries and keys of a call; those of the last call are kept."""
         key = (site.q_len, site.offset)
@@ -338,15 +332,9 @@ class LayoutBias(Scheme):
         # Casting rounds towards zero.
         return apart.astype(np.int64)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """A table term each for x and y, on maps per batch item, and one for positions."""
-        factor = self._scale(site)
-        return Terms(
-            tables=tuple(
-                TableTerm(table.T.astype(site.dtype, copy=False) * factor, index)
-                for table, index in zip(self._tables().values(), self._index(site), strict=True)
-            )
-        )
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        for (name, table), index in zip(self._tables().items(), self._index(site), strict=True):
+            yield Lookup(name, "tables", table.T, index, np.transpose, scaled=self.variant == "layoutlmv3")
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """A page whose first tokens are the queries, and the others the keys."""
@@ -360,19 +348,11 @@ class LayoutBias(Scheme):
         page = replace(here, k_len=len(at), offset=0)
         return cut, page, replace(rest, keys=slice(here.q_len, len(at)))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Maps per page and axis; distances are integers of 64 bit."""
         pages = math.prod(self._boxes.shape[:-2])
-        formula = super().held(site).formula + 112 * pages * site.q_len * site.k_len
-        return Held(formula, 40 * pages * site.q_len * site.k_len)
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """One column per head again."""
-        factor = self._scale(site)
-        names = self._tables()
-        return SchemeGradient(
-            arrays={name: term.table.T * factor for name, term in zip(names, grad.tables, strict=True)}
-        )
+        pairs = pages * site.q_len * site.k_len
+        return MemoryBound(Scheme.memory_bound(self, site).formula + 112 * pairs, MAP_BYTES * pairs)
 
 
 def _integers(name: str, value: Any) -> Int64:

@@ -133,9 +133,6 @@ class LearnedAbsolute(AbsoluteEncoding):
         np.add.at(table, t, np.sum(grad, axis=tuple(range(np.ndim(grad) - 2))))
         return {"table": table}
 
-    def __repr__(self) -> str:
-        return f"LearnedAbsolute(table={self.table.shape})"
-
 
 @register(
     "learned",

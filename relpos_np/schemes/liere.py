@@ -9,9 +9,9 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, Terms, in_order, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, Terms, in_order, register
 from relpos_np.schemes.checks import finite
-from relpos_np.schemes.placed import Placed
+from relpos_np.schemes.positioned import Positioned
 from relpos_np.types import Array
 
 
@@ -134,7 +134,7 @@ def rotate_blocks(x: Array, rotations: Array) -> Array:
 _LONGEST = 2.0**52
 
 
-class LieRE(Placed):
+class LieRE(Positioned):
     r"""Rotations by exponentials of skew-symmetric matrices: rotary positions without fixed planes.
 
     .. math::
@@ -174,9 +174,6 @@ class LieRE(Placed):
     Ostmeier et al., "LieRE: Lie Rotational Positional Encodings", ICML 2025; Zhang et al., "Group Representational
     Position Encoding", 2025, whose published code has `Rotary`'s planes and learned frequencies, of the other sign.
     """
-
-    content = True
-    _printed = ("generators", "positions", "key_positions")
 
     def __init__(self, generators: Any, *, positions: Any = None, key_positions: Any = None) -> None:
         forms = "blocks size size | axes blocks size size | axes kv_heads blocks size size"
@@ -247,14 +244,14 @@ class LieRE(Placed):
         generators = self.generators[:, part.kv_heads] if self.generators.ndim == 5 else self.generators
         return (self._with(generators=generators, **self._cut_places(site, part)), *part.alone(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Turned queries and keys, and rotations of every position, with what they are made of."""
         items = math.prod(site.batch)
         length = site.q_len + site.k_len
         sets = (1 if self.positions is None else items) * (site.heads if self.generators.ndim == 5 else 1)
         numbers = length * sets * self._channels * self.generators.shape[-1]
         turned = 4 * length * site.head_dim * items * site.heads * site.dtype.itemsize
-        return Held(turned + 48 * numbers, turned + 80 * numbers, 2 * turned + 160 * numbers)
+        return MemoryBound(turned + 48 * numbers, turned + 80 * numbers, 2 * turned + 160 * numbers)
 
     @np.errstate(all="ignore")
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
-from relpos_np.schemes.base import Scheme, SchemeGradient, Site
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Scheme, SchemeGradient, Site
 from relpos_np.types import Array
 
 _TERMS: dict[str, Callable[[Array, Array, Array, IndexMap], Any]] = {
@@ -18,8 +18,6 @@ _TERMS: dict[str, Callable[[Array, Array, Array, IndexMap], Any]] = {
     "keys": lambda _q, k, weights, index: KeyTerm(k, weights, index),
     "values": lambda _q, _k, weights, index: ValueTerm(weights, index),
 }
-# Their products are scaled as those of queries and keys are.
-_SCALED = ("queries", "keys")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +36,8 @@ class Lookup:
         The rows, or what makes them where they take memory and only `lower` needs them.
     back : callable
         From the gradient of `weights` to that of the attribute, but for its shape.
+    scaled : bool
+        Whether the call's scale multiplies what is looked up.
     """
 
     name: str
@@ -45,12 +45,13 @@ class Lookup:
     weights: Array
     index: IndexMap | Callable[[], IndexMap]
     back: Callable[[Array], Array] = np.asarray
+    scaled: bool = False
 
 
 class LookupScheme(Scheme):
     """A scheme that looks rows up, and does nothing else."""
 
-    computes = False
+    reads_operand_values = False
 
     def _lookups(self, site: Site) -> Iterable[Lookup]:
         """What is looked up; several of one attribute are its first axis."""
@@ -60,12 +61,19 @@ class LookupScheme(Scheme):
         """A term for each table."""
         factor = site.dtype.type(site.scale)
         found: dict[str, list[Any]] = {kind: [] for kind in _TERMS}
-        for one in self._lookups(site):
-            weights = one.weights * factor if one.kind in _SCALED else one.weights
+        lookups = list(self._lookups(site))
+        for one in lookups:
+            weights = one.weights * factor if one.scaled else one.weights
             index = one.index() if callable(one.index) else one.index
             found[one.kind].append(_TERMS[one.kind](q, k, weights.astype(site.dtype, copy=False), index))
         tables, queries, keys, values = map(tuple, found.values())
-        return Terms(tables=tables, queries=queries, keys=keys, values=values)
+        ulps = 1.0 if any(one.scaled for one in lookups) else 0.0
+        return Terms(tables=tables, queries=queries, keys=keys, values=values, relative_error_ulps=ulps)
+
+    def memory_bound(self, site: Site) -> MemoryBound:
+        """As any scheme; a map that only `lower` needs has a row for every pair."""
+        maps = any(callable(one.index) for one in self._lookups(site))
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len if maps else 0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The gradient of each table, and of the queries and keys that met them."""
@@ -75,7 +83,7 @@ class LookupScheme(Scheme):
         for one in self._lookups(site):
             term = next(terms[one.kind])
             weights = term.table if one.kind == "tables" else term.weights
-            weights = weights * factor if one.kind in _SCALED else weights
+            weights = weights * factor if one.scaled else weights
             found.setdefault(one.name, []).append(one.back(weights))
         arrays = {
             name: (np.stack(x) if len(x) > 1 else x[0]).reshape(getattr(self, name).shape) for name, x in found.items()

@@ -2,7 +2,8 @@ r"""Neighbourhood attention: every query sees the keys around it, with a learned
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.terms import Dense, TableTerm, Terms
+from relpos_np._contract.terms import Dense, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Sample, Site, register
 from relpos_np.schemes.checks import same_tokens
+from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Bools, Int64
 
 VARIANTS = ("nat", "dinat")
@@ -122,7 +124,7 @@ def _maps(grid: tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, .
     return Dense(flat, prod(2 * k - 1 for k in kernel)), near
 
 
-class NeighborhoodBias(Scheme):
+class NeighborhoodBias(LookupScheme):
     r"""Neighbourhood attention on a line, in a plane or in space, optionally dilated.
 
     .. math::
@@ -162,12 +164,6 @@ class NeighborhoodBias(Scheme):
     Hassani et al., "Neighborhood Attention Transformer", CVPR 2023; Hassani & Shi, "Dilated Neighborhood
     Attention Transformer", 2022.
     """
-
-    excludes = True
-    computes = False
-    roundings = 0.0
-    dense = True
-    _printed = ("table", "grid", "kernel", "dilation")
 
     def __init__(
         self, table: Any, grid: Sequence[int], kernel: int | Sequence[int], dilation: int | Sequence[int] = 1
@@ -210,19 +206,20 @@ class NeighborhoodBias(Scheme):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """A table term on a dense map, and a bias that excludes whatever the map does not reach."""
-        index, near = _maps(self.grid, self.kernel, self.dilation)
-        outside = np.where(near, site.dtype.type(0), site.dtype.type(-np.inf))
-        tables: tuple[TableTerm, ...] = ()
-        if self.table is not None:
-            flat = self.table.reshape(len(self.table), -1).astype(site.dtype, copy=False)
-            tables = (TableTerm(flat, index),)
-        return Terms(tables=tables, biases=(outside,))
+        terms, near = super().lower(q, k, site), self._maps()[1]
+        terms.biases = (np.where(near, site.dtype.type(0), site.dtype.type(-np.inf)),)
+        return terms
 
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """The table in its own shape."""
-        if self.table is None:
-            return SchemeGradient()
-        return SchemeGradient(arrays={"table": grad.tables[0].table.reshape(self.table.shape)})
+    def _maps(self) -> tuple[Dense, Bools]:
+        return _maps(self.grid, self.kernel, self.dilation)
+
+    def _lookups(self, site: Site) -> Iterable[Lookup]:
+        if self.table is not None:
+            yield Lookup("table", "tables", self.table.reshape(len(self.table), -1), lambda: self._maps()[0])
+
+    def memory_bound(self, site: Site) -> MemoryBound:
+        """The map, also where there is no table."""
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
 
 
 @register(

@@ -12,7 +12,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import MemoryBound, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.schemes.checks import among_keys, finite
 from relpos_np.types import Array
 
@@ -108,7 +108,6 @@ class PaTH(Scheme):
 
     # A product of its own: with schemes that turn queries and keys it would not be what any of them says.
     content = True
-    _printed = ("w", "beta")
     _whole = "it needs all keys between query and key"
 
     def __init__(self, w: Any, beta: Any) -> None:
@@ -154,12 +153,12 @@ class PaTH(Scheme):
                 bias[..., at] = site.scale * (lost @ np.swapaxes(keys[..., at, :], -1, -2) - c @ n)
         return Terms(query=q, key=k, biases=(bias,))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Numbers of float64 for every pair, and in `lift` what is left of each query at every block of keys."""
         lines, pairs = math.prod(site.batch) * site.heads, site.q_len * site.k_len
         blocks = -(-site.k_len // _BLOCK)
         kept = 8 * lines * site.q_len * (site.head_dim * blocks + site.k_len)
-        return Held(4 * 8 * lines * pairs, lines * pairs * site.dtype.itemsize, kept)
+        return MemoryBound(4 * 8 * lines * pairs, lines * pairs * site.dtype.itemsize, kept)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the blocks, from the first keys to the last."""

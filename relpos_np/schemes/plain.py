@@ -11,7 +11,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.softmax import softmax
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, Terms, register
+from relpos_np.schemes.base import MemoryBound, Sample, Scheme, SchemeGradient, Site, Terms, register
 from relpos_np.types import Array
 
 
@@ -135,23 +135,19 @@ class Plain(Scheme):
     """
 
     relative = True
-    computes = False
-    roundings = 0.0
+    reads_operand_values = False
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """No terms."""
-        return Terms()
+        return Terms(relative_error_ulps=0.0)
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Nothing."""
-        return Held(0)
+        return MemoryBound(0)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Nothing either."""
         return SchemeGradient()
-
-    def __repr__(self) -> str:
-        return "Plain()"
 
 
 @register("plain", Plain, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)

@@ -10,9 +10,9 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.angles import cos_sin, geometric_frequencies
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, Terms, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, Terms, register
 from relpos_np.schemes.checks import finite
-from relpos_np.schemes.placed import Placed
+from relpos_np.schemes.positioned import Positioned
 from relpos_np.types import Array
 
 
@@ -52,7 +52,7 @@ def _polar_vectors(x: Array, cos: Array, sin: Array) -> Array:
     return whole.astype(x.dtype, copy=False)
 
 
-class PoPE(Placed):
+class PoPE(Positioned):
     r"""Polar positions (PoPE): products of magnitudes, at angles on which only positions have an effect.
 
     .. math::
@@ -90,8 +90,6 @@ class PoPE(Placed):
     ----------
     Gopalakrishnan et al., "Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings", 2025.
     """
-
-    content = True
 
     def __init__(
         self,
@@ -165,13 +163,13 @@ class PoPE(Placed):
         bias = self.bias[part.heads] if self.bias.ndim == 2 else self.bias
         return (self._with(bias=bias, **self._cut_places(site, part)), *part.alone(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Queries and keys with twice the channels, and what they are made of."""
         length, items = site.q_len + site.k_len, math.prod(site.batch)
         # Angles of float64 and complex numbers for every head that has a bias, and every item that has positions.
         angles = (1 if self.positions is None else items) * (site.heads if self.bias.ndim == 2 else 1)
         made = length * site.head_dim * (items * site.heads * (4 * site.dtype.itemsize + 40) + angles * 40)
-        return Held(made, made, 2 * made)
+        return MemoryBound(made, made, 2 * made)
 
     @np.errstate(all="ignore")
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
@@ -202,14 +200,6 @@ class PoPE(Placed):
         if self.frequencies is not None:
             found.arrays["frequencies"] = to_omega
         return found
-
-    def __repr__(self) -> str:
-        words = f"bias={self.bias.shape}, "
-        words += f"base={self.base}" if self.frequencies is None else f"frequencies={self.frequencies.shape}"
-        for name in ("positions", "key_positions"):
-            if getattr(self, name) is not None:
-                words += f", {name}={getattr(self, name).shape}"
-        return f"PoPE({words})"
 
 
 @np.errstate(all="ignore")

@@ -3,20 +3,19 @@ r"""Rotary positions: queries and keys turned by angles that grow with their pos
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.terms import Terms, ValueTurn
-from relpos_np._contract.turned import TurnedBack, Turning, paired_channels, parts_of, turn_channels
+from relpos_np._contract.turned import Turned, TurnedBack, paired_channels, parts_of, turn_channels
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.rotations import rotary_matrices, rotate_pairs, xpos_scales
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.schemes.checks import finite
-from relpos_np.schemes.placed import Placed
+from relpos_np.schemes.positioned import Positioned
 from relpos_np.types import Array
 
 LAYOUTS = ("half", "interleaved")
@@ -40,7 +39,7 @@ def _channels(value: Any, dim: Any) -> tuple[int, int]:
     return first, stop
 
 
-class Rotary(Placed):
+class Rotary(Positioned):
     r"""Rotary positions (RoPE): a pair of channels is a plane in which queries and keys turn.
 
     .. math::
@@ -121,9 +120,6 @@ class Rotary(Placed):
     coordinates: Heo et al., "Rotary Position Embedding for Vision Transformer", ECCV 2024. Values: DeepSeek V4 in
     transformers, 2026.
     """
-
-    content = True
-    turns = True
 
     @property
     def covers(self) -> bool:
@@ -243,16 +239,18 @@ class Rotary(Placed):
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
         """The same with tables of cosines and sines, on the keys before their heads are repeated."""
-        turns, trained = self._tables(site), self.frequencies is not None
-        operands: list[Any] = [replace(x, trained=trained) if isinstance(x, Turning) else x for x in (q, k)]
-        terms = Terms(*(self._turned(x, *turn) for x, turn in zip(operands, turns, strict=True)))
-        if self.values and not site.scores_only:
-            of_query, of_key = turns
-            terms.turn = ValueTurn(of_key, of_query, self.layout, self._first, self.blocks, trained)
+        terms = self.lower_rotated(q, k, site)
+        terms.query, terms.key = terms.query.made(), terms.key.made()
         return terms
 
-    def _turned(self, x: Any, cos: Array, sin: Array) -> Any:
-        return turn_channels(x, cos, sin, self.layout, self._first, self.blocks)
+    def lower_rotated(self, q: Array, k: Array, site: Site) -> Terms:
+        """The same before any operand is turned."""
+        of_query, of_key = self._tables(site)
+        planes: Any = (self.layout, self._first, self.blocks, self.frequencies is not None)
+        terms = Terms(Turned(q, *of_query, *planes), Turned(k, *of_key, *planes))
+        if self.values and not site.scores_only:
+            terms.turn = ValueTurn(of_key, of_query, *planes)
+        return terms
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Positions of queries and of keys, and frequencies of the heads; without positions, distances decide."""
@@ -261,7 +259,7 @@ class Rotary(Placed):
             changed["frequencies"] = self.frequencies[:, part.kv_heads]
         return (self._with(**changed), *part.alone(site))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Turned vectors, what they are made of, and a matrix of float64 for every position and pair; tables."""
         per_item = 4 * math.prod(site.batch) * site.heads * site.dtype.itemsize
         channels = max(site.head_dim, site.v_dim) if self.values else site.head_dim
@@ -272,7 +270,7 @@ class Rotary(Placed):
         # What the gradient of some angles is made of.
         angles = math.prod(site.batch) * site.heads * max(site.q_len, site.k_len) * (site.head_dim // 2)
         part = 12 * 8 * min(_PART + site.heads * site.head_dim, angles) if self.frequencies is not None else 0
-        return Held((site.q_len + site.k_len) * channels * (32 + per_item), tables, tables + part)
+        return MemoryBound((site.q_len + site.k_len) * channels * (32 + per_item), tables, tables + part)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Gradients turn back; that of an angle is the product with the turned operand, a quarter turn on."""
@@ -282,7 +280,10 @@ class Rotary(Placed):
             lifted = SchemeGradient(to_query.x, to_key.x)
         else:
             (cos_q, sin_q), (cos_k, sin_k) = self._tables(site)
-            lifted = SchemeGradient(self._turned(to_query, cos_q, -sin_q), self._turned(to_key, cos_k, -sin_k))
+            planes: Any = (self.layout, self._first, self.blocks)
+            lifted = SchemeGradient(
+                turn_channels(to_query, cos_q, -sin_q, *planes), turn_channels(to_key, cos_k, -sin_k, *planes)
+            )
         if self.frequencies is not None:
             total = np.zeros(())
             for x, to, at in zip((q, k), (lifted.q, lifted.k), self._at(site), strict=True):
@@ -361,22 +362,6 @@ class Rotary(Placed):
             for (cos, sin), factor in zip((queries, keys), factors, strict=True)
         )
         return (cos_q, sin_q), (cos_k, sin_k)
-
-    def _words(self) -> str:
-        """What the scheme was made of, for its repr."""
-        words = "" if self.dim is None else f"{self.dim}, "
-        words = f"{words}base={self.base}" if self.frequencies is None else f"frequencies={self.frequencies.shape}"
-        words += f", layout={self.layout!r}"
-        words += "" if self.channels is None else f", channels={self.channels}"
-        words += "" if self.blocks == 1 else f", blocks={self.blocks}"
-        words += ", values=True" if self.values else ""
-        for name in ("positions", "key_positions"):
-            if getattr(self, name) is not None:
-                words += f", {name}={getattr(self, name).shape}"
-        return words
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._words()})"
 
 
 class XPos(Rotary):
@@ -469,9 +454,6 @@ class XPos(Rotary):
         rate = np.log((np.arange(pairs) + pairs * self.gamma) / (pairs + pairs * self.gamma)) / self.scale_base
         middle = self._centre(columns)
         return np.exp((rows - middle)[..., None] * rate), np.exp((middle - columns)[..., None] * rate)
-
-    def _words(self) -> str:
-        return super()._words().replace(", layout", f", scale_base={self.scale_base}, gamma={self.gamma}, layout", 1)
 
 
 def _places_of(at: Sample) -> dict[str, Any]:

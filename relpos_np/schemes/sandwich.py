@@ -7,11 +7,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Sample, Scheme, SchemeGradient, Site, evaluated, register
-from relpos_np.types import Array
+from relpos_np.schemes.base import Sample, Site, evaluated, register
+from relpos_np.schemes.distances import DistanceBias
+from relpos_np.types import Array, Int64
 
 Variant: TypeAlias = Literal["paper", "nemo"]
 VARIANTS = get_args(Variant)
@@ -71,7 +70,7 @@ def sandwich_bias(
     return np.asarray(product / (8.0 * np.arange(1, heads + 1) / heads)[:, None, None])
 
 
-class Sandwich(Scheme):
+class Sandwich(DistanceBias):
     r"""Sandwich: a bias without parameters that falls about like a logarithm of the distance.
 
     .. math::
@@ -115,9 +114,6 @@ class Sandwich(Scheme):
     ACL 2023.
     """
 
-    relative = True
-    computes = False
-
     def __init__(
         self, dim: int = 128, *, heads: int | None = None, base: float = 10000.0, variant: Variant = "paper"
     ) -> None:
@@ -139,24 +135,15 @@ class Sandwich(Scheme):
         """The bias of every pair."""
         return np.asarray(evaluated(sandwich_bias, self, site, heads=site.heads), site.dtype)
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term with a row per relative position: the sum of cosines."""
-        d = relative_positions(site.q_len, site.k_len, site.offset)
+    def _table(self, d: Int64, site: Site) -> Array:
+        """The sum of cosines."""
         numbers = np.arange(0, self.dim, 2) if self.variant == "paper" else np.arange(2, self.dim + 1, 2)
         sums = np.zeros(len(d))
         for wave in np.power(self.base, np.negative(numbers / self.dim)):
             sums += np.cos(wave * d)
         if self.variant == "nemo":
             sums -= len(numbers)
-        table = np.multiply.outer(site.heads * 0.125 / np.arange(1, site.heads + 1), sums)
-        return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
-
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
-        """Nothing is trained."""
-        return SchemeGradient()
-
-    def __repr__(self) -> str:
-        return f"Sandwich(dim={self.dim}, heads={self.heads}, variant={self.variant!r})"
+        return np.multiply.outer(site.heads * 0.125 / np.arange(1, site.heads + 1), sums)
 
 
 @register(

@@ -9,10 +9,10 @@ import numpy as np
 
 from relpos_np._contract.terms import Change, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import Held, Scheme, SchemeGradient, Site
+from relpos_np.schemes.base import MemoryBound, Scheme, SchemeGradient, Site
 from relpos_np.types import Array
 
-# Matrices of scores that a function may hold at once beside its argument, as `held` counts them.
+# Matrices of scores that a function may hold at once beside its argument, as `memory_bound` counts them.
 _HELD = 4
 
 
@@ -86,9 +86,11 @@ class ScoreMod(Scheme):
         """The change itself: there is no other way to state it."""
         return Terms(changes=(self.change(site),))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Some matrices of scores, which is what most functions hold."""
-        return Held(_HELD * int(np.prod(site.batch)) * site.heads * site.q_len * site.k_len * site.dtype.itemsize)
+        return MemoryBound(
+            _HELD * int(np.prod(site.batch)) * site.heads * site.q_len * site.k_len * site.dtype.itemsize
+        )
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Nothing of it is trained; scores get their gradients through the change."""

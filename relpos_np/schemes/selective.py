@@ -11,7 +11,7 @@ from relpos_np._contract import check
 from relpos_np._contract.terms import Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, in_order, register
+from relpos_np.schemes.base import MemoryBound, Sample, Scheme, SchemeGradient, Site, in_order, register
 from relpos_np.types import Array
 
 Variant: TypeAlias = Literal["paper", "x_transformers"]
@@ -100,7 +100,6 @@ class Selective(Scheme):
     `selective_attn`.
     """
 
-    _printed = ("head", "variant", "past")
     _whole = "each query needs what all earlier queries say"
 
     def __init__(self, head: int = 0, *, variant: Variant = "paper", past: Any = None) -> None:
@@ -111,7 +110,7 @@ class Selective(Scheme):
             raise RelposValueError(f"past: expected shape (..., L_k), found {self.past.shape}")
 
     @property
-    def restarts(self) -> bool:  # type: ignore[override]
+    def token_independent(self) -> bool:  # type: ignore[override]
         """What earlier queries said belongs to the keys of one call."""
         return self.past is None
 
@@ -148,10 +147,10 @@ class Selective(Scheme):
             against[..., 0, 1:, :] -= np.cumsum(votes[..., :-1, :], axis=-2)
         return Terms(biases=(against.astype(site.dtype),))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """Numbers of float64 for every pair of every batch item: products, votes, their sums."""
         doubles = 8 * site.q_len * site.k_len * math.prod(site.batch)
-        return Held(5 * doubles, 6 * doubles, 6 * doubles)
+        return MemoryBound(5 * doubles, 6 * doubles, 6 * doubles)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """To every open vote from all later queries, and on to the query and key that made it."""

@@ -12,7 +12,7 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import reached_rows
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import softmax, weighted_vectors
-from relpos_np.schemes.base import Held, Sample, Site, register
+from relpos_np.schemes.base import MemoryBound, Sample, Site, register
 from relpos_np.schemes.checks import vectors_per_pair
 from relpos_np.schemes.lookups import Lookup, LookupScheme, per_head
 from relpos_np.types import Array
@@ -248,8 +248,6 @@ class Shaw(LookupScheme):
     """
 
     relative = True
-    roundings = 1.0
-    _printed = ("key_table", "value_table", "outside", "left")
 
     def __init__(
         self, key_table: Any = None, value_table: Any = None, *, outside: Outside = "clip", left: Any = None
@@ -305,9 +303,9 @@ class Shaw(LookupScheme):
             whole[:, rows] = to_rows
             return whole
 
-        return Lookup(name, kind, per_head(table)[:, rows], index, back)
+        return Lookup(name, kind, per_head(table)[:, rows], index, back, scaled=kind == "queries")
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula gathers a vector for every pair, twice where pairs beyond the table have none."""
         copies = 1 if self.outside == "clip" else 2
         sizes = [
@@ -315,7 +313,7 @@ class Shaw(LookupScheme):
             for table in (self.key_table, self.value_table)
             if table is not None
         ]
-        return Held(super().held(site).formula + site.q_len * site.k_len * copies * max(sizes))
+        return MemoryBound(super().memory_bound(site).formula + site.q_len * site.k_len * copies * max(sizes))
 
 
 @register(

@@ -176,9 +176,6 @@ class Sinusoidal(AbsoluteEncoding):
             raise RelposValueError(f"positions: expected numbers, found dtype {t.dtype}")
         return sinusoidal(t, self.dim, base=self.base, layout=self.layout).astype(dtype, copy=False)
 
-    def __repr__(self) -> str:
-        return f"Sinusoidal(dim={self.dim}, base={self.base}, layout={self.layout!r})"
-
 
 @register(
     "sinusoidal",

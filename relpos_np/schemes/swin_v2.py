@@ -3,6 +3,7 @@ r"""Swin V2: products of unit vectors, and a bias that a small network finds fro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import log, prod
 from typing import Any, Literal, TypeAlias, get_args
@@ -13,7 +14,18 @@ from relpos_np._contract import check
 from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Part, Sample, Scheme, SchemeGradient, Site, evaluated, in_order, register
+from relpos_np.schemes.base import (
+    MAP_BYTES,
+    MemoryBound,
+    Part,
+    Sample,
+    Scheme,
+    SchemeGradient,
+    Site,
+    evaluated,
+    in_order,
+    register,
+)
 from relpos_np.schemes.checks import plane, same_tokens
 from relpos_np.types import Array
 
@@ -199,10 +211,6 @@ class SwinV2(Scheme):
     Liu et al., "Swin Transformer V2: Scaling Up Capacity and Resolution", CVPR 2022.
     """
 
-    content = True
-    dense = True
-    _printed = ("output_weight", "grid", "pretrained_grid", "variant")
-
     def __init__(
         self,
         hidden_weight: Any,
@@ -278,6 +286,10 @@ class SwinV2(Scheme):
         }
         index = cut_map(self._map, site.q_len, part.queries, part.keys)
         return (self._with(**of_heads, _map=index), *part.alone(site))
+
+    def memory_bound(self, site: Site) -> MemoryBound:
+        """A map of every pair."""
+        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the lengths of q and k, and back through the network."""

@@ -92,8 +92,6 @@ class T5(LookupScheme):
     """
 
     relative = True
-    roundings = 0.0
-    _printed = ("table", "max_distance", "bidirectional")
 
     def __init__(
         self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: Rounding = "exact"

@@ -7,12 +7,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.index_maps import difference_map, relative_positions
-from relpos_np._contract.terms import TableTerm, Terms
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.base import Held, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import MemoryBound, Sample, Site, evaluated, register
 from relpos_np.schemes.checks import finite
-from relpos_np.types import Array
+from relpos_np.schemes.distances import DistanceBias
+from relpos_np.types import Array, Int64
 
 Variant: TypeAlias = Literal["paper", "published"]
 VARIANTS = get_args(Variant)
@@ -60,7 +59,7 @@ def tisa_bias(
     return np.asarray((a * np.exp(-np.abs(b) * (d - c) ** 2)).sum(axis=0))
 
 
-class TISA(Scheme):
+class TISA(DistanceBias):
     r"""Translation-invariant self-attention.
 
     .. math::
@@ -96,9 +95,6 @@ class TISA(Scheme):
     Language Models", ACL 2021.
     """
 
-    relative = True
-    computes = False
-
     def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: Variant = "paper") -> None:
         self.amplitudes = check.table("amplitudes", amplitudes, "curves heads")
         self.sharpness = check.table("sharpness", sharpness, "curves heads")
@@ -120,39 +116,29 @@ class TISA(Scheme):
         """The bias of every pair."""
         return np.asarray(evaluated(tisa_bias, self, site), site.dtype)
 
-    def _curves(self, site: Site) -> tuple[Array, Array, Array]:
+    def _curves(self, at: Int64) -> tuple[Array, Array, Array]:
         """Steps from the top, sharpness, and curves of height 1: (S, H, rows) each, but for the sharpness (S, H, 1)."""
-        d = relative_positions(site.q_len, site.k_len, site.offset).astype(np.float64)
+        d = at.astype(np.float64)
         steps = np.subtract(d if self.variant == "paper" else np.negative(d + 1), self.offsets[..., None])
         sharp = self.sharpness[..., None].astype(np.float64)
         return steps, sharp, np.exp(np.negative(np.abs(sharp)) * np.square(steps))
 
-    def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term with a row per relative position."""
-        curves = self._curves(site)[2]
-        table = np.einsum("sh,shr->hr", self.amplitudes.astype(np.float64), curves)
-        return Terms(tables=(TableTerm(table.astype(site.dtype), difference_map(site.q_len, site.k_len)),))
+    def _table(self, d: Int64, site: Site) -> Array:
+        return np.asarray(np.einsum("sh,shr->hr", self.amplitudes.astype(np.float64), self._curves(d)[2]))
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula has every curve of every pair at once, twice."""
-        return Held(super().held(site).formula + 16 * site.q_len * site.k_len * self.amplitudes.size)
+        return MemoryBound(super().memory_bound(site).formula + 16 * site.q_len * site.k_len * self.amplitudes.size)
 
-    def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
+    def _gradients(self, d: Int64, grad: Array) -> dict[str, Array]:
         """Each number collects the rows times the slope of its curve in it."""
-        steps, sharp, curves = self._curves(site)
-        shares = grad.tables[0].table * curves
-        high = self.amplitudes.astype(np.float64)
-        return SchemeGradient(
-            arrays={
-                "amplitudes": shares.sum(axis=-1),
-                "sharpness": -high * np.sign(sharp[..., 0]) * (shares * np.square(steps)).sum(axis=-1),
-                "offsets": 2 * high * np.abs(sharp[..., 0]) * (shares * steps).sum(axis=-1),
-            }
-        )
-
-    def __repr__(self) -> str:
-        curves, heads = self.amplitudes.shape
-        return f"TISA(curves={curves}, heads={heads}, variant={self.variant!r})"
+        steps, sharp, curves = self._curves(d)
+        shares, high = grad * curves, self.amplitudes.astype(np.float64)
+        return {
+            "amplitudes": shares.sum(axis=-1),
+            "sharpness": -high * np.sign(sharp[..., 0]) * (shares * np.square(steps)).sum(axis=-1),
+            "offsets": 2 * high * np.abs(sharp[..., 0]) * (shares * steps).sum(axis=-1),
+        }
 
 
 @register(

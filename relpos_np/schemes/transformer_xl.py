@@ -13,7 +13,7 @@ from relpos_np._contract.index_maps import distance_map, wrapped_map
 from relpos_np._contract.terms import QueryTerm, Terms, fit
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.relshift import VARIANTS, rel_shift
-from relpos_np.schemes.base import Held, Part, Sample, Scheme, SchemeGradient, Site, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, SchemeGradient, Site, register
 from relpos_np.types import Array, Int64, Shift
 
 # Of arguments: v is also the values of every call.
@@ -275,10 +275,6 @@ class TransformerXL(Scheme):
     Gulati et al., "Conformer", Interspeech 2020. Yang et al., "XLNet", NeurIPS 2019.
     """
 
-    content = True
-    roundings = 2.0
-    _printed = ("rows", "variant", "zero_triu")
-
     def __init__(
         self,
         content_bias: Any,
@@ -348,7 +344,7 @@ class TransformerXL(Scheme):
         """U joins the query; the position part is a query term with a row per distance."""
         if self.variant == "wenet":
             query, key = self.lower_vectors(q, k, site)
-            return Terms(query, key)
+            return Terms(query, key, relative_error_ulps=2.0)
         content, *positions = self.lower_vectors(q, k, site)
         weights = self.rows.astype(site.dtype, copy=False).transpose(1, 0, 2)
         lengths, rows, wrap = (site.q_len, site.k_len, site.offset), len(self.rows), self._wrap(site)
@@ -357,7 +353,7 @@ class TransformerXL(Scheme):
         if wrap is not None:
             maps.append(wrapped_map(*lengths, rows, wrap))
         terms = [QueryTerm(x, weights, index) for x, index in zip(positions, maps, strict=True)]
-        return Terms(query=content, queries=tuple(terms))
+        return Terms(query=content, queries=tuple(terms), relative_error_ulps=2.0)
 
     def lower_vectors(self, q: Array, k: Array, site: Site) -> tuple[Array, ...]:
         """Queries with u, and with v times the scale; where the shift runs on, the latter of the next query too."""
@@ -410,13 +406,13 @@ class TransformerXL(Scheme):
         cut.rows, cut._row = self.rows[low : high + 1, part.heads], own - low
         return cut, here, rest
 
-    def held(self, site: Site) -> Held:
+    def memory_bound(self, site: Site) -> MemoryBound:
         """The formula shifts products with rows for distances in both directions, more than there are keys."""
         if self.variant == "wenet":  # wider queries and keys, and what they are made of
             tokens = math.prod(site.batch) * site.heads * (site.q_len + site.k_len)
-            return Held(4 * tokens * site.head_dim * site.dtype.itemsize)
+            return MemoryBound(4 * tokens * site.head_dim * site.dtype.itemsize)
         products = math.prod(site.batch) * site.heads * site.q_len * (site.q_len + site.k_len) * site.dtype.itemsize
-        return Held(super().held(site).formula + products)
+        return MemoryBound(super().memory_bound(site).formula + products)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Both vectors collect what their heads' queries receive, and rows return to (R, H, D)."""

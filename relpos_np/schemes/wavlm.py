@@ -178,9 +178,7 @@ class WavLM(Scheme):
     Language Model Pre-training via ELECTRA", ACL 2022.
     """
 
-    computes = False
-    roundings = 0.0
-    _printed = ("table", "gate", "max_distance")
+    reads_operand_values = False
 
     def __init__(self, table: Any, gate: Any, *, max_distance: int = 800, rounding: Rounding = "exact") -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
@@ -209,7 +207,8 @@ class WavLM(Scheme):
         rows, last = len(self.table), self.max_distance
         index = t5_map(site.q_len, site.k_len, site.offset, rows, last, True, self.rounding)
         gate = self.gate[..., None].astype(site.dtype, copy=False)
-        return Terms(queries=(QueryTerm(gate, self.table.T[..., None].astype(site.dtype, copy=False), index),))
+        weights = self.table.T[..., None].astype(site.dtype, copy=False)
+        return Terms(queries=(QueryTerm(gate, weights, index),), relative_error_ulps=0.0)
 
     def narrow(self, site: Site, part: Part) -> tuple[Scheme, Site, Part]:
         """Gates of the queries."""

@@ -121,10 +121,6 @@ class WindowBias(LookupScheme):
     Super-Resolution", CVPR 2022.
     """
 
-    roundings = 0.0
-    dense = True
-    _printed = ("table", "grid", "key_grid")
-
     def __init__(
         self,
         table: Any,
@@ -214,7 +210,7 @@ class WindowBias(LookupScheme):
         return np.moveaxis(self.table.astype(site.dtype, copy=False)[index], -1, 0)
 
     def _lookups(self, site: Site) -> Iterable[Lookup]:
-        yield Lookup("table", "tables", self.table.T, self._map, np.transpose)
+        yield Lookup("table", "tables", self.table.T, lambda: self._map, np.transpose)
 
 
 def _grid(name: str, value: Any) -> tuple[int, ...]:

@@ -195,7 +195,7 @@ class Example:
         magnitude = weights @ repeat_heads(values, s.shape[-3])
         vectors = [x.weights for x in terms.queries] + [x.weights for x in terms.keys]
         products = (q if terms.query is None else terms.query).shape[-1] + sum(w.shape[-1] for w in vectors)
-        if terms.biases and position.computes:
+        if terms.biases and position.reads_operand_values:
             # A bias of every pair that is made of products of queries.
             products += q.shape[-1]
         for term in terms.values:

@@ -67,8 +67,8 @@ def check_scheme(
     Raises
     ------
     AssertionError
-        If something differs, or an option of the class, such as `Scheme.excludes`, is not what the scheme does. It
-        says what, on which backend and by how much.
+        If something differs, or the scheme does other things than its class says, as in `Scheme.reads_operand_values`.
+        It says what, on which backend and by how much.
     RelposError
         If the scheme or a method of it cannot be used as it is.
 
@@ -131,19 +131,17 @@ def _declared(scheme: Scheme, q: Array, k: Array, options: Mapping[str, Any]) ->
     """Compare what a class says of itself with what it does; `content` is checked in every call."""
     problem = check.problem(q, k, None, **options)[0]
     name, site = type(scheme).__name__, problem.site
-    repeated = np.repeat(problem.k, site.heads // site.kv_heads, axis=-3)
-    added = scheme.scores(problem.q, repeated, site)
-    if added is not None and np.isneginf(added).any() and not scheme.excludes:
-        raise AssertionError(f"{name}: its scores are -inf in places: declare excludes = True")
     if scheme.makes_vectors:
         _vectors(scheme, problem)
-    if not scheme.computes:
+    if not scheme.reads_operand_values:
         nan = [np.full_like(x, np.nan) for x in (problem.q, problem.k)]
         terms = scheme.lower(nan[0], nan[1], site)
         own = [x for t in terms.queries for x in (t.query, t.weights)] + [x for t in terms.tables for x in (t.table,)]
         own += [x for t in terms.keys for x in (t.key, t.weights)] + [t.weights for t in terms.values]
         if any(np.isnan(x).any() for x in [*own, *terms.biases] if not any(x is y for y in nan)):
-            raise AssertionError(f"{name}: `lower` computes with queries or keys: leave out computes = False")
+            raise AssertionError(
+                f"{name}: `lower` computes with queries or keys: leave out reads_operand_values = False"
+            )
 
 
 def _vectors(scheme: Scheme, problem: Problem) -> None:

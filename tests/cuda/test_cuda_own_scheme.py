@@ -12,7 +12,7 @@ from tests.test_schemes_rotary_values import Scaled
 class Shifted(Everything):
     """Its queries are sums, which a device makes itself."""
 
-    computes = True
+    reads_operand_values = True
 
     def scores(self, q, k, site):
         return super().scores(q + q, k, site)

@@ -1,4 +1,4 @@
-"""Row 37: `Scheme.held` bounds what each scheme holds for pairs of query and key, and is never absurdly more."""
+"""Row 37: `Scheme.memory_bound` is what a scheme holds for pairs of query and key at most, and never absurdly more."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def measured(name, variant, size):
     if not scheme.content:
         grads.query = grads.key = None
     run("lift", q, k, site, grads)
-    return used, scheme.held(site)
+    return used, scheme.memory_bound(site)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -75,8 +75,8 @@ def test_row_37_what_a_scheme_holds_for_pairs(name, variant, size):
     }.items():
         most = max(0, *(grown[method] for method in methods))
         bound = getattr(held_twice, side) - 2 * getattr(held, side)
-        assert most <= 1.05 * bound + FIXED, f"{side}: {most} bytes, bounded by {bound}: override held"
-        assert bound <= 8 * most + BLOCKS, f"{side}: {most} bytes, bounded by {bound}: held is absurdly large"
+        assert most <= 1.05 * bound + FIXED, f"{side}: {most} bytes, bounded by {bound}: override memory_bound"
+        assert bound <= 8 * most + BLOCKS, f"{side}: {most} bytes, bounded by {bound}: memory_bound is absurdly large"
 
 
 @pytest.mark.parametrize("scheme", [rp.Rotary(), rp.XPos()], ids=["rotary", "xpos"])
@@ -85,4 +85,4 @@ def test_row_37_what_turned_operands_take(scheme, rng):
     q, k, v = rng.standard_normal((3, 32, 8, 64, 32)).astype(np.float32)
     site = check.problem(q, k, v)[0].site
     used = peak(scheme.transform, q, k, site)[0]
-    assert q.nbytes + k.nbytes <= used <= 1.05 * scheme.held(site).formula + FIXED
+    assert q.nbytes + k.nbytes <= used <= 1.05 * scheme.memory_bound(site).formula + FIXED

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import numpy as np
 
 import relpos_np as rp
-from relpos_np._calls import stated
+from relpos_np._calls import validate_terms
 from relpos_np._calls.lowering import all_terms, checked_schemes
 from relpos_np._contract import check
 from relpos_np._contract.options import DEFAULTS, Options, completed, takes
@@ -242,7 +242,7 @@ class _Model:
                     f"position: {name} cannot be a model: what it computes with q, k or an input needs {error}, "
                     "for which there are no nodes"
                 ) from None
-            lowered = stated.checked(own, terms, problem.site)
+            lowered = validate_terms.checked(own, terms, problem.site)
             if lowered.changes:
                 raise RelposTypeError(f"position: {name} cannot be a model: it changes scores as a whole")
             found.append(lowered)

@@ -35,7 +35,7 @@ def _copied(x: Array, count: int) -> int:
     return size
 
 
-def held(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> dict[str, int]:
+def workspace_bytes(problem: Problem, terms: Terms, mask: Array | None, backward: bool) -> dict[str, int]:
     """Bytes by what they are for, in addition to operands, result and the terms themselves."""
     site, item = problem.site, problem.site.dtype.itemsize
     count, threads, lanes = math.prod(problem.batch), available_threads(), TARGET.lanes(item)

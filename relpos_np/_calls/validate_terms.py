@@ -12,7 +12,7 @@ from relpos_np._contract.problem import Site
 from relpos_np._contract.terms import Dense, Terms, Toeplitz, ValueTurn
 from relpos_np._contract.turned import Turned
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Scheme, SchemeGradient, lacks
+from relpos_np.schemes.base import Scheme, SchemeGradient, raise_missing_method
 from relpos_np.schemes.registry import is_registered
 
 
@@ -26,9 +26,9 @@ def able(schemes: tuple[Scheme, ...], site: Site, backend: str | None, backward:
 def _able(scheme: Scheme, site: Site, backend: str | None, backward: bool) -> None:
     cls = type(scheme)
     if cls.lower is Scheme.lower and (backward or backend not in (None, "numpy")):
-        lacks(scheme, "lower")
+        raise_missing_method(scheme, "lower")
     if backward and cls.lift is Scheme.lift:
-        lacks(scheme, "lift")
+        raise_missing_method(scheme, "lift")
     if cls.change is not Scheme.change and backend in WITH_KERNELS:
         raise RelposTypeError(
             f"position: {cls.__name__} changes scores as a whole, which kernels never hold; expected backend 'numpy' "

@@ -13,14 +13,14 @@ from relpos_np.schemes.base import Part, Scheme, Site
 from relpos_np.types import Array
 
 
-class Placed(Scheme):
+class Positioned(Scheme):
     """A scheme with `positions` and `key_positions`, which are numbers or rows of coordinates."""
 
     positions: Array | None
     key_positions: Array | None
 
     @property
-    def restarts(self) -> bool:  # type: ignore[override]
+    def token_independent(self) -> bool:  # type: ignore[override]
         """Positions that are given belong to the tokens of one call."""
         return self.positions is None
 
