@@ -61,13 +61,13 @@ class LookupScheme(Scheme):
         """A term for each table."""
         factor = site.dtype.type(site.scale)
         found: dict[str, list[Any]] = {kind: [] for kind in _TERMS}
-        lookups = list(self._lookups(site))
-        for one in lookups:
+        ulps = 0.0
+        for one in self._lookups(site):
+            ulps = max(ulps, float(one.scaled))
             weights = one.weights * factor if one.scaled else one.weights
             index = one.index() if callable(one.index) else one.index
             found[one.kind].append(_TERMS[one.kind](q, k, weights.astype(site.dtype, copy=False), index))
         tables, queries, keys, values = map(tuple, found.values())
-        ulps = 1.0 if any(one.scaled for one in lookups) else 0.0
         return Terms(tables=tables, queries=queries, keys=keys, values=values, relative_error_ulps=ulps)
 
     def memory_bound(self, site: Site) -> MemoryBound:
