@@ -97,7 +97,7 @@ def _differences(rows: list[dict[str, Any]]) -> Iterator[str]:
         who = f"{row['package']}, {row['what']}"
         for name, one in row["families"].items():
             if one["verdict"] in ("wrong", "convention"):
-                words = one.get("cause") or one.get("words") or one.get("reason", "")
+                words = one.get("cause") or one.get("words") or "no known mistake gives these numbers"
                 causes.setdefault(words, {}).setdefault(who, []).append((name, one.get("smallest", "")))
     for words, where in causes.items():
         yield f"- {words[:1].upper()}{words[1:]}\n"
