@@ -13,6 +13,15 @@ ATTENTION = [pair for pair in parts() if rp.SCHEMES[pair[0]].kind == "attention"
 ABSOLUTE = [pair for pair in parts() if rp.SCHEMES[pair[0]].kind == "absolute"]
 
 
+def restarts(name, variant=None):
+    """Whether a shorter call may use the scheme as it is."""
+    scheme = testing.example(name, variant=variant, size="tiny").position
+    return scheme.relative or scheme.token_independent
+
+
+RESTARTING = [pair for pair in ATTENTION if restarts(*pair)]
+
+
 def remade(scheme, change, within=""):
     """The scheme made again, with what `change` makes of each of its floating-point arrays, given with their names.
 

@@ -8,15 +8,9 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import paged, testing
-from tests.every import ATTENTION
+from tests.every import RESTARTING
 
 HEADS, DEPTH = 4, 16
-# Those that count from the first key of an item.
-RESTARTING = [
-    pair
-    for pair in ATTENTION
-    if (scheme := testing.example(pair[0], variant=pair[1], size="tiny").position).relative or scheme.token_independent
-]
 POSITIONS = {
     "none": lambda rng: None,
     "t5": lambda rng: rp.T5(rng.standard_normal((32, HEADS)).astype(np.float32)),

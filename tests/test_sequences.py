@@ -14,19 +14,13 @@ from relpos_np import testing
 from relpos_np._calls.packed import PackedCall
 from relpos_np._contract.options import DEFAULTS
 from tests.compare import assert_same_bits
-from tests.every import ATTENTION
+from tests.every import RESTARTING
 from tests.sizes import BLOCK_KEYS, EDGES
 
 HEADS = 4
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
-def _restarts(name, variant):
-    scheme = testing.example(name, variant=variant, size="tiny").position
-    return scheme.relative or scheme.token_independent
-
-
-RESTARTING = [pair for pair in ATTENTION if _restarts(*pair)]
 # Options that a call of several sequences passes on, one of which is drawn with each other.
 OPTIONS = {
     "causal": [{"causal": True}],

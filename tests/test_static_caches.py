@@ -5,15 +5,9 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import testing
-from tests.every import ATTENTION
+from tests.every import RESTARTING
 
 CAPACITY, LENGTHS = 40, np.array([3, 40, 17])
-# Schemes that count from a sequence's own first key.
-RESTARTING = [
-    pair
-    for pair in ATTENTION
-    if (scheme := testing.example(pair[0], variant=pair[1], size="tiny").position).relative or scheme.token_independent
-]
 PLACES = {
     "a causal mask": {"causal": True},
     "a window": {"window": (5, 2)},

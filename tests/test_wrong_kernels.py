@@ -1,11 +1,15 @@
 """Forty-five wrong kernels fail and are told why; `python -m tests.wrong_kernels` asks them everything."""
 
+import itertools
+
 import pytest
 
 from relpos_np.conform import conform
 from tests.wrong_kernels import WRONG, alibi, beit, kernel, rotary, t5
 
 RIGHT = {"plain": kernel, "t5": t5, "rotary": rotary, "alibi": alibi, "beit": lambda: beit(lambda grid: grid)}
+# What does not wait for the night.
+DAILY = {("plain", "float64"), ("plain", "bfloat16"), ("rotary", "bfloat16"), *((name, "float32") for name in RIGHT)}
 
 
 @pytest.mark.parametrize(("words", "scheme", "family", "function", "causes"), WRONG, ids=[one[0] for one in WRONG])
@@ -17,7 +21,10 @@ def test_a_wrong_kernel_is_told_why(words, scheme, family, function, causes):
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [*((scheme, "float32") for scheme in RIGHT), ("plain", "float64"), ("plain", "bfloat16"), ("rotary", "bfloat16")],
+    [
+        pytest.param(*one, marks=() if one in DAILY else pytest.mark.slow)
+        for one in itertools.product(RIGHT, ("float32", "float64", "bfloat16"))
+    ],
 )
 def test_the_kernel_that_they_are_made_of_is_right(scheme, dtype):
     if dtype == "bfloat16":

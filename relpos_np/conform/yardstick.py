@@ -115,11 +115,10 @@ class Truth:
     def _usual(self, name: str, dtype: str) -> float:
         """How large a typical error may be, by what has been drawn: at least a quarter of eps, of rounding once."""
         least = self._eps(name, dtype) / 4 * typical(self.expected[name])
-        usual = self.usual[name]
         if name == "lse":
             # It is drawn without roundings of its own, which come with those of a sum, its logarithm and the largest.
-            usual, least = float(np.hypot(usual, 2 * least)), 0.0
-        return self.slack * max(_factor(name) * usual, least)
+            return self.slack * _factor(name) * float(np.hypot(self.usual[name], 2 * least))
+        return self.slack * max(_factor(name) * self.usual[name], least)
 
     def _eps(self, name: str, dtype: str) -> float:
         """Of the format that a result is stored in.

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Never, Self, TypeAlias
 
 import numpy as np
@@ -62,9 +62,23 @@ class MemoryBound:
     lower: int = 0
     lift: int = 0
 
+    def with_maps(self, site: Site, count: int = 1) -> MemoryBound:
+        """The same where `lower` makes index maps with a row for every pair: five integers each while it is made.
 
-# Of an index map with a row for every pair, per pair: five integers while it is made.
-MAP_BYTES = 40
+        Parameters
+        ----------
+        site : Site
+            Sizes of the call.
+        count : int
+            How many maps there are.
+
+        Returns
+        -------
+        MemoryBound
+            With their bytes as `lower`.
+        """
+        return replace(self, lower=40 * count * site.q_len * site.k_len)
+
 
 # What a class says of itself by the methods that it defines: parts of the formula, and other forms of `lower`.
 _FLAGS_OF_FORMULAS = {"content": "transform", "turns_values": "turn_values"}

@@ -3,7 +3,6 @@ r"""SAM, ViTDet and MViTv2: products of queries with a vector per difference of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from relpos_np._contract.terms import Dense, QueryTerm, Terms
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.buckets import ROUNDING, Rounding
 from relpos_np.formulas.resize_tables import resize_matrix
-from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Sample, Scheme, SchemeGradient, Site, evaluated, register
+from relpos_np.schemes.base import MemoryBound, Sample, Scheme, SchemeGradient, Site, evaluated, register
 from relpos_np.schemes.checks import plane, tokens, vectors
 from relpos_np.types import Array, Int64
 
@@ -242,7 +241,7 @@ class DecomposedBias(Scheme):
 
     def memory_bound(self, site: Site) -> MemoryBound:
         """A map of every pair."""
-        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
+        return super().memory_bound(site).with_maps(site)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation of the tables."""

@@ -15,7 +15,7 @@ from relpos_np._contract.index_maps import bucket_rows, t5_map
 from relpos_np._contract.terms import IndexMap, of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
-from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Part, Sample, Scheme, Site, register
+from relpos_np.schemes.base import MemoryBound, Part, Sample, Scheme, Site, register
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Int64
 
@@ -351,8 +351,8 @@ class LayoutBias(LookupScheme):
     def memory_bound(self, site: Site) -> MemoryBound:
         """Maps per page and axis; distances are integers of 64 bit."""
         pages = math.prod(self._boxes.shape[:-2])
-        pairs = pages * site.q_len * site.k_len
-        return MemoryBound(Scheme.memory_bound(self, site).formula + 112 * pairs, MAP_BYTES * pairs)
+        formula = Scheme.memory_bound(self, site).formula + 112 * pages * site.q_len * site.k_len
+        return MemoryBound(formula).with_maps(site, pages)
 
 
 def _integers(name: str, value: Any) -> Int64:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np._contract.terms import IndexMap, KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
-from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Scheme, SchemeGradient, Site
+from relpos_np.schemes.base import MemoryBound, Scheme, SchemeGradient, Site
 from relpos_np.types import Array
 
 _TERMS: dict[str, Callable[[Array, Array, Array, IndexMap], Any]] = {
@@ -72,8 +72,8 @@ class LookupScheme(Scheme):
 
     def memory_bound(self, site: Site) -> MemoryBound:
         """As any scheme; a map that only `lower` needs has a row for every pair."""
-        maps = any(callable(one.index) for one in self._lookups(site))
-        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len if maps else 0)
+        bound = super().memory_bound(site)
+        return bound.with_maps(site) if [one for one in self._lookups(site) if callable(one.index)] else bound
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """The gradient of each table, and of the queries and keys that met them."""

@@ -3,7 +3,6 @@ r"""Neighbourhood attention: every query sees the keys around it, with a learned
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.terms import Dense, Terms
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
-from relpos_np.schemes.base import MAP_BYTES, MemoryBound, Sample, Site, register
+from relpos_np.schemes.base import MemoryBound, Sample, Site, register
 from relpos_np.schemes.checks import same_tokens
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array, Bools, Int64
@@ -219,7 +218,7 @@ class NeighborhoodBias(LookupScheme):
 
     def memory_bound(self, site: Site) -> MemoryBound:
         """The map, also where there is no table."""
-        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
+        return super().memory_bound(site).with_maps(site)
 
 
 @register(

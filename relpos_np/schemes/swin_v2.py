@@ -3,7 +3,6 @@ r"""Swin V2: products of unit vectors, and a bias that a small network finds fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import log, prod
 from typing import Any, Literal, TypeAlias, get_args
@@ -15,7 +14,6 @@ from relpos_np._contract.index_maps import grid_map
 from relpos_np._contract.terms import IndexMap, TableTerm, Terms, cut_map
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.base import (
-    MAP_BYTES,
     MemoryBound,
     Part,
     Sample,
@@ -289,7 +287,7 @@ class SwinV2(Scheme):
 
     def memory_bound(self, site: Site) -> MemoryBound:
         """A map of every pair."""
-        return replace(super().memory_bound(site), lower=MAP_BYTES * site.q_len * site.k_len)
+        return super().memory_bound(site).with_maps(site)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Through the lengths of q and k, and back through the network."""
