@@ -111,9 +111,9 @@ def test_the_prefix_of_paligemma():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, heads, 9, 8)) for heads in (2, 1, 1))
     i, j = np.arange(9)[:, None], np.arange(9)
-    masks = [((j < n) | (j <= i)) & (i - j < 6) for n in (2, 5)]
+    masks = [((j < n) | (j <= i)) & (i - j < 6) for n in (2, 6)]
     expected = rp.attention(q, k, v, position=rp.Rotary(), scale=1 / 16, softcap=50.0, mask=np.stack(masks)[:, None])
-    np.testing.assert_allclose(bound(q, k, v, prefix_lengths=[2, 5]), expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(bound(q, k, v, prefix_lengths=[2, 6]), expected, rtol=0, atol=1e-14)
     with pytest.raises(rp.RelposValueError, match="prefix_lengths: expected at most 6, found 7"):
         bound(q, k, v, prefix_lengths=7)
     with pytest.raises(rp.RelposTypeError, match="prefix_lengths: layer 0 of gemma2 needs it"):

@@ -256,6 +256,9 @@ def test_weights_are_found_behind_any_prefix():
         layer.bind({name.replace("weight", "bias"): table})
     with pytest.raises(rp.RelposValueError, match="weights: needed for encoder"):
         layer.bind()
+    # A name that only ends with the same letters is another tensor's.
+    beside = {"my" + name: 2 * table, "model." + name: table}
+    np.testing.assert_array_equal(layer.bind(beside)(q, k, v), expected)
 
 
 def test_names_of_earlier_versions():
@@ -382,6 +385,11 @@ def test_temperatures_follow_the_positions_of_a_call(name):
     packed = bound(q, k, v, segments=[0, 4, 9])
     for part in (slice(0, 4), slice(4, 9)):
         np.testing.assert_array_equal(packed[..., part, :], bound(q[..., part, :], k[..., part, :], v[..., part, :]))
+    moved = bound.options(q, k, segments=[0, 4, 9], offset=2)["query_scale"]
+    np.testing.assert_allclose(moved, np.concatenate([factors[2:6], factors[2:7]]), rtol=1e-15)
+    # The last query is that of the last key that exists.
+    ends = bound.arguments(q[..., 6:, :], k, v, offset="end", key_lengths=np.array([9, 5]))["query_scale"]
+    np.testing.assert_allclose(ends[:, 0], [factors[6:9], factors[2:5]], rtol=1e-15)
 
 
 def test_what_is_added_to_the_inputs():
