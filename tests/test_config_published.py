@@ -1,6 +1,7 @@
 """`relpos config` on the keys that published config.json files have: everything that they decide is said."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +144,83 @@ def test_inkling():
         np.testing.assert_allclose(last, expected[..., 8:, :], rtol=0, atol=1e-13)
         with pytest.raises(rp.RelposValueError, match=r"hidden: expected shape \(..., 9, 16\), found \(3, 8, 16\)"):
             bound(q, k, v, hidden=hidden[:, 1:])
+
+
+SEAMLESS = {"model_type": "seamless_m4t_v2", "hidden_size": 64, "speech_encoder_attention_heads": 4}
+SEAMLESS |= {"speech_encoder_chunk_size": 8}
+SWIN = {"model_type": "swinv2", "patch_size": 4, "embed_dim": 16, "num_heads": [2, 2], "window_size": 4}
+SWIN |= {"depths": [2, 2], "pretrained_window_sizes": [12, 6]}
+BART = {"model_type": "bart", "encoder_attention_heads": 4, "decoder_attention_heads": 8}
+BART |= {"encoder_layers": 2, "decoder_layers": 3}
+NEO = {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4}
+FACTORS = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+# Files, the layer, and what the layer is.
+MADE = {
+    "a window counts the query": (NEO, {"layer": 1}, lambda own: own.window, (3, None)),
+    "1 divided by the number of the layer": (
+        {"model_type": "gpt2", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
+        {"layer": 3},
+        lambda own: own.scale,
+        0.25,
+    ),
+    "heads of a decoder": (BART, {"layer": 0, "part": "decoder"}, lambda own: (own.heads, own.layers), (8, 3)),
+    "heads of an encoder": (BART, {"layer": 0, "part": "encoder"}, lambda own: (own.heads, own.layers), (4, 2)),
+    "a shift": (SWIN | {"image_size": (32, 32)}, {"layer": 1}, lambda own: "shift" in "".join(own.notes), True),
+    "no shift": (SWIN | {"image_size": (16, 32)}, {"layer": 1}, lambda own: "shift" in "".join(own.notes), False),
+    "a window of each stage": (
+        SWIN | {"image_size": (32, 32)},
+        {"layer": 2},
+        lambda own: own.schemes[0].options["pretrained_grid"],
+        (6, 6),
+    ),
+    **{
+        f"{stored} chunks back": (
+            SEAMLESS | {"speech_encoder_left_chunk_num": stored},
+            {"layer": 0, "part": "speech_encoder"},
+            lambda own: own.rule.options["left"],
+            left,
+        )
+        for stored, left in ((-1, None), (0, 0), (3, 3))
+    },
+    "the older of two spellings": (
+        {"model_type": "llama", **FACTORS},
+        {"layer": 0},
+        lambda own: "factor 2.0" in own.describe(),
+        True,
+    ),
+    "half of a window on both sides": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True, "sliding_window": 10},
+        {"layer": 0},
+        lambda own: own.window,
+        (5, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_the_classes_make_of_their_keys(name):
+    """Read in the classes of transformers; `tests/parity` has the same from the classes themselves."""
+    config, which, found, expected = MADE[name]
+    assert found(rp.from_config(config, **which)) == expected
+
+
+def test_what_false_may_switch_off_is_refused():
+    with pytest.raises(rp.RelposError, match="rope_of_another_kind"):
+        rp.from_config({"model_type": "llama", "rope_of_another_kind": False}, layer=0)
+
+
+def test_the_last_of_many_layers_is_of_the_kind_of_its_number():
+    """OLMo's hybrids end with full attention only where they have fewer than four layers."""
+    for layers, full in ((2, [1]), (6, [3])):
+        config = {"model_type": "olmo_hybrid", "num_hidden_layers": layers}
+        for layer in range(layers):
+            if layer in full:
+                assert rp.from_config(config, layer=layer).layer == layer
+            else:
+                with pytest.raises(rp.RelposError, match=f"layer {layer}"):
+                    rp.from_config(config, layer=layer)
+
+
+def test_no_key_is_ahead_of_a_causal_query():
+    layer = rp.from_config({"model_type": "llama"}, layer=0)
+    assert replace(layer, window=(3, 2)).describe().endswith("attends         the past, at most 3 back")

@@ -371,6 +371,15 @@ def test_dask_computes_no_block_beyond_the_band(da, rng):
     assert blocks(key_lengths=9) == 8 * 3
 
 
+def test_dask_computes_a_block_of_which_one_key_is_seen(da, rng):
+    """The farthest key of a window of 1 is the last of the block before."""
+    operands = rng.standard_normal((3, 1, 8, 4))
+    q, k, v = (da.from_array(x, chunks=(1, 4, 4)) for x in operands)
+    for window in ((1, 0), (0, 1), (4, 0), (0, 4)):
+        found = attention(q, k, v, window=window, min_operations=0).compute(scheduler="sync")
+        np.testing.assert_allclose(found, rp.attention(*operands, window=window), rtol=1e-12, atol=1e-12)
+
+
 def test_dask_computes_a_block_that_one_of_its_items_reaches(da, rng):
     operands, lengths = rng.standard_normal((3, 2, 1, 8, 4)), np.array([3, 8])
     q, k, v = (da.from_array(x, chunks=(2, 1, 4, 4)) for x in operands)

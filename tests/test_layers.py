@@ -70,6 +70,12 @@ def test_cross_attention_with_grouped_heads_and_other_widths(backend, rng):
     expected = [loops(parts, a, c, 4, kv_heads=2, mask=m) for a, c, m in zip(x, context, mask, strict=True)]
     close(layer(x, context, mask=mask, backend=backend), expected)
     close(layer(x, layer.project(context), mask=mask, backend=backend), expected)
+    # What was projected in another precision is attended in that of the queries.
+    half = layer.project(context.astype(np.float16))
+    assert layer(x, half, backend=backend).dtype == x.dtype
+    widened = layers.Cache()
+    widened.key, widened.value = half.key.astype(x.dtype), half.value.astype(x.dtype)
+    close(layer(x, half, backend=backend), layer(x, widened, backend=backend), 0)
     # Values of other states.
     others = rng.standard_normal((2, 5, 7))
     got = layer(x, context, values=others, backend=backend)
@@ -358,6 +364,20 @@ def test_authors_transformer_xl_names(backend, rng):
     close(read(state, **options)(x[2:], memory=x[:2], causal=True, backend=backend), expected)
 
 
+def test_espnet_names(backend, rng):
+    """Rows that count down from `max_len`, which no tensor shows."""
+    parts, pos, u, v = relative_parts(rng)
+    names = [f"linear_{part}" for part in ("q", "k", "v", "out")]
+    state = {f"{name}.weight": part[0] for name, part in zip(names, parts, strict=True)}
+    state |= {f"{name}.bias": part[1] for name, part in zip(names, parts, strict=True)}
+    state |= {"linear_pos.weight": pos, "pos_bias_u": u, "pos_bias_v": v}
+    x = rng.standard_normal((5, WIDTH))
+    for most in (5, 9):
+        layer = layers.RelativeMultiHeadAttention.from_state_dict(state, format="espnet_legacy", max_len=most)
+        expected = relative_loops((parts, pos, u, v), x, x, "espnet_legacy", max_len=most)
+        close(layer(x, backend=backend), expected)
+
+
 def test_xlnet_names(backend, rng):
     """Tensors (d_model, heads, dim): axis 0 is the input of q, k, v, r and the output of o."""
     parts, pos, u, v = relative_parts(rng)
@@ -396,6 +416,9 @@ def test_t5_names(rng):
         np.testing.assert_array_equal(layer.position.table, table)
         np.testing.assert_array_equal(layer.query.weight, state[prefix.rstrip(".") + ".q.weight"])
     assert read(state, prefix=second, format="t5", bidirectional=True).position.bidirectional
+    # A word that only holds that one names no decoder.
+    outside = {f"no{name}": x for name, x in state.items()}
+    assert read(outside, prefix=f"no{second}", format="t5").position.bidirectional
     assert read(state, prefix=cross, format="t5", heads=2).position is None
     assert read(state, prefix=second, format="t5", position=(), heads=4).position == ()
     with pytest.raises(rp.RelposValueError, match=r"heads: the table of positions \(32, 2\) is for 2, found 4"):

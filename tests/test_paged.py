@@ -102,6 +102,21 @@ def test_decoding_copies_no_keys(q_len, position, read, rng, monkeypatch):
     assert bool(gathered) != read
 
 
+@pytest.mark.parametrize("q_len", [1, 2, 5])
+def test_causal_queries_are_the_last_of_their_keys(q_len, rng):
+    """Read in place, or gathered; also where the vectors of pages have their numbers apart from each other."""
+    lengths = [40, 7, 16]
+    k, v, table, items = cache(rng, lengths, 16, HEADS, DEPTH, DEPTH, np.float32)
+    q = rng.standard_normal((3, HEADS, q_len, DEPTH)).astype(np.float32)
+    call = {"block_table": table, "key_lengths": lengths, "position": rp.ALiBi(), "causal": True}
+    found = rp.paged_attention(q, k, v, **call)
+    for b, own in enumerate(items):
+        expected = rp.attention(q[b], *own, position=rp.ALiBi(), causal=True, backend="numpy")
+        np.testing.assert_allclose(found[b], expected, rtol=2e-5, atol=2e-6)
+    for pages in ((np.asfortranarray(k), v), (k, np.asfortranarray(v))):
+        np.testing.assert_allclose(rp.paged_attention(q, *pages, **call), found, rtol=2e-5, atol=2e-6)
+
+
 def test_a_cache_that_grows(rng):
     """A prompt in chunks, then a token at a time, each written before it is attended."""
     x = rng.standard_normal((3, 1, HEADS, 50, DEPTH))

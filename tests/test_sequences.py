@@ -1,5 +1,6 @@
 """Several sequences in one call: bit for bit what calls of their own give, whatever lengths, schemes and options."""
 
+import itertools
 import tracemalloc
 from itertools import pairwise
 
@@ -137,6 +138,16 @@ def test_no_matrix_of_pairs(rng):
     finally:
         tracemalloc.stop()
     assert peak < 24 << 20
+
+
+def test_dropout_draws_for_one_sequence_after_the_other(rng):
+    bounds = [0, 20, 21, 60]
+    q, k, v = rng.standard_normal((3, HEADS, 60, 16)).astype(np.float32)
+    found = rp.attention(q, k, v, segments=bounds, dropout=0.5, rng=np.random.default_rng(1))
+    draws = np.random.default_rng(1)
+    for own in itertools.starmap(slice, pairwise(bounds)):
+        alone = rp.attention(q[:, own], k[:, own], v[:, own], dropout=0.5, rng=draws)
+        np.testing.assert_array_equal(found[:, own], alone)
 
 
 @pytest.mark.parametrize(
