@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.conform import conform
+from relpos_np.conform import conform, outputs
 from relpos_np.conform.arithmetic import arithmetics, coarse
 from relpos_np.conform.formats import format_of
 from relpos_np.conform.ragged import WAYS
@@ -302,3 +302,23 @@ def test_a_cause_that_ordinary_cases_contradict_is_none():
 
 def test_the_kernel_of_t5_computes_in_float32():
     assert conform(t5(), "t5", families="self").arithmetic == "float32 throughout"
+
+
+def test_the_tile_is_the_largest_that_fits():
+    places = [np.arange(count) >= count // 64 * 64 for count in (66, 131)]
+    assert outputs._words(places, "query") == "for what follows the last whole tile of 64, by query,"
+    assert outputs._words([*places, np.arange(70) >= 32], "query") == ""
+
+
+def test_a_cause_holds_in_every_case():
+    """Powers of 2 at 33 tokens alone are no log-sum-exp in powers of 2."""
+
+    def attend(q, k, v, causal=False, return_lse=False):
+        out, lse = rp.attention(q, k, v, causal=causal, return_lse=True, backend="numpy")
+        return (out, lse / np.float32(np.log(2)) if q.shape[2] == 33 else lse + 1) if return_lse else out
+
+    words = "log-sum-exp in powers of 2 in place of e"
+    for lengths, named in (((33,), True), ((33, 65), False)):
+        report = conform(attend, "plain", families="self", lengths=lengths)
+        assert report.exit_code == 1
+        assert any(words in cause for cause in report.causes) == named
