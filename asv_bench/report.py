@@ -307,5 +307,6 @@ def sections(folder=RECORDED):
         "figures_arm": read("arm.json", arm),
         "figures_gpu": read("gpu.json", gpu),
         "figures_peers": read("compare.json", origin, peers),
+        "figures_peers_amx": read("compare-amx.json", origin, peers),
         "figures_peers_fma": read("compare-fma.json", origin, peers),
     }

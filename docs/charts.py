@@ -177,12 +177,12 @@ def sections() -> dict[str, str]:
     """The pages' parts, by the name under which a page includes them."""
     parts: dict[str, str] = {"bars_few": html(compared(recorded("compare.json"), FEW))}
     lines = ["| call | sizes | where | times our time |", "| --- | --- | --- | --- |"]
-    for suffix, name in (("", "compare.json"), ("_fma", "compare-fma.json")):
+    for suffix, name in (("", "compare.json"), ("_amx", "compare-amx.json"), ("_fma", "compare-fma.json")):
         record = recorded(name)
         for storage in ("float32", "bfloat16"):
             panels = of_storage(record, storage)
             parts[f"bars_{storage}{suffix}"] = html(panels)
-            lines += slower(panels, f"{storage}, {record['processor']}")
+            lines += slower(panels, f"{storage}, {record['processor']}{', with tiles' * (suffix == '_amx')}")
     models = whole_models(recorded("interop.json"))
     lines += slower(models, f"float32, {recorded('interop.json')['processor']}")
     return parts | {"bars_models": html(models), "not_faster": "\n".join(lines)}

@@ -51,6 +51,7 @@ def by_planes(monkeypatch):
             asked.append(name)
             return super().__getitem__(name)
 
+    monkeypatch.setattr(job, "ASKED", True)
     monkeypatch.setattr(job, "attend", Kernels(attend))
     monkeypatch.setattr(repeated, "form", lambda *_: None)
     yield
