@@ -1,5 +1,8 @@
 """Seeded examples, tolerances and the assertion that other packages use."""
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -391,3 +394,17 @@ def test_parts_of_scores_are_counted_without_signs_and_with_all_products():
     for name, variant, more in (("plain", None, 0), ("shaw", "clip", 1), ("transformer_xl", "wenet", 1)):
         one = testing.example(name, variant=variant)
         assert one.products == (1 + more) * one.q.shape[-1], name
+
+
+def test_either_length_makes_an_example_long():
+    one = testing.example("plain", dtype="float32")
+    far = np.zeros((*one.k.shape[:2], 1000, one.k.shape[-1]), np.float32)
+    assert not one.long
+    assert replace(one, k=far, v=far).long
+    assert replace(one, q=far).long
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param(ml_dtypes.bfloat16, id="bfloat16")])
+def test_log_sum_exps_of_half_precision_are_tolerated_as_float32(dtype):
+    one = testing.example("t5", dtype="float64")
+    assert one.tolerated(dtype)[1] == one.tolerated("float32")[1] > one.tolerated("float64")[1]
