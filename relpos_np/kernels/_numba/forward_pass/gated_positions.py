@@ -44,11 +44,12 @@ from relpos_np.kernels._numba.simd.rows import (
     sum_row,
     take,
 )
-from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, SUM_VECTORS, TARGET
+from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, ROW_QUANTUM, SUM_VECTORS, TARGET, require_multiple
 from relpos_np.types import Array
 
 # Queries of one piece of work. A call holds a bias for two of them at least: on matrix tiles too, it must not grow.
 BLOCK_ROWS = 96
+require_multiple("BLOCK_ROWS", BLOCK_ROWS, ROW_QUANTUM, "rows that blocks are padded to")
 # Operations that a gate, its position and its slope take beside its product.
 GATE_FLOPS = 200
 
