@@ -25,7 +25,7 @@ from relpos_np.types import Array
 _HALVES = ("float16", "bfloat16")
 # Small chunks are merged until a block has so many operations, which take many times what Dask needs for a task, or so
 # many bytes of queries, or of keys and values.
-LEAST_OPERATIONS, MOST_BYTES = 10**9, 1 << 26
+LEAST_OPERATIONS, MOST_BYTES = 4 * 10**9, 1 << 26
 # What a processor computes while Dask handles one chunk, and how many chunks are too few to speak of.
 CHUNK_OPERATIONS, FEW_CHUNKS = 10**7, 100
 
@@ -33,16 +33,16 @@ CHUNK_OPERATIONS, FEW_CHUNKS = 10**7, 100
 def _dask() -> tuple[Any, Any]:
     try:
         import dask.array
-        from dask.delayed import delayed
+        from dask.highlevelgraph import HighLevelGraph
     except ImportError as error:
         raise RelposImportError(
             f'attention over Dask arrays needs dask ({error}); install it with `pip install "relpos-np[dask]"`'
         ) from error
-    return dask.array, delayed
+    return dask.array, HighLevelGraph
 
 
 class _Schemes:
-    """Schemes that travel to a worker once and not with each task; Dask does not look inside."""
+    """Schemes that travel to a worker once and not with each task."""
 
     def __init__(self, schemes: tuple[Scheme, ...]) -> None:
         self.schemes = schemes
@@ -176,12 +176,17 @@ def _aligned(
 
 
 def _mask_blocks(da: Any, mask: Any, chunks: Sequence[tuple[int, ...]]) -> Any:
-    """Blocks of a mask (..., H, L_q, L_k); there is one along axes of size 1 and along missing axes."""
+    """A mask (..., H, L_q, L_k) in matching blocks; there is one along axes of size 1 and along missing axes."""
     fitting = tuple(
         (1,) if n == 1 else own for n, own in zip(mask.shape, chunks[len(chunks) - mask.ndim :], strict=True)
     )
-    blocks = (mask.rechunk(fitting) if isinstance(mask, da.Array) else da.from_array(mask, chunks=fitting)).to_delayed()
-    return blocks.reshape((1,) * (len(chunks) - mask.ndim) + blocks.shape)
+    return mask.rechunk(fitting) if isinstance(mask, da.Array) else da.from_array(mask, chunks=fitting)
+
+
+def _block_of(mask: Any, index: tuple[int, ...]) -> tuple[Any, ...]:
+    """The key of the block of a mask that a block of scores reads."""
+    own = index[len(index) - mask.ndim :]
+    return (mask.name, *(min(i, n - 1) for i, n in zip(own, mask.numblocks, strict=True)))
 
 
 def _reached(problem: Problem, part: Part) -> bool:
@@ -203,15 +208,16 @@ def _parts(problem: Problem, chunks: Sequence[tuple[int, ...]]) -> Iterator[tupl
         yield index, [Part(tuple(batch), heads, kv_heads, queries, keys) for keys in ranges[-1]]
 
 
-def _reduced(delayed: Any, pairs: list[Any], split_every: int) -> Any:
-    """A tree over pairs in the order of the keys."""
-    join = delayed(_merged, pure=False)
-    while len(pairs) > 1:
-        pairs = [
-            join(pairs[n : n + split_every]) if n + 1 < len(pairs) else pairs[n]
-            for n in range(0, len(pairs), split_every)
-        ]
-    return pairs[0]
+def _reduced(tasks: dict[Any, Any], keys: list[str], split_every: int) -> str:
+    """Add a tree over results in the order of the keys, and say where it ends."""
+    for n in itertools.count():
+        if len(keys) == 1:
+            return keys[0]
+        groups = [keys[first : first + split_every] for first in range(0, len(keys), split_every)]
+        # A single one that is left over is handed on.
+        keys = [group[0] if len(group) == 1 else f"{group[0]}-{n}".replace("part", "merge") for group in groups]
+        tasks.update((key, (_merged, group)) for key, group in zip(keys, groups, strict=True) if len(group) > 1)
+    raise AssertionError
 
 
 class _Options(ForeignOptions, total=False):
@@ -300,7 +306,7 @@ def attention(
     refuse_end(given["offset"])
     # Tasks run in other threads and processes, where a block of this one does not count.
     given["precision"] = precision.chosen(given["precision"])
-    da, delayed = _dask()
+    da, graphs = _dask()
     name = evaluating(given["backend"])
     split_every = check.integer("split_every", split_every, 2)
     check.flag("return_lse", return_lse)
@@ -319,17 +325,18 @@ def attention(
     if min_operations:
         _warn_of_small_chunks(da, operands, site)
     operands, chunks, of_output = _aligned(da, operands, problem, min_operations)
-    blocks = {key: x.to_delayed() for key, x in operands.items()}
-    masks = None
+    sources = list(operands.values())
     if mask is not None:
-        masks = _mask_blocks(da, mask, (*chunks[:-3], operands["q"].chunks[-3], *chunks[-2:]))
-    shared = delayed(_Schemes(schemes), traverse=False)
-    grid = [len(axis) for axis in chunks[:-1]]
-    # Vectors have an axis of their own.
-    outs, sums = np.empty((*grid, 1), object), np.empty(grid, object)
-    lead, token = len(site.batch) + 1, uuid4().hex
+        mask = _mask_blocks(da, mask, (*chunks[:-3], operands["q"].chunks[-3], *chunks[-2:]))
+        sources.append(mask)
+    # By what stands before the token, progress bars and dashboards name the tasks.
+    token = uuid4().hex
+    part_of, schemes_of, out_of, sum_of = (f"attention-{what}-{token}" for what in ("part", "schemes", "out", "lse"))
+    tasks: dict[Any, Any] = {schemes_of: _Schemes(schemes)}
+    outs, sums = {}, {}
+    lead = len(site.batch) + 1
     for index, parts in _parts(problem, chunks):
-        pairs = []
+        keys = []
         needed = [n for n, part in enumerate(parts) if _reached(problem, part)] or [0]
         for n in needed:
             part = parts[n]
@@ -337,23 +344,24 @@ def attention(
             if problem.key_lengths is not None:
                 here["key_lengths"] = lengths_here(problem.key_lengths[part.batch], part.keys)
             narrowed = tuple(scheme.narrow(site, part) for scheme in schemes)
-            allowed = None
-            if masks is not None:
-                allowed = masks[tuple(min(i, m - 1) for i, m in zip((*index, n), masks.shape, strict=True))]
+            allowed = None if mask is None else _block_of(mask, (*index, n))
             at_key = (*index[:lead], n, 0)
-            task = delayed(_Block(name, narrowed, schemes, here), pure=False, traverse=False)
-            # By the part before the token, progress bars and dashboards name it.
-            key = "-".join(map(str, ("attention-part", token, *index, n)))
-            operand = blocks["q"][(*index, 0)], blocks["k"][at_key], blocks["v"][at_key]
-            pairs.append(task(*operand, allowed, shared, dask_key_name=key))
-        pair = _reduced(delayed, pairs, split_every)
-        shape = (*part.alone(site)[0].batch, part.heads.stop - part.heads.start, part.queries.stop - part.queries.start)
-        out = delayed(_output, pure=False)(pair, q.dtype)
-        outs[(*index, 0)] = da.from_delayed(out, (*shape, site.v_dim), q.dtype)
-        if return_lse:
-            sums[index] = da.from_delayed(delayed(_log_sum, pure=False)(pair), shape, site.dtype)
-    result = da.block(outs.tolist()).rechunk((*of_output, (site.v_dim,)))
-    if not return_lse:
-        return result[0] if flat else result
-    lse = da.block(sums.tolist()).rechunk(of_output)
-    return (result[0], lse[0]) if flat else (result, lse)
+            operand = (operands["q"].name, *index, 0), (operands["k"].name, *at_key), (operands["v"].name, *at_key)
+            keys.append("-".join(map(str, (part_of, *index, n))))
+            tasks[keys[-1]] = (_Block(name, narrowed, schemes, here), *operand, allowed, schemes_of)
+        pair = _reduced(tasks, keys, split_every)
+        # Vectors have an axis of their own.
+        outs[(out_of, *index, 0)] = (_output, pair, q.dtype)
+        sums[(sum_of, *index)] = (_log_sum, pair)
+    graph = graphs.from_collections(part_of, tasks, dependencies=sources)
+    heads = tuple(n * (site.heads // max(site.kv_heads, 1)) for n in chunks[-3])
+    divided = (*chunks[:-3], heads, chunks[-2])
+
+    def array(name: str, blocks: dict[Any, Any], inner: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        layers, needed = {**graph.layers, name: blocks}, {**graph.dependencies, name: {part_of}}
+        whole = da.Array(graphs(layers, needed), name, (*divided, *((n,) for n in inner)), dtype=dtype)
+        whole = whole.rechunk((*of_output, *((n,) for n in inner)))
+        return whole[0] if flat else whole
+
+    out = array(out_of, outs, (site.v_dim,), q.dtype)
+    return (out, array(sum_of, sums, (), site.dtype)) if return_lse else out
