@@ -19,7 +19,7 @@ from tests.parity.small import generating, small  # noqa: E402
 MODELS = pytest.mark.parametrize(
     ("name", "own"), [("T5", "eager"), ("T5", "sdpa"), ("MPNet", "eager"), ("Bloom", "eager")]
 )
-LAYERS = {"T5": 6, "MPNet": 2, "Bloom": 2}
+LAYERS = {"T5": 6, "T5Encoder": 2, "MPNet": 2, "Bloom": 2}
 IDS = torch.arange(2, 26).reshape(2, 12)
 
 
@@ -29,7 +29,7 @@ def threads(calls):
 
 
 def states(model):
-    decoder = {"decoder_input_ids": IDS} if model.config.model_type == "t5" else {}
+    decoder = {"decoder_input_ids": IDS} if hasattr(model, "decoder") else {}
     with torch.no_grad():
         return model(IDS, **decoder).last_hidden_state
 
@@ -114,9 +114,12 @@ def test_blocks_of_two_threads_and_within_each_other(calls):
 
 
 @pytest.mark.parametrize("change", [patch, unpatch])
-def test_a_pass_that_is_under_way_ends_as_it_began(change, calls):
-    """The model is patched, or the patch taken back, while another thread stands between its two layers."""
-    model = small("MPNet")
+@pytest.mark.parametrize(
+    ("name", "second"), [("MPNet", "encoder.layer.1"), ("T5Encoder", "encoder.block.1"), ("Bloom", "h.1")]
+)
+def test_a_pass_that_is_under_way_ends_as_it_began(name, second, change, calls):
+    """The model is patched, or the patch taken back, while another thread stands before its second layer."""
+    model = small(name)
     expected = states(model)
     if change is unpatch:
         patch(model)
@@ -127,7 +130,7 @@ def test_a_pass_that_is_under_way_ends_as_it_began(change, calls):
             between.set()
             assert go_on.wait(60)
 
-    hook = model.encoder.layer[1].register_forward_pre_hook(wait)
+    hook = model.get_submodule(second).register_forward_pre_hook(wait)
     thread = threading.Thread(target=lambda: found.append(states(model)), name="other")
     thread.start()
     assert between.wait(60)
@@ -138,13 +141,12 @@ def test_a_pass_that_is_under_way_ends_as_it_began(change, calls):
     hook.remove()
     if change is patch:
         assert torch.equal(found[0], expected)
-        assert threads(calls) == ["MainThread"] * 2
+        assert threads(calls) == ["MainThread"] * LAYERS[name]
         unpatch(model)
     else:
         assert torch.equal(now, expected)
-        assert threads(calls) == ["other"] * 2
-    assert "forward" not in vars(model)
-    assert "forward" not in vars(model.encoder.layer[0].attention.attn)
+        assert threads(calls) == ["other"] * LAYERS[name]
+    assert [key for key, x in model.named_modules() if "forward" in vars(x)] == []
     assert switch._switched == {}
 
 

@@ -114,6 +114,24 @@ def test_gradients_of_a_float_mask():
     assert torch.autograd.gradcheck(lambda m: attention(q, k, v, mask=m), (small,))
 
 
+def test_gradients_of_the_log_sum_exp_alone():
+    """Values with other dimensions than keys, which get no gradient from it."""
+    q, k, _ = operands()
+    v = torch.randn(2, 4, 9, 3, dtype=torch.float64, requires_grad=True)
+    lse = attention(q, k, v, return_lse=True)[1]
+    found = torch.autograd.grad(lse.sum(), (q, k, v))
+    expected = torch.autograd.grad(torch.logsumexp(q @ k.mT * 8**-0.5, -1).sum(), (q, k))
+    for x, y in zip(found, (*expected, torch.zeros_like(v)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_tensors_with_a_lazy_negation():
+    q, k, v = operands(grad=False)
+    lazy = torch.complex(q, -q).conj().imag
+    assert lazy.is_neg()
+    torch.testing.assert_close(attention(lazy, k, v), attention(q, k, v), rtol=0, atol=0)
+
+
 def test_a_table_changed_before_backward_is_an_error():
     q, k, v = operands()
     table = torch.zeros(32, 4, dtype=torch.float64, requires_grad=True)

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("numba")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-from relpos_np.interop.transformers import patched, register  # noqa: E402
+from relpos_np.interop.transformers import interface, patched, register  # noqa: E402
 from tests.parity.small import generating, small  # noqa: E402
 
 
@@ -63,6 +63,21 @@ def test_gradients_of_a_t5_encoder(run):
     for name, expected in grads[0].items():
         assert expected.abs().max() > 0, name
         torch.testing.assert_close(grads[1][name], expected, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_dropout_is_for_training_alone():
+    """Whoever calls hands over the rate and the module: transformers' own functions ask the module too."""
+    module = build("GPT2", torch.float32).h[0].attn
+    q, k, v = torch.randn(3, 1, 4, 9, 16)
+    mask = torch.zeros(1, 1, 9, 9)
+
+    def call(rate):
+        return interface.forward(module, q, k, v, mask, dropout=rate)[0]
+
+    kept = call(0.0)
+    assert torch.equal(call(0.5), kept)
+    module.train()
+    assert not torch.equal(call(0.5), kept)
 
 
 def test_what_is_not_there_is_refused():
