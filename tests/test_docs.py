@@ -25,6 +25,7 @@ RUN = [
     "checkpoints.md",
     "errata.md",
     "index.md",
+    "limits.md",
     "own-scheme.md",
     "recipes.md",
     "serving.md",
