@@ -215,6 +215,38 @@ def test_lengths_with_names(name, causal, dtype):
                 there.run(None, feed(q, k, v))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("lengths_of", ["numbers", "names"])
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_a_cache_of_a_fixed_size(name, lengths_of, dtype):
+    """Offsets and lengths of keys as inputs, by item: each item is the call of the keys that it has."""
+    for variant in rp.SCHEMES[name].variants or (None,):
+        if (name, variant) == ("alibi", "key"):
+            continue
+        one = build(name, lengths(9, 9), dtype=dtype, seed=0, variant=variant)
+        h, h_kv, d, d_v = one.q.shape[1], one.k.shape[1], one.q.shape[3], one.v.shape[3]
+        b, n, m = (3, 2, 9) if lengths_of == "numbers" else ("b", "n", "m")
+        model = rp.to_onnx(
+            one.position,
+            q=(b, h, n, d),
+            k=(b, h_kv, m, d),
+            v=(b, h_kv, m, d_v),
+            dtype=dtype,
+            longest=None if lengths_of == "numbers" else 9,
+            causal=True,
+            inputs=("offset", "key_lengths"),
+        )
+        onnx.checker.check_model(model, full_check=True)
+        rng = np.random.default_rng(1)
+        q, k, v = (rng.standard_normal(x).astype(dtype) for x in ((3, h, 2, d), (3, h_kv, 9, d), (3, h_kv, 9, d_v)))
+        for offset in (np.array([0, 3, 7]), np.array([5, 5, 1])):
+            counts = offset + 2
+            (found,) = session(model).run(None, feed(q, k, v, offset=offset, key_lengths=counts))
+            for item, stop in enumerate(counts):
+                own = q[item : item + 1], k[item : item + 1, :, :stop], v[item : item + 1, :, :stop]
+                close([found[item : item + 1]], *own, position=one.position, causal=True)
+
+
 def test_what_it_is_made_of(rng):
     """The operators of ONNX where they say it, the trained table as it is, and a length that both operands share."""
     table = rng.standard_normal((8, 4)).astype(np.float32)
@@ -290,6 +322,9 @@ SHAPES = {"q": (2, 4, 6, 8), "k": (2, 2, 9, 8), "v": (2, 2, 9, 8)}
         ({"q": (2, 4, "n", 8)}, "longest: expected the longest of n"),
         ({"q": (2, 4, "n", 8), "longest": 8}, "longest"),
         ({"longest": 8}, "longest: 8 without a length that has a name"),
+        ({"inputs": ("offset",), "offset": 3}, "offset: expected an option or an input, found both"),
+        ({"inputs": ("offset",), "mask": np.ones((9, 9), bool)}, "mask: needs an offset that is part of the model"),
+        ({"inputs": ("offset",), "position": rp.ALiBi(form="key")}, "position: ALiBi needs an offset that is part"),
         ({"opset": 22}, "opset: expected one of 23, 24, found 22"),
         ({"dtype": "float16"}, "dtype"),
         ({"inputs": "mask"}, "inputs: expected a sequence of names"),

@@ -66,10 +66,12 @@ def to_onnx(
         Of all operands.
     longest : int, optional
         The longest L_q or L_k that is ever used, needed where lengths have names. A longer one is an error of the
-        runtime where positions are looked up; so are, with `Rotary`, queries that stand before the first key.
+        runtime where positions are looked up; so are, with `Rotary`, queries that stand before the first key or at
+        `longest` and beyond.
     inputs : sequence of str
-        Further inputs of the model: "bool_mask" or "float_mask" (B, 1, L_q, L_k), "key_lengths" (B), and arrays of the
-        scheme by the names of its attributes that differ from call to call, such as "gate" of `WavLM`.
+        Further inputs of the model: "bool_mask" or "float_mask" (B, 1, L_q, L_k), "key_lengths" (B), "offset" (B), and
+        arrays of the scheme by the names of its attributes that differ from call to call, such as "gate" of `WavLM`.
+        With "offset" and "key_lengths" keys lie in a cache of a fixed size.
     opset : {23, 24}
         The set of operators.
     mask, key_lengths, causal, window, rule, selected, scale, offset, query_scale, softcap, cap_order, sinks
@@ -89,8 +91,8 @@ def to_onnx(
         If the package onnx is not installed.
     RelposError
         As `attention`; if a scheme computes with queries, keys or scores in a way that no nodes are written for; and
-        if lengths have names and an array has an entry for each of so many positions, or `position` is not one of those
-        below.
+        if lengths have names, or the offset is an input, and an array has an entry for each of so many positions, or
+        `position` is not one of those below.
 
     Notes
     -----
@@ -99,8 +101,9 @@ def to_onnx(
     mask or bias are nodes such as MatMul and Exp, because the operators have no such thing, hold float32 numbers, or
     are defined differently by different releases of ONNX.
 
-    Lengths may have names for the schemes to which distances are all (`T5`, `Shaw`, `DeBERTa`, `KERPLE`, `Sandwich`,
-    `TISA`), for `ALiBi` but in its form "key", for `Rotary` without positions of its own, and without a scheme.
+    Lengths may have names, and the offset may be an input, for the schemes to which distances are all (`T5`, `Shaw`,
+    `DeBERTa`, `KERPLE`, `Sandwich`, `TISA`), for `ALiBi` but in its form "key", for `Rotary` without positions of its
+    own, and without a scheme.
 
     NaN or infinity in an excluded key or value reaches the output, as everywhere in ONNX; a query that may attend no
     key gets 0.
@@ -120,7 +123,8 @@ def to_onnx(
         check.choice("dtype", dtype if isinstance(dtype, str) else np.dtype(dtype).name, ("float32", "float64"))
     )
     shapes = {name: _shape(name, shape) for name, shape in (("q", q), ("k", k), ("v", v))}
-    model = _Model(shapes, kind, _longest(shapes, longest), _names(inputs))
+    further = _names(inputs)
+    model = _Model(shapes, kind, _longest(shapes, longest, moves="offset" in further), further)
     return model.made(position, given, opset, with_lse=return_lse)
 
 
@@ -137,15 +141,17 @@ def _shape(name: str, shape: Any) -> Shape:
     return b, h, length, d
 
 
-def _longest(shapes: dict[str, Shape], longest: Any) -> int | None:
+def _longest(shapes: dict[str, Shape], longest: Any, *, moves: bool) -> int | None:
+    """The longest length, for which schemes are lowered; None if lengths are numbers and no query `moves`."""
     named = sorted({n for shape in shapes.values() if isinstance(n := shape[2], str)})
+    least = max([1, *(n for x in shapes.values() if isinstance(n := x[2], int))])
     if longest is None:
         if named:
             raise RelposValueError(f"longest: expected the longest of {', '.join(named)} that is ever used, found None")
-        return None
-    if not named:
+        return least if moves else None
+    if not named and not moves:
         raise RelposValueError(f"longest: {longest} without a length that has a name")
-    return check.integer("longest", longest, max([1, *(n for x in shapes.values() if isinstance(n := x[2], int))]))
+    return check.integer("longest", longest, least)
 
 
 def _names(inputs: Any) -> tuple[str, ...]:
@@ -160,13 +166,20 @@ def _names(inputs: Any) -> tuple[str, ...]:
 class _Model:
     """What a model is made from.
 
-    `shapes` of q, k and v; `longest` where lengths have names; `inputs` beside q, k and v.
+    `shapes` of q, k and v; `longest` where lengths have names or queries move; `inputs` beside q, k and v.
     """
 
     shapes: dict[str, Shape]
     dtype: np.dtype[Any]
     longest: int | None
     inputs: tuple[str, ...]
+
+    @property
+    def _fixed(self) -> str:
+        """What an array with an entry for each position needs, and what there is instead."""
+        if "offset" in self.inputs:
+            return "an offset that is part of the model; found an input"
+        return "lengths that are numbers; found names in q, k or v"
 
     def made(self, position: Position, given: Any, opset: int, *, with_lse: bool) -> Any:
         """The model."""
@@ -175,7 +188,7 @@ class _Model:
         q, v, site = self.shapes["q"], self.shapes["v"], problem.site
         offset = site.offset if self.longest is None else given["offset"]
         lengths = site.q_len, site.k_len, site.offset
-        places = Places(Graph(), q[0], q[2], self.shapes["k"][2], offset, site.heads, lengths)
+        places = Places(Graph(), q[0], q[2], self.shapes["k"][2], offset, site.heads, lengths, "offset" in self.inputs)
         graph = places.graph
         operands = [
             Traced(places, graph.input(name, self.dtype, self.shapes[name]), x.shape, self.dtype, side)
@@ -200,7 +213,7 @@ class _Model:
         if self.longest is not None:
             for name in given:
                 if name not in _SYMBOLIC and given[name] is not DEFAULTS[name]:
-                    raise RelposValueError(f"{name}: needs lengths that are numbers; found names in q, k or v")
+                    raise RelposValueError(f"{name}: needs {self._fixed}")
         b = self.shapes["q"][0]
         batch = 1 if isinstance(b, str) else b
         for name, shape in self.shapes.items():
@@ -208,8 +221,9 @@ class _Model:
                 raise RelposValueError(f"{name}: expected {b!r} batch items like q, found {shape[0]!r}")
         if self.shapes["k"][2] != self.shapes["v"][2]:
             raise RelposValueError(f"v: expected length {self.shapes['k'][2]!r} like k, found {self.shapes['v'][2]!r}")
-        if "key_lengths" in self.inputs and given["key_lengths"] is not None:
-            raise RelposValueError("key_lengths: expected an option or an input, found both")
+        for name in ("key_lengths", "offset"):
+            if name in self.inputs and given[name] is not None:
+                raise RelposValueError(f"{name}: expected an option or an input, found both")
         operands = []
         for _, heads, length, channels in self.shapes.values():
             count = length if self.longest is None else self.longest
@@ -229,7 +243,7 @@ class _Model:
         for scheme in schemes:
             name = type(scheme).__name__
             if self.longest is not None and not _by_distance(scheme):
-                raise RelposTypeError(f"position: {name} needs lengths that are numbers; found names in q, k or v")
+                raise RelposTypeError(f"position: {name} needs {self._fixed}")
             own = scheme
             for one in [x for x in left if not x.startswith("_") and isinstance(getattr(scheme, x, None), np.ndarray)]:
                 own = self._with_input(own, one, operands[0].places)

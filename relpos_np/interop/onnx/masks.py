@@ -12,7 +12,7 @@ from relpos_np.interop.onnx.places import Places
 from relpos_np.types import Array
 
 # Inputs that a model may have beside q, k and v and arrays of schemes.
-INPUTS = ("bool_mask", "float_mask", "key_lengths")
+INPUTS = ("bool_mask", "float_mask", "key_lengths", "offset")
 
 
 @dataclass(eq=False)
@@ -58,7 +58,8 @@ def masks(places: Places, problem: Problem, batch: int | str, inputs: Collection
     graph = places.graph
     allowed = [graph.constant(one, "allowed") for one in pairs]
     band = problem.left < UNBOUNDED or problem.right < UNBOUNDED
-    zero = places.offset == 0 or (places.offset is None and places.q_len == places.k_len)
+    at_end = places.offset is None and not places.by_item
+    zero = places.offset == 0 or (at_end and places.q_len == places.k_len)
     causal = band and problem.left >= UNBOUNDED and problem.right == 0 and zero
     if band and not causal:
         for operator, bound in (("GreaterOrEqual", -problem.left), ("LessOrEqual", problem.right)):

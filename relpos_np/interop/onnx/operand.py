@@ -243,7 +243,11 @@ class Traced(NDArrayOperatorsMixin):
         if not places.symbolic:
             return table
         rows = places.within(places.of_queries if self.side == "q" else places.of_keys, x.shape[-2])
-        return self.graph.add("Gather", table, rows, axis=x.ndim - 2)
+        if not (places.by_item and self.side == "q"):
+            return self.graph.add("Gather", table, rows, axis=x.ndim - 2)
+        # Of (H or 1, L, P), with positions (B, L_q).
+        flat = self.graph.add("Reshape", table, self.graph.integers(-1, *x.shape[-2:]))
+        return self.graph.transposed(self.graph.add("Gather", flat, rows, axis=1), 1, 0, 2, 3)
 
 
 def _sample(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where queries and keys stand, as nodes: lengths that the model has, or that its inputs have."""
+"""Where queries and keys stand, as nodes: lengths and an offset that the model has, or that its inputs have."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Places:
     lowered : tuple of int
         L_q, L_k and offset of the call for which schemes were lowered. For lengths without a number these are the
         longest ones, and 0.
+    by_item : bool
+        Whether the position of the first query is an input "offset", with a number for each batch item.
     """
 
     graph: Graph
@@ -36,11 +38,12 @@ class Places:
     offset: int | None
     heads: int
     lowered: tuple[int, int, int] = (0, 0, 0)
+    by_item: bool = False
 
     @property
     def symbolic(self) -> bool:
-        """Whether a length is that of the inputs."""
-        return isinstance(self.q_len, str) or isinstance(self.k_len, str)
+        """Whether a length is that of the inputs, or the offset is one of them."""
+        return self.by_item or isinstance(self.q_len, str) or isinstance(self.k_len, str)
 
     def _size(self, x: str, axis: int, n: int | str) -> str:
         """A size, as a list of one."""
@@ -70,7 +73,10 @@ class Places:
 
     @cached_property
     def first(self) -> str:
-        """Position of the first query among the keys, as a list of one."""
+        """Position of the first query among the keys, as a list of one, or (B, 1) by item."""
+        if self.by_item:
+            given = self.graph.input("offset", np.int64, (self.batch,))
+            return self.graph.add("Unsqueeze", given, self.graph.integers(1), name="first_positions")
         if self.offset is not None:
             return self.graph.integers(self.offset)
         if isinstance(self.q_len, int) and isinstance(self.k_len, int):
@@ -79,7 +85,7 @@ class Places:
 
     @cached_property
     def of_queries(self) -> str:
-        """Position of each query, (L_q)."""
+        """Position of each query, (L_q) or (B, L_q)."""
         return self.graph.add("Add", self._range(self.q_count), self.first, name="query_positions")
 
     @cached_property
@@ -89,8 +95,9 @@ class Places:
 
     @cached_property
     def distance(self) -> str:
-        """Relative position d = j - (i + offset) of each pair, (L_q, L_k)."""
-        column = self.graph.add("Unsqueeze", self.of_queries, self.graph.integers(1))
+        """Relative position d = j - (i + offset) of each pair, (L_q, L_k) or (B, 1, L_q, L_k)."""
+        axes = (1, 3) if self.by_item else (1,)
+        column = self.graph.add("Unsqueeze", self.of_queries, self.graph.integers(*axes))
         return self.graph.add("Sub", self.of_keys, column, name="relative_positions")
 
     @cached_property
@@ -122,7 +129,7 @@ class Places:
 
     @cached_property
     def lookup(self) -> str:
-        """For each pair, its place in the lookup of a `Toeplitz` map of the call that was lowered: (L_q, L_k)."""
+        """For each pair, its place in the lookup of a `Toeplitz` map of the call that was lowered: as `distance`."""
         q_len, k_len, offset = self.lowered
         shift = self.graph.constant(np.int64(q_len - 1 + offset), "number")
         return self.within(self.graph.add("Add", self.distance, shift), q_len + k_len - 1)

@@ -37,7 +37,7 @@ class Added:
         self.places, self.graph, self.site = places, places.graph, problem.site
 
     def rows(self, index: IndexMap) -> str:
-        """The row of each pair, that after the last one for none: (L_q, L_k), or (B, L_q, L_k) for a map per item.
+        """The row of each pair, that after the last one for none: (L_q, L_k), or (B, 1, L_q, L_k) where items differ.
 
         Parameters
         ----------
@@ -51,6 +51,8 @@ class Added:
         """
         graph = self.graph
         given = index.lookup if isinstance(index, Toeplitz) else index.index
+        if self._by_item(index) and isinstance(index, Dense):
+            given = given[:, None]
         stored = graph.constant(np.where(given < 0, index.rows, given).astype(np.int64), "rows")
         if isinstance(index, Toeplitz):
             return graph.add("Gather", stored, self.places.lookup, name="row", axis=0)
@@ -58,12 +60,14 @@ class Added:
             raise UntracedError("a map pair by pair, where lengths are not fixed")
         return stored
 
+    def _by_item(self, index: IndexMap) -> bool:
+        """Whether batch items have rows of their own."""
+        return index.index.ndim > 2 if isinstance(index, Dense) else self.places.by_item
+
     def _for_all_heads(self, index: IndexMap, *, turned: bool = False) -> str:
         """Rows as GatherElements asks for them: (B, H, L_q, L_k), or (B, H, L_k, L_q)."""
-        graph, rows = self.graph, self.rows(index)
-        if isinstance(index, Dense) and index.index.ndim > 2:
-            rows = graph.add("Unsqueeze", rows, graph.integers(1))
-        wide = graph.add("Expand", rows, self.places.pairs)
+        graph = self.graph
+        wide = graph.add("Expand", self.rows(index), self.places.pairs)
         return graph.transposed(wide, 0, 1, 3, 2) if turned else wide
 
     def table(self, term: TableTerm) -> str:
@@ -82,8 +86,9 @@ class Added:
         graph = self.graph
         table = graph.constant(_padded(term.table, term.index, 1), "table")
         found = graph.add("Gather", table, self.rows(term.index), name="bias", axis=1)
-        if isinstance(term.index, Dense) and term.index.index.ndim > 2:
-            return graph.transposed(found, 1, 0, 2, 3)
+        if self._by_item(term.index):
+            # (H or 1, B, 1, L_q, L_k)
+            return graph.transposed(graph.add("Squeeze", found, graph.integers(2)), 1, 0, 2, 3)
         return graph.add("Unsqueeze", found, graph.integers(0))
 
     def _picked(self, x: str, weights: Array, index: IndexMap, *, turned: bool) -> str:
