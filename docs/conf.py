@@ -32,13 +32,15 @@ extensions = [
     "backlinks",
     "chinese",
     "mathml",
+    "pages",
     "shades",
 ]
 html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
 # What is printed, and what is not code, has no button.
-copybutton_selector = "div.highlight-python pre, div.highlight-sh pre"
+copybutton_selector = ", ".join(f"div.highlight-{language} pre" for language in ("python", "pycon", "sh"))
+copybutton_prompt_text = ">>> "
 exclude_patterns = ["_build", "notes"]
 html_theme = "furo"
 html_title = f"relpos_np {release}"

@@ -5,78 +5,111 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import checkpoints
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 import relpos_np as rp
+from relpos_np import testing
+from relpos_np.types import Array
 from tests import naive
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "schemes"
 # What every scheme has, and `Scheme` describes.
 INHERITED = "change, check, gradient, held, lift, lower, narrow, outputs, scores, transform"
 
-CALL = """\
+# How the last section of a docstring begins.
+EXAMPLES = "\nExamples\n--------\n"
+# So many numbers make a row.
+SHOWN = 6
+SCORES = """\
 import relpos_np as rp
 from relpos_np import testing
 
-one = testing.example("{name}", size="tiny")
-out = rp.attention(one.q, one.k, one.v, position=one.position, **one.kwargs)
-print(one.position)
-print("options:", ", ".join(one.kwargs) or "none")
-print(one.q.shape, one.k.shape, one.v.shape, "->", out.shape)
-"""
-VARIANTS = """\
 for variant in {variants}:
-    one = testing.example("{name}", variant=variant, size="tiny", dtype="float64")
-    placed = rp.logits(one.q, one.k, position=one.position, **one.kwargs)[0, 0, 5, :6]
-    plain = rp.logits(one.q, one.k, **one.kwargs)[0, 0, 5, :6]
+    one = testing.example("{name}", variant=variant, size="{size}", dtype="float64")
+    placed = rp.logits(one.q, one.k, position=one.position, **one.kwargs)[0, 0, {row}, {first}:{stop}]
+    plain = rp.logits(one.q, one.k, scale=one.kwargs.get("scale"))[0, 0, {row}, {first}:{stop}]
     print(f"{{variant:>{width}}}", (placed - plain).round(2))
 """
-ENCODING = """\
+LAYOUTS = """\
 from relpos_np import testing
 
-one = testing.example("{name}", size="tiny")
-print(one.encoding)
-print(one.x.shape, "->", one.encoding(one.x).shape)
-"""
-LAYOUTS = """\
 for variant in {variants}:
     one = testing.example("{name}", variant=variant, size="tiny", dtype="float64")
     print(f"{{variant:>{width}}}", one.encoding.encode(2)[1, :8].round(2))
 """
 
 
-class Blocks:
-    """Blocks of Python that run one after the other, and what they print."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, object] = {}
-
-    def __call__(self, code: str) -> str:
-        """One block as Markdown."""
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), rp.use_backend("numpy"):
-            exec(code, self.names)  # noqa: S102
-        return f"```python\n{code}```\n\n```text\n{printed.getvalue()}```\n"
+def printed(code: str) -> str:
+    """A block of Python as Markdown, and what it prints."""
+    words = io.StringIO()
+    with contextlib.redirect_stdout(words), rp.use_backend("numpy"):
+        exec(code, {})  # noqa: S102
+    return f"```python\n{code}```\n\n```text\n{words.getvalue()}```\n"
 
 
-def calls(info: rp.SchemeInfo) -> str:
-    """A call on the seeded example, and all variants side by side."""
-    absolute, blocks = info.kind == "absolute", Blocks()
-    text = f"## A call\n\nOn seeded numbers:\n\n{blocks((ENCODING if absolute else CALL).format(name=info.name))}"
-    if len(info.variants) > 1:
-        what = (
-            "The first channels of position 1"
-            if absolute
-            else "What positions change in the scores of one query, for the first keys; -inf is a key that they exclude"
-        )
-        code = (LAYOUTS if absolute else VARIANTS).format(
-            name=info.name, variants=str(info.variants).replace("'", '"'), width=max(map(len, info.variants))
-        )
-        text += f"\n## Variants side by side\n\n{what}. Where two agree here, they differ elsewhere.\n\n{blocks(code)}"
-    return text
+def placed(one: testing.Example) -> Array:
+    """What positions and masks change in the scores of the first head."""
+    with np.errstate(invalid="ignore"):
+        with_positions = rp.logits(one.q, one.k, position=one.position, backend="numpy", **one.kwargs)
+        return (with_positions - rp.logits(one.q, one.k, scale=one.kwargs.get("scale"), backend="numpy"))[0, 0]
+
+
+def call(info: rp.SchemeInfo) -> str:
+    """The example of the class, which its description then leaves out."""
+    example = (inspect.getdoc(info.cls) or "").partition(EXAMPLES)[2].strip()
+    return f"## A call\n\n```pycon\n{example}\n```\n" if example else ""
+
+
+def without_example(_app: object, _what: str, _name: str, thing: object, _options: object, lines: list[str]) -> None:
+    """Cut a scheme's docstring where its example begins."""
+    if thing in [info.cls for info in rp.SCHEMES.values()] and "Examples" in lines:
+        del lines[lines.index("Examples") :]
+
+
+def place(rows: Sequence[Array]) -> tuple[int, int] | None:
+    """A query, and a key, from which on all variants show other numbers: there the two most alike differ most."""
+    sizes = np.min([x.shape for x in rows], axis=0)
+    if sizes[1] < SHOWN:
+        return None
+    shown = np.stack([x[: sizes[0], : sizes[1]] for x in rows]).round(2)
+    windows = sliding_window_view(shown, SHOWN, axis=-1)
+    with np.errstate(invalid="ignore"):
+        pairs = [np.nan_to_num(abs(x - y), posinf=1.0).max(-1) for x, y in itertools.combinations(windows, 2)]
+    least = np.min(pairs, axis=0)
+    row, first = np.unravel_index(least.argmax(), least.shape)
+    return (int(row), int(first)) if least.max() else None
+
+
+def variants(info: rp.SchemeInfo) -> str:
+    """All variants side by side, where they differ; nothing if they do so at borders alone."""
+    names = info.variants
+    if len(names) < 2:
+        return ""
+    about = {"name": info.name, "variants": str(names).replace("'", '"'), "width": max(map(len, names))}
+    if info.kind == "absolute":
+        what, code = "The first channels of position 1", LAYOUTS.format(**about)
+    else:
+        what = "What positions change in the scores of one query, for some keys; -inf is a key that is not attended"
+        for size in ("tiny", "small"):
+            ones = [testing.example(info.name, variant=name, size=size, dtype="float64") for name in names]
+            where = place([placed(one) for one in ones])
+            if where:
+                break
+        else:
+            return ""
+        code = SCORES.format(**about, size=size, row=where[0], first=where[1], stop=where[1] + SHOWN)
+    return f"## Variants side by side\n\n{what}.\n\n{printed(code)}"
 
 
 def models(info: rp.SchemeInfo) -> str:
@@ -121,7 +154,15 @@ def page(info: rp.SchemeInfo) -> str:
     lines = [f"# {info.cls.__name__}", "", f"Positions contribute {info.adds} ({info.paper})."]
     if info.models:
         lines += ["", f"Found in {', '.join(info.models)}."]
-    lines += ["", f"![{info.name}](../_pictures/scheme_{info.name}.png)", "", calls(info), "## Formula", ""]
+    lines += [
+        "",
+        f"![{info.name}](../_pictures/scheme_{info.name}.png)",
+        "",
+        call(info),
+        variants(info),
+        "## Formula",
+        "",
+    ]
     lines += ["```{eval-rst}", f".. autoclass:: relpos_np.{info.cls.__name__}", "   :members:"]
     lines += [f"   :exclude-members: {INHERITED}", ""]
     home = info.cls.__module__
@@ -160,3 +201,9 @@ def table() -> str:
         cells = (link, info.adds, variants, ", ".join(info.models), info.paper)
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Before numpydoc reads the docstrings."""
+    app.connect("autodoc-process-docstring", without_example, priority=1)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -34,8 +34,9 @@ def test_examples(test):
 
 
 FUNCTIONS = [name for name in rp.__all__ if callable(getattr(rp, name)) and not isinstance(getattr(rp, name), type)]
+CLASSES = [info.cls.__name__ for info in rp.SCHEMES.values()]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_public_function_has_an_example(name):
+@pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])
+def test_every_public_function_and_scheme_has_an_example(name):
     assert "\n    Examples\n    --------\n    >>> " in (getattr(rp, name).__doc__ or "")

@@ -130,6 +130,16 @@ class ALiBi(DistanceBias):
     Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation", ICLR 2022. The key form: Le Scao et al., "BLOOM: A 176B-Parameter Open-Access
     Multilingual Language Model", 2022.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> rp.attention(q, k, v, position=rp.ALiBi(), causal=True).shape  # slopes follow from the number of heads
+    (2, 8, 10, 64)
+    >>> rp.logits(0 * q, k, position=rp.ALiBi())[0, 0, 2, :5]  # a slope of 1/2 for the first of 8 heads
+    array([-1. , -0.5,  0. , -0.5, -1. ])
     """
 
     token_independent = True

@@ -101,6 +101,15 @@ class BEiT(LookupScheme):
     ----------
     Bao et al., "BEiT: BERT Pre-Training of Image Transformers", ICLR 2022; Baevski et al., "data2vec",
     ICML 2022.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 50, 64))  # (batch, heads, a class token and 7 x 7 patches, channels)
+    >>> table = rng.standard_normal((13 * 13 + 3, 8))
+    >>> rp.attention(q, k, v, position=rp.BEiT(table, (7, 7))).shape
+    (2, 8, 50, 64)
     """
 
     def __init__(self, table: Any, grid: Sequence[int]) -> None:

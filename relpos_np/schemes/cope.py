@@ -125,6 +125,15 @@ class CoPE(Scheme):
     References
     ----------
     Golovneva et al., "Contextual Position Encoding: Learning to Count What's Important", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> table = rng.standard_normal((16, 64))  # a vector for each position that a sum of gates may reach
+    >>> rp.attention(q, k, v, position=rp.CoPE(table), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     @property

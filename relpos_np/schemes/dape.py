@@ -96,6 +96,16 @@ class DAPE(Scheme):
     ----------
     Zheng et al., "DAPE: Data-Adaptive Positional Encoding for Length Extrapolation", NeurIPS 2024
     (chuanyang-Zheng/DAPE).
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> w1, b1 = rng.standard_normal((32, 16)), np.zeros(32)  # of the scores and the biases of all 8 heads
+    >>> w2, b2 = rng.standard_normal((8, 32)), np.zeros(8)
+    >>> rp.attention(q, k, v, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     token_independent = True

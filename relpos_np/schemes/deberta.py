@@ -183,6 +183,16 @@ class DeBERTa(LookupScheme):
     position-to-position term, which only Microsoft's code offers and no published model uses, is not here.
     Microsoft takes logarithms in float64, Hugging Face in float32. Both agree with the exact buckets for the
     published sizes (s = 256, P = 512); for s = 128 and P = 513 the former puts the distances 128 and 256 one too far.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> pos_key, pos_query = rng.standard_normal((2, 8, 2 * 256, 64))  # projected embeddings of 2 k distances
+    >>> position = rp.DeBERTa(pos_key, pos_query)
+    >>> rp.attention(q, k, v, position=position, scale=(3 * 64) ** -0.5).shape  # three products share the scale
+    (2, 8, 10, 64)
     """
 
     relative = True

@@ -177,6 +177,15 @@ class DecomposedBias(Scheme):
     Li et al., "MViTv2: Improved Multiscale Vision Transformers for Classification and Detection", CVPR 2022;
     Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection" (ViTDet), ECCV 2022;
     Kirillov et al., "Segment Anything", ICCV 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
+    >>> height, width = rng.standard_normal((2, 13, 64))  # SAM's `rel_pos_h` and `rel_pos_w`
+    >>> rp.attention(q, k, v, position=rp.DecomposedBias(height, width, (7, 7))).shape
+    (2, 8, 49, 64)
     """
 
     reads_operand_values = False

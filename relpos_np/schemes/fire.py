@@ -124,6 +124,16 @@ class FIRE(Scheme):
     References
     ----------
     Li et al., "Functional Interpolation for Relative Positions Improves Long Context Transformers", ICLR 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> w1, b1, w2, b2 = (rng.standard_normal(n) for n in (32, 32, (8, 32), 8))
+    >>> position = rp.FIRE(w1, b1, w2, b2, c=np.array(0.1), threshold=np.array(512.0))
+    >>> rp.attention(q, k, v, position=position, causal=True).shape
+    (2, 8, 10, 64)
     """
 
     reads_operand_values = False

@@ -127,6 +127,15 @@ class FoX(Scheme):
     ----------
     Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025. CABLE: Veisi et al.,
     "Context-aware Biases for Length Extrapolation", 2025 (axiomlab/Cable).
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> gates = rng.random((2, 8, 10))  # how much of what came before each token keeps, for each head
+    >>> rp.attention(q, k, v, position=rp.FoX(gates), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     reads_operand_values = False

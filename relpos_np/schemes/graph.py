@@ -194,6 +194,17 @@ class GraphLabels(LookupScheme):
     ----------
     Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", NAACL 2018, section 3.1.
     Ying et al., "Do Transformers Really Perform Bad for Graph Representation?", NeurIPS 2021.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 6, 64))  # (batch, heads, nodes, channels)
+    >>> steps = abs(np.arange(6)[:, None] - np.arange(6))
+    >>> ring = np.minimum(steps, 6 - steps)  # the shortest path between two of six atoms
+    >>> position = rp.GraphLabels(ring, table=rng.standard_normal((4, 8)))  # a bias for each length and head
+    >>> rp.attention(q, k, v, position=position).shape
+    (2, 8, 6, 64)
     """
 
     def __init__(self, labels: Any, table: Any = None, *, key_table: Any = None, value_table: Any = None) -> None:

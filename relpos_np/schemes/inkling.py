@@ -79,6 +79,15 @@ class Inkling(Scheme):
     References
     ----------
     Thinking Machines, "Inkling", 2026: the published model, as transformers has it (`InklingRelativeLogits`).
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> states, proj = rng.standard_normal((2, 8, 10, 16)), rng.standard_normal((16, 512))
+    >>> rp.attention(q, k, v, position=rp.Inkling(states, proj), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     reads_operand_values = False

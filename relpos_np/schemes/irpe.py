@@ -225,6 +225,15 @@ class IRPE(LookupScheme):
     References
     ----------
     Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
+    >>> table = rng.standard_normal((8, 49, 64))  # a vector for each head and bucket
+    >>> rp.attention(q, k, v, position=rp.IRPE((7, 7), key_table=table)).shape
+    (2, 8, 49, 64)
     """
 
     def __init__(

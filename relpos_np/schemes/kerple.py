@@ -78,6 +78,15 @@ class KERPLE(DistanceBias):
     ----------
     Chi et al., "KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation",
     NeurIPS 2022.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> a, b = rng.random((2, 8))  # two trained numbers for each head
+    >>> rp.attention(q, k, v, position=rp.KERPLE(a, b), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     def __init__(self, a: Any, b: Any, *, form: Form = "log") -> None:

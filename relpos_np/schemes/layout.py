@@ -181,6 +181,17 @@ class LayoutBias(LookupScheme):
     Huang et al., "LayoutLMv3: Pre-training for Document AI with Unified Text and Image Masking", ACM
     Multimedia 2022; Tang et al., "Unifying Vision, Text, and Layout for Universal Document Processing",
     CVPR 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> x, y = np.sort(rng.integers(0, 1000, (2, 2, 10, 2)))  # of each token left and right, top and bottom
+    >>> boxes = np.stack([x[..., 0], y[..., 0], x[..., 1], y[..., 1]], axis=-1)
+    >>> table, x_table, y_table = (rng.standard_normal((n, 8)) for n in (32, 64, 64))
+    >>> rp.attention(q, k, v, position=rp.LayoutBias(table, x_table, y_table, boxes)).shape
+    (2, 8, 10, 64)
     """
 
     def __init__(

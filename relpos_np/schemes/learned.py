@@ -100,6 +100,15 @@ class LearnedAbsolute(AbsoluteEncoding):
     References
     ----------
     Gehring et al., "Convolutional Sequence to Sequence Learning", ICML 2017; Devlin et al., "BERT", NAACL 2019.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.standard_normal((2, 10, 64))  # (batch, length, channels)
+    >>> table = rng.standard_normal((512, 64))  # `position_embeddings.weight`
+    >>> rp.LearnedAbsolute(table)(x).shape
+    (2, 10, 64)
     """
 
     least = 0

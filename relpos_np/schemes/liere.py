@@ -173,6 +173,16 @@ class LieRE(Positioned):
     ----------
     Ostmeier et al., "LieRE: Lie Rotational Positional Encodings", ICML 2025; Zhang et al., "Group Representational
     Position Encoding", 2025, whose published code has `Rotary`'s planes and learned frequencies, of the other sign.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
+    >>> generators = 0.1 * rng.standard_normal((2, 8, 8, 8))  # for each coordinate, 8 blocks of 8 channels
+    >>> places = np.stack(np.divmod(np.arange(49), 7)).astype(float)  # row and column of each patch
+    >>> rp.attention(q, k, v, position=rp.LieRE(generators, positions=places)).shape
+    (2, 8, 49, 64)
     """
 
     def __init__(self, generators: Any, *, positions: Any = None, key_positions: Any = None) -> None:

@@ -162,6 +162,15 @@ class NeighborhoodBias(LookupScheme):
     ----------
     Hassani et al., "Neighborhood Attention Transformer", CVPR 2023; Hassani & Shi, "Dilated Neighborhood
     Attention Transformer", 2022.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
+    >>> table = rng.standard_normal((8, 5, 5))  # a bias for each head and offset within 3 x 3 neighbours
+    >>> rp.attention(q, k, v, position=rp.NeighborhoodBias(table, (7, 7), kernel=3)).shape
+    (2, 8, 49, 64)
     """
 
     def __init__(

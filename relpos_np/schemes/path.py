@@ -104,6 +104,16 @@ class PaTH(Scheme):
     References
     ----------
     Yang et al., "PaTH Attention: Position Encoding via Accumulating Householder Transformations", NeurIPS 2025.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> w, beta = rng.standard_normal((2, 8, 10, 64)), rng.random((2, 8, 10))  # what turns keys at each token
+    >>> w /= np.linalg.norm(w, axis=-1, keepdims=True)
+    >>> rp.attention(q, k, v, position=rp.PaTH(w, beta), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     # A product of its own: with schemes that turn queries and keys it would not be what any of them says.

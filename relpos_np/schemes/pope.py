@@ -89,6 +89,14 @@ class PoPE(Positioned):
     References
     ----------
     Gopalakrishnan et al., "Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings", 2025.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> rp.attention(q, k, v, position=rp.PoPE(rng.standard_normal((8, 64))), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     def __init__(

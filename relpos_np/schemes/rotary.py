@@ -119,6 +119,16 @@ class Rotary(Positioned):
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (Neurocomputing 2024). Several
     coordinates: Heo et al., "Rotary Position Embedding for Vision Transformer", ECCV 2024. Values: DeepSeek V4 in
     transformers, 2026.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> whole = rp.attention(q, k, v, position=rp.Rotary(), causal=True)
+    >>> last = rp.attention(q[:, :, 9:], k, v, position=rp.Rotary())  # one token that reads a cache stands at its end
+    >>> np.allclose(last, whole[:, :, 9:])
+    True
     """
 
     @property
@@ -407,6 +417,14 @@ class XPos(Rotary):
     References
     ----------
     Sun et al., "A Length-Extrapolatable Transformer", ACL 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> rp.attention(q, k, v, position=rp.XPos(), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     def __init__(

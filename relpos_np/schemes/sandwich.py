@@ -112,6 +112,14 @@ class Sandwich(DistanceBias):
     ----------
     Chi et al., "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis",
     ACL 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> rp.attention(q, k, v, position=rp.Sandwich(), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     def __init__(

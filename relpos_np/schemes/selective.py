@@ -98,6 +98,14 @@ class Selective(Scheme):
     ----------
     Leviathan et al., "Selective Attention Improves Transformer", ICLR 2025. Memory: lucidrains/x-transformers,
     `selective_attn`.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> rp.attention(q, k, v, position=rp.Selective(), causal=True).shape  # head 0 masks tokens for all
+    (2, 8, 10, 64)
     """
 
     _whole = "each query needs what all earlier queries say"

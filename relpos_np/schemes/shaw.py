@@ -245,6 +245,16 @@ class Shaw(LookupScheme):
     ----------
     Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", NAACL 2018.
     Indices there run over j - i, as here. Huang et al., "Music Transformer", ICLR 2019.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> tables = rng.standard_normal((2, 2 * 4 + 1, 64))  # distances are clipped at 4 either way
+    >>> position = rp.Shaw(key_table=tables[0], value_table=tables[1])
+    >>> rp.attention(q, k, v, position=position).shape
+    (2, 8, 10, 64)
     """
 
     relative = True

@@ -149,6 +149,14 @@ class Sinusoidal(AbsoluteEncoding):
     References
     ----------
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.5.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.standard_normal((2, 10, 64))  # (batch, length, channels)
+    >>> rp.Sinusoidal(64)(x).shape
+    (2, 10, 64)
     """
 
     def __init__(self, dim: int, *, base: float = 10000.0, layout: Layout = "interleaved") -> None:

@@ -89,6 +89,15 @@ class T5(LookupScheme):
     ----------
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", JMLR 2020.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> table = rng.standard_normal((32, 8))  # `relative_attention_bias.weight`: (buckets, heads)
+    >>> rp.attention(q, k, v, position=rp.T5(table, max_distance=128), scale=1.0).shape  # T5 does not scale products
+    (2, 8, 10, 64)
     """
 
     relative = True

@@ -93,6 +93,15 @@ class TISA(DistanceBias):
     ----------
     Wennberg and Henter, "The Case for Translation-Invariant Self-Attention in Transformer-Based
     Language Models", ACL 2021.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> amplitudes, sharpness, offsets = rng.standard_normal((3, 5, 8))  # five bells for each head
+    >>> rp.attention(q, k, v, position=rp.TISA(amplitudes, abs(sharpness), offsets)).shape
+    (2, 8, 10, 64)
     """
 
     def __init__(self, amplitudes: Any, sharpness: Any, offsets: Any, *, variant: Variant = "paper") -> None:

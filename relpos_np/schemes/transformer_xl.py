@@ -273,6 +273,17 @@ class TransformerXL(Scheme):
     ----------
     Dai et al., "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context", ACL 2019.
     Gulati et al., "Conformer", Interspeech 2020. Yang et al., "XLNet", NeurIPS 2019.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> k, v = rng.standard_normal((2, 2, 8, 16, 64))  # 6 keys of memory come first
+    >>> u, w = rng.standard_normal((2, 8, 64))  # the biases of content and of positions, for each head
+    >>> rows = rng.standard_normal((16, 8, 64))  # projected encodings of the distances 15, 14, ... 0
+    >>> rp.attention(q, k, v, position=rp.TransformerXL(u, w, rows), causal=True).shape
+    (2, 8, 10, 64)
     """
 
     def __init__(

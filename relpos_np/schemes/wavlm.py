@@ -176,6 +176,15 @@ class WavLM(Scheme):
     Chen et al., "WavLM: Large-Scale Self-Supervised Pre-Training for Full Stack Speech Processing", IEEE
     Journal of Selected Topics in Signal Processing 2022; the gate: Chi et al., "XLM-E: Cross-lingual
     Language Model Pre-training via ELECTRA", ACL 2022.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
+    >>> table, gate = rng.standard_normal((320, 8)), rng.random((2, 8, 10))  # a factor for each query
+    >>> rp.attention(q, k, v, position=rp.WavLM(table, gate)).shape
+    (2, 8, 10, 64)
     """
 
     reads_operand_values = False

@@ -119,6 +119,15 @@ class WindowBias(LookupScheme):
     Liu et al., "Swin Transformer", ICCV 2021; Liu et al., "Video Swin Transformer", CVPR 2022;
     Geng et al., "RSTT: Real-time Spatial Temporal Transformer for Space-Time Video
     Super-Resolution", CVPR 2022.
+
+    Examples
+    --------
+    >>> import numpy as np, relpos_np as rp
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
+    >>> table = rng.standard_normal((13 * 13, 8))  # Swin's `relative_position_bias_table`
+    >>> rp.attention(q, k, v, position=rp.WindowBias(table, (7, 7))).shape
+    (2, 8, 49, 64)
     """
 
     def __init__(
