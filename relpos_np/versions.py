@@ -72,6 +72,7 @@ def kernels() -> dict[str, Any] | str:
 
         from relpos_np._runtime.threadcount import get_num_threads
         from relpos_np.kernels._numba.launch.cache import cache_folder
+        from relpos_np.kernels._numba.simd.level import COMPILED_FOR
         from relpos_np.kernels._numba.simd.target import TARGET, UNIT
     except ImportError as error:
         return f"not available: {error}"
@@ -81,6 +82,7 @@ def kernels() -> dict[str, Any] | str:
     except ValueError:
         layer = f"not started ({numba.config.THREADING_LAYER})"
     return {
+        "compiled_for": COMPILED_FOR,
         "vectors": TARGET.name,
         "matrix_unit": UNIT,
         "threads": get_num_threads(),

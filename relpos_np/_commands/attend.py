@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -151,12 +150,6 @@ def _kernel_facts(backend: Backend) -> dict[str, Any]:
     return {name: None if isinstance(kernels, str) else kernels[name] for name in ("vectors", "threads")}
 
 
-def _announce(args: argparse.Namespace, backend: Backend) -> None:
-    """Say why the next seconds pass in silence, to whoever sits there."""
-    if backend == "numba" and sys.stderr.isatty() and not args.json:
-        note("loading the kernel; the first time it is compiled, in about 10 s ...")
-
-
 def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
     """The embedded example: correct, and how fast."""
     from relpos_np.testing import real_example
@@ -172,7 +165,6 @@ def _attend_real(args: argparse.Namespace, backend: Backend) -> int:
     def call(name: Backend) -> Array:
         return np.asarray(rp.attention(q, k, v, backend=name, **options))
 
-    _announce(args, backend)
     out, first = _timed(lambda: call(backend))
     oracle = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="numpy", **options)
     errors = {"transformers": _largest(out, expected), "float64": _largest(out, oracle)}
@@ -276,7 +268,6 @@ def _attend_file(args: argparse.Namespace, backend: Backend) -> int:
     undrawn = [name for name in call if name not in _DRAWN or (name == "offset" and np.ndim(call[name]))]
     if undrawn and args.plot is not None and args.plot.lower() != "none":
         raise UnusableError(f"--plot: no picture of a call with {', '.join(undrawn)}; leave --plot out")
-    _announce(args, backend)
     (out, lse), seconds = _timed(lambda: rp.attention(q, k, v, backend=backend, return_lse=True, **call))
     try:
         with out_path.open("wb") as file:

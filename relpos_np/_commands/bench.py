@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from relpos_np import versions
 from relpos_np._commands.common import BUSY, MISMATCH, UnusableError, busy, positive
 from relpos_np._commands.peers import OURS, PEERS, rounds
 from relpos_np._commands.peers.shapes import SHAPES, SMALL
-from relpos_np._commands.terminal import note, print_json, print_lines, print_table
+from relpos_np._commands.terminal import print_json, print_lines, print_table
 from relpos_np._commands.terminal import seconds as duration
 
 SUMMARY = "time attention beside other packages"
@@ -96,8 +95,6 @@ def run(args: argparse.Namespace) -> int:
                 *([("not installed", ", ".join(dict.fromkeys(lacking.values())))] if lacking else []),
             ]
         )
-        if sys.stderr.isatty():
-            note("starting their processes; a kernel that was never compiled takes about 10 s more ...")
     try:
         record = rounds.run(
             names,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,7 @@ def progress(items: Iterable[_T], label: str, *, quiet: bool = False) -> Iterato
         return
     live = sys.stderr.isatty()
     if live:
+        os.environ["RELPOS_QUIET"] = "1"  # whoever sees a bar need not be told what is compiled
         try:
             from rich.console import Console
             from rich.progress import track

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from numba import types
 from relpos_np._runtime.forks import preparing
 from relpos_np.kernels._numba.launch import cache
 from relpos_np.kernels._numba.launch.compiler import KernelCompiler, PartCompiler
+from relpos_np.kernels._numba.simd.level import check_compiler
 from relpos_np.kernels._numba.simd.target import TARGET
 
 log = logging.getLogger("relpos_np")
@@ -52,6 +55,24 @@ def _no_signal_lost() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if lost:
         raise lost[0]
+
+
+@contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Say what is waited for on a terminal, after a second, unless `RELPOS_QUIET` is set."""
+    if os.environ.get("RELPOS_QUIET") or not sys.stderr.isatty():
+        yield
+        return
+    folder = cache.cache_folder()
+    kept = "for this process alone" if folder is None else f"once, and kept in {folder}"
+    words = f"relpos_np: the kernel {name} is compiled {kept} ..."
+    timer = threading.Timer(1.0, print, (words,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _resolve(symbol: str) -> bool:
@@ -132,11 +153,13 @@ class Kernel:
         return int(self._owner.address(name))
 
     def _compile(self) -> Any:
+        check_compiler()
         log.info("compiling %s for %s, which takes some seconds", self.function.__name__, TARGET.name)
         started = time.perf_counter()
-        compiled = numba.cfunc(_SIGNATURE, nopython=True, error_model="numpy", pipeline_class=KernelCompiler)(
-            self.function
-        )
+        with _announced(self.name):
+            compiled = numba.cfunc(_SIGNATURE, nopython=True, error_model="numpy", pipeline_class=KernelCompiler)(
+                self.function
+            )
         log.info("compiled %s in %.1f s", self.function.__name__, time.perf_counter() - started)
         return compiled
 

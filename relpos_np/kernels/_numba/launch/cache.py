@@ -26,9 +26,9 @@ from functools import cache
 from pathlib import Path
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba
 
+from relpos_np.kernels._numba.simd.level import COMPILED_FOR
 from relpos_np.kernels._numba.simd.target import TARGET, UNIT, host_features
 
 log = logging.getLogger("relpos_np")
@@ -70,7 +70,7 @@ def cache_folder() -> Path | None:
 def _stamp() -> str:
     """Digest of everything that decides the machine code."""
     versions = (numba.__version__, llvmlite.__version__, platform.python_version(), platform.machine())
-    processor = (llvm.get_host_cpu_name(), sorted(host_features().items()), TARGET, UNIT)
+    processor = (COMPILED_FOR, sorted(host_features().items()), TARGET, UNIT)
     settings = [str(getattr(numba.config, name, None)) for name in _SETTINGS]
     digest = hashlib.sha256(repr((versions, processor, settings)).encode())
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 
 from relpos_np.errors import RelposValueError
+from relpos_np.kernels._numba.simd import level as _level  # noqa: F401  (chosen before features are asked for)
 
 
 @dataclass(frozen=True)
