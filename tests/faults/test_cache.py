@@ -1,5 +1,6 @@
 """The kernel cache where it cannot be used, is damaged, is not to be trusted or is shared: calls work all the same."""
 
+import ast
 import contextlib
 import errno
 import hashlib
@@ -24,6 +25,8 @@ from tests.processes import ROOT, child
 pytest.importorskip("numba")
 build = pytest.importorskip("relpos_np.kernels._numba.launch.build")
 cache = pytest.importorskip("relpos_np.kernels._numba.launch.cache")
+
+from relpos_np.kernels._numba.forward_pass import attend, shift  # noqa: E402
 
 # The smallest kernel, so that compiling it again and again costs little.
 SHIFT = (
@@ -64,7 +67,7 @@ def new():
     def _nothing(arrays, lengths, steps, call):
         pass
 
-    return build.Kernel(_nothing)
+    return build.Kernel(_nothing, shift.__name__)
 
 
 @pytest.fixture
@@ -133,7 +136,7 @@ def test_row_43_another_kernel_s_entry_is_not_run(entry):
     """A file that was renamed, as whoever may write to the folder can do, is not what its name says."""
     other = entry.with_name(entry.name.replace("nothing", "other"))
     other.write_bytes(entry.read_bytes())
-    assert made(build.Kernel(_other)) == "compiled"
+    assert made(build.Kernel(_other, shift.__name__)) == "compiled"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on this system")
@@ -203,7 +206,7 @@ SETTINGS = {"BOUNDSCHECK": "1", "DEBUGINFO": "1", "LOOP_VECTORIZE": "0", "SLP_VE
 @pytest.mark.parametrize(("name", "value"), SETTINGS.items())
 def test_row_43_settings_that_change_code_have_entries_of_their_own(name, value):
     """An entry that was compiled with checks is not run without them, nor the reverse."""
-    code = "from relpos_np.kernels._numba.launch.cache import _stamp; print(_stamp())"
+    code = f"from relpos_np.kernels._numba.launch.cache import _stamp; print(_stamp({shift.__name__!r}))"
     (_, plain, _), (status, changed, log) = child(code, bare=True), child(code, bare=True, **{f"NUMBA_{name}": value})
     assert status == 0, log
     assert plain != changed
@@ -245,6 +248,32 @@ def test_row_43_an_upgrade_compiles_anew(entry, monkeypatch):
     assert len(list(entry.parent.iterdir())) == 2
 
 
+def test_row_43_a_change_compiles_what_it_changes(monkeypatch):
+    """A kernel depends on the sources that it imports, and these on theirs: on no other."""
+    cache._stamp.cache_clear()
+    before = [cache._stamp(module.__name__) for module in (attend, shift)]
+    read = cache._source
+    changed = f"{cache._PACKAGE}.forward_pass.scores"
+    monkeypatch.setattr(cache, "_source", lambda name: (b"", ()) if name == changed else read(name))
+    cache._stamp.cache_clear()
+    after = [cache._stamp(module.__name__) for module in (attend, shift)]
+    cache._stamp.cache_clear()
+    assert [x == y for x, y in zip(before, after, strict=True)] == [False, True]
+
+
+def test_row_43_no_import_of_a_source_is_overlooked():
+    for path in cache._FOLDER.rglob("*.py"):
+        home = ".".join((cache._PACKAGE, *path.relative_to(cache._FOLDER).with_suffix("").parts))
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                imported |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+            elif isinstance(node, ast.Import):
+                imported |= {one.name for one in node.names}
+        own = {name for name in imported if name.startswith(cache._PACKAGE)}
+        assert own <= {*cache._source(home)[1]}, path
+
+
 @contextlib.contextmanager
 def one_warning(words):
     """Kernels work without a cache, and one warning in all says so."""
@@ -282,8 +311,8 @@ def test_row_43_a_read_only_folder_is_read(entry, monkeypatch):
     with one_warning("Read-only file system"):
         assert made(new()) == "loaded"
         assert cache.cache_folder() == entry.parent
-        assert made(build.Kernel(_other)) == "compiled"
-        assert made(build.Kernel(_other)) == "compiled"
+        assert made(build.Kernel(_other, shift.__name__)) == "compiled"
+        assert made(build.Kernel(_other, shift.__name__)) == "compiled"
         assert made(new()) == "loaded"
 
 

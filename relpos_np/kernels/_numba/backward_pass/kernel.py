@@ -539,6 +539,7 @@ def _going_back(*, pairs: int | None = None) -> Any:
 
 # By what is multiplied, as in `forward_pass/attend.py`.
 backward = entry_points(
+    __name__,
     "backward",
     CALL,
     {

@@ -489,6 +489,7 @@ def _attending(*, pairs: int | None = None, split: int | None = None) -> Any:
 
 # By what is multiplied: products of pairs of bfloat16, and of planes of float32, are summed in float32.
 attend = entry_points(
+    __name__,
     "attend",
     CALL,
     {

@@ -298,7 +298,7 @@ _BODIES = {
 }
 if CONVERTS_HALF:
     _BODIES["float16"] = floats, _decoding(halves)
-decode = entry_points("decode", CALL, _BODIES)
+decode = entry_points(__name__, "decode", CALL, _BODIES)
 
 
 def merge(partial: Array, out: Array, lse: Array | None, unit: float) -> None:

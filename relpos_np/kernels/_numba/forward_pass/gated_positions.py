@@ -219,8 +219,12 @@ def _by_pieces(block: Any, stored: Any) -> Any:
 
 
 _STORED = {"float32": floats, "float64": doubles}
-count = entry_points("count", COUNT, {name: (doubles, _by_pieces(count_block, x)) for name, x in _STORED.items()})
-recount = entry_points("recount", COUNT, {name: (doubles, _by_pieces(slope_block, x)) for name, x in _STORED.items()})
+count = entry_points(
+    __name__, "count", COUNT, {name: (doubles, _by_pieces(count_block, x)) for name, x in _STORED.items()}
+)
+recount = entry_points(
+    __name__, "recount", COUNT, {name: (doubles, _by_pieces(slope_block, x)) for name, x in _STORED.items()}
+)
 
 _EMPTY = dict.fromkeys(COUNT.names or (), 0)
 _PACK = struct.Struct("<" + "".join("d" if COUNT[name].kind == "f" else "q" for name in _EMPTY)).pack

@@ -76,7 +76,9 @@ def multiply_all(call: int, base: Any) -> None:
         t = take(call)
 
 
-product = entry_points("product", PRODUCT, {"float32": (floats, multiply_all), "float64": (doubles, multiply_all)})
+product = entry_points(
+    __name__, "product", PRODUCT, {"float32": (floats, multiply_all), "float64": (doubles, multiply_all)}
+)
 
 _EMPTY = dict.fromkeys(PRODUCT.names or (), 0)
 _PACK = struct.Struct(f"<{len(_EMPTY) - 1}qd").pack

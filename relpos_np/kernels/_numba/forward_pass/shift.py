@@ -136,7 +136,7 @@ def _shift(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
         _settle()
 
 
-shift = Kernel(_shift)
+shift = Kernel(_shift, __name__)
 _PACK = struct.Struct(f"<{len(SHIFT.names or ())}q").pack
 
 

@@ -228,6 +228,7 @@ def _attending(*, pairs: int | None = None) -> Any:
 
 # By what is multiplied, as in `attend.py`.
 windows = entry_points(
+    __name__,
     "windows",
     CALL,
     {

@@ -109,11 +109,12 @@ class _Linked:
 class Kernel:
     """A function (threads, count, steps, record) that is compiled, or loaded, when it is first run.
 
-    It becomes a C function that holds no GIL, cannot raise and has no fast-math.
+    It becomes a C function that holds no GIL, cannot raise and has no fast-math. The cache keeps it for as long as its
+    module, and what that imports, stay as they are.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., None], module: str) -> None:
+        self.function, self.module = function, module
         self._address = 0
         self._owner: Any = None
 
@@ -143,7 +144,7 @@ class Kernel:
         return self.function.__name__.strip("_")
 
     def _load(self) -> int:
-        entry = cache.read(self.name)
+        entry = cache.read(self.name, self.module)
         if entry is None:
             return 0
         name, needed, code = entry
@@ -167,7 +168,8 @@ class Kernel:
         module = llvm.parse_assembly(compiled.inspect_llvm())
         symbols = [*module.functions, *module.global_variables]
         needed = [s.name for s in symbols if s.is_declaration and not s.name.startswith("llvm.")]
-        cache.write(self.name, compiled.native_name, needed, compiled._library._get_compiled_object())
+        code = compiled._library._get_compiled_object()
+        cache.write(self.name, self.module, compiled.native_name, needed, code)
 
 
 def helper(function: Callable[..., Any]) -> Any:

@@ -3,7 +3,7 @@
 Numba's own cache looks only at the file of the function it stores, so that an edit in a callee
 would run old code; it unpickles what it finds; and loading from it costs half a second, most of it
 in preparing a compiler that is then not used. Here an entry is an object file behind a digest, and
-its name holds a digest of every kernel source, the versions and the processor.
+its name holds a digest of the kernel's sources, the versions and the processor.
 
 What an entry holds is run as it is, so that it and its folder must belong to this user or to root, and nobody else may
 write to them; a link to a file elsewhere is not followed. The digest tells damage, not intent: LLVM would crash on code
@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import stat
 import sys
@@ -66,21 +67,45 @@ def cache_folder() -> Path | None:
     return None if _not_kept else _folder()
 
 
+# What a source imports from the folder of these kernels.
+_FOLDER = Path(__file__).parent.parent
+_PACKAGE = __name__.removesuffix(".launch.cache")
+_IMPORT = re.compile(rf"^ *from ({re.escape(_PACKAGE)}[\w.]*) import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
+
+
 @cache
-def _stamp() -> str:
-    """Digest of everything that decides the machine code."""
+def _source(module: str) -> tuple[bytes, tuple[str, ...]]:
+    """Digest of a file of these kernels, and what may be modules among what it imports; nothing for what is no file."""
+    path = _FOLDER.joinpath(*module.removeprefix(_PACKAGE).split(".")).with_suffix(".py")
+    if not path.is_file():
+        return b"", ()
+    content = path.read_bytes()
+    found: list[str] = []
+    for home, several, one in _IMPORT.findall(content.decode()):
+        found += home, *(f"{home}.{name}" for name in re.findall(r"\w+", several or one))
+    return hashlib.sha256(content).digest(), tuple(found)
+
+
+@cache
+def _stamp(module: str) -> str:
+    """Digest of everything that decides the machine code of a module's kernels."""
     versions = (numba.__version__, llvmlite.__version__, platform.python_version(), platform.machine())
     processor = (COMPILED_FOR, sorted(host_features().items()), TARGET, UNIT)
     settings = [str(getattr(numba.config, name, None)) for name in _SETTINGS]
     digest = hashlib.sha256(repr((versions, processor, settings)).encode())
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    reached, waiting = {module}, [module]
+    while waiting:
+        new = set(_source(waiting.pop())[1]) - reached
+        reached |= new
+        waiting += new
+    for name in sorted(reached):
+        digest.update(_source(name)[0])
     return digest.hexdigest()[:20]
 
 
-def _path(kernel: str) -> Path | None:
+def _path(kernel: str, module: str) -> Path | None:
     folder = _folder()
-    return None if folder is None else folder / f"{kernel}-{_stamp()}.bin"
+    return None if folder is None else folder / f"{kernel}-{_stamp(module)}.bin"
 
 
 def _distrust(found: os.stat_result) -> str | None:
@@ -138,9 +163,9 @@ def _parsed(content: bytes, stem: str) -> tuple[str, list[str], bytes]:
     return name, needed, code
 
 
-def read(kernel: str) -> tuple[str, list[str], bytes] | None:
-    """Entry point, needed symbols and object code of a kernel; None if they are missing or damaged."""
-    path = _path(kernel)
+def read(kernel: str, module: str) -> tuple[str, list[str], bytes] | None:
+    """Entry point, needed symbols and object code of a module's kernel; None if they are missing or damaged."""
+    path = _path(kernel, module)
     content = None if path is None else _content(path)
     if path is None or content is None:
         return None
@@ -151,10 +176,10 @@ def read(kernel: str) -> tuple[str, list[str], bytes] | None:
         return None
 
 
-def write(kernel: str, name: str, needed: list[str], code: bytes) -> None:
+def write(kernel: str, module: str, name: str, needed: list[str], code: bytes) -> None:
     """Store an entry; other processes see all of it or nothing."""
     global _not_kept
-    path = _path(kernel)
+    path = _path(kernel, module)
     try:
         if path is None:
             raise FileNotFoundError(0, "no home folder")

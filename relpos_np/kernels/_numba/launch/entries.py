@@ -13,7 +13,7 @@ from relpos_np.kernels._numba.simd.float_state import begin_floats, end_floats
 from relpos_np.kernels._numba.simd.rows import get, opaque
 
 
-def _entry(name: str, record: np.dtype[Any], pointer: Any, body: Any) -> Kernel:
+def _entry(module: str, name: str, record: np.dtype[Any], pointer: Any, body: Any) -> Kernel:
     """The kernel of one dtype: each thread does what is left of one record after the other."""
 
     def entry(arrays: Any, lengths: Any, steps: Any, call: int) -> None:
@@ -29,13 +29,15 @@ def _entry(name: str, record: np.dtype[Any], pointer: Any, body: Any) -> Kernel:
 
     # What it is called in the cache and in messages.
     entry.__name__ = entry.__qualname__ = name
-    return Kernel(entry)
+    return Kernel(entry, module)
 
 
-def entry_points(name: str, record: np.dtype[Any], bodies: Mapping[str, tuple[Any, Any]]) -> dict[str, Kernel]:
-    """Kernels by dtype, of the type of pointer to the workspace of each and its body.
+def entry_points(
+    module: str, name: str, record: np.dtype[Any], bodies: Mapping[str, tuple[Any, Any]]
+) -> dict[str, Kernel]:
+    """Kernels of a module by dtype, of the type of pointer to the workspace of each and its body.
 
     A body, which is compiled in, gets the record's address and a pointer to the thread's workspace. What else differs
     between dtypes it knows as a closure.
     """
-    return {dtype: _entry(f"{name}_{dtype}", record, *each) for dtype, each in bodies.items()}
+    return {dtype: _entry(module, f"{name}_{dtype}", record, *each) for dtype, each in bodies.items()}
