@@ -15,6 +15,7 @@ import charts
 import checkpoints
 import draw
 import million_keys
+import notebooks
 import pages
 import report
 import scaling_plan
@@ -41,7 +42,7 @@ html_css_files = ["pages.css"]
 # What is printed, and what is not code, has no button.
 copybutton_selector = ", ".join(f"div.highlight-{language} pre" for language in ("python", "pycon", "sh"))
 copybutton_prompt_text = ">>> "
-exclude_patterns = ["_build", "notes"]
+exclude_patterns = ["_build", "_notebooks", "notes"]
 html_theme = "furo"
 html_title = f"relpos_np {release}"
 nitpicky = True
@@ -56,6 +57,7 @@ myst_heading_anchors = 3
 
 draw.draw_all()
 pages.write_all()
+notebooks.write_all()
 myst_substitutions = {
     "schemes": pages.table(),
     "gallery": draw.gallery(),

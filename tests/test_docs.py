@@ -88,6 +88,20 @@ def test_pages_are_the_same_in_both_languages():
             assert english.count(heading) == chinese.count(heading), name
 
 
+@pytest.mark.parametrize("page", [*(f"tutorial/{name}" for name in TUTORIAL), *(f"zh/{name}" for name in TUTORIAL)])
+def test_a_notebook_has_the_blocks_of_its_page(page, monkeypatch):
+    notebooks = script("notebooks")
+    monkeypatch.setattr(notebooks.Path, "read_bytes", lambda _: b"drawn elsewhere")
+    cells = notebooks.notebook(text(page))["cells"]
+    found = [(x["source"], "".join(one["text"] for one in x["outputs"])) for x in cells if x["cell_type"] == "code"]
+    assert found == [(code.rstrip(), printed) for code, printed in BLOCK.findall(text(page))]
+    words = "\n".join(x["source"] for x in cells if x["cell_type"] == "markdown")
+    assert "```python" not in words
+    assert not re.search(r"\]\((?!https?:|attachment:)", words)
+    pictures = {name for x in cells for name in x.get("attachments", ())}
+    assert pictures == set(re.findall(r"attachment:([^)]*)", words))
+
+
 def test_pictures_of_pages_are_drawn():
     pytest.importorskip("matplotlib")
     drawn = set(script("draw").names())
