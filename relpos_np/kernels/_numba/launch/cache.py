@@ -35,6 +35,8 @@ log = logging.getLogger("relpos_np")
 
 _not_kept = False
 
+# Where the sources of kernels are; `plan` decides what they are told, and nothing of their code.
+_SOURCES = "simd", "launch", "forward_pass", "backward_pass"
 # Numba's settings that decide the machine code, beside the versions and the processor.
 _SETTINGS = (
     "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "CPU_NAME", "CPU_FEATURES",
@@ -73,8 +75,9 @@ def _stamp() -> str:
     processor = (llvm.get_host_cpu_name(), sorted(host_features().items()), TARGET, UNIT)
     settings = [str(getattr(numba.config, name, None)) for name in _SETTINGS]
     digest = hashlib.sha256(repr((versions, processor, settings)).encode())
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in _SOURCES:
+        for path in sorted((Path(__file__).parent.parent / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:20]
 
 
