@@ -90,7 +90,8 @@ def attention(
         and only its -inf excludes (a whole row of a large negative number averages all values). Two axes are
         (L_q, L_k), and are refused where they could be (B, L_k) as well, with as many batch items as queries.
     key_lengths : int or ndarray of int, optional
-        How many keys exist: in each batch item, or in all of them; what later ones hold has no influence.
+        How many keys exist: in each batch item, or in all of them; what later ones hold has no influence. With
+        `segments` in each of these.
     causal : bool
         Attend d <= 0 only.
     window : int or tuple, optional

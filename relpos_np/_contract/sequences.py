@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,22 @@ class Sequences:
     k_end: Int64 | None = None
 
     @classmethod
-    def of_segments(cls, bounds: tuple[Int64, Int64], offset: int | None, items: int) -> Sequences:
+    def of_segments(
+        cls, bounds: tuple[Int64, Int64], offset: int | str | None, items: int, k_end: Int64 | None
+    ) -> Sequences:
         """Sequences that lie one after the other, the same in each of so many batch items.
 
-        `bounds`: cumulative lengths of queries and of keys.
+        `bounds`: cumulative lengths of queries and of keys. `offset`: a number, or queries are the last of the keys,
+        of those that exist if it is "end".
         """
         (q_start, k_start), (q_len, k_len) = [x[:-1] for x in bounds], [np.diff(x) for x in bounds]
-        own = k_len - q_len if offset is None else np.full_like(k_len, offset)
+        if isinstance(offset, int):
+            own = np.full_like(k_len, offset)
+        else:
+            own = (k_len if offset is None or k_end is None else k_end) - q_len
         item = np.repeat(np.arange(items), len(q_len))
-        return cls(item, *(np.tile(x, items) for x in (q_start, k_start, q_len, k_len, own)))
+        found = cls(item, *(np.tile(x, items) for x in (q_start, k_start, q_len, k_len, own)))
+        return found if k_end is None else replace(found, k_end=np.tile(k_end, items))
 
     @classmethod
     def of_items(cls, offsets: Int64, q_len: int, k_len: int, k_end: Array | None) -> Sequences:
@@ -60,8 +67,8 @@ class Sequences:
 
     def some(self, which: Any) -> Sequences:
         """Some of them, in the order of these indices."""
-        own = (getattr(self, name) for name in self.__slots__)
-        return Sequences(*(None if x is None else x[which] for x in own))
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return Sequences(**{name: x[which] for name, x in own.items() if x is not None})
 
     def covering(self) -> tuple[int, int, int]:
         """Offset and lengths of the shortest call that has every position, and every distance, of these."""
