@@ -220,14 +220,15 @@ def prepare(
     q, k, v : ndarray
         Examples of the operands, see `attention`: shapes, dtype and strides count, and what they hold does not.
     position, mask, causal, window, rule, selected, scale, offset, softcap, cap_order, precision, backend
-        See `attention`; `offset` is one integer. The mask and the arrays of schemes are used as they are now: prepare
-        again after changing them.
+        See `attention`; `offset` is one integer or "end". The mask and the arrays of schemes are used as they are now:
+        prepare again after changing them.
 
     Returns
     -------
     PreparedAttention
-        Call it as ``ready(q, k, v, key_lengths=None, return_lse=False, out=None)``: the same bits as `attention`, in
-        less time where the operands are few. Several threads may call it at once.
+        Call it as ``ready(q, k, v, key_lengths=None, offset=None, return_lse=False, out=None)``: the same bits as
+        `attention`, in less time where the operands are few. Lengths and offsets, of all items or of each, may differ
+        in every call. Several threads may call it at once.
 
     Raises
     ------

@@ -250,6 +250,11 @@ class Problem:
             self._v = converted(self.stored_v, self.site.dtype)
         return self._v
 
+    @property
+    def stored(self) -> tuple[Array, Array, Array]:
+        """Queries, keys and values as they are stored."""
+        return self.stored_q, self.stored_k, self.stored_v
+
     def with_values(self, v: Array) -> Problem:
         """The call with values that a scheme has made, in the dtype of the computation."""
         other = replace(self, stored_v=v)

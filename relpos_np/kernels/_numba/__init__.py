@@ -24,11 +24,21 @@ from relpos_np.kernels._numba.launch.cache import cache_folder
 from relpos_np.kernels._numba.plan import by_rows, ends, job, sequence_gradients, sequences
 from relpos_np.kernels._numba.plan.backward_job import BackwardJob, readable_gradient
 from relpos_np.kernels._numba.plan.prepared import prepare
+from relpos_np.kernels._numba.plan.sequences import prepare_items
 from relpos_np.kernels._numba.plan.workspace_bytes import workspace_bytes
 from relpos_np.kernels._numba.simd.target import CONVERTS_HALF, TILED, UNIT
 from relpos_np.types import Array
 
-__all__ = ["attention", "backward", "cache_folder", "prepare", "rel_shift", "warm_up", "workspace_bytes"]
+__all__ = [
+    "attention",
+    "backward",
+    "cache_folder",
+    "prepare",
+    "prepare_items",
+    "rel_shift",
+    "warm_up",
+    "workspace_bytes",
+]
 
 # Dtypes of results.
 WRITES = ("float64", "float32", "bfloat16", *(("float16",) if CONVERTS_HALF else ()))

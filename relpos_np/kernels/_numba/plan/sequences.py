@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
+from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,9 +18,11 @@ import numpy as np
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
+from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.forward_pass.decode import merge
+from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch import launcher
-from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets
+from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets, broadcast, rowwise
 from relpos_np.kernels._numba.launch.records import (
     BATCH_MASK,
     BATCH_ROWS,
@@ -40,6 +44,7 @@ from relpos_np.kernels._numba.plan.division import (
     pair_flops,
 )
 from relpos_np.kernels._numba.plan.fields import KINDS
+from relpos_np.kernels._numba.plan.prepared import Form
 from relpos_np.kernels._numba.simd.target import TARGET
 from relpos_np.types import Array, Int64
 
@@ -163,7 +168,7 @@ class Records:
             self.set("k_page", pages.k_step)
             self.set("v_page", pages.v_step)
         # One batch item each, whose arrays begin where the record says.
-        batches = np.zeros((len(s), len(BATCH_ROWS)), np.int64)
+        self.batches = batches = np.zeros((len(s), len(BATCH_ROWS)), np.int64)
         batches[:, KEY_END] = s.k_len if s.k_end is None else s.k_end
         if call.problem.mask is not None:
             self._place_mask(call.problem.mask, batches)
@@ -324,3 +329,93 @@ class _Group(Records):
         self.out.reshape(-1, out.shape[-1])[rows] = out
         if self.lse is not None and lse is not None:
             self.lse.reshape(-1)[rows] = lse
+
+
+class PreparedItems:
+    """A call of which each batch item may have another offset, and fewer keys, every time.
+
+    Terms are those of all positions that an item can have; nothing in them is made of operands. Records are made once,
+    and addresses, offsets and ends of keys are put into copies.
+    """
+
+    takes_lengths = True
+
+    def __init__(self, problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> None:
+        sequences, form = problem.sequences, Form(problem, terms, ())
+        assert sequences is not None
+        self.problem, self.terms, self.threads = form.problem, form.terms, launcher.available_threads()
+        call = Call(problem, terms, self.threads, skewed=())
+        q_len, k_len = sequences.q_len[0], sequences.k_len[0]
+        kind = "decoding" if job.may_decode(call, q_len, False) else "blocks"
+        # Without lengths of keys another kernel may do it.
+        windows = job.may_be_windowed(call, q_len, k_len, np.arange(-q_len, k_len + 1))
+        self.windowed = kind == "blocks" and bool(np.any(windows))
+        # Of the result only the shape and the dtype are planned with.
+        out = np.broadcast_to(np.empty((), dtype), problem.out_shape)
+        self.group = _Group(call, sequences, kind, out, None, LOG2)
+        self.ends = self.group.batches[:, KEY_END].copy()
+        self.named = np.array([address_of(x) for x in (*problem.stored, out)])
+        self.columns = [self.group.at[name] for name in ("q", "k", "v", "out")]
+        self.moving = [
+            (self.group.at[name], size * self.group.item)
+            for name, size in (("bias", call.fields["bias_row"] and 1), ("q_turn", -2 * call.fields["turn_pairs"]))
+            if size
+        ]
+        # Whether the kernel reads operands where they are. None of them is kept.
+        assert call.read is not None
+        self.in_place = all(x is y for x, y in zip(call.read, problem.stored, strict=True))
+        self.kept = call.kept = [x for x in call.kept if not any(x is one for one in (*problem.stored, out))]
+        call.problem, call.terms, call.read = self.problem, self.terms, None
+
+    def fits(self) -> bool:
+        """Whether a call may still use the threads that the plan is for."""
+        return launcher.available_threads() == self.threads
+
+    def run(
+        self,
+        operands: tuple[Array, Array, Array],
+        sequences: Sequences | None,
+        out: Array,
+        lse: Array | None,
+        vectors: SequenceABC[Array] = (),
+    ) -> None:
+        """Fill `out` and `lse`, both C-contiguous, where items stand as `sequences` says."""
+        assert sequences is not None
+        assert not vectors
+        if self.windowed and sequences.k_end is None:
+            attention(self._problem(operands, sequences), self.terms, out, lse, LOG2)
+            return
+        own, item = copy(self.group), self.group.item
+        records, batches = own.records.copy(), own.batches.copy()
+        records[:, self.columns] += np.array([address_of(x) for x in (*operands, out)]) - self.named
+        own.records, own.out, own.lse = records, out, lse
+        own.set("lse", 0 if lse is None else address_of(lse) + own.rows * item)
+        own.set("offset", sequences.offset)
+        for column, size in self.moving:
+            records[:, column] += (self.group.sequences.offset - sequences.offset) * size
+        if sequences.k_end is not None:
+            np.minimum(self.ends, sequences.k_end, out=batches[:, KEY_END])
+        own.set("batches", address_of(batches) + np.arange(len(batches)) * batches.strides[0])
+        own.set("ends", ends.watch())
+        own.run()
+        if ends.met():
+            ends.mend(attention, self._problem(operands, sequences), self.terms, out, lse, LOG2)
+
+    def _problem(self, operands: tuple[Array, Array, Array], sequences: Sequences) -> Problem:
+        """The call of these operands."""
+        q, k, v = (
+            broadcast(x if x.ndim > 2 else x[None], own.shape)
+            for x, own in zip(operands, self.problem.stored, strict=True)
+        )
+        return replace(self.problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences)
+
+
+def prepare_items(problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> PreparedItems | None:
+    """A call for which that can be done: it has work, reads operands where they are, and terms hand none of them on."""
+    made = () if isinstance(terms.query, Turned) else terms.vectors()
+    if made or terms.queries or terms.keys or terms.values or terms.biases:
+        return None
+    if not problem.site.k_len or 0 in problem.out_shape or any(rowwise(x) is not x for x in problem.stored):
+        return None
+    found = PreparedItems(problem, terms, dtype)
+    return found if found.in_place else None
