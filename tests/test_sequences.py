@@ -65,7 +65,7 @@ def drawn(options, rng, heads, bounds, dtype):
     shape = {"keys": (2, 1, 1, k_len), "first keys": (k_len,), "pairs": (2, 1, q_len, k_len), "rows": (2, 1, q_len, 1)}
     match found.get("mask"):
         case "numbers":
-            found["mask"] = rng.standard_normal((q_len, k_len)).astype(dtype)
+            found["mask"] = rng.standard_normal((1, q_len, k_len)).astype(dtype)
         case "first keys":
             found["mask"] = np.concatenate([np.arange(n) < rng.integers(n + 1) for n in np.diff(bounds[1])])
         case str(kind):

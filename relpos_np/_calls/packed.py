@@ -373,8 +373,11 @@ def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[Int64, Int64]:
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
         raise RelposValueError(f"segments: expected cumulative lengths, or a pair of them, found {len(pair)} arrays")
-    bounds = []
+    bounds: list[Int64] = []
     for given, length, what in zip(pair, (q_len, k_len), ("queries", "keys"), strict=True):
+        if bounds and given is pair[0] and q_len == k_len:
+            bounds += bounds
+            break
         own: Int64 = check.integers("segments", given).astype(np.int64)
         if own.ndim != 1 or not own.size or own[0] != 0 or own[-1] != length or (own[1:] < own[:-1]).any():
             raise RelposValueError(

@@ -45,14 +45,16 @@ class Sequences:
         `bounds`: cumulative lengths of queries and of keys. `offset`: a number, or queries are the last of the keys,
         of those that exist if it is "end".
         """
-        (q_start, k_start), (q_len, k_len) = [x[:-1] for x in bounds], [np.diff(x) for x in bounds]
+        (q_start, k_start), (q_len, k_len) = [x[:-1] for x in bounds], [x[1:] - x[:-1] for x in bounds]
         if isinstance(offset, int):
             own = np.full_like(k_len, offset)
         else:
             own = (k_len if offset is None or k_end is None else k_end) - q_len
-        item = np.repeat(np.arange(items), len(q_len))
-        found = cls(item, *(np.tile(x, items) for x in (q_start, k_start, q_len, k_len, own)))
-        return found if k_end is None else replace(found, k_end=np.tile(k_end, items))
+        found = cls(np.zeros(len(own), np.int64), q_start, k_start, q_len, k_len, own, k_end)
+        if items == 1:
+            return found
+        found = found.some(np.tile(np.arange(len(own)), items))
+        return replace(found, item=np.repeat(np.arange(items), len(own)))
 
     @classmethod
     def of_items(cls, offsets: Int64, q_len: int, k_len: int, k_end: Array | None) -> Sequences:

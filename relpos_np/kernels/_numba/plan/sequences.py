@@ -91,10 +91,12 @@ def _groups(problem: Problem, terms: Terms, grad_out: Array | None) -> Iterator[
 
 def alike(sequences: Sequences, ways: SequenceABC[Array]) -> Iterator[tuple[int, Array]]:
     """Sequences with queries of which the same is true, as bits of a number, by their indices."""
-    form = sum(own.astype(np.int64) << n for n, own in enumerate(ways))
+    form = np.zeros(len(sequences), np.int64)
+    for n, own in enumerate(ways):
+        form |= own.astype(np.int64) << n
     # Without queries there is nothing to do.
-    form = np.where(sequences.q_len > 0, form, -1)
-    for one in np.unique(form[form >= 0]).tolist():
+    form[sequences.q_len == 0] = -1
+    for one in set(form.tolist()) - {-1}:
         yield one, np.flatnonzero(form == one)
 
 
