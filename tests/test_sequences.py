@@ -28,6 +28,7 @@ OPTIONS = {
     "window": [{"window": 7}, {"window": (150, 0)}, {"window": (None, 3)}],
     "softcap": [{"softcap": 2.0}],
     "scale": [{"scale": 0.3}],
+    "rule": [{"rule": rp.Chunked(5)}, {"rule": rp.Chunked(70, left=1)}, {"rule": rp.Dilated(2)}],
     "key_lengths": [{"key_lengths": "some"}],
     "mask": [{"mask": kind} for kind in ("keys", "first keys", "pairs", "heads", "rows", "numbers")],
     "precision": [{"precision": "medium"}, {"precision": "high"}],
@@ -176,6 +177,8 @@ def test_items_with_an_offset_each(q_len, name, options, data):
     if data.draw(st.booleans()):
         call["key_lengths"] = offsets + q_len
     if data.draw(st.booleans()):
+        call |= {"rule": rp.Prefix(rng.integers(0, offsets + q_len + 1)), "causal": False, "window": None}
+    if data.draw(st.booleans()):
         call["mask"] = rng.random((6, 1, 1, k_len)) < 0.9
     found = rp.attention(q, k, v, offset=offsets, **call)
     grad_out, grad_lse = (rng.standard_normal(x.shape).astype(np.float32) for x in found)
@@ -186,6 +189,7 @@ def test_items_with_an_offset_each(q_len, name, options, data):
         own = {"offset": int(offset), **call}
         own |= {"key_lengths": call["key_lengths"][n]} if "key_lengths" in call else {}
         own |= {"mask": call["mask"][n]} if "mask" in call else {}
+        own |= {"rule": rp.Prefix(int(call["rule"].lengths[n]))} if isinstance(call.get("rule"), rp.Prefix) else {}
         alone = rp.attention(q[n], k[n], v[n], return_lse=True, **own)
         assert_same_bits((found[0][n], found[1][n]), alone, (n, offset))
         alone = rp.attention_vjp(q[n], k[n], v[n], grad_out=grad_out[n], grad_lse=grad_lse[n], **own)
@@ -258,7 +262,8 @@ def test_dropout_draws_for_one_sequence_after_the_other(rng):
         (testing.example("fire", size="tiny").position, {}, False),
         (None, {"mask": np.ones((5, 5), bool)}, True),
         (rp.Rotary(frequencies=np.ones(4)), {"key_lengths": [2, 3]}, True),
-        (None, {"rule": rp.Chunked(2)}, False),
+        (None, {"rule": rp.Chunked(2)}, True),
+        (None, {"dropout": 0.5}, False),
         (None, {"backend": "numpy"}, False),
     ],
 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from relpos_np._calls.lowering import schemes_of
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
+from relpos_np._contract.problem import Site
 from relpos_np._contract.sequences import Sequences
 from relpos_np._runtime.memory import limit as memory_limit
 from relpos_np.errors import RelposValueError
@@ -148,15 +149,17 @@ class PackedCall:
 
     def _calls(self) -> Iterator[tuple[_Part, dict[str, Any]]]:
         """Each of the calls, with its options."""
-        parts = self._items() if self._bounds is None else self._segments(self._bounds)
-        return ((part, self._options(part)) for part in parts)
+        return ((part, self._options(part)) for part in self._parts())
+
+    def _parts(self) -> list[_Part]:
+        return self._items() if self._bounds is None else self._segments(self._bounds)
 
     def sequences(self, *, backward: bool = False) -> Sequences | None:
         """The sequences, where the CPU kernels attend all of them at once; None where each is a call."""
         given = self.given
         if self.memory is not Host or _backend.current(given["backend"]) != "numba" or memory_limit() is not None:
             return None
-        if any(given[name] is not None for name in ("rule", "selected")) or given["dropout"] != 0.0:
+        if given["selected"] is not None or given["dropout"] != 0.0:
             return None
         if not all(scheme.covers_gradients if backward else scheme.covers for scheme in schemes_of(self.position)):
             return None
@@ -277,7 +280,23 @@ class PackedCall:
     def _at_once(self, function: str, sequences: Sequences, *, is_backward: bool = False) -> Call:
         """The call of all sequences."""
         own = Options(**{**self.given, "segments": None, "offset": 0, "key_lengths": None})
-        return Call(function, (self.q, self.k, self.v), self.position, own, sequences, is_backward=is_backward)
+        call = Call(function, (self.q, self.k, self.v), self.position, own, sequences, is_backward=is_backward)
+        if call.problem.ranges is not None:
+            call.problem.ranges = self._ranges(call.problem.site)
+        return call
+
+    def _ranges(self, site: Site) -> Int64:
+        """What a rule says of every query: the first key among those of its sequence, and the one after the last."""
+        found, rule = np.zeros((*site.batch, self.q.shape[-2], 2), np.int64), cast(Any, self.given["rule"])
+        for part in self._parts():
+            q_len, k_len = (len(range(x.shape[-2])[own]) for x, own in ((self.q, part.queries), (self.k, part.keys)))
+            known = k_len if part.lengths is None else part.lengths
+            offset = part.offset if isinstance(part.offset, int) else (known if part.offset else k_len) - q_len
+            batch = tuple(len(range(n)[own]) for n, own in zip(site.batch, part.items, strict=False)) or site.batch
+            here = replace(site, q_len=q_len, k_len=k_len, offset=offset, batch=batch)
+            own_rule = rule.of_items(part.items) if part.items else rule
+            found[part.vectors(part.queries)] = np.clip(own_rule.ranges(here), 0, k_len)
+        return found
 
     def on_host(self, compute: Callable[..., Any], out: Array | None, return_lse: bool, return_bound: bool) -> Any:
         """`relpos_np.attention` in one launch where kernels can, else part by part; also bounds, if they are wanted."""

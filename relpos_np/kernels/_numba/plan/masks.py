@@ -100,7 +100,7 @@ def _add_rule(call: Call) -> None:
     if all(stride == 0 or size == 1 for size, stride in zip(lead, ranges.strides, strict=False)):
         ranges = ranges[(0,) * len(lead)] if 0 not in lead else ranges
     else:
-        f["ranges_batch"] = 2 * call.site.q_len
+        f["ranges_batch"] = 2 * ranges.shape[-2]
     f["ranges"] = call.keep(np.ascontiguousarray(ranges))
 
 

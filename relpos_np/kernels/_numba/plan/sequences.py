@@ -161,6 +161,9 @@ class Records:
         self.add("out", self.rows * (f["out_row"] * size))
         self.add("lse", self.rows * (self.item * bool(f["lse"])))
         self.add("skew_q", self.rows * (f["skew_depth"] * self.item))
+        if f["ranges"]:
+            # Pairs of integers of eight bytes.
+            self.add("ranges", (s.item * f["ranges_batch"] + s.q_start * 2) * 8)
         for name in ("q_len", "k_len", "offset"):
             self.set(name, getattr(s, name))
         pages = call.problem.pages
