@@ -90,7 +90,8 @@ def attention(
         and only its -inf excludes (a whole row of a large negative number averages all values). Two axes are
         (L_q, L_k), and are refused where they could be (B, L_k) as well, with as many batch items as queries.
     key_lengths : int or ndarray of int, optional
-        How many keys exist: in each batch item, or in all of them; what later ones hold has no influence.
+        How many keys exist: in each batch item, or in all of them; what later ones hold has no influence. With
+        `segments` in each of these.
     causal : bool
         Attend d <= 0 only.
     window : int or tuple, optional
@@ -219,14 +220,15 @@ def prepare(
     q, k, v : ndarray
         Examples of the operands, see `attention`: shapes, dtype and strides count, and what they hold does not.
     position, mask, causal, window, rule, selected, scale, offset, softcap, cap_order, precision, backend
-        See `attention`; `offset` is one integer. The mask and the arrays of schemes are used as they are now: prepare
-        again after changing them.
+        See `attention`; `offset` is one integer or "end". The mask and the arrays of schemes are used as they are now:
+        prepare again after changing them.
 
     Returns
     -------
     PreparedAttention
-        Call it as ``ready(q, k, v, key_lengths=None, return_lse=False, out=None)``: the same bits as `attention`, in
-        less time where the operands are few. Several threads may call it at once.
+        Call it as ``ready(q, k, v, key_lengths=None, offset=None, return_lse=False, out=None)``: the same bits as
+        `attention`, in less time where the operands are few. Lengths and offsets, of all items or of each, may differ
+        in every call. Several threads may call it at once.
 
     Raises
     ------

@@ -44,8 +44,8 @@ def every_gradient(grads):
 def test_all_that_is_summed_waits_where_pieces_are_cut(name, parts, monkeypatch, rng):
     """Cut by up to as many tiles of keys as there are, sums of every kind go on: the bits are those of one call."""
     monkeypatch.setattr(backjob, "part_count", lambda heads, threads: parts)
-    runs, run_cuts = [], backjob.BackwardJob._run_cuts
-    monkeypatch.setattr(backjob.BackwardJob, "_run_cuts", lambda job, *rest: runs.append(1) or run_cuts(job, *rest))
+    runs, run_cuts = [], backjob.BackwardJob.run_cuts
+    monkeypatch.setattr(backjob.BackwardJob, "run_cuts", lambda job, *rest: runs.append(1) or run_cuts(job, *rest))
     for q_len, k_len in product((7, BLOCK_QUERIES + 1), (BLOCK_KEYS - 1, BLOCK_KEYS + 1, 3 * BLOCK_KEYS + 1)):
         case = Case(3, ((), (), ()), (), 1, 2, q_len, k_len, 5, 3, positions=(KINDS[name],), causal=True)
         (q, k, v), options = case.operands(np.float64), case.options(np.float64)

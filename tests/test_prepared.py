@@ -165,6 +165,73 @@ def test_queries_that_the_kernel_reads_from_a_copy(rng, runs):
         assert len(runs) == 1
 
 
+POSITIONS = {
+    "none": lambda heads: None,
+    "t5": lambda heads: rp.T5(np.random.default_rng(3).standard_normal((32, heads)).astype(np.float32)),
+    "rotary": lambda heads: rp.Rotary(16),
+    "both": lambda heads: (rp.Rotary(16), rp.ALiBi()),
+    "shaw": lambda heads: rp.Shaw(np.random.default_rng(3).standard_normal((9, 16)).astype(np.float32)),
+    "xpos": lambda heads: rp.XPos(16),
+}
+OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"window": (9, 2), "softcap": 3.0},
+    "mask": {"mask": np.random.default_rng(4).random((3, 1, 1, 210)) < 0.9},
+    "numbers": {"mask": np.random.default_rng(4).standard_normal((4, 1, 210)).astype(np.float32)},
+    "everything": {},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_lengths_and_offsets_that_change(position, options, dtype, rng):
+    """In a cache of which each item has more keys every time, and beyond what anybody prepares for."""
+    scheme, k_len = POSITIONS[position](4), 210 if "mask" in OPTIONS[options] else 100
+    k, v = rng.standard_normal((2, 3, 2, k_len, 16)).astype(dtype)
+    for q_len in (1, 12):
+        q = rng.standard_normal((3, 4, q_len, 16)).astype(dtype)
+        call = {"position": scheme, **OPTIONS[options]}
+        ready = rp.prepare(*(np.full_like(x, np.nan) for x in (q, k, v)), **call, offset="end")
+        lengths = rng.integers(q_len, k_len + 1, 3)
+        for moved in (
+            {"key_lengths": lengths},
+            {"key_lengths": int(lengths[0])},
+            {"key_lengths": lengths, "offset": lengths - q_len - 1},
+            {"key_lengths": lengths, "offset": "end"},
+            {"offset": lengths - q_len},
+            {"offset": lengths.tolist()},
+            {"offset": 7},
+            {"offset": [-q_len, k_len, -5 * k_len]},
+            {},
+        ):
+            expected = rp.attention(q, k, v, return_lse=True, **{"offset": "end", **call, **moved})
+            assert_same_bits(ready(q, k, v, return_lse=True, **moved), expected)
+
+
+def test_what_changes_is_put_into_records_that_are_kept(rng, monkeypatch):
+    """Schemes are not lowered, and nothing is planned, again."""
+    from relpos_np.kernels._numba.plan import sequences
+
+    q, k = rng.standard_normal((3, 4, 1, 16)), rng.standard_normal((3, 2, 50, 16))
+    call = {"position": (rp.T5(rng.standard_normal((32, 4)), bidirectional=False), rp.Rotary(16)), "causal": True}
+    ready, lengths = rp.prepare(q, k, k, offset="end", **call), np.array([3, 50, 17])
+    expected = rp.attention(q, k, k, key_lengths=lengths, offset="end", **call)
+    large = np.float64(np.finfo(np.float64).max) ** 0.5
+    far = rp.attention(large * q, large * k, k, key_lengths=lengths, offset="end", **call)
+    with monkeypatch.context() as patch:
+        patch.setattr(sequences, "attention", None)
+        patch.setattr(sequences._Group, "__init__", None)
+        np.testing.assert_array_equal(ready(q, k, k, key_lengths=lengths), expected)
+    # But for rows that units of log 2 have no room for.
+    np.testing.assert_array_equal(ready(large * q, large * k, k, key_lengths=lengths), far)
+    with rp.threads(1):
+        np.testing.assert_array_equal(ready(q, k, k, key_lengths=lengths), expected)
+    for moved, message in (({"offset": [1, 2]}, "offset: batch axes"), ({"offset": 0.5}, "offset: expected")):
+        with pytest.raises(rp.RelposError, match=message):
+            ready(q, k, k, key_lengths=lengths, **moved)
+
+
 @pytest.mark.parametrize("shape", [(2, 2, 40, 16), (40, 16), (2, 1, 40, 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operands_that_turn(shape, dtype, rng, runs):

@@ -28,6 +28,9 @@ OPTIONS = {
     "window": [{"window": 7}, {"window": (150, 0)}, {"window": (None, 3)}],
     "softcap": [{"softcap": 2.0}],
     "scale": [{"scale": 0.3}],
+    "rule": [{"rule": rp.Chunked(5)}, {"rule": rp.Chunked(70, left=1)}, {"rule": rp.Dilated(2)}],
+    "key_lengths": [{"key_lengths": "some"}],
+    "mask": [{"mask": kind} for kind in ("keys", "first keys", "pairs", "heads", "rows", "numbers")],
     "precision": [{"precision": "medium"}, {"precision": "high"}],
 }
 
@@ -49,10 +52,77 @@ def lengths(draw):
 
 
 @st.composite
-def options(draw):
+def options(draw, but=()):
     """Up to two options, each with a value."""
-    names = draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=2, unique=True))
+    names = draw(st.lists(st.sampled_from(sorted(OPTIONS.keys() - set(but))), max_size=2, unique=True))
     return {key: value for name in names for key, value in draw(st.sampled_from(OPTIONS[name])).items()}
+
+
+def drawn(options, rng, heads, bounds, dtype):
+    """The options with masks and lengths of keys for all sequences, of these cumulative lengths."""
+    (q_len, k_len), found = [int(x[-1]) for x in bounds], dict(options)
+    if "key_lengths" in found:
+        found |= {"key_lengths": rng.integers(0, np.diff(bounds[1]) + 1), "offset": "end"}
+    shape = {"keys": (2, 1, 1, k_len), "first keys": (k_len,), "pairs": (2, 1, q_len, k_len), "rows": (2, 1, q_len, 1)}
+    match found.get("mask"):
+        case "numbers":
+            found["mask"] = rng.standard_normal((1, q_len, k_len)).astype(dtype)
+        case "first keys":
+            found["mask"] = np.concatenate([np.arange(n) < rng.integers(n + 1) for n in np.diff(bounds[1])])
+        case str(kind):
+            found["mask"] = rng.random(shape.get(kind, (heads, q_len, k_len))) < 0.8
+    return found
+
+
+def alone(options, n, queries, keys):
+    """The options of one sequence."""
+    found = dict(options)
+    if "key_lengths" in found:
+        found["key_lengths"] = int(found["key_lengths"][n])
+    if "mask" in found:
+        rows = queries if found["mask"].ndim > 1 and found["mask"].shape[-2] > 1 else slice(None)
+        columns = keys if found["mask"].shape[-1] > 1 else slice(None)
+        found["mask"] = found["mask"][..., rows, columns] if found["mask"].ndim > 1 else found["mask"][columns]
+    return found
+
+
+def assert_separate(operands, bounds, options, position, rng, **rows):
+    """Results and gradients are the bits of separate calls; those of tables add up.
+
+    `rows`: options that have a number for each query in their last axis.
+    """
+    q, k, v = operands
+    heads, computed = q.shape[-3], np.float64 if q.dtype == np.float64 else np.float32
+    options = drawn(options, rng, heads, bounds, computed)
+    call = {"position": position, **options, **rows}
+    found = rp.attention(q, k, v, segments=bounds, return_lse=True, **call)
+    grads = {
+        "grad_out": rng.standard_normal(found[0].shape).astype(q.dtype),
+        "grad_lse": rng.standard_normal(found[1].shape).astype(computed),
+    }
+    back, sums = rp.attention_vjp(q, k, v, segments=bounds, **grads, **call), {}
+    for n, ((a, b), (c, d)) in enumerate(zip(*map(pairwise, bounds), strict=True)):
+        own = {"position": position, **alone(options, n, slice(a, b), slice(c, d))}
+        own |= {name: x[..., a:b] for name, x in rows.items()}
+        parts = q[:, :, a:b], k[:, :, c:d], v[:, :, c:d]
+        one = rp.attention(*parts, return_lse=True, **own)
+        assert_same_bits((found[0][:, :, a:b], found[1][:, :, a:b]), one, (b - a, d - c))
+        slopes = {"grad_out": grads["grad_out"][:, :, a:b], "grad_lse": grads["grad_lse"][:, :, a:b]}
+        one = rp.attention_vjp(*parts, **slopes, **own)
+        these = back.q[:, :, a:b], back.k[:, :, c:d], back.v[:, :, c:d]
+        assert_same_bits(these, (one.q, one.k, one.v), (b - a, d - c))
+        for name, x in arrays_of(one):
+            sums.setdefault(name, []).append(x.astype(np.float64))
+    eps = np.finfo(computed).eps
+    for name, x in arrays_of(back):
+        size = sum(np.abs(part).max(initial=0.0) for part in sums[name])
+        np.testing.assert_allclose(x, sum(sums[name]), rtol=0, atol=64 * eps * size, err_msg=str(name))
+
+
+def arrays_of(grads):
+    """Gradients of the arrays of each scheme."""
+    schemes = grads.position if isinstance(grads.position, tuple) else (grads.position,)
+    return [((n, name), x) for n, own in enumerate(schemes) for name, x in own.items()]
 
 
 @pytest.mark.parametrize(("name", "variant"), RESTARTING, ids=lambda x: x or "")
@@ -65,34 +135,32 @@ def test_every_scheme(name, variant, lengths, options, dtype, seed):
     shape = example.q.shape[-3], example.k.shape[-3]
     bounds = tuple(np.cumsum([0, *own]) for own in lengths)
     own = {key: x for key, x in example.kwargs.items() if key in ("causal", "window")} | options
-    q, k, v = operands(rng, dtype, *shape, bounds[0][-1], bounds[1][-1], example.q.shape[-1], example.v.shape[-1])
-    call = {"position": example.position, "return_lse": True, **own}
-    found = rp.attention(q, k, v, segments=bounds, **call)
-    for (a, b), (c, d) in zip(*map(pairwise, bounds), strict=True):
-        alone = rp.attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], **call)
-        assert_same_bits((found[0][:, :, a:b], found[1][:, :, a:b]), alone, (b - a, d - c))
+    x = operands(rng, dtype, *shape, bounds[0][-1], bounds[1][-1], example.q.shape[-1], example.v.shape[-1])
+    assert_separate(x, bounds, own, example.position, rng)
 
 
 @settings(max_examples=25, deadline=None)
 @given(lengths(), options(), st.sampled_from(["none", "t5", "rotary", "both", "shaw"]), st.integers(0, 2**32 - 1))
 def test_heads_and_channels_of_models(lengths, options, name, seed):
-    """Grouped heads of 64 channels, sinks and factors on queries."""
+    """Grouped heads of 64 channels, and factors on queries."""
     rng = np.random.default_rng(seed)
     bounds = tuple(np.cumsum([0, *own]) for own in lengths)
-    q, k, v = operands(rng, np.float32, HEADS, 2, bounds[0][-1], bounds[1][-1], 64, 64)
+    x = operands(rng, np.float32, HEADS, 2, bounds[0][-1], bounds[1][-1], 64, 64)
     t5, rotary = rp.T5(rng.standard_normal((32, HEADS)).astype(np.float32)), rp.Rotary(64)
     shaw = rp.Shaw(*rng.standard_normal((2, 33, 64)).astype(np.float32))
     position = {"none": None, "t5": t5, "rotary": rotary, "both": (rotary, t5), "shaw": shaw}[name]
-    call = {"position": position, "return_lse": True, "sinks": rng.standard_normal(HEADS).astype(np.float32), **options}
-    factors = rng.random(q.shape[-2]).astype(np.float32)
-    found = rp.attention(q, k, v, segments=bounds, query_scale=factors, **call)
-    for (a, b), (c, d) in zip(*map(pairwise, bounds), strict=True):
-        alone = rp.attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], query_scale=factors[a:b], **call)
-        assert_same_bits((found[0][:, :, a:b], found[1][:, :, a:b]), alone, (b - a, d - c))
+    sinks = rng.standard_normal((2, HEADS, x[0].shape[-2])).astype(np.float32)
+    factors = rng.random(x[0].shape[-2]).astype(np.float32)
+    assert_separate(x, bounds, options, position, rng, sinks=sinks, query_scale=factors)
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from([1, 2, 5, 40]), st.sampled_from(["none", "t5", "rotary", "both"]), options(), st.data())
+@given(
+    st.sampled_from([1, 2, 5, 40]),
+    st.sampled_from(["none", "t5", "rotary", "both"]),
+    options(but=("key_lengths", "mask")),
+    st.data(),
+)
 def test_items_with_an_offset_each(q_len, name, options, data):
     """Caches of another length in each item, of which no key behind the last query's is read."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -108,12 +176,24 @@ def test_items_with_an_offset_each(q_len, name, options, data):
     call = {"position": position, "return_lse": True, **options, "causal": True}
     if data.draw(st.booleans()):
         call["key_lengths"] = offsets + q_len
+    if data.draw(st.booleans()):
+        call |= {"rule": rp.Prefix(rng.integers(0, offsets + q_len + 1)), "causal": False, "window": None}
+    if data.draw(st.booleans()):
+        call["mask"] = rng.random((6, 1, 1, k_len)) < 0.9
     found = rp.attention(q, k, v, offset=offsets, **call)
-    assert np.isfinite(found[0]).all()
+    grad_out, grad_lse = (rng.standard_normal(x.shape).astype(np.float32) for x in found)
+    del call["return_lse"]
+    back = rp.attention_vjp(q, k, v, offset=offsets, grad_out=grad_out, grad_lse=grad_lse, **call)
+    assert all(np.isfinite(x).all() for x in (found[0], back.q, back.k, back.v))
     for n, offset in enumerate(offsets):
-        one = call | ({"key_lengths": call["key_lengths"][n]} if "key_lengths" in call else {})
-        alone = rp.attention(q[n], k[n], v[n], offset=int(offset), **one)
+        own = {"offset": int(offset), **call}
+        own |= {"key_lengths": call["key_lengths"][n]} if "key_lengths" in call else {}
+        own |= {"mask": call["mask"][n]} if "mask" in call else {}
+        own |= {"rule": rp.Prefix(int(call["rule"].lengths[n]))} if isinstance(call.get("rule"), rp.Prefix) else {}
+        alone = rp.attention(q[n], k[n], v[n], return_lse=True, **own)
         assert_same_bits((found[0][n], found[1][n]), alone, (n, offset))
+        alone = rp.attention_vjp(q[n], k[n], v[n], grad_out=grad_out[n], grad_lse=grad_lse[n], **own)
+        assert_same_bits((back.q[n], back.k[n], back.v[n]), (alone.q, alone.k, alone.v), (n, offset))
 
 
 def test_many_short_sequences(rng):
@@ -126,6 +206,24 @@ def test_many_short_sequences(rng):
         np.testing.assert_array_equal(found[:, own], rp.attention(q[:, own], k[:, own], v[:, own], position=rp.ALiBi()))
 
 
+def test_gradients_of_many_short_sequences(rng):
+    bounds = np.cumsum([0, *rng.integers(1, 9, 10_000)])
+    x = rng.standard_normal((2, bounds[-1], 16))
+    call = {"position": rp.T5(rng.standard_normal((32, 2)))}
+    found = rp.attention_vjp(x, x, x, grad_out=x, segments=bounds, **call)
+    for n in rng.integers(0, 10_000, 20):
+        own = x[:, bounds[n] : bounds[n + 1]]
+        alone = rp.attention_vjp(own, own, own, grad_out=own, **call)
+        for name in "qkv":
+            np.testing.assert_array_equal(getattr(found, name)[:, bounds[n] : bounds[n + 1]], getattr(alone, name))
+    # As the same sequences padded to one length.
+    item, at = np.repeat(np.arange(10_000), np.diff(bounds)), np.arange(bounds[-1])
+    padded = np.zeros((10_000, 2, 8, 16))
+    padded[item, :, at - bounds[item]] = x.swapaxes(0, 1)
+    whole = rp.attention_vjp(padded, padded, padded, grad_out=padded, key_lengths=np.diff(bounds), **call, offset=0)
+    np.testing.assert_allclose(found.position["table"], whole.position["table"], rtol=1e-11, atol=1e-10)
+
+
 def test_no_matrix_of_pairs(rng):
     """32 sequences of 4,096 tokens: a matrix of one of them would be 64 MiB."""
     bounds = np.arange(33) * 4096
@@ -135,9 +233,13 @@ def test_no_matrix_of_pairs(rng):
     try:
         rp.attention(x, x, x, segments=bounds, position=t5, window=64)
         peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        rp.attention_vjp(x, x, x, grad_out=x, segments=bounds, position=t5, window=64)
+        peak_of_gradients = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 24 << 20
+    assert peak_of_gradients < 48 << 20
 
 
 def test_dropout_draws_for_one_sequence_after_the_other(rng):
@@ -158,7 +260,10 @@ def test_dropout_draws_for_one_sequence_after_the_other(rng):
         ((rp.ALiBi(), rp.Rotary(8)), {"causal": True}, True),
         (rp.ALiBi(form="key"), {}, False),
         (testing.example("fire", size="tiny").position, {}, False),
-        (None, {"mask": np.ones((5, 5), bool)}, False),
+        (None, {"mask": np.ones((5, 5), bool)}, True),
+        (rp.Rotary(frequencies=np.ones(4)), {"key_lengths": [2, 3]}, True),
+        (None, {"rule": rp.Chunked(2)}, True),
+        (None, {"dropout": 0.5}, False),
         (None, {"backend": "numpy"}, False),
     ],
 )
@@ -174,9 +279,58 @@ def test_work_that_takes_long_is_cut(rng, monkeypatch):
 
     bounds = np.cumsum([0, 300, 20, 250, 100, 3, 90])
     q, k, v = rng.standard_normal((3, 4, bounds[-1], 64)).astype(np.float32)
-    expected = rp.attention(q, k, v, segments=bounds, return_lse=True)
+    shaw = rp.Shaw(rng.standard_normal((33, 64)).astype(np.float32))
+    call = {"segments": bounds, "position": (shaw, rp.T5(rng.standard_normal((32, 4)).astype(np.float32)))}
+    expected = rp.attention(q, k, v, return_lse=True, **call)
+    grads = rp.attention_vjp(q, k, v, grad_out=q, **call)
     ran, run = [], launcher.run
     monkeypatch.setattr(launcher, "run", lambda *args: ran.append(args) or run(*args))
     monkeypatch.setattr(launcher, "CALL_FLOPS", 1e6)
-    assert_same_bits(rp.attention(q, k, v, segments=bounds, return_lse=True), expected, "cut")
+    assert_same_bits(rp.attention(q, k, v, return_lse=True, **call), expected, "cut")
     assert len(ran) > 10
+    ran.clear()
+    cut = rp.attention_vjp(q, k, v, grad_out=q, **call)
+    assert_same_bits((cut.q, cut.k, cut.v), (grads.q, grads.k, grads.v), "cut")
+    assert len(ran) > 20
+
+
+def test_sums_by_distance_are_held_for_some_sequences_at_once(rng, monkeypatch):
+    from relpos_np.kernels._numba.plan import sequence_gradients
+
+    bounds = np.cumsum([0, 70, 20, 70, 5, 90, 20])
+    q, k, v = rng.standard_normal((3, 4, bounds[-1], 64))
+    call = {"segments": bounds, "position": (rp.Shaw(rng.standard_normal((181, 64))), rp.ALiBi(slopes=np.ones(4)))}
+    found = rp.attention_vjp(q, k, v, grad_out=q, **call)
+    monkeypatch.setattr(sequence_gradients, "PARTIAL_BYTES", 1 << 19)
+    parts = rp.attention_vjp(q, k, v, grad_out=q, **call)
+    assert_same_bits((found.q, found.k, found.v), (parts.q, parts.k, parts.v), "parts")
+    for (name, x), (_, y) in zip(arrays_of(found), arrays_of(parts), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12, err_msg=str(name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scores_near_the_ends_of_the_dtype(dtype, rng):
+    """Rows that units of log 2 have no room for, in some of the sequences."""
+    bounds, large = np.array([0, 5, 12, 20]), np.finfo(dtype).max / 4
+    x = rng.standard_normal((2, 20, 8)).astype(dtype)
+    mask = rng.choice(np.array([0.0, large, -large, -np.inf], dtype), (20, 20))
+    call = {"position": rp.T5(rng.standard_normal((32, 2)).astype(dtype)), "grad_out": x}
+    found = rp.attention_vjp(x, x, x, segments=bounds, mask=mask, **call)
+    for a, b in pairwise(bounds):
+        own = x[:, a:b]
+        alone = rp.attention_vjp(own, own, own, mask=mask[a:b, a:b], **{**call, "grad_out": own})
+        for name in "qkv":
+            np.testing.assert_array_equal(getattr(found, name)[:, a:b], getattr(alone, name))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_of_keys_without_a_place_for_the_queries(causal, rng):
+    q, k = rng.standard_normal((2, 3, 8)), rng.standard_normal((2, 9, 8))
+    call = {"segments": ([0, 1, 3], [0, 4, 9]), "key_lengths": [3, 5]}
+    if causal:
+        with pytest.raises(rp.RelposValueError, match=r'key_lengths: a segment has .* pass offset="end"'):
+            rp.attention(q, k, k, causal=True, **call)
+        found = rp.attention(q, k, k, causal=True, offset="end", **call)
+    else:
+        found = rp.attention(q, k, k, **call)
+    np.testing.assert_array_equal(found[:, :1], rp.attention(q[:, :1], k[:, :3], k[:, :3]))

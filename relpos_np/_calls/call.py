@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,9 +49,9 @@ class Call:
         self._admitted = memory_bounds.admission(function, position, given["backend"], **returned)
         self.problem, self.dtype, self.flat = check.call(*operands, given, self._admitted)
         if sequences is not None:
-            offset, q_len, k_len = sequences.covering()
-            site = replace(self.problem.site, offset=offset, q_len=q_len, k_len=k_len)
-            self.problem = replace(self.problem, sequences=sequences, pages=pages, site=site)
+            self.problem.sequences, self.problem.pages = sequences, pages
+            site = self.problem.site
+            site.offset, site.q_len, site.k_len = sequences.covering()
         self.backend = _backend.current(given["backend"])
         if operands[2] is None and self.backend != "terms":
             # Kernels never hold the scores.

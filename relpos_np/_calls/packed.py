@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from relpos_np._calls.lowering import schemes_of
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
+from relpos_np._contract.problem import Site
 from relpos_np._contract.sequences import Sequences
 from relpos_np._runtime.memory import limit as memory_limit
 from relpos_np.errors import RelposValueError
@@ -42,12 +43,13 @@ def is_packed(given: Options) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """One call: its items along each batch axis (none for all), its queries, its keys and its offset."""
+    """One call: its items along each batch axis (none for all), queries, keys, offset, and how many keys exist."""
 
     items: tuple[slice, ...]
     queries: slice
     keys: slice
-    offset: int | None
+    offset: int | str | None
+    lengths: Any = None
 
     def vectors(self, rows: slice) -> Any:
         """What selects its part of (..., rows, channels)."""
@@ -114,7 +116,7 @@ class PackedCall:
     given: Options
     memory: Any = Host
     _bounds: tuple[Int64, Int64] | None = field(init=False, default=None)
-    _offset: int | None = field(init=False, default=None)
+    _offset: int | str | None = field(init=False, default=None)
     _offsets: Int64 | None = field(init=False, default=None)
     _lengths: Array | None = field(init=False, default=None)
 
@@ -147,38 +149,64 @@ class PackedCall:
 
     def _calls(self) -> Iterator[tuple[_Part, dict[str, Any]]]:
         """Each of the calls, with its options."""
-        parts = self._items() if self._bounds is None else self._segments(self._bounds)
-        return ((part, self._options(part)) for part in parts)
+        return ((part, self._options(part)) for part in self._parts())
 
-    def sequences(self) -> Sequences | None:
+    def _parts(self) -> list[_Part]:
+        return self._items() if self._bounds is None else self._segments(self._bounds)
+
+    def sequences(self, *, backward: bool = False) -> Sequences | None:
         """The sequences, where the CPU kernels attend all of them at once; None where each is a call."""
         given = self.given
         if self.memory is not Host or _backend.current(given["backend"]) != "numba" or memory_limit() is not None:
             return None
-        if any(given[name] is not None for name in ("mask", "rule", "selected")) or given["dropout"] != 0.0:
+        if given["selected"] is not None or given["dropout"] != 0.0:
             return None
-        if not all(scheme.covers for scheme in schemes_of(self.position)):
+        if not all(scheme.covers_gradients if backward else scheme.covers for scheme in schemes_of(self.position)):
             return None
         if self._bounds is None:
             assert self._offsets is not None
             found = Sequences.of_items(self._offsets, self.q.shape[-2], self.k.shape[-2], self._lengths)
         else:
             items = math.prod(self.shape[: self._batch])
-            found = Sequences.of_segments(self._bounds, self._offset, items)
+            found = Sequences.of_segments(self._bounds, self._offset, items, self._lengths)
         return found if len(found) else None
 
     def _check_segments(self) -> None:
-        for name in ("key_lengths", "selected"):
-            if self.given[name] is not None:
-                raise RelposValueError(f"{name}: cannot be combined with segments; make a call for each sequence")
-        if self.given["offset"] is not None and not check.at_end(self.given["offset"]):
-            self._offset = check.integer("offset", self.given["offset"])
+        given = self.given
+        if given["selected"] is not None:
+            raise RelposValueError("selected: cannot be combined with segments; make a call for each sequence")
+        if given["offset"] is not None:
+            self._offset = "end" if check.at_end(given["offset"]) else check.integer("offset", given["offset"])
         self._refuse_tokens("segments")
-        self._bounds = segment_bounds(self.given["segments"], self.q.shape[-2], self.k.shape[-2])
+        bounds = self._bounds = segment_bounds(given["segments"], self.q.shape[-2], self.k.shape[-2])
+        if given["key_lengths"] is not None:
+            self._lengths = self._lengths_of_segments(*map(np.diff, bounds))
+
+    def _lengths_of_segments(self, q_len: Int64, k_len: Int64) -> Int64:
+        """How many keys of each sequence exist."""
+        given = self.given
+        lengths: Int64 = check.integers("key_lengths", given["key_lengths"]).astype(np.int64)
+        if lengths.shape != k_len.shape or (lengths < 0).any() or (lengths > k_len).any():
+            raise RelposValueError(
+                f"key_lengths: expected one for each of {len(k_len)} segments, of at most its keys, found "
+                f"{lengths.tolist()!r:.100}"
+            )
+        open_ends = (q_len > 0) & (q_len < k_len) & (lengths > 0) & (lengths < k_len)
+        banded = given["causal"] or any(given[name] is not None for name in ("window", "rule"))
+        if self._offset is None and open_ends.any() and (banded or schemes_of(self.position)):
+            raise RelposValueError(
+                "key_lengths: a segment has fewer queries than keys, of which fewer exist, and where the queries stand "
+                'is not said; pass offset="end" if they are the last of the keys that exist'
+            )
+        return lengths
 
     def _segments(self, bounds: tuple[Int64, Int64]) -> list[_Part]:
         ends = zip(pairwise(bounds[0].tolist()), pairwise(bounds[1].tolist()), strict=True)
-        return [_Part((), slice(a, b), slice(c, d), self._offset) for (a, b), (c, d) in ends]
+        lengths = [None] * (len(bounds[0]) - 1) if self._lengths is None else self._lengths.tolist()
+        return [
+            _Part((), slice(a, b), slice(c, d), self._offset, n)
+            for ((a, b), (c, d)), n in zip(ends, lengths, strict=True)
+        ]
 
     def _check_items(self) -> None:
         batch = self.q.shape[:-3]
@@ -207,7 +235,9 @@ class PackedCall:
             lead = tuple(slice(n, n + 1) for n in line)
             for a, b in pairwise(starts):
                 if b > a:
-                    parts.append(_Part((*lead, slice(a, b)), _ALL, _ALL, int(own[a])))
+                    items = (*lead, slice(a, b))
+                    lengths = None if self._lengths is None else self._lengths[items]
+                    parts.append(_Part(items, _ALL, _ALL, int(own[a]), lengths))
         return parts
 
     def _refuse_tokens(self, what: str) -> None:
@@ -222,7 +252,7 @@ class PackedCall:
     def _options(self, part: _Part) -> dict[str, Any]:
         """The options of one of the calls."""
         given, batch, rows = self.given, self._batch, part.queries
-        own: dict[str, Any] = {**given, "segments": None, "offset": part.offset}
+        own: dict[str, Any] = {**given, "segments": None, "offset": part.offset, "key_lengths": part.lengths}
         sinks = given["sinks"]
         if isinstance(sinks, np.ndarray):
             own["sinks"] = sinks if sinks.ndim < 2 else part.of(sinks, batch, (_ALL, rows))
@@ -231,8 +261,6 @@ class PackedCall:
         if isinstance(given["mask"], np.ndarray):
             own["mask"] = part.of(given["mask"], batch, (_ALL, rows, part.keys))
         if part.items:
-            if self._lengths is not None:
-                own["key_lengths"] = self._lengths[part.items]
             if given["selected"] is not None:
                 selected = check.integers("selected", given["selected"])
                 inner = (_ALL,) * (2 if selected.ndim == batch + 2 else 3)
@@ -249,15 +277,34 @@ class PackedCall:
         outputs.check(out, self.shape, dtype, (self.q, self.k, self.v, *self.given.values(), self.position))
         return out
 
+    def _at_once(self, function: str, sequences: Sequences, *, is_backward: bool = False) -> Call:
+        """The call of all sequences."""
+        own = Options(**{**self.given, "segments": None, "offset": 0, "key_lengths": None})
+        call = Call(function, (self.q, self.k, self.v), self.position, own, sequences, is_backward=is_backward)
+        if call.problem.ranges is not None:
+            call.problem.ranges = self._ranges(call.problem.site)
+        return call
+
+    def _ranges(self, site: Site) -> Int64:
+        """What a rule says of every query: the first key among those of its sequence, and the one after the last."""
+        found, rule = np.zeros((*site.batch, self.q.shape[-2], 2), np.int64), cast(Any, self.given["rule"])
+        for part in self._parts():
+            q_len, k_len = (len(range(x.shape[-2])[own]) for x, own in ((self.q, part.queries), (self.k, part.keys)))
+            known = k_len if part.lengths is None else part.lengths
+            offset = part.offset if isinstance(part.offset, int) else (known if part.offset else k_len) - q_len
+            batch = tuple(len(range(n)[own]) for n, own in zip(site.batch, part.items, strict=False)) or site.batch
+            here = replace(site, q_len=q_len, k_len=k_len, offset=offset, batch=batch)
+            own_rule = rule.of_items(part.items) if part.items else rule
+            found[part.vectors(part.queries)] = np.clip(own_rule.ranges(here), 0, k_len)
+        return found
+
     def on_host(self, compute: Callable[..., Any], out: Array | None, return_lse: bool, return_bound: bool) -> Any:
         """`relpos_np.attention` in one launch where kernels can, else part by part; also bounds, if they are wanted."""
         sequences = None if return_bound else self.sequences()
         if sequences is not None:
             if out is not None:
                 self._checked_out(out)
-            own = Options(**{**self.given, "segments": None, "offset": 0})
-            call = Call("attention", (self.q, self.k, self.v), self.position, own, sequences)
-            found, lse = call.attend(out, return_lse)
+            found, lse = self._at_once("attention", sequences).attend(out, return_lse)
             return found if lse is None or not return_lse else (found, lse)
         result = self._checked_out(out)
         if return_bound:
@@ -300,6 +347,11 @@ class PackedCall:
                 raise RelposValueError(f"{name}: expected shape {expected}, found {x.shape}")
         if mask_gradient:
             raise RelposValueError("mask_gradient: cannot be combined with segments or offsets of items")
+        sequences = self.sequences(backward=True)
+        if sequences is not None:
+            with np.errstate(all="ignore"):
+                call = self._at_once("attention_vjp", sequences, is_backward=True)
+                return call.differentiate(grad_out, grad_lse)
         # Every row belongs to one part.
         grads = [memory.empty(x.shape, x.dtype.newbyteorder("=")) for x in (self.q, self.k, self.v)]
         shared: dict[str, Any] = {"position": None, "sinks": None, "query_scale": None}
@@ -340,8 +392,11 @@ def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[Int64, Int64]:
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
         raise RelposValueError(f"segments: expected cumulative lengths, or a pair of them, found {len(pair)} arrays")
-    bounds = []
+    bounds: list[Int64] = []
     for given, length, what in zip(pair, (q_len, k_len), ("queries", "keys"), strict=True):
+        if bounds and given is pair[0] and q_len == k_len:
+            bounds += bounds
+            break
         own: Int64 = check.integers("segments", given).astype(np.int64)
         if own.ndim != 1 or not own.size or own[0] != 0 or own[-1] != length or (own[1:] < own[:-1]).any():
             raise RelposValueError(

@@ -15,6 +15,7 @@ from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, 
 from relpos_np._contract import check, outputs
 from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.problem import Problem, Site, converted
+from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Dense, Toeplitz
 from relpos_np._runtime import memory, results
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -44,13 +45,13 @@ class Ready:
     def run(
         self,
         operands: tuple[Array, Array, Array],
-        lengths: Array | None,
+        lengths: Array | Sequences | None,
         out: Array | None,
         read: Sequence[Any],
         *,
         return_lse: bool,
     ) -> Array | tuple[Array, Array]:
-        """The results of a call; `read`: what `out` may not overlap."""
+        """The results of a call; `lengths`: of keys, or where items stand; `read`: what `out` may not overlap."""
         if out is None:
             result = results.empty(self._shape, self._result)[0]
         else:
@@ -124,6 +125,36 @@ def ready(
     return None if planned is None else Ready(planned, shape, result, site, own, computing)
 
 
+def ready_for_items(
+    operands: tuple[Array, Array, Array],
+    problem: Problem,
+    schemes: tuple[Scheme, ...],
+    shape: tuple[int, ...],
+    result: np.dtype[Any],
+) -> Ready | None:
+    """As `ready`, of calls in which each item has an offset of its own, from -L_q to L_k."""
+    kernels, site = _backend.kernels("numba"), problem.site
+    stored = zip(operands, problem.stored, strict=True)
+    if result.name not in kernels.WRITES or not all(np.may_share_memory(x, own) for x, own in stored):
+        return None
+    if (
+        0 in problem.batch
+        or problem.ranges is not None
+        or problem.step > 1
+        or not all(scheme.covers for scheme in schemes)
+    ):
+        return None
+    # Every position that an item can have.
+    lengths = np.broadcast_to(np.int64(site.k_len), problem.batch)
+    items = Sequences.of_items(lengths - site.q_len, site.q_len, site.k_len, lengths)
+    site = replace(site, offset=-site.q_len, q_len=site.k_len + 2 * site.q_len)
+    problem = replace(problem, site=site, sequences=items)
+    terms = all_terms(each_lowered(schemes, problem, by_kernels=True))
+    planned = kernels.prepare_items(problem, terms, result)
+    own = problem.stored_q.shape, problem.stored_k.shape
+    return None if planned is None else Ready(planned, shape, result, site, own, ())
+
+
 def own_schemes(schemes: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
     """Copies that nobody else can change; maps, which nobody changes, are shared."""
     maps = [x for scheme in schemes for x in vars(scheme).values() if isinstance(x, Dense | Toeplitz)]
@@ -152,6 +183,8 @@ class PreparedAttention:
         self._batch, self._k_len = problem.batch, problem.site.k_len
         # What each call of the kernels begins with, without lengths of keys and with them.
         self._ready: dict[bool, Ready | None] = {False: None, True: None}
+        # And where each item has an offset of its own.
+        self._items: Ready | None = None
         if options["backend"] != "numba":
             return
         shape = problem.out_shape[1:] if flat else problem.out_shape
@@ -161,6 +194,8 @@ class PreparedAttention:
         if made is not None and not made.takes_lengths:
             problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)
             self._ready[True] = ready((q, k, v), problem, schemes, shape, result)
+        if options["selected"] is None:
+            self._items = ready_for_items((q, k, v), replace(problem, key_lengths=None), schemes, shape, result)
         if type(options["offset"]) is not int and (schemes or problem.is_banded) and problem.site.q_len < self._k_len:
             # Lengths, which come with each call, decide where its queries stand, or leave it open.
             self._ready[True] = None
@@ -173,6 +208,7 @@ class PreparedAttention:
         v: Array,
         *,
         key_lengths: Any = ...,
+        offset: Any = ...,
         return_lse: Literal[False] = ...,
         out: Array | None = ...,
     ) -> Array: ...
@@ -185,6 +221,7 @@ class PreparedAttention:
         v: Array,
         *,
         key_lengths: Any = ...,
+        offset: Any = ...,
         return_lse: bool,
         out: Array | None = ...,
     ) -> Any: ...
@@ -196,6 +233,7 @@ class PreparedAttention:
         v: Array,
         *,
         key_lengths: Any = None,
+        offset: Any = None,
         return_lse: bool = False,
         out: Array | None = None,
     ) -> Array | tuple[Array, Array]:
@@ -207,6 +245,8 @@ class PreparedAttention:
             Of the shapes and the dtype that the call was prepared for.
         key_lengths : int or ndarray of int, optional
             Per batch item, how many keys exist.
+        offset : int or ndarray of int or "end", optional
+            Where the queries stand, in place of what was prepared; one for each batch item, if it is an array.
         return_lse : bool
             Also return the natural log-sum-exp of the scores.
         out : ndarray, optional
@@ -229,15 +269,42 @@ class PreparedAttention:
             operands = q, k, v = check.array("q", q), check.array("k", k), check.array("v", v)
         quick = self._form == (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
         ready = self._ready[key_lengths is not None]
+        options, moves = self._options, offset is not None
+        if moves:
+            options = {**options, "offset": offset}
+        if moves or (key_lengths is not None and options["offset"] == "end"):
+            ready = self._items
         if not (quick and q.flags.aligned and k.flags.aligned and v.flags.aligned):
             self._refuse(operands)
             ready = None
+        lengths = None
+        if ready is not None and key_lengths is not None:
+            lengths = check.lengths_of_keys(key_lengths, self._batch, self._k_len)
+        places: Array | Sequences | None = lengths
+        if ready is not None and ready is self._items:
+            places = self._sequences(options["offset"], lengths)
+            ready = None if places is None else ready
         if ready is None or memory.limit() is not None or not ready.fits():
-            given = {"key_lengths": key_lengths, "return_lse": return_lse, "out": out, **self._options}
+            given = {"key_lengths": key_lengths, "return_lse": return_lse, "out": out, **options}
             found: Array | tuple[Array, Array] = self._attention(q, k, v, position=self._position, **given)
             return found
-        lengths = None if key_lengths is None else check.lengths_of_keys(key_lengths, self._batch, self._k_len)
-        return ready.run(operands, lengths, out, operands, return_lse=return_lse)
+        return ready.run(operands, places, out, operands, return_lse=return_lse)
+
+    def _sequences(self, offset: Any, lengths: Array | None) -> Sequences | None:
+        """Where items stand; None where `attention` says what is wrong, or one stands beyond what was prepared."""
+        q_len = self._form[0][-2]
+        if not isinstance(offset, str):
+            if offset is None or (check.per_item(offset) and not isinstance(offset, np.ndarray)):
+                return None
+            at = check.integers("offset", offset).astype(np.int64)
+            if at.ndim and at.shape != self._batch:
+                return None
+        elif check.at_end(offset):
+            at = (np.full((), self._k_len) if lengths is None else lengths) - q_len
+        at = np.broadcast_to(at, self._batch)
+        if at.size and not (-q_len <= at.min() and at.max() <= self._k_len):
+            return None
+        return Sequences.of_items(at, q_len, self._k_len, lengths)
 
     def _refuse(self, operands: tuple[Array, Array, Array]) -> None:
         """Refuse operands that differ in more than how they lie in memory."""

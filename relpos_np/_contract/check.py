@@ -509,9 +509,10 @@ def call(
     if mask is not None:
         found.mask = _mask(mask, scores, dtype)
         # By its shape and never by its strides: layouts change no bits.
-        found.mask_of_keys = mask.shape[-3:-1] in _ONE_ROW
+        found.mask_of_heads, found.mask_of_keys = mask.shape[-3:-2] in _ONE_ROW, mask.shape[-3:-1] in _ONE_ROW
     if selected is not None:
         found.mask, found.mask_of_keys = _only_selected(selected, found.mask, scores), False
+        found.mask_of_heads = False
     if dropout != 0.0:
         share, found.keep = survivors(dropout, given["rng"], scores)
         found.keep_scale = 1.0 / (1.0 - share)

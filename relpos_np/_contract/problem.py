@@ -196,7 +196,8 @@ class Problem:
     Batch axes are broadcast without copies. What is `stored_...` may be of half precision; q, k and v are
     the same in the dtype of the computation, converted when they are first asked for. `mask`, bool or float,
     and `keep`, the survivors of dropout, are broadcast to (*batch, H, L_q, L_k); `key_lengths` to batch.
-    `mask_of_keys`: the mask was given with one row for all heads and queries. `precision`: one that was chosen.
+    The mask was given with one row for all heads, `mask_of_heads`, and for all queries, `mask_of_keys`. `precision`:
+    one that was chosen.
     `unplaced`: lengths of keys are given, and of where fewer queries stand nothing is said.
     `pages`: keys and values lie in pages, and `stored_k` and `stored_v` stand for what may only be read page by page.
     `sequences`: each is attended alone; the operands have the rows of all, and `site` has every position of any.
@@ -214,6 +215,7 @@ class Problem:
     key_lengths: Array | None
     keep: Array | None
     keep_scale: float
+    mask_of_heads: bool = False
     mask_of_keys: bool = False
     precision: str | None = None
     ranges: Array | None = None
@@ -247,6 +249,11 @@ class Problem:
         if self._v is None:
             self._v = converted(self.stored_v, self.site.dtype)
         return self._v
+
+    @property
+    def stored(self) -> tuple[Array, Array, Array]:
+        """Queries, keys and values as they are stored."""
+        return self.stored_q, self.stored_k, self.stored_v
 
     def with_values(self, v: Array) -> Problem:
         """The call with values that a scheme has made, in the dtype of the computation."""

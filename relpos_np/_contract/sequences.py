@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,10 @@ class Sequences:
         Its first row among those of queries, and of keys and values.
     q_len, k_len : ndarray
         Its queries and keys.
-    k_end : ndarray
-        How many of its keys exist.
     offset : ndarray
         Position of its first query among its keys.
+    k_end : ndarray, optional
+        How many of its keys exist; by default all.
     """
 
     item: Int64
@@ -33,34 +33,44 @@ class Sequences:
     k_start: Int64
     q_len: Int64
     k_len: Int64
-    k_end: Int64
     offset: Int64
+    k_end: Int64 | None = None
 
     @classmethod
-    def of_segments(cls, bounds: tuple[Int64, Int64], offset: int | None, items: int) -> Sequences:
+    def of_segments(
+        cls, bounds: tuple[Int64, Int64], offset: int | str | None, items: int, k_end: Int64 | None
+    ) -> Sequences:
         """Sequences that lie one after the other, the same in each of so many batch items.
 
-        `bounds`: cumulative lengths of queries and of keys.
+        `bounds`: cumulative lengths of queries and of keys. `offset`: a number, or queries are the last of the keys,
+        of those that exist if it is "end".
         """
-        (q_start, k_start), (q_len, k_len) = [x[:-1] for x in bounds], [np.diff(x) for x in bounds]
-        own = k_len - q_len if offset is None else np.full_like(k_len, offset)
-        item = np.repeat(np.arange(items), len(q_len))
-        return cls(item, *(np.tile(x, items) for x in (q_start, k_start, q_len, k_len, k_len, own)))
+        (q_start, k_start), (q_len, k_len) = [x[:-1] for x in bounds], [x[1:] - x[:-1] for x in bounds]
+        if isinstance(offset, int):
+            own = np.full_like(k_len, offset)
+        else:
+            own = (k_len if offset is None or k_end is None else k_end) - q_len
+        found = cls(np.zeros(len(own), np.int64), q_start, k_start, q_len, k_len, own, k_end)
+        if items == 1:
+            return found
+        found = found.some(np.tile(np.arange(len(own)), items))
+        return replace(found, item=np.repeat(np.arange(items), len(own)))
 
     @classmethod
     def of_items(cls, offsets: Int64, q_len: int, k_len: int, k_end: Array | None) -> Sequences:
         """One sequence in each batch item; `offsets` are those of all items, and so is `k_end`."""
         count, zeros = offsets.size, np.zeros(offsets.size, np.int64)
         rows, columns = np.full(count, q_len), np.full(count, k_len)
-        end = columns if k_end is None else k_end.ravel().astype(np.int64)
-        return cls(np.arange(count), zeros, zeros, rows, columns, end, offsets.ravel())
+        end = None if k_end is None else k_end.ravel().astype(np.int64)
+        return cls(np.arange(count), zeros, zeros, rows, columns, offsets.ravel(), end)
 
     def __len__(self) -> int:
         return len(self.item)
 
     def some(self, which: Any) -> Sequences:
         """Some of them, in the order of these indices."""
-        return Sequences(*(getattr(self, name)[which] for name in self.__slots__))
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return Sequences(**{name: x[which] for name, x in own.items() if x is not None})
 
     def covering(self) -> tuple[int, int, int]:
         """Offset and lengths of the shortest call that has every position, and every distance, of these."""

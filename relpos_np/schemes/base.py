@@ -122,6 +122,9 @@ class Scheme:
     covers : bool
         Whether the terms of a call hold, bit for bit, those of every call with some of its positions; by default those
         of a scheme that is `relative` do.
+    covers_gradients : bool
+        Whether that holds for `lift` as well, which gets the operands of all of these calls; by default where it
+        `covers` them.
     content : bool
         Whether the scheme changes the content product q . k itself, as one with `transform` does; of several schemes
         only one may. A class whose terms alone do so states it.
@@ -152,6 +155,11 @@ class Scheme:
     def covers(self) -> bool:
         """See the class."""
         return self.relative
+
+    @property
+    def covers_gradients(self) -> bool:
+        """See the class."""
+        return self.covers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -136,6 +136,11 @@ class Rotary(Positioned):
         """Whatever the call, a position has the same angles; values turn in other kernels."""
         return not self.values
 
+    @property
+    def covers_gradients(self) -> bool:
+        """Angles that are trained collect from every token by its position."""
+        return self.covers and self.frequencies is None
+
     def __init__(
         self,
         dim: int | None = None,

@@ -188,7 +188,7 @@ def test_options_under_vmap(rng):
         ({"selected": np.zeros((2, 8, 1), int)}, "selected: expected"),
         ({"selected": np.zeros((2, 9, 1))}, "selected: expected integers"),
         ({"segments": [0, 5]}, "segments: expected cumulative lengths from 0 to the 9 queries"),
-        ({"segments": [0, 9], "key_lengths": 3}, "key_lengths: cannot be combined with segments"),
+        ({"segments": [0, 9], "key_lengths": 3}, "key_lengths: expected one for each of 1 segments"),
         ({"segments": [0, 9], "position": rp.Rotary(8, positions=np.arange(9))}, "position: .* belongs to the tokens"),
         ({"segments": [0, 9], "mask": np.zeros((9, 9))}, "mask: no gradient of a float mask with segments"),
         ({"offset": np.array([0, 1, 2])}, "offset: batch axes"),

@@ -12,8 +12,9 @@ except ImportError as error:
     ) from error
 
 from relpos_np.interop.transformers.asked import NAME
+from relpos_np.interop.transformers.encoders import unpadded
 from relpos_np.interop.transformers.interface import register
 from relpos_np.interop.transformers.layers import Used, used
 from relpos_np.interop.transformers.patches import patch, patched, unpatch
 
-__all__ = ["NAME", "Used", "patch", "patched", "register", "unpatch", "used"]
+__all__ = ["NAME", "Used", "patch", "patched", "register", "unpadded", "unpatch", "used"]

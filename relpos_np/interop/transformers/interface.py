@@ -16,12 +16,19 @@ from relpos_np.interop.transformers.masks import Mask, mask_of
 from relpos_np.interop.transformers.switch import Positions, delegate, delegate_mask
 
 
+def is_packed(mask: Any) -> bool:
+    """Whether a mask is that of tokens which are packed."""
+    return isinstance(mask, Mask) and mask.segments is not None
+
+
 def attend(q: Any, k: Any, v: Any, mask: Any, bias: Any, *, scale: float | None, dropout: float, **options: Any) -> Any:
     """Heads and vectors side by side, (B, L_q, H, D_v): what models go on with."""
     position = None if bias is None else trained(DenseBias, bias)
     offset, causal = None, False
     if isinstance(bias, Positions):
         position, offset = bias.scheme, bias.offset
+    if is_packed(mask):
+        mask, options = None, {**options, "segments": mask.segments}
     if isinstance(mask, Mask):
         if not mask.rule or (mask.offset is not None and offset not in (None, mask.offset)):
             mask = mask.write()
@@ -62,6 +69,10 @@ def forward(
     """What transformers calls in place of its own attention."""
     asked.check_module(module, query, key, scaling, kwargs)
     options = asked.options(module, kwargs)
+    window = kwargs.get("sliding_window")
+    if window is not None and is_packed(attention_mask):
+        # There is no mask to say it; as flash attention has it, with the query itself.
+        options["window"] = int(window) - 1
     if attention_mask is None and query.shape[2] > 1:
         _check_full(module, is_causal)
     rate = float(dropout) if module.training else 0.0

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from relpos_np.errors import RelposValueError
+from relpos_np.interop.transformers.packing import of_model
 
 # Models that append numbers to their mask, and so must have one of numbers.
 _OF_NUMBERS = frozenset({"deepseek_v4"})
@@ -26,6 +27,7 @@ class Mask(torch.Tensor):
 
     offset: int | None
     written: torch.Tensor | None
+    segments: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -34,10 +36,11 @@ class Mask(torch.Tensor):
         offset: int | None = None,
         device: Any = None,
         written: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
     ) -> Self:
-        """A mask of a shape; nothing of that size is allocated."""
+        """A mask of a shape; nothing of that size is allocated. `segments`: tokens are packed, and see their own."""
         mask: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.offset, mask.written = offset, written
+        mask.offset, mask.written, mask.segments = offset, written, segments
         return mask
 
     # Operations go below autograd, and from there to __torch_dispatch__.
@@ -70,6 +73,11 @@ class Mask(torch.Tensor):
 
     def write(self) -> torch.Tensor:
         """The mask as an ordinary tensor: the same one every time, so that what is written to it stays."""
+        if self.segments is not None:
+            raise RelposValueError(
+                "mask: layers whose tokens are packed run in a block of relpos_np.interop.transformers.unpadded alone, "
+                "on the way back too, and none of them may compute with their mask"
+            )
         if self.written is None:
             batch, heads, queries, keys = self.shape
             if self.offset is None:
@@ -102,6 +110,9 @@ def mask_of(
     Where "sdpa" gets None and has to guess from a module's ``is_causal`` what was meant, which is wrong for decoders
     that do not set it, attention gets the rule.
     """
+    packing = of_model()
+    if packing is not None:
+        return Mask((batch_size, 1, q_length, kv_length), device=device, segments=packing.bounds)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     given = {"device": device, "config": config, **kwargs}
     if getattr(config, "model_type", None) in _OF_NUMBERS:

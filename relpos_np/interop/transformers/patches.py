@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,8 @@ def _mpnet_bias(self: Any, x: Any, position_ids: Any = None, num_buckets: int = 
     return Positions(trained(rp.T5, self.relative_attention_bias.weight[:num_buckets], rounding="float32"))
 
 
-def _no_probabilities(output_attentions: bool) -> None:
+def no_probabilities(output_attentions: bool) -> None:
+    """Refuse to return what is never held."""
     if output_attentions:
         raise RelposValueError("output_attentions: a patched model never holds the probabilities")
 
@@ -54,7 +55,7 @@ def _mpnet_attention(
     **kwargs: Any,
 ) -> tuple[Any]:
     """MPNetSelfAttention.forward."""
-    _no_probabilities(output_attentions)
+    no_probabilities(output_attentions)
     shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
     q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
     rate = self.dropout.p if self.training else 0.0
@@ -74,7 +75,7 @@ def _bloom_attention(
     **kwargs: Any,
 ) -> tuple[Any, None]:
     """BloomAttention.forward."""
-    _no_probabilities(output_attentions)
+    no_probabilities(output_attentions)
     q, k, v = self._reshape(self.query_key_value(hidden_states))
     if layer_past is not None:
         k, v = layer_past.update(k, v, self.layer_idx)
@@ -127,23 +128,39 @@ _PATCHES = (
 )
 
 
-def _installed(model: Any) -> Switch:
-    """A model's switch, with all that can be replaced in the model in place."""
+def check_model(model: Any) -> None:
+    """Refuse what is no model of transformers."""
     if not isinstance(model, transformers.PreTrainedModel):
         raise RelposTypeError(f"model: expected a model of transformers, found {type(model).__name__}")
-    classes = [(patch, cls) for patch in _PATCHES if (cls := patch.found()) is not None]
-    jobs = [(module, patch, cls) for module in model.modules() for patch, cls in classes if type(module) is cls]
-    jobs = [job for job in jobs if job[1].replacement is not _t5_bias or job[0].has_relative_attention_bias]
-    if not jobs:
+
+
+def _installed(model: Any) -> Switch:
+    """A model's switch, with all that can be replaced in the model in place."""
+    check_model(model)
+    if not _jobs(model):
         names = ", ".join(sorted({patch.cls for patch in _PATCHES}))
         raise RelposValueError(
             f"model: {type(model).__name__} has none of {names}; if its attention goes through transformers' "
             f"interface, call register() and model.set_attn_implementation({NAME!r})"
         )
+    return install(model)
+
+
+def _jobs(model: Any) -> list[tuple[Any, _Patch, Any]]:
+    """Modules of a model, with what can be replaced in each."""
+    classes = [(patch, cls) for patch in _PATCHES if (cls := patch.found()) is not None]
+    jobs = [(module, patch, cls) for module in model.modules() for patch, cls in classes if type(module) is cls]
+    return [job for job in jobs if job[1].replacement is not _t5_bias or job[0].has_relative_attention_bias]
+
+
+def install(model: Any, more: Iterable[tuple[Any, str, Callable[..., Any]]] = ()) -> Switch:
+    """Put replacements in place: those of attention and positions, and more, as module, method and replacement."""
+    jobs = _jobs(model)
     for _, patch, cls in jobs:
         patch.check(cls)
     register()
-    return switch.installed(model, [(module, patch.method, patch.replacement) for module, patch, _ in jobs])
+    own = [(module, patch.method, patch.replacement) for module, patch, _ in jobs]
+    return switch.installed(model, [*own, *more])
 
 
 @contextmanager

@@ -21,14 +21,24 @@ from relpos_np.kernels._numba.forward_pass.shift import rel_shift, shift
 from relpos_np.kernels._numba.forward_pass.window import windows
 from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch.cache import cache_folder
-from relpos_np.kernels._numba.plan import by_rows, ends, job, sequences
+from relpos_np.kernels._numba.plan import by_rows, ends, job, sequence_gradients, sequences
 from relpos_np.kernels._numba.plan.backward_job import BackwardJob, readable_gradient
 from relpos_np.kernels._numba.plan.prepared import prepare
+from relpos_np.kernels._numba.plan.sequences import prepare_items
 from relpos_np.kernels._numba.plan.workspace_bytes import workspace_bytes
 from relpos_np.kernels._numba.simd.target import CONVERTS_HALF, TILED, UNIT
 from relpos_np.types import Array
 
-__all__ = ["attention", "backward", "cache_folder", "prepare", "rel_shift", "warm_up", "workspace_bytes"]
+__all__ = [
+    "attention",
+    "backward",
+    "cache_folder",
+    "prepare",
+    "prepare_items",
+    "rel_shift",
+    "warm_up",
+    "workspace_bytes",
+]
 
 # Dtypes of results.
 WRITES = ("float64", "float32", "bfloat16", *(("float16",) if CONVERTS_HALF else ()))
@@ -108,9 +118,10 @@ def _backward(
     lse = np.zeros((2, *problem.out_shape[:-1]), dtype)
     delta = np.zeros(problem.out_shape[:-1], dtype)
     grad_out = readable_gradient(problem, terms, grad_out)
+    attend = job.attention if problem.sequences is None else sequences.attention
     # In units of log 2, as the scores are: changing the unit twice would lose digits of large scores.
     if problem.site.v_dim:
-        job.attention(problem, terms, delta, lse, 1.0, grad_out, watched=watched)
+        attend(problem, terms, delta, lse, 1.0, grad_out, watched=watched)
     else:
         _lse_only(problem, terms, lse[0], 1.0)
     if watched and ends.reached(problem, terms):
@@ -118,7 +129,9 @@ def _backward(
         def again(part: Problem, own: Terms) -> tuple[Terms, Array]:
             return _backward(part, own, grad_out, grad_lse, stored=stored, watched=False)
 
-        return ends.gradients_again(job.attention, again, problem, terms)
+        return ends.gradients_again(attend, again, problem, terms)
+    if problem.sequences is not None:
+        return sequence_gradients.backward(problem, terms, lse, delta, grad_out, grad_lse, stored=stored)
     work = BackwardJob(problem, terms, lse, delta, grad_out, grad_lse, stored=stored)
     work.run()
     return work.gradients()

@@ -157,6 +157,12 @@ BACKWARD = np.dtype(
 # where each leaves its maximum, its sum and its weighted sum of values per row; 0 if the only part is the result.
 DECODE = np.dtype(_integers("parts", "partial"))
 
+
+def places(*kinds: np.dtype[Any]) -> dict[str, int]:
+    """Where each field is in a record of these kinds, one right behind the other, in integers."""
+    return {name: n for n, name in enumerate(name for kind in kinds for name in kind.names or ())}
+
+
 # Rows of the int64 table with one column per batch item: offsets of its arrays, and its range of keys.
 BATCH_Q, BATCH_K, BATCH_V, BATCH_GRAD, BATCH_MASK, BATCH_INNER, KEY_BEGIN, KEY_END = BATCH_ROWS = range(8)
 

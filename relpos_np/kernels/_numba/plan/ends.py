@@ -144,13 +144,13 @@ def _attend_again(attend: Attend, problem: Problem, terms: Terms, out: Array, ls
 
 def _only(problem: Problem, rows: Bools) -> Problem:
     """The call in which other queries may attend no key."""
-    site, mask = problem.site, problem.mask
-    own = np.broadcast_to(rows[..., None], (*site.batch, site.heads, site.q_len, site.k_len))
+    mask = problem.mask
+    own = np.broadcast_to(rows[..., None], (*rows.shape, problem.stored_k.shape[-2]))
     if mask is None or mask.dtype == np.bool_:
         mask = own if mask is None else mask & own
     else:
         mask = np.where(own, mask, mask.dtype.type(-np.inf))
-    return replace(problem, mask=mask, mask_of_keys=False)
+    return replace(problem, mask=mask, mask_of_heads=False, mask_of_keys=False)
 
 
 def gradients_again(attend: Attend, backward: Backward, problem: Problem, terms: Terms) -> tuple[Terms, Array]:
@@ -166,22 +166,21 @@ def gradients_again(attend: Attend, backward: Backward, problem: Problem, terms:
     far, beyond = _kinds(sums)
     near, near_v = backward(_only(problem, ~(far | beyond)), terms)
     other, other_v = backward(_only(quarter[0], far), quarter[1])
-    return _both(near, other), near_v + other_v
+    # What was multiplied by a quarter of something is four times as steep.
+    return added(near, other, 4), near_v + other_v
 
 
-def _both(near: Terms, quarter: Terms) -> Terms:
-    """Gradients of all rows. What was multiplied by a quarter of something is four times as steep."""
-    pairs: Sequence[Any] = list(zip(near.queries, quarter.queries, strict=True))
-    keys: Sequence[Any] = list(zip(near.keys, quarter.keys, strict=True))
+def added(near: Terms, other: Terms, steep: int = 1) -> Terms:
+    """Gradients of all rows, from those of two calls that have different ones; `steep`: vectors of the other one's."""
+    pairs: Sequence[Any] = list(zip(near.queries, other.queries, strict=True))
+    keys: Sequence[Any] = list(zip(near.keys, other.keys, strict=True))
     return replace(
         near,
-        query=near.query + 4 * quarter.query,
-        key=near.key + 4 * quarter.key,
-        tables=tuple(TableTerm(a.table + b.table, a.index) for a, b in zip(near.tables, quarter.tables, strict=True)),
-        queries=tuple(QueryTerm(a.query + 4 * b.query, a.weights + b.weights, a.index) for a, b in pairs),
-        keys=tuple(KeyTerm(a.key + 4 * b.key, a.weights + b.weights, a.index) for a, b in keys),
-        values=tuple(
-            ValueTerm(a.weights + b.weights, a.index) for a, b in zip(near.values, quarter.values, strict=True)
-        ),
-        biases=tuple(a + b for a, b in zip(near.biases, quarter.biases, strict=True)),
+        query=near.query + steep * other.query,
+        key=near.key + steep * other.key,
+        tables=tuple(TableTerm(a.table + b.table, a.index) for a, b in zip(near.tables, other.tables, strict=True)),
+        queries=tuple(QueryTerm(a.query + steep * b.query, a.weights + b.weights, a.index) for a, b in pairs),
+        keys=tuple(KeyTerm(a.key + steep * b.key, a.weights + b.weights, a.index) for a, b in keys),
+        values=tuple(ValueTerm(a.weights + b.weights, a.index) for a, b in zip(near.values, other.values, strict=True)),
+        biases=tuple(a + b for a, b in zip(near.biases, other.biases, strict=True)),
     )

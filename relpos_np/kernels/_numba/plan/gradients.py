@@ -36,18 +36,20 @@ class Sums:
 
     def __init__(self, call: Call, parts: int, group: int, *, stored: bool) -> None:
         site, dtype, shape = call.site, call.dtype, call.shape
+        problem, terms = call.problem, call.terms
         self.call, self.parts = call, parts
+        # Rows of the operands: more than the call has where sequences share them.
+        self.q_rows, self.k_rows = problem.stored_q.shape[-2], problem.stored_k.shape[-2]
         self.tasks = call.count * site.heads * parts
         depth, skew = call.fields["depth"], call.fields["skew_depth"]
         self.span = site.q_len + site.k_len - 1
-        problem, terms = call.problem, call.terms
         # What schemes and other heads add to is rounded by whoever has the sum.
         alone = stored and not (terms.queries or terms.keys)
         if terms.query is not None:
             alone = alone and isinstance(terms.query, Turned) and not terms.query.trained
-        self.dq = self._of(problem.stored_q, site.q_len, depth, stored=alone)
-        self.dk = self._of(problem.stored_k, site.k_len, depth, group, stored=alone)
-        self.dv = self._of(problem.stored_v, site.k_len, site.v_dim, group, stored=stored)
+        self.dq = self._of(problem.stored_q, self.q_rows, depth, stored=alone)
+        self.dk = self._of(problem.stored_k, self.k_rows, depth, group, stored=alone)
+        self.dv = self._of(problem.stored_v, self.k_rows, site.v_dim, group, stored=stored)
         self.diag = self.dense = self.skew_dq = self.skew_dw = self.diag_low = self.skew_dw_low = np.empty(0, dtype)
         each = min(site.q_len, site.k_len)
         if [term for term in call.terms.tables if isinstance(term.index, Toeplitz)]:
@@ -57,13 +59,15 @@ class Sums:
             self.dense = np.zeros(shape(site.q_len, site.k_len), dtype)
         if skew:
             lanes = TARGET.lanes(dtype.itemsize)
-            self.skew_dq = np.zeros(shape(site.q_len, skew), dtype)
+            self.skew_dq = np.zeros(shape(self.q_rows, skew), dtype)
             # Whole register tiles are written.
             self.skew_dw = np.zeros((self.tasks, self.span + ROW_QUANTUM, -(-skew // lanes) * lanes), dtype)
             self.skew_dw_low = np.zeros(self.skew_dw.shape if each > SKEWED else 0, dtype)
         # Of gathered terms, by term.
         self.gathered: dict[Any, Array] = {}
         self.low: list[tuple[Array, Array]] = [(self.diag, self.diag_low), (self.skew_dw, self.skew_dw_low)]
+        # Rows of the tables that sinks are for.
+        self.sink_rows: list[int] = []
         self.sinks = self._sinks()
 
     def _of(self, x: Array, length: int, width: int, group: int = 1, *, stored: bool) -> Array:
@@ -82,6 +86,7 @@ class Sums:
             index = map_record(self.call, term.index, runs=not fields.get("dst_col"))
             low = np.zeros(shape if index.runs or many(count, term.index.rows) else 0, self.call.dtype)
             self.low.append((sums, low))
+            self.sink_rows.append(term.index.rows)
             kept = self.call.keep(low) if low.size else 0
             out.append(SinkRecord(index, dst=self.call.keep(sums), low=kept, **fields))
 
@@ -89,13 +94,13 @@ class Sums:
             if isinstance(table.index, Dense):
                 sink(table, site.q_len * site.k_len, (self.tasks, table.index.rows), dst_task=table.index.rows)
         for key in terms.keys:
-            rows, head = key.index.rows, site.k_len * key.index.rows
-            shape = self.call.shape(site.k_len, rows)
+            rows, head = key.index.rows, self.k_rows * key.index.rows
+            shape = self.call.shape(self.k_rows, rows)
             sink(key, site.q_len, shape, dst_batch=site.heads * head, dst_head=head, dst_col=rows, of_keys=1)
         per_query: list[QueryTerm | ValueTerm] = [t for t in terms.queries if t not in self.call.skewed]
         for term in (*per_query, *terms.values):
-            rows, head, of_p = term.index.rows, site.q_len * term.index.rows, isinstance(term, ValueTerm)
-            shape, item = self.call.shape(site.q_len, rows), site.heads * head
+            rows, head, of_p = term.index.rows, self.q_rows * term.index.rows, isinstance(term, ValueTerm)
+            shape, item = self.call.shape(self.q_rows, rows), site.heads * head
             sink(term, site.k_len, shape, dst_batch=item, dst_head=head, dst_row=rows, of_probabilities=of_p)
         return out
 
@@ -104,6 +109,10 @@ class Sums:
         split = partial.reshape(self.call.count, self.call.site.heads, self.parts, *partial.shape[1:])
         total: Array = split.sum(axis=(0, 2), dtype=np.float64)
         return total
+
+    def _by_distance(self, name: str) -> Array:
+        """Sums of one kind, for every head and distance."""
+        return self._by_head(getattr(self, name))
 
     def gradients(self, grad_out: Array) -> tuple[Terms, Array]:
         """Gradients of the terms and of v, from that of the output."""
@@ -128,7 +137,7 @@ class Sums:
 
     def _table(self, term: TableTerm) -> TableTerm:
         if isinstance(term.index, Toeplitz):
-            rows = by_row(self._by_head(self.diag)[..., None], term.index)[..., 0]
+            rows = by_row(self._by_distance("diag")[..., None], term.index)[..., 0]
         else:
             rows = self._by_head(self.gathered[term])
         return TableTerm(fit(rows, term.table.shape).astype(self.call.dtype), term.index)
@@ -142,7 +151,7 @@ class Sums:
                 columns = slice(first, first + term.query.shape[-1])
                 first = columns.stop
                 # The queries of these products are in units of log 2.
-                by_distance = self._by_head(self.skew_dw)[:, : self.span, columns] / LOG2E
+                by_distance = self._by_distance("skew_dw")[:, : self.span, columns] / LOG2E
                 weights = fit(by_row(by_distance, term.index), term.weights.shape).astype(self.call.dtype)
                 gradient = self.skew_dq[..., columns]
             else:

@@ -112,20 +112,18 @@ def may_be_windowed(call: Call, q_len: Any, k_len: Any, offset: Any) -> Any:
     fits = fits & (q_len - 1 + offset <= problem.left) & (k_len - 1 - offset <= problem.right)
     # A bias of every pair is gathered.
     fits = fits & ((not grids) | (site.heads * q_len * k_len * item <= biases.GATHER_BYTES // 2))
+    # A mask of keys alone becomes a range of keys. The lengths decide, never the strides: layouts change no bits.
+    fits = fits & ((problem.mask is None) | ((q_len > 1) & (k_len > 1)))
     return fits & (k_len > 0) & _may_be_windowed(problem, terms, lanes)
 
 
 def _may_be_windowed(problem: Problem, terms: Terms, lanes: int) -> bool:
     """What lengths do not decide of it."""
-    mask = problem.mask
     if terms.queries or terms.keys or terms.values or terms.biases or problem.keep is not None:
         return False
     if problem.softcap or problem.ranges is not None or problem.step > 1:
         return False
     if problem.site.v_dim % lanes or problem.key_lengths is not None:
-        return False
-    # A mask of keys alone becomes a range of keys. The shape decides, never the strides: layouts change no bits.
-    if mask is not None and 1 in mask.shape[-2:]:
         return False
     # One bias serves all batch items: maps that differ between them are gathered, which its kernel does not do.
     return not any(isinstance(term.index, Dense) and term.index.index.ndim > 2 for term in terms.tables)

@@ -48,7 +48,7 @@ class _Product(NamedTuple):
         return cls(int(row), _place(p.x, sources), p.x.shape, p.weights, p.scale, heads)
 
 
-class _Form:
+class Form:
     """A call without its operands, for rows that its record has no room for."""
 
     def __init__(self, problem: Problem, terms: Terms, sources: Sequence[Array]) -> None:
@@ -107,7 +107,7 @@ class Prepared:
             np.broadcast_to(np.empty((), dtype), problem.out_shape),
             (problem.stored_q, problem.stored_k, *vectors),
         )
-        self.threads, self.form = launcher.available_threads(), _Form(problem, terms, sources)
+        self.threads, self.form = launcher.available_threads(), Form(problem, terms, sources)
         self.plan, call = planned(problem, terms, out, None)
         call.fields["lse_unit"] = LOG2
         self.dtype, self.record = call.dtype, bytes(call.pack())

@@ -7,6 +7,9 @@ differ in little but addresses and lengths, which are set for all of them at onc
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,11 +18,21 @@ import numpy as np
 from relpos_np._contract.problem import Problem
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
+from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.forward_pass.decode import merge
+from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch import launcher
-from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets
-from relpos_np.kernels._numba.launch.records import BATCH_ROWS, CALL, DECODE, KEY_END
-from relpos_np.kernels._numba.plan import ends, job
+from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets, broadcast, rowwise
+from relpos_np.kernels._numba.launch.records import (
+    BATCH_MASK,
+    BATCH_ROWS,
+    CALL,
+    DECODE,
+    KEY_BEGIN,
+    KEY_END,
+    places,
+)
+from relpos_np.kernels._numba.plan import ends, job, masks
 from relpos_np.kernels._numba.plan.call import SKEW_SHARE, Call
 from relpos_np.kernels._numba.plan.division import (
     RUNS,
@@ -30,60 +43,74 @@ from relpos_np.kernels._numba.plan.division import (
     key_parts,
     pair_flops,
 )
+from relpos_np.kernels._numba.plan.fields import KINDS
+from relpos_np.kernels._numba.plan.prepared import Form
 from relpos_np.kernels._numba.simd.target import TARGET
 from relpos_np.types import Array, Int64
 
-# Where the fields of a record are, in integers; those of decoding follow.
-_AT = {name: n for n, name in enumerate(CALL.names or ())}
-_WIDTH = len(_AT)
-_PARTS, _PARTIAL = _WIDTH, _WIDTH + 1
+_CALL, _DECODE = places(CALL), places(CALL, DECODE)
 
 
 def attention(
-    problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float, *, watched: bool = True
+    problem: Problem,
+    terms: Terms,
+    out: Array,
+    lse: Array | None,
+    unit: float,
+    grad_out: Array | None = None,
+    *,
+    watched: bool = True,
 ) -> None:
     """As `job.attention`, of a call whose sequences are attended each alone."""
-    sequences = problem.sequences
-    assert sequences is not None
     met = ends.watch() if watched else 0
-    for call, own, kind in _groups(problem, terms, sequences):
+    for call, own, kind in _groups(problem, terms, grad_out):
         call.fields["ends"] = met
         _Group(call, own, kind, out, lse, unit).run()
-    if watched:
+    if watched and grad_out is None:
         ends.mend(attention, problem, terms, out, lse, unit)
 
 
-def _groups(problem: Problem, terms: Terms, sequences: Sequences) -> Iterator[tuple[Call, Sequences, str]]:
+def _groups(problem: Problem, terms: Terms, grad_out: Array | None) -> Iterator[tuple[Call, Sequences, str]]:
     """Sequences that the same kernel does in the same way, with the call that they have in common."""
-    threads = launcher.available_threads()
-    skewed = [_is_skewed(problem, term, sequences) for term in terms.queries]
+    threads, sequences = launcher.available_threads(), problem.sequences
+    assert sequences is not None
+    skewed = [is_skewed(problem, term, sequences) for term in terms.queries]
     common = Call(problem, terms, threads, skewed=())
-    none = np.zeros(len(sequences), bool)
-    decoded = none | job.may_decode(common, sequences.q_len, np.logical_or.reduce([none, *skewed]))
-    windowed = ~decoded & job.may_be_windowed(common, sequences.q_len, sequences.k_len, sequences.offset)
-    form = sum(own.astype(np.int64) << n for n, own in enumerate((decoded, windowed, *skewed)))
-    # Without queries there is nothing to do.
-    form = np.where(sequences.q_len > 0, form, -1)
-    for one in np.unique(form[form >= 0]).tolist():
+    decoded = windowed = none = np.zeros(len(sequences), bool)
+    if grad_out is None:
+        decoded = none | job.may_decode(common, sequences.q_len, np.logical_or.reduce([none, *skewed]))
+    if sequences.k_end is None:
+        windowed = ~decoded & job.may_be_windowed(common, sequences.q_len, sequences.k_len, sequences.offset)
+    for one, which in alike(sequences, (decoded, windowed, *skewed)):
         tiled = [term for n, term in enumerate(terms.queries) if one >> 2 + n & 1]
-        which = np.flatnonzero(form == one)
         # What takes longest is done first, so that no thread is left alone with it.
         order = np.argsort(-sequences.q_len[which] * sequences.k_len[which], kind="stable")
         kind = "decoding" if one & 1 else "windows" if one & 2 else "blocks"
-        yield Call(problem, terms, threads, skewed=tiled), sequences.some(which[order]), kind
+        yield Call(problem, terms, threads, grad_out, skewed=tiled), sequences.some(which[order]), kind
 
 
-def _is_skewed(problem: Problem, term: QueryTerm, sequences: Sequences) -> Any:
+def alike(sequences: Sequences, ways: SequenceABC[Array]) -> Iterator[tuple[int, Array]]:
+    """Sequences with queries of which the same is true, as bits of a number, by their indices."""
+    form = np.zeros(len(sequences), np.int64)
+    for n, own in enumerate(ways):
+        form |= own.astype(np.int64) << n
+    # Without queries there is nothing to do.
+    form[sequences.q_len == 0] = -1
+    for one in set(form.tolist()) - {-1}:
+        yield one, np.flatnonzero(form == one)
+
+
+def is_skewed(problem: Problem, term: QueryTerm, sequences: Sequences) -> Any:
     """Of which sequences a query term is multiplied tile by tile, as `call.is_skewed` says of one."""
     assert isinstance(term.index, Toeplitz)
-    lookup, first = term.index.lookup, _first_distance(problem, sequences)
+    lookup, first = term.index.lookup, first_distance(problem, sequences)
     changed = np.concatenate([[0], np.cumsum(lookup[1:] != lookup[:-1])])
     length = sequences.q_len + sequences.k_len - 1
     last = np.clip(first + length - 1, 0, len(lookup) - 1)
     return changed[last] - changed[np.clip(first, 0, len(lookup) - 1)] + 1 > SKEW_SHARE * length
 
 
-def _first_distance(problem: Problem, sequences: Sequences) -> Int64:
+def first_distance(problem: Problem, sequences: Sequences) -> Int64:
     """Where the maps of all have the lowest distance of each sequence."""
     site = problem.site
     found: Int64 = site.q_len - sequences.q_len + site.offset - sequences.offset
@@ -98,92 +125,166 @@ def _cut_off(dtype: np.dtype[Any], k_len: int, panel: int) -> Array:
     return row
 
 
-class _Group:
-    """Sequences with records that differ in addresses and lengths alone."""
+class Records:
+    """A record for each sequence; they differ in addresses and lengths alone.
 
-    def __init__(self, call: Call, sequences: Sequences, kind: str, out: Array, lse: Array | None, unit: float) -> None:
-        self.call, self.sequences, self.kind, self.out, self.lse, self.unit = call, sequences, kind, out, lse, unit
-        if kind == "decoding":
-            self.kernel, _ = job.decoding(call, out, lse)
-        else:
-            self.kernel, _ = job.streaming(call, out, lse, windowed=kind == "windows")
-        call.fields["count"], call.fields["lse_unit"] = 1, unit
-        template = np.frombuffer(call.pack(), np.int64)
-        decoding = kind == "decoding"
-        self.records = np.empty((len(sequences), _WIDTH + len(DECODE.names or ()) * decoding), np.int64)
-        self.records[:, :_WIDTH] = template
-        self.item = call.dtype.itemsize
+    `template`: what all have in common, as its call has it. `at`: where its fields are.
+    """
+
+    def __init__(self, call: Call, sequences: Sequences, template: bytes | bytearray, at: dict[str, int]) -> None:
+        self.call, self.sequences, self.item, self.at = call, sequences, call.dtype.itemsize, at
+        self.records = np.empty((len(sequences), len(at)), np.int64)
+        self.records[:] = np.frombuffer(template, np.int64)
         self._place_operands()
         self._place_terms()
-        self.pieces, self.flops, self.workspace = self._divide_keys() if decoding else self._divide_queries()
-        self.records[:, _AT["stop"]] = self.pieces
 
-    def _add(self, name: str, x: Any) -> None:
-        self.records[:, _AT[name]] += x
+    def add(self, name: str, x: Any) -> None:
+        """Move a field of every record by so much."""
+        self.records[:, self.at[name]] += x
 
-    def _set(self, name: str, x: Any) -> None:
-        self.records[:, _AT[name]] = x
+    def set(self, name: str, x: Any) -> None:
+        """Set a field of every record."""
+        self.records[:, self.at[name]] = x
 
     def _place_operands(self) -> None:
         """Lengths, and where operands and results begin."""
-        call, s = self.call, self.sequences
+        call, s, f = self.call, self.sequences, self.call.fields
         assert call.read is not None
-        for name, x, start in zip("qkv", call.read, (s.q_start, s.k_start, s.k_start), strict=True):
+        named = [("q", call.read[0], s.q_start), ("k", call.read[1], s.k_start), ("v", call.read[2], s.k_start)]
+        if call.grad_out is not None:
+            named.append(("grad_out", call.grad_out, s.q_start))
+        for name, x, start in named:
             items = batch_offsets(x, len(call.site.batch))[s.item]
-            self._add(name, items * x.itemsize + start * x.strides[-2])
-        rows = s.item * (call.site.heads * call.fields["q_rows"]) + s.q_start
-        self._add("out", rows * (call.site.v_dim * self.out.itemsize))
-        if self.lse is not None:
-            self._add("lse", rows * self.lse.itemsize)
-        self._add("skew_q", rows * (call.fields["skew_depth"] * self.item))
+            self.add(name, items * x.itemsize + start * x.strides[-2])
+        self.rows = s.item * (call.site.heads * f["q_rows"]) + s.q_start
+        size = 2 if f["out_kind"] in KINDS.values() else self.item
+        self.add("out", self.rows * (f["out_row"] * size))
+        self.add("lse", self.rows * (self.item * bool(f["lse"])))
+        self.add("skew_q", self.rows * (f["skew_depth"] * self.item))
+        if f["ranges"]:
+            # Pairs of integers of eight bytes.
+            self.add("ranges", (s.item * f["ranges_batch"] + s.q_start * 2) * 8)
         for name in ("q_len", "k_len", "offset"):
-            self._set(name, getattr(s, name))
+            self.set(name, getattr(s, name))
         pages = call.problem.pages
         if pages is not None:
-            self._set("pages", call.keep(pages.table) + s.item * pages.table.strides[0])
-            self._set("page_keys", pages.size)
-            self._set("k_page", pages.k_step)
-            self._set("v_page", pages.v_step)
+            self.set("pages", call.keep(pages.table) + s.item * pages.table.strides[0])
+            self.set("page_keys", pages.size)
+            self.set("k_page", pages.k_step)
+            self.set("v_page", pages.v_step)
         # One batch item each, whose arrays begin where the record says.
-        batches = np.zeros((len(s), len(BATCH_ROWS)), np.int64)
-        batches[:, KEY_END] = s.k_end
-        self._set("batches", call.keep(batches) + np.arange(len(s)) * batches.strides[0])
+        self.batches = batches = np.zeros((len(s), len(BATCH_ROWS)), np.int64)
+        batches[:, KEY_END] = s.k_len if s.k_end is None else s.k_end
+        if call.problem.mask is not None:
+            self._place_mask(call.problem.mask, batches)
+        self.set("batches", call.keep(batches) + np.arange(len(s)) * batches.strides[0])
+
+    def _place_mask(self, mask: Array, batches: Array) -> None:
+        """Where the mask of all has that of each, and ranges of keys where these say the same."""
+        call, s, windowed = self.call, self.sequences, self.windowed
+        whole, same = np.zeros(len(s), np.bool_), mask.strides[-1] == 0
+        if not windowed:
+            begin, end, whole = masks.ranges_of_keys(call.problem, s)
+            batches[:, KEY_BEGIN], batches[:, KEY_END] = begin, np.minimum(batches[:, KEY_END], end)
+        elif same:
+            # All columns are the same one, and a copy needs no more than the longest sequence has.
+            mask = mask[..., : int(s.k_len.max())]
+        mask = masks.set_mask(call, mask, windowed=windowed)
+        row, column = (step // mask.itemsize for step in mask.strides[-2:])
+        starts = s.q_start * row + s.k_start * (0 if same else column)
+        batches[:, BATCH_MASK] = batch_offsets(mask, len(call.site.batch))[s.item] + starts
+        for name in ("allowed", "soft"):
+            self.set(name, np.where(whole, 0, call.fields[name]))
+        for name in ("mask_head", "mask_row", "mask_col"):
+            self.set(name, call.fields[name])
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the kernel for windows reads them."""
+        return False
 
     def _place_terms(self) -> None:
         """Where biases, maps and turns of all have those of each sequence."""
         call, s, f = self.call, self.sequences, self.call.fields
-        moved = call.site.offset - s.offset
+        self.moved = call.site.offset - s.offset
         if f["bias_row"]:
-            self._add("bias", moved * self.item)
-        elif self.kind == "windows":
+            self.add("bias", self.moved * self.item)
+        elif self.windowed:
             panel, longest = TARGET.panel(self.item), int(s.k_len.max())
             row = call.keep(_cut_off(call.dtype, longest, panel))
-            self._set("bias", row + (longest - s.k_len) * self.item)
+            self.set("bias", row + (longest - s.k_len) * self.item)
         if f["turn"]:
-            self._add("q_turn", -moved * (2 * f["turn_pairs"] * self.item))
-        self._add("skew_index", _first_distance(call.problem, s) * 4 * bool(f["skew_depth"]))
-        for name, gathered in (("adds", call.adds), ("values", call.values)):
-            if gathered is None:
-                continue
-            own = np.repeat(gathered[None], len(s), axis=0)
-            own["map_origin"] += moved[:, None]
-            if name == "adds":
-                starts = s.item[:, None] * own["src_batch"] + s.q_start[:, None] * own["src_row"]
-                own["src"] += (starts + s.k_start[:, None] * own["src_col"]) * self.item
-            self._set(name, call.keep(own) + np.arange(len(s)) * own.strides[0])
+            self.add("q_turn", -self.moved * (2 * f["turn_pairs"] * self.item))
+        self.add("skew_index", first_distance(call.problem, s) * 4 * bool(f["skew_depth"]))
+        if call.adds is not None:
+            self.place_table("adds", call.adds, "src")
+        if call.values is not None:
+            self.place_table("values", call.values)
+
+    def place_table(self, name: str, table: Array, source: str = "") -> Array:
+        """A table of gathered terms for each sequence: where its maps begin, and its rows of what they select."""
+        s, own = self.sequences, np.repeat(table[None], len(self.sequences), axis=0)
+        own["map_origin"] += self.moved[:, None]
+        if source:
+            starts = s.item[:, None] * own[source + "_batch"] + s.q_start[:, None] * own[source + "_row"]
+            own[source] += (starts + s.k_start[:, None] * own[source + "_col"]) * self.item
+        self.set(name, self.call.keep(own) + np.arange(len(s)) * own.strides[0])
+        return own
+
+
+def in_calls(pieces: Int64, flops: Array, units: Int64, most: float) -> list[tuple[int, int, int]]:
+    """Calls of the kernel of at most so many operations: what `run_linked` wants to know of them.
+
+    Of each record are its pieces, its operations, and pieces that are taken as one, or 0.
+    """
+    done, calls, first = np.cumsum(flops), [], 0
+    while first < len(pieces):
+        count, size = int(pieces[first]), float(flops[first])
+        if size > most:
+            # It is done alone, in several calls.
+            unit = max(int(units[first]), 1)
+            share = max(int(count * most / size) // unit, 1) * unit
+            calls += [(first, start // unit, min(start + share, count)) for start in range(0, count, share)]
+            first += 1
+        else:
+            calls.append((first, 0, count))
+            first = max(int(np.searchsorted(done, done[first] - size + most, "right")), first + 1)
+    return calls
+
+
+class _Group(Records):
+    """Sequences that one kernel attends."""
+
+    def __init__(self, call: Call, sequences: Sequences, kind: str, out: Array, lse: Array | None, unit: float) -> None:
+        self.kind, self.out, self.lse, self.unit = kind, out, lse, unit
+        decoding = kind == "decoding"
+        if decoding:
+            self.kernel, _ = job.decoding(call, out, lse)
+        else:
+            self.kernel, _ = job.streaming(call, out, lse, windowed=self.windowed)
+        call.fields["count"], call.fields["lse_unit"] = 1, unit
+        template = call.pack() + bytes(DECODE.itemsize * decoding)
+        super().__init__(call, sequences, template, _DECODE if decoding else _CALL)
+        self.pieces, self.flops, self.workspace = self._divide_keys() if decoding else self._divide_queries()
+        self.set("stop", self.pieces)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether it is the kernel for windows."""
+        return self.kind == "windows"
 
     def _divide_queries(self) -> tuple[Int64, Array, int]:
         """Pieces and operations of each sequence, and bytes of a workspace: blocks of queries."""
         call, s, f = self.call, self.sequences, self.call.fields
-        windowed, heads = self.kind == "windows", call.site.heads
+        windowed, heads = self.windowed, call.site.heads
         block = block_of(call, int(s.q_len.max()), int(s.k_len.max()), len(s) * heads, windowed=windowed)
         blocks = -(-s.q_len // block)
         rows = -(-s.q_len // blocks) if windowed else np.full(len(s), block)
-        self._set("block_queries", rows)
-        self._set("blocks", blocks)
+        self.set("block_queries", rows)
+        self.set("blocks", blocks)
         pieces = heads * blocks
         if windowed:
-            self._set("run", np.minimum(pieces, max(int(pieces.sum()) // (RUNS * call.threads), 1)))
+            self.set("run", np.minimum(pieces, max(int(pieces.sum()) // (RUNS * call.threads), 1)))
         flops = pair_flops(call) * pieces * rows * np.minimum(s.k_len, f["left"] + f["right"] + rows)
         return pieces, flops / launcher.SERIAL_FLOPS, block_workspace(call, int(rows.max()))
 
@@ -191,7 +292,7 @@ class _Group:
         """The same of ranges of keys."""
         call, s, f = self.call, self.sequences, self.call.fields
         self.parts = key_parts(s.k_len)
-        self.records[:, _PARTS], self.records[:, _PARTIAL] = self.parts, 0
+        self.set("parts", self.parts)
         flops = 2.0 * call.site.heads * s.q_len * s.k_len * (f["depth"] + call.site.v_dim)
         return call.site.heads // f["k_group"] * self.parts, flops / SERIAL_DECODE_FLOPS, decode_workspace(call)
 
@@ -200,31 +301,12 @@ class _Group:
         size = float(self.flops.sum())
         threads = 1 if size < 1.0 else min(self.call.threads, int(self.pieces.sum()))
         parts = self._partial() if self.kind == "decoding" else []
-        launcher.run_linked(self.kernel, self.records, self._calls(threads), threads, self.workspace, size)
-        for rows, sums in parts:
-            self._merge(rows, sums)
-
-    def _calls(self, threads: int) -> list[tuple[int, int, int]]:
-        """Calls of the kernel that each take a fraction of a second: what `run_linked` wants to know of them."""
         serial = SERIAL_DECODE_FLOPS if self.kind == "decoding" else launcher.SERIAL_FLOPS
         most = threads * launcher.call_flops(self.item) / serial
-        done, calls, first = np.cumsum(self.flops), [], 0
-        while first < len(self.records):
-            pieces, flops, unit = (
-                int(self.pieces[first]),
-                float(self.flops[first]),
-                int(self.records[first, _AT["run"]]),
-            )
-            if flops > most:
-                # It is done alone, in several calls.
-                unit = max(unit, 1)
-                share = max(int(pieces * most / flops) // unit, 1) * unit
-                calls += [(first, start // unit, min(start + share, pieces)) for start in range(0, pieces, share)]
-                first += 1
-            else:
-                calls.append((first, 0, pieces))
-                first = max(int(np.searchsorted(done, done[first] - flops + most, "right")), first + 1)
-        return calls
+        calls = in_calls(self.pieces, self.flops, self.records[:, self.at["run"]], most)
+        launcher.run_linked(self.kernel, self.records, calls, threads, self.workspace, size)
+        for rows, sums in parts:
+            self._merge(rows, sums)
 
     def _partial(self) -> list[tuple[Array, Array]]:
         """For every number of parts the rows of sequences with several, and where these leave their sums."""
@@ -234,7 +316,7 @@ class _Group:
             counts = site.heads * s.q_len[which]
             ends = np.cumsum(counts)
             sums = np.empty((int(ends[-1]), parts, 2 + site.v_dim), self.call.dtype)
-            self.records[which, _PARTIAL] = address_of(sums) + (ends - counts) * sums.strides[0]
+            self.records[which, self.at["partial"]] = address_of(sums) + (ends - counts) * sums.strides[0]
             rows = [
                 (np.arange(site.heads)[:, None] + item * site.heads) * self.call.fields["q_rows"]
                 + np.arange(start, start + length)
@@ -252,3 +334,93 @@ class _Group:
         self.out.reshape(-1, out.shape[-1])[rows] = out
         if self.lse is not None and lse is not None:
             self.lse.reshape(-1)[rows] = lse
+
+
+class PreparedItems:
+    """A call of which each batch item may have another offset, and fewer keys, every time.
+
+    Terms are those of all positions that an item can have; nothing in them is made of operands. Records are made once,
+    and addresses, offsets and ends of keys are put into copies.
+    """
+
+    takes_lengths = True
+
+    def __init__(self, problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> None:
+        sequences, form = problem.sequences, Form(problem, terms, ())
+        assert sequences is not None
+        self.problem, self.terms, self.threads = form.problem, form.terms, launcher.available_threads()
+        call = Call(problem, terms, self.threads, skewed=())
+        q_len, k_len = sequences.q_len[0], sequences.k_len[0]
+        kind = "decoding" if job.may_decode(call, q_len, False) else "blocks"
+        # Without lengths of keys another kernel may do it.
+        windows = job.may_be_windowed(call, q_len, k_len, np.arange(-q_len, k_len + 1))
+        self.windowed = kind == "blocks" and bool(np.any(windows))
+        # Of the result only the shape and the dtype are planned with.
+        out = np.broadcast_to(np.empty((), dtype), problem.out_shape)
+        self.group = _Group(call, sequences, kind, out, None, LOG2)
+        self.ends = self.group.batches[:, KEY_END].copy()
+        self.named = np.array([address_of(x) for x in (*problem.stored, out)])
+        self.columns = [self.group.at[name] for name in ("q", "k", "v", "out")]
+        self.moving = [
+            (self.group.at[name], size * self.group.item)
+            for name, size in (("bias", call.fields["bias_row"] and 1), ("q_turn", -2 * call.fields["turn_pairs"]))
+            if size
+        ]
+        # Whether the kernel reads operands where they are. None of them is kept.
+        assert call.read is not None
+        self.in_place = all(x is y for x, y in zip(call.read, problem.stored, strict=True))
+        self.kept = call.kept = [x for x in call.kept if not any(x is one for one in (*problem.stored, out))]
+        call.problem, call.terms, call.read = self.problem, self.terms, None
+
+    def fits(self) -> bool:
+        """Whether a call may still use the threads that the plan is for."""
+        return launcher.available_threads() == self.threads
+
+    def run(
+        self,
+        operands: tuple[Array, Array, Array],
+        sequences: Sequences | None,
+        out: Array,
+        lse: Array | None,
+        vectors: SequenceABC[Array] = (),
+    ) -> None:
+        """Fill `out` and `lse`, both C-contiguous, where items stand as `sequences` says."""
+        assert sequences is not None
+        assert not vectors
+        if self.windowed and sequences.k_end is None:
+            attention(self._problem(operands, sequences), self.terms, out, lse, LOG2)
+            return
+        own, item = copy(self.group), self.group.item
+        records, batches = own.records.copy(), own.batches.copy()
+        records[:, self.columns] += np.array([address_of(x) for x in (*operands, out)]) - self.named
+        own.records, own.out, own.lse = records, out, lse
+        own.set("lse", 0 if lse is None else address_of(lse) + own.rows * item)
+        own.set("offset", sequences.offset)
+        for column, size in self.moving:
+            records[:, column] += (self.group.sequences.offset - sequences.offset) * size
+        if sequences.k_end is not None:
+            np.minimum(self.ends, sequences.k_end, out=batches[:, KEY_END])
+        own.set("batches", address_of(batches) + np.arange(len(batches)) * batches.strides[0])
+        own.set("ends", ends.watch())
+        own.run()
+        if ends.met():
+            ends.mend(attention, self._problem(operands, sequences), self.terms, out, lse, LOG2)
+
+    def _problem(self, operands: tuple[Array, Array, Array], sequences: Sequences) -> Problem:
+        """The call of these operands."""
+        q, k, v = (
+            broadcast(x if x.ndim > 2 else x[None], own.shape)
+            for x, own in zip(operands, self.problem.stored, strict=True)
+        )
+        return replace(self.problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences)
+
+
+def prepare_items(problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> PreparedItems | None:
+    """A call for which that can be done: it has work, reads operands where they are, and terms hand none of them on."""
+    made = () if isinstance(terms.query, Turned) else terms.vectors()
+    if made or terms.queries or terms.keys or terms.values or terms.biases:
+        return None
+    if not problem.site.k_len or 0 in problem.out_shape or any(rowwise(x) is not x for x in problem.stored):
+        return None
+    found = PreparedItems(problem, terms, dtype)
+    return found if found.in_place else None
