@@ -5,15 +5,17 @@ from __future__ import annotations
 from relpos_np.configs import decoders as of
 from relpos_np.configs.decoders import Rotating
 from relpos_np.configs.families import register
+from relpos_np.configs.steps import Gate, Norm
 
-_HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
-_ALL = "RMS norm of q and k, over all heads (q_norm, k_norm)"
-_LAYERNORM = "layer norm of q and k, per head (q_layernorm, k_layernorm)"
+_HEADS = (Norm(),)
+_ALL = (Norm(each=False),)
+_LAYERNORM = (Norm(("q_layernorm", "k_layernorm"), kind="layer"),)
 _ROPES = dict.fromkeys((of.FULL, of.SLIDING), "rope_theta")
 
 _TYPES: dict[str, Rotating] = {
     "llama arcee seed_oss iquestcoder aria_text jais2 internlm3": Rotating(),
-    "bitnet exaone": Rotating(theta=5e5),
+    "exaone": Rotating(theta=5e5),
+    "bitnet": Rotating(theta=5e5, after=(Norm(("attn_sub_norm",), "o", each=False),)),
     "solar_open": Rotating(theta=1e6, share=1.0),
     "apertus": Rotating(theta=12e6, norm=_HEADS),
     "mistral starcoder2": Rotating(window="all"),
@@ -41,13 +43,13 @@ _TYPES: dict[str, Rotating] = {
         plain=(of.SLIDING,),
         window="types",
         pattern=of.alternating(6, "sliding_window_pattern"),
-        norm=_HEADS,
+        norm=(Norm(shift=1.0),),
         finish=of.gemma3,
     ),
-    "phi persimmon": Rotating(share=0.5, norm=f"?qk_layernorm {_LAYERNORM}"),
+    "phi persimmon": Rotating(share=0.5, norm=_LAYERNORM, normed="qk_layernorm"),
     "phi3": Rotating(share=1.0, window="all", finish=of.phi3),
     "phimoe": Rotating(theta=1e6, window="all", finish=of.phimoe),
-    "stablelm": Rotating(share=0.25, norm=f"?qk_layernorm {_LAYERNORM}"),
+    "stablelm": Rotating(share=0.25, norm=_LAYERNORM, normed="qk_layernorm"),
     "nemotron": Rotating(share=0.5),
     "gpt_neox": Rotating(share=0.25, theta_keys="rotary_emb_base", share_key="rotary_pct"),
     "olmo": Rotating(finish=of.clipped),
@@ -63,7 +65,7 @@ _TYPES: dict[str, Rotating] = {
     ),
     "olmoe": Rotating(norm=_ALL, finish=of.clipped),
     "flex_olmo": Rotating(theta=5e5, norm=_ALL),
-    "cohere": Rotating(theta=5e5, layout="interleaved", norm="?use_qk_norm layer norm of q and k (q_norm, k_norm)"),
+    "cohere": Rotating(theta=5e5, layout="interleaved", norm=(Norm(kind="layer"),), normed="use_qk_norm"),
     "cohere2": Rotating(
         layout="interleaved",
         window="types",
@@ -73,8 +75,8 @@ _TYPES: dict[str, Rotating] = {
     ),
     "granite granitemoe granitemoeshared": Rotating(finish=of.scaled_by),
     "glm glm4": Rotating(share=0.5, layout="interleaved"),
-    "glm4_moe": Rotating(share=0.5, norm=f"?use_qk_norm {_HEADS}"),
-    "sarvam_moe": Rotating(theta=8e6, share=1.0, norm=f"?use_qk_norm {_HEADS}"),
+    "glm4_moe": Rotating(share=0.5, norm=_HEADS, normed="use_qk_norm"),
+    "sarvam_moe": Rotating(theta=8e6, share=1.0, norm=_HEADS, normed="use_qk_norm"),
     "ernie4_5 ernie4_5_moe": Rotating(theta=5e5, layout="interleaved"),
     "helium": Rotating(theta=1e5, layout="interleaved"),
     "exaone4 exaone_moe": Rotating(window="types", pattern=of.exaone_pattern, still=of.exaone_still, norm=_HEADS),
@@ -100,7 +102,7 @@ _TYPES: dict[str, Rotating] = {
         finish=of.hy_v3,
     ),
     "nanochat": Rotating(
-        backwards=True, magnitude=False, norm="q and k divided by their root mean square, per head (q_norm, k_norm)"
+        backwards=True, magnitude=False, norm=(Norm(()),)
     ),
     "mimo_v2_flash": Rotating(
         theta={of.FULL: 5e6, of.SLIDING: 1e4},
@@ -122,7 +124,7 @@ _TYPES: dict[str, Rotating] = {
         still=of.full_still,
         norm=_HEADS,
         ignored=("route_scale", "mup_enabled"),
-        notes=("the output is multiplied by the sigmoid of gate_proj of the layer's input, after the call",),
+        after=(Gate("gate_proj"),),
     ),
     "cohere2_moe": Rotating(
         layout="interleaved",

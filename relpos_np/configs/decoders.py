@@ -11,6 +11,7 @@ from relpos_np.configs import rope
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Rule, Temperature
+from relpos_np.configs.steps import Clip, Norm, Step, Times
 from relpos_np.errors import RelposValueError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -69,8 +70,12 @@ class Rotating:
         Whether pairs turn the other way.
     turning : str
         Key of the number of channels that turn, where it may stand in place of their share.
-    norm : str
-        What is done to queries and keys; "?KEY text" if KEY of the configuration asks for it.
+    norm : tuple of Norm
+        Of queries and keys, with the configuration's number in place of eps.
+    normed : str
+        The key that asks for norms, where they are a choice.
+    after : tuple of Step
+        What is done to the output.
     mrope : tuple, optional
         Default sections and their order.
     elsewhere : tuple of str
@@ -101,7 +106,9 @@ class Rotating:
     still: Callable[[At], bool] | None = None
     backwards: bool = False
     turning: str = ""
-    norm: str = ""
+    norm: tuple[Norm, ...] = ()
+    normed: str = ""
+    after: tuple[Step, ...] = ()
     mrope: tuple[tuple[int, ...], Literal["chunks", "cyclic"]] | None = None
     elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -147,7 +154,9 @@ class Rotating:
             found |= {"schemes": (plan,), "notes": (*found["notes"], *ropes.notes)}
         found["window"] = self._window(keys, kind)
         found["causal"] = self.causal
-        found["before"] = normed(keys, self.norm)
+        if not self.normed or keys.flag(self.normed):
+            found["before"] = with_eps(keys, self.norm)
+        found["after"] = with_eps(keys, self.after)
         if self.finish is not None:
             found |= self.finish(replace(at, found=found))
         return LayerAttention(keys.model_type, part, layer, **found)
@@ -239,12 +248,13 @@ def divided(keys: Keys, width: str, heads: int) -> int:
     return total // heads
 
 
-def normed(keys: Keys, norm: str) -> tuple[str, ...]:
-    """What is done to queries and keys, if the configuration asks for it."""
-    if norm.startswith("?"):
-        key, _, norm = norm[1:].partition(" ")
-        return (norm,) if keys.flag(key) else ()
-    return (norm,) if norm else ()
+def with_eps(keys: Keys, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Steps of which the norms have the configuration's eps, under whichever name its class has."""
+    names = [name for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps") if name in keys.family.defaults]
+    return tuple(
+        replace(step, eps=check.positive(names[0], keys.get(names[0]))) if isinstance(step, Norm) else step
+        for step in steps
+    )
 
 
 def alternating(every: int, key: str = "", *, first: bool = False, other: str = SLIDING) -> Pattern:
@@ -368,7 +378,7 @@ def llama4(at: At) -> dict[str, Any]:
         new["rule"] = Rule("Chunked", {"size": check.integer("attention_chunk_size", size, 1)})
     if at.keys.flag("use_qk_norm") and turning:
         # Turning changes no length: the norm may as well come before.
-        new["before"] = ("q and k divided by their root mean square, per head (qk_norm)",)
+        new["before"] = with_eps(at.keys, (Norm(()),))
     if at.kind == CHUNKED:
         new["notes"] = ("chunks count from the first token that is no padding: without padding at the left only",)
     tuned = at.keys.get("attn_temperature_tuning", None)
@@ -537,7 +547,7 @@ def mimo(at: At) -> dict[str, Any]:
     factor = keys.get("attention_value_scale")
     new: dict[str, Any] = {"value_dim": keys.integer("v_head_dim")}
     if factor is not None and check.real("attention_value_scale", factor) != 1:
-        new["before"] = (f"v times {factor:g} (attention_value_scale)",)
+        new["before"] = (Times("v", factor, "attention_value_scale"),)
     if at.kind == SLIDING:
         new |= {"kv_heads": 2 * kv_heads, "window": (size - 1, None), "sinks": f"layers.{at.layer}.self_attn.sinks"}
     return new
@@ -552,9 +562,4 @@ def modernbert(at: At) -> dict[str, Any]:
 def clipped(at: At) -> dict[str, Any]:
     """OLMo: queries, keys and values may be clipped."""
     clip = at.keys.get("clip_qkv", None)
-    return {} if clip is None else {"before": (*at.found["before"], clipped_to(clip))}
-
-
-def clipped_to(clip: Any) -> str:
-    """What is done to queries, keys and values before they are passed to the call."""
-    return f"q, k and v clipped to ±{check.positive('clip_qkv', clip):g}"
+    return {} if clip is None else {"before": (*at.found.get("before", ()), Clip(check.positive("clip_qkv", clip)))}

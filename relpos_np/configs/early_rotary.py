@@ -12,6 +12,7 @@ from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import SchemePlan, Temperature
+from relpos_np.configs.steps import Latent
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import yarn_magnitude
 
@@ -64,7 +65,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     share = 1.0 if keys.model_type == "mistral4" else None
     others = ("llama_4_scaling_beta", "max_position_embeddings")
     ropes = rope.parameters(keys, theta=theta, share=share, elsewhere=others)
-    temperature, before = None, _EXPANDED
+    temperature, latent = None, Latent(keys.integer("kv_lora_rank"), turning)
     if keys.model_type == "mistral4":
         ropes, temperature = _mistral4(keys, ropes, turning / (still + turning))
     elif "llama_4_scaling_beta" in rope.stored(keys):
@@ -77,15 +78,14 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         keys.only("attention_method", "MLA", None)
         keys.only("mla_scale_q_lora", True, default=True)
         keys.only("mla_scale_kv_lora", True, default=True)
-        before = f"{_EXPANDED}; q and the latent vectors of keys and values with factors of their widths"
+        width, query_rank = keys.integer("hidden_size"), keys.integer("q_lora_rank")
+        latent = replace(latent, query_factor=(width / query_rank) ** 0.5, factor=(width / latent.rank) ** 0.5)
     scale = (still + turning) ** -0.5
     every = ropes.stored.get("mscale_all_dim")
     if ropes.rule != "default" and every:
         scale *= yarn_magnitude(check.real("factor", ropes.stored.get("factor")), every) ** 2
     # Of the projections: they are done before.
-    keys.ignore(
-        "num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "kv_lora_rank", "routed_scaling_factor"
-    )
+    keys.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "routed_scaling_factor")
     values = keys.get("v_head_dim")
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -113,7 +113,8 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         schemes=(plan,),
         needs=needs,
         query_scale=temperature,
-        before=(before,),
+        before=(latent,),
+        address=divmod(layer, 2) if keys.model_type == "longcat_flash" else (),
         notes=(*notes, *ropes.notes),
     )
 
@@ -129,7 +130,6 @@ def _mistral4(keys: Keys, ropes: rope.Parameters, share: float) -> tuple[rope.Pa
 
 _EITHER = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4", "youtu", "axk1")
 _INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
-_EXPANDED = "keys and values from their latent vectors, the turning channels of a key the same for all heads"
 # Of indexers: which layers take what another one chose, and how they turn queries and keys of their own.
 _INDEXERS = (
     *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),

@@ -11,6 +11,7 @@ from relpos_np.configs.decoders import At, Rotating
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.steps import Gate, Norm, Times
 from relpos_np.errors import RelposValueError
 
 
@@ -75,7 +76,7 @@ def _falcon_h1(at: At) -> dict[str, Any]:
     at.keys.only("layers_block_type", ["hybrid"] * at.layers, None)
     factor = at.keys.get("key_multiplier")
     factor = 1.0 if factor is None else check.real("key_multiplier", factor)
-    return {} if factor == 1 else {"before": (f"k times {factor:g} (key_multiplier)",)}
+    return {} if factor == 1 else {"before": (Times("k", factor, "key_multiplier"),)}
 
 
 _LETTERS = {"M": of.LINEAR, "*": of.FULL, "E": "moe", "-": "mlp"}
@@ -101,8 +102,7 @@ def _nemotron_h(keys: Keys, layer: int, part: str) -> LayerAttention:
     return _NEMOTRON.read(keys, layer, part)
 
 
-_HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
-_GATE = "the output is multiplied by the sigmoid of a gate, which q_proj makes beside the queries, after the call"
+_HEADS, _GATE = (Norm(shift=1.0),), (Gate("q_proj"),)
 _DELTA = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_allow_neg_eigval", "attn_output_gate"),
@@ -123,7 +123,7 @@ _QWEN = Rotating(
     others=(of.LINEAR,),
     norm=_HEADS,
     ignored=_DELTA,
-    notes=(_GATE,),
+    after=_GATE,
 )
 _QWEN_VL = Rotating(
     share=0.25,
@@ -132,13 +132,13 @@ _QWEN_VL = Rotating(
     norm=_HEADS,
     mrope=((11, 11, 10), "cyclic"),
     ignored=_DELTA,
-    notes=(_GATE,),
+    after=_GATE,
 )
 _LFM = Rotating(
     theta=1e6,
     pattern=_lfm2,
     others=(of.CONV,),
-    norm="RMS norm of q and k, per head (q_layernorm, k_layernorm)",
+    norm=(Norm(("q_layernorm", "k_layernorm")),),
     ignored=_BLOCK,
 )
 
@@ -180,7 +180,7 @@ _TYPES: dict[str, Rotating] = {
         pattern=_olmo,
         others=(of.LINEAR,),
         still=_no_base,
-        norm="RMS norm of q and k, over all heads (q_norm, k_norm)",
+        norm=(Norm(each=False),),
         ignored=_DELTA,
     ),
 }

@@ -11,6 +11,7 @@ from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, Rule, SchemePlan
+from relpos_np.configs.steps import Told
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import Sinusoidal
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
@@ -54,7 +55,7 @@ def _conformer_layer(keys: Keys, prefix: str, found: dict[str, Any]) -> dict[str
     elif kind == "relative_key":
         found["schemes"] = (_relative_key(keys, prefix),)
     elif kind == "rotary":
-        found["before"] = (_TURNED.format(base=keys.real("rotary_embedding_base")),)
+        found["before"] = (Told(_TURNED.format(base=keys.real("rotary_embedding_base"))),)
     keys.ignore(
         "rotary_embedding_base",
         "left_max_position_embeddings",
