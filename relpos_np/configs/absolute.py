@@ -140,10 +140,11 @@ def _ibert(keys: Keys, _layer: int) -> dict[str, Any]:
     return {}
 
 
-def _albert(keys: Keys, _layer: int) -> dict[str, Any]:
-    """Every layer has attention once."""
+def _albert(keys: Keys, layer: int) -> dict[str, Any]:
+    """Every layer has attention once, with the weights of its group."""
     keys.only("inner_group_num", 1, default=1)
-    return {}
+    groups = keys.integer("num_hidden_groups", 1)
+    return {"address": (layer * groups // keys.integer("num_hidden_layers"), 0)}
 
 
 def _aimv2(keys: Keys, _layer: int) -> dict[str, Any]:

@@ -87,6 +87,9 @@ _TYPES: dict[str, Rotating] = {
         pattern=of.llama4_pattern,
         kinds=(of.FULL, of.CHUNKED),
         magnitude="use_qk_norm",
+        # After turning, which changes no length: it may as well come before.
+        norm=(Norm(()),),
+        normed="use_qk_norm",
         still=of.listed_still,
         finish=of.llama4,
     ),
@@ -101,9 +104,7 @@ _TYPES: dict[str, Rotating] = {
         ignored=("router_scaling_factor", "moe_router_enable_expert_bias", "enable_lm_head_fp32"),
         finish=of.hy_v3,
     ),
-    "nanochat": Rotating(
-        backwards=True, magnitude=False, norm=(Norm(()),)
-    ),
+    "nanochat": Rotating(backwards=True, magnitude=False, norm=(Norm(()),)),
     "mimo_v2_flash": Rotating(
         theta={of.FULL: 5e6, of.SLIDING: 1e4},
         theta_keys={of.FULL: "rope_theta", of.SLIDING: "swa_rope_theta"},

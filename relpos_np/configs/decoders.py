@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Rule, Temperature
-from relpos_np.configs.steps import Clip, Norm, Step, Times
+from relpos_np.configs.steps import Clip, Finish, Norm, Times
 from relpos_np.errors import RelposValueError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -33,6 +33,7 @@ class At:
 
 
 Pattern = Callable[[At], str]
+_Step = TypeVar("_Step")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Rotating:
         Of queries and keys, with the configuration's number in place of eps.
     normed : str
         The key that asks for norms, where they are a choice.
-    after : tuple of Step
+    after : tuple of Finish
         What is done to the output.
     mrope : tuple, optional
         Default sections and their order.
@@ -108,7 +109,7 @@ class Rotating:
     turning: str = ""
     norm: tuple[Norm, ...] = ()
     normed: str = ""
-    after: tuple[Step, ...] = ()
+    after: tuple[Finish, ...] = ()
     mrope: tuple[tuple[int, ...], Literal["chunks", "cyclic"]] | None = None
     elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -142,6 +143,7 @@ class Rotating:
             sections=sections,
             order=order,
         )
+        found["before"] = with_eps(keys, self.norm) if not self.normed or keys.flag(self.normed) else ()
         if not still:
             counts = not keys.flag(self.magnitude) if isinstance(self.magnitude, str) else self.magnitude
             plan = rope.plan(
@@ -151,11 +153,13 @@ class Rotating:
                 backwards=self.backwards,
                 magnitude=None if counts else 1.0,
             )
+            if not counts:
+                # The norm takes it out, but for what it adds to the mean of the squares.
+                factor = ropes.frequencies(found["head_dim"])[1]
+                found["before"] = tuple(replace(norm, eps=norm.eps / factor**2) for norm in found["before"])
             found |= {"schemes": (plan,), "notes": (*found["notes"], *ropes.notes)}
         found["window"] = self._window(keys, kind)
         found["causal"] = self.causal
-        if not self.normed or keys.flag(self.normed):
-            found["before"] = with_eps(keys, self.norm)
         found["after"] = with_eps(keys, self.after)
         if self.finish is not None:
             found |= self.finish(replace(at, found=found))
@@ -248,13 +252,14 @@ def divided(keys: Keys, width: str, heads: int) -> int:
     return total // heads
 
 
-def with_eps(keys: Keys, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def with_eps(keys: Keys, steps: tuple[_Step, ...]) -> tuple[_Step, ...]:
     """Steps of which the norms have the configuration's eps, under whichever name its class has."""
     names = [name for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps") if name in keys.family.defaults]
-    return tuple(
-        replace(step, eps=check.positive(names[0], keys.get(names[0]))) if isinstance(step, Norm) else step
-        for step in steps
-    )
+
+    def one(step: Any) -> Any:
+        return replace(step, eps=check.positive(names[0], keys.get(names[0]))) if isinstance(step, Norm) else step
+
+    return tuple(map(one, steps))
 
 
 def alternating(every: int, key: str = "", *, first: bool = False, other: str = SLIDING) -> Pattern:
@@ -376,9 +381,8 @@ def llama4(at: At) -> dict[str, Any]:
     size = at.keys.get("attention_chunk_size", None)
     if at.kind == CHUNKED:
         new["rule"] = Rule("Chunked", {"size": check.integer("attention_chunk_size", size, 1)})
-    if at.keys.flag("use_qk_norm") and turning:
-        # Turning changes no length: the norm may as well come before.
-        new["before"] = with_eps(at.keys, (Norm(()),))
+    if not turning:
+        new["before"] = ()
     if at.kind == CHUNKED:
         new["notes"] = ("chunks count from the first token that is no padding: without padding at the left only",)
     tuned = at.keys.get("attn_temperature_tuning", None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relpos_np.configs.plans import Given, Rule, SchemePlan, Temperature, first
-from relpos_np.configs.steps import Step
+from relpos_np.configs.steps import Finish, Step
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.types import Array
@@ -54,7 +54,7 @@ class LayerAttention:
     before : tuple of Step
         What is done to queries, keys and values, besides their projection, before they are passed to the call; ``str``
         of each says it.
-    after : tuple of Step
+    after : tuple of Finish
         What is done to the output before its projection.
     notes : tuple of str
         What else to mind.
@@ -84,7 +84,7 @@ class LayerAttention:
     query_scale: Temperature | None = None
     needs: tuple[str, ...] = ()
     before: tuple[Step, ...] = ()
-    after: tuple[Step, ...] = ()
+    after: tuple[Finish, ...] = ()
     notes: tuple[str, ...] = ()
     address: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -192,9 +192,7 @@ class LayerAttention:
         sinks = _read({"sinks": self.sinks}, weights, prefix, own)["sinks"].reshape(-1) if self.sinks else None
         return BoundAttention(self, arrays, sinks)
 
-    def run(
-        self, x: Array, weights: Any, *, context: Array | None = None, prefix: str = "", **options: Any
-    ) -> Array:
+    def run(self, x: Array, weights: Any, *, context: Array | None = None, prefix: str = "", **options: Any) -> Array:
         """The whole attention of the layer, from its input to the projection of its output.
 
         Projections, norms of queries and keys, latent vectors, attention with positions and masks, gates: what the

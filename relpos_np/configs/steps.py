@@ -123,6 +123,16 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnedInputs:
+    """The inputs of the projections of queries and keys turn, see `relpos_np.reference.rotate_inputs`."""
+
+    base: float
+
+    def __str__(self) -> str:
+        return f"inputs of the projections of q and k turned, rp.reference.rotate_inputs with base {self.base:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """What is said of a layer and not done by `LayerAttention.run`."""
 
@@ -132,4 +142,5 @@ class Told:
         return self.text
 
 
-Step: TypeAlias = Norm | Clip | Times | Latent | KeysAsValues | Gate | Told
+Step: TypeAlias = Norm | Clip | Times | Latent | KeysAsValues | TurnedInputs | Told
+Finish: TypeAlias = Norm | Gate

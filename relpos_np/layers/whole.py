@@ -10,8 +10,9 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.configs.layer import LayerAttention, stored
-from relpos_np.configs.steps import Clip, Gate, KeysAsValues, Latent, Norm, Step, Times, Told
+from relpos_np.configs.steps import Clip, Finish, Gate, KeysAsValues, Latent, Norm, Step, Times, Told, TurnedInputs
 from relpos_np.errors import RelposTypeError, RelposValueError
+from relpos_np.formulas.rotations import rotate_inputs
 from relpos_np.layers.linear import Linear, merge_heads, sequence, split_heads
 from relpos_np.layers.state import Source, State
 from relpos_np.types import Array
@@ -20,8 +21,8 @@ from relpos_np.types import Array
 APART = (
     ("self.query", "self.key", "self.value"),
     ("self.query_proj", "self.key_proj", "self.value_proj"),
-    ("attention.query", "attention.key", "attention.value"),
     ("query", "key", "value"),
+    ("attention.query", "attention.key", "attention.value"),
     ("linear_q", "linear_k", "linear_v"),
     ("q_proj", "k_proj", "v_proj"),
     ("q_lin", "k_lin", "v_lin"),
@@ -38,9 +39,12 @@ BLOCKS: Mapping[str, tuple[int, str]] = {
     "deberta": (0, "qkv"),
     "codegen": (4, "qvk"),
 }
-# Below a layer's attention, and no part of it: buffers, what follows the projection of the output, and indexers, whose
-# choice a call passes.
-OTHERS = re.compile(r"(^|\.)(rotary_emb\.|inv_freq$|masked_bias$|LayerNorm\.|embed_positions|indexer\.)")
+# Below a layer's attention, and no part of it: buffers, norms before and after, a bias that is added after them, and
+# indexers, whose choice a call passes.
+OTHERS = re.compile(
+    r"(^|\.)(rotary_emb\.|inv_freq$|masked_bias$|embed_positions|indexer\.|dense_bias$"
+    r"|LayerNorm\.|self_attn_layer_norm\.|ln\.|\w+_integer$|\w+_scaling_factor$|\w+_act(ivation)?\.|x_(min|max)$)"
+)
 # Words in names of cross-attention.
 CROSS = ("cross", "encoder_attn", "EncDec", "encoder_attention")
 # Weight and bias of a norm, and operands by their letters.
@@ -67,19 +71,20 @@ class PublishedAttention:
     """
 
     def __init__(self, layer: LayerAttention, weights: Source, *, prefix: str = "") -> None:
-        for step in (*layer.before, *layer.after):
+        for step in layer.before:
             if isinstance(step, Told):
                 raise RelposValueError(f"{layer.model_type}: a whole layer cannot be run: {step}")
         state = State(weights)
         self.layer = layer
-        self.path, names = _located(layer, state, prefix)
+        self.path, self.names, self.out = _located(layer, state, prefix)
         self._own = State(state, self.path)
         self._read: set[str] = set()
-        self.out = self._only(OUT)
-        self._out = self._linear(self.out)
+        self._turned = False
         self._beside: Linear | None = None
+        self._norms: dict[str, Affine] = {}
         self._latent = next((step for step in layer.before if isinstance(step, Latent)), None)
-        self._parts = self._latents() if self._latent else self._projections(names)
+        self._parts = self._latents() if self._latent else self._projections()
+        self._out = self._linear(self.out)
         self._before = [(step, self._weights(step)) for step in layer.before]
         self._after = [(step, self._weights(step)) for step in layer.after]
         self._bound = layer.bind(state, prefix=prefix, own=self.path)
@@ -87,14 +92,10 @@ class PublishedAttention:
         known = [full for names in bound for full in stored(names, state, prefix, self.path).values()]
         self._close({full.removeprefix(self.path) for full in known})
 
-    def _only(self, names: Sequence[str]) -> str:
-        found = [name for name in names if self._own.has(f"{name}.weight")]
-        if len(found) != 1:
-            raise RelposValueError(f"{self.path}: expected one of {', '.join(names)}, found {', '.join(found) or 'none'}")
-        return found[0]
-
     def _linear(self, name: str) -> Linear:
         self._read |= {f"{name}.weight", f"{name}.bias"}
+        if self._turned:
+            return Linear(self._own.take(f"{name}.weight").T, self._own.get(f"{name}.bias"), name=self.path + name)
         return Linear.read(self._own, name)
 
     def _norm(self, name: str) -> Affine:
@@ -105,7 +106,7 @@ class PublishedAttention:
             return np.stack([self._own.take(f"{name}.norms.{n}.weight") for n in range(len(heads))]), None
         return self._own.take(f"{name}.weight"), self._own.get(f"{name}.bias")
 
-    def _weights(self, step: Step) -> list[Any]:
+    def _weights(self, step: Step | Finish) -> list[Any]:
         """What a step reads."""
         if isinstance(step, Norm):
             return [self._norm(name) for name in step.names] or [None] * len(step.of)
@@ -115,28 +116,26 @@ class PublishedAttention:
             return [gate, self._own.take(step.bias) if step.bias else None]
         return []
 
-    def _latents(self) -> dict[str, Linear | Affine]:
-        """DeepSeek's projections."""
+    def _latents(self) -> dict[str, Linear]:
+        """DeepSeek's projections; the norms between them are kept apart."""
         names = ("q_proj",) if self._own.has("q_proj.weight") else ("q_a_proj", "q_b_proj")
-        found: dict[str, Linear | Affine] = {name: self._linear(name) for name in (*names, LATENT, "kv_b_proj")}
-        norms = ("kv_a_layernorm", "q_a_layernorm")[: len(names)]
-        return found | {name: self._norm(name) for name in norms}
+        self._norms = {name: self._norm(name) for name in ("kv_a_layernorm", "q_a_layernorm")[: len(names)]}
+        return {name: self._linear(name) for name in (*names, LATENT, "kv_b_proj")}
 
-    def _projections(self, names: Sequence[str]) -> dict[str, Linear]:
+    def _projections(self) -> dict[str, Linear]:
         """Those of queries, keys and values, which may be one."""
         layer = self.layer
         sizes = {"q": layer.heads * layer.head_dim, "k": layer.kv_heads * layer.head_dim}
         sizes["v"] = layer.kv_heads * layer.value_dim
-        if len(names) == 1:
-            every = self._linear(names[0])
-            if every.inputs == sum(sizes.values()) != every.outputs:
-                # GPT-2 stores its weights the other way round.
-                every, self._out = (Linear(one.weight.T, one.bias) for one in (every, self._out))
+        if len(self.names) == 1:
+            # GPT-2 stores all its weights the other way round; those of three projections are never square.
+            self._turned = self._own.take(f"{self.names[0]}.weight").shape[-1] == sum(sizes.values())
+            every = self._linear(self.names[0])
             blocks, order = BLOCKS.get(layer.model_type, (1, "qkv"))
             blocks = blocks or layer.kv_heads
             parts = dict(zip(order, _cut(every, blocks, [sizes[one] // blocks for one in order]), strict=True))
         else:
-            query, key, value = names
+            query, key, value = self.names
             value = key if KeysAsValues() in layer.before else value
             parts = {one: self._linear(name) for one, name in (("q", query), ("k", key), ("v", value))}
             if any(isinstance(step, Gate) and step.name == query for step in layer.after):
@@ -177,32 +176,37 @@ class PublishedAttention:
         dtype = check.array("x", x).dtype
         if "hidden" in layer.inputs:
             options = {"hidden": x, **options}
-        operands = self._expanded(x) if self._latent else self._apart(x, x if context is None else context)
+        operands = (
+            self._expanded(x, self._latent) if self._latent else self._apart(x, x if context is None else context)
+        )
         for step, weights in self._before:
             operands = _prepared(step, weights, operands)
         out = self._bound(operands["q"], operands["k"], operands["v"], **options)
-        for step, weights in self._after:
-            out = _finished(step, weights, out, x)
+        for last, weights in self._after:
+            out = _finished(last, weights, out, x)
         return self._out(merge_heads(out), dtype)
 
     def _apart(self, x: Array, states: Array) -> Operands:
         layer = self.layer
         heads = {"q": layer.heads, "k": layer.kv_heads, "v": layer.kv_heads}
         given = {"q": x, "k": states, "v": states}
+        for step in layer.before:
+            if isinstance(step, TurnedInputs):
+                given |= {one: rotate_inputs(given[one], layer.heads, base=step.base) for one in "qk"}
         return {
             one: split_heads(linear(sequence("x", given[one], linear.inputs)), heads[one])
             for one, linear in self._parts.items()
         }
 
-    def _expanded(self, x: Array) -> Operands:
+    def _expanded(self, x: Array, step: Latent) -> Operands:
         """Latent vectors written out: the channels of a key that turn are the same for all heads."""
-        layer, parts, step = self.layer, self._parts, self._latent
+        layer, parts, norms = self.layer, self._parts, self._norms
         if "q_proj" in parts:
             q = parts["q_proj"](x)
         else:
-            q = parts["q_b_proj"](_normed(step, parts["q_a_layernorm"], parts["q_a_proj"](x)))
+            q = parts["q_b_proj"](_normed(step, norms["q_a_layernorm"], parts["q_a_proj"](x)))
         latent, turning = np.split(parts[LATENT](sequence("x", x, parts[LATENT].inputs)), [step.rank], axis=-1)
-        latent = _normed(step, parts["kv_a_layernorm"], latent) * q.dtype.type(step.factor)
+        latent = _normed(step, norms["kv_a_layernorm"], latent) * q.dtype.type(step.factor)
         both = split_heads(parts["kv_b_proj"](latent), layer.heads)
         still = layer.head_dim - step.turning
         shared = np.broadcast_to(turning[..., None, :, :], (*both.shape[:-1], step.turning))
@@ -210,20 +214,22 @@ class PublishedAttention:
         return {"q": split_heads(q, layer.heads) * q.dtype.type(step.query_factor), "k": k, "v": both[..., still:]}
 
 
-def _located(layer: LayerAttention, state: State, prefix: str) -> tuple[str, tuple[str, ...]]:
-    """What precedes the names of a layer's attention, and the names of its projections."""
+def _located(layer: LayerAttention, state: State, prefix: str) -> tuple[str, tuple[str, ...], str]:
+    """What precedes the names of a layer's attention, and the names of its projections and of that of its output."""
     every, latent = state.names(), any(isinstance(step, Latent) for step in layer.before)
     for names in ((LATENT,),) if latent else (*APART, *((name,) for name in TOGETHER)):
         tail = f"{names[0]}.weight"
         paths = [full.removesuffix(tail) for full in every if full == tail or full.endswith(f".{tail}")]
-        fits = [path for path in paths if path.startswith(prefix) and _is(layer, path[len(prefix) :])]
-        if len(fits) == 1:
-            return fits[0], names
+        outs = {path: [out for out in OUT if state.has(f"{path}{out}.weight")] for path in paths}
+        fits = [path for path in paths if path.startswith(prefix) and _is(layer, path[len(prefix) :]) and outs[path]]
+        if len(fits) == 1 and len(outs[fits[0]]) == 1:
+            return fits[0], names, outs[fits[0]][0]
         if fits:
-            raise RelposValueError(f"prefix: expected that of one of {', '.join(sorted(fits)[:8])}")
+            raise RelposValueError(f"prefix: expected that of one of {', '.join(sorted(fits)[:8])}, with one output")
     tried = LATENT if latent else ", ".join([*(names[0] for names in APART), *TOGETHER])
     raise RelposValueError(
-        f"weights: no attention of layer {layer.layer} {prefix and f'below {prefix} '}has one of {tried}"
+        f"weights: no attention of layer {layer.layer}{prefix and f' below {prefix}'} has one of {tried}, and one of "
+        f"{', '.join(OUT)}"
     )
 
 
@@ -285,7 +291,7 @@ def _prepared(step: Step, weights: Sequence[Any], operands: Operands) -> Operand
     return operands
 
 
-def _finished(step: Step, weights: Sequence[Any], out: Array, x: Array) -> Array:
+def _finished(step: Finish, weights: Sequence[Any], out: Array, x: Array) -> Array:
     """The output after a step."""
     if isinstance(step, Norm):
         return _of_heads(step, weights[0], out)
