@@ -11,7 +11,7 @@ from relpos_np.configs import rope
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Rule, Temperature
-from relpos_np.configs.steps import Clip, Finish, Norm, Times
+from relpos_np.configs.steps import Clip, Finish, Norm, Times, Turned
 from relpos_np.errors import RelposValueError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -43,10 +43,12 @@ class Rotating:
     Attributes
     ----------
     theta, share : float
-        Defaults of the base, which may be given per type of layer, and of the share of channels that turn; the latter
+        Defaults of the base and of the share of channels that turn, which may be given per type of layer; the latter
         is None where the model's class reads none but in rules other than the default one.
     theta_keys, share_key : str
         Where they are stored in older configurations.
+    thetas : str
+        Key of a list of bases, one for each layer, 0 for layers without positions.
     plain : tuple of str
         Types of layers to which `rope_scaling` does not apply.
     layout : {"half", "interleaved"}
@@ -62,11 +64,14 @@ class Rotating:
     others : tuple of str
         Types of layers of a hybrid that have no softmax: such a layer is refused by its type.
     kinds : tuple of str
-        Types of layers that the model's class knows, where it has no `others`.
+        Types of layers with a softmax that the model's class knows; () for layers with and without a window, or those
+        without beside `others`.
     magnitude : bool or str
         Whether the attention factor counts: a norm after turning takes it out. A key, where such a norm is a choice.
     still : callable, optional
         Whether a layer has no positions.
+    early : bool
+        Whether queries and keys turn before their norms.
     backwards : bool
         Whether pairs turn the other way.
     turning : str
@@ -92,9 +97,10 @@ class Rotating:
     """
 
     theta: float | Mapping[str, float] = 10000.0
-    share: float | None = None
+    share: float | Mapping[str, float] | None = None
     theta_keys: str | Mapping[str, str] = "rope_theta"
     share_key: str = "partial_rotary_factor"
+    thetas: str = ""
     plain: tuple[str, ...] = ()
     layout: str = "half"
     causal: bool = True
@@ -102,9 +108,10 @@ class Rotating:
     pattern: Pattern | None = None
     switch: bool = False
     others: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = (FULL, SLIDING)
+    kinds: tuple[str, ...] = ()
     magnitude: bool | str = True
     still: Callable[[At], bool] | None = None
+    early: bool = False
     backwards: bool = False
     turning: str = ""
     norm: tuple[Norm, ...] = ()
@@ -135,7 +142,7 @@ class Rotating:
             keys,
             kind,
             theta=self.theta,
-            share=self._share(keys, found["head_dim"]),
+            share=self._share(keys, kind, found["head_dim"]),
             theta_keys=self.theta_keys,
             share_key=self.share_key,
             elsewhere=self.elsewhere,
@@ -144,6 +151,8 @@ class Rotating:
             order=order,
         )
         found["before"] = with_eps(keys, self.norm) if not self.normed or keys.flag(self.normed) else ()
+        if self.thetas and (base := self._base(at)) is not None:
+            still, ropes = not base, replace(ropes, stored={**ropes.stored, "rope_theta": base})
         if not still:
             counts = not keys.flag(self.magnitude) if isinstance(self.magnitude, str) else self.magnitude
             plan = rope.plan(
@@ -158,6 +167,8 @@ class Rotating:
                 factor = ropes.frequencies(found["head_dim"])[1]
                 found["before"] = tuple(replace(norm, eps=norm.eps / factor**2) for norm in found["before"])
             found |= {"schemes": (plan,), "notes": (*found["notes"], *ropes.notes)}
+            if self.early:
+                found |= {"schemes": (), "before": (Turned(plan), *found["before"])}
         found["window"] = self._window(keys, kind)
         found["causal"] = self.causal
         found["after"] = with_eps(keys, self.after)
@@ -165,9 +176,19 @@ class Rotating:
             found |= self.finish(replace(at, found=found))
         return LayerAttention(keys.model_type, part, layer, **found)
 
-    def _share(self, keys: Keys, head_dim: int) -> float | None:
+    def _base(self, at: At) -> float | None:
+        listed = at.keys.get(self.thetas, None)
+        if listed is None:
+            return None
+        if not isinstance(listed, list | tuple) or len(listed) < at.layers:
+            raise RelposValueError(f"{self.thetas}: expected one for each of {at.layers} layers, found {listed!r}")
+        return check.real(self.thetas, listed[at.layer]) and check.positive(self.thetas, listed[at.layer])
+
+    def _share(self, keys: Keys, kind: str, head_dim: int) -> float | None:
         number = keys.get(self.turning, None) if self.turning else None
-        return self.share if number is None else check.integer(self.turning, number, 2) / head_dim
+        if number is not None:
+            return check.integer(self.turning, number, 2) / head_dim
+        return self.share[kind] if isinstance(self.share, Mapping) else self.share
 
     def _type(self, at: At) -> str:
         found = self._named(at)
@@ -198,7 +219,8 @@ class Rotating:
             raise RelposValueError(f"layer_types: expected one for each of {layers} layers, found {types!r}")
         found = types[layer]
         found = _OLD.get(found, found) if isinstance(found, str) else found
-        if found not in ((FULL, *self.others) if self.others else self.kinds):
+        kinds = self.kinds or ((FULL,) if self.others else (FULL, SLIDING))
+        if found not in (*kinds, *self.others):
             raise RelposValueError(f"layer_types: {found!r} is not understood")
         return str(found)
 
@@ -273,6 +295,11 @@ def alternating(every: int, key: str = "", *, first: bool = False, other: str = 
         return other if (at.layer + (not first)) % n else FULL
 
     return pattern
+
+
+def cycled(*kinds: str) -> Pattern:
+    """Types of layers over and over."""
+    return lambda at: kinds[at.layer % len(kinds)]
 
 
 def late_windows(at: At) -> str:
@@ -486,9 +513,30 @@ def unread(**values: Any) -> Callable[[At], Mapping[str, Any]]:
     return finish
 
 
-def gpt_oss(at: At) -> dict[str, Any]:
+def sinks(at: At) -> dict[str, Any]:
     """Sinks, one per head."""
     return {"sinks": f"layers.{at.layer}.self_attn.sinks"}
+
+
+def granite_swa(at: At) -> dict[str, Any]:
+    """Granite with sinks."""
+    return scaled_by(at) | sinks(at)
+
+
+def laguna(at: At) -> dict[str, Any]:
+    """Layers may have query heads of their own."""
+    heads = at.keys.get("num_attention_heads_per_layer", None)
+    at.keys.ignore("gating")
+    if heads is None:
+        return {}
+    if not isinstance(heads, list | tuple) or len(heads) != at.layers:
+        raise RelposValueError(f"num_attention_heads_per_layer: expected {at.layers} numbers, found {heads!r}")
+    return {"heads": check.integer("num_attention_heads_per_layer", heads[at.layer], 1)}
+
+
+def flint_pattern(at: At) -> str:
+    """Flint: the first two layers, every fourth and the last are full."""
+    return FULL if at.layer < 2 or at.layer % 4 == 1 or at.layer == at.layers - 1 else SLIDING
 
 
 def modernbert_decoder(at: At) -> dict[str, Any]:

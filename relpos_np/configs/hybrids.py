@@ -46,6 +46,16 @@ def _olmo(at: At) -> str:
     return of.FULL if at.layer % 4 == 3 or at.layer == at.layers - 1 < 3 else of.LINEAR
 
 
+def _lfm3(at: At) -> str:
+    """Layers with and without a window, two of them in four."""
+    return {0: of.SLIDING, 2: of.FULL}.get(at.layer % 4, of.CONV) if at.layer else of.CONV
+
+
+def _gated(at: At) -> dict[str, Any]:
+    """LFM 3: a gate per head, if the key asks for it."""
+    return {"after": (Gate("g_proj"),) if at.keys.flag("use_attention_gate") else ()}
+
+
 def _linear(_at: At) -> str:
     return of.LINEAR
 
@@ -182,6 +192,27 @@ _TYPES: dict[str, Rotating] = {
         still=_no_base,
         norm=(Norm(each=False),),
         ignored=_DELTA,
+    ),
+}
+_TYPES |= {
+    "lara_mini": Rotating(
+        window="types",
+        pattern=of.cycled(of.LINEAR, of.SLIDING, of.LINEAR, of.FULL, of.SLIDING),
+        kinds=(of.FULL, of.SLIDING),
+        others=(of.LINEAR,),
+        still=of.full_still,
+        norm=(Norm(),),
+        ignored=_DELTA,
+    ),
+    "lfm3": Rotating(
+        theta=1e6,
+        window="types",
+        pattern=_lfm3,
+        kinds=(of.FULL, of.SLIDING),
+        others=(of.CONV,),
+        norm=(Norm(),),
+        ignored=("use_sandwich_norm", "use_attention_gate"),
+        finish=_gated,
     ),
 }
 for _names, _traits in _TYPES.items():

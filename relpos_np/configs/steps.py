@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from relpos_np.configs.plans import SchemePlan
+
 _OPERANDS = {"q": "q", "k": "k", "v": "v", "o": "the output"}
 
 
@@ -133,6 +135,16 @@ class TurnedInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """Queries and keys turn before other steps: a norm with weights that comes after cannot be exchanged with it."""
+
+    plan: SchemePlan
+
+    def __str__(self) -> str:
+        return f"q and k turned, {self.plan.words()}"
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """What is said of a layer and not done by `LayerAttention.run`."""
 
@@ -142,5 +154,5 @@ class Told:
         return self.text
 
 
-Step: TypeAlias = Norm | Clip | Times | Latent | KeysAsValues | TurnedInputs | Told
+Step: TypeAlias = Norm | Clip | Times | Latent | KeysAsValues | TurnedInputs | Turned | Told
 Finish: TypeAlias = Norm | Gate

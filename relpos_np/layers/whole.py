@@ -10,9 +10,23 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.configs.layer import LayerAttention, stored
-from relpos_np.configs.steps import Clip, Finish, Gate, KeysAsValues, Latent, Norm, Step, Times, Told, TurnedInputs
+from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.configs.steps import (
+    Clip,
+    Finish,
+    Gate,
+    KeysAsValues,
+    Latent,
+    Norm,
+    Step,
+    Times,
+    Told,
+    Turned,
+    TurnedInputs,
+)
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.formulas.rotations import rotate_inputs
+from relpos_np.formulas.frequencies import rotary_frequencies
+from relpos_np.formulas.rotations import rotary_matrices, rotate_inputs, rotate_pairs
 from relpos_np.layers.linear import Linear, merge_heads, sequence, split_heads
 from relpos_np.layers.state import Source, State
 from relpos_np.types import Array
@@ -125,8 +139,7 @@ class PublishedAttention:
     def _projections(self) -> dict[str, Linear]:
         """Those of queries, keys and values, which may be one."""
         layer = self.layer
-        sizes = {"q": layer.heads * layer.head_dim, "k": layer.kv_heads * layer.head_dim}
-        sizes["v"] = layer.kv_heads * layer.value_dim
+        sizes = dict(zip("qkv", _sizes(layer), strict=True))
         if len(self.names) == 1:
             # GPT-2 stores all its weights the other way round; those of three projections are never square.
             self._turned = self._own.take(f"{self.names[0]}.weight").shape[-1] == sum(sizes.values())
@@ -180,6 +193,8 @@ class PublishedAttention:
             self._expanded(x, self._latent) if self._latent else self._apart(x, x if context is None else context)
         )
         for step, weights in self._before:
+            if isinstance(step, Turned) and (options.keys() & {"offset", "segments"} or context is not None):
+                raise RelposTypeError("offset, segments, context: not where queries and keys turn before their norms")
             operands = _prepared(step, weights, operands)
         out = self._bound(operands["q"], operands["k"], operands["v"], **options)
         for last, weights in self._after:
@@ -216,21 +231,33 @@ class PublishedAttention:
 
 def _located(layer: LayerAttention, state: State, prefix: str) -> tuple[str, tuple[str, ...], str]:
     """What precedes the names of a layer's attention, and the names of its projections and of that of its output."""
-    every, latent = state.names(), any(isinstance(step, Latent) for step in layer.before)
-    for names in ((LATENT,),) if latent else (*APART, *((name,) for name in TOGETHER)):
+    latent = any(isinstance(step, Latent) for step in layer.before)
+    conventions = ((LATENT,),) if latent else (*APART, *((name,) for name in TOGETHER))
+    stored, found = state.names(), {}
+    for names in conventions:
         tail = f"{names[0]}.weight"
-        paths = [full.removesuffix(tail) for full in every if full == tail or full.endswith(f".{tail}")]
-        outs = {path: [out for out in OUT if state.has(f"{path}{out}.weight")] for path in paths}
-        fits = [path for path in paths if path.startswith(prefix) and _is(layer, path[len(prefix) :]) and outs[path]]
-        if len(fits) == 1 and len(outs[fits[0]]) == 1:
-            return fits[0], names, outs[fits[0]][0]
-        if fits:
-            raise RelposValueError(f"prefix: expected that of one of {', '.join(sorted(fits)[:8])}, with one output")
-    tried = LATENT if latent else ", ".join([*(names[0] for names in APART), *TOGETHER])
+        for path in (full.removesuffix(tail) for full in stored if full == tail or full.endswith(f".{tail}")):
+            outs = [out for out in OUT if state.has(f"{path}{out}.weight")]
+            if path not in found and path.startswith(prefix) and _is(layer, path[len(prefix) :]) and len(outs) == 1:
+                found[path] = names, outs[0]
+    if len(found) > 1:
+        # Several stacks: that whose projections have the right sizes.
+        rows = {layer.heads * layer.head_dim, layer.heads * (layer.head_dim + layer.value_dim), sum(_sizes(layer))}
+        right = {path for path, (names, _) in found.items() if rows & {*state.take(f"{path}{names[0]}.weight").shape}}
+        found = {path: one for path, one in found.items() if path in right} if right else found
+    if len(found) > 1:
+        raise RelposValueError(f"prefix: expected that of one of {', '.join(sorted(found)[:8])}")
+    for path, (names, out) in found.items():
+        return path, names, out
     raise RelposValueError(
-        f"weights: no attention of layer {layer.layer}{prefix and f' below {prefix}'} has one of {tried}, and one of "
-        f"{', '.join(OUT)}"
+        f"weights: no attention of layer {layer.layer}{prefix and f' below {prefix}'} has one of "
+        f"{', '.join(names[0] for names in conventions)}, and one of {', '.join(OUT)}"
     )
+
+
+def _sizes(layer: LayerAttention) -> tuple[int, int, int]:
+    """Channels of all queries, keys and values."""
+    return layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim, layer.kv_heads * layer.value_dim
 
 
 def _is(layer: LayerAttention, path: str) -> bool:
@@ -285,10 +312,24 @@ def _prepared(step: Step, weights: Sequence[Any], operands: Operands) -> Operand
         return {**operands, **normed}
     if isinstance(step, Clip):
         return {one: y.clip(-step.limit, step.limit) for one, y in operands.items()}
+    if isinstance(step, Turned):
+        return {**operands, **{one: _turned(step.plan, operands[one]) for one in "qk"}}
     if isinstance(step, Times):
         y = operands[step.of]
         return {**operands, step.of: y * y.dtype.type(step.factor)}
     return operands
+
+
+def _turned(plan: SchemePlan, y: Array) -> Array:
+    """Queries or keys at positions from 0 on, turned as the scheme of a plan turns them."""
+    length, dim = y.shape[-2:]
+    places = np.arange(length)
+    rotary = plan.build(Given(plan.options, {}, length, length, places, length, dim, y.dtype, {}))
+    omega = rotary.frequencies
+    if omega is None:
+        omega = rotary_frequencies(rotary.dim or dim, base=rotary.base)
+    matrices = rotary_matrices(places, omega, magnitude=rotary.magnitude)
+    return rotate_pairs(y, matrices, layout=rotary.layout)
 
 
 def _finished(step: Finish, weights: Sequence[Any], out: Array, x: Array) -> Array:

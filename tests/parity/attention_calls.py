@@ -96,6 +96,8 @@ def interface(model, last=False):
                 ropes = module.config.rope_parameters
                 at = torch.arange(query.shape[-2])[:, None] // ropes["original_max_position_embeddings"]
                 query = query / (1 + ropes["llama_4_scaling_beta"] * torch.log1p(at))
+            if hasattr(module, "query_layernorm"):  # norms with weights come after turning: so do our operands
+                pending.clear()
             if pending:
                 (q_before, k_before), *_ = pending
                 if q_before.ndim == 3:  # (L, H, D), of frames or windows that are called one after the other

@@ -188,6 +188,8 @@ SWIN = {
 
 # ---------------------------------------------------------------------------------------------- models
 
+PHI_VISION = {**IMAGE, "crop_size": 24}
+PHI_AUDIO = {**SPEECH, "num_blocks": 1, "ext_pw_out_channel": 64, "nemo_conv_channels": 16, "input_size": 16}
 GRID = (("grid", (8, 14)),)
 MODELS = (
     Model("llama", KV),
@@ -288,6 +290,27 @@ MODELS = (
         {**KV, "backbone_hidden_size": 64, "num_codebooks": 40, "rope_parameters": LLAMA3},
         net="CsmDepthDecoderModel",
     ),
+    Model("hunyuan_v1_dense", HEAD),
+    Model("hunyuan_v1_moe", {**HEAD, **MOE, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}}),
+    Model("granite_swa", {**KV, "sliding_window": 9, "attention_multiplier": 0.2}),
+    Model(
+        "granitemoe_swa",
+        {**KV, **MOE, "sliding_window": 9, "attention_multiplier": 0.2, "layer_rope_theta": [100.0, 0, 1e4, 1e4]},
+    ),
+    Model("laguna", {**HEAD, **MOE, "sliding_window": 9, "layer_types": SHARING[2:]}),
+    Model(
+        "laguna",
+        {**HEAD, **MOE, "sliding_window": 9, "gating": "per-channel", "num_attention_heads_per_layer": [4, 2, 4, 8]},
+    ),
+    Model("lara_mini", {**HEAD, **MOE, **DELTA, "sliding_window": 9, "num_hidden_layers": 5}),
+    *(Model("lfm3", {**HEAD, "sliding_window": 9, "use_attention_gate": gate}) for gate in (True, False)),
+    Model("flint", {**HEAD, **MOE, "sliding_window": 9}),
+    *(Model("kolibri1", {**HEAD, **MOE, "sliding_window": n, "num_hidden_layers": 5}) for n in (9,)),
+    Model("phi4_multimodal", {**KV, "sliding_window": 9, "vision_config": PHI_VISION, "audio_config": PHI_AUDIO}),
+    Model("apertus1p5_text", KV),
+    Model("emu3_text_model", KV, net="models.emu3.modeling_emu3.Emu3TextModel"),
+    Model("kimi_linear", {**LATENT, "linear_head_dim": 16, "linear_num_heads": 4, "num_hidden_layers": 5}, last=True),
+    Model("deepseek_v3", LATENT, last=True, published="sarvam_mla"),
     Model("gemma3n_text", {**HEAD, **THREE_N}),
     Model("gemma3n_text", {**HEAD, **THREE_N, "num_kv_shared_layers": 0}),
     Model("gemma4_text", {**HEAD, **FOUR, "num_hidden_layers": 7}),

@@ -22,6 +22,7 @@ from tests.parity.test_from_config import build, in_order, inputs_of, name_of  #
 @contextmanager
 def in_float64():
     """What code of transformers computes in float32 whatever its input is: norms, softmax, angles, tables."""
+    usual = torch.get_default_dtype()
     with (
         patch.multiple(torch, float32=torch.float64, float=torch.float64, FloatTensor=torch.DoubleTensor),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
@@ -30,7 +31,7 @@ def in_float64():
         try:
             yield
         finally:
-            torch.set_default_dtype(torch.float32)
+            torch.set_default_dtype(usual)
 
 
 def array(x):
@@ -81,6 +82,7 @@ def recorded(net, whole):
 
 # Of models that have two stacks, where the layers do not say which is theirs.
 PREFIXES = {"text": "language_model.", "vision": "vision_tower."}
+PREFIXES_OF = {"phi4_multimodal": "layers."}
 # What keeps a layer from being run as a whole.
 REFUSED = {
     "gemma3n_text": "k and v are those of layer",
@@ -111,7 +113,7 @@ def test_whole_layers_are_those_of_the_model(model):
         stored["model_type"] = model.published or settings.model_type
         weights = {name: array(x) for name, x in net.state_dict().items()}
         layers = {(part, n): rp.from_config(stored, layer=n, part=part) for part, n in in_order(stored, model.parts)}
-        via = f"{model.via}." if model.via and model.parts != ("",) else ""
+        via = f"{model.via}." if model.via and model.parts != ("",) else PREFIXES_OF.get(model.model_type, "")
         whole = {key: read(layer, weights, PREFIXES.get(key[0], via)) for key, layer in layers.items()}
         whole = {key: one for key, one in whole.items() if one is not None}
         with recorded(net, whole) as seen:
