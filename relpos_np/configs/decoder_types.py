@@ -161,6 +161,10 @@ _TYPES: dict[str, Rotating] = {
     "phi4_multimodal": Rotating(share=1.0, window="all", ignored=("vision_config", "audio_config"), finish=of.phi3),
     "apertus1p5_text": Rotating(theta=12e6, norm=_HEADS),
     "emu3_text_model": Rotating(theta=1e6),
+    "moshi": Rotating(
+        ignored=("audio_encoder_config", "depth_decoder_config", "sliding_window"),
+        notes=("sliding_window: the keys that transformers keeps in a cache; its mask has none",),
+    ),
     "eurobert": Rotating(causal=False),
     "nomic_bert": Rotating(theta=1000.0, causal=False),
     "gte": Rotating(theta=16e4, causal=False),

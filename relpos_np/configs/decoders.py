@@ -135,7 +135,7 @@ class Rotating:
         kind = self._type(at)
         at = replace(at, kind=kind)
         if self.sized is not None:
-            found |= self.sized(at)
+            found |= self.sized(replace(at, found=found))
         still = self.still is not None and self.still(at)
         sections, order = self.mrope or (None, "chunks")
         ropes = rope.parameters(
@@ -213,6 +213,8 @@ class Rotating:
             "global_attn_every_n_layers",
             "full_attention_interval",
             "full_attn_idxs",
+            "block_types",
+            "sparse_attention_config",
         ):
             keys.ignore(name)
         if not isinstance(types, list | tuple) or len(types) < layers:

@@ -13,7 +13,7 @@ from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import SchemePlan, Temperature
-from relpos_np.configs.steps import Latent
+from relpos_np.configs.steps import Latent, Told
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import yarn_magnitude
 
@@ -90,7 +90,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     values = keys.get("v_head_dim")
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    if keys.model_type in ("deepseek_v32", "glm_moe_dsa"):
+    if keys.model_type in ("deepseek_v32", "glm_moe_dsa", "axk2"):
         keys.ignore(*_INDEXERS)
         needs = ("selected",)
         notes = (f"selected: the {keys.integer('index_topk')} keys that the layer's indexer chooses for a query",)
@@ -114,7 +114,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         schemes=() if keys.model_type == "kimi_linear" else (plan,),
         needs=needs,
         query_scale=temperature,
-        before=(latent,),
+        before=(latent, Told("a gate beside the queries (q_gate_proj)")) if keys.model_type == "axk2" else (latent,),
         address=divmod(layer, 2) if keys.model_type == "longcat_flash" else (),
         notes=(*notes, *ropes.notes),
     )
@@ -172,7 +172,7 @@ register(_esm, "esm", kind="Text")
 register(
     _deepseek,
     "glm4_moe_lite deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa mistral4 longcat_flash youtu axk1 minicpm3 "
-    "sarvam_mla",
+    "sarvam_mla axk2",
     kind="Text",
 )
 register(_kimi_linear, "kimi_linear", kind="Text", count=_count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from relpos_np._contract import check
@@ -44,6 +45,61 @@ def _jamba(at: At) -> str:
 def _olmo(at: At) -> str:
     """Every fourth layer, and the last one of fewer than four."""
     return of.FULL if at.layer % 4 == 3 or at.layer == at.layers - 1 < 3 else of.LINEAR
+
+
+def _recurrent(at: At) -> str:
+    """RecurrentGemma: two layers without attention and one with a window, or as the key has it."""
+    kinds = at.keys.get("block_types", None) or ("recurrent", "recurrent", "attention")
+    if not isinstance(kinds, list | tuple) or not {*map(str, kinds)} <= {"recurrent", "attention"}:
+        raise RelposValueError(f"block_types: expected recurrent and attention, found {kinds!r}")
+    return of.SLIDING if kinds[at.layer % len(kinds)] == "attention" else of.LINEAR
+
+
+_HYBRID = "hybrid"
+# Which objects write beside the keys that say them.
+_SIZES = (
+    *("attention_hidden_size", "chunk_size", "kv_channels", "mamba_headdim", "num_query_groups", "num_mem_blocks"),
+    *("use_shared_attention_adapter", "use_mem_eff_path", "add_bias_linear"),
+)
+# Of layers that are refused; the number of turning channels, which the class does not read, is beside its share.
+_INDEXER = (
+    *("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks"),
+    "rotary_dim",
+)
+
+
+def _zamba(at: At) -> str:
+    """Zamba: the third layer, then one of each period."""
+    every, first = at.keys.integer("attn_layer_period"), at.keys.integer("attn_layer_offset", least=0)
+    return _HYBRID if at.layer == 2 or (at.layer > 2 and (at.layer - 3) % every == first) else of.LINEAR
+
+
+def _zamba2(at: At) -> str:
+    """Zamba 2: every sixth layer of the first 43, and two later ones, where 54 have no types."""
+    return _HYBRID if at.layer in (*range(6, 43, 6), 47, 51) else of.LINEAR
+
+
+def _unless_mem_rope(at: At) -> bool:
+    return not at.keys.flag("use_mem_rope", False)
+
+
+def _doubled(at: At) -> dict[str, Any]:
+    """Zamba: the input is twice as wide, and so is a head, but for its scale."""
+    dim = at.keys.get("attention_head_dim", None)
+    dim = 2 * at.keys.integer("hidden_size") // at.found["heads"] if dim is None else dim
+    dim = check.integer("attention_head_dim", dim, 1)
+    return {"head_dim": dim, "value_dim": dim, "scale": (dim / 2) ** -0.5}
+
+
+def _minimax_m3(at: At) -> str:
+    """MiniMax M3: early files have a number for each layer."""
+    inner = at.keys.get("sparse_attention_config", None) or {}
+    listed = inner.get("sparse_attention_freq") if isinstance(inner, Mapping) else inner
+    if listed is None:
+        return of.FULL
+    if not isinstance(listed, list | tuple) or len(listed) < at.layers:
+        raise RelposValueError(f"sparse_attention_freq: expected one for each of {at.layers} layers, found {listed!r}")
+    return "minimax_m3_sparse" if listed[at.layer] else of.FULL
 
 
 def _lfm3(at: At) -> str:
@@ -203,6 +259,46 @@ _TYPES |= {
         still=of.full_still,
         norm=(Norm(),),
         ignored=_DELTA,
+    ),
+    "recurrent_gemma": Rotating(
+        share=0.5,
+        window="types",
+        pattern=_recurrent,
+        kinds=(of.SLIDING,),
+        others=(of.LINEAR,),
+        ignored=("logits_soft_cap", "w_init_variance_scale", "final_w_init_variance_scale"),
+    ),
+    "zamba": Rotating(
+        pattern=_zamba,
+        kinds=(_HYBRID,),
+        others=(of.LINEAR,),
+        still=_always,
+        ignored=(*_MAMBA, "attention_hidden_size", "attn_layer_period", "attn_layer_offset"),
+        sized=_doubled,
+    ),
+    "zamba2": Rotating(
+        pattern=_zamba2,
+        kinds=(_HYBRID,),
+        others=(of.LINEAR,),
+        still=_unless_mem_rope,
+        ignored=(
+            *_MAMBA,
+            *_SIZES,
+            "num_mem_blocks",
+            "use_shared_attention_adapter",
+            "use_mem_eff_path",
+            "add_bias_linear",
+        ),
+        sized=_doubled,
+        notes=("adapters of a layer add to its projections, which it shares with others",),
+    ),
+    "minimax_m3_vl_text": Rotating(
+        theta=5e6,
+        share=1.0,
+        pattern=_minimax_m3,
+        others=("minimax_m3_sparse",),
+        norm=(Norm(shift=1.0),),
+        ignored=_INDEXER,
     ),
     "lfm3": Rotating(
         theta=1e6,

@@ -121,7 +121,7 @@ register(
         norm=_NORMS,
         finish=_gemma4,
     ).read,
-    "gemma4_text",
+    "gemma4_text gemma4_unified_text",
     kind="Text",
     defaults={"global_head_dim": 512, "num_global_key_value_heads": None},
 )

@@ -39,13 +39,18 @@ APART = (
     ("attention.query", "attention.key", "attention.value"),
     ("linear_q", "linear_k", "linear_v"),
     ("q_proj", "k_proj", "v_proj"),
+    ("q_proj.linear", "k_proj.linear", "v_proj.linear"),
     ("q_lin", "k_lin", "v_lin"),
+    ("Wq", "Wk", "Wv"),
     ("q", "k", "v"),
 )
 # One projection for all three.
 TOGETHER = ("query_key_value", "qkv_proj", "self.in_proj", "c_attn", "Wqkv", "qkv")
 LATENT = "kv_a_proj_with_mqa"
-OUT = ("o_proj", "out_proj", "output.dense", "dense", "c_proj", "Wo", "out_lin", "linear_out", "o", "proj")
+OUT = (
+    *("o_proj", "o_proj.linear", "out_proj", "output.dense", "dense", "c_proj", "Wo", "out_lin", "linear_out", "o"),
+    "proj",
+)
 # How rows of one projection lie: in how many blocks, 0 for one per key head, and what each holds. Elsewhere all
 # queries come first, then all keys and all values.
 BLOCKS: Mapping[str, tuple[int, str]] = {

@@ -334,8 +334,14 @@ HOOKS = {
     "imagegpt": ("ImageGPTAttention", _side_by_side, "c_proj"),
     "ibert": ("IBertAttention", _ibert, "output.dense"),
     "mpt": ("MptAttention", _mpt, "out_proj"),
+    "ctrl": ("MultiHeadAttention", _apart("Wq", "Wk", "Wv"), "dense"),
+    "xlm": ("MultiHeadAttention", _apart("q_lin", "k_lin", "v_lin", "n_heads"), "out_lin"),
     "gpt_neo": ("GPTNeoSelfAttention", _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
-    "bart": (("XGLMAttention", "SpeechT5Attention", "VitsAttention"), _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
+    "bart": (
+        ("XGLMAttention", "SpeechT5Attention", "VitsAttention", "MvpAttention", "TrOCRAttention"),
+        _apart("q_proj", "k_proj", "v_proj"),
+        "out_proj",
+    ),
     "bert": (
         ("RoFormerAttention", "MegatronBertAttention", "RemBertAttention", "LayoutLMv3Attention"),
         _inner("query", "key", "value"),

@@ -188,6 +188,8 @@ SWIN = {
 
 # ---------------------------------------------------------------------------------------------- models
 
+DEPTH = {**KV, "num_codebooks": 2, "ffn_dim": 64, "sliding_window": 4, "input_size": 64, "audio_vocab_size": 50}
+ZAMBA = {"n_mamba_heads": 2, "mamba_d_state": 8, "use_mamba_kernels": False}
 PHI_VISION = {**IMAGE, "crop_size": 24}
 PHI_AUDIO = {**SPEECH, "num_blocks": 1, "ext_pw_out_channel": 64, "nemo_conv_channels": 16, "input_size": 16}
 GRID = (("grid", (8, 14)),)
@@ -311,6 +313,44 @@ MODELS = (
     Model("emu3_text_model", KV, net="models.emu3.modeling_emu3.Emu3TextModel"),
     Model("kimi_linear", {**LATENT, "linear_head_dim": 16, "linear_num_heads": 4, "num_hidden_layers": 5}, last=True),
     Model("deepseek_v3", LATENT, last=True, published="sarvam_mla"),
+    Model("moshi", {**KV, "sliding_window": 9, "ffn_dim": 64, "audio_vocab_size": 50, "depth_decoder_config": DEPTH}),
+    Model("recurrent_gemma", {**KV, "attention_window_size": 9, "lru_width": 64, "num_hidden_layers": 6}),
+    Model("zamba", {**KV, **ZAMBA, "num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    *(
+        Model(
+            "zamba2",
+            {**SMALL, **ZAMBA, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"] * 2, "use_mem_rope": turning},
+        )
+        for turning in (True, False)
+    ),
+    Model(
+        "minimax_m3_vl_text",
+        {**HEAD, **MOE, "rotary_dim": 8, "dense_intermediate_size": 64, "shared_intermediate_size": 32}
+        | {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 2},
+    ),
+    Model("gemma4_unified_text", {**HEAD, **FOUR, "num_hidden_layers": 7}),
+    Model("axk2", {**LATENT, "q_lora_rank": 16, **INDEXER, "gated_norm_rank": 4}, last=True),
+    Model("ctrl", {**GPT2, "dff": 64}, calls="ctrl"),
+    *(
+        Model("xlm", {"vocab_size": 50, "emb_dim": 64, "n_layers": 2, "n_heads": 4, "causal": causal}, "ids", "xlm")
+        for causal in (True, False)
+    ),
+    Model("mvp", PAIR, "pair", "bart", parts=BOTH),
+    Model(
+        "trocr",
+        {**{name: x for name, x in PAIR.items() if "encoder" not in name}, "is_decoder": True}
+        | {"cross_attention_hidden_size": 64},
+        "decoding",
+        "bart",
+        ("", "cross"),
+        net="models.trocr.modeling_trocr.TrOCRDecoder",
+    ),
+    Model(
+        "musicgen_melody_decoder",
+        {**BERT, "ffn_dim": 64, "num_codebooks": 2},
+        "codebooks",
+        net="models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyDecoder",
+    ),
     Model("gemma3n_text", {**HEAD, **THREE_N}),
     Model("gemma3n_text", {**HEAD, **THREE_N, "num_kv_shared_layers": 0}),
     Model("gemma4_text", {**HEAD, **FOUR, "num_hidden_layers": 7}),

@@ -87,6 +87,7 @@ PREFIXES_OF = {"phi4_multimodal": "layers."}
 REFUSED = {
     "gemma3n_text": "k and v are those of layer",
     "gemma4_text": "k and v are those of layer",
+    "axk2": "a gate beside the queries",
     "deepseek_v4": "RMS norm of q",
     "inkling_text": "short convolutions",
     "xlnet": "has one of self.query",
