@@ -134,6 +134,13 @@ _TYPES: dict[str, Rotating] = {
         still=of.cohere2_moe_still,
         finish=of.unread(rope_scaling=None),
     ),
+    "cohere_compass_text": Rotating(
+        window="types",
+        pattern=of.always_full,
+        still=of.null_still,
+        mrope=((24, 20, 20), "cyclic"),
+        ignored=("pooling",),
+    ),
     "mellum": Rotating(
         theta={of.FULL: 5e5, of.SLIDING: 1e4},
         share=1.0,

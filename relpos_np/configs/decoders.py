@@ -350,6 +350,11 @@ def full_still(at: At) -> bool:
     return at.kind != SLIDING
 
 
+def null_still(at: At) -> bool:
+    """Cohere Compass: layers without positions have null for their rotary parameters."""
+    return rope.stored(at.keys).get(at.kind, at) is None
+
+
 def always_full(_at: At) -> str:
     """Mellum: no windows but where types of layers are stored."""
     return FULL

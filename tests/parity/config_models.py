@@ -313,6 +313,11 @@ MODELS = (
     Model("emu3_text_model", KV, net="models.emu3.modeling_emu3.Emu3TextModel"),
     Model("kimi_linear", {**LATENT, "linear_head_dim": 16, "linear_num_heads": 4, "num_hidden_layers": 5}, last=True),
     Model("deepseek_v3", LATENT, last=True, published="sarvam_mla"),
+    Model(
+        "cohere_compass_text",
+        {**KV, "sliding_window": 9, "layer_types": SHARING[2:]}
+        | {"rope_parameters": {"full_attention": None, "sliding_attention": {**PLAIN, "mrope_section": [2, 3, 3]}}},
+    ),
     Model("moshi", {**KV, "sliding_window": 9, "ffn_dim": 64, "audio_vocab_size": 50, "depth_decoder_config": DEPTH}),
     Model("recurrent_gemma", {**KV, "attention_window_size": 9, "lru_width": 64, "num_hidden_layers": 6}),
     Model("zamba", {**KV, **ZAMBA, "num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1}),
