@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relpos_np._contract import check
 from relpos_np.configs.plans import Given, Rule, SchemePlan, Temperature, first
-from relpos_np.configs.steps import Finish, Step
+from relpos_np.configs.steps import Finish, KeysOf, Latent, Step
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.types import Array
@@ -124,6 +125,50 @@ class LayerAttention:
         fields["scale"] = None if math.isnan(self.scale) else self.scale
         return fields
 
+    @property
+    def cached(self) -> int:
+        """Numbers that decoding keeps of each token: of keys and values, or of latent vectors; 0 for an encoder.
+
+        A layer that takes keys and values of another one keeps none.
+        """
+        if self.part != "cross" and not self.causal and self.rule is None:
+            return 0
+        for step in self.before:
+            if isinstance(step, KeysOf):
+                return 0
+            if isinstance(step, Latent):
+                return step.rank + step.turning
+        # Values that turn are the keys.
+        alike = any(plan.options.get("values") for plan in self.schemes)
+        return self.kv_heads * (self.head_dim + (0 if alike else self.value_dim))
+
+    def cache_bytes(self, tokens: int = 1, *, dtype: Any = np.float16) -> int:
+        """Bytes that decoding keeps for one sequence in this layer.
+
+        Parameters
+        ----------
+        tokens : int
+            Length of the sequence; of a layer with a window only so many count, of cross-attention those of the
+            encoder.
+        dtype : dtype
+            Of keys and values.
+
+        Returns
+        -------
+        int
+            Without what a program keeps beside them.
+
+        Examples
+        --------
+        >>> import relpos_np as rp
+        >>> layer = rp.from_config({"model_type": "mistral"}, layer=0)
+        >>> layer.cache_bytes(), layer.cache_bytes(100_000) // layer.cache_bytes()
+        (4096, 4096)
+        """
+        count = check.integer("tokens", tokens, 0)
+        left = None if self.window is None else self.window[0]
+        return (count if left is None else min(count, left + 1)) * self.cached * int(np.dtype(dtype).itemsize)
+
     def describe(self) -> str:
         """The layer in lines of text.
 
@@ -134,6 +179,16 @@ class LayerAttention:
         """
         part = f", {self.part}" if self.part else ""
         head = f"{self.model_type}{part}, layer {self.layer} of {self.layers}"
+        return "\n".join([head, *(f"  {name:<16}{text}" for name, text in self.rows())])
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What `describe` says, each with its name.
+
+        Returns
+        -------
+        list of tuple of str
+            Names and texts; "" for what goes on with the row before.
+        """
         rows = [("heads", f"{self.heads} of {self.head_dim} channels")]
         if self.kv_heads != self.heads:
             rows.append(("key heads", str(self.kv_heads)))
@@ -154,6 +209,8 @@ class LayerAttention:
         for name in ("before", "after"):
             if steps := getattr(self, name):
                 rows.append((name, ", ".join(map(str, steps))))
+        if self.cached:
+            rows.append(("cache", f"{self.cache_bytes()} bytes a token in 16 bits"))
         if needed := (*self.inputs, *self.needs):
             rows.append(("a call needs", ", ".join(needed)))
         if self.optional:
@@ -161,7 +218,7 @@ class LayerAttention:
         rows += [("note", note) for note in self.notes]
         if self.ignored:
             rows.append(("ignored keys", ", ".join(self.ignored)))
-        return "\n".join([head, *(f"  {name:<16}{text}" for name, text in rows)])
+        return rows
 
     def bind(self, weights: Any = None, *, prefix: str = "", own: str | None = None) -> BoundAttention:
         """Read the weights that the layer's positions need.

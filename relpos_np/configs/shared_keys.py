@@ -8,7 +8,7 @@ from typing import Any
 from relpos_np._contract import check
 from relpos_np.configs.decoders import FULL, SLIDING, At, Rotating, alternating, with_eps
 from relpos_np.configs.families import register
-from relpos_np.configs.steps import KeysAsValues, Norm, Step, Told
+from relpos_np.configs.steps import KeysAsValues, KeysOf, Norm, Step
 from relpos_np.errors import RelposValueError
 
 _NORMS = (Norm(), Norm((), "v"))
@@ -35,8 +35,7 @@ def _shared(at: At) -> tuple[Step, ...]:
     of_type = [layer for layer, kind in enumerate(_types(at)[: max(first, 0)]) if kind == at.kind]
     if not of_type:
         raise RelposValueError(f"num_kv_shared_layers: {number} leaves no layer whose keys layer {at.layer} can take")
-    told = f"k and v are those of layer {of_type[-1]}, which has the same positions"
-    return (with_eps(at.keys, (Norm(("q_norm",), "q"),))[0], Told(told))
+    return (*with_eps(at.keys, (Norm(("q_norm",), "q"),)), KeysOf(of_type[-1]))
 
 
 def _gemma3n(at: At) -> dict[str, Any]:

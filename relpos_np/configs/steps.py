@@ -145,6 +145,16 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
+class KeysOf:
+    """Keys and values are those of an earlier layer."""
+
+    layer: int
+
+    def __str__(self) -> str:
+        return f"k and v are those of layer {self.layer}, which has the same positions"
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """What is said of a layer and not done by `LayerAttention.run`."""
 
@@ -154,5 +164,5 @@ class Told:
         return self.text
 
 
-Step: TypeAlias = Norm | Clip | Times | Latent | KeysAsValues | TurnedInputs | Turned | Told
+Step: TypeAlias = Norm | Clip | Times | Latent | KeysAsValues | TurnedInputs | Turned | KeysOf | Told
 Finish: TypeAlias = Norm | Gate

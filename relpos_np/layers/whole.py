@@ -16,6 +16,7 @@ from relpos_np.configs.steps import (
     Finish,
     Gate,
     KeysAsValues,
+    KeysOf,
     Latent,
     Norm,
     Step,
@@ -91,7 +92,7 @@ class PublishedAttention:
 
     def __init__(self, layer: LayerAttention, weights: Source, *, prefix: str = "") -> None:
         for step in layer.before:
-            if isinstance(step, Told):
+            if isinstance(step, Told | KeysOf):
                 raise RelposValueError(f"{layer.model_type}: a whole layer cannot be run: {step}")
         state = State(weights)
         self.layer = layer
