@@ -17,7 +17,7 @@ HELP = """\
 Reads the configuration of a published model, as transformers or diffusers store it, and prints the attention of each
 layer: positions, scale, which keys a query attends, soft caps, sinks, factors on queries, the weights it needs, and
 what you pass to a call. If it does not know a key that may change attention, it stops and names all such keys.
-`relpos_np.from_config` returns the same as an object that makes the call.
+`relpos_np.from_config` returns the same as an object that makes the call. Of two files it prints what differs.
 """
 EXAMPLE = """\
 examples:
@@ -33,9 +33,7 @@ examples:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     parser.add_argument("file", nargs="?", metavar="FILE", help="a config.json, or the folder of one")
-    parser.add_argument(
-        "other", nargs="?", metavar="OTHER", help="another one: print only what differs, layer by layer"
-    )
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="another one: print what differs, layer by layer")
     parser.add_argument("--layer", type=natural, help="one layer, from 0 (default: all)")
     parser.add_argument("--part", help="one stack of layers, such as encoder, decoder, cross or text (default: all)")
     parser.add_argument(
@@ -63,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"layers": [layer.as_dict() for layer in layers]}))
     else:
         print("\n\n".join(_alike(layers)))
+        if len(layers) > 1 and (cache := sum(layer.cache_bytes() for layer in layers)):
+            print(f"\ncache of these layers: {cache} bytes a token in 16 bits")
     return 0
 
 

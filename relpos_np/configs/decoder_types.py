@@ -154,15 +154,6 @@ _TYPES: dict[str, Rotating] = {
     "granite_swa granitemoe_swa": Rotating(
         window="types", pattern=of.alternating(4, first=True), thetas="layer_rope_theta", finish=of.granite_swa
     ),
-    "laguna": Rotating(
-        theta={of.FULL: 5e5, of.SLIDING: 1e4},
-        share={of.FULL: 0.5, of.SLIDING: 1.0},
-        window="types",
-        pattern=of.always_full,
-        norm=_HEADS,
-        sized=of.laguna,
-        after=(Gate("g_proj", activation="softplus"),),
-    ),
     "flint": Rotating(window="types", pattern=of.flint_pattern, still=of.full_still, norm=_HEADS, finish=of.sinks),
     "kolibri1": Rotating(window="types", pattern=of.alternating(5), still=of.exaone_still, norm=_HEADS),
     "phi4_multimodal": Rotating(share=1.0, window="all", ignored=("vision_config", "audio_config"), finish=of.phi3),
@@ -190,5 +181,20 @@ _SPEECH: dict[str, Rotating] = {
 
 for _names, _traits in _TYPES.items():
     register(_traits.read, _names, kind="Text")
+_LAGUNA = Rotating(
+    theta={of.FULL: 5e5, of.SLIDING: 1e4},
+    share=1.0,
+    window="types",
+    pattern=of.always_full,
+    norm=_HEADS,
+    sized=of.laguna,
+    after=(Gate("g_proj", activation="softplus"),),
+)
+# Of a file that has its own none is added.
+_SHARES = {
+    of.FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    of.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+register(_LAGUNA.read, "laguna", kind="Text", defaults={"rope_parameters": _SHARES})
 for _names, _traits in _SPEECH.items():
     register(_traits.read, _names, kind="Speech and music")

@@ -43,7 +43,7 @@ class Rotating:
     Attributes
     ----------
     theta, share : float
-        Defaults of the base and of the share of channels that turn, which may be given per type of layer; the latter
+        Defaults of the base, which may be given per type of layer, and of the share of channels that turn; the latter
         is None where the model's class reads none but in rules other than the default one.
     theta_keys, share_key : str
         Where they are stored in older configurations.
@@ -97,7 +97,7 @@ class Rotating:
     """
 
     theta: float | Mapping[str, float] = 10000.0
-    share: float | Mapping[str, float] | None = None
+    share: float | None = None
     theta_keys: str | Mapping[str, str] = "rope_theta"
     share_key: str = "partial_rotary_factor"
     thetas: str = ""
@@ -142,7 +142,7 @@ class Rotating:
             keys,
             kind,
             theta=self.theta,
-            share=self._share(keys, kind, found["head_dim"]),
+            share=self._share(keys, found["head_dim"]),
             theta_keys=self.theta_keys,
             share_key=self.share_key,
             elsewhere=self.elsewhere,
@@ -184,11 +184,9 @@ class Rotating:
             raise RelposValueError(f"{self.thetas}: expected one for each of {at.layers} layers, found {listed!r}")
         return check.real(self.thetas, listed[at.layer]) and check.positive(self.thetas, listed[at.layer])
 
-    def _share(self, keys: Keys, kind: str, head_dim: int) -> float | None:
+    def _share(self, keys: Keys, head_dim: int) -> float | None:
         number = keys.get(self.turning, None) if self.turning else None
-        if number is not None:
-            return check.integer(self.turning, number, 2) / head_dim
-        return self.share[kind] if isinstance(self.share, Mapping) else self.share
+        return self.share if number is None else check.integer(self.turning, number, 2) / head_dim
 
     def _type(self, at: At) -> str:
         found = self._named(at)

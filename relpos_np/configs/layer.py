@@ -118,6 +118,7 @@ class LayerAttention:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plans = fields.pop("schemes")
         fields["schemes"] = [plan.as_dict() for plan in plans]
+        fields["cached"] = self.cached
         fields["added"] = None if self.added is None else self.added.as_dict()
         fields |= {name: [str(step) for step in fields[name]] for name in ("before", "after")}
         for name in ("rule", "query_scale"):
