@@ -406,7 +406,7 @@ def _cells(layer: LayerAttention) -> tuple[str, ...]:
     more += [f"the query times `{layer.query_scale.words()}`"] if layer.query_scale is not None else []
     more += [f"a call needs `{name}`" for name in (*layer.inputs, *layer.needs)]
     more += [f"a call may give `{name}`" for name in layer.optional]
-    more += layer.before
+    more += map(str, (*layer.before, *layer.after))
     return positions, ROOT if layer.scale == layer.head_dim**-0.5 else scale, lines["attends"], "; ".join(more)
 
 

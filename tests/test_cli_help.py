@@ -81,7 +81,9 @@ def test_examples_of_the_help_run(name, brief, monkeypatch, capsys, tmp_path):
         kernels = pytest.importorskip("relpos_np.kernels._numba")
         monkeypatch.setattr(kernels, "warm_up", lambda: iter([("one", 0.1)]))
     if name == "config":
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "rope_scaling": None}), encoding="utf-8")
+        for folder in (tmp_path, tmp_path / "base", tmp_path / "finetuned"):
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text('{"model_type": "t5", "rope_scaling": null}', encoding="utf-8")
     if name == "conform":
         (tmp_path / "mypackage").mkdir()
         (tmp_path / "mypackage" / "attention.py").write_text(STRANGER, encoding="utf-8")

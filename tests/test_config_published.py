@@ -30,13 +30,13 @@ SAID = {
         "positions none",
         "layout='interleaved'",
         "llama3: factor 16.0",
-        "before q and k divided by their root mean square, per head (qk_norm)",
+        "before RMS norm of q and k, per head (no weights; eps 1e-05)",
     ],
     "Qwen3-VL-8B-Instruct": [
         "qwen3_vl_text, layers 0-35 of 36",
         "sections of pairs [24, 20, 20], cyclic",
         "rope_theta 5000000.0",
-        "before RMS norm of q and k, per head (q_norm, k_norm)",
+        "before RMS norm of q and k, per head (q_norm, k_norm; eps 1e-06)",
         "a call may give positions",
         "qwen3_vl_vision, layers 0-26 of 27",
         "added to inputs LearnedAbsolute(table=[pos_embed.weight])",
@@ -223,4 +223,4 @@ def test_the_last_of_many_layers_is_of_the_kind_of_its_number():
 
 def test_no_key_is_ahead_of_a_causal_query():
     layer = rp.from_config({"model_type": "llama"}, layer=0)
-    assert replace(layer, window=(3, 2)).describe().endswith("attends         the past, at most 3 back")
+    assert replace(layer, window=(3, 2)).rows()[3] == ("attends", "the past, at most 3 back")

@@ -428,6 +428,13 @@ HYBRIDS = {
     "olmo_hybrid": ({}, (3, 7)),
     "minimax": ({}, (0, 2, 4, 6)),
     "nemotron_h": ({"hybrid_override_pattern": "ME*-M*EM"}, (2, 5)),
+    "lara_mini": ({}, (1, 3, 4, 6)),
+    "lfm3": ({}, (2, 4, 6)),
+    "kimi_linear": ({"linear_attn_config": {"full_attn_layers": [4, 8], "kda_layers": [1]}}, (3, 7)),
+    "recurrent_gemma": ({}, (2, 5)),
+    "zamba": ({}, (2, 7)),
+    "zamba2": ({"layers_block_type": ["mamba", "hybrid"] * 4}, (1, 3, 5, 7)),
+    "minimax_m3_vl_text": ({"sparse_attention_config": {"sparse_attention_freq": [0, 0, 0, 1, 1, 1, 1, 1]}}, (0, 1, 2)),
     "deepseek_v4": ({"compress_ratios": [0, 4, 128, 0] * 2}, (0, 3, 4, 7)),
 }
 
@@ -531,11 +538,10 @@ def test_places_on_a_page():
 def test_keys_of_earlier_layers():
     """Gemma 3n and 4: as published, and as transformers stores heads that are not those of other layers."""
     layers = layers_of({"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": 4})
-    notes = ["".join(layer.notes) for layer in layers]
-    assert [note.partition(",")[0] for note in notes[6:]] == ["k and v are those of layer 5"] * 3 + [
-        "k and v are those of layer 4"
-    ]
-    assert not any(notes[:6])
+    last = [str(layer.before[-1]).partition(",")[0] for layer in layers]
+    assert last[6:] == ["k and v are those of layer 5"] * 3 + ["k and v are those of layer 4"]
+    assert last[:6] == ["RMS norm of v"] * 6
+    assert [layer.cached for layer in layers] == [2 * 2 * 256] * 6 + [0] * 4
     assert [layer.schemes[0].options["base"] for layer in layers[:5]] == [1e4] * 4 + [1e6]
     early = {"model_type": "gemma3n_text", "num_hidden_layers": 5, "num_kv_shared_layers": 0, "rope_theta": 700.0}
     early = layers_of(early | {"rope_local_base_freq": 70.0})

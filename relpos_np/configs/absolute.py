@@ -94,17 +94,22 @@ class Pair:
         Rows of the trained table that belong to no position.
     sinusoids : tuple, optional
         Layout of the sinusoids in place of a table, and where positions begin.
+    only : tuple, optional
+        A key, and its only value that is understood.
     ignored : tuple of str
         Keys that touch nothing in this model.
     """
 
     skip: int = 0
     sinusoids: tuple[str, int] | None = None
+    only: tuple[str, Any] | None = None
     ignored: tuple[str, ...] = ()
 
     def read(self, keys: Keys, layer: int, part: str) -> LayerAttention:
         """The layer of a configuration."""
         keys.ignore(*self.ignored)
+        if self.only is not None:
+            keys.only(*self.only, default=self.only[1])
         counted = {side: self._counted(keys, side) for side in ("encoder", "decoder")}
         side = "encoder" if part == "encoder" else "decoder"
         heads, layers = counted[side]
@@ -140,10 +145,36 @@ def _ibert(keys: Keys, _layer: int) -> dict[str, Any]:
     return {}
 
 
-def _albert(keys: Keys, _layer: int) -> dict[str, Any]:
-    """Every layer has attention once."""
+def _albert(keys: Keys, layer: int) -> dict[str, Any]:
+    """Every layer has attention once, with the weights of its group."""
     keys.only("inner_group_num", 1, default=1)
-    return {}
+    groups = keys.integer("num_hidden_groups", 1)
+    return {"address": (layer * groups // keys.integer("num_hidden_layers"), 0)}
+
+
+def _xlm(keys: Keys, _layer: int) -> dict[str, Any]:
+    """XLM: a decoder if the key says so."""
+    keys.only("asm", False, None)
+    remark = "sinusoids, as stored" if keys.flag("sinusoidal_embeddings") else ""
+    return {"causal": keys.flag("causal"), "added": learned("position_embeddings.weight", remark=remark)}
+
+
+def _ctrl(keys: Keys) -> SchemePlan:
+    return sinusoidal(keys.integer("hidden_size"), "concatenated")
+
+
+def _trocr(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """A decoder as BART has it; some add sinusoids."""
+    heads = keys.integer("num_attention_heads")
+    found = equal_heads(keys.integer("num_hidden_layers"), heads, divided(keys, "hidden_size", heads))
+    keys.only("is_decoder", False, None, True)
+    keys.ignore("cross_attention_hidden_size", "layernorm_embedding")
+    table = learned("embed_positions.weight", 2)
+    if not keys.flag("use_learned_position_embeddings"):
+        table = sinusoidal(keys.integer("hidden_size"), "tensor2tensor", 2)
+    return LayerAttention(
+        keys.model_type, part, layer, causal=part != "cross", added=None if part == "cross" else table, **found
+    )
 
 
 def _aimv2(keys: Keys, _layer: int) -> dict[str, Any]:
@@ -200,6 +231,8 @@ _TEXT: dict[str, Plain] = {
     "ernie": Plain(None, _BERT, ignored=("use_task_id",)),
     "albert": Plain(False, _BERT, finish=_albert),
     "splinter": Plain(False, _BERT),
+    "ctrl": Plain(True, sinusoids=_ctrl, ignored=("is_decoder",)),
+    "xlm": Plain(False, finish=_xlm, ignored=("mask_index", "is_encoder", "start_n_top", "end_n_top", "is_decoder")),
     "roberta xlm-roberta xmod xlm-roberta-xl camembert roberta-prelayernorm data2vec-text": _ROBERTA,
     "layoutlm": Plain(False, _BERT, remark="and tables of the page's coordinates"),
     "distilbert": Plain(False, sinusoids=_distilbert),
@@ -252,10 +285,12 @@ for _names, _traits in _SOUND.items():
 
 _PAIRS: dict[str, Pair] = {
     "bart mbart plbart": Pair(2),
+    "mvp": Pair(2, only=("use_prompt", False)),
     "blenderbot blenderbot-small": Pair(),
-    "pegasus marian": Pair(0, ("concatenated", 0), ("static_position_embeddings",)),
+    "pegasus marian": Pair(0, ("concatenated", 0), ignored=("static_position_embeddings",)),
     "m2m_100": Pair(0, ("tensor2tensor", 2)),
 }
 for _names, _pair in _PAIRS.items():
     register(_pair.read, _names, kind="Text", parts=("encoder", "decoder", "cross"))
+register(_trocr, "trocr", kind="Text", parts=("", "cross"))
 register(Pair().read, "whisper", kind="Speech and music", parts=("encoder", "decoder", "cross"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
-from relpos_np.configs.decoders import clipped_to, sizes
+from relpos_np.configs.decoders import sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import SchemePlan
+from relpos_np.configs.steps import Clip
 from relpos_np.errors import RelposValueError
 
 
@@ -37,7 +38,7 @@ def _mpt(keys: Keys, layer: int, part: str) -> LayerAttention:
             '(alibi_bias_max / 8), form="key")'
         )
     plan = SchemePlan("ALiBi", {"form": "key"})
-    before = () if not clip else (clipped_to(clip),)
+    before = () if not clip else (Clip(check.positive("clip_qkv", clip)),)
     return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), before=before, **found)
 
 

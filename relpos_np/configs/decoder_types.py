@@ -5,15 +5,17 @@ from __future__ import annotations
 from relpos_np.configs import decoders as of
 from relpos_np.configs.decoders import Rotating
 from relpos_np.configs.families import register
+from relpos_np.configs.steps import Gate, Norm
 
-_HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
-_ALL = "RMS norm of q and k, over all heads (q_norm, k_norm)"
-_LAYERNORM = "layer norm of q and k, per head (q_layernorm, k_layernorm)"
+_HEADS = (Norm(),)
+_ALL = (Norm(each=False),)
+_LAYERNORM = (Norm(("q_layernorm", "k_layernorm"), kind="layer"),)
 _ROPES = dict.fromkeys((of.FULL, of.SLIDING), "rope_theta")
 
 _TYPES: dict[str, Rotating] = {
     "llama arcee seed_oss iquestcoder aria_text jais2 internlm3": Rotating(),
-    "bitnet exaone": Rotating(theta=5e5),
+    "exaone": Rotating(theta=5e5),
+    "bitnet": Rotating(theta=5e5, after=(Norm(("attn_sub_norm",), "o", each=False),)),
     "solar_open": Rotating(theta=1e6, share=1.0),
     "apertus": Rotating(theta=12e6, norm=_HEADS),
     "mistral starcoder2": Rotating(window="all"),
@@ -41,13 +43,13 @@ _TYPES: dict[str, Rotating] = {
         plain=(of.SLIDING,),
         window="types",
         pattern=of.alternating(6, "sliding_window_pattern"),
-        norm=_HEADS,
+        norm=(Norm(shift=1.0),),
         finish=of.gemma3,
     ),
-    "phi persimmon": Rotating(share=0.5, norm=f"?qk_layernorm {_LAYERNORM}"),
+    "phi persimmon": Rotating(share=0.5, norm=_LAYERNORM, normed="qk_layernorm"),
     "phi3": Rotating(share=1.0, window="all", finish=of.phi3),
     "phimoe": Rotating(theta=1e6, window="all", finish=of.phimoe),
-    "stablelm": Rotating(share=0.25, norm=f"?qk_layernorm {_LAYERNORM}"),
+    "stablelm": Rotating(share=0.25, norm=_LAYERNORM, normed="qk_layernorm"),
     "nemotron": Rotating(share=0.5),
     "gpt_neox": Rotating(share=0.25, theta_keys="rotary_emb_base", share_key="rotary_pct"),
     "olmo": Rotating(finish=of.clipped),
@@ -63,7 +65,7 @@ _TYPES: dict[str, Rotating] = {
     ),
     "olmoe": Rotating(norm=_ALL, finish=of.clipped),
     "flex_olmo": Rotating(theta=5e5, norm=_ALL),
-    "cohere": Rotating(theta=5e5, layout="interleaved", norm="?use_qk_norm layer norm of q and k (q_norm, k_norm)"),
+    "cohere": Rotating(theta=5e5, layout="interleaved", norm=(Norm(kind="layer"),), normed="use_qk_norm"),
     "cohere2": Rotating(
         layout="interleaved",
         window="types",
@@ -73,8 +75,8 @@ _TYPES: dict[str, Rotating] = {
     ),
     "granite granitemoe granitemoeshared": Rotating(finish=of.scaled_by),
     "glm glm4": Rotating(share=0.5, layout="interleaved"),
-    "glm4_moe": Rotating(share=0.5, norm=f"?use_qk_norm {_HEADS}"),
-    "sarvam_moe": Rotating(theta=8e6, share=1.0, norm=f"?use_qk_norm {_HEADS}"),
+    "glm4_moe": Rotating(share=0.5, norm=_HEADS, normed="use_qk_norm"),
+    "sarvam_moe": Rotating(theta=8e6, share=1.0, norm=_HEADS, normed="use_qk_norm"),
     "ernie4_5 ernie4_5_moe": Rotating(theta=5e5, layout="interleaved"),
     "helium": Rotating(theta=1e5, layout="interleaved"),
     "exaone4 exaone_moe": Rotating(window="types", pattern=of.exaone_pattern, still=of.exaone_still, norm=_HEADS),
@@ -85,10 +87,13 @@ _TYPES: dict[str, Rotating] = {
         pattern=of.llama4_pattern,
         kinds=(of.FULL, of.CHUNKED),
         magnitude="use_qk_norm",
+        # After turning, which changes no length: it may as well come before.
+        norm=(Norm(()),),
+        normed="use_qk_norm",
         still=of.listed_still,
         finish=of.llama4,
     ),
-    "gpt_oss": Rotating(theta=15e4, window="types", pattern=of.alternating(2), finish=of.gpt_oss),
+    "gpt_oss": Rotating(theta=15e4, window="types", pattern=of.alternating(2), finish=of.sinks),
     "minimax_m2": Rotating(theta=5e6, share=1.0, norm=_ALL, turning="rotary_dim", finish=of.minimax_m2),
     "dots1": Rotating(window="types", pattern=of.windows_after, norm=_HEADS),
     "vaultgemma": Rotating(window="types", pattern=of.alternating(2), finish=of.capped),
@@ -99,9 +104,7 @@ _TYPES: dict[str, Rotating] = {
         ignored=("router_scaling_factor", "moe_router_enable_expert_bias", "enable_lm_head_fp32"),
         finish=of.hy_v3,
     ),
-    "nanochat": Rotating(
-        backwards=True, magnitude=False, norm="q and k divided by their root mean square, per head (q_norm, k_norm)"
-    ),
+    "nanochat": Rotating(backwards=True, magnitude=False, norm=(Norm(()),)),
     "mimo_v2_flash": Rotating(
         theta={of.FULL: 5e6, of.SLIDING: 1e4},
         theta_keys={of.FULL: "rope_theta", of.SLIDING: "swa_rope_theta"},
@@ -122,7 +125,7 @@ _TYPES: dict[str, Rotating] = {
         still=of.full_still,
         norm=_HEADS,
         ignored=("route_scale", "mup_enabled"),
-        notes=("the output is multiplied by the sigmoid of gate_proj of the layer's input, after the call",),
+        after=(Gate("gate_proj"),),
     ),
     "cohere2_moe": Rotating(
         layout="interleaved",
@@ -130,6 +133,13 @@ _TYPES: dict[str, Rotating] = {
         pattern=of.cohere2_moe_pattern,
         still=of.cohere2_moe_still,
         finish=of.unread(rope_scaling=None),
+    ),
+    "cohere_compass_text": Rotating(
+        window="types",
+        pattern=of.always_full,
+        still=of.null_still,
+        mrope=((24, 20, 20), "cyclic"),
+        ignored=("pooling",),
     ),
     "mellum": Rotating(
         theta={of.FULL: 5e5, of.SLIDING: 1e4},
@@ -140,6 +150,19 @@ _TYPES: dict[str, Rotating] = {
         finish=of.unread(rope_theta=None, partial_rotary_factor=1.0),
     ),
     "hyperclovax": Rotating(finish=of.scaled_by),
+    "hunyuan_v1_dense hunyuan_v1_moe": Rotating(early=True, norm=(Norm(("query_layernorm", "key_layernorm")),)),
+    "granite_swa granitemoe_swa": Rotating(
+        window="types", pattern=of.alternating(4, first=True), thetas="layer_rope_theta", finish=of.granite_swa
+    ),
+    "flint": Rotating(window="types", pattern=of.flint_pattern, still=of.full_still, norm=_HEADS, finish=of.sinks),
+    "kolibri1": Rotating(window="types", pattern=of.alternating(5), still=of.exaone_still, norm=_HEADS),
+    "phi4_multimodal": Rotating(share=1.0, window="all", ignored=("vision_config", "audio_config"), finish=of.phi3),
+    "apertus1p5_text": Rotating(theta=12e6, norm=_HEADS),
+    "emu3_text_model": Rotating(theta=1e6),
+    "moshi": Rotating(
+        ignored=("audio_encoder_config", "depth_decoder_config", "sliding_window"),
+        notes=("sliding_window: the keys that transformers keeps in a cache; its mask has none",),
+    ),
     "eurobert": Rotating(causal=False),
     "nomic_bert": Rotating(theta=1000.0, causal=False),
     "gte": Rotating(theta=16e4, causal=False),
@@ -158,5 +181,20 @@ _SPEECH: dict[str, Rotating] = {
 
 for _names, _traits in _TYPES.items():
     register(_traits.read, _names, kind="Text")
+_LAGUNA = Rotating(
+    theta={of.FULL: 5e5, of.SLIDING: 1e4},
+    share=1.0,
+    window="types",
+    pattern=of.always_full,
+    norm=_HEADS,
+    sized=of.laguna,
+    after=(Gate("g_proj", activation="softplus"),),
+)
+# Of a file that has its own none is added.
+_SHARES = {
+    of.FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    of.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+register(_LAGUNA.read, "laguna", kind="Text", defaults={"rope_parameters": _SHARES})
 for _names, _traits in _SPEECH.items():
     register(_traits.read, _names, kind="Speech and music")

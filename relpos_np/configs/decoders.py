@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Rule, Temperature
+from relpos_np.configs.steps import Clip, Finish, Norm, Times, Turned
 from relpos_np.errors import RelposValueError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -32,6 +33,7 @@ class At:
 
 
 Pattern = Callable[[At], str]
+_Step = TypeVar("_Step")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Rotating:
         is None where the model's class reads none but in rules other than the default one.
     theta_keys, share_key : str
         Where they are stored in older configurations.
+    thetas : str
+        Key of a list of bases, one for each layer, 0 for layers without positions.
     plain : tuple of str
         Types of layers to which `rope_scaling` does not apply.
     layout : {"half", "interleaved"}
@@ -60,17 +64,24 @@ class Rotating:
     others : tuple of str
         Types of layers of a hybrid that have no softmax: such a layer is refused by its type.
     kinds : tuple of str
-        Types of layers that the model's class knows, where it has no `others`.
+        Types of layers with a softmax that the model's class knows; () for layers with and without a window, or those
+        without beside `others`.
     magnitude : bool or str
         Whether the attention factor counts: a norm after turning takes it out. A key, where such a norm is a choice.
     still : callable, optional
         Whether a layer has no positions.
+    early : bool
+        Whether queries and keys turn before their norms.
     backwards : bool
         Whether pairs turn the other way.
     turning : str
         Key of the number of channels that turn, where it may stand in place of their share.
-    norm : str
-        What is done to queries and keys; "?KEY text" if KEY of the configuration asks for it.
+    norm : tuple of Norm
+        Of queries and keys, with the configuration's number in place of eps.
+    normed : str
+        The key that asks for norms, where they are a choice.
+    after : tuple of Finish
+        What is done to the output.
     mrope : tuple, optional
         Default sections and their order.
     elsewhere : tuple of str
@@ -89,6 +100,7 @@ class Rotating:
     share: float | None = None
     theta_keys: str | Mapping[str, str] = "rope_theta"
     share_key: str = "partial_rotary_factor"
+    thetas: str = ""
     plain: tuple[str, ...] = ()
     layout: str = "half"
     causal: bool = True
@@ -96,12 +108,15 @@ class Rotating:
     pattern: Pattern | None = None
     switch: bool = False
     others: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = (FULL, SLIDING)
+    kinds: tuple[str, ...] = ()
     magnitude: bool | str = True
     still: Callable[[At], bool] | None = None
+    early: bool = False
     backwards: bool = False
     turning: str = ""
-    norm: str = ""
+    norm: tuple[Norm, ...] = ()
+    normed: str = ""
+    after: tuple[Finish, ...] = ()
     mrope: tuple[tuple[int, ...], Literal["chunks", "cyclic"]] | None = None
     elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -120,7 +135,7 @@ class Rotating:
         kind = self._type(at)
         at = replace(at, kind=kind)
         if self.sized is not None:
-            found |= self.sized(at)
+            found |= self.sized(replace(at, found=found))
         still = self.still is not None and self.still(at)
         sections, order = self.mrope or (None, "chunks")
         ropes = rope.parameters(
@@ -135,6 +150,9 @@ class Rotating:
             sections=sections,
             order=order,
         )
+        found["before"] = with_eps(keys, self.norm) if not self.normed or keys.flag(self.normed) else ()
+        if self.thetas and (base := self._base(at)) is not None:
+            still, ropes = not base, replace(ropes, stored={**ropes.stored, "rope_theta": base})
         if not still:
             counts = not keys.flag(self.magnitude) if isinstance(self.magnitude, str) else self.magnitude
             plan = rope.plan(
@@ -144,13 +162,27 @@ class Rotating:
                 backwards=self.backwards,
                 magnitude=None if counts else 1.0,
             )
+            if not counts:
+                # The norm takes it out, but for what it adds to the mean of the squares.
+                factor = ropes.frequencies(found["head_dim"])[1]
+                found["before"] = tuple(replace(norm, eps=norm.eps / factor**2) for norm in found["before"])
             found |= {"schemes": (plan,), "notes": (*found["notes"], *ropes.notes)}
+            if self.early:
+                found |= {"schemes": (), "before": (Turned(plan), *found["before"])}
         found["window"] = self._window(keys, kind)
         found["causal"] = self.causal
-        found["before"] = normed(keys, self.norm)
+        found["after"] = with_eps(keys, self.after)
         if self.finish is not None:
             found |= self.finish(replace(at, found=found))
         return LayerAttention(keys.model_type, part, layer, **found)
+
+    def _base(self, at: At) -> float | None:
+        listed = at.keys.get(self.thetas, None)
+        if listed is None:
+            return None
+        if not isinstance(listed, list | tuple) or len(listed) < at.layers:
+            raise RelposValueError(f"{self.thetas}: expected one for each of {at.layers} layers, found {listed!r}")
+        return check.real(self.thetas, listed[at.layer]) and check.positive(self.thetas, listed[at.layer])
 
     def _share(self, keys: Keys, head_dim: int) -> float | None:
         number = keys.get(self.turning, None) if self.turning else None
@@ -179,13 +211,16 @@ class Rotating:
             "global_attn_every_n_layers",
             "full_attention_interval",
             "full_attn_idxs",
+            "block_types",
+            "sparse_attention_config",
         ):
             keys.ignore(name)
         if not isinstance(types, list | tuple) or len(types) < layers:
             raise RelposValueError(f"layer_types: expected one for each of {layers} layers, found {types!r}")
         found = types[layer]
         found = _OLD.get(found, found) if isinstance(found, str) else found
-        if found not in ((FULL, *self.others) if self.others else self.kinds):
+        kinds = self.kinds or ((FULL,) if self.others else (FULL, SLIDING))
+        if found not in (*kinds, *self.others):
             raise RelposValueError(f"layer_types: {found!r} is not understood")
         return str(found)
 
@@ -239,12 +274,14 @@ def divided(keys: Keys, width: str, heads: int) -> int:
     return total // heads
 
 
-def normed(keys: Keys, norm: str) -> tuple[str, ...]:
-    """What is done to queries and keys, if the configuration asks for it."""
-    if norm.startswith("?"):
-        key, _, norm = norm[1:].partition(" ")
-        return (norm,) if keys.flag(key) else ()
-    return (norm,) if norm else ()
+def with_eps(keys: Keys, steps: tuple[_Step, ...]) -> tuple[_Step, ...]:
+    """Steps of which the norms have the configuration's eps, under whichever name its class has."""
+    names = [name for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps") if name in keys.family.defaults]
+
+    def one(step: Any) -> Any:
+        return replace(step, eps=check.positive(names[0], keys.get(names[0]))) if isinstance(step, Norm) else step
+
+    return tuple(map(one, steps))
 
 
 def alternating(every: int, key: str = "", *, first: bool = False, other: str = SLIDING) -> Pattern:
@@ -258,6 +295,11 @@ def alternating(every: int, key: str = "", *, first: bool = False, other: str = 
         return other if (at.layer + (not first)) % n else FULL
 
     return pattern
+
+
+def cycled(*kinds: str) -> Pattern:
+    """Types of layers over and over."""
+    return lambda at: kinds[at.layer % len(kinds)]
 
 
 def late_windows(at: At) -> str:
@@ -304,6 +346,11 @@ def listed_still(at: At) -> bool:
 def full_still(at: At) -> bool:
     """Cohere 2: layers without a window have no positions."""
     return at.kind != SLIDING
+
+
+def null_still(at: At) -> bool:
+    """Cohere Compass: layers without positions have null for their rotary parameters."""
+    return rope.stored(at.keys).get(at.kind, at) is None
 
 
 def always_full(_at: At) -> str:
@@ -366,9 +413,8 @@ def llama4(at: At) -> dict[str, Any]:
     size = at.keys.get("attention_chunk_size", None)
     if at.kind == CHUNKED:
         new["rule"] = Rule("Chunked", {"size": check.integer("attention_chunk_size", size, 1)})
-    if at.keys.flag("use_qk_norm") and turning:
-        # Turning changes no length: the norm may as well come before.
-        new["before"] = ("q and k divided by their root mean square, per head (qk_norm)",)
+    if not turning:
+        new["before"] = ()
     if at.kind == CHUNKED:
         new["notes"] = ("chunks count from the first token that is no padding: without padding at the left only",)
     tuned = at.keys.get("attn_temperature_tuning", None)
@@ -472,9 +518,30 @@ def unread(**values: Any) -> Callable[[At], Mapping[str, Any]]:
     return finish
 
 
-def gpt_oss(at: At) -> dict[str, Any]:
+def sinks(at: At) -> dict[str, Any]:
     """Sinks, one per head."""
     return {"sinks": f"layers.{at.layer}.self_attn.sinks"}
+
+
+def granite_swa(at: At) -> dict[str, Any]:
+    """Granite with sinks."""
+    return scaled_by(at) | sinks(at)
+
+
+def laguna(at: At) -> dict[str, Any]:
+    """Layers may have query heads of their own."""
+    heads = at.keys.get("num_attention_heads_per_layer", None)
+    at.keys.ignore("gating")
+    if heads is None:
+        return {}
+    if not isinstance(heads, list | tuple) or len(heads) != at.layers:
+        raise RelposValueError(f"num_attention_heads_per_layer: expected {at.layers} numbers, found {heads!r}")
+    return {"heads": check.integer("num_attention_heads_per_layer", heads[at.layer], 1)}
+
+
+def flint_pattern(at: At) -> str:
+    """Flint: the first two layers, every fourth and the last are full."""
+    return FULL if at.layer < 2 or at.layer % 4 == 1 or at.layer == at.layers - 1 else SLIDING
 
 
 def modernbert_decoder(at: At) -> dict[str, Any]:
@@ -537,7 +604,7 @@ def mimo(at: At) -> dict[str, Any]:
     factor = keys.get("attention_value_scale")
     new: dict[str, Any] = {"value_dim": keys.integer("v_head_dim")}
     if factor is not None and check.real("attention_value_scale", factor) != 1:
-        new["before"] = (f"v times {factor:g} (attention_value_scale)",)
+        new["before"] = (Times("v", factor, "attention_value_scale"),)
     if at.kind == SLIDING:
         new |= {"kv_heads": 2 * kv_heads, "window": (size - 1, None), "sinks": f"layers.{at.layer}.self_attn.sinks"}
     return new
@@ -552,9 +619,4 @@ def modernbert(at: At) -> dict[str, Any]:
 def clipped(at: At) -> dict[str, Any]:
     """OLMo: queries, keys and values may be clipped."""
     clip = at.keys.get("clip_qkv", None)
-    return {} if clip is None else {"before": (*at.found["before"], clipped_to(clip))}
-
-
-def clipped_to(clip: Any) -> str:
-    """What is done to queries, keys and values before they are passed to the call."""
-    return f"q, k and v clipped to ±{check.positive('clip_qkv', clip):g}"
+    return {} if clip is None else {"before": (*at.found.get("before", ()), Clip(check.positive("clip_qkv", clip)))}

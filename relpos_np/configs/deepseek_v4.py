@@ -12,6 +12,7 @@ from relpos_np.configs.decoders import SLIDING, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.steps import Told
 from relpos_np.errors import RelposValueError
 
 _COMPRESSED, _HEAVILY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -82,7 +83,7 @@ def _read(keys: Keys, layer: int, part: str) -> LayerAttention:
         window=(keys.integer("sliding_window") - 1, None),
         schemes=(replace(plan, options={**plan.options, "values": True}),),
         sinks=f"layers.{layer}.self_attn.sinks",
-        before=("RMS norm of q, per head and without weights, and of the keys (q_b_norm, kv_norm)",),
+        before=(Told("RMS norm of q, per head and without weights, and of the keys (q_b_norm, kv_norm)"),),
         notes=("the values are the keys: k and v of a call are the same",),
     )
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import At, divided, ministral3, sizes
+from relpos_np.configs.decoders import FULL, LINEAR, At, divided, ministral3, sizes
 from relpos_np.configs.families import register
-from relpos_np.configs.keys import Keys
+from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import SchemePlan, Temperature
+from relpos_np.configs.steps import Latent, Told
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import yarn_magnitude
 
@@ -55,7 +57,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Latent attention, written out: heads of channels that stand still, and then of some that turn."""
     heads = keys.integer("num_attention_heads")
     still, turning = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
-    interleaved = keys.model_type != "minicpm3"
+    interleaved = keys.model_type not in ("minicpm3", "kimi_linear")
     if keys.model_type in _EITHER:
         interleaved = keys.flag("rope_interleave", True)
     else:
@@ -64,7 +66,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     share = 1.0 if keys.model_type == "mistral4" else None
     others = ("llama_4_scaling_beta", "max_position_embeddings")
     ropes = rope.parameters(keys, theta=theta, share=share, elsewhere=others)
-    temperature, before = None, _EXPANDED
+    temperature, latent = None, Latent(keys.integer("kv_lora_rank"), turning)
     if keys.model_type == "mistral4":
         ropes, temperature = _mistral4(keys, ropes, turning / (still + turning))
     elif "llama_4_scaling_beta" in rope.stored(keys):
@@ -77,19 +79,18 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         keys.only("attention_method", "MLA", None)
         keys.only("mla_scale_q_lora", True, default=True)
         keys.only("mla_scale_kv_lora", True, default=True)
-        before = f"{_EXPANDED}; q and the latent vectors of keys and values with factors of their widths"
+        width, query_rank = keys.integer("hidden_size"), keys.integer("q_lora_rank")
+        latent = replace(latent, query_factor=(width / query_rank) ** 0.5, factor=(width / latent.rank) ** 0.5)
     scale = (still + turning) ** -0.5
     every = ropes.stored.get("mscale_all_dim")
     if ropes.rule != "default" and every:
         scale *= yarn_magnitude(check.real("factor", ropes.stored.get("factor")), every) ** 2
     # Of the projections: they are done before.
-    keys.ignore(
-        "num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "kv_lora_rank", "routed_scaling_factor"
-    )
+    keys.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "routed_scaling_factor")
     values = keys.get("v_head_dim")
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    if keys.model_type in ("deepseek_v32", "glm_moe_dsa"):
+    if keys.model_type in ("deepseek_v32", "glm_moe_dsa", "axk2"):
         keys.ignore(*_INDEXERS)
         needs = ("selected",)
         notes = (f"selected: the {keys.integer('index_topk')} keys that the layer's indexer chooses for a query",)
@@ -110,12 +111,41 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
         value_dim=divided(keys, "hidden_size", heads) if values is None else check.integer("v_head_dim", values, 1),
         scale=scale,
         causal=True,
-        schemes=(plan,),
+        schemes=() if keys.model_type == "kimi_linear" else (plan,),
         needs=needs,
         query_scale=temperature,
-        before=(before,),
+        before=(latent, Told("a gate beside the queries (q_gate_proj)")) if keys.model_type == "axk2" else (latent,),
+        address=divmod(layer, 2) if keys.model_type == "longcat_flash" else (),
         notes=(*notes, *ropes.notes),
     )
+
+
+def _count(keys: Keys) -> int:
+    return keys.integer("num_hidden_layers")
+
+
+def _kimi_linear(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Kimi Linear: latent attention without positions, in some layers; early files count them from 1."""
+    types, inner = keys.get("layer_types", None), keys.get("linear_attn_config", None) or {}
+    if not isinstance(inner, Mapping):
+        raise RelposValueError(f"linear_attn_config: expected an object, found {inner!r}")
+    listed = inner.get("full_attn_layers")
+    layers = _count(keys)
+    if types is None and listed is not None:
+        if not isinstance(listed, list | tuple):
+            raise RelposValueError(f"full_attn_layers: expected a list, found {listed!r}")
+        full = layer + 1 in [check.integer("full_attn_layers", n, 1) for n in listed]
+    elif types is not None:
+        if not isinstance(types, list | tuple) or len(types) < layers or types[layer] not in (FULL, LINEAR):
+            raise RelposValueError(f"layer_types: expected {FULL} or {LINEAR} for each layer, found {types!r}")
+        full = types[layer] == FULL
+    else:
+        full = layer > 0 and layer % 4 == 0
+    if not full:
+        raise OtherLayerError(layer, layers, LINEAR, ", which has no softmax and is not understood")
+    keys.only("mla_use_nope", True, None)
+    keys.ignore("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    return _deepseek(keys, layer, part)
 
 
 def _mistral4(keys: Keys, ropes: rope.Parameters, share: float) -> tuple[rope.Parameters, Temperature | None]:
@@ -127,9 +157,8 @@ def _mistral4(keys: Keys, ropes: rope.Parameters, share: float) -> tuple[rope.Pa
     return replace(ropes, stored=left, share=1.0), ministral3(At(keys, 0, 1)).get("query_scale")
 
 
-_EITHER = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4", "youtu", "axk1")
+_EITHER = ("deepseek_v3", "kimi_k2", "sarvam_mla", "glm4_moe_lite", "mistral4", "youtu", "axk1")
 _INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
-_EXPANDED = "keys and values from their latent vectors, the turning channels of a key the same for all heads"
 # Of indexers: which layers take what another one chose, and how they turn queries and keys of their own.
 _INDEXERS = (
     *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
@@ -142,8 +171,10 @@ register(_roformer, "roformer", kind="Text")
 register(_esm, "esm", kind="Text")
 register(
     _deepseek,
-    "glm4_moe_lite deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa mistral4 longcat_flash youtu axk1 minicpm3",
+    "glm4_moe_lite deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa mistral4 longcat_flash youtu axk1 minicpm3 "
+    "sarvam_mla axk2",
     kind="Text",
 )
+register(_kimi_linear, "kimi_linear", kind="Text", count=_count)
 # The code beside its weights is that of DeepSeek-V3.
 register(_deepseek, "kimi_k2", kind="Text", like="deepseek_v3")

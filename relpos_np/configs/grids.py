@@ -16,6 +16,7 @@ from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.configs.steps import Norm
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.rotary_axes import axial_frequencies, grid_positions
 from relpos_np.schemes.rotary import Rotary
@@ -176,7 +177,7 @@ def _wan(keys: Keys, layer: int, part: str) -> LayerAttention:
     found, dim = _diffusers(keys), keys.integer("attention_head_dim", least=6)
     keys.only("qk_norm", "rms_norm_across_heads")
     keys.ignore("cross_attn_norm", "pos_embed_seq_len", "rope_max_seq_len")
-    found["before"] = ("RMS norm of q and k, over all heads (norm_q, norm_k)",)
+    found["before"] = (Norm(("norm_q", "norm_k"), each=False, eps=check.positive("eps", keys.get("eps"))),)
     image = keys.get("added_kv_proj_dim") is not None
     if part == "cross":
         notes = ("a second call, with the image's keys and values, is added to that with the text's",)
@@ -192,7 +193,7 @@ def _cogvideox(keys: Keys, layer: int, part: str) -> LayerAttention:
     """A quarter of the channels for frames; the text comes first. The smallest model adds sinusoids instead."""
     found, dim = _diffusers(keys), keys.integer("attention_head_dim", least=16)
     keys.ignore("spatial_interpolation_scale", "temporal_interpolation_scale", "max_text_seq_length", "patch_bias")
-    found["before"] = ("layer norm of q and k, per head (norm_q, norm_k)",)
+    found["before"] = (Norm(("norm_q", "norm_k"), kind="layer"),)
     patch = keys.integer("patch_size")
     shape = (keys.integer("sample_height") // patch, keys.integer("sample_width") // patch)
     if keys.flag("use_learned_positional_embeddings"):
@@ -221,7 +222,7 @@ def _hunyuan(keys: Keys, layer: int, part: str) -> LayerAttention:
     if sum(shares) != found["head_dim"] or any(n % 2 for n in shares):
         raise RelposValueError(f"rope_axes_dim: expected even numbers with sum {found['head_dim']}, found {shares}")
     found["schemes"] = (_video(shares, check.positive("rope_theta", keys.get("rope_theta")), "after"),)
-    found["before"] = ("RMS norm of q and k, per head (norm_q, norm_k)",)
+    found["before"] = (Norm(("norm_q", "norm_k")),)
     return LayerAttention(keys.model_type, part, layer, **found)
 
 

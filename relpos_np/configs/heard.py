@@ -61,3 +61,4 @@ register(_moonshine, "moonshine", kind=_KIND, parts=("encoder", "decoder", "cros
 register(_dia, "dia_encoder", kind=_KIND)
 register(_dia, "dia_decoder", kind=_KIND, parts=("", "cross"))
 register(_musicgen, "musicgen_decoder", kind=_KIND, parts=("", "cross"))
+register(_musicgen, "musicgen_melody_decoder", kind=_KIND)

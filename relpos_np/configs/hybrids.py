@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from relpos_np._contract import check
@@ -11,6 +12,7 @@ from relpos_np.configs.decoders import At, Rotating
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.steps import Gate, Norm, Times
 from relpos_np.errors import RelposValueError
 
 
@@ -45,6 +47,71 @@ def _olmo(at: At) -> str:
     return of.FULL if at.layer % 4 == 3 or at.layer == at.layers - 1 < 3 else of.LINEAR
 
 
+def _recurrent(at: At) -> str:
+    """RecurrentGemma: two layers without attention and one with a window, or as the key has it."""
+    kinds = at.keys.get("block_types", None) or ("recurrent", "recurrent", "attention")
+    if not isinstance(kinds, list | tuple) or not {*map(str, kinds)} <= {"recurrent", "attention"}:
+        raise RelposValueError(f"block_types: expected recurrent and attention, found {kinds!r}")
+    return of.SLIDING if kinds[at.layer % len(kinds)] == "attention" else of.LINEAR
+
+
+_HYBRID = "hybrid"
+# Which objects write beside the keys that say them.
+_SIZES = (
+    *("attention_hidden_size", "chunk_size", "kv_channels", "mamba_headdim", "num_query_groups", "num_mem_blocks"),
+    *("use_shared_attention_adapter", "use_mem_eff_path", "add_bias_linear"),
+)
+# Of layers that are refused; the number of turning channels, which the class does not read, is beside its share.
+_INDEXER = (
+    *("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks"),
+    "rotary_dim",
+)
+
+
+def _zamba(at: At) -> str:
+    """Zamba: the third layer, then one of each period."""
+    every, first = at.keys.integer("attn_layer_period"), at.keys.integer("attn_layer_offset", least=0)
+    return _HYBRID if at.layer == 2 or (at.layer > 2 and (at.layer - 3) % every == first) else of.LINEAR
+
+
+def _zamba2(at: At) -> str:
+    """Zamba 2: every sixth layer of the first 43, and two later ones, where 54 have no types."""
+    return _HYBRID if at.layer in (*range(6, 43, 6), 47, 51) else of.LINEAR
+
+
+def _unless_mem_rope(at: At) -> bool:
+    return not at.keys.flag("use_mem_rope", False)
+
+
+def _doubled(at: At) -> dict[str, Any]:
+    """Zamba: the input is twice as wide, and so is a head, but for its scale."""
+    dim = at.keys.get("attention_head_dim", None)
+    dim = 2 * at.keys.integer("hidden_size") // at.found["heads"] if dim is None else dim
+    dim = check.integer("attention_head_dim", dim, 1)
+    return {"head_dim": dim, "value_dim": dim, "scale": (dim / 2) ** -0.5}
+
+
+def _minimax_m3(at: At) -> str:
+    """MiniMax M3: early files have a number for each layer."""
+    inner = at.keys.get("sparse_attention_config", None) or {}
+    listed = inner.get("sparse_attention_freq") if isinstance(inner, Mapping) else inner
+    if listed is None:
+        return of.FULL
+    if not isinstance(listed, list | tuple) or len(listed) < at.layers:
+        raise RelposValueError(f"sparse_attention_freq: expected one for each of {at.layers} layers, found {listed!r}")
+    return "minimax_m3_sparse" if listed[at.layer] else of.FULL
+
+
+def _lfm3(at: At) -> str:
+    """Layers with and without a window, two of them in four."""
+    return {0: of.SLIDING, 2: of.FULL}.get(at.layer % 4, of.CONV) if at.layer else of.CONV
+
+
+def _gated(at: At) -> dict[str, Any]:
+    """LFM 3: a gate per head, if the key asks for it."""
+    return {"after": (Gate("g_proj"),) if at.keys.flag("use_attention_gate") else ()}
+
+
 def _linear(_at: At) -> str:
     return of.LINEAR
 
@@ -75,7 +142,7 @@ def _falcon_h1(at: At) -> dict[str, Any]:
     at.keys.only("layers_block_type", ["hybrid"] * at.layers, None)
     factor = at.keys.get("key_multiplier")
     factor = 1.0 if factor is None else check.real("key_multiplier", factor)
-    return {} if factor == 1 else {"before": (f"k times {factor:g} (key_multiplier)",)}
+    return {} if factor == 1 else {"before": (Times("k", factor, "key_multiplier"),)}
 
 
 _LETTERS = {"M": of.LINEAR, "*": of.FULL, "E": "moe", "-": "mlp"}
@@ -101,8 +168,7 @@ def _nemotron_h(keys: Keys, layer: int, part: str) -> LayerAttention:
     return _NEMOTRON.read(keys, layer, part)
 
 
-_HEADS = "RMS norm of q and k, per head (q_norm, k_norm)"
-_GATE = "the output is multiplied by the sigmoid of a gate, which q_proj makes beside the queries, after the call"
+_HEADS, _GATE = (Norm(shift=1.0),), (Gate("q_proj"),)
 _DELTA = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_allow_neg_eigval", "attn_output_gate"),
@@ -123,7 +189,7 @@ _QWEN = Rotating(
     others=(of.LINEAR,),
     norm=_HEADS,
     ignored=_DELTA,
-    notes=(_GATE,),
+    after=_GATE,
 )
 _QWEN_VL = Rotating(
     share=0.25,
@@ -132,13 +198,13 @@ _QWEN_VL = Rotating(
     norm=_HEADS,
     mrope=((11, 11, 10), "cyclic"),
     ignored=_DELTA,
-    notes=(_GATE,),
+    after=_GATE,
 )
 _LFM = Rotating(
     theta=1e6,
     pattern=_lfm2,
     others=(of.CONV,),
-    norm="RMS norm of q and k, per head (q_layernorm, k_layernorm)",
+    norm=(Norm(("q_layernorm", "k_layernorm")),),
     ignored=_BLOCK,
 )
 
@@ -180,8 +246,69 @@ _TYPES: dict[str, Rotating] = {
         pattern=_olmo,
         others=(of.LINEAR,),
         still=_no_base,
-        norm="RMS norm of q and k, over all heads (q_norm, k_norm)",
+        norm=(Norm(each=False),),
         ignored=_DELTA,
+    ),
+}
+_TYPES |= {
+    "lara_mini": Rotating(
+        window="types",
+        pattern=of.cycled(of.LINEAR, of.SLIDING, of.LINEAR, of.FULL, of.SLIDING),
+        kinds=(of.FULL, of.SLIDING),
+        others=(of.LINEAR,),
+        still=of.full_still,
+        norm=(Norm(),),
+        ignored=_DELTA,
+    ),
+    "recurrent_gemma": Rotating(
+        share=0.5,
+        window="types",
+        pattern=_recurrent,
+        kinds=(of.SLIDING,),
+        others=(of.LINEAR,),
+        ignored=("logits_soft_cap", "w_init_variance_scale", "final_w_init_variance_scale"),
+    ),
+    "zamba": Rotating(
+        pattern=_zamba,
+        kinds=(_HYBRID,),
+        others=(of.LINEAR,),
+        still=_always,
+        ignored=(*_MAMBA, "attention_hidden_size", "attn_layer_period", "attn_layer_offset"),
+        sized=_doubled,
+    ),
+    "zamba2": Rotating(
+        pattern=_zamba2,
+        kinds=(_HYBRID,),
+        others=(of.LINEAR,),
+        still=_unless_mem_rope,
+        ignored=(
+            *_MAMBA,
+            *_SIZES,
+            "num_mem_blocks",
+            "use_shared_attention_adapter",
+            "use_mem_eff_path",
+            "add_bias_linear",
+        ),
+        sized=_doubled,
+        notes=("adapters of a layer add to its projections, which it shares with others",),
+    ),
+    "minimax_m3_vl_text": Rotating(
+        theta=5e6,
+        share=1.0,
+        pattern=_minimax_m3,
+        others=("minimax_m3_sparse",),
+        norm=(Norm(shift=1.0),),
+        ignored=_INDEXER,
+    ),
+    "lfm3": Rotating(
+        theta=1e6,
+        window="types",
+        pattern=_lfm3,
+        kinds=(of.FULL, of.SLIDING),
+        others=(of.CONV,),
+        norm=(Norm(),),
+        ignored=("use_sandwich_norm", "use_attention_gate"),
+        finish=_gated,
     ),
 }
 for _names, _traits in _TYPES.items():

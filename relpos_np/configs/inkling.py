@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from relpos_np._contract import check
+from relpos_np.configs.decoders import with_eps
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, SchemePlan, Temperature
+from relpos_np.configs.steps import Norm, Told
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.inkling import Inkling
 
@@ -72,7 +74,7 @@ def _layer(keys: Keys, layer: int, part: str) -> LayerAttention:
         schemes=(plan,),
         window=(window - 1, None) if local else None,
         query_scale=temperature,
-        before=("short convolutions of k and v (k_sconv, v_sconv), RMS norm of q and k, per head (q_norm, k_norm)",),
+        before=(Told("short convolutions of k and v (k_sconv, v_sconv)"), *with_eps(keys, (Norm(),))),
     )
 
 

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relpos_np._contract import check
 from relpos_np.configs.plans import Given, Rule, SchemePlan, Temperature, first
+from relpos_np.configs.steps import Finish, KeysOf, Latent, Step
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.absolute import AbsoluteEncoding
 from relpos_np.types import Array
 
 if TYPE_CHECKING:
     from relpos_np.configs.bound import BoundAttention
+    from relpos_np.layers import State
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,15 @@ class LayerAttention:
         Factors on the queries.
     needs : tuple of str
         Options of `relpos_np.attention` that every call must give, as the model computes them.
-    before : tuple of str
-        What is done to queries and keys, besides their projection, before they are passed to the call.
+    before : tuple of Step
+        What is done to queries, keys and values, besides their projection, before they are passed to the call; ``str``
+        of each says it.
+    after : tuple of Finish
+        What is done to the output before its projection.
     notes : tuple of str
         What else to mind.
+    address : tuple of int
+        The numbers in the names of the layer's weights; () for that of the layer.
     ignored : tuple of str
         Keys of the configuration that were read as if it had none of them, because `from_config` was told so.
     """
@@ -76,8 +84,10 @@ class LayerAttention:
     sinks: str = ""
     query_scale: Temperature | None = None
     needs: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    before: tuple[Step, ...] = ()
+    after: tuple[Finish, ...] = ()
     notes: tuple[str, ...] = ()
+    address: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
 
     @property
@@ -108,11 +118,57 @@ class LayerAttention:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plans = fields.pop("schemes")
         fields["schemes"] = [plan.as_dict() for plan in plans]
+        fields["cached"] = self.cached
         fields["added"] = None if self.added is None else self.added.as_dict()
+        fields |= {name: [str(step) for step in fields[name]] for name in ("before", "after")}
         for name in ("rule", "query_scale"):
             fields[name] = None if fields[name] is None else asdict(fields[name])
         fields["scale"] = None if math.isnan(self.scale) else self.scale
         return fields
+
+    @property
+    def cached(self) -> int:
+        """Numbers that decoding keeps of each token: of keys and values, or of latent vectors; 0 for an encoder.
+
+        A layer that takes keys and values of another one keeps none.
+        """
+        if self.part != "cross" and not self.causal and self.rule is None:
+            return 0
+        for step in self.before:
+            if isinstance(step, KeysOf):
+                return 0
+            if isinstance(step, Latent):
+                return step.rank + step.turning
+        # Values that turn are the keys.
+        alike = any(plan.options.get("values") for plan in self.schemes)
+        return self.kv_heads * (self.head_dim + (0 if alike else self.value_dim))
+
+    def cache_bytes(self, tokens: int = 1, *, dtype: Any = np.float16) -> int:
+        """Bytes that decoding keeps for one sequence in this layer.
+
+        Parameters
+        ----------
+        tokens : int
+            Length of the sequence; of a layer with a window only so many count, of cross-attention those of the
+            encoder.
+        dtype : dtype
+            Of keys and values.
+
+        Returns
+        -------
+        int
+            Without what a program keeps beside them.
+
+        Examples
+        --------
+        >>> import relpos_np as rp
+        >>> layer = rp.from_config({"model_type": "mistral"}, layer=0)
+        >>> layer.cache_bytes(), layer.cache_bytes(100_000) // layer.cache_bytes()
+        (4096, 4096)
+        """
+        count = check.integer("tokens", tokens, 0)
+        left = None if self.window is None else self.window[0]
+        return (count if left is None else min(count, left + 1)) * self.cached * int(np.dtype(dtype).itemsize)
 
     def describe(self) -> str:
         """The layer in lines of text.
@@ -124,6 +180,16 @@ class LayerAttention:
         """
         part = f", {self.part}" if self.part else ""
         head = f"{self.model_type}{part}, layer {self.layer} of {self.layers}"
+        return "\n".join([head, *(f"  {name:<16}{text}" for name, text in self.rows())])
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What `describe` says, each with its name.
+
+        Returns
+        -------
+        list of tuple of str
+            Names and texts; "" for what goes on with the row before.
+        """
         rows = [("heads", f"{self.heads} of {self.head_dim} channels")]
         if self.kv_heads != self.heads:
             rows.append(("key heads", str(self.kv_heads)))
@@ -141,8 +207,11 @@ class LayerAttention:
             rows.append(("sinks", f"[{self.sinks}]"))
         if self.query_scale is not None:
             rows.append(("query times", self.query_scale.words()))
-        if self.before:
-            rows.append(("before", ", ".join(self.before)))
+        for name in ("before", "after"):
+            if steps := getattr(self, name):
+                rows.append((name, ", ".join(map(str, steps))))
+        if self.cached:
+            rows.append(("cache", f"{self.cache_bytes()} bytes a token in 16 bits"))
         if needed := (*self.inputs, *self.needs):
             rows.append(("a call needs", ", ".join(needed)))
         if self.optional:
@@ -150,9 +219,9 @@ class LayerAttention:
         rows += [("note", note) for note in self.notes]
         if self.ignored:
             rows.append(("ignored keys", ", ".join(self.ignored)))
-        return "\n".join([head, *(f"  {name:<16}{text}" for name, text in rows)])
+        return rows
 
-    def bind(self, weights: Any = None, *, prefix: str = "") -> BoundAttention:
+    def bind(self, weights: Any = None, *, prefix: str = "", own: str | None = None) -> BoundAttention:
         """Read the weights that the layer's positions need.
 
         Parameters
@@ -162,6 +231,8 @@ class LayerAttention:
             `weights` of this layer is empty.
         prefix : str
             What precedes the names of this part of the model, where more than one tensor would fit.
+        own : str, optional
+            What precedes the names of the layer's attention, where its tensors may stand without the model's.
 
         Returns
         -------
@@ -175,9 +246,58 @@ class LayerAttention:
         """
         from relpos_np.configs.bound import BoundAttention
 
-        arrays = [_read(plan.weights, weights, prefix) for plan in self.schemes]
-        sinks = _read({"sinks": self.sinks}, weights, prefix)["sinks"].reshape(-1) if self.sinks else None
+        arrays = [_read(plan.weights, weights, prefix, own) for plan in self.schemes]
+        sinks = _read({"sinks": self.sinks}, weights, prefix, own)["sinks"].reshape(-1) if self.sinks else None
         return BoundAttention(self, arrays, sinks)
+
+    def run(self, x: Array, weights: Any, *, context: Array | None = None, prefix: str = "", **options: Any) -> Array:
+        """The whole attention of the layer, from its input to the projection of its output.
+
+        Projections, norms of queries and keys, latent vectors, attention with positions and masks, gates: what the
+        attention module of the published model computes, without the residual connection and the norms around it.
+
+        Parameters
+        ----------
+        x : ndarray, shape (..., L, width)
+            Input of the layer's projections.
+        weights : mapping, str or path-like
+            A state dict with the names as published, of the whole model or of this attention alone, or the path of a
+            .safetensors file: see `relpos_np.layers.tensors`. `relpos_np.layers.PublishedAttention` reads it once for
+            many calls.
+        context : ndarray, shape (..., L_k, width), optional
+            What cross-attention attends.
+        prefix : str
+            What precedes the names, where more than one attention would fit.
+        **options
+            What `inputs`, `optional` and `needs` of the layer name, but for ``hidden``, which is x; and options of
+            `relpos_np.attention` that the configuration says nothing of.
+
+        Returns
+        -------
+        ndarray, shape (..., L, width)
+            In the dtype of x.
+
+        Raises
+        ------
+        RelposError
+            If a weight is missing, one beside those of the layer is not understood, or the layer does something that
+            is not computed here: each by its name.
+
+        Examples
+        --------
+        >>> import numpy as np, relpos_np as rp
+        >>> config = {"model_type": "qwen3", "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
+        >>> layer = rp.from_config(config | {"num_key_value_heads": 1}, layer=3)
+        >>> rng = np.random.default_rng(0)
+        >>> sizes = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
+        >>> sizes |= {"q_norm": 16, "k_norm": 16}
+        >>> weights = {f"model.layers.3.self_attn.{n}.weight": rng.standard_normal(s) for n, s in sizes.items()}
+        >>> layer.run(rng.standard_normal((2, 7, 32)), weights).shape
+        (2, 7, 32)
+        """
+        from relpos_np.layers import PublishedAttention
+
+        return PublishedAttention(self, weights, prefix=prefix)(x, context=context, **options)
 
     def encoding(self, weights: Any = None, *, prefix: str = "") -> AbsoluteEncoding | None:
         """What positions add to the inputs of the first layer, read from the weights.
@@ -221,8 +341,34 @@ def _reach(layer: LayerAttention) -> str:
     return words if layer.rule is None else f"{words}, {layer.rule.words()}"
 
 
-def _read(names: Mapping[str, str | tuple[str, ...]], weights: Any, prefix: str) -> dict[str, Array]:
-    """The tensors of these names, behind whatever prefix the model has."""
+def stored(names: Mapping[str, str | tuple[str, ...]], state: State, prefix: str, own: str | None) -> dict[str, str]:
+    """How the tensors of these names are called in full, behind whatever prefix the model has.
+
+    Behind `own`, the path of the layer's attention, an end of a name is enough.
+    """
+    every = state.names()
+    found = {}
+    for argument, known in names.items():
+        versions = (known,) if isinstance(known, str) else known
+        fits: list[str] = []
+        if own is not None:
+            ends = [name.split(".", n)[-1] for name in versions for n in range(name.count(".") + 1)]
+            fits = [own + end for end in ends if end not in ("weight", "bias") and state.has(own + end)][:1]
+        tails = [prefix + name for name in versions]
+        for tail in tails if not fits else ():
+            fits = fits or [full for full in every if full == tail or full.endswith("." + tail)]
+        if not fits:
+            raise RelposValueError(f"{tails[0]}: no such tensor; {state.nearest(tails[0])}")
+        if len(fits) > 1:
+            raise RelposValueError(f"prefix: {len(fits)} tensors end in {tails[0]}: {', '.join(sorted(fits)[:5])}")
+        found[argument] = fits[0]
+    return found
+
+
+def _read(
+    names: Mapping[str, str | tuple[str, ...]], weights: Any, prefix: str, own: str | None = None
+) -> dict[str, Array]:
+    """The tensors of these names."""
     if not names:
         return {}
     if weights is None:
@@ -230,15 +376,4 @@ def _read(names: Mapping[str, str | tuple[str, ...]], weights: Any, prefix: str)
     from relpos_np.layers import State
 
     state = State(weights)
-    stored = state.names()
-    found = {}
-    for argument, known in names.items():
-        tails = [prefix + name for name in ((known,) if isinstance(known, str) else known)]
-        every = ([full for full in stored if full == tail or full.endswith("." + tail)] for tail in tails)
-        fits = next(filter(None, every), [])
-        if not fits:
-            raise RelposValueError(f"{tails[0]}: no such tensor; {state.nearest(tails[0])}")
-        if len(fits) > 1:
-            raise RelposValueError(f"prefix: {len(fits)} tensors end in {tails[0]}: {', '.join(sorted(fits)[:5])}")
-        found[argument] = state.take(fits[0])
-    return found
+    return {argument: state.take(full) for argument, full in stored(names, state, prefix, own).items()}

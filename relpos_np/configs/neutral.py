@@ -135,7 +135,7 @@ _ON = _names("causal rope rotary scal softmax position")
 
 
 def _norms(layer: LayerAttention) -> bool:
-    return any(word in text for text in layer.before for word in ("norm", "root mean square"))
+    return any("norm" in str(step) for step in layer.before)
 
 
 def _turns(layer: LayerAttention) -> bool:

@@ -114,7 +114,8 @@ def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> _Pa
         names = {part: ".".join(filter(None, (prefix, part))) for part in family.parts}
         return {names[part]: _Stack(family, config, part, within) for part in family.parts}, {}
     named = {**classes().get(model_type, {}).get("parts", {}), **_PARTS.get(model_type, {})}
-    inner = {key: value for key, value in config.items() if isinstance(value, Mapping) and key.endswith("_config")}
+    inner = {key: value for key, value in config.items() if key.endswith("_config") or key in named}
+    inner = {key: value for key, value in inner.items() if isinstance(value, Mapping)}
     if model_type in _FLAT and "text_config" not in inner:
         inner["text_config"] = {key: value for key, value in config.items() if key not in inner}
     found: dict[str, _Stack] = {}

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from relpos_np._contract import check
-from relpos_np.configs.decoders import FULL, SLIDING, At, Rotating, alternating
+from relpos_np.configs.decoders import FULL, SLIDING, At, Rotating, alternating, with_eps
 from relpos_np.configs.families import register
+from relpos_np.configs.steps import KeysAsValues, KeysOf, Norm, Step
 from relpos_np.errors import RelposValueError
 
-_BEFORE = "RMS norm of q and k, per head, and of v without weights (q_norm, k_norm, v_norm)"
+_NORMS = (Norm(), Norm((), "v"))
 
 
 def _types(at: At) -> list[str]:
@@ -24,22 +25,23 @@ def _types(at: At) -> list[str]:
     return [str(kind) for kind in types]
 
 
-def _shared(at: At) -> tuple[str, ...]:
-    """Where the keys of a layer come from, if they are not its own."""
+def _shared(at: At) -> tuple[Step, ...]:
+    """Where the keys of a layer come from, if they are not its own; and the norms."""
+    norms: tuple[Step, ...] = at.found["before"]
     number = at.keys.integer("num_kv_shared_layers", least=0)
     first = at.layers - number
     if not number or at.layer < first:
-        return ()
+        return norms
     of_type = [layer for layer, kind in enumerate(_types(at)[: max(first, 0)]) if kind == at.kind]
     if not of_type:
         raise RelposValueError(f"num_kv_shared_layers: {number} leaves no layer whose keys layer {at.layer} can take")
-    return (f"k and v are those of layer {of_type[-1]}, which has the same positions",)
+    return (*with_eps(at.keys, (Norm(("q_norm",), "q"),)), KeysOf(of_type[-1]))
 
 
 def _gemma3n(at: At) -> dict[str, Any]:
     """Not scaled; keys may be those of another layer."""
     at.keys.ignore("altup_coef_clip", "altup_correct_scale", "laurel_rank")
-    return {"scale": 1.0, "notes": _shared(at)}
+    return {"scale": 1.0, "before": _shared(at)}
 
 
 def _of_layer(listed: Mapping[Any, Any], layer: int) -> Any:
@@ -73,15 +75,15 @@ def _sized(at: At) -> dict[str, Any]:
 
 def _gemma4(at: At) -> dict[str, Any]:
     """Not scaled; published code differs in the windows of embedding models, which attend both ways."""
-    keys, notes = at.keys, list(_shared(at))
+    keys, before, notes = at.keys, _shared(at), []
     both = keys.only("use_bidirectional_attention", None, "vision")
     keys.only("is_causal", True, None)
     if both and at.kind == SLIDING:
         notes.append("tokens of one image see each other, too: pass mask for a text with images")
     if keys.flag("attention_k_eq_v") and at.kind == FULL:
-        notes.append("v is what k_proj makes, with a norm of its own")
+        before = (KeysAsValues(), *before)
     keys.ignore("enable_moe_block")
-    return {"scale": 1.0, "notes": tuple(notes)}
+    return {"scale": 1.0, "before": before, "notes": tuple(notes)}
 
 
 def _gemma4_pattern(at: At) -> str:
@@ -103,7 +105,7 @@ register(
         plain=(SLIDING,),
         window="types",
         pattern=alternating(5),
-        norm=_BEFORE,
+        norm=_NORMS,
         finish=_gemma3n,
     ).read,
     "gemma3n_text",
@@ -115,10 +117,10 @@ register(
         window="types",
         pattern=_gemma4_pattern,
         sized=_last_is_full,
-        norm=_BEFORE,
+        norm=_NORMS,
         finish=_gemma4,
     ).read,
-    "gemma4_text",
+    "gemma4_text gemma4_unified_text",
     kind="Text",
     defaults={"global_head_dim": 512, "num_global_key_value_heads": None},
 )

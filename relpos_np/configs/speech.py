@@ -11,13 +11,12 @@ from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, Rule, SchemePlan
+from relpos_np.configs.steps import TurnedInputs
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import Sinusoidal
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
 from relpos_np.schemes.wavlm import WavLM, wavlm_gate
 from relpos_np.types import Layout, Shift
-
-_TURNED = "inputs of the projections of q and k turned, rp.reference.rotate_inputs with base {base:g}"
 
 
 def projected_rows(given: Given, weight: Any, variant: Shift, layout: Layout, clamp: int | None = None) -> Any:
@@ -54,7 +53,7 @@ def _conformer_layer(keys: Keys, prefix: str, found: dict[str, Any]) -> dict[str
     elif kind == "relative_key":
         found["schemes"] = (_relative_key(keys, prefix),)
     elif kind == "rotary":
-        found["before"] = (_TURNED.format(base=keys.real("rotary_embedding_base")),)
+        found["before"] = (TurnedInputs(keys.real("rotary_embedding_base")),)
     keys.ignore(
         "rotary_embedding_base",
         "left_max_position_embeddings",

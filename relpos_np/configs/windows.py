@@ -86,6 +86,7 @@ def _swin(keys: Keys, layer: int, part: str) -> LayerAttention:
         part,
         layer,
         schemes=(plan,),
+        address=(stage, block),
         notes=_notes(shift, size * size),
         **found,
     )
@@ -130,6 +131,7 @@ def _swin_v2(keys: Keys, layer: int, part: str) -> LayerAttention:
         part,
         layer,
         schemes=(plan,),
+        address=(stage, block),
         notes=_notes(shift, window[0] * window[1]),
         **{**found, "scale": math.nan},
     )

@@ -14,6 +14,7 @@ from relpos_np.layers.swin import (
     window_partition,
     window_reverse,
 )
+from relpos_np.layers.whole import PublishedAttention
 from relpos_np.layers.window import WindowAttention, truncated_normal
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Linear",
     "MultiHeadAttention",
     "PositionalEncoding",
+    "PublishedAttention",
     "RelativeMultiHeadAttention",
     "RelativePositionalEncoding",
     "State",

@@ -96,6 +96,8 @@ def interface(model, last=False):
                 ropes = module.config.rope_parameters
                 at = torch.arange(query.shape[-2])[:, None] // ropes["original_max_position_embeddings"]
                 query = query / (1 + ropes["llama_4_scaling_beta"] * torch.log1p(at))
+            if hasattr(module, "query_layernorm"):  # norms with weights come after turning: so do our operands
+                pending.clear()
             if pending:
                 (q_before, k_before), *_ = pending
                 if q_before.ndim == 3:  # (L, H, D), of frames or windows that are called one after the other
@@ -332,8 +334,14 @@ HOOKS = {
     "imagegpt": ("ImageGPTAttention", _side_by_side, "c_proj"),
     "ibert": ("IBertAttention", _ibert, "output.dense"),
     "mpt": ("MptAttention", _mpt, "out_proj"),
+    "ctrl": ("MultiHeadAttention", _apart("Wq", "Wk", "Wv"), "dense"),
+    "xlm": ("MultiHeadAttention", _apart("q_lin", "k_lin", "v_lin", "n_heads"), "out_lin"),
     "gpt_neo": ("GPTNeoSelfAttention", _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
-    "bart": (("XGLMAttention", "SpeechT5Attention", "VitsAttention"), _apart("q_proj", "k_proj", "v_proj"), "out_proj"),
+    "bart": (
+        ("XGLMAttention", "SpeechT5Attention", "VitsAttention", "MvpAttention", "TrOCRAttention"),
+        _apart("q_proj", "k_proj", "v_proj"),
+        "out_proj",
+    ),
     "bert": (
         ("RoFormerAttention", "MegatronBertAttention", "RemBertAttention", "LayoutLMv3Attention"),
         _inner("query", "key", "value"),

@@ -110,7 +110,8 @@ def of_class(name, words):
 
 def parts(cls):
     """Types of the parts of a model, where the class says them."""
-    return {key: sub.model_type for key, sub in cls.sub_configs.items() if getattr(sub, "model_type", "")}
+    every = {**cls.sub_configs, **(getattr(cls, "sub_configs_defaults", None) or {})}
+    return {key: kind for key, sub in every.items() if (kind := getattr(sub, "model_type", ""))}
 
 
 def of_diffusers(name, words):

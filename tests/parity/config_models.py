@@ -188,6 +188,10 @@ SWIN = {
 
 # ---------------------------------------------------------------------------------------------- models
 
+DEPTH = {**KV, "num_codebooks": 2, "ffn_dim": 64, "sliding_window": 4, "input_size": 64, "audio_vocab_size": 50}
+ZAMBA = {"n_mamba_heads": 2, "mamba_d_state": 8, "use_mamba_kernels": False}
+PHI_VISION = {**IMAGE, "crop_size": 24}
+PHI_AUDIO = {**SPEECH, "num_blocks": 1, "ext_pw_out_channel": 64, "nemo_conv_channels": 16, "input_size": 16}
 GRID = (("grid", (8, 14)),)
 MODELS = (
     Model("llama", KV),
@@ -287,6 +291,70 @@ MODELS = (
         "csm_depth_decoder_model",
         {**KV, "backbone_hidden_size": 64, "num_codebooks": 40, "rope_parameters": LLAMA3},
         net="CsmDepthDecoderModel",
+    ),
+    Model("hunyuan_v1_dense", HEAD),
+    Model("hunyuan_v1_moe", {**HEAD, **MOE, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}}),
+    Model("granite_swa", {**KV, "sliding_window": 9, "attention_multiplier": 0.2}),
+    Model(
+        "granitemoe_swa",
+        {**KV, **MOE, "sliding_window": 9, "attention_multiplier": 0.2, "layer_rope_theta": [100.0, 0, 1e4, 1e4]},
+    ),
+    Model("laguna", {**HEAD, **MOE, "sliding_window": 9, "layer_types": SHARING[2:]}),
+    Model(
+        "laguna",
+        {**HEAD, **MOE, "sliding_window": 9, "gating": "per-channel", "num_attention_heads_per_layer": [4, 2, 4, 8]},
+    ),
+    Model("lara_mini", {**HEAD, **MOE, **DELTA, "sliding_window": 9, "num_hidden_layers": 5}),
+    *(Model("lfm3", {**HEAD, "sliding_window": 9, "use_attention_gate": gate}) for gate in (True, False)),
+    Model("flint", {**HEAD, **MOE, "sliding_window": 9}),
+    *(Model("kolibri1", {**HEAD, **MOE, "sliding_window": n, "num_hidden_layers": 5}) for n in (9,)),
+    Model("phi4_multimodal", {**KV, "sliding_window": 9, "vision_config": PHI_VISION, "audio_config": PHI_AUDIO}),
+    Model("apertus1p5_text", KV),
+    Model("emu3_text_model", KV, net="models.emu3.modeling_emu3.Emu3TextModel"),
+    Model("kimi_linear", {**LATENT, "linear_head_dim": 16, "linear_num_heads": 4, "num_hidden_layers": 5}, last=True),
+    Model("deepseek_v3", LATENT, last=True, published="sarvam_mla"),
+    Model(
+        "cohere_compass_text",
+        {**KV, "sliding_window": 9, "layer_types": SHARING[2:]}
+        | {"rope_parameters": {"full_attention": None, "sliding_attention": {**PLAIN, "mrope_section": [2, 3, 3]}}},
+    ),
+    Model("moshi", {**KV, "sliding_window": 9, "ffn_dim": 64, "audio_vocab_size": 50, "depth_decoder_config": DEPTH}),
+    Model("recurrent_gemma", {**KV, "attention_window_size": 9, "lru_width": 64, "num_hidden_layers": 6}),
+    Model("zamba", {**KV, **ZAMBA, "num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    *(
+        Model(
+            "zamba2",
+            {**SMALL, **ZAMBA, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"] * 2, "use_mem_rope": turning},
+        )
+        for turning in (True, False)
+    ),
+    Model(
+        "minimax_m3_vl_text",
+        {**HEAD, **MOE, "rotary_dim": 8, "dense_intermediate_size": 64, "shared_intermediate_size": 32}
+        | {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 2},
+    ),
+    Model("gemma4_unified_text", {**HEAD, **FOUR, "num_hidden_layers": 7}),
+    Model("axk2", {**LATENT, "q_lora_rank": 16, **INDEXER, "gated_norm_rank": 4}, last=True),
+    Model("ctrl", {**GPT2, "dff": 64}, calls="ctrl"),
+    *(
+        Model("xlm", {"vocab_size": 50, "emb_dim": 64, "n_layers": 2, "n_heads": 4, "causal": causal}, "ids", "xlm")
+        for causal in (True, False)
+    ),
+    Model("mvp", PAIR, "pair", "bart", parts=BOTH),
+    Model(
+        "trocr",
+        {**{name: x for name, x in PAIR.items() if "encoder" not in name}, "is_decoder": True}
+        | {"cross_attention_hidden_size": 64},
+        "decoding",
+        "bart",
+        ("", "cross"),
+        net="models.trocr.modeling_trocr.TrOCRDecoder",
+    ),
+    Model(
+        "musicgen_melody_decoder",
+        {**BERT, "ffn_dim": 64, "num_codebooks": 2},
+        "codebooks",
+        net="models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyDecoder",
     ),
     Model("gemma3n_text", {**HEAD, **THREE_N}),
     Model("gemma3n_text", {**HEAD, **THREE_N, "num_kv_shared_layers": 0}),

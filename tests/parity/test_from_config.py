@@ -267,8 +267,9 @@ def test_objects_and_files_saved_again_are_the_same_layer(model):
             layer = rp.from_config(config, layer=number, part=part)
             # How the numbers of a rule are spelled differs.
             schemes = [(plan.scheme, plan.weights, plan.inputs) for plan in layer.schemes]
+            steps = [str(step).partition(", Rotary")[0] for step in layer.before]
             sizes = layer.layers, layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.scale
-            found[part] = schemes, sizes, layer.causal, layer.window, layer.rule, layer.softcap, layer.before
+            found[part] = schemes, sizes, layer.causal, layer.window, layer.rule, layer.softcap, steps
         return found
 
     for config in (settings, *saved):
