@@ -191,9 +191,11 @@ class Bench:
                 tries, work = tries + 1, work + smaller.scores
                 if tries > _TRIES or work > _WORK:
                     break
+                before = len(self.answers)
                 other = self.finding(smaller, one)
                 if _alike(other, found) and other.work < best.work:
-                    answer = self.answers[-1] if other.errors else None
+                    # None of a crash, nor of a convention.
+                    answer = self.answers[-1] if len(self.answers) > before else None
                     form, best, progress = smaller, other, True
                     break
         del self.answers[kept[0] :], self.crashes[kept[1] :]

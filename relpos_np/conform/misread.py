@@ -20,7 +20,7 @@ from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import masked
 from relpos_np.testing.example import Example
-from relpos_np.testing.rotary_bases import PUBLISHED
+from relpos_np.testing.one_number import PUBLISHED
 from relpos_np.types import Array
 
 
