@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from relpos_np.conform.altered import out_of, scale_of, scores_of
+from relpos_np.conform.altered import out_of, plain_outputs, scale_of, scores_of, values_of
 from relpos_np.conform.yardstick import Answer, distance
 from relpos_np.errors import RelposError
 from relpos_np.formulas.softmax import softmax
@@ -31,7 +31,7 @@ def by_output(wrong: list[Answer], every: list[Answer]) -> str:
     if all(_right(one) for one in wrong):
         return _of_lse(wrong)
     shown = [one for one in every if not _right(one)]
-    return _special(wrong, shown) or _factor(wrong) or _region(shown)
+    return _special(wrong, shown) or _factor(wrong) or _last_key(wrong) or _region(shown)
 
 
 def _right(one: Answer) -> bool:
@@ -53,6 +53,29 @@ def _factor(wrong: list[Answer]) -> str:
     if not np.allclose(factors, first, rtol=1e-3) or abs(first - 1) < 1e-3:
         return ""
     return f"the output is {first:.4g} times what it should be"
+
+
+def _last_key(wrong: list[Answer]) -> str:
+    """A number of keys, the same in all answers, from which on none is read."""
+    stops = {_keys_read(one) for one in wrong}
+    stop = stops.pop() if len(stops) == 1 else 0
+    return f"reads no key from number {stop} on" if stop else ""
+
+
+@np.errstate(all="ignore")
+def _keys_read(one: Answer) -> int:
+    """How many of the first keys explain an answer; 0 where no number does."""
+    if not plain_outputs(one.example) or one.example.kwargs.get("sinks") is not None:
+        return 0
+    s, v = scores_of(one.example), values_of(one.example)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    last = p[:, :, -1]
+    found = np.cumsum(last[..., None] * v, axis=-2) / np.cumsum(last, axis=-1)[..., None]
+    errors = np.abs(found - one.returned["out"][:, :, -1, None]).max(axis=(0, 1, 3))
+    stop = int(np.where(np.isfinite(errors), errors, np.inf).argmin()) + 1
+    total = p[..., :stop].sum(axis=-1, keepdims=True)
+    out = p[..., :stop] @ v[:, :, :stop] / np.where(total > 0, total, 1.0)
+    return stop if stop < s.shape[-1] and distance(out, one.returned["out"]) <= 2 * one.allowed["out"] else 0
 
 
 def _largest(one: Example) -> Array:

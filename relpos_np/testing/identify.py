@@ -13,6 +13,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
 from relpos_np.testing import one_number
+from relpos_np.testing.arguments import parameters
 from relpos_np.testing.candidates import Candidate, Lengths, candidates, parameter_names, setting_names
 from relpos_np.testing.compare import EPS
 from relpos_np.testing.compare import largest as largest_of
@@ -172,13 +173,13 @@ def _stages(search: _Search, readable: list[Operands]) -> Iterator[partial[None]
     """What is tried, one after the other until something fits."""
     for at in readable:
         yield partial(_look, search, at, search.given)
+    if search.stated.get("window") is None and readable[0].out is not None:
+        yield partial(_look_for_windows, search, readable[0])
     for at in readable:
         yield partial(_look_for_numbers, search, at, _FIRST)
     for at in readable:
         for other, tables in readings(at, search.given):
             yield partial(_look, search, other, tables)
-    if search.stated.get("window") is None and readable[0].out is not None:
-        yield partial(_look_for_windows, search, readable[0])
     yield partial(_look_for_numbers, search, readable[0], ())
     yield partial(_scan, search, readable[0], with_caps)
     for at in readable:
@@ -372,9 +373,11 @@ def _best(search: _Search) -> list[Fit]:
 
 def _plainness(fit: Fit) -> tuple[int, ...]:
     """Fewest settings and conventions that are not the usual ones first."""
-    how, call = fit.how, Call(*fit.at.lengths)
+    how, call, own = fit.how, Call(*fit.at.lengths), fit.candidate
+    defaults = parameters(type(own.made))
+    chosen = sum(name not in defaults or value != defaults[name].default for name, value in own.settings.items())
     unusual = (how.scale != call.meant("scale")) + (how.offset != call.last) + (how.hidden not in (None, how.offset))
-    return (unusual + (how.window is not None) + (how.cap[0] is not None), len(fit.candidate.settings))
+    return (unusual + (how.window is not None) + (how.cap[0] is not None), chosen, len(own.settings))
 
 
 def _nearest(fits: Iterable[Fit]) -> list[Fit]:
