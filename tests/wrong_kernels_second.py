@@ -373,7 +373,7 @@ SECOND = [
         "a cap before the scale",
         "plain",
         "options",
-        kernel(cap=lambda at, s: uncapped(at, s)),
+        kernel(cap=uncapped),
         ("softcap",),
         {},
     ),

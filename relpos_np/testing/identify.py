@@ -374,7 +374,8 @@ def _best(search: _Search) -> list[Fit]:
 def _plainness(fit: Fit) -> tuple[int, ...]:
     """Fewest settings and conventions that are not the usual ones first."""
     how, call, own = fit.how, Call(*fit.at.lengths), fit.candidate
-    defaults = parameters(type(own.made))
+    cls: type = type(own.made)
+    defaults = parameters(cls)
     chosen = sum(name not in defaults or value != defaults[name].default for name, value in own.settings.items())
     unusual = (how.scale != call.meant("scale")) + (how.offset != call.last) + (how.hidden not in (None, how.offset))
     return (unusual + (how.window is not None) + (how.cap[0] is not None), chosen, len(own.settings))
