@@ -185,6 +185,63 @@ def test_a_rotary_base_that_nobody_stated(base, dtype):
         assert match.settings["base"] == (base if dtype == "float64" else 7_654_300.0)
 
 
+SQUARE = RNG.standard_normal((3, 1, 4, 12, 16))
+PARTIAL = rp.Rotary(4)
+
+
+@pytest.mark.parametrize(
+    ("position", "scale", "words"),
+    [
+        (None, 48**-0.5, "1/sqrt(3 D)"),
+        (T5, 64**-0.5, "1/sqrt(H D)"),
+        pytest.param(rp.Rotary(), 0.37, "fitted to the answer", marks=pytest.mark.stress),
+    ],
+)
+def test_a_scale_that_nobody_stated(position, scale, words):
+    q, k, v = SQUARE
+    given = GIVEN if position is T5 else {}
+    out = rp.attention(q, k, v, position=position, scale=scale, causal=True, backend="numpy")
+    found = identify(q, k, v, out=out, given=given, causal=True)
+    assert found.matches, found.nearest
+    assert found.matches[0].call["scale"] == pytest.approx(scale, rel=1e-9)
+    assert found.matches[0].call["scale_is"] == words
+    assert any(note.startswith("scale: fitted") for note in found.notes)
+
+
+@pytest.mark.parametrize("position", [PARTIAL, pytest.param(rp.Rotary(channels=(12, 16)), marks=pytest.mark.stress)])
+def test_a_share_of_the_channels_that_nobody_stated(position):
+    q, k, v = SQUARE
+    out = rp.attention(q, k, v, position=position, causal=True, backend="numpy")
+    match = only(identify(q, k, v, out=out, causal=True), "rotary")
+    wanted = {"dim": 4} if position is PARTIAL else {"channels": (12, 16)}
+    assert wanted.items() <= match.settings.items()
+
+
+@pytest.mark.parametrize("window", [(4, 2), (None, 2), (3, 0)])
+def test_windows_that_nobody_stated(window):
+    q, k, v = SQUARE
+    out = rp.attention(q, k, v, position=T5, window=window, backend="numpy")
+    match = only(identify(q, k, v, out=out, given=GIVEN))
+    assert match.call["window"] == window
+
+
+def test_a_factor_on_a_table():
+    q, k, v = SQUARE
+    out = rp.attention(q, k, v, position=rp.T5(3 * TABLE, max_distance=16), backend="numpy")
+    assert only(identify(q, k, v, out=out, given=GIVEN, causal=False, scale=0.25)).settings["factor"] == 3
+
+
+def test_tables_as_checkpoints_have_them():
+    q, k, v = SQUARE
+    rows = RNG.standard_normal((1, 9, 16))
+    out = rp.attention(q, k, v, position=rp.Shaw(rows[0]), backend="numpy")
+    match = only(identify(q, k, v, out=out, given={"rel": rows}), "shaw")
+    assert match.layout == ("tables without their first axis, which has length 1",)
+    x, positions = RNG.standard_normal((2, 12, 16)), RNG.standard_normal((1, 40, 16))
+    match = identify(x=x, out=x + positions[:, :12], given={"pos": positions}).matches[0]
+    assert (match.scheme, match.layout) == ("learned", ("tables without their first axis, which has length 1",))
+
+
 @pytest.mark.parametrize(
     ("position", "given", "named"),
     [

@@ -21,6 +21,9 @@ differ. A record is one .npz and one .json; manifest.json has checksums. docs/ve
 --check reads a set back, compares files with their checksums, and computes each record from its file on every backend
 of this machine. The exit code is 1 if a file is missing or damaged, or a number is outside its tolerance.
 
+--format c writes relpos_vectors.h, twenty small cases whose bytes are the same on every machine, and relpos_driver.c,
+which runs a kernel in C on them.
+
 --format onnx writes test cases of ONNX instead, for the runner of the package onnx and those of runtimes: a folder
 each, with model.onnx, inputs and output. docs/onnx.md says how to run them.
 """
@@ -30,6 +33,7 @@ examples:
   relpos vectors --check golden
   relpos vectors golden-7 --seed 7 --json
   relpos vectors onnx-cases --format onnx
+  relpos vectors c-cases --format c
 """
 
 
@@ -39,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="read DIR back, and compare every backend with it")
     parser.add_argument(
         "--format",
-        choices=("npz", "onnx"),
+        choices=("npz", "onnx", "c"),
         default="npz",
         help='what to write; onnx needs pip install "relpos-np[onnx]"',
     )
@@ -53,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Write a set of golden vectors, or check one."""
     if args.format == "onnx":
         return _cases(args)
+    if args.format == "c":
+        return _header(args)
     from relpos_np.testing import golden
 
     started = time.perf_counter()
@@ -109,4 +115,17 @@ def _cases(args: argparse.Namespace) -> int:
     else:
         print(f"{written} cases, {size / 1e6:.1f} MB, written to {args.folder}")
         print(f"schemes that no model can say: {', '.join(absent)}")
+    return 0
+
+
+def _header(args: argparse.Namespace) -> int:
+    """Write a header and a driver in C."""
+    from relpos_np.testing.c_header import VERSION, writing_c
+
+    refuse(args, ("check", "bfloat16", "seed"), "goes without --format c")
+    written = list(writing_c(args.folder))
+    if args.json:
+        print_json({"folder": str(args.folder), "files": written, "version": VERSION})
+    else:
+        print(f"{' and '.join(written)} written to {args.folder}, version {VERSION}")
     return 0

@@ -64,6 +64,35 @@ def scores_of(one: Example) -> Array:
     return found
 
 
+def content_of(one: Example) -> Array:
+    """Scaled products without positions, cap and masks."""
+    options = {name: one.kwargs[name] for name in ("scale",) if name in one.kwargs}
+    found: Array = logits(one.q, np.nan_to_num(one.k), backend="numpy", **options)
+    return found
+
+
+def added_to(one: Example) -> Array | None:
+    """What positions add to scaled products; None where the output is more than a sum of values."""
+    if one.position is None or not plain_outputs(one):
+        return None
+    options = {name: one.kwargs[name] for name in ("offset", "scale") if name in one.kwargs}
+    s = logits(one.q, np.nan_to_num(one.k), position=one.position, backend="numpy", **options)
+    return np.asarray(s - content_of(one))
+
+
+def from_parts(one: Example, content: Array, added: Array | float = 0.0, *, capped: bool = False) -> Array:
+    """Attention with these parts of the scores, and the case's masks, and its cap where they have none yet."""
+    cap, order = None if capped else one.kwargs.get("softcap"), one.kwargs.get("cap_order")
+    s = content + added
+    if cap is not None:
+        s = cap * np.tanh(s / cap) if order != "content" else cap * np.tanh(content / cap) + added
+    mask = one.kwargs.get("mask")
+    if mask is not None:
+        s = np.where(mask, s, -np.inf) if mask.dtype == np.bool_ else s + mask
+    none = {"position": None, "softcap": None, "cap_order": None, "scale": None}
+    return out_of(one, q=np.zeros_like(one.q), k=np.zeros_like(one.k), mask=s, **none)
+
+
 def values_of(one: Example) -> Array:
     """Values by query head, 0 where no query may attend them."""
     v = repeat_heads(one.v, one.q.shape[1])

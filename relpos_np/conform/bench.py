@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from relpos_np.conform.implementation import Crashed, Implementation, Refused
 from relpos_np.conform.ragged import ASKED, WAYS, parts
 from relpos_np.conform.report import Finding
 from relpos_np.conform.yardstick import Answer, Truth, distance, truth
+from relpos_np.errors import RelposError
 from relpos_np.testing.arguments import arguments, changed
 from relpos_np.testing.example import Example, accepted
 from relpos_np.testing.families import made
@@ -22,8 +23,8 @@ from relpos_np.testing.grid import Form, Grid
 from relpos_np.types import Array
 
 STATE = "keeps state from call to call: an answer depends on the calls before it"
-# Of shrinking one failure: how many cases are tried, and for how many seconds.
-_TRIES, _SECONDS = 40, 3.0
+# Of shrinking one failure: how many cases are tried, and of how many scores together.
+_TRIES, _WORK = 40, 1 << 22
 # Sizes that a failure may be shrunk to, where nothing is said of what the implementation takes.
 _LENGTHS = (2, 3, 4, 8, 9, 16, 17, 32, 33, 34, 64, 65, 66, 96, 97, 127, 128, 129, 130, 256, 257)
 _DIMS = (2, 4, 8, 16, 32, 64, 96)
@@ -105,19 +106,32 @@ class Bench:
             kept = format_of(self.stored.computed)
             grad_out = kept.rounded(rng.standard_normal((*one.q.shape[:3], one.v.shape[3])))
         returned = self.tested.run(one, grad_out, way)
-        note = ""
-        if way == "twice":
-            other = replace(one, q=one.q[::-1], k=one.k[::-1], v=one.v[::-1])
-            found = self._weighed(about, other, self.tested.run(other, None), None)
-            again = self.tested.run(one, grad_out)
-            last = self._weighed(about, one, again, grad_out)
-            first = self._weighed(about, one, returned, grad_out)
-            if first.verdict == "right" and "wrong" in (found.verdict, last.verdict):
-                return replace(last if last.verdict == "wrong" else found, reason=STATE)
-            apart = max(distance(again[n][0], returned[n][0]) for n in returned)
-            note = f"two runs differ by {apart:.2g}" if apart > 0 else ""
-        found = self._weighed(about, one, returned, grad_out)
-        return replace(found, reason=note) if note and found.verdict == "right" else found
+        right = self._truth(one, grad_out)
+        first = self._weighed(about, one, returned, right)
+        if way != "twice" or first.verdict != "right":
+            return first
+        other = self._other_numbers(one)
+        between = self._weighed(about, other, self.tested.run(other, None), self._truth(other, None))
+        again = self.tested.run(one, grad_out)
+        last = self._weighed(about, one, again, right)
+        if "wrong" in (between.verdict, last.verdict):
+            return replace(last if last.verdict == "wrong" else between, reason=STATE)
+        apart = max(distance(again[n][0], returned[n][0]) for n in returned)
+        return replace(first, reason=f"two runs differ by {apart:.2g}") if apart > 0 else first
+
+    def _truth(self, one: Example, grad_out: Array | None) -> Truth:
+        return truth(one, self.stored, grad_out, tuple(self.tested.arrays(one)), self.arithmetic)
+
+    def _other_numbers(self, one: Example) -> Example:
+        """The case with other operands, and other numbers in those arrays of the scheme that the function takes."""
+        found = replace(one, q=one.q[::-1], k=one.k[::-1], v=one.v[::-1])
+        taken = {name: x[::-1].copy() for name, x in self.tested.arrays(one).items() if name not in "qkv" and x.ndim}
+        if one.position is None or not taken:
+            return found
+        with suppress(RelposError):  # of a scheme whose rows have an order
+            position = type(one.position)(**(arguments(one.position) | taken))
+            return accepted(replace(found, position=position)) or found
+        return found
 
     def _in_parts(self, about: dict[str, Any], one: Example, way: str) -> Finding:
         """An answer to a call that stands for several: the worst of its parts."""
@@ -132,7 +146,7 @@ class Bench:
             answer = {
                 name: (x[where], dtype) for name, (x, dtype) in returned.items() if name == "out" or way == "merged"
             }
-            found.append(self._weighed(about, part, answer, None))
+            found.append(self._weighed(about, part, answer, self._truth(part, None)))
         worst = max(found, key=lambda each: (each.verdict == "wrong", each.ratio))
         if worst.verdict == "wrong" and way in ("segments", "offsets"):
             ordinary = one.run("numpy")[0]
@@ -141,10 +155,9 @@ class Bench:
         return worst
 
     def _weighed(
-        self, about: dict[str, Any], one: Example, returned: Mapping[str, tuple[Array, str]], grad_out: Array | None
+        self, about: dict[str, Any], one: Example, returned: Mapping[str, tuple[Array, str]], right: Truth
     ) -> Finding:
         """An answer beside what is right; it is kept to be explained."""
-        right = truth(one, self.stored, grad_out, tuple(self.tested.arrays(one)), self.arithmetic)
         answers = {name: x for name, (x, _) in returned.items() if name in right.expected}
         errors, allowed, rough = right.weighed(answers, {name: returned[name][1] for name in answers})
         told = {**about, "errors": errors, "allowed": allowed, "rough": rough, "proves": one.k.shape[2] > 1}
@@ -162,23 +175,31 @@ class Bench:
         reason = _in_words(answers, right, errors, allowed) if kept.wrong else ""
         return Finding(**told, verdict="wrong" if kept.wrong else "right", reason=reason)
 
-    def shrunk(self, form: Form, found: Finding, grid: Grid) -> Finding:
-        """The smallest case that fails as this one does, by taking away options, items, heads, length and channels."""
-        kept, end, best = (len(self.answers), len(self.crashes)), time.monotonic() + _SECONDS, found
-        tries, progress = 0, True
+    def shrunk(self, form: Form, found: Finding, grid: Grid) -> tuple[Finding, Answer | None]:
+        """The smallest case that fails as this one does, by taking away options, items, heads, length and channels.
+
+        With its answer, None where there is no smaller one.
+        """
+        kept, best, answer = (len(self.answers), len(self.crashes)), found, None
+        tries, work, progress = 0, 0, True
         while progress:
             progress = False
             for smaller in _smaller(form, grid):
-                tries += 1
-                if tries > _TRIES or time.monotonic() > end:
-                    break
                 one = self.made(smaller)
-                other = None if one is None else self.finding(smaller, one)
-                if other is not None and _alike(other, found) and other.work < best.work:
+                if one is None:
+                    continue
+                tries, work = tries + 1, work + smaller.scores
+                if tries > _TRIES or work > _WORK:
+                    break
+                before = len(self.answers)
+                other = self.finding(smaller, one)
+                if _alike(other, found) and other.work < best.work:
+                    # None of a crash, nor of a convention.
+                    answer = self.answers[-1] if len(self.answers) > before else None
                     form, best, progress = smaller, other, True
                     break
         del self.answers[kept[0] :], self.crashes[kept[1] :]
-        return best
+        return best, answer
 
 
 def _kinds(one: Example | None) -> dict[str, tuple[str, int]]:
@@ -198,6 +219,13 @@ def _smaller(form: Form, grid: Grid) -> Iterator[Form]:
     """Forms that lack something of this one, the smallest of each kind first."""
     if form.family in ("borders", "calls", "ragged"):
         return
+    least = replace(form, batch=form.batch if grid.batches else 1)
+    if grid.heads is None:
+        least = replace(least, heads=(1, 1) if form.heads[0] == form.heads[1] else (2, 1))
+    if grid.dims is None and form.dim == form.v_dim:
+        least = replace(least, dim=min(_DIMS), v_dim=min(_DIMS))
+    if least != form:
+        yield least
     if form.batch > 1 and grid.batches is None:
         yield replace(form, batch=1)
     if len(form.options) > 1:

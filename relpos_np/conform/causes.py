@@ -7,22 +7,29 @@ which one tells wrong cases from right ones: a length from which on, a pair of o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from relpos_np.conform.altered import remade
 from relpos_np.conform.bench import STATE, Bench
 from relpos_np.conform.conditions import condition, runs_where
 from relpos_np.conform.customs import BORDERS
-from relpos_np.conform.outputs import by_output
+from relpos_np.conform.outputs import by_output, fitted_scale
 from relpos_np.conform.report import Family
 from relpos_np.conform.suspects import Suspect
 from relpos_np.conform.yardstick import Answer, distance
+from relpos_np.errors import RelposError
+from relpos_np.testing.arguments import arguments
+from relpos_np.testing.compare import largest
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
 # How much nearer to a suspect's output than to the truth an answer is, for the suspect to be the cause.
 _NEARER, _NEARER_IN_HALF = 0.02, 0.15
+# And how far off it may be, in units of what is allowed: a mistake that makes scores large makes roundings larger.
+_ROUNDINGS = 256.0
 # From this on a format is half precision, in which a mistake that makes scores large makes errors of its own.
 _HALF = 1e-4
 # Cosine of the errors with those of a suspect that rounds.
@@ -31,6 +38,11 @@ _ALIKE = 0.7
 _FEW = 4
 # Scores beyond which an answer is compared only where there is no smaller one.
 _LARGE = 1 << 18
+# An error of this part of the largest output is no rounding, in any arithmetic.
+_ROUNDING = 0.25
+
+# The smallest case that fails as a family does, with its answer; None where there is none that is smaller.
+Shrunk = Callable[[Family], Answer | None]
 
 
 class _Known:
@@ -58,13 +70,15 @@ class _Known:
         off = distance(out, expected)
         if off <= allowed and not (one.rough and suspect.rough):
             return None if not one.rough else False  # only gradients or the log-sum-exp are wrong
+        if suspect.rough and off > _ROUNDING * largest(expected):
+            return False
         other = self.output(suspect, one.example)
         if other is None or other.shape != out.shape:
             return False
         if suspect.rough:
             return _alike(out - expected, other - expected) > _ALIKE
-        nearer = _NEARER if self.eps < _HALF else _NEARER_IN_HALF
-        near = max(2 * allowed, nearer * off if off < np.inf else 0.0)
+        nearer = min(_NEARER * off, _ROUNDINGS * allowed) if self.eps < _HALF else _NEARER_IN_HALF * off
+        near = max(2 * allowed, nearer if off < np.inf else 0.0)
         finite = np.isfinite(out) & np.isfinite(other)
         if not np.array_equal(finite, np.isfinite(out)):
             return False
@@ -123,18 +137,103 @@ def _alike(apart: Array, meant: Array) -> float:
     return float((apart * meant).sum()) / size if size else 0.0
 
 
-def explained(families: list[Family], bench: Bench, suspects: list[Suspect]) -> list[Family]:
-    """The families with the first suspect that gives all their wrong answers, if there is one."""
-    answers = bench.answers
-    known = _Known(answers, bench.stored.eps)
+def explained(families: list[Family], bench: Bench, suspects: list[Suspect], shrunk: Shrunk) -> list[Family]:
+    """The families with the first suspect that gives all their wrong answers, if there is one.
+
+    A suspect is tried on the smallest failure of a family, which `shrunk` makes, and those that are left on larger
+    ones. What explains a family is tried first on the next.
+    """
     failed = {one.name for one in families if one.verdict == "wrong"}
+    search = _Search(bench, suspects, shrunk)
 
     def cause(one: Family) -> str:
         if one.verdict == "convention":
             return next(each.reason for each in one.findings if each.verdict == "convention")
-        return _observed(one, failed, bench) or _cause(one, answers, suspects, known)
+        return _observed(one, failed, bench) or (search.cause(one) if one.verdict == "wrong" else "")
 
     return [replace(one, cause=cause(one)) for one in families]
+
+
+class _Search:
+    """Why one family after the other is wrong."""
+
+    def __init__(self, bench: Bench, suspects: list[Suspect], shrunk: Shrunk) -> None:
+        self.answers, self.suspects, self.shrunk = bench.answers, suspects, shrunk
+        self.known = _Known(bench.answers, bench.stored.eps)
+        self.found: list[Suspect] = []
+        # What is wrong without options is wrong with them, so that another mistake cannot be the only one.
+        self.ordinary = [one for one in self.known.wrong if one.family == "self"]
+        self.smallest: Answer | None = None
+        self.all_wrong = [one.example for one in bench.answers if one.wrong]
+
+    def cause(self, family: Family) -> str:
+        """Why it is wrong, or nothing."""
+        wrong = _smallest([one for one in self.answers if one.wrong and one.family == family.name], _FEW)
+        if not wrong:
+            return ""
+        if self._stale(wrong):
+            return STATE
+        for suspect in self.found:
+            when = self._when(suspect, family, wrong)
+            if when is not None:
+                return suspect.cause + when
+        first = self.shrunk(family) or wrong[0]
+        if family.name == "self":
+            self.smallest = first
+        left = [one for one in self.suspects if not self._refuted(one, first)]
+        told = [(one, when) for one in left if (when := self._when(one, family, wrong)) is not None]
+        if not told:
+            fitted = None if self.ordinary and family.name != "self" else fitted_scale(first, wrong)
+            told = [] if fitted is None else [(Suspect(*fitted), "")]
+        if not told:
+            return by_output(wrong, self.known.wrong)
+        suspect, when = told[0] if len(told) == 1 else max(told, key=lambda one: self._rank(one[0], one[1], wrong))
+        if not suspect.rough:
+            self.found.append(suspect)
+        return suspect.cause + when
+
+    def _stale(self, wrong: list[Answer]) -> bool:
+        """Whether each of some answers has the scheme's arrays of the first call of the same lengths and heads."""
+        return all(self._of_first_call(one) for one in wrong)
+
+    def _of_first_call(self, one: Answer) -> bool:
+        if one.example.position is None:
+            return False
+        shape, now = _lengths_and_heads(one.example), _arrays_of(one.example)
+        alike = (other.example for other in self.answers if _lengths_and_heads(other.example) == shape)
+        before = next((_arrays_of(x) for x in alike if _shapes(_arrays_of(x)) == _shapes(now)), now)
+        if all(np.array_equal(x, now[name]) for name, x in before.items()):
+            return False
+        try:
+            out = remade(one.example, **before)
+        except RelposError:
+            return False
+        return distance(one.returned["out"], out) <= 2 * one.allowed["out"]
+
+    def _refuted(self, suspect: Suspect, first: Answer) -> bool:
+        """Whether the smallest failure of a family, or of ordinary cases, shows that it is something else."""
+        if suspect.rough:
+            return False
+        if self.smallest is not None and self.known.contradicts(suspect, self.smallest):
+            return True
+        return self.known.output(suspect, first.example) is not None and self.known.gives(suspect, first) is False
+
+    def _when(self, suspect: Suspect, family: Family, wrong: list[Answer]) -> str | None:
+        """When a suspect is what is wrong, in words; None where it is not."""
+        known = self.known
+        if not known.explains(suspect, wrong) or any(known.contradicts(suspect, one) for one in self.ordinary):
+            return None
+        if any(not known.gives(suspect, one) for one in self._plainer(wrong[0])):
+            return None
+        own = [one for one in self.answers if not one.wrong and one.family == family.name]
+        return condition(self.all_wrong, [x.example for x in (*own, *known.right) if not known.spares(suspect, x)])
+
+    def _plainer(self, answer: Answer) -> list[Answer]:
+        """Wrong answers of cases with fewer options and no more keys: these have another mistake, or the same one."""
+        return [one for one in self.known.wrong if not one.rough and _is_plainer(one.example, answer.example)]
+
+    def _rank(self, suspect: Suspect, when: str, wrong: list[Answer]) -> tuple[int, bool, float]:
+        return self.known.count(suspect), not when, self.known.likeness(suspect, wrong)
 
 
 # By what a condition names: how to say what an implementation takes.
@@ -180,27 +279,25 @@ def _observed(family: Family, failed: set[str], bench: Bench) -> str:
     return "leaves parts of the array to write into as they are" if not views else ""
 
 
-def _cause(family: Family, answers: list[Answer], suspects: list[Suspect], known: _Known) -> str:
-    """Why a family is wrong, or nothing."""
-    wrong = _smallest([one for one in answers if one.wrong and one.family == family.name], _FEW)
-    if not wrong:
-        return ""
-    own = [one for one in answers if not one.wrong and one.family == family.name]
-    # What is wrong without options is wrong with them, so that another mistake cannot be the only one.
-    ordinary = [one for one in known.wrong if one.family == "self"]
-    all_wrong = [one.example for one in answers if one.wrong]
-    found: list[tuple[tuple[int, bool, float], str]] = []
-    for suspect in suspects:
-        if not known.explains(suspect, wrong) or any(known.contradicts(suspect, one) for one in ordinary):
-            continue
-        changed = [one.example for one in (*own, *known.right) if not known.spares(suspect, one)]
-        when = condition(all_wrong, changed)
-        if when is not None:
-            rank = (known.count(suspect), not changed, known.likeness(suspect, wrong))
-            found.append((rank, suspect.cause + when))
-    if found:
-        return max(found, key=lambda one: one[0])[1]
-    return by_output(wrong, known.wrong)
+def _is_plainer(one: Example, other: Example) -> bool:
+    """Whether a case has fewer options, no more keys, and as many queries for its keys."""
+    (q_len, k_len), (more_q, more_k) = ((x.q.shape[2], x.k.shape[2]) for x in (one, other))
+    alike = (q_len < k_len, q_len > k_len) == (more_q < more_k, more_q > more_k)
+    return alike and k_len <= more_k and one.needs < other.needs
+
+
+def _lengths_and_heads(one: Example) -> tuple[int, int, int]:
+    return one.q.shape[1], one.q.shape[2], one.k.shape[2]
+
+
+def _arrays_of(one: Example) -> dict[str, Array]:
+    """Those of the scheme."""
+    given = {} if one.position is None else arguments(one.position)
+    return {name: x for name, x in given.items() if isinstance(x, np.ndarray)}
+
+
+def _shapes(arrays: dict[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: x.shape for name, x in arrays.items()}
 
 
 def _of_each(answers: list[Answer]) -> list[Answer]:

@@ -21,6 +21,7 @@ def _facts(one: Example) -> _Facts:
     """What may decide whether a mistake is made."""
     (batch, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = one.q.shape, one.v.shape
     names = {name for name, value in one.kwargs.items() if value is not None and value is not False}
+    names -= {"offset"} - one.needs
     if heads != kv_heads:
         names |= {"grouped heads"} if kv_heads == 1 else {"grouped heads", "several shared key heads"}
     if one.position is not None:

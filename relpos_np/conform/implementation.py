@@ -107,7 +107,9 @@ class Implementation:
             if name in options and not np.array_equal(options[name], value):
                 return None, f"always does {name}={value}"
             options[name] = value
-        missing = [name for name in options if not self._knows(name)]
+        # Queries stand at the end of the keys without being told.
+        told = [name for name in options if name != "offset" or "offset" in one.needs]
+        missing = [name for name in told if not self._knows(name)]
         if missing:
             return None, f"takes no argument {missing[0]}"
         position = one.position

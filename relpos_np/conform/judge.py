@@ -15,8 +15,9 @@ from relpos_np.conform.customs import BORDERS, checked
 from relpos_np.conform.formats import DTYPES, Format, format_of
 from relpos_np.conform.frameworks import Framework, framework_of, loaded
 from relpos_np.conform.implementation import Implementation
-from relpos_np.conform.report import Family, Report
+from relpos_np.conform.report import Family, Finding, Report
 from relpos_np.conform.suspects import suspects
+from relpos_np.conform.yardstick import Answer
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing.cases import checked_exceptions, checked_families, checked_features
@@ -186,8 +187,9 @@ def conform(
             found.append(Family(name, tuple(cases), required=families is not None))
         elif families is not None:
             raise RelposValueError(f"families: {scheme} has no case of {name}")
-    told = explained(found, bench, suspects(scheme, chosen, format_of(stored.computed)))
-    told = [_shrunk(one, told, bench, forms, grid) for one in told]
+    smaller = _Shrinking(bench, forms, grid)
+    told = explained(found, bench, suspects(scheme, chosen, format_of(stored.computed)), smaller.answer)
+    told = [smaller.shown(one, told) for one in told]
     computes = _arithmetic(bench)
     return Report(subject, scheme, chosen, home.name, home.version, dtype, grad, tuple(told), seed, computes)
 
@@ -215,16 +217,33 @@ def _arithmetic(bench: Bench) -> str:
     return arithmetics(kept)[found].words if found else ""
 
 
-def _shrunk(
-    one: Family, families: list[Family], bench: Bench, forms: Mapping[tuple[str, str], Form], grid: Grid
-) -> Family:
-    """The family with its smallest failure made smaller still, if no family before it has the same cause."""
-    alike = [other for other in families if other.smallest is not None and other.cause == one.cause]
-    smallest = min((other.smallest for other in alike if other.smallest), key=lambda it: it.work, default=None)
-    if one.smallest is None or smallest is not one.smallest:
-        return one
-    found = bench.shrunk(forms[one.name, one.smallest.edge], one.smallest, grid)
-    return one if found is one.smallest else replace(one, shrunk=found)
+class _Shrinking:
+    """The smallest failure of each family, made once."""
+
+    def __init__(self, bench: Bench, forms: Mapping[tuple[str, str], Form], grid: Grid) -> None:
+        self._bench, self._forms, self._grid = bench, forms, grid
+        self._made: dict[str, tuple[Finding, Answer | None]] = {}
+
+    def _of(self, one: Family) -> tuple[Finding, Answer | None]:
+        assert one.smallest is not None
+        if one.name not in self._made:
+            form = self._forms[one.name, one.smallest.edge]
+            self._made[one.name] = self._bench.shrunk(form, one.smallest, self._grid)
+        return self._made[one.name]
+
+    def answer(self, one: Family) -> Answer | None:
+        """What was returned for it."""
+        return self._of(one)[1]
+
+    def shown(self, one: Family, families: list[Family]) -> Family:
+        """The family with its failure, if no other that has the same cause has a smaller one."""
+        if one.smallest is None:
+            return one
+        alike = [other for other in families if other.smallest is not None and other.cause == one.cause]
+        known = [other for other in alike if other.name in self._made]
+        first = known[0] if known else min(alike, key=lambda other: other.smallest.work if other.smallest else 0)
+        found = self._of(one)[0] if one is first else one.smallest
+        return one if found is one.smallest else replace(one, shrunk=found)
 
 
 def _can_differentiate(home: Framework, stored: Format) -> None:

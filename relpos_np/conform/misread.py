@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract import check
 from relpos_np.conform.altered import Answer, call_of, out_of, remade, scale_of, seen
+from relpos_np.conform.arithmetic import coarse, coarser_than
+from relpos_np.conform.formats import Format
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.schemes.alibi import ALiBi, alibi_slopes
 from relpos_np.schemes.registry import SCHEMES
@@ -17,11 +20,11 @@ from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import masked
 from relpos_np.testing.example import Example
-from relpos_np.testing.rotary_bases import PUBLISHED
+from relpos_np.testing.one_number import PUBLISHED
 from relpos_np.types import Array
 
 
-def of_arrays(scheme: str) -> Iterator[tuple[str, Answer]]:
+def of_arrays(scheme: str, kept: Format) -> Iterator[tuple[str, Answer]]:
     """All for a scheme."""
     yield from _OPERANDS
     yield from _OPTIONS
@@ -29,13 +32,20 @@ def of_arrays(scheme: str) -> Iterator[tuple[str, Answer]]:
         for step, words in ((1, "one row too early"), (-1, "one row too late")):
             for wraps in (True, False):
                 yield f"reads {name} {words}", partial(_rolled, name, step, wraps)
+        for held, bits in coarser_than(kept):
+            yield f"holds {name} in {held}", partial(_held, name, bits)
         yield f"reads {name} of the first head for all", partial(_first_of, name)
         yield f"reads the heads of {name} from the last to the first", partial(_heads_reversed, name)
+        yield f"reads {name} of as many heads as keys have, each for a group", partial(_by_key_head, name)
         yield f"exchanges the axes of {name}", partial(_exchanged, name)
         if parameter.default is not parameter.empty and not isinstance(parameter.default, str | bool):
             yield f"ignores {name}", partial(_ignored, name, parameter.default)
+    yield "clips distances one row before the ends of its tables", _without_ends
     if scheme == "alibi":
         yield from ((words, partial(_slopes, make)) for words, make in _SLOPES)
+        for held, bits in coarser_than(kept):
+            yield f"holds slopes in {held}", partial(_slopes, partial(_coarse_slopes, bits))
+        yield "slopes of the key heads, each for a group of query heads", _slopes_of_keys
     if scheme == "rotary":
         yield from _TURNS
 
@@ -130,6 +140,20 @@ def _sinks(change: Callable[[Array], Array | None], one: Example) -> Array | Non
     return None if sinks is None else out_of(one, sinks=change(sinks))
 
 
+def _scaled_sinks(factor: Callable[[Example], float], one: Example) -> Array | None:
+    return _sinks(lambda x: x * factor(one), one)
+
+
+def _lengths_of(number: Callable[[Array, Array], Array], one: Example) -> Array | None:
+    """Lengths of other items, which are numbers made of an item and a head."""
+    lengths = one.kwargs.get("key_lengths")
+    if lengths is None:
+        return None
+    item, head = np.arange(len(one.q))[:, None], np.arange(one.q.shape[1])
+    shown = np.arange(one.k.shape[2]) < np.asarray(lengths)[number(item, head) % len(one.q)][..., None, None]
+    return out_of(one, key_lengths=None, mask=masked(one.kwargs.get("mask"), shown))
+
+
 def _sink_of_zero(one: Example) -> Array | None:
     return None if one.kwargs.get("sinks") is not None else out_of(one, sinks=np.zeros(one.q.shape[1]))
 
@@ -166,9 +190,15 @@ _OPTIONS: tuple[tuple[str, Answer], ...] = (
     ("takes of a mask of floats only what it excludes", _only_hidden),
     ("reads key_lengths of the first batch item for all", partial(_lengths, lambda n: np.full_like(n, n[0]))),
     ("reads key_lengths of the last batch item for all", partial(_lengths, lambda n: np.full_like(n, n[-1]))),
+    (
+        "reads key_lengths of item (b H + h) mod B in place of b",
+        lambda one: _lengths_of(lambda b, h: b * one.q.shape[1] + h, one),
+    ),
+    ("reads key_lengths of item h mod B in place of b", partial(_lengths_of, lambda b, h: h + 0 * b)),
     ("key_lengths off by one: one key more", partial(_lengths, lambda n: n + 1)),
     ("key_lengths off by one: one key fewer", partial(_lengths, lambda n: n - 1)),
     ("takes key_lengths for the last keys, as with padding on the left", _left_padded),
+    ("scales sinks with the products", partial(_scaled_sinks, scale_of)),
     ("reads the sink of the first head for all", partial(_sinks, lambda x: np.full_like(x, x[0]))),
     ("reads sinks from the last head to the first", partial(_sinks, lambda x: x[::-1])),
     ("subtracts sinks", partial(_sinks, lambda x: -x)),
@@ -189,13 +219,34 @@ def _rolled(name: str, step: int, wraps: bool, one: Example) -> Array | None:
     x = _array(name, one)
     if x is None or x.dtype.kind != "f" or x.ndim < 2:
         return None
-    heads = one.q.shape[1]
-    # Rows are the first axis of (rows, H), and the last but one of (H, rows, D) and (rows, D).
-    axis = 0 if x.shape[-1] == heads else -2
+    axis = _rows_axis(x, one.q.shape[1])
     if wraps:
         return remade(one, **{name: np.roll(x, step, axis)})
     at = np.clip(np.arange(x.shape[axis]) - step, 0, x.shape[axis] - 1)
     return remade(one, **{name: np.take(x, at, axis)})
+
+
+def _held(name: str, bits: int, one: Example) -> Array | None:
+    x = _array(name, one)
+    return None if x is None or x.dtype.kind != "f" else remade(one, **{name: coarse(x, bits)})
+
+
+def _rows_axis(x: Array, heads: int) -> int:
+    """Rows are the first axis of (rows, H), and the last but one of (H, rows, D) and (rows, D)."""
+    return 0 if x.shape[-1] == heads else -2
+
+
+def _without_ends(one: Example) -> Array | None:
+    """The first and the last row of each table replaced by their neighbours."""
+    given = {} if one.position is None else arguments(one.position)
+    tables = {n: x for n, x in given.items() if isinstance(x, np.ndarray) and x.dtype.kind == "f" and x.ndim > 1}
+    cut = {}
+    for name, x in tables.items():
+        axis = _rows_axis(x, one.q.shape[1])
+        rows = x.shape[axis]
+        if rows > 2:
+            cut[name] = np.take(x, np.clip(np.arange(rows), 1, rows - 2), axis)
+    return remade(one, **cut) if cut else None
 
 
 def _of_heads(name: str, one: Example) -> tuple[Array, int] | None:
@@ -210,6 +261,13 @@ def _first_of(name: str, one: Example) -> Array | None:
         return None
     x, axis = found
     return remade(one, **{name: np.repeat(np.take(x, [0], axis), x.shape[axis], axis)})
+
+
+def _by_key_head(name: str, one: Example) -> Array | None:
+    found, heads, kv_heads = _of_heads(name, one), one.q.shape[1], one.k.shape[1]
+    if found is None or heads == kv_heads:
+        return None
+    return remade(one, **{name: np.take(found[0], np.arange(heads) // (heads // kv_heads), found[1])})
 
 
 def _heads_reversed(name: str, one: Example) -> Array | None:
@@ -238,6 +296,18 @@ def _slopes(make: Callable[[int], Array], one: Example) -> Array | None:
     return remade(one, heads=None, bias_max=None, slopes=make(one.q.shape[1]))
 
 
+def _coarse_slopes(bits: int, heads: int) -> Array:
+    return coarse(alibi_slopes(heads), bits)
+
+
+def _slopes_of_keys(one: Example) -> Array | None:
+    """Default slopes of the key heads, each for a group of query heads."""
+    heads, kv_heads = one.q.shape[1], one.k.shape[1]
+    if heads == kv_heads:
+        return None
+    return _slopes(lambda _: np.repeat(alibi_slopes(kv_heads), heads // kv_heads), one)
+
+
 def _powers(heads: int) -> int:
     return int(2 ** np.ceil(np.log2(heads)))
 
@@ -264,24 +334,21 @@ def _turned(change: Callable[..., Array], one: Example, **more: float) -> Array 
     return remade(one, base=10000.0, dim=None, frequencies=change(dim, position.base, **more))
 
 
-def _stopped(last: int, one: Example) -> Array | None:
-    """Angles of a table with so many rows, the last of which is read from there on."""
-    call = call_of(one)
-    if type(one.position) is not Rotary or one.position.positions is not None or call.k_len <= last:
+def _of_all_channels(one: Example) -> Array | None:
+    """Frequencies of all channels, of which some turn."""
+    position, dim = one.position, one.q.shape[-1]
+    if type(position) is not Rotary or position.dim in (None, dim) or dim % 2:
         return None
-    at = np.minimum(np.arange(float(call.k_len)), last - 1)
-    first = call.meant("offset")
-    rows = np.minimum(np.arange(float(call.q_len)) + first, last - 1)
-    return remade(one, positions=rows, key_positions=at)
+    return _turned(lambda d, b: rotary_frequencies(dim, base=b)[: d // 2], one)
 
 
-def _keys_turned_back(one: Example) -> Array | None:
-    """Keys turned the other way, so that positions add up."""
-    call = call_of(one)
-    if type(one.position) is not Rotary or one.position.positions is not None:
+def _values_turned(one: Example) -> Array | None:
+    """Values turned as keys are, and the output not back."""
+    position = one.position
+    if type(position) is not Rotary or position.values or one.v.shape[-1] != one.q.shape[-1]:
         return None
-    rows = np.arange(float(call.q_len)) + call.meant("offset")
-    return remade(one, positions=rows, key_positions=-np.arange(float(call.k_len)))
+    problem, _, _ = check.problem(one.q, one.k, one.v, **{n: x for n, x in one.kwargs.items() if n != "sinks"})
+    return out_of(one, v=position.transform(one.q, one.v, problem.site)[1])
 
 
 def _some_pairs(d: int, base: float) -> Array:
@@ -297,10 +364,10 @@ _TURNS: tuple[tuple[str, Answer], ...] = (
     ("exponent 2 (i + 1) / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(2, d + 2, 2) / d))),
     ("frequencies from the lowest to the highest", partial(_turned, lambda d, b: rotary_frequencies(d, base=b)[::-1])),
     ("turns the first half of the pairs alone", partial(_turned, _some_pairs)),
-    ("turns keys the other way: positions add up", _keys_turned_back),
+    ("frequencies of all channels, of which some turn", _of_all_channels),
+    ("turns values too", _values_turned),
     *(
         (f"base {base:.0f}", partial(_turned, lambda d, _, base: rotary_frequencies(d, base=base), base=base))
         for base in PUBLISHED[:4]
     ),
-    *((f"positions stop at {n - 1}", partial(_stopped, n)) for n in (2048, 1024, 512, 256, 128, 64)),
 )

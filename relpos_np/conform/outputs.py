@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from relpos_np.conform.altered import out_of, scale_of, scores_of
+from relpos_np.conform.altered import out_of, plain_outputs, scale_of, scores_of, values_of
 from relpos_np.conform.yardstick import Answer, distance
 from relpos_np.errors import RelposError
+from relpos_np.formulas.softmax import softmax
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -30,12 +31,51 @@ def by_output(wrong: list[Answer], every: list[Answer]) -> str:
     if all(_right(one) for one in wrong):
         return _of_lse(wrong)
     shown = [one for one in every if not _right(one)]
-    return _special(wrong, shown) or _fitted(wrong) or _region(shown)
+    return _special(wrong, shown) or _factor(wrong) or _last_key(wrong) or _region(shown)
 
 
 def _right(one: Answer) -> bool:
     """Whether the output is right, and something else wrong."""
     return distance(one.returned["out"], one.expected["out"]) <= one.allowed["out"]
+
+
+def _factor(wrong: list[Answer]) -> str:
+    """Outputs that are all a constant times what they should be."""
+    factors = []
+    for one in wrong:
+        out, expected = one.returned["out"], one.expected["out"]
+        square = float((expected * expected).sum())
+        factor = float((out * expected).sum()) / square if square else np.nan
+        if not np.isfinite(factor) or distance(out, factor * expected) > 2 * one.allowed["out"]:
+            return ""
+        factors.append(factor)
+    first = factors[0]
+    if not np.allclose(factors, first, rtol=1e-3) or abs(first - 1) < 1e-3:
+        return ""
+    return f"the output is {first:.4g} times what it should be"
+
+
+def _last_key(wrong: list[Answer]) -> str:
+    """A number of keys, the same in all answers, from which on none is read."""
+    stops = {_keys_read(one) for one in wrong}
+    stop = stops.pop() if len(stops) == 1 else 0
+    return f"reads no key from number {stop} on" if stop else ""
+
+
+@np.errstate(all="ignore")
+def _keys_read(one: Answer) -> int:
+    """How many of the first keys explain an answer; 0 where no number does."""
+    if not plain_outputs(one.example) or one.example.kwargs.get("sinks") is not None:
+        return 0
+    s, v = scores_of(one.example), values_of(one.example)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    last = p[:, :, -1]
+    found = np.cumsum(last[..., None] * v, axis=-2) / np.cumsum(last, axis=-1)[..., None]
+    errors = np.abs(found - one.returned["out"][:, :, -1, None]).max(axis=(0, 1, 3))
+    stop = int(np.where(np.isfinite(errors), errors, np.inf).argmin()) + 1
+    total = p[..., :stop].sum(axis=-1, keepdims=True)
+    out = p[..., :stop] @ v[:, :, :stop] / np.where(total > 0, total, 1.0)
+    return stop if stop < s.shape[-1] and distance(out, one.returned["out"]) <= 2 * one.allowed["out"] else 0
 
 
 def _largest(one: Example) -> Array:
@@ -46,6 +86,10 @@ _LSE: tuple[tuple[str, Callable[[Example, Array], Array]], ...] = (
     ("log-sum-exp in powers of 2 in place of e", lambda _, x: x / np.log(2)),
     ("log-sum-exp with the other sign", lambda _, x: -x),
     ("log-sum-exp without the largest score, which is subtracted first", lambda one, x: x - _largest(one)),
+    (
+        "log-sum-exp without the sink",
+        lambda one, x: x if one.kwargs.get("sinks") is None else softmax(scores_of(one))[1],
+    ),
     ("the largest score in place of the log-sum-exp", lambda one, _: _largest(one)),
     ("the sum of exponentials in place of its logarithm", lambda _, x: np.exp(x)),
 )
@@ -71,6 +115,10 @@ def _alike(one: Answer, lse: Array) -> bool:
 
 def _special(wrong: list[Answer], every: list[Answer]) -> str:
     """What a kind of case alone shows, if ordinary cases with its options, or fewer, are right."""
+    if all(np.isnan(one.returned["out"]).any() for one in wrong):
+        tile = next((n for n in _TILES if all(_nan_where_first_tile_is_shut(one, n) for one in wrong)), 0)
+        if tile:
+            return f"NaN for queries that may attend no key of the first tile of {tile}: exp(-inf - -inf)"
     ordinary = [set(other.example.kwargs) for other in every if other.family not in _SPECIAL]
     alone = [one for one in wrong if not any(names <= set(one.example.kwargs) for names in ordinary)]
     if not alone:
@@ -80,11 +128,19 @@ def _special(wrong: list[Answer], every: list[Answer]) -> str:
     return ""
 
 
-def _fitted(wrong: list[Answer]) -> str:
-    """A constant scale, or a constant times the meant one, that gives all answers, if there is one."""
-    first = wrong[0]
-    if not all(np.isfinite(one.returned["out"]).all() for one in wrong):
-        return ""
+def _nan_where_first_tile_is_shut(one: Answer, tile: int) -> bool:
+    shut = np.isneginf(scores_of(one.example))
+    lost = shut[..., :tile].all(axis=-1) & ~shut.all(axis=-1)
+    return bool(lost.any()) and np.array_equal(np.isnan(one.returned["out"]).any(axis=-1), lost)
+
+
+def fitted_scale(first: Answer, wrong: list[Answer]) -> tuple[str, Callable[[Example], Array]] | None:
+    """A constant scale, or a constant times the meant one, that gives all answers: in words, and what it leads to.
+
+    It is looked for in the first answer, which is a small one.
+    """
+    if not all(np.isfinite(one.returned["out"]).all() for one in (first, *wrong)):
+        return None
 
     def off(one: Answer, scale: float) -> float:
         try:
@@ -96,18 +152,18 @@ def _fitted(wrong: list[Answer]) -> str:
     errors = [off(first, float(scale)) for scale in tried]
     best = int(np.argmin(errors))
     if errors[best] > _BETTER * distance(first.returned["out"], first.expected["out"]):
-        return ""
+        return None
     low, high = (float(tried[min(max(best + n, 0), len(tried) - 1)]) for n in (-1, 1))
     for _ in range(_DIVISIONS):
         a, b = low + (high - low) / 3, high - (high - low) / 3
         low, high = (low, b) if off(first, a) < off(first, b) else (a, high)
     scale = (low + high) / 2
-    if all(off(one, scale) <= 4 * one.allowed["out"] for one in wrong):
-        return f"the scale is {scale:.4g}, whatever is meant"
     times = scale / scale_of(first.example)
+    if all(off(one, scale) <= 4 * one.allowed["out"] for one in wrong):
+        return f"the scale is {scale:.4g}, whatever is meant", lambda one: out_of(one, scale=scale)
     if all(off(one, times * scale_of(one.example)) <= 4 * one.allowed["out"] for one in wrong):
-        return f"the scale is {times:.4g} times what is meant"
-    return ""
+        return f"the scale is {times:.4g} times what is meant", lambda one: out_of(one, scale=times * scale_of(one))
+    return None
 
 
 def _region(wrong: list[Answer]) -> str:

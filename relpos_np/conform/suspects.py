@@ -10,26 +10,31 @@ from functools import partial
 import numpy as np
 
 from relpos_np.api import logits
-from relpos_np.conform.altered import Answer, call_of, out_of, plain_outputs, remade, scale_of, seen
-from relpos_np.conform.arithmetic import of_roundings
-from relpos_np.conform.formats import Format, format_of
+from relpos_np.conform.altered import (
+    Answer,
+    added_to,
+    call_of,
+    content_of,
+    from_parts,
+    hiding,
+    out_of,
+    plain_outputs,
+    remade,
+    scale_of,
+    scores_of,
+    seen,
+)
+from relpos_np.conform.arithmetic import coarse, coarser_than, of_roundings
+from relpos_np.conform.formats import Format
 from relpos_np.conform.misread import of_arrays
+from relpos_np.conform.placed import of_positions
 from relpos_np.conform.tiles import of_tiles
 from relpos_np.errors import RelposError
 from relpos_np.formulas.softmax import repeat_heads, softmax
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.schemes.rotary import Rotary
 from relpos_np.schemes.transformer_xl import TransformerXL
 from relpos_np.testing.arguments import arguments
-from relpos_np.testing.conventions import (
-    ABSENT,
-    CONVENTIONS,
-    FROM_THE_END,
-    IN_TURN,
-    Convention,
-    from_the_end,
-    in_turn,
-)
+from relpos_np.testing.conventions import ABSENT, CONVENTIONS, IN_TURN, Convention, in_turn
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -62,7 +67,9 @@ def suspects(scheme: str, variant: str | None, kept: Format) -> list[Suspect]:
         *conventions,
         *(Suspect(cause, answer) for cause, answer in _MISTAKES),
         *_flags(scheme),
-        *(Suspect(cause, answer) for cause, answer in of_arrays(scheme)),
+        *(Suspect(cause, answer) for cause, answer in of_positions()),
+        *(Suspect(cause, answer) for cause, answer in of_arrays(scheme, kept)),
+        *(Suspect(f"holds what positions add in {n}", partial(_rounded_positions, b)) for n, b in coarser_than(kept)),
         *(Suspect(cause, answer) for cause, answer in of_tiles()),
         *(Suspect(cause, answer, rough=True) for cause, answer in of_roundings(kept)),
     ]
@@ -146,50 +153,75 @@ def _later_keys(one: Example) -> Array | None:
     return out_of(one, causal=None, mask=seen(one, window=(0, None), offset=call.last)) if call.causal else None
 
 
-# ---------------------------------------------------------------------------------------------- scores
+def _capped_late(one: Example) -> Array | None:
+    """The cap on scores that are masked already: of what is excluded it makes -cap."""
+    cap = one.kwargs.get("softcap")
+    if cap is None or one.kwargs.get("cap_order") == "content" or not plain_outputs(one):
+        return None
+    s = scores_of(one)
+    return _softmax_of(one, np.where(np.isneginf(s), -cap, s))
 
 
-def _parts(one: Example) -> tuple[Array, Array] | None:
-    """Scaled products, and what positions add to them, without masks; None where they are no such sum."""
+def _cap_before_scale(one: Example) -> Array | None:
+    """The cap on products that are not scaled yet."""
+    cap, scale, added = one.kwargs.get("softcap"), scale_of(one), added_to(one)
+    if cap is None or not plain_outputs(one):
+        return None
+    content = content_of(one) / scale
+    capped = cap * np.tanh(content / cap) * scale
+    return from_parts(one, capped, 0.0 if added is None else added, capped=True)
+
+
+def _both_sides(one: Example) -> Array | None:
+    """A window that reaches as far to the right as to the left, though causal."""
+    call = call_of(one)
+    if call.sides is None or not call.causal or not call.sides[0]:
+        return None
+    return out_of(one, causal=None, window=(call.sides[0], call.sides[0]))
+
+
+def _over_queries(one: Example) -> Array | None:
+    """Exponentials that are divided by their sum over queries."""
     if not plain_outputs(one):
         return None
-    options = {name: one.kwargs[name] for name in ("offset", "scale") if name in one.kwargs}
-    c, s = (
-        logits(one.q, np.nan_to_num(one.k), position=position, backend="numpy", **options)
-        for position in (None, one.position)
-    )
-    return c, s - c
+    p, _ = softmax(scores_of(one).swapaxes(-1, -2))
+    return np.asarray(p.swapaxes(-1, -2) @ repeat_heads(one.v, one.q.shape[1]))
 
 
-def _from_scores(one: Example, s: Array) -> Array:
-    """Attention with these scores and the case's masks."""
-    mask = one.kwargs.get("mask")
-    if mask is not None:
-        s = np.where(mask, s, -np.inf) if mask.dtype == np.bool_ else s + mask
-    return out_of(one, q=np.zeros_like(one.q), k=np.zeros_like(one.k), position=None, mask=s)
+def _as_many_keys(one: Example) -> Array | None:
+    """A loop over keys that ends after as many as there are queries."""
+    q_len, k_len = one.q.shape[2], one.k.shape[2]
+    return None if q_len >= k_len else hiding(one, np.broadcast_to(np.arange(k_len) >= q_len, (q_len, k_len)))
+
+
+def _in_halves(one: Example) -> Array | None:
+    """Two parts of the keys whose outputs are averaged."""
+    q_len, k_len = one.q.shape[2], one.k.shape[2]
+    first = np.broadcast_to(np.arange(k_len) < k_len // 2, (q_len, k_len))
+    return None if k_len < 2 else (hiding(one, first) + hiding(one, ~first)) / 2
+
+
+def _softmax_of(one: Example, s: Array) -> Array:
+    p, _ = softmax(s)
+    return np.asarray(p @ repeat_heads(np.nan_to_num(one.v), one.q.shape[1]))
+
+
+# ---------------------------------------------------------------------------------------------- scores
 
 
 def _mixed(content: Callable[[float], float], added: Callable[[float], float]) -> Answer:
     """Both parts with other factors, which are functions of the scale."""
 
     def answer(one: Example) -> Array | None:
-        parts = _parts(one)
-        if parts is None or one.position is None:
+        positions = added_to(one)
+        if positions is None:
             return None
-        return _from_scores(one, parts[0] * content(scale_of(one)) + parts[1] * added(scale_of(one)))
+        return from_parts(one, content_of(one) * content(scale_of(one)), positions * added(scale_of(one)))
 
     return answer
 
 
 # ---------------------------------------------------------------------------------------------- positions
-
-
-def _reversed(one: Example) -> Array | None:
-    """Distances with the other sign, which is the case read from its end."""
-    if one.kwargs.keys() - {"scale"} or one.q.shape[2] != one.k.shape[2]:
-        return None
-    q, k, v = from_the_end(one.q, one.k, one.v)
-    return out_of(one, q=q, k=k, v=v)[:, :, ::-1]
 
 
 def _heads_in_turn(one: Example) -> Array | None:
@@ -201,17 +233,10 @@ def _left_out(name: str) -> Answer:
     return lambda one: None if getattr(one.position, name, None) is None else remade(one, **{name: None})
 
 
-def _coarse(name: str) -> Answer:
-    """Positions, hence angles, held in half precision."""
-
-    def answer(one: Example) -> Array | None:
-        if type(one.position) is not Rotary or one.position.positions is not None:
-            return None
-        call, held = call_of(one), format_of(name).rounded
-        rows = held(np.arange(float(call.q_len)) + call.meant("offset"))
-        return remade(one, positions=rows, key_positions=held(np.arange(float(call.k_len))))
-
-    return answer
+def _rounded_positions(bits: int, one: Example) -> Array | None:
+    """What positions add with so many bits."""
+    added = added_to(one)
+    return None if added is None else from_parts(one, content_of(one), coarse(added, bits))
 
 
 def _biases(content: str, position: str) -> Answer:
@@ -247,7 +272,7 @@ def _shifted(start: Callable[[int], int] | None) -> Answer:
             return None
         k = np.nan_to_num(repeat_heads(one.k, one.q.shape[1]))
         content = (one.q + x.content_bias[:, None]) @ k.swapaxes(-1, -2)
-        return _from_scores(one, (content + found) * scale_of(one))
+        return from_parts(one, (content + found) * scale_of(one))
 
     return answer
 
@@ -259,6 +284,8 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("does not scale what positions add", _mixed(lambda _: 1.0, lambda c: 1 / c)),
     ("subtracts what positions add", _mixed(lambda _: 1.0, lambda _: -1.0)),
     ("softmax in powers of 2 in place of e", _mixed(lambda _: np.log(2), lambda _: np.log(2))),
+    ("adds positions in powers of 2 to scores in powers of e", _mixed(lambda _: 1.0, lambda _: np.log(2))),
+    ("adds positions in powers of e to scores in powers of 2", _mixed(lambda _: 1.0, lambda _: 1 / np.log(2))),
     ("u and v swapped", _biases("v", "u")),
     ("u missing", _biases("", "v")),
     ("v missing", _biases("u", "")),
@@ -271,12 +298,15 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("applies the mask after the softmax, to probabilities", _masked_late),
     ("applies the mask to probabilities, and the softmax again", partial(_masked_late, again=True)),
     ("takes True in a mask for excluded", _inverted),
+    ("applies softcap to masked scores: what is excluded has score -softcap", _capped_late),
+    ("applies softcap before the scale", _cap_before_scale),
+    ("attends as many later keys as earlier ones where a window is given, though causal", _both_sides),
+    ("softmax over queries in place of keys", _over_queries),
+    ("reads as many keys as there are queries", _as_many_keys),
+    ("averages the outputs of two halves of the keys, whatever their weights", _in_halves),
     ("causal the wrong way round: attends later keys", _later_keys),
     ("leaves positions out", lambda one: None if one.position is None else out_of(one, position=None)),
-    (FROM_THE_END.mistake, _reversed),
     ("leaves the vectors on values out", _left_out("value_table")),
     ("leaves the vectors on keys out", _left_out("key_table")),
-    ("holds positions in bfloat16", _coarse("bfloat16")),
-    ("holds positions in float16", _coarse("float16")),
     (IN_TURN.mistake, _heads_in_turn),
 )

@@ -29,6 +29,7 @@ def of_tiles() -> Iterator[tuple[str, Answer]]:
             for from_keys in (True, False):
                 yield f"causal {words}, in {of}", partial(_causal, tile, skipped, from_keys)
         yield f"decides causal by whole {of}, not by keys", partial(_by_tile, tile)
+        yield f"decides a window by whole {of}, not by keys", partial(_window_by_tile, tile)
         yield f"rounds key_lengths up to whole {of}", partial(_whole_lengths, tile)
         yield f"keys of padding count as scores of 0, in {of} keys", partial(_padded, tile)
         for words, sums, outputs in _UNSCALED:
@@ -88,6 +89,21 @@ def _by_tile(tile: int, one: Example) -> Array | None:
     if call.sides is not None:
         seen = seen & reach(slice(0, call.q_len), call.k_len, window=call.sides, offset=call.meant("offset"))
     return out_of(one, causal=None, window=None, mask=masked(one.kwargs.get("mask"), seen))
+
+
+def _window_by_tile(tile: int, one: Example) -> Array | None:
+    """All keys of the tiles that hold some key of the window; causality goes by keys."""
+    call = call_of(one)
+    if call.sides is None:
+        return None
+    start, i, j = call.meant("offset"), np.arange(call.q_len)[:, None], np.arange(call.k_len)
+    left, right = call.sides
+    seen = np.ones((call.q_len, call.k_len), np.bool_)
+    if left is not None:
+        seen &= j // tile * tile + tile - 1 >= i + start - left
+    if right is not None and not (call.causal and right == 0):
+        seen &= j // tile * tile <= i + start + right
+    return out_of(one, window=None, mask=masked(one.kwargs.get("mask"), seen))
 
 
 def _whole_lengths(tile: int, one: Example) -> Array | None:

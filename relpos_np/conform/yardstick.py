@@ -48,7 +48,7 @@ _ROUNDINGS_OF_A_TURN = 3
 
 
 # An answer this much nearer than is allowed needs no more draws, nor one that is as far off as this.
-_PLAINLY_RIGHT, _PLAINLY_WRONG = 0.5, 100.0
+_PLAINLY_RIGHT, _PLAINLY_WRONG = 0.8, 100.0
 
 
 # Numbers of a result from which on a typical error is judged: that of a few is as much luck as the largest.

@@ -19,8 +19,6 @@ from relpos_np.types import Array
 ABSENT: Any = object()
 # Gemma 2 and Grok, and round numbers below.
 COMMON_CAPS = (50.0, 30.0, 20.0, 10.0)
-# The widest window that is tried where none is stated.
-_WIDEST = 512
 _UNCAPPED = (None, "scores")
 
 
@@ -233,12 +231,6 @@ def with_caps(how: Options, call: Call) -> list[Options]:
     if call.softcap is not None:
         return []
     return [replace(how, cap=(cap, order)) for cap in COMMON_CAPS for order in ("scores", "content")]
-
-
-def with_windows(how: Options, call: Call) -> list[Options]:
-    """The options with windows of every width."""
-    widths = range(min(call.k_len - 1, _WIDEST))
-    return [replace(how, window=(left, None if how.hidden is not None else left)) for left in widths]
 
 
 # ------------------------------------------------------------------------------------- masks and orders of arrays

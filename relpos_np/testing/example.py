@@ -77,6 +77,8 @@ class Example:
         elif "mask" in found and np.ndim(self.kwargs["mask"]) > 2 and np.shape(self.kwargs["mask"])[-3] > 1:
             found |= {"head_mask"}
         (_, heads, q_len, dim), (_, kv_heads, k_len, v_dim) = self.q.shape, self.v.shape
+        if self.kwargs.get("offset") == k_len - q_len:
+            found = found - {"offset"}  # as it is without being said
         shapes = {"cross": q_len != k_len, "grouped_heads": heads != kv_heads, "value_dim": dim != v_dim}
         return frozenset(found | {name for name, there in shapes.items() if there})
 

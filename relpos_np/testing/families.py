@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np.errors import RelposError
+from relpos_np.schemes.plain import Plain
 from relpos_np.schemes.t5 import T5
 from relpos_np.testing._sizes import lengths
 from relpos_np.testing.example import Example, accepted, build
@@ -70,6 +71,10 @@ def made(form: Form, scheme: str, variant: str | None, dtype: Any, seed: int) ->
     # A scheme that lies on a grid may add a class token: what matters is whether the lengths are equal, as was asked.
     if (q_len == k_len) != (form.q_len == form.k_len):
         return None
+    # Of fewer queries nobody knows whether they stand at the end of all keys or of those that exist.
+    placed = form.options.keys() != {"key_lengths", "offset"} or not isinstance(one.position, Plain | None)
+    if "key_lengths" in form.options and q_len < k_len and placed:
+        return None
     rng = np.random.default_rng([seed, q_len, k_len])
     options = {name: _option(value, form.options, one, rng) for name, value in form.options.items()}
     one = replace(one, edge=form.edge, kwargs=options, family=form.family)
@@ -93,6 +98,8 @@ def _option(value: Any, options: Mapping[str, Any], one: Example, rng: np.random
     left = max(5, k_len // 6)
     if value == "wide":
         return left, max(1, k_len // 11)
+    if value == "end":
+        return k_len - q_len
     if value == "middle":
         return max(3, k_len - q_len - 2)
     if value == "one":

@@ -3,7 +3,8 @@
 The rule, which no random number enters: a family lists its lengths and options, and head_dim, heads and batch come
 from `DIMS`, `HEADS` and `BATCHES` in turn, whose numbers of entries have no common divisor. So two sizes that are
 wrong only together meet within a dozen cases. Each option is alone in a family of its own, and each pair of options
-is in "combined". A call of more than `_SCORES` scores has one batch item and fewer heads.
+is in "combined". A call of more than `_SCORES` scores has one batch item and then fewer heads; only what depends on
+the length alone is asked with a thousand tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 # Lengths: single ones, beside and at multiples of the tiles that kernels have, and some that are long.
 LENGTHS = (2, 16, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025)
 DIMS = (64, 32, 128)
-HEADS = ((4, 4), (2, 2), (3, 3), (8, 8), (5, 5))
+HEADS = ((12, 12), (2, 2), (3, 3), (8, 8), (5, 5))
 GROUPED = ((4, 2), (4, 1), (6, 2), (8, 2), (8, 4), (12, 3), (6, 1))
 BATCHES = (2, 1, 1, 3)
-# Scores of a call, beyond which a batch item and some heads are enough.
-_SCORES = 1 << 18
+# Scores of a call, beyond which a batch item and two heads are enough, and one head.
+_SCORES, _MANY = 1 << 16, 1 << 20
 _LONG = 512
 
 # What is combined; strings stand for arrays and widths, which are made for the lengths of a case.
@@ -180,28 +181,36 @@ def _turn(
     for n, (q_len, k_len) in enumerate(sizes, start):
         dim, batch, heads = DIMS[n % len(DIMS)], BATCHES[n % len(BATCHES)], among[n % len(among)]
         given = {"dim": dim, "v_dim": dim, "heads": heads, "batch": batch, **more}
-        one = Form(family, q_len, k_len, **given)
-        if one.scores > _SCORES:
-            heads = (2 * one.heads[0] // one.heads[1], 2) if one.heads[1] > 1 else (2, 1)
-            one = replace(one, batch=1, heads=heads if one.heads[0] > 2 else one.heads)
-        found.append(one)
+        found.append(_affordable(Form(family, q_len, k_len, **given)))
     return found
+
+
+def _affordable(one: Form) -> Form:
+    """The form, with fewer items and heads where it has many scores; heads are grouped if they were."""
+    if one.scores > _SCORES:
+        one = replace(one, batch=1)
+    heads, kv_heads = one.heads
+    if one.scores > _SCORES and heads > 2:
+        one = replace(one, heads=(2 * heads // kv_heads, 2) if kv_heads > 1 else (2, 1))
+    if one.scores > _MANY and heads == kv_heads:
+        one = replace(one, heads=(1, 1))
+    return one
 
 
 def _square(*lengths: int) -> list[tuple[int, int]]:
     return [(n, n) for n in lengths]
 
 
-def _chosen(thorough: bool, *first: int) -> list[tuple[int, int]]:
-    return _square(*(LENGTHS if thorough else first))
+def _chosen(thorough: bool, *first: int, most: int = _LONG) -> list[tuple[int, int]]:
+    return _square(*((n for n in LENGTHS if n <= most) if thorough else first))
 
 
 def _self(thorough: bool) -> list[Form]:
-    return [Form("self", 2, 2, 8, 8), *_turn("self", _chosen(thorough, 16, 33, 65, 128, 257))]
+    return [Form("self", 2, 2, 8, 8), *_turn("self", _chosen(thorough, 16, 33, 65, 128, 257, most=LENGTHS[-1]))]
 
 
 def _causal(thorough: bool) -> list[Form]:
-    sizes = _chosen(thorough, 33, 64, 65, 129, 256)
+    sizes = _chosen(thorough, 33, 64, 65, 129, 256, most=LENGTHS[-1])
     return [Form("causal", 2, 2, 8, 8, options={"causal": True}), *_turn("causal", sizes, 1, options={"causal": True})]
 
 
@@ -250,7 +259,10 @@ def _masks(thorough: bool) -> list[Form]:
         forms = _turn("masks", sizes, n, options=options, word=word)
         # Items differ in length.
         found += [replace(one, batch=max(one.batch, 2)) if word == "key_lengths" else one for one in forms]
-    return found
+    # Only where nothing depends on where queries stand.
+    options = {**kinds["key_lengths"], "offset": "end"}
+    cached = Form("masks", 1, 65, heads=(4, 4), batch=3, options=options, word="key_lengths")
+    return [*found, cached, replace(cached, q_len=17, k_len=129, dim=32, v_dim=32, heads=(3, 3))]
 
 
 def _grouped(thorough: bool) -> list[Form]:
@@ -337,7 +349,7 @@ def _nan(thorough: bool) -> list[Form]:
 
 
 def _long(thorough: bool) -> list[Form]:
-    return _turn("long", _square(1025, *([1023, 1024, 2049] * thorough)), batch=1, heads=(2, 2), dim=64, v_dim=64)
+    return _turn("long", _square(1025, *([1023, 1024, 2049] * thorough)), batch=1, heads=(1, 1), dim=64, v_dim=64)
 
 
 def _large(thorough: bool) -> list[Form]:

@@ -12,13 +12,23 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.errors import RelposError, RelposTypeError, RelposValueError
-from relpos_np.testing import rotary_bases
+from relpos_np.testing import one_number
+from relpos_np.testing.arguments import parameters
 from relpos_np.testing.candidates import Candidate, Lengths, candidates, parameter_names, setting_names
 from relpos_np.testing.compare import EPS
 from relpos_np.testing.compare import largest as largest_of
-from relpos_np.testing.conventions import Call, Options, combinations, with_caps, with_windows
+from relpos_np.testing.conventions import Call, Options, combinations, with_caps
 from relpos_np.testing.identification import Identification
-from relpos_np.testing.operands import Operands, axes_swapped, computed, readings
+from relpos_np.testing.one_number import SCALE, Unknown
+from relpos_np.testing.operands import (
+    ONE_AXIS,
+    Operands,
+    axes_swapped,
+    computed,
+    fitted_window,
+    readings,
+    without_axis_of_one,
+)
 from relpos_np.testing.pairs_of_schemes import pairs_of_schemes
 from relpos_np.testing.precisions import RUNGS, Fit, distance, finest, grouped, match, relative_to, rung_of, why
 from relpos_np.types import Array
@@ -30,6 +40,10 @@ _NEAREST = 5
 _SCANNED = 6_000
 # An error of the size of the answer's tenth is no rounding.
 _NEAR = 0.1
+# Numbers that are looked for first, the most usual ones.
+_FIRST = ("scale", "dim", "dim of the last channels", "base")
+# Keys of a call whose window is looked for.
+_WIDEST = 512
 # Fits whose error is larger than the best one's by more than this factor are no fits.
 _AS_GOOD = 1.25
 _MASKS = ("mask", "key_lengths")
@@ -53,6 +67,8 @@ class _Search:
     untried: dict[str, str] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    # Of each candidate by its options but for the scale the smallest error with one of those that are usual.
+    seen: dict[tuple[int, Options], float] = field(default_factory=dict)
 
     def call(self, at: Operands) -> Call:
         """What is known of the call."""
@@ -86,8 +102,9 @@ def identify(
 
     Every scheme of the register that takes the arrays is tried in all its variants, with scale 1/sqrt(D), none and
     twice, positions and causal masks aligned at the first or at the last key, and what is stated as it may have been
-    meant. If nothing fits, rotary bases of released models are tried and one is fitted, the arrays are read in other
-    orders, windows of every width are tried, and then every two schemes together.
+    meant. If nothing fits, one number is fitted, a scale or a rotary base; then the arrays are read in other orders,
+    windows are looked for on either side, other numbers (the share of channels that turns, a factor, a magnitude), and
+    then every two schemes together.
 
     Parameters
     ----------
@@ -121,9 +138,9 @@ def identify(
     Notes
     -----
     Of large operands the last queries of the first batch item are compared, so that time does not grow with the length
-    squared. A scheme with numbers of its own that are neither defaults nor stated is nearest and does not fit. But a
-    base of rotary frequencies is tried as released models have it, and then fitted: the roundest number that explains
-    the answer is told, with a note of those that explain it as well. Short calls turn slow channels too little to see.
+    squared. One real number that is neither a default nor stated is found: as released models have it, or else the
+    roundest one that explains the answer is told, with a note of those that explain it as well. A scheme with two such
+    numbers is nearest and does not fit. Short calls turn slow channels too little for a base to be seen.
 
     Examples
     --------
@@ -156,14 +173,15 @@ def _stages(search: _Search, readable: list[Operands]) -> Iterator[partial[None]
     """What is tried, one after the other until something fits."""
     for at in readable:
         yield partial(_look, search, at, search.given)
+    if search.stated.get("window") is None and readable[0].out is not None:
+        yield partial(_look_for_windows, search, readable[0])
     for at in readable:
-        yield partial(_look_for_bases, search, at)
+        yield partial(_look_for_numbers, search, at, _FIRST)
     for at in readable:
         for other, tables in readings(at, search.given):
             yield partial(_look, search, other, tables)
+    yield partial(_look_for_numbers, search, readable[0], ())
     yield partial(_scan, search, readable[0], with_caps)
-    if search.stated.get("window") is None and readable[0].out is not None:
-        yield partial(_scan, search, readable[0], with_windows)
     for at in readable:
         yield partial(_look_for_two, search, at)
 
@@ -320,6 +338,8 @@ def _compare(
         tried = True
         largest, relative = distance(at, answer, lse)
         if np.isfinite(relative):
+            key = id(candidate), unscaled
+            search.seen[key] = min(relative, search.seen.get(key, np.inf))
             fit = Fit(candidate, how, at, largest, relative, answer)
             if relative < _NEAR:
                 fit.rung = rung_of(search.dtype, fit, sinks)
@@ -353,9 +373,12 @@ def _best(search: _Search) -> list[Fit]:
 
 def _plainness(fit: Fit) -> tuple[int, ...]:
     """Fewest settings and conventions that are not the usual ones first."""
-    how, call = fit.how, Call(*fit.at.lengths)
+    how, call, own = fit.how, Call(*fit.at.lengths), fit.candidate
+    cls: type = type(own.made)
+    defaults = parameters(cls)
+    chosen = sum(name not in defaults or value != defaults[name].default for name, value in own.settings.items())
     unusual = (how.scale != call.meant("scale")) + (how.offset != call.last) + (how.hidden not in (None, how.offset))
-    return (unusual + (how.window is not None) + (how.cap[0] is not None), len(fit.candidate.settings))
+    return (unusual + (how.window is not None) + (how.cap[0] is not None), chosen, len(own.settings))
 
 
 def _nearest(fits: Iterable[Fit]) -> list[Fit]:
@@ -379,53 +402,124 @@ def _scan(search: _Search, at: Operands, changed: Callable[[Options, Call], list
             return
 
 
-def _look_for_bases(search: _Search, at: Operands) -> None:
-    """Rotary bases that nobody stated: those of released models, then one number that is fitted to the answer."""
-    own = {id(one.candidate): one.candidate for one in search.fits if one.at is at and one.how.sinks is None}
-    free = [one for one in own.values() if rotary_bases.free(one, search.settings)]
+def _look_for_windows(search: _Search, at: Operands) -> None:
+    """A window that nobody stated, for the nearest position of each scheme and variant."""
+    nearest = _nearest(fit for fit in search.fits if fit.how.sinks is None and fit.at is at)
+    if at.sizes[-1] > _WIDEST:
+        search.said.append(f"more than {_WIDEST} keys: windows that nobody stated were not tried")
+        return
+    for how in search.combinations(at):
+        for fit in nearest:
+            if how.window is not None or search.ended(2):
+                continue
+            search.calls += 1
+            try:
+                window = fitted_window(at, fit.candidate.made, how)
+            except _REFUSALS:
+                continue
+            if window is not None:
+                _compare(search, at, fit.candidate, [replace(how, window=window)])
+        if _best(search):
+            return
 
-    def error(candidate: Candidate, how: Options, base: float) -> float:
+
+def _look_for_numbers(search: _Search, at: Operands, names: tuple[str, ...]) -> None:
+    """One number that nobody stated: those of released models, then one that is fitted to the answer.
+
+    Of these names, or where there are none, of all others.
+    """
+    own = {id(one.candidate): one.candidate for one in search.fits if one.at is at and one.how.sinks is None}
+    ways: dict[str, list[tuple[Unknown, Candidate, Options]]] = {}
+    for candidate in own.values():
+        found = [*one_number.unknowns(candidate, search.settings, at.lengths[0], at.sizes[-3])]
+        found += [SCALE] * ("scale" not in search.stated)
+        for unknown in found:
+            if not names or unknown.name in names:
+                ways.setdefault(unknown.name, []).extend(
+                    (unknown, candidate, how) for how in _hows(search, at, unknown)
+                )
+    for name in sorted(ways.keys() - (set(_FIRST) - set(names)), key=[*names, *ways].index):
+        search.most = search.calls + _SCANNED
+        _look_for_number(search, at, ways[name])
+        if _best(search):
+            return
+
+
+def _hows(search: _Search, at: Operands, unknown: Unknown) -> list[Options]:
+    """Combinations of options under which a number is looked for."""
+    found = search.combinations(at)
+    if unknown is SCALE:
+        return list(dict.fromkeys(replace(how, scale=1.0) for how in found))
+    meant = search.call(at).meant("scale")
+    return [how for how in found if unknown.landmarks or how.scale == meant]
+
+
+def _look_for_number(search: _Search, at: Operands, ways: list[tuple[Unknown, Candidate, Options]]) -> None:
+    """One number, in candidates under some options."""
+
+    def error(way: tuple[Unknown, Candidate, Options], value: float) -> float:
+        unknown, candidate, how = way
         search.calls += 1
         try:
-            answer, lse = computed(at, rotary_bases.with_base(candidate, base).made, how, None)
+            candidate, how = unknown.applied(candidate, how, value)
+            answer, lse = computed(at, candidate.made, how, None)
         except (RelposError, ArithmeticError, ValueError):
             return np.inf
         found = distance(at, answer, lse)[1]
         return found if np.isfinite(found) else np.inf
 
     ranked: list[tuple[float, int]] = []
-    ways = [(candidate, how) for candidate in free for how in search.combinations(at)]
     for n, way in enumerate(ways):
         if search.ended(0):
             break
-        ranked.append((min(error(*way, base) for base in rotary_bases.LANDMARKS), n))
+        if way[0] is SCALE:
+            ranked.append((search.seen.get((id(way[1]), way[2]), np.inf), n))
+        elif way[0].landmarks:
+            ranked.append((min(error(way, value) for value in way[0].landmarks), n))
+        else:
+            _try(search, at, way)
     nearest = [ways[n] for far, n in sorted(ranked)[:_NEAREST] if far < np.inf]
-    for candidate, how in nearest:
-        for base in rotary_bases.PUBLISHED:
-            _compare(search, at, rotary_bases.with_base(candidate, base), [how])
-    for candidate, how in nearest:
+    for way in nearest:
+        _try(search, at, way)
+    for way in nearest:
         if not _best(search):
-            _fit_base(search, at, candidate, how, partial(error, candidate, how))
+            _fit(search, at, way, partial(error, way))
 
 
-def _fit_base(search: _Search, at: Operands, candidate: Candidate, how: Options, error: rotary_bases.Error) -> None:
-    """A base that is fitted: the roundest number among those that explain the answer, and which these are."""
-    base = rotary_bases.lowest(error, max(at.sizes[-2:]))
-    least = error(base)
+def _try(search: _Search, at: Operands, way: tuple[Unknown, Candidate, Options]) -> None:
+    """The values that released models have."""
+    unknown, candidate, how = way
+    for value in unknown.values:
+        try:
+            other, meant = unknown.applied(candidate, how, value)
+        except _REFUSALS:
+            continue
+        _compare(search, at, other, [meant])
+
+
+def _fit(search: _Search, at: Operands, way: tuple[Unknown, Candidate, Options], error: one_number.Error) -> None:
+    """A number that is fitted: the roundest among those that explain the answer, and which these are."""
+    unknown, candidate, how = way
+    number = one_number.lowest(unknown, error, max(at.sizes[-2:]))
+    least = error(number)
 
     def fits(other: float) -> bool:
         return error(other) <= _AS_GOOD * least + 64 * EPS["float64"]
 
     count = len(search.fits)
-    _compare(search, at, rotary_bases.with_base(candidate, base), [how])
-    # Rounding on the way, which is not that of the answer, would excuse a base that is only near.
+    changed, meant = unknown.applied(candidate, how, number)
+    _compare(search, at, changed, [meant])
+    # Rounding on the way, which is not that of the answer, would excuse a number that is only near.
     if len(search.fits) == count or search.fits[-1].rung >= RUNGS.index("float16 inside"):
         return
-    round_one = next(other for other in rotary_bases.rounder(base) if fits(other))
-    first, last = rotary_bases.alike(base, fits)
+    v_dim = at.lengths[0] if at.v is None else at.v.shape[-1]
+    sizes = at.lengths[0], at.sizes[-3], v_dim
+    round_one = next(other for other in one_number.rounder(unknown, number, sizes) if fits(other))
+    first, last = one_number.alike(number, fits)
     search.fits.pop()
-    _compare(search, at, rotary_bases.with_base(candidate, round_one), [how])
-    search.said.append(f"base: fitted to the answer, which {first:.9g} to {last:.9g} explain as well")
+    changed, meant = unknown.applied(candidate, how, round_one)
+    _compare(search, at, changed, [meant])
+    search.said.append(f"{unknown.name}: fitted to the answer, which {first:.9g} to {last:.9g} explain as well")
 
 
 def _look_for_two(search: _Search, at: Operands) -> None:
@@ -460,6 +554,12 @@ def _result(search: _Search, first: Operands) -> Identification:
     groups = grouped(best)
     matches = [match(group, "" if n == 0 else why(groups[0][0], group[0], n)) for n, group in enumerate(groups)]
     nearest = [] if matches else [match([fit], "") for fit in _nearest(search.fits)[:_NEAREST]]
+    if "scale" not in search.stated:
+        sizes = first.lengths[0], first.sizes[-3], first.lengths[0] if first.v is None else first.v.shape[-1]
+        words = one_number.known_scales(*sizes)
+        for one in (*matches, *nearest):
+            if one.call["scale_is"] == "as stated":
+                one.call["scale_is"] = words.get(one.call["scale"], "fitted to the answer")
     precision = RUNGS[best[0].rung] if best else None
     return Identification(
         tuple(matches), tuple(nearest), precision, search.untried, tuple(_notes(search, first)), search.calls
@@ -505,10 +605,12 @@ def _absolute(
         raise RelposValueError("out: holds no finite number")
     length, dim = inputs.shape[-2:]
     lengths = Lengths(inputs.shape[:-2], 1, 1, length, length, dim, dim)
-    found = candidates(lengths, arrays, settings, "absolute")
+    found, layout = candidates(lengths, arrays, settings, "absolute"), ""
+    if arrays and not found.found:
+        found, layout = candidates(lengths, without_axis_of_one(arrays), settings, "absolute"), ONE_AXIS
     search = _Search(dtype, {}, arrays, settings, complete=found.complete, untried=dict(found.untried))
     heads = inputs[..., None, :, :]
-    at = Operands(heads, heads, heads, wanted[..., None, :, :], None, None)
+    at = Operands(heads, heads, heads, wanted[..., None, :, :], None, None, layout=(layout,) if layout else ())
     size = largest_of(inputs) + 1.0
     for candidate in found.found:
         search.calls += 1

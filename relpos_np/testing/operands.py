@@ -13,6 +13,7 @@ from relpos_np._contract import check
 from relpos_np._contract.problem import Part
 from relpos_np.api import attention, logits
 from relpos_np.errors import RelposValueError
+from relpos_np.formulas.softmax import repeat_heads
 from relpos_np.schemes.base import Scheme
 from relpos_np.testing.conventions import FROM_THE_END, IN_TURN, Options, from_the_end, in_turn, masked, reach
 from relpos_np.types import Array
@@ -125,6 +126,49 @@ def _narrowed(
     return {"position": cut, "offset": site.offset, "backend": "terms"}
 
 
+def fitted_window(at: Operands, position: Scheme | None, how: Options) -> tuple[int | None, int | None] | None:
+    """The window on either side that explains an output, by queries at the beginning, in the middle and at the end."""
+    assert at.out is not None
+    assert at.v is not None
+    batch, rows = at.cut
+    s, _ = computed(at, position, how, None, scores=True)
+    out = at.out[(*batch, slice(None), rows)]
+    v = repeat_heads(at.v[batch], s.shape[-3])
+    left: int | None = None
+    right: int | None = None
+    for row in sorted({0, s.shape[-2] // 2, s.shape[-2] - 1}):
+        first, stop = _keys_of(s[..., row, :], v, out[..., row, :])
+        place, last = rows.start + row + how.offset, np.flatnonzero(np.isfinite(s[..., row, :]).any(axis=(0, 1)))
+        if first > last[0]:
+            left = place - first
+        if stop <= last[-1]:
+            right = stop - 1 - place
+    return None if left is None and right is None else (left, right)
+
+
+def _keys_of(s: Array, v: Array, out: Array) -> tuple[int, int]:
+    """The first key and the one after the last, between which weights of scores (..., H, L_k) give an output."""
+    top = s.max(axis=-1, keepdims=True)
+    p = np.exp(s - np.where(np.isfinite(top), top, 0.0))
+    none = np.zeros_like(p[..., :1])
+    totals = np.concatenate([none, np.cumsum(p, axis=-1)], axis=-1)
+    sums = np.concatenate([none[..., None] * v[..., :1, :], np.cumsum(p[..., None] * v, axis=-2)], axis=-2)
+    best = np.inf, 0, s.shape[-1]
+    with np.errstate(all="ignore"):
+        for first in range(s.shape[-1]):
+            stops = slice(first + 1, None)
+            found = (sums[..., stops, :] - sums[..., first : first + 1, :]) / (
+                totals[..., stops] - totals[..., first : first + 1]
+            )[..., None]
+            errors = np.abs(found - out[..., None, :]).max(
+                axis=tuple(n for n in range(found.ndim) if n != found.ndim - 2)
+            )
+            errors = np.where(np.isfinite(errors), errors, np.inf)
+            at = int(errors.argmin())
+            best = min(best, (float(errors[at]), first, first + 1 + at))
+    return best[1], best[2]
+
+
 # --------------------------------------------------------------------------------- other ways to read arrays
 
 
@@ -135,6 +179,8 @@ def readings(at: Operands, tables: Mapping[str, Array]) -> Iterator[tuple[Operan
     turned = in_turn(at.q.shape[-3], at.k, at.v)
     if turned is not None:
         yield replace(at, k=turned[0], v=turned[1], layout=(*at.layout, IN_TURN.layout)), same  # type: ignore[arg-type]
+    if any(_has_axis_of_one(x) for x in tables.values()):
+        yield replace(at, layout=(*at.layout, ONE_AXIS)), without_axis_of_one(tables)
     deepest = max((x.ndim for x in tables.values()), default=0)
     if any(x.ndim == 2 for x in tables.values()):
         swapped = {name: x.T if x.ndim == 2 else x for name, x in tables.items()}
@@ -143,6 +189,18 @@ def readings(at: Operands, tables: Mapping[str, Array]) -> Iterator[tuple[Operan
         flipped = {name: np.flip(x, axis) if x.ndim > 1 else x for name, x in tables.items()}
         words = f"tables with their rows (axis {axis}) in the other order"
         yield replace(at, layout=(*at.layout, words)), flipped
+
+
+ONE_AXIS = "tables without their first axis, which has length 1"
+
+
+def _has_axis_of_one(x: Array) -> bool:
+    return x.ndim > 1 and x.shape[0] == 1
+
+
+def without_axis_of_one(tables: Mapping[str, Array]) -> dict[str, Array]:
+    """Tables as some checkpoints have them, (1, R, D)."""
+    return {name: x[0] if _has_axis_of_one(x) else x for name, x in tables.items()}
 
 
 def axes_swapped(at: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
