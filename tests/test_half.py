@@ -14,7 +14,6 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np.kernels._numba.simd import target
-from tests.emulated import amx
 from tests.every import ATTENTION
 from tests.processes import ROOT, child
 from tests.sizes import BLOCK_KEYS
@@ -402,36 +401,6 @@ def test_matrix_tiles_that_this_processor_lacks():
     )
     assert run.returncode == 0, run.stdout[-3000:]
     assert " passed" in run.stdout
-
-
-MACHINE = """
-import sys, pytest
-from tests.emulated import amx
-amx.begin()
-status = pytest.main(sys.argv[1:])
-print(amx.left_open(), "left open")
-raise SystemExit(status)
-"""
-
-
-@pytest.mark.simulator
-@pytest.mark.skipif(amx.environment() is None, reason="the other instructions of this code need AVX512-BF16")
-def test_machine_code_for_matrix_tiles():
-    """The code for a processor that has them; where this one lacks them, its instructions on tiles are carried out."""
-    # What prints tracebacks at illegal instructions takes their signal.
-    command = [sys.executable, "-c", MACHINE, "-q", "-n", "0", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-p", "no:faulthandler", "-k", TILED]
-    run = subprocess.run(
-        [*command, "tests/test_planes.py", "tests/test_half.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | amx.environment(),
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert " passed" in run.stdout
-    assert "0 left open" in run.stdout
 
 
 TILED = (
