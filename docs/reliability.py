@@ -129,8 +129,9 @@ def tests_of_rows() -> dict[int, list[str]]:
     """Files of the tests that carry a row's number in their names."""
     found: dict[int, set[str]] = defaultdict(set)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for number in re.findall(r"^\s*def test_rows?_0*(\d+)_", path.read_text(encoding="utf-8"), re.MULTILINE):
-            found[int(number)].add(path.relative_to(ROOT / "tests").as_posix())
+        for numbers in re.findall(r"^def test_rows?_((?:\d+_)+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            for number in numbers.split("_")[:-1]:
+                found[int(number)].add(path.relative_to(ROOT / "tests").as_posix())
     return {number: sorted(paths) for number, paths in found.items()}
 
 
