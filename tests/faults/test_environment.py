@@ -300,5 +300,6 @@ def test_row_46_the_same_bits_with_assertions_removed():
     code = "q = rng.standard_normal((2, 5, 4)); rp.set_backend('numpy'); "
     code += "print(rp.attention(q, q, q, position=rp.Rotary()).tobytes().hex())"
     assert printed(code) == printed(code, "-O")
-    bad = "\ntry: rp.attention(q, q, q[:1])\nexcept rp.RelposValueError: print('refused')"
-    assert printed(code + bad, "-OO").endswith("refused\n")
+    for bad in ("rp.attention(q, q, q[:1])", "rp.reference.t5_bucket(np.arange(3), rounding='bogus')"):
+        asked = f"\ntry: {bad}\nexcept rp.RelposValueError: print('refused')"
+        assert printed(code + asked, "-OO").endswith("refused\n")
