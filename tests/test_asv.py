@@ -1,4 +1,4 @@
-"""Every benchmark runs once, peers are compared as they should be, and the pages print what was recorded."""
+"""Benchmarks notice errors, peers are compared as they should be, and the pages print what was recorded."""
 
 from __future__ import annotations
 

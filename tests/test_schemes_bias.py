@@ -1,4 +1,4 @@
-"""ALiBi and KERPLE: published numbers, forms by hand, and what is refused."""
+"""ALiBi and KERPLE: published slopes, memory, and what is refused."""
 
 import numpy as np
 import pytest

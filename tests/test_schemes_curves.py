@@ -1,4 +1,4 @@
-"""FIRE, Sandwich and TISA: published numbers, forms by hand, and what is refused."""
+"""FIRE: in blocks, without a square of memory, and gradients of the shapes it was given."""
 
 import numpy as np
 import pytest
