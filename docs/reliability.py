@@ -129,8 +129,9 @@ def tests_of_rows() -> dict[int, list[str]]:
     """Files of the tests that carry a row's number in their names."""
     found: dict[int, set[str]] = defaultdict(set)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for number in re.findall(r"^\s*def test_rows?_0*(\d+)_", path.read_text(encoding="utf-8"), re.MULTILINE):
-            found[int(number)].add(path.relative_to(ROOT / "tests").as_posix())
+        for numbers in re.findall(r"^def test_rows?_((?:\d+_)+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            for number in numbers.split("_")[:-1]:
+                found[int(number)].add(path.relative_to(ROOT / "tests").as_posix())
     return {number: sorted(paths) for number, paths in found.items()}
 
 
@@ -218,30 +219,7 @@ def soak() -> str:
         f"{resident['drift_mib']:.1f} MiB, where {resident['limit_mib']:.0f} are allowed. Threads of Python at once: "
         f"{crowds}. The largest errors, in units of what is tolerated:"
     )
-    return textwrap.fill(words, 120) + "\n\n" + table(["Backend", *names], rows) + growth(resident)
-
-
-def growth(resident: dict[str, Any]) -> str:
-    """What grew, from the parts of the curve's points."""
-    parts = resident.get("parts_of_the_curve") or []
-    settled = parts[len(parts) // 4 :]
-    if not settled or settled[0]["malloc_used_mib"] is None:
-        return ""
-    first, last = settled[0], settled[-1]
-    words = (
-        "From the end of the warm-up to the last point of the curve, "
-        + ", ".join(
-            f"{what} went from {first[key]:,.1f} to {last[key]:,.1f} MiB"
-            for key, what in (
-                ("file_mib", "pages of files"),
-                ("anonymous_mib", "other pages"),
-                ("malloc_used_mib", "what malloc has given out"),
-                ("malloc_free_mib", "what it holds free"),
-            )
-        )
-        + f", and blocks of Python's allocator from {first['python_blocks']:,} to {last['python_blocks']:,}."
-    )
-    return "\n" + textwrap.fill(words, 120) + "\n"
+    return textwrap.fill(words, 120) + "\n\n" + table(["Backend", *names], rows)
 
 
 def page() -> str:
@@ -311,10 +289,9 @@ other compilers round differently. What has "no" agrees within the tolerance. `t
 ## Soak
 
 `python tests/soak.py --minutes 30` draws random calls: every scheme, variant and option, shapes, masks, dtypes, memory
-layouts, gradients, layers, arguments that must be refused, interrupts and failed allocations at any line, on several
-threads whose number changes, amid forks whose children are interrupted or killed, signals, limits on memory and files
-that were tampered with. Every answer is compared with float64, and again with itself, bit by bit. CI does this for a
-minute. A case is repeated with `--seed` and `--case`.
+layouts, gradients, arguments that must be refused, interrupts and failed allocations at any line, on several threads
+whose number changes, amid forks whose children are interrupted or killed. Every answer is compared with float64, and
+again with itself, bit by bit. CI does this for ten minutes each night. A case is repeated with `--seed` and `--case`.
 
 {soak()}
 Memory is what is resident after a collection of cycles, with one arena of malloc and arrays of more than 256 KiB

@@ -1,9 +1,9 @@
 """Hours of everything: ``python tests/soak.py --minutes N [--seed S] [--out record.json]``.
 
-Random calls of every scheme and variant, of gradients, scores, shifts and layers, in every dtype and memory layout,
-with masks, faults, refused arguments, interrupts and failed allocations, from several threads at once whose number
-changes, against the float64 reference; amid them forks, whose children are interrupted or killed, signals and limits
-on memory. Exit code 1 if one answer is wrong, or memory drifts by more than 8 MiB.
+Random calls of every scheme and variant, of gradients, scores and shifts, in every dtype and memory layout, with
+masks, faults, refused arguments, interrupts and failed allocations, from several threads at once whose number changes,
+against the float64 reference; amid them forks, whose children are interrupted or killed. Exit code 1 if one answer is
+wrong, or memory drifts by more than 8 MiB.
 
 Case N of seed S is the same whenever and wherever it runs: ``--seed S --case N`` repeats one, alone.
 """
@@ -36,7 +36,7 @@ import threadpoolctl
 
 import relpos_np as rp
 from relpos_np.versions import collect_versions
-from tests.soaking import kinds, memory, modules, surroundings
+from tests.soaking import kinds, memory, surroundings
 from tests.soaking.kinds import Kind, Report
 
 # Each kind and its share. Gradients take several times as long as the rest.
@@ -45,14 +45,11 @@ KINDS: tuple[tuple[int, Kind], ...] = (
     (14, kinds.gradient),
     (8, kinds.scores),
     (8, kinds.shift),
-    (8, modules.layer),
     (4, kinds.encoding),
     (7, kinds.refused),
     (7, kinds.interrupted),
-    (4, kinds.limited),
     (4, kinds.packed),
     (5, surroundings.forked),
-    (4, surroundings.signalled),
 )
 _SHARES = list(itertools.accumulate(share for share, _ in KINDS))
 # Threads of Python that work at once, a number for each round; cases per round and thread.
@@ -98,8 +95,6 @@ class Soak:
     crowds: Counter[int] = field(default_factory=Counter)
     samples: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    # Beside each sample, what it is made of.
-    parts: list[memory.Parts] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -146,7 +141,6 @@ class Soak:
         if resident is not None:
             self.samples.append(resident)
             self.times.append(time.monotonic() - started)
-            self.parts.append(memory.parts())
 
     def during(self, seconds: float) -> None:
         """Run for some time, and say once in a while how it goes."""
@@ -190,7 +184,6 @@ class Soak:
             step = -(-len(self.samples) // 32)
             curve = zip(self.times[::step], self.samples[::step], strict=True)
             resident["curve"] = [[round(at), round(size, 1)] for at, size in curve]
-            resident["parts_of_the_curve"] = [part._asdict() for part in self.parts[::step]]
         versions = collect_versions()
         kept = ("relpos_np", "python", "numpy", "blas", "numba", "llvmlite", "scipy")
         return {
@@ -241,7 +234,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.case is not None:
         return one_case(args.seed, args.case)
     memory.keep_little()
-    surroundings.listen()
     started = time.monotonic()
     for _ in rp.backend.kernels("numba").warm_up():
         pass

@@ -192,12 +192,6 @@ def test_a_wrong_backend_gives_exit_code_1(run, as_json, monkeypatch):
     assert as_json("attend", "--backend", "terms", "--plot", "none", code=1)["ok"] is False
 
 
-def test_nan_is_a_mismatch_and_still_json(as_json, monkeypatch):
-    right = rp.backend.evaluate
-    monkeypatch.setattr(rp.backend, "evaluate", lambda *args: (right(*args)[0] * np.nan, None))
-    assert as_json("attend", "--backend", "terms", "--plot", "none", code=1)["error"]["float64"] is None
-
-
 def test_without_matplotlib_the_rest_goes_on(run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
@@ -222,11 +216,6 @@ def test_unusable_options(refuses, monkeypatch):
     refuses("goes with a FILE", "attend", "--out", "x.npz")
     monkeypatch.setenv("RELPOS_BACKEND", "abacus")
     refuses("abacus", "attend")
-
-
-def test_a_picture_that_cannot_be_written(refuses):
-    pytest.importorskip("matplotlib")
-    refuses("cannot be written", "attend", "--backend", "numpy", "--plot", "no/such/folder.png")
 
 
 # --------------------------------------------------------------------------------- attend FILE
@@ -335,13 +324,6 @@ def test_what_released_models_need_from_a_file(run, given, options):
 def test_no_picture_of_what_scores_do_not_show(refuses, given, tmp_path):
     refuses("no picture of a call with", "attend", saved(**qkv(), **given), "--plot", "p.png", "--backend", "terms")
     assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
-
-
-def test_picture_of_a_file(as_json, tmp_path):
-    pytest.importorskip("matplotlib")
-    arrays = archive(testing.example("shaw"))
-    assert as_json("attend", saved(**arrays), "--backend", "numpy", "--plot", "p.png")["plot"] == "p.png"
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 TABLE = {"position.table": np.ones((32, 3))}
@@ -565,13 +547,6 @@ def test_interruption(run, monkeypatch):
     monkeypatch.setattr(sweep, "cases", interrupt)
     code, _, err = run("check")
     assert (code, err) == (130, "relpos check: interrupted\n")
-
-
-def test_plot_of_a_variant_as_svg(as_json):
-    pytest.importorskip("matplotlib")
-    found = as_json("plot", "transformer_xl", "--variant", "xlnet", "--out", "shift.svg")
-    assert found == {"scheme": "transformer_xl", "variant": "xlnet", "seed": 0, "plot": "shift.svg"}
-    assert "<svg" in Path("shift.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

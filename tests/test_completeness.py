@@ -1,7 +1,10 @@
 """Names, documentation, oracle and tests cannot drift apart."""
 
+import copy
 import inspect
+import pickle
 import re
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -13,6 +16,7 @@ from relpos_np import testing
 from relpos_np._contract.options import Options
 from relpos_np._runtime.precision import PRECISIONS
 from relpos_np.formulas import relshift
+from tests.compare import assert_same_bits
 from tests.every import ABSOLUTE, ATTENTION
 from tests.naive.by_name import LOOPS
 
@@ -147,6 +151,16 @@ def test_schemes_print_what_they_are(name, variant):
     scheme = one.position or one.encoding
     assert repr(scheme).startswith(f"{type(scheme).__name__}(")
     assert len(repr(scheme)) < 160
+
+
+@pytest.mark.parametrize(("name", "variant"), ATTENTION)
+def test_copies_of_schemes_have_the_same_bits(name, variant):
+    """Also what a scheme keeps of a call that it was in."""
+    one = testing.example(name, variant=variant, size="tiny")
+    expected = one.run("numba")
+    for made in (pickle.loads(pickle.dumps(one.position)), copy.deepcopy(one.position), copy.copy(one.position)):
+        assert repr(made) == repr(one.position)
+        assert_same_bits(replace(one, position=made).run("numba"), expected)
 
 
 def test_register_cannot_be_changed():

@@ -2,7 +2,6 @@
 
 import tracemalloc
 from dataclasses import replace
-from decimal import Decimal
 
 import mpmath
 import numpy as np
@@ -14,7 +13,7 @@ from relpos_np._contract import check
 from relpos_np._dense import bounds as made
 from relpos_np.schemes.base import Scheme
 from relpos_np.terms import Terms, Toeplitz
-from tests import exact, test_mpmath
+from tests import exact
 from tests.bounds import DTYPES, NOTHING, compared, exactly, judged, random_call, sweep
 from tests.every import ATTENTION
 
@@ -59,29 +58,6 @@ def test_float64_alone(monkeypatch, rng):
             total = total + one
     print(f"float64 by float64: bound / error {np.median(total.ratios):.1f} in the median")
     assert np.median(total.ratios) <= 200
-
-
-# Terms of the others hold slopes, angles and logarithms of float64, which bounds take as they are.
-DECLARED = [case for case in test_mpmath.CASES if case.__name__ not in ("alibi", "rotary", "pope", "kerple")]
-
-
-@pytest.mark.parametrize("case", DECLARED, ids=lambda case: case.__name__)
-def test_bounds_of_the_papers_formulas(case, rng):
-    """Schemes which say how their numbers are rounded: the bound holds for the formula with 50 digits."""
-    draw = rng.standard_normal
-    sizes = ((2, 12, 6), (2, 21, 6), (2, 21, 3))
-    q, k, v = (draw(shape) for shape in sizes)
-    with mpmath.workdps(50):
-        lists = [test_mpmath.exact(x.tolist()) for x in (q, k, v)]
-        scheme, call = case(lambda *shape: draw(shape), *lists[:2])
-        out, lse, _, _ = test_mpmath.attention(*lists, scale=0.4, **call)
-        wanted = [np.array([Decimal(mpmath.nstr(x, 45)) for x in numbers], object) for numbers in (out, lse)]
-    for backend in BACKENDS:
-        options = {"return_lse": True, "return_bound": True, "scale": 0.4, "backend": backend}
-        out, lse, bound, lse_bound = rp.attention(q, k, v, position=scheme, **options)
-        for found in (judged(out, bound, wanted[0]), judged(lse, lse_bound, wanted[1])):
-            assert found.outside == 0
-            assert np.median(found.ratios) <= MEDIAN
 
 
 def opposed(rng, *shape):
@@ -204,27 +180,6 @@ def test_rows_without_keys_and_numbers_without_end(backend, rng):
     assert np.isinf(bound[~np.isfinite(out)]).all()
 
 
-def test_a_value_without_end_reaches_those_that_attend_it(rng):
-    q, k, v = rng.standard_normal((3, 1, 4, 4))
-    v[0, 3, 1] = np.inf
-    out, bound = rp.attention(q, k, v, causal=True, return_bound=True)
-    expected = np.zeros((1, 4, 4), bool)
-    expected[0, 3, 1] = True
-    np.testing.assert_array_equal(np.isinf(bound), expected)
-    np.testing.assert_array_equal(np.isinf(out), expected)
-
-
-def test_large_masks_have_bounds_that_are_finite(rng):
-    """A row whose scores a finite mask has swallowed may be any mean of its values."""
-    q, k, v = rng.standard_normal((3, 1, 3, 4))
-    mask = np.array([[0, -1e30, 0], [-1e30] * 3, [-1e4] * 3])
-    out, bound = rp.attention(q, k, v, mask=mask, return_bound=True)
-    assert (bound[:, [0, 2]] < 1e-11).all()
-    assert np.isfinite(bound).all()
-    bare = rp.attention(q, k, v)
-    assert (np.abs(out - bare) <= bound)[:, 1].all()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_results_are_those_without_bounds(backend, dtype, rng):
@@ -289,30 +244,6 @@ def test_other_options(dtype, options, rng):
             assert one.outside == 0, backend
 
 
-def test_a_scheme_of_ones_own(rng):
-    """Its terms are taken as float64 has them."""
-
-    class Slope(rp.Scheme):
-        reads_operand_values = False
-
-        def __init__(self, slope):
-            self.slope = slope
-
-        def scores(self, q, k, site):
-            return self.lower(q, k, site).biases[0]
-
-        def lower(self, q, k, site):
-            assert site.dtype in (np.float32, np.float64)
-            d = np.arange(site.k_len) - np.arange(site.q_len)[:, None]
-            return rp.terms.Terms(biases=((self.slope * d).astype(site.dtype)[None],))
-
-    q, k, v = rng.standard_normal((3, 1, 4, 6)).astype(np.float32)
-    for dtype in (np.float32, np.float64):
-        own = [x.astype(dtype) for x in (q, k, v)]
-        _, bound = rp.attention(*own, position=Slope(0.1), return_bound=True)
-        assert (bound < (1e-5 if dtype == np.float32 else 1e-14)).all()
-
-
 def of_ones_own(where, site):
     """Terms with numbers of 0.5 in one of their places."""
     index = Toeplitz(np.zeros(site.q_len + site.k_len - 1, np.int32), 1)
@@ -349,21 +280,6 @@ def test_errors_that_terms_of_ones_own_state(where, rng):
     assert ((many - few > 0.1e6 * 2.0**-53) & (many - few < 50e6 * 2.0**-53)).all()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("large", [1.0, 200.0])
-def test_many_keys(dtype, large, rng):
-    """Rows of thousands of keys, with equal scores and with a few that matter."""
-    q, k, v = (rng.standard_normal((1, n, 4)).astype(dtype) for n in (2, 3000, 3000))
-    q[0, 0] = 0
-    q *= dtype(large)
-    k[0, :, 0] = np.round(k[0, :, 0])
-    wanted = exactly(q, k, v, position=rp.Plain())
-    for backend in BACKENDS:
-        for one in compared(q, k, v, {}, wanted, backend):
-            assert one.outside == 0, backend
-            assert np.median(one.ratios) <= 3 * MEDIAN
-
-
 @pytest.mark.parametrize("size", [1e-300, 1e-160, 1e150, 1e307])
 def test_the_ends_of_the_range(size, rng):
     """Products that underflow, and numbers near the largest one: nothing outside, and NaN nowhere."""
@@ -397,18 +313,6 @@ def test_what_is_refused(options, message, rng):
     q = rng.standard_normal((1, 4, 4))
     with pytest.raises(rp.RelposError, match=message):
         rp.attention(q, q, q, **options)
-
-
-def test_other_calls_have_no_bounds(rng):
-    q = rng.standard_normal((1, 4, 4))
-    for call in (rp.prepare, rp.logits):
-        operands = (q, q) if call is rp.logits else (q, q, q)
-        with pytest.raises(rp.RelposTypeError, match=r"return_bound: .* no such argument"):
-            call(*operands, return_bound=True)
-    with pytest.raises(rp.RelposTypeError, match=r"return_bound: .* no such argument"):
-        rp.attention_vjp(q, q, q, grad_out=q, return_bound=True)
-    with pytest.raises(TypeError, match="return_bound"):
-        rp.prepare(q, q, q)(q, q, q, return_bound=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

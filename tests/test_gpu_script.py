@@ -115,19 +115,3 @@ def test_without_a_gpu_the_script_ends_in_the_drivers_words(tmp_path):
     assert (status, record) == (2, None)
     reason = rp.backend.available()[1]["cuda"]
     assert f"nothing can be measured: {reason}" in printed
-
-
-def test_what_cannot_be_measured_is_refused(tmp_path):
-    for options, words in (
-        (["--tiny", "--rows", "magic"], "--rows: there is no row 'magic'"),
-        ([], "--tiny is needed in the simulator"),
-    ):
-        status, printed, record = run(tmp_path, *options)
-        assert (status, record) == (2, None)
-        assert words in printed
-
-
-def test_programs_import_without_numba_and_torch():
-    code = "import sys; sys.modules['numba'] = sys.modules['torch'] = None; import benchmarks.cuda, gpu"
-    done = subprocess.run([sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

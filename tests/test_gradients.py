@@ -140,23 +140,6 @@ def test_gradients_of_forms_beside_the_examples(form, backend, rng):
     check_gradient(q, k, v, position, kwargs, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("batch", "q_len", "k_len"), [(2, 0, 3), (2, 3, 0), (0, 3, 3)])
-def test_empty_calls(batch, q_len, k_len, backend, rng):
-    q, (k, v) = rng.standard_normal((batch, 4, q_len, 5)), rng.standard_normal((2, batch, 2, k_len, 5))
-    span = rp.reference.row_distances(q_len, k_len, "conformer")
-    tables = (shaw(rng, 5, 5), rp.T5(rng.standard_normal((8, 4)), max_distance=16), rp.ALiBi(form="key"))
-    rows = rp.TransformerXL(
-        *rng.standard_normal((2, 4, 5)), rng.standard_normal((len(span), 4, 5)), variant="conformer"
-    )
-    for position in (tables, rows):
-        grads = rp.attention_vjp(q, k, v, position=position, grad_out=np.zeros((batch, 4, q_len, 5)), backend=backend)
-        assert grads.q.shape == q.shape
-        assert grads.v.shape == v.shape
-        for arrays in grads.position if isinstance(position, tuple) else (grads.position,):
-            assert not any(x.any() for x in arrays.values())
-
-
 def test_two_dimensional_operands_are_one_head(rng):
     q, k, v = rng.standard_normal((3, 6, 4))
     grads = check_gradient(q, k, v, rp.T5(rng.standard_normal((8, 1)), max_distance=9), {}, "numpy")

@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np.kernels._numba.simd import target
-from tests.emulated import amx
 from tests.every import ATTENTION
 from tests.processes import ROOT, child
 from tests.sizes import BLOCK_KEYS
@@ -248,26 +246,6 @@ def test_layouts_threads_and_neighbours_change_no_bit(rng):
     np.testing.assert_array_equal(out, whole)
 
 
-@pytest.mark.parametrize("dtype", [BRAIN, np.dtype(np.float16)], ids=str)
-@pytest.mark.parametrize("variant", ["transformer_xl", "conformer", "xlnet", "xlnet_uni"])
-def test_rel_shift_moves_half_precision_as_it_lies(variant, dtype, rng):
-    length = 256
-    columns = {"transformer_xl": length, "conformer": 2 * length - 1, "xlnet": 2 * length, "xlnet_uni": length + 1}
-    x = rng.standard_normal((2, length, columns[variant])).astype(dtype)
-    out = np.empty((2, length, length), dtype)
-    rp.rel_shift(x, variant=variant, out=out)
-    expected = rp.rel_shift(x.astype(np.float64), variant=variant, backend="numpy")
-    np.testing.assert_array_equal(out.astype(np.float64), expected)
-    assert rp.rel_shift(x, variant=variant).dtype == dtype
-    tracemalloc.start()
-    try:
-        rp.rel_shift(x, variant=variant, out=out)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < out.nbytes // 8
-
-
 def test_medium_rounds_float32(rng):
     q, k, v = draw(rng, (1, 2, 100, 300, 32), np.float32)
     exact = rp.attention(q, k, v)
@@ -288,33 +266,6 @@ def test_medium_rounds_float32(rng):
         np.testing.assert_array_equal(rp.attention(*rounded, precision="high"), wide)
     wide = [x.astype(np.float64) for x in (q, k, v)]
     np.testing.assert_array_equal(rp.attention(*wide, precision="medium"), rp.attention(*wide))
-
-
-def test_where_precision_is_chosen(monkeypatch, rng):
-    q, k, v = draw(rng, (1, 2, 100, 300, 32), BRAIN)
-    own, wide = rp.attention(q, k, v), rp.attention(q, k, v, precision="highest")
-    assert target.UNIT == "none" or (own != wide).any()
-    monkeypatch.setenv("RELPOS_PRECISION", "highest")
-    np.testing.assert_array_equal(rp.attention(q, k, v), wide)
-    np.testing.assert_array_equal(rp.attention(q, k, v, precision="medium"), own)
-    try:
-        rp.set_precision("medium")
-        np.testing.assert_array_equal(rp.attention(q, k, v), own)
-        with rp.use_precision("highest"):
-            np.testing.assert_array_equal(rp.attention(q, k, v), wide)
-        np.testing.assert_array_equal(rp.attention(q, k, v), own)
-    finally:
-        rp.set_precision(None)
-    monkeypatch.setenv("RELPOS_PRECISION", "fast")
-    for refused in (
-        lambda: rp.attention(q, k, v),
-        lambda: rp.attention(q, k, v, precision="low"),
-        lambda: rp.attention(q, k, v, precision=1),
-        lambda: rp.set_precision("double"),
-        lambda: rp.use_precision(None).__enter__(),
-    ):
-        with pytest.raises(rp.RelposValueError, match="precision: expected one of 'highest', 'high', 'medium'"):
-            refused()
 
 
 ON_A_UNIT = """
@@ -402,36 +353,6 @@ def test_matrix_tiles_that_this_processor_lacks():
     )
     assert run.returncode == 0, run.stdout[-3000:]
     assert " passed" in run.stdout
-
-
-MACHINE = """
-import sys, pytest
-from tests.emulated import amx
-amx.begin()
-status = pytest.main(sys.argv[1:])
-print(amx.left_open(), "left open")
-raise SystemExit(status)
-"""
-
-
-@pytest.mark.simulator
-@pytest.mark.skipif(amx.environment() is None, reason="the other instructions of this code need AVX512-BF16")
-def test_machine_code_for_matrix_tiles():
-    """The code for a processor that has them; where this one lacks them, its instructions on tiles are carried out."""
-    # What prints tracebacks at illegal instructions takes their signal.
-    command = [sys.executable, "-c", MACHINE, "-q", "-n", "0", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-p", "no:faulthandler", "-k", TILED]
-    run = subprocess.run(
-        [*command, "tests/test_planes.py", "tests/test_half.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | amx.environment(),
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert " passed" in run.stdout
-    assert "0 left open" in run.stdout
 
 
 TILED = (

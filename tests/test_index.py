@@ -37,16 +37,6 @@ def test_clip_map(l_q, l_k, offset, k, outside):
         assert found.gaps is False
 
 
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 30))
-def test_clip_map_reversal(l_q, l_k, k):
-    """Reading the sequence backwards mirrors the rows, where both ends are aligned."""
-    m = index.clip_map(l_q, l_k, 0, k, "clip").dense(l_q, l_k)
-    back = index.clip_map(l_q, l_k, l_k - l_q, k, "clip").dense(l_q, l_k)
-    np.testing.assert_array_equal(back[::-1, ::-1], 2 * k - m)
-    if k >= max(l_q, l_k) - 1:  # nothing is clipped: a row per relative position
-        assert len(np.unique(m)) == l_q + l_k - 1
-
-
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-3, 14), st.integers(1, 30), st.integers(-5, 20))
 def test_distance_and_wrapped_maps(l_q, l_k, first, rows, furthest):
     offset = l_k - l_q
@@ -57,12 +47,6 @@ def test_distance_and_wrapped_maps(l_q, l_k, first, rows, furthest):
         row = first + d
         assert dense[i, j] == (row if d <= furthest and 0 <= row < rows else -1)
         assert wrapped[i, j] == (d - 2 if 0 <= d - 2 < rows else -1)
-
-
-@pytest.mark.parametrize("outside", ["clip", "zero"])
-def test_maps_of_lengths_without_pairs(outside):
-    for l_q, l_k in ((0, 0), (0, 5), (5, 0)):
-        assert index.clip_map(l_q, l_k, 0, 2, outside).lookup.size == 0
 
 
 # ---------------------------------------------------------------------------------------------- T5
@@ -89,23 +73,6 @@ def test_t5_buckets_against_fractions(buckets, distance, bidirectional):
     assert lookup.max() < buckets
 
 
-@given(st.integers(1, 40), st.integers(1, 400), st.integers(0, 3000))
-def test_t5_thresholds_are_the_first_distances(exact, more, n):
-    """A bucket's threshold is the smallest distance in it, decided with fractions; nothing is rounded."""
-    side, distance = 2 * exact, exact + more
-    thresholds = index.t5_thresholds(side, distance)
-    assert len(thresholds) == side - 1
-    assert (np.diff(thresholds) >= 0).all()
-    bucket = int(np.searchsorted(thresholds, n, side="right"))
-    assert bucket == naive.t5_bucket(-n, num_buckets=side, max_distance=distance, bidirectional=False)
-    for m in range(1, side - exact):
-        start = Fraction(int(thresholds[exact + m - 1]))
-        bound = Fraction(distance, exact) ** m
-        assert (start / exact) ** (side - exact) >= bound
-        before = max(start - 1, Fraction(exact) - 1)
-        assert before < exact or (before / exact) ** (side - exact) < bound
-
-
 @given(st.integers(1, 30), st.integers(1, 200), st.integers(1, 12))
 def test_borders_lie_beside_what_they_approximate(first, more, steps):
     """Also where they are integers: a power of the ratio, and beyond the last."""
@@ -122,34 +89,6 @@ def test_borders_as_far_as_they_are_asked_for():
     assert index.t5_thresholds(10_000, 10**18, 8192)[-1] <= 8192
     assert list(islice(borders(2, 2**61, 60, up=True), 60)) == [2**n for n in range(2, 62)]
     assert list(islice(borders(3, 3 * 10**18, 9, up=False), 9)) == [3 * 100**n for n in range(1, 10)]
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_t5_default_buckets_have_their_properties(bidirectional):
-    d = np.arange(-300, 301)
-    b = rp.reference.t5_bucket(d, bidirectional=bidirectional)
-    past = b[d <= 0][::-1]
-    assert (np.diff(past) >= 0).all()  # monotone in the distance
-    assert past[128] == past[-1] == (15 if bidirectional else 31)  # saturates at max_distance
-    assert past[112 if bidirectional else 120] < past[-1] or past[127] == past[-1]
-    if bidirectional:
-        np.testing.assert_array_equal(b[d > 0], past[1:] + 16)  # mirrored
-        # 0 needs no mirrored row: of 32 buckets 16 is never used
-        assert set(b) == set(range(32)) - {16}
-    else:
-        assert set(b) == set(range(32))
-        assert (b[d > 0] == 0).all()
-
-
-def test_t5_ties_sit_at_16_32_and_64():
-    """Where (n/8)^8 is a power of 16 the bucket begins exactly there."""
-    for n, bucket in ((16, 10), (32, 12), (64, 14)):
-        assert rp.reference.t5_bucket(np.array(-n)) == bucket
-        assert rp.reference.t5_bucket(np.array(1 - n)) == bucket - 1
-    np.testing.assert_array_equal(
-        rp.reference.t5_bucket(np.arange(-1000, 1000)),
-        rp.reference.t5_bucket(np.arange(-1000, 1000), rounding="float32"),
-    )
 
 
 @pytest.mark.parametrize(
@@ -185,19 +124,6 @@ def test_grid_map_against_loops(axes):
     assert found.index.max() < found.rows
 
 
-@pytest.mark.parametrize("grid", [(1,), (7,), (2, 3), (7, 7), (3, 2, 4)])
-def test_grid_map_uses_every_row_and_is_symmetric(grid):
-    coords = [np.arange(n) for n in grid]
-    found = index.grid_map(coords, coords, grid)
-    m = found.index
-    assert len(np.unique(m)) == found.rows  # all reachable
-    np.testing.assert_array_equal(m + m.T, np.full_like(m, found.rows - 1))  # reversal
-    np.testing.assert_array_equal(m[::-1, ::-1], m.T)
-    for row in m:
-        assert len(np.unique(row)) == len(row)  # injective for each query
-    assert (np.diag(m) == (found.rows - 1) // 2).all()
-
-
 # ---------------------------------------------------------------------------------------------- RSTT
 
 
@@ -218,26 +144,6 @@ def test_rstt_rule_is_right_for_177_pairs():
         assert frames.tolist() == naive.rstt_frames(f_q, f_kv)
         assert len(frames) == f_kv
     assert outcomes == {"right": 177, "wrong": 382, "zero": 465}
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 7])
-def test_rstt_trained_case(n, rng):
-    f_q, window = 2 * n - 1, (2, 3)
-    table = rng.standard_normal(((2 * f_q - 1) * 3 * 5, 2))
-    scheme = rp.WindowBias.rstt(table, f_q, n, window)
-    expected = naive.rstt_index(f_q, n, window)
-    q, k = rng.standard_normal((2, f_q * 6, 4)), rng.standard_normal((2, n * 6, 4))
-    zero = rp.logits(q, k, position=scheme, backend="numpy") - rp.logits(q, k, backend="numpy")
-    np.testing.assert_allclose(zero, np.moveaxis(table[expected], -1, 0), rtol=0, atol=1e-14)
-
-
-def test_rstt_explicit_frames(rng):
-    table = rng.standard_normal((9 * 3 * 3, 1))
-    scheme = rp.WindowBias.rstt(table, 5, 3, (2, 2), frames=[0, 1, 4])
-    expected = naive.rstt_index(5, 3, (2, 2), frames=[0, 1, 4])
-    q, k = np.zeros((1, 20, 2)), np.zeros((1, 12, 2))
-    for backend in ("numpy", "terms"):
-        np.testing.assert_allclose(rp.logits(q, k, position=scheme, backend=backend)[0], table[expected, 0])
 
 
 # ---------------------------------------------------------------------------------------------- the record

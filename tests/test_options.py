@@ -9,7 +9,6 @@ import pytest
 
 import relpos_np as rp
 from relpos_np import layers
-from relpos_np._contract import options
 from relpos_np._contract.options import DEFAULTS, Options
 
 
@@ -32,14 +31,6 @@ def functions():
 
 FUNCTIONS = functions()
 TO_ONNX = "interop.onnx.export.to_onnx"
-
-
-def test_all_are_found():
-    expected = {"api.attention", "api.attention_vjp", "api.logits", "api.prepare", "distributed.parts.partial"}
-    expected |= {"distributed.arrays.attention", "layers.multihead.MultiHeadAttention.__call__"}
-    expected |= {"layers.relative.RelativeMultiHeadAttention.__call__", "paged.paged_attention"}
-    assert expected <= set(FUNCTIONS)
-    assert {name.partition(".")[0] for name in set(FUNCTIONS) - expected} <= {"interop"}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -79,14 +70,3 @@ def test_unknown_options_are_refused_with_what_was_meant(name):
         with pytest.raises(rp.RelposTypeError, match=rf"^{option}: .*has no such argument") as caught:
             function(**needed, **{option: None})
         assert option != "casual" or "did you mean 'causal'?" in str(caught.value)
-
-
-def test_defaults_are_those_of_the_records():
-    """A record without an import from __future__: what is annotated can be read."""
-    assert set(DEFAULTS) == set(Options.__annotations__)
-    assert DEFAULTS["causal"] is False
-    assert DEFAULTS["dropout"] == 0.0
-    assert all(hasattr(hint, "__metadata__") for hint in Options.__annotations__.values())
-    completed = options.completed(rp.attention, {"causal": True})
-    assert completed == DEFAULTS | {"causal": True}
-    assert DEFAULTS["causal"] is False

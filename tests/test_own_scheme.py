@@ -80,26 +80,6 @@ def test_every_kind_of_term_and_every_gradient(call):
     assert "with offset -3, float32, numba" in found
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_other_precisions_and_prepared_calls(call, dtype):
-    q, k, v = (x.astype(dtype) for x in call[:3])
-    wanted = rp.attention(*(x.astype(np.float64) for x in (q, k, v)), position=call[3], backend="numpy")
-    for backend in BACKENDS:
-        found = rp.attention(q, k, v, position=call[3], backend=backend)
-        assert np.abs(found - wanted).max() < (4e-3 if dtype == "float16" else 4e-6)
-    ready = rp.prepare(q, k, v, position=call[3])
-    assert (ready(q, k, v) == rp.attention(q, k, v, position=call[3])).all()
-
-
-def test_with_other_schemes_and_within_a_limit(call):
-    q, k, v, own = call
-    together = {"position": (rp.ALiBi(), own), "window": (4, 2)}
-    wanted = rp.attention(q, k, v, **together, backend="numpy")
-    with rp.memory_limit(1 << 30):
-        for backend in BACKENDS[1:]:
-            np.testing.assert_allclose(rp.attention(q, k, v, **together, backend=backend), wanted, rtol=0, atol=1e-13)
-
-
 # ---------------------------------------------------------------------------------------------- what is not right
 
 
@@ -399,15 +379,6 @@ def test_scores_of_another_shape(call):
     own = type("Own", (Bare,), {"scores": lambda *_: np.zeros((3, 1, 1, 7, 10))})()
     with pytest.raises(rp.RelposValueError, match=r"Own adds the scores have shape \(3, 2, 4, 7, 10\)"):
         rp.attention(*call[:3], position=own, backend="numpy")
-
-
-@pytest.mark.parametrize("index", [[0, 1], np.zeros(16), np.zeros(16, bool)])
-def test_maps_hold_integers(index):
-    for kind in (Toeplitz, Dense):
-        with pytest.raises(rp.RelposTypeError, match="index map: expected an array of integers"):
-            kind(index, 3)
-    with pytest.raises(rp.RelposIndexError):
-        Toeplitz(np.array([3]), 3)
 
 
 @pytest.mark.parametrize(

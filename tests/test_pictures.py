@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import plot, testing
-from relpos_np.layers import MultiHeadAttention
+from relpos_np import testing
 from relpos_np.plot import diagrams
 from relpos_np.plot import gallery as pictures
 from relpos_np.plot import layers as of_layers
@@ -19,21 +18,6 @@ def words(ax):
 
 def image(ax):
     return np.ma.filled(np.ma.asarray(ax.get_images()[0].get_array(), dtype=np.float64), np.nan)
-
-
-def test_bias_maps_have_one_scale_of_colours():
-    bias = np.stack([np.full((3, 4), 2.0), np.full((3, 4), -1.0)])
-    bias[0, 0, 0] = -np.inf
-    figure = plot.bias_maps(bias, heads=["a", "b"])
-    maps = [ax for ax in figure.axes if ax.get_title()]
-    assert [ax.get_title() for ax in maps] == ["a", "b"]
-    assert {ax.get_images()[0].get_clim() for ax in maps} == {(-2.0, 2.0)}
-    assert {ax.get_images()[0].get_cmap().name for ax in maps} == {"RdBu_r"}
-    assert np.isnan(image(maps[0])[0, 0])
-    np.testing.assert_array_equal(image(maps[1]), bias[1])
-    for wrong, options in ((np.ones((3, 4)), {}), (np.ones((0, 3, 4)), {}), (bias, {"heads": ["a"]})):
-        with pytest.raises(rp.RelposValueError):
-            plot.bias_maps(wrong, **options)
 
 
 def test_numbered_map_writes_each_row_number():
@@ -87,21 +71,6 @@ def test_rel_shift_steps(variant, first_row, wrong):
     assert np.isnan(image(after)).sum() == wrong
 
 
-def test_position_effect_is_the_bias_where_there_is_one():
-    one = testing.example("t5", dtype="float64")
-    effect = pictures.position_effect(one)
-    q_len, k_len = one.q.shape[-2], one.k.shape[-2]
-    bias = rp.reference.t5_bias(one.position.table, q_len, k_len, offset=k_len - q_len)
-    np.testing.assert_allclose(effect, bias, rtol=0, atol=1e-12)
-
-
-def test_position_effect_of_excluded_keys_is_blank():
-    one = testing.example("kerple", dtype="float64")
-    effect = pictures.position_effect(one)
-    d = np.arange(effect.shape[-1]) - np.arange(effect.shape[-2])[:, None] - (effect.shape[-1] - effect.shape[-2])
-    assert (np.isnan(effect) == (d > 0)).all()
-
-
 @pytest.mark.parametrize(
     ("name", "variant", "title"),
     [
@@ -133,19 +102,6 @@ def test_the_line_is_what_the_map_shows():
 def test_every_scheme_has_a_picture(name):
     figure = pictures.scheme_picture(name)
     assert image(figure.axes[0]).size > 100
-
-
-def test_alike_tokens_are_told_apart_by_positions_alone():
-    rng = np.random.default_rng(0)
-    weights, t5 = rng.standard_normal((4, 8, 8)), rp.T5(rng.standard_normal((32, 2)))
-    found = of_layers.attention_of_alike_tokens(MultiHeadAttention(*weights, heads=2, position=t5), (7,))
-    bias = np.exp(plot.position_bias(t5, 7, 7))
-    # Scores are sums of 8 products; a softmax of 7 adds as many.
-    np.testing.assert_allclose(found, bias / bias.sum(-1, keepdims=True), rtol=64 * np.finfo(float).eps)
-    plain = of_layers.attention_of_alike_tokens(MultiHeadAttention(*weights, heads=2), (7,))
-    np.testing.assert_allclose(plain, 1 / 7, rtol=64 * np.finfo(float).eps)
-    alone = of_layers.attention_of_alike_tokens(MultiHeadAttention(*weights, heads=2, position=t5), (1,))
-    np.testing.assert_array_equal(alone, np.ones((2, 1, 1)))
 
 
 @pytest.mark.parametrize("name", of_layers.LAYERS)

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import relpos_np as rp
 from relpos_np._runtime import results
 from tests.processes import child
 
@@ -86,35 +85,6 @@ def test_what_is_kept_is_limited():
         del many
         assert n * SIZE <= kept() <= 8 * SIZE
         assert results._free[n * SIZE]
-
-
-def test_sizes_are_rounded_up_by_an_eighth_at_most():
-    for size in (*range(SIZE, SIZE + 3000, 7), 3 * SIZE + 1, 7 * SIZE - 5):
-        results.clear()
-        results.empty((size,), np.dtype(np.uint8))
-        (rounded,) = results._free
-        assert size <= rounded <= size * 9 / 8
-
-
-def test_results_of_calls(rng):
-    """What the calls return lies in it, and a later call changes no earlier result."""
-    q, k, v = rng.standard_normal((3, 4, 700, 64)).astype(np.float32)
-    first = rp.attention(q, k, v, backend="numba")
-    copy, where = first.copy(), address(first)
-    other = rp.attention(k, q, v, backend="numba")
-    ready = rp.prepare(q, k, v, backend="numba")
-    third = ready(v, q, k)
-    assert len({where, address(other), address(third)}) == 3
-    np.testing.assert_array_equal(first, copy)
-    del first
-    np.testing.assert_array_equal(rp.attention(q, k, v, backend="numba"), copy)
-    x = rng.standard_normal((2, 600, 1199)).astype(np.float32)
-    shifted = rp.rel_shift(x, variant="conformer", backend="numba")
-    expected = shifted.copy()
-    del shifted
-    x[...] += 0
-    again = rp.rel_shift(x, variant="conformer", backend="numba")
-    np.testing.assert_array_equal(again, expected)
 
 
 def test_threads_take_and_give_back(rng):

@@ -17,16 +17,6 @@ def make(rng, q_len=9, k_len=9, heads=2, depth=6, v_dim=5):
     return tuple(rng.standard_normal((2, heads, *s)) for s in ((q_len, depth), (k_len, depth), (k_len, v_dim)))
 
 
-# ---------------------------------------------------------------------------------------------- all schemes
-
-
-def test_an_empty_tuple_is_no_scheme(backend, rng):
-    q, k, v = make(rng)
-    np.testing.assert_array_equal(
-        rp.attention(q, k, v, position=(), backend=backend), rp.attention(q, k, v, backend=backend)
-    )
-
-
 # ---------------------------------------------------------------------------------------------- Shaw
 
 
@@ -64,18 +54,6 @@ def test_t5_gradient_reaches_every_one_of_many_buckets(backend):
     assert np.abs(found[[31, 63]]).min() > 1e-3, "no pair is so far apart"
 
 
-# ---------------------------------------------------------------------------------------------- windows
-
-
-def test_window_table_of_a_larger_extent(backend, rng):
-    """A table trained on 4 x 4 windows serves 2 x 3 ones: its centre is used."""
-    table = rng.standard_normal((7 * 7, 2))
-    small = table.reshape(7, 7, 2)[2:5, 1:6].reshape(-1, 2)
-    q, k, v = make(rng, 6, 6)
-    large = rp.attention(q, k, v, position=rp.WindowBias(table, (2, 3), extent=(4, 4)), backend=backend)
-    close(large, rp.attention(q, k, v, position=rp.WindowBias(small, (2, 3)), backend=backend))
-
-
 # ---------------------------------------------------------------------------------------------- absolute
 
 
@@ -86,16 +64,6 @@ def test_sinusoidal_against_loops(layout, dim):
     close(scheme.encode(50), naive.sinusoidal(50, dim, base=500.0, layout=layout), 1e-12)
     positions = np.array([-3, 7, 7, 1000])
     close(scheme.encode(positions), naive.sinusoidal(positions, dim, base=500.0, layout=layout), 1e-11)
-
-
-def test_sinusoidal_is_added_to_inputs(rng):
-    x = rng.standard_normal((2, 5, 8)).astype(np.float32)
-    y = rp.Sinusoidal(8)(x, start=3)
-    assert y.dtype == np.float32
-    close(y, x + rp.Sinusoidal(8).encode(np.arange(3, 8)).astype(np.float32), 1e-6)
-    np.testing.assert_array_equal(
-        rp.Sinusoidal(8).encode(8, np.float32)[3:], rp.Sinusoidal(8).encode(np.arange(3, 8), np.float32)
-    )
 
 
 def test_sinusoidal_far_away_is_exact_in_float64():
@@ -113,19 +81,6 @@ def test_learned_rows(rng):
     np.testing.assert_array_equal(scheme(x, start=3), x + table[3:6])
     assert scheme(x.astype(np.float32)).dtype == np.float32
     assert scheme.encode(0).shape == (0, 4)
-
-
-def test_learned_beyond_the_table_is_an_error(rng):
-    scheme = rp.LearnedAbsolute(rng.standard_normal((6, 4)))
-    for call in (
-        lambda: scheme.encode(7),
-        lambda: scheme.encode(np.array([6])),
-        lambda: scheme.encode(np.array([0, -1])),
-        lambda: scheme(np.zeros((7, 4))),
-        lambda: scheme(np.zeros((3, 4)), start=4),
-    ):
-        with pytest.raises(rp.RelposIndexError, match=r"positions: expected 0 \.\.\. 5"):
-            call()
 
 
 @pytest.mark.parametrize("name", rp.SCHEMES)

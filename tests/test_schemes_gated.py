@@ -75,36 +75,3 @@ def test_selective_decodes_with_the_sums_of_votes(variant, backend, rng):
         scores = rp.logits(q[:, :, new], k[:, :, seen], causal=True)[:, 2]
         past[:, seen] += rp.reference.selective_votes(scores, offset=first, variant=variant).sum(axis=-2)
     assert past.max() > 0.5
-
-
-# ---------------------------------------------------------------------------------------------- DAPE
-
-
-def network(rng, heads, hidden=5):
-    shapes = (hidden, 2 * heads), (hidden,), (heads, hidden), (heads,)
-    return [rng.standard_normal(shape) for shape in shapes]
-
-
-def test_dape_of_a_network_of_zeros_is_its_bias(backend, rng):
-    q, k, v = rng.standard_normal((3, 2, 4, 7, 5))
-    zeros = [np.zeros_like(x) for x in network(rng, 4)]
-    for bias in (rp.ALiBi(form="causal"), rp.FIRE(*(rng.standard_normal(s) for s in (3, 3, (4, 3), 4)), 1.0, 2.5)):
-        found = rp.attention(q, k, v, position=rp.DAPE(bias, *zeros), backend=backend)
-        np.testing.assert_allclose(found, rp.attention(q, k, v, position=bias), rtol=0, atol=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------- PaTH
-
-
-def test_path_of_reflections_that_undo_each_other(backend, rng):
-    """The same reflection again and again: what lies an even number of keys apart has the plain product."""
-    q, k, v = rng.standard_normal((3, 1, 2, 70, 4))
-    axis = rng.standard_normal(4)
-    w = np.broadcast_to(axis / np.linalg.norm(axis), (2, 70, 4))
-    scheme = rp.PaTH(w, np.full((2, 70), 2.0))
-    even = (np.arange(70)[:, None] - np.arange(70)) % 2 == 0
-    options = {"mask": even, "causal": True, "backend": backend}
-    found = rp.attention(q, k, v, position=scheme, **options)
-    np.testing.assert_allclose(found, rp.attention(q, k, v, **options), rtol=0, atol=1e-12)
-    other = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    assert np.abs(other - rp.attention(q, k, v, causal=True)).max() > 0.1

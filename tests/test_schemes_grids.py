@@ -48,16 +48,6 @@ def test_neighborhood_against_loops(grid, kernel, dilation, rng):
         close(np.broadcast_to(bias, (2, length, length)), added(scheme, length, backend="terms"))
 
 
-def test_neighborhood_axis_by_hand():
-    near, step = rp.reference.neighborhood_axis(5, 3)
-    np.testing.assert_array_equal(np.argmax(near, axis=1), [0, 0, 1, 2, 2])
-    np.testing.assert_array_equal(near.sum(axis=1), 3)
-    np.testing.assert_array_equal(step[0], [0, 1, 2, 3, 4])
-    near, step = rp.reference.neighborhood_axis(7, 3, 2)
-    np.testing.assert_array_equal([np.flatnonzero(row) for row in near][:5], [[0, 2, 4], [1, 3, 5]] * 2 + [[2, 4, 6]])
-    np.testing.assert_array_equal(step[4, [2, 4, 6]], [-1, 0, 1])
-
-
 def test_neighborhood_refuses(rng):
     assert_refused(
         (lambda: rp.NeighborhoodBias(None, (4, 5), 2), "kernel: expected odd"),

@@ -10,26 +10,6 @@ Q = np.zeros((2, 4, 3, 8))
 F = rp.reference
 
 
-def test_blocks_of_two_are_rotary_positions(backend, rng):
-    """A generator has -t above its diagonal where a turn by t has its sine below."""
-    q, k = rng.standard_normal((2, 2, 4, 9, 10))
-    omega = np.array([1.0, 0.3, 0.01, 2.0])
-    generators = np.zeros((4, 2, 2))
-    generators[:, 0, 1] = -omega
-    found = rp.logits(q, k, position=rp.LieRE(generators), backend=backend)
-    rotary = rp.Rotary(frequencies=omega, layout="interleaved")
-    close(found, rp.logits(q, k, position=rotary, backend=backend), 1e-13)
-
-
-def test_one_axis_is_relative(backend, rng):
-    q, k = rng.standard_normal((2, 4, 9, 8))
-    g = rng.standard_normal((2, 4, 4))
-    here = rp.logits(q, k, position=rp.LieRE(g), backend=backend)
-    close(rp.logits(q, k, position=rp.LieRE(g, positions=np.arange(9) - 3.5), backend=backend), here, 1e-12)
-    alone = rp.logits(q[:, 6:], k[:, :4], position=rp.LieRE(g), offset=6, backend=backend)
-    close(alone, here[:, 6:, :4], 1e-12)
-
-
 def test_planes_of_grape():
     """e^(tL) turns by t in the plane, and leaves what is across it."""
     a, b = np.eye(5)[[1, 3]]
@@ -38,16 +18,6 @@ def test_planes_of_grape():
     expected[1, 1] = expected[3, 3] = np.cos(0.7)
     expected[1, 3], expected[3, 1] = np.sin(0.7), -np.sin(0.7)
     close(rotation, expected, 1e-15)
-
-
-def test_rotations_of_several_axes_do_not_commute(rng):
-    g = rng.standard_normal((2, 1, 3, 3))
-    skew = F.skew_generators(g)
-    close(skew, -np.swapaxes(skew, -1, -2), 0)
-    both = F.exponential_rotations(np.ones((2, 1)), skew)[0, 0]
-    one, two = (F.exponential_rotations(np.ones(1), x)[0, 0] for x in skew)
-    assert np.abs(both - one @ two).max() > 1e-2
-    close(both @ both.T, np.eye(3), 1e-14)
 
 
 def test_equal_and_zero_eigenvalues_have_gradients(backend, rng):
@@ -63,11 +33,6 @@ def test_equal_and_zero_eigenvalues_have_gradients(backend, rng):
                 moved.append((w * rp.attention(q, k, v, position=rp.LieRE(near), backend="numpy")).sum())
             assert abs((moved[0] - moved[1]) / 2e-5 - grad[0, s, t]) < 1e-8
         assert not np.tril(grad[0]).any()
-
-
-def test_repr():
-    scheme = rp.LieRE(np.ones((2, 1, 3, 3)), positions=np.ones((2, 4)), key_positions=np.ones((2, 5)))
-    assert repr(scheme) == "LieRE(generators=(2, 1, 3, 3), positions=(2, 4), key_positions=(2, 5))"
 
 
 BAD = {

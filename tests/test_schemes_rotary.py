@@ -86,20 +86,6 @@ def test_two_that_change_the_content_are_refused(second, backend, rng):
 # ---------------------------------------------------------------------------------------------- frequencies
 
 
-def test_rules_without_scaling_are_the_papers():
-    plain = rp.reference.rotary_frequencies(16, base=500.0)
-    assert plain.dtype == np.float64
-    close(plain, [500.0 ** (-p / 8) for p in range(8)], 1e-16)
-    long = {"base": 500.0, "factor": 1.0, "trained_length": 64}
-    close(rp.reference.linear_frequencies(16, base=500.0, factor=1.0), plain, 0)
-    close(rp.reference.ntk_frequencies(16, base=500.0, factor=3.0, trained_length=64, length=64), plain, 0)
-    close(rp.reference.llama3_frequencies(16, **long), plain, 1e-16)
-    close(rp.reference.ntk_alpha_frequencies(16, base=500.0, alpha=1.0), plain, 0)
-    found, magnitude = rp.reference.yarn_frequencies(16, **long)
-    close(found, plain, 1e-16)
-    assert magnitude == 1.0
-
-
 def test_linear_is_positions_divided(backend, rng):
     q, k, _ = make(rng, 9)
     q2, k2 = (np.repeat(x, 2, axis=-2) for x in (q, k))

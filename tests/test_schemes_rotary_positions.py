@@ -111,19 +111,6 @@ def test_xpos_sees_distances_alone(backend, rng):
         np.testing.assert_allclose(moved, out, rtol=0, atol=4e-6)
 
 
-def test_xpos_decays_from_one_pair_to_the_next():
-    """One channel pair each: a product that is 1 at distance 0 becomes zeta^(n/B) at distance n."""
-    scales = rp.reference.xpos_scales(np.arange(513), 4)
-    close(scales[0], 1, 0)
-    close(scales[512], np.array([0.4, 0.65, 0.9, 1.15]) / 1.4, 1e-15)
-    q = np.zeros((4, 513, 8))
-    for p in range(4):
-        q[p, :, 2 * p : 2 * p + 2] = 1.0
-    frozen = rp.XPos(base=1e300)  # slow pairs stand still; the fastest always turns by 1 per step
-    s = rp.logits(q[1:], q[1:], position=frozen, scale=0.5)
-    close(s[:, 512, 0], scales[512, 1:], 1e-13)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_xpos_at_the_end_of_its_range(dtype, backend, rng):
     """Far keys have weight 0, and nothing overflows where a causal mask is on."""

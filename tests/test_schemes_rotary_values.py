@@ -12,7 +12,6 @@ from tests.compare import close
 from tests.faults.test_memory import asked, judge  # noqa: F401
 from tests.test_schemes_rotary import make
 
-DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 SCHEMES = {
     "all": lambda rng: rp.Rotary(4, values=True),
     "last": lambda rng: rp.Rotary(channels=(2, 6), layout="interleaved", base=50.0, values=True),
@@ -63,26 +62,6 @@ def test_one_key_is_turned_by_its_distance(layout, offset, backend, rng):
     close(out[..., a], z.real, 1e-13)
     close(out[..., b], z.imag, 1e-13)
     np.testing.assert_array_equal(out[..., 4], chosen[..., 4])
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_the_scores_do_not_change(name, backend, rng):
-    q, k, v = drawn(rng)
-    scheme = SCHEMES[name](rng)
-    arguments = rp.testing.arguments(scheme)
-    plain = rp.Rotary(**{**arguments, "values": False})
-    _, lse = rp.attention(q, k, v, position=scheme, return_lse=True, backend=backend)
-    _, expected = rp.attention(q, k, v, position=plain, return_lse=True, backend=backend)
-    np.testing.assert_array_equal(lse, expected)
-    s = [rp.logits(q, k, position=one, backend=backend) for one in (scheme, plain)]
-    np.testing.assert_array_equal(*s)
-
-
-def test_only_differences_of_positions_count(backend, rng):
-    q, k, v = drawn(rng)
-    at = rng.integers(0, 50, 9)
-    near, far = (rp.Rotary(6, positions=at + start, values=True) for start in (0, 1000))
-    close(*(rp.attention(q, k, v, position=one, backend=backend) for one in (near, far)), 1e-11)
 
 
 # ---------------------------------------------------------------------------------------------- the rest of a call

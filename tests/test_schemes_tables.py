@@ -34,21 +34,6 @@ def layout(rng, length, variant, heads=4, batch=(2,), **options):
     return rp.LayoutBias(*tables, boxes, variant=variant, **options)
 
 
-def test_layout_by_hand(backend):
-    """Two words: the second 3 to the right by its left edge, 5 up by its bottom edge."""
-    boxes = np.array([[[10, 20, 13, 30], [13, 21, 90, 25]]])
-    tables = np.arange(3 * 8.0).reshape(3, 8, 1) ** 2
-    q = np.zeros((1, 1, 2, 4))
-    for variant, factor in (("layoutlmv2", 1.0), ("layoutlmv3", 0.5)):
-        scheme = rp.LayoutBias(*tables, boxes, variant=variant, max_distance=4, max_box_distance=4)
-        # 4 buckets a side: 0 and 1 are exact, 2 goes up to sqrt(8), 3 holds the rest; +4 to the right, and down.
-        right_up = tables[0, 4 + 1] + tables[1, 4 + 3] + tables[2, 3]
-        left_down = tables[0, 1] + tables[1, 3] + tables[2, 4 + 3]
-        same = tables[:, 0].sum()
-        expected = factor * np.array([[same, right_up[0]], [left_down[0], same]])
-        close(rp.logits(q, q, position=scheme, backend=backend)[0, 0], expected)
-
-
 def test_layout_truncates_towards_zero(backend):
     """UDOP: less than a hundredth to either side is no distance; the middle of a box counts."""
     boxes = np.array([[0.5, 0.5, 0.5, 0.5], [0.5, 0.2, 0.518, 0.2], [0.484, 0.8, 0.5, 0.8], [0.5, 0.0, 0.53, 0.0]])
@@ -89,10 +74,6 @@ def test_buckets_given_pair_by_pair(buckets, furthest, rounding):
 # ---------------------------------------------------------------------------------------------- WavLM
 
 
-def wavlm(rng, q_len, heads=4, buckets=32, batch=(2,), **options):
-    return rp.WavLM(rng.standard_normal((buckets, heads)), rng.standard_normal((*batch, heads, q_len)), **options)
-
-
 @pytest.mark.parametrize("length", [1, 7, 63])
 def test_wavlm_gate_against_loops(length, rng):
     hidden, weight, bias = rng.standard_normal((2, length, 12)), rng.standard_normal((8, 4)), rng.standard_normal(8)
@@ -100,12 +81,6 @@ def test_wavlm_gate_against_loops(length, rng):
     expected = naive.wavlm_gate(hidden, weight, bias, const)
     close(rp.reference.wavlm_gate(hidden, weight, bias, const), expected)
     close(rp.reference.wavlm_gate(hidden[0], weight, bias, const.reshape(1, 3, 1, 1)), expected[0])
-
-
-def test_wavlm_gate_of_zeros_is_the_mean():
-    """Both logistic functions are a half: (c / 2 - 1) / 2 + 2, and c = 2 gives 2."""
-    gate = rp.reference.wavlm_gate(np.zeros((5, 6)), np.ones((8, 3)), np.zeros(8), np.array([2.0, 1.0]))
-    np.testing.assert_array_equal(gate, [[2.0] * 5, [1.75] * 5])
 
 
 def test_wavlm_gate_in_half_and_single_precision(rng):

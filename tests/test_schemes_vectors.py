@@ -8,32 +8,6 @@ from tests import naive
 from tests.compare import assert_refused, close
 from tests.test_schemes import make
 
-# ---------------------------------------------------------------------------------------------- Shaw, uneven tables
-
-
-def skewed(products):
-    """Music Transformer's procedure: pad a column, reshape, drop the first row; the upper triangle is not meant."""
-    *lead, length, columns = products.shape
-    padded = np.concatenate([np.zeros((*lead, length, 1)), products], axis=-1)
-    return padded.reshape(*lead, columns + 1, length)[..., 1:, :].reshape(*lead, length, columns)
-
-
-@pytest.mark.parametrize("length", [1, 2, 9, 65])
-def test_music_transformer_is_its_skewing_procedure(length, backend, rng):
-    """Rows E for -(L-1) ... 0 behind a causal mask: softmax((Q K^T + skew(Q E^T)) / sqrt(D)) V."""
-    q, k, v = make(rng, length, length, 2, 5, 3)
-    table = rng.standard_normal((2, length, 5))
-    s = (q @ k.swapaxes(-1, -2) + skewed(q @ table.swapaxes(-1, -2))) / np.sqrt(5)
-    p = np.exp(np.where(np.tri(length, dtype=bool), s, -np.inf))
-    scheme = rp.Shaw(table, outside="zero", left=length - 1)
-    found = rp.attention(q, k, v, position=scheme, causal=True, backend=backend)
-    close(found, p / p.sum(axis=-1, keepdims=True) @ v, 1e-12)
-    # A longer table's nearest rows serve a shorter sequence.
-    longer = np.concatenate([rng.standard_normal((2, 3, 5)), table], axis=1)
-    other = rp.Shaw(longer, outside="zero", left=length + 2)
-    np.testing.assert_array_equal(rp.attention(q, k, v, position=other, causal=True, backend=backend), found)
-
-
 # ---------------------------------------------------------------------------------------------- Transformer-XL options
 
 
@@ -76,10 +50,6 @@ def test_transformer_xl_options_refuse():
 # ---------------------------------------------------------------------------------------------- DeBERTa
 
 
-def deberta_tables(rng, heads=2, span=4, depth=5):
-    return rng.standard_normal((2, heads, 2 * span, depth))
-
-
 @pytest.mark.parametrize(
     ("span", "max_position"), [(4, 7), (5, 11), (8, 30), (9, 6), (32, 128), (128, 513), (256, 512)]
 )
@@ -110,24 +80,6 @@ def test_deberta_map_is_the_bucket(span, max_position, backend):
         s = rp.logits(q, k, position=scheme, offset=2000, scale=1.0, backend=backend)[0, 0] - 1
         bucket = rp.reference.deberta_bucket(way * d, span=span, max_position=max_position)
         np.testing.assert_array_equal(s, np.clip(bucket + span, 0, 2 * span - 1))
-
-
-def test_deberta_reaches_row_0_one_later_than_the_last(backend):
-    """512 distances back and 511 forth have a row of their own in v1; v2 (256 buckets, 512) ends at 512 and 507."""
-    q, k = np.ones((1, 1, 1)), np.ones((1, 1401, 1))
-    ends = {}
-    for span, max_position in ((512, None), (256, 512)):
-        scheme = rp.DeBERTa(np.arange(2.0 * span)[None, :, None], max_position=max_position)
-        rows = rp.logits(q, k, position=scheme, offset=700, scale=1.0, backend=backend)[0, 0] - 1
-        distance = 700 - np.arange(1401)
-        ends[span] = distance[rows == 0].max(), distance[rows == 2 * span - 1].min()
-    assert ends == {512: (-512, 511), 256: (-512, 506)}
-
-
-def test_deberta_scale_counts_the_terms(rng):
-    pos_key, pos_query = deberta_tables(rng)
-    assert rp.DeBERTa(pos_key, pos_query).scale == 15**-0.5
-    assert rp.DeBERTa(pos_key).scale == rp.DeBERTa(pos_query=pos_query).scale == 10**-0.5
 
 
 # ---------------------------------------------------------------------------------------------- labels of a graph

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np.formulas.resize_tables import resize_matrix
 from tests import naive
 from tests.compare import assert_refused, close
 
@@ -34,22 +33,6 @@ def added(scheme, length, heads=2, backend="numpy"):
 # ---------------------------------------------------------------------------------------------- Swin V2
 
 
-def test_swin_v2_coordinates_by_hand():
-    """At the border 8 becomes log 9 over log 8; halfway 4 becomes log 5."""
-    down, right = rp.reference.swin_v2_coordinates((3, 2))
-    close(down, np.log([9, 5, 1, 5, 9]) / np.log(8) * [-1, -1, 0, 1, 1])
-    close(right, np.log([9, 1, 9]) / np.log(8) * [-1, 0, 1])
-    down, right = rp.reference.swin_v2_coordinates((3, 2), pretrained_grid=(5, 1))
-    close(down, np.log([5, 3, 1, 3, 5]) / np.log(8) * [-1, -1, 0, 1, 1])
-    close(right, np.log([9, 1, 9]) / np.log(8) * [-1, 0, 1])
-    for variant in ("microsoft", "transformers", "paper"):
-        assert not rp.reference.swin_v2_coordinates((4, 1), variant=variant)[1].any()
-    down, right = rp.reference.swin_v2_coordinates((1, 3), variant="transformers")
-    close(down, [0.0])
-    close(right, np.log([17, 9, 1, 9, 17]) / np.log(8) * [-1, -1, 0, 1, 1])
-    close(rp.reference.swin_v2_coordinates((1, 2), variant="paper")[1], np.log([2, 1, 2]) * [-1, 0, 1])
-
-
 def test_swin_v2_of_vectors_without_length(backend, rng):
     """The smallest length keeps 0 where it is, and single precision from underflow."""
     q, k, v = (x.astype(np.float32) for x in operands(rng, 6))
@@ -73,11 +56,6 @@ def test_swin_v2_gradient_of_the_scale_ends_at_its_limit(rng):
 # ---------------------------------------------------------------------------------------------- BEiT and resizing
 
 
-def test_beit_index_by_hand():
-    np.testing.assert_array_equal(rp.reference.beit_index((1, 1)), [[3, 1], [2, 0]])
-    np.testing.assert_array_equal(rp.reference.beit_index((1, 2)), [[5, 3, 3], [4, 1, 0], [4, 2, 1]])
-
-
 @pytest.mark.parametrize("mode", ["cubic", "linear", "geometric"])
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize(("old", "new"), [((3, 3), (5, 5)), ((4, 2), (3, 7)), ((1, 3), (2, 1)), ((5, 1), (4, 4))])
@@ -87,36 +65,6 @@ def test_resized_tables_against_loops(old, new, extra, mode, rng):
     close(found, naive.resize_table(table, old, new, mode=mode, extra_rows=extra))
     if extra:
         np.testing.assert_array_equal(found[-extra:], table[-extra:])
-
-
-@pytest.mark.parametrize("mode", ["cubic", "linear", "geometric"])
-def test_resizing_keeps_what_it_must(mode, rng):
-    resize = rp.reference.resize_table
-    table = rng.standard_normal((5 * 7, 2))
-    np.testing.assert_array_equal(resize(table, (3, 4), (3, 4), mode=mode), table)
-    close(resize(np.ones((35, 1)), (3, 4), (9, 2), mode=mode), np.ones((17 * 3, 1)))
-    # Turned by half a circle before or after; height and width exchanged before or after.
-    close(resize(table[::-1], (3, 4), (5, 6), mode=mode), resize(table, (3, 4), (5, 6), mode=mode)[::-1])
-    turned = table.reshape(5, 7, 2).swapaxes(0, 1).reshape(35, 2)
-    there = resize(turned, (4, 3), (6, 5), mode=mode).reshape(11, 9, 2).swapaxes(0, 1).reshape(99, 2)
-    close(there, resize(table, (3, 4), (5, 6), mode=mode))
-    # Along one axis, and along one of three.
-    line = resize(table[:5], (3,), (4,), mode=mode)
-    cube = resize(np.repeat(table[:5], 3, axis=0), (3, 1, 2), (4, 1, 2), mode=mode)
-    close(cube.reshape(7, 3, 2)[:, 1], line)
-    close(resize_matrix(5, 9, mode).sum(axis=1), np.ones(9))
-    small = resize(table.astype(np.float32), (3, 4), (5, 6), mode=mode)
-    assert small.dtype == np.float32
-    close(small, resize(table, (3, 4), (5, 6), mode=mode), 1e-6)
-
-
-def test_geometric_places():
-    """Of 7 differences on a grid of 9 the outer ones move to 4 = 1 + r + r^2; the inner ones stay."""
-    matrix, ratio = resize_matrix(7, 9, "geometric"), (np.sqrt(13) - 1) / 2
-    close(matrix[[0, -1]][:, [0, -1]], np.eye(2), 1e-5)
-    close(matrix[3:6, 2:5], np.eye(3))
-    close(matrix[6, 4:6], [1 - 1 / ratio, 1 / ratio], 1e-5)
-    close(matrix[2, 1:3], [1 / ratio, 1 - 1 / ratio], 1e-5)
 
 
 def test_resizing_refuses():

@@ -2,7 +2,6 @@
 
 import math
 import re
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import relpos_np as rp
 from relpos_np import reference
 from relpos_np.complexity import attention_operations, complexity
 from tests import compare, naive
-from tests.strategies import KINDS, Case
 
 
 def close(a, b, atol=1e-12):
@@ -28,19 +26,6 @@ def test_self_attention_as_sums_and_as_matrices(length, rng):
     close(reference.self_attention_sums(x, w_q, w_k, w_v), expected)
     close(reference.self_attention(x, w_q, w_k, w_v), expected)
     close(rp.attention(x @ w_q, x @ w_k, x @ w_v), expected)
-
-
-def test_self_attention_as_sums_of_batches(rng):
-    x, w = rng.standard_normal((2, 3, 6, 4)), rng.standard_normal((3, 4, 4))
-    z = reference.self_attention_sums(x, *w)
-    assert z.shape == (2, 3, 6, 4)
-    for b in range(2):
-        for h in range(3):
-            close(z[b, h], naive.self_attention(x[b, h], *w))
-    assert reference.self_attention_sums(x[..., :0, :], *w).shape == (2, 3, 0, 4)
-    assert reference.self_attention_sums(x.astype(np.float32), *w.astype(np.float32)).dtype == np.float32
-    with pytest.raises(ValueError, match="matmul"):
-        reference.self_attention_sums(x, w[0, :3], w[1], w[2])
 
 
 def test_self_attention_in_general(rng):
@@ -97,21 +82,6 @@ def test_shaw_in_matrices(l_q, l_k, outside, per_head, rng):
         found = reference.shaw_attention_matrix(q, k, v, *tables, offset=offset, outside=outside)
         close(found, expected)
         close(reference.shaw_attention(q, k, v, *tables, offset=offset, outside=outside), expected)
-
-
-def test_shaw_in_matrices_writes_no_vector_per_pair(rng):
-    length, dim = 192, 64
-    q, k, v = rng.standard_normal((3, 1, length, dim), dtype=np.float32)
-    tables = rng.standard_normal((2, 9, dim), dtype=np.float32)
-    assert reference.shaw_attention_matrix(q, k, v, *tables).dtype == np.float32
-    peaks = []
-    for function in (reference.shaw_attention_matrix, reference.shaw_attention):
-        tracemalloc.start()
-        function(q, k, v, *tables)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    vectors = length * length * dim * 4
-    assert peaks[0] < vectors / 2 < peaks[1]
 
 
 def test_shaw_in_matrices_refuses():
@@ -355,16 +325,6 @@ def test_attention_operations(l_q, l_k, causal, rng):
     # Without a shift each key's position lengthens its vector, and nothing else is added.
     wenet = rp.TransformerXL(u, u, rng.standard_normal((l_k, heads, dim)), variant="wenet")
     assert count(wenet) == 3 * heads * counted(l_q, l_k, 2 * dim, v_dim, causal=causal)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_attention_operations_of_every_scheme(name):
-    """A scheme never costs less than none, and batch items cost alike."""
-    case = Case(1, ((), (), ()), (), 2, 2, 9, 9, 6, 5, positions=(KINDS[name],))
-    sizes, (scheme,) = (case.heads, case.q_len, case.k_len, 6, 5), case.schemes(np.float64)
-    once = attention_operations(1, *sizes, scheme=scheme)
-    assert once >= attention_operations(1, *sizes)
-    assert attention_operations(4, *sizes, scheme=scheme) == 4 * once
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,9 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from relpos_np import testing
-from relpos_np._dense import backward as gradient
-from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
-from relpos_np.kernels._cuda.arrays.operand import Operand
 from relpos_np.kernels._cuda.arrays.result import DeviceArray
 from tests.cuda.doubles import (
-    ATTENTION,
     DTYPES,
     EPS,
     Packed,
@@ -123,79 +118,6 @@ def test_masks_and_lengths_may_be_there_as_well(rng):
 
 
 # Gradients -------------------------------------------------------------------------------------------
-
-
-def backward_on_the_host(problem, terms, grad_out, grad_lse, operands):
-    """A stand-in for the kernels: downloads, takes the reference, uploads what was on the device."""
-
-    def host(x):
-        return np.asarray(x)
-
-    def pair(slot, name):
-        return tuple(type(term)(host(getattr(term, name)), term.weights, term.index) for term in getattr(terms, slot))
-
-    q, k, v = map(host, operands)
-    far = problem
-    near = type(far)(*(q, k, v, far.site, far.left, far.right, far.mask, far.key_lengths, far.keep, far.keep_scale))
-    on_host = type(terms)(
-        *(None if x is None else host(x) for x in (terms.query, terms.key)),
-        *(terms.tables, pair("queries", "query"), pair("keys", "key"), terms.values, terms.biases),
-    )
-    s = from_terms.scores(near, on_host)
-    grads, grad_v = gradient.backward(near, on_host, s, host(grad_out), None if grad_lse is None else host(grad_lse))
-    grads.query, grads.key = (Operand.uploaded(np.ascontiguousarray(x)) for x in (grads.query, grads.key))
-    for term in grads.queries:
-        term.query = Operand.uploaded(term.query)
-    for term in grads.keys:
-        term.key = Operand.uploaded(term.key)
-    assert isinstance(grad_out, Operand)
-    return grads, Operand.uploaded(grad_v)
-
-
-@pytest.mark.parametrize(
-    ("name", "variant", "dtype"),
-    [(n, v, "float32") for n, v in ATTENTION] + [(n, None, "float16") for n in ("plain", "shaw", "rotary", "deberta")],
-)
-def test_gradients_come_back_on_the_device(name, variant, dtype, monkeypatch, rng):
-    monkeypatch.setattr(_cuda, "backward", backward_on_the_host)
-    one = testing.example(name, dtype=dtype, variant=variant, size="tiny")
-    shape = (*one.q.shape[:-1], one.v.shape[-1])
-    grad_out = rng.standard_normal(shape).astype(dtype)
-    grad_lse = rng.standard_normal(shape[:-1]).astype("float32")
-    options = {"position": one.position, **one.kwargs}
-    expected = rp.attention_vjp(one.q, one.k, one.v, grad_out=grad_out, grad_lse=grad_lse, backend="terms", **options)
-    found = rp.attention_vjp(
-        *there(one.q, one.k, one.v, stream=9),
-        **{"grad_out": There(grad_out), "grad_lse": There(grad_lse), "backend": "cuda", **options},
-    )
-    for field in ("q", "k", "v"):
-        a, b = getattr(found, field), getattr(expected, field)
-        assert type(a) is DeviceArray
-        assert (a.dtype, a.shape, a.stream) == (b.dtype, b.shape, 9)
-        b = b.astype(np.float64)
-        np.testing.assert_allclose(
-            a.copy_to_host(), b, rtol=EPS[dtype], atol=400 * EPS["float32"] * np.abs(b).max(initial=1)
-        )
-    assert found.position.keys() == expected.position.keys()
-    for field, b in expected.position.items():
-        assert type(found.position[field]) is np.ndarray
-        np.testing.assert_allclose(
-            found.position[field], b, rtol=0, atol=400 * EPS["float32"] * np.abs(b).max(initial=1)
-        )
-
-
-def test_gradients_of_broadcast_operands_and_of_one_head(monkeypatch, rng):
-    monkeypatch.setattr(_cuda, "backward", backward_on_the_host)
-    for q, k, v in (
-        draw(rng, batch=(2,))[:1] + draw(rng, batch=(1,))[1:],
-        [x[0, 0] for x in draw(rng)],
-    ):
-        grad_out = rng.standard_normal((*q.shape[:-1], 3)).astype(np.float32)
-        expected = rp.attention_vjp(q, k, v, grad_out=grad_out, backend="numpy", causal=True)
-        found = rp.attention_vjp(*there(q, k, v), grad_out=There(grad_out), backend="cuda", causal=True)
-        for field in ("q", "k", "v"):
-            a, b = getattr(found, field), getattr(expected, field)
-            np.testing.assert_allclose(a.copy_to_host(), b, rtol=0, atol=200 * EPS["float32"])
 
 
 def test_gradients_of_outputs_are_checked(monkeypatch, rng):

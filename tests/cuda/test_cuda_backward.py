@@ -13,6 +13,7 @@ from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, Toep
 from relpos_np._dense import backward as gradient
 from relpos_np._dense import from_terms
 from relpos_np.kernels import _cuda
+from relpos_np.kernels._cuda.arrays.result import DeviceArray
 from relpos_np.testing.arguments import rebuilt
 from tests.cuda.terms import every_kind, in_float64, values
 from tests.every import ATTENTION
@@ -39,7 +40,7 @@ def assert_close(found, expected, eps, length):
     for name, x in expected.items():
         assert found[name].shape == x.shape, name
         size = np.abs(x).max(initial=0)
-        np.testing.assert_allclose(found[name], x, rtol=0, atol=eps * length * (size + 1), err_msg=name)
+        np.testing.assert_allclose(np.asarray(found[name]), x, rtol=0, atol=eps * length * (size + 1), err_msg=name)
 
 
 def first_item(one):
@@ -64,8 +65,12 @@ def test_gradients_of_every_scheme(name, variant, dtype, rng):
     shape = (*operands[0].shape[:-1], operands[2].shape[-1])
     given = {"grad_out": rng.standard_normal(shape), "grad_lse": rng.standard_normal(shape[:-1])}
     given = {n: x.astype(dtype) for n, x in given.items()}
-    found = rp.attention_vjp(*operands, position=one.position, backend="cuda", **given, **options)
+    far = {n: cuda.to_device(x) for n, x in given.items()}
+    # Operands stay on the device, and gradients of them come back there; those of a scheme's arrays on the host.
+    found = rp.attention_vjp(*map(cuda.to_device, operands), position=one.position, backend="cuda", **far, **options)
     assert {x.dtype.name for x in arrays(found).values()} == {dtype}
+    assert {type(getattr(found, n)) for n in "qkv"} == {DeviceArray}
+    assert {type(x) for x in found.position.values()} <= {np.ndarray}
     wide = [x.astype(np.float64) for x in operands], {n: x.astype(np.float64) for n, x in given.items()}
     position = rebuilt(one.position, np.float64)
     expected = rp.attention_vjp(*wide[0], position=position, backend="numpy", **wide[1], **options)

@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 
 from tests.faults.service import packed, request
+from tests.fuzz.targets import mutated
 
 # Of requests that are refused by what they hold, and by how much they ask for.
 WRONG, LARGE = {400}, {413}
@@ -18,28 +19,6 @@ def good(rng):
     if rng.random() < 0.1:
         arrays["v"][0, 0] = rng.choice([np.nan, np.inf])
     return squeezed(**arrays) if rng.random() < 0.3 else packed(**arrays)
-
-
-def damaged(rng):
-    """A right one, with bytes changed, lost, doubled or added; that may do no harm."""
-    body = bytearray(good(rng))
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        # Headers and the directory are where a byte means most.
-        at = rng.choice((rng.randrange(len(body)), rng.randrange(200), max(0, len(body) - 1 - rng.randrange(250))))
-        kind = rng.randrange(5)
-        if kind == 0:
-            body[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            body[at] = rng.randrange(256)
-        elif kind == 2:
-            del body[at : at + rng.choice((1, 4, 100, len(body)))]
-        elif kind == 3:
-            body[at:at] = body[at : at + rng.choice((1, 16, 1000))]
-        else:
-            body[at : at + 4] = rng.choice((bytes(4), b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f"))
-        if len(body) < 300:
-            break
-    return bytes(body) or b"?"
 
 
 def squeezed(**arrays):
@@ -156,7 +135,7 @@ def mixed(seed, count):
         elif share < 0.60:
             yield "good", "", good(rng), {200}
         elif share < 0.85:
-            yield "damaged", "", damaged(rng), {200, 400, 413}
+            yield "damaged", "", mutated(good(rng), drawn) or b"?", {200, 400, 413}
         elif share < 0.96:
             name = rng.choice(sorted(made))
             yield "hostile", name, *made[name]

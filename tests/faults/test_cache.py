@@ -8,19 +8,15 @@ import json
 import logging
 import os
 import re
-import shutil
 import stat
-import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import relpos_np as rp
-from tests.processes import ROOT, child
+from tests.processes import child
 
 pytest.importorskip("numba")
 build = pytest.importorskip("relpos_np.kernels._numba.launch.build")
@@ -83,14 +79,6 @@ def test_row_43_a_second_process_loads_what_the_first_compiled(tmp_path):
     assert "compiled _shift" in in_child(tmp_path / "new" / "folder")
     assert "compil" not in in_child(tmp_path / "new" / "folder")
     assert [p.suffix for p in (tmp_path / "new" / "folder").iterdir()] == [".bin"]
-
-
-def test_row_43_attention_is_loaded_as_well():
-    x = np.ones((1, 5, 4), np.float32)
-    rp.attention(x, x, x)
-    status, out, log = child("x = np.ones((1, 5, 4), np.float32); print(rp.attention(x, x, x).sum())")
-    assert (status, out) == (0, "20.0\n"), log
-    assert "compil" not in log
 
 
 def test_row_43_every_byte_counts(entry):
@@ -341,12 +329,6 @@ def test_row_43_a_full_disk_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_row_43_a_folder_that_is_removed_while_it_is_used(entry):
-    shutil.rmtree(entry.parent)
-    assert made(new()) == "compiled"
-    assert made(new()) == "loaded"
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no such homes")
 @pytest.mark.parametrize("home", ["cannot be made", "nobody's"])
 def test_row_43_users_without_a_home(home, folder, tmp_path, monkeypatch):
@@ -385,14 +367,3 @@ def test_row_43_eight_processes_share_a_cold_cache(tmp_path):
         list(pool.map(lambda _: in_child(tmp_path, code=SHIFT), range(8)))
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["shift"]
     assert "compil" not in in_child(tmp_path, code=SHIFT)
-
-
-@pytest.mark.stress
-def test_row_43_the_command_that_fills_it():
-    """`relpos warmup` says where kernels are; that they could not be kept is a warning like any other call's."""
-    run = subprocess.run(
-        [sys.executable, "-m", "relpos_np", "warmup"],
-        capture_output=True, text=True, timeout=500, check=False, cwd=ROOT,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert f"kept in {os.environ['RELPOS_CACHE_DIR']}" in run.stdout

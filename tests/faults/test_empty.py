@@ -13,69 +13,31 @@ EMPTY = {
 }
 
 
-def position(name, rng, q, k, v):
-    """A scheme for operands of which some axis is empty, if there can be one."""
-    heads, q_len, k_len = q.shape[-3], q.shape[-2], k.shape[-2]
-    if name == "shaw":
-        return rp.Shaw(rng.standard_normal((3, 4)), rng.standard_normal((3, v.shape[-1])))
-    if heads and name == "t5":
-        return rp.T5(rng.standard_normal((32, heads)))
-    if heads and name == "conformer" and q_len + k_len:
-        rows = rng.standard_normal((q_len + k_len - 1, heads, 4))
-        return rp.TransformerXL(*rng.standard_normal((2, heads, 4)), rows, variant="conformer")
-    if heads and name == "alibi_of_keys":
-        return rp.ALiBi(rng.standard_normal(heads), form="key")
-    if name == "rotary":
-        return rp.Rotary(4)
-    return None
-
-
-def check_empty(sizes, name, backend, rng):
-    """Outputs, logits and gradients of a call, with whatever else may be said of keys."""
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": True}, {"key_lengths": 0}], ids=str)
+@pytest.mark.parametrize(("row", "sizes"), [(row, sizes) for row in EMPTY for sizes in EMPTY[row]], ids=str)
+def test_rows_12_13_14_nothing_to_attend_or_nobody_who_attends(row, sizes, options, backend, rng):
+    """Outputs, logits and gradients of a call; `test_identities.py` has them of every scheme."""
     batch, heads, q_len, k_len = sizes
     q, k, v = make(rng, q_len=q_len, k_len=k_len, heads=heads, batch=batch)
-    scheme = position(name, rng, q, k, v)
-    for options in ({}, {"causal": True}, {"mask": np.ones((q_len, k_len), bool)}, {"key_lengths": 0}):
-        out, lse = both(q, k, v, position=scheme, **options, backend=backend)
-        assert out.shape == (*batch, heads, q_len, 16)
-        assert lse.shape == (*batch, heads, q_len)
-        assert (out == 0).all()
-        assert (lse == -INF).all()
-        # NumPy gives arrays without elements strides of 0, and a limit is divided by numbers of blocks: here by none.
-        with rp.memory_limit(1 << 30):
-            given = np.full(out.shape, 7.0)
-            assert rp.attention(q, k, v, position=scheme, **options, out=given, backend=backend) is given
-            assert (given == 0).all()
-            assert rp.attention(q, k, v[..., :0], **options, backend=backend).shape == (*out.shape[:-1], 0)
-        s = rp.logits(q, k, position=scheme, **options, backend=backend)
-        assert s.shape == (*batch, heads, q_len, k_len)
-        grad_lse = np.ones(lse.shape)
-        with rp.memory_limit(1 << 30):
-            found = gradients(q, k, v, grad_lse=grad_lse, position=scheme, **options, backend=backend)
-        for x, operand in zip("qkv", (q, k, v), strict=True):
-            assert found[x].shape == operand.shape
-        assert all((x == 0).all() for x in found.values())
-
-
-NAMES = ["none", "shaw", "t5", "conformer", "alibi_of_keys", "rotary"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", EMPTY[12], ids=str)
-def test_row_12_no_queries(sizes, name, backend, rng):
-    check_empty(sizes, name, backend, rng)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", EMPTY[13], ids=str)
-def test_row_13_no_keys(sizes, name, backend, rng):
-    check_empty(sizes, name, backend, rng)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", EMPTY[14], ids=str)
-def test_row_14_no_batch_items_or_no_heads(sizes, name, backend, rng):
-    check_empty(sizes, name, backend, rng)
+    scheme = rp.Shaw(rng.standard_normal((3, 4)), rng.standard_normal((3, v.shape[-1])))
+    options = options | ({"mask": np.ones((q_len, k_len), bool)} if "mask" in options else {})
+    out, lse = both(q, k, v, position=scheme, **options, backend=backend)
+    assert out.shape == (*batch, heads, q_len, 16)
+    assert lse.shape == (*batch, heads, q_len)
+    assert (out == 0).all()
+    assert (lse == -INF).all()
+    assert rp.attention(q, k, v[..., :0], **options, backend=backend).shape == (*out.shape[:-1], 0)
+    s = rp.logits(q, k, position=scheme, **options, backend=backend)
+    assert s.shape == (*batch, heads, q_len, k_len)
+    # NumPy gives arrays without elements strides of 0, and a limit is divided by numbers of blocks: here by none.
+    with rp.memory_limit(1 << 30):
+        given = np.full(out.shape, 7.0)
+        assert rp.attention(q, k, v, position=scheme, **options, out=given, backend=backend) is given
+        assert (given == 0).all()
+        found = gradients(q, k, v, grad_lse=np.ones(lse.shape), position=scheme, **options, backend=backend)
+    for x, operand in zip("qkv", (q, k, v), strict=True):
+        assert found[x].shape == operand.shape
+    assert all((x == 0).all() for x in found.values())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
-from tests.faults.calls import FEW_SCHEMES, INF, both, close, dtypes, gradients, make, operands, scheme, shapes, small
+from tests.faults.calls import FEW_SCHEMES, INF, both, close, dtypes, gradients, operands, scheme, shapes, small
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -70,22 +70,6 @@ def test_row_02_nothing_to_attend_gives_zeros(name, backend, rng):
                 assert all((x == 0).all() for x in found.values())
 
 
-def test_row_02_one_batch_item_of_length_0(backend, rng):
-    for dtype in dtypes(backend):
-        for q_len, k_len in shapes(backend):
-            q, k, v = operands(rng, backend, dtype, q_len, k_len)
-            lengths = np.array([0, k_len])
-            out, lse = both(q, k, v, key_lengths=lengths, backend=backend)
-            assert (out[0] == 0).all()
-            assert (lse[0] == -INF).all()
-            close(out[1], rp.attention(q, k, v, backend=backend)[1], dtype)
-        found = gradients(q, k, v, key_lengths=lengths, backend=backend)
-        alone = gradients(q[1:], k[1:], v[1:], backend="numpy")
-        for name in "qkv":
-            assert (found[name][0] == 0).all()
-            np.testing.assert_allclose(found[name][1:], alone[name], rtol=0, atol=256 * np.finfo(dtype).eps)
-
-
 @pytest.mark.parametrize("parts", [8, 1])
 def test_row_03_a_finite_mask_of_a_whole_row_averages(parts, backend, rng):
     """However low it is, with a number per pair, per query or for all."""
@@ -126,16 +110,6 @@ def test_row_03_a_finite_mask_of_some_keys_excludes_them(backend, rng):
             mask = np.where(np.arange(k_len) < k_len - 2, dtype(0), np.finfo(dtype).min).astype(dtype)
             out = rp.attention(q, k, v, mask=mask, backend=backend)
             close(out, rp.attention(q, k, v, key_lengths=k_len - 2, backend="numpy"), dtype)
-
-
-def test_row_03_half_precision_has_a_smallest_number_of_its_own(backend, rng):
-    q, k, v = make(rng, np.float16)
-    mask = np.full((5, 6), np.finfo(np.float16).min, np.float16)
-    out = rp.attention(q, k, v, mask=mask, backend=backend)
-    # -65504 leaves float32 seven bits for the scores beside it.
-    s = np.float32(-65504) + rp.logits(q, k, backend="numpy")
-    expected = rp.attention(q, k, v, mask=s - rp.logits(q, k, backend="numpy"), backend="numpy")
-    np.testing.assert_allclose(out, expected, rtol=0, atol=0.02)
 
 
 def test_row_04_valid_rows_of_very_negative_logits(backend, rng):

@@ -146,17 +146,6 @@ def test_row_39_pools_of_new_processes(method, tmp_path):
     assert pools(method, tmp_path) == "True True\n"
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize("first", ["torch", "relpos_np"])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_row_39_with_pytorch_s_pool(method, first, tmp_path):
-    """Whichever brought the OpenMP library of the process, its threads do not exist in a child."""
-    pytest.importorskip("torch")
-    use = "import torch\nx = torch.ones(600, 600)\nx @ x\n"
-    own = "import numpy as np, relpos_np as rp\nq = np.ones((4, 300, 32), np.float32)\nrp.attention(q, q, q)\n"
-    assert pools(method, tmp_path, use + own if first == "torch" else own + use) == "True True\n"
-
-
 def test_row_39_a_child_inherits_the_number_of_threads():
     """And blocks of the thread that forked, but not those of others."""
     pytest.importorskip("threadpoolctl")

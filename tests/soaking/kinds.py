@@ -261,22 +261,4 @@ def interrupted(rng: np.random.Generator, report: Report) -> None:
     report.calls += 3
 
 
-def limited(rng: np.random.Generator, report: Report) -> None:
-    """Under a limit on memory: the same bits, or refused with the bytes that were asked for."""
-    call, backend = calls.call(rng), pick(rng, BACKENDS)
-    limit = int(10 ** rng.uniform(2, 8))
-    report.where = f"{call.where}, limit of {limit} bytes"
-    first, before = bits(*call.run(backend, return_lse=True)), bits(*call.operands)
-    try:
-        with rp.memory_limit(limit):
-            found = bits(*call.run(backend, return_lse=True))
-    except rp.RelposMemoryError as error:
-        report.expect("bytes" in str(error), f"the message names no bytes: {error}")
-    else:
-        report.expect(found == first, f"{backend} gave other bits under a limit")
-    report.expect(bits(*call.run(backend, return_lse=True)) == first, f"{backend} gave other bits after a limit")
-    report.expect(bits(*call.operands) == before, f"{backend} wrote to an operand")
-    report.calls += 3
-
-
 Kind = Callable[[np.random.Generator, Report], None]

@@ -6,9 +6,7 @@ import ctypes
 import gc
 import os
 import statistics
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from relpos_np._runtime import results
 
@@ -50,51 +48,6 @@ def resident_mib() -> float | None:
     if trim is not None:
         trim(0)
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-class Parts(NamedTuple):
-    """What resident memory is made of, in MiB and in blocks: it says where growth comes from.
-
-    Pages of files, which are read when code is first run, and others; of these, what malloc has given out and what
-    it holds free; blocks that Python's own allocator has given out.
-    """
-
-    file_mib: float | None
-    anonymous_mib: float | None
-    malloc_used_mib: float | None
-    malloc_free_mib: float | None
-    python_blocks: int
-
-
-class _Mallinfo2(ctypes.Structure):
-    """Of <malloc.h>."""
-
-    _names_ = (
-        "arena",
-        "ordblks",
-        "smblks",
-        "hblks",
-        "hblkhd",
-        "usmblks",
-        "fsmblks",
-        "uordblks",
-        "fordblks",
-        "keepcost",
-    )
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _names_)
-
-
-def parts() -> Parts:
-    """The parts now, in MiB; None where the system does not say."""
-    pages = [int(n) * os.sysconf("SC_PAGE_SIZE") / 2**20 for n in _STATM.read_text().split()] if _STATM.exists() else []
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None) if pages else None
-    used = free = None
-    if mallinfo is not None:
-        mallinfo.restype = _Mallinfo2
-        info = mallinfo()
-        used, free = round((info.uordblks + info.hblkhd) / 2**20, 2), round(info.fordblks / 2**20, 2)
-    of_files = round(pages[2], 1) if pages else None
-    return Parts(of_files, round(pages[1] - pages[2], 1) if pages else None, used, free, sys.getallocatedblocks())
 
 
 def levels(samples: list[float]) -> tuple[float, float]:

@@ -1,11 +1,10 @@
-"""What happens around a call: forks, signals, and children that are interrupted or killed."""
+"""What happens around a call: forks, whose children end, are interrupted or are killed."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -89,47 +88,4 @@ def forked(rng: np.random.Generator, report: Report) -> None:
     report.expect(status_or_none == wanted, f"the child's status was {status_or_none}, not {wanted}")
     report.expect(run() == first, f"{backend} gave other bits after a fork")
     report.calls += 3
-    return None
-
-
-def _note(*_: Any) -> None:
-    """A handler that does nothing: a call goes on after it."""
-
-
-def listen() -> None:
-    """Receive SIGUSR1, which would end the process; signals can be set up in the main thread only."""
-    if hasattr(signal, "pthread_kill") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, _note)
-
-
-def signalled(rng: np.random.Generator, report: Report) -> None:
-    """Signals that arrive in the thread of a call, one after the other, change no bit of it."""
-    listen()
-    if not hasattr(signal, "pthread_kill") or signal.getsignal(signal.SIGUSR1) is not _note:
-        return kinds.forward(rng, report)
-    call, backend = calls.call(rng), pick(rng, BACKENDS)
-    report.where = f"{call.where}, {backend}, signals"
-    before = bits(*call.operands)
-    first = bits(*call.run(backend, return_lse=True))
-    done, me, sent, made, same = threading.Event(), threading.get_ident(), 0, 0, True
-
-    def disturb() -> None:
-        nonlocal sent
-        while not done.wait(0.0002):
-            signal.pthread_kill(me, signal.SIGUSR1)
-            sent += 1
-
-    other = threading.Thread(target=disturb)
-    other.start()
-    try:
-        # Short calls may be over before the other thread has had its turn.
-        while made < 3 or sent < 3:
-            same = bits(*call.run(backend, return_lse=True)) == first and same
-            made += 1
-    finally:
-        done.set()
-        other.join()
-    report.expect(same, f"{backend} gave other bits under signals")
-    report.expect(bits(*call.operands) == before, f"{backend} wrote to an operand")
-    report.calls += made + 1
     return None
