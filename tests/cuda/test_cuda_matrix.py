@@ -15,11 +15,14 @@ from relpos_np.kernels._cuda.simd import warp
 from relpos_np.kernels._cuda.simd.planes import Block, Source, tiling_for
 from relpos_np.kernels._cuda.simd.tile import Tiling
 from tests.cuda.terms import every_kind, in_float64
+from tests.cuda.test_cuda_decode import options
 
 # In the simulator NumPy warns of the infinities and NaN that some tests put in.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 
 EPS = 2.0**-23
+# (batch, heads, key heads, queries, keys, head size, value channels): tiles that are not whole.
+SHAPE = (2, 2, 1, 17, 40, 5, 3)
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # Errors of a product: three planes leave out 2^-23 of it, two 3 * 2^-16. One plane is compared with rounded operands.
 LOST = {"highest": 2.0**-23, "high": 3 * 2.0**-16, "medium": 0.0}
@@ -176,37 +179,13 @@ def test_products_with_relative_positions_made_by_the_kernel(precision, monkeypa
     assert launched[0].skewed
 
 
-OPTIONS = {
-    "causal": {"causal": True},
-    "causal window, shifted": {"causal": True, "window": 4, "offset": 5},
-    "beyond the keys": {"window": (2, 0), "offset": 40},
-    "before the keys": {"causal": True, "offset": -4},
-    "lengths": {"key_lengths": np.array([0, 20])},
-    "capped": {"softcap": 2.0},
-    "products capped": {"softcap": 2.0, "cap_order": "content"},
-}
-
-
-@pytest.mark.parametrize("lengths", [(33, 33), (40, 7)], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_bands_lengths_and_caps(options, lengths, rng):
-    q_len, k_len = lengths
-    if "key_lengths" in options:
-        options = {"key_lengths": np.minimum(options["key_lengths"], k_len), "offset": k_len - q_len}
-    position = rp.ALiBi(np.array([0.5, 0.1]))
-    found = both(*draw(rng, "float16", q_len=q_len, k_len=k_len, batch=(2,)), None, position=position, **options)
-    for out, lse in zip(found[0].reshape(-1, 3), found[1].reshape(-1), strict=True):
-        # A query without keys has exactly 0.
-        assert np.isfinite(lse) or not out.any()
-
-
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_and_grouped_heads(kind, rng):
-    there = rng.random((2, 4, 7, 35)) < 0.6
-    there[..., :2, :] = False
-    mask = there if kind == "bool" else np.where(there, rng.standard_normal(there.shape), -np.inf)
-    _, lse = both(*draw(rng, "bfloat16", heads=4, kv_heads=2, k_len=35, batch=(2,)), None, mask=mask)
-    assert np.isneginf(lse).any()
+@pytest.mark.parametrize("name", list(options(np.random.default_rng(0), SHAPE)))
+def test_every_option(name, rng):
+    chosen = options(rng, SHAPE)[name]
+    q, k, v = draw(rng, "float16", *SHAPE[1:], batch=SHAPE[:1])
+    out, lse = both(q, k, v, None, **chosen)
+    # A query without keys has exactly 0.
+    assert not out[np.isneginf(lse)].any()
 
 
 def test_dropout_drops_what_the_reference_drops(rng):
@@ -300,7 +279,7 @@ def test_the_device_s_tiles(rng, monkeypatch):
     sizes = Tiling(np.dtype(np.float32), 64, 64, matrix=True)
     monkeypatch.setattr(forward, "tiling_for", lambda *_, **__: sizes)
     q, k, v = draw(rng, "bfloat16", heads=1, q_len=65, k_len=70, dim=17, v_dim=33)
-    both(q, k, v, None, position=rp.ALiBi(np.array([0.1])), causal=True)
+    both(q, k, v, None, position=rp.ALiBi(np.array([0.1])), causal=True, window=20)
 
 
 @pytest.mark.skipif(not device.simulated(), reason="the interpreter stands for the instruction in the simulator")
