@@ -64,7 +64,7 @@ def drawn(options, rng, heads, bounds, dtype):
     if "key_lengths" in found:
         found |= {"key_lengths": rng.integers(0, np.diff(bounds[1]) + 1), "offset": "end"}
     shape = {"keys": (2, 1, 1, k_len), "first keys": (k_len,), "pairs": (2, 1, q_len, k_len), "rows": (2, 1, q_len, 1)}
-    match found.get("mask"):
+    match options.get("mask") if isinstance(options.get("mask"), str) else None:
         case "numbers":
             found["mask"] = rng.standard_normal((1, q_len, k_len)).astype(dtype)
         case "first keys":
@@ -152,6 +152,26 @@ def test_heads_and_channels_of_models(lengths, options, name, seed):
     sinks = rng.standard_normal((2, HEADS, x[0].shape[-2])).astype(np.float32)
     factors = rng.random(x[0].shape[-2]).astype(np.float32)
     assert_separate(x, bounds, options, position, rng, sinks=sinks, query_scale=factors)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("of_keys", [True, False])
+def test_masks_that_hide_the_first_keys(of_keys, rows, rng):
+    """Tiles begin at the first key that is left, as in calls of their own; with one query too, whatever the mask."""
+    bounds = np.arange(4) * rows, np.cumsum([0, 300, 250, 40])
+    mask = rng.random((2, 1, 1 if of_keys else 3 * rows, 590)) < 0.8
+    for start in bounds[1][:-1]:
+        mask[..., start : start + 7] = False
+    x = operands(rng, np.float32, HEADS, 2, 3 * rows, 590, 64, 64)
+    assert_separate(x, bounds, {"mask": mask}, rp.Rotary(64), rng)
+
+
+def test_gradients_of_what_keys_meet(rng):
+    """Sums of few numbers lose what they lose in a call of their own, beside sequences where that is kept."""
+    lengths = (np.cumsum([0, 200, 600, 30]),) * 2
+    tables = rng.standard_normal((2, HEADS, 8, 64)).astype(np.float32)
+    x = operands(rng, np.float32, HEADS, HEADS, 830, 830, 64, 64)
+    assert_separate(x, lengths, {}, rp.DeBERTa(*tables), rng)
 
 
 @settings(max_examples=20, deadline=None)

@@ -287,7 +287,7 @@ class PackedCall:
 
     def _ranges(self, site: Site) -> Int64:
         """What a rule says of every query: the first key among those of its sequence, and the one after the last."""
-        found, rule = np.zeros((*site.batch, self.q.shape[-2], 2), np.int64), cast(Any, self.given["rule"])
+        found, rule = np.zeros((*site.batch, self.q.shape[-2], 2), np.int64), cast("Any", self.given["rule"])
         for part in self._parts():
             q_len, k_len = (len(range(x.shape[-2])[own]) for x, own in ((self.q, part.queries), (self.k, part.keys)))
             known = k_len if part.lengths is None else part.lengths
