@@ -266,7 +266,7 @@ SECOND = [
     ),
     ("lengths by program, not by item", "plain", "masks", kernel(shown=lengths_by_program), ("item",), {}),
     ("clips one distance early", "shaw", "self", shaw(reach=1), ("clips", "one row", "table"), {}),
-    ("distances with the other sign", "shaw", "causal", shaw(turn=lambda d: -d), ("i - j",), {}),
+    ("distances with the other sign", "shaw", "self", shaw(turn=lambda d: -d), ("i - j",), {}),
     ("a bias kept from an older table", "t5", "calls", with_stale_table(), ("state",), {}),
     ("T5's halves exchanged", "t5", "self", t5(backwards_buckets), ("i - j", "half"), {}),
     (
@@ -290,7 +290,7 @@ SECOND = [
         ("bfloat16",),
         {},
     ),
-    ("frequencies of all channels for some", "rotary", "flags", partial_rotary, ("head_dim", "frequencies"), {}),
+    ("frequencies of all channels for some", "rotary", "self", partial_rotary, ("head_dim", "frequencies"), {}),
     ("only queries are turned", "rotary", "self", one_operand(0), ("leaves keys where they are",), {}),
     ("only keys are turned", "rotary", "self", one_operand(1), ("leaves queries where they are",), {}),
     (

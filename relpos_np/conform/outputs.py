@@ -154,11 +154,15 @@ def fitted_scale(first: Answer, wrong: list[Answer]) -> tuple[str, Callable[[Exa
     if errors[best] > _BETTER * distance(first.returned["out"], first.expected["out"]):
         return None
     low, high = (float(tried[min(max(best + n, 0), len(tried) - 1)]) for n in (-1, 1))
+    # A small answer says where the scale is, one with more numbers what it is.
+    ordinary = scale_of(first.example) / scale_of(wrong[0].example)
+    constant = off(wrong[0], (low + high) / 2) < off(wrong[0], (low + high) / 2 / ordinary)
+    low, high = (low, high) if constant else (low / ordinary, high / ordinary)
     for _ in range(_DIVISIONS):
         a, b = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, b) if off(first, a) < off(first, b) else (a, high)
+        low, high = (low, b) if off(wrong[0], a) < off(wrong[0], b) else (a, high)
     scale = (low + high) / 2
-    times = scale / scale_of(first.example)
+    times = scale / scale_of(wrong[0].example)
     if all(off(one, scale) <= 4 * one.allowed["out"] for one in wrong):
         return f"the scale is {scale:.4g}, whatever is meant", lambda one: out_of(one, scale=scale)
     if all(off(one, times * scale_of(one.example)) <= 4 * one.allowed["out"] for one in wrong):

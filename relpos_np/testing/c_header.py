@@ -101,7 +101,8 @@ def _position(scheme: str, heads: int, seed: int) -> tuple[Any, Array | None]:
 
 def header() -> str:
     """The text of the header; a RelposError says that this machine computes answers that could be rounded otherwise."""
-    arrays, rows = [], []
+    arrays: list[str] = []
+    rows: list[str] = []
     for n, case in enumerate(_CASES):
         batch, heads, kv_heads, q_len, k_len, dim, v_dim = case.sizes
         shapes = {
@@ -111,7 +112,8 @@ def header() -> str:
         }
         operands = {name: _drawn(10 * n + at, shape) for at, (name, shape) in enumerate(shapes.items())}
         position, array = _position(case.scheme, heads, 10 * n + 5)
-        out = rp.attention(**operands, position=position, backend="numpy", **case.options)
+        q, k, v = operands.values()
+        out = rp.attention(q, k, v, position=position, backend="numpy", **case.options)
         units = out * 2.0**_BITS
         if np.abs(np.abs(units - np.floor(units)) - 0.5).min() < _NEAR:
             raise RelposError(f"{case.name}: an answer lies between two roundings")
@@ -119,17 +121,17 @@ def header() -> str:
             arrays += _lines("float", f"relpos_{name}_{n}", x) if x is not None else []
         arrays += _lines("int", f"relpos_out_{n}", np.rint(units).astype(np.int64))
         left, right = case.options.get("window", (-1, -1))
-        s = rp.logits(operands["q"], operands["k"], position=position, backend="numpy", **case.options)
-        size = {"logit_bound": largest(s), "magnitude": largest(operands["v"])}
+        s = rp.logits(q, k, position=position, backend="numpy", **case.options)
+        size = {"logit_bound": largest(s), "magnitude": largest(v)}
         # A power of 2, which the last bits of a score do not change.
         atol = 2.0 ** np.ceil(np.log2(float(tolerance("float32", depth=dim, **size))))
         scale = case.options.get("scale", dim**-0.5)
-        rows.append(
-            f'    {{"{case.name}", "{case.scheme}", {", ".join(map(str, case.sizes))}, {int("causal" in case.options)}, '
-            f"{left}, {right}, {scale:.9g}, 16, {0 if array is None else len(array)}, "
-            f"relpos_q_{n}, relpos_k_{n}, relpos_v_{n}, {'0' if array is None else f'relpos_array_{n}'}, "
-            f"relpos_out_{n}, {atol:.9g}}},"
-        )
+        numbers = [*case.sizes, int("causal" in case.options), left, right, f"{scale:.9g}", 16]
+        numbers += [0 if array is None else len(array)]
+        pointers = [f"relpos_{name}_{n}" for name in "qkv"]
+        pointers += ["0" if array is None else f"relpos_array_{n}", f"relpos_out_{n}"]
+        row = ", ".join(map(str, [*numbers, *pointers, f"{atol:.9g}"]))
+        rows.append(f'    {{"{case.name}", "{case.scheme}", {row}}},')
     return "\n".join([_ABOUT.format(version=VERSION), *_DECLARATION, *arrays, "", *_table(rows), "#endif", ""])
 
 
