@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from relpos_np._contract import check
 from relpos_np.configs import decoders as of
+from relpos_np.configs import rope
 from relpos_np.configs.decoders import Rotating
 from relpos_np.configs.families import register
 from relpos_np.configs.steps import Gate, Norm
+from relpos_np.errors import RelposValueError
 
 _HEADS = (Norm(),)
 _ALL = (Norm(each=False),)
 _LAYERNORM = (Norm(("q_layernorm", "k_layernorm"), kind="layer"),)
 _ROPES = dict.fromkeys((of.FULL, of.SLIDING), "rope_theta")
+
+
+def _laguna(at: of.At) -> dict[str, Any]:
+    """Layers may have query heads of their own."""
+    heads = at.keys.get("num_attention_heads_per_layer", None)
+    at.keys.ignore("gating")
+    if heads is None:
+        return {}
+    if not isinstance(heads, list | tuple) or len(heads) != at.layers:
+        raise RelposValueError(f"num_attention_heads_per_layer: expected {at.layers} numbers, found {heads!r}")
+    return {"heads": check.integer("num_attention_heads_per_layer", heads[at.layer], 1)}
+
+
+def _flint_pattern(at: of.At) -> str:
+    """Flint: the first two layers, every fourth and the last are full."""
+    return of.FULL if at.layer < 2 or at.layer % 4 == 1 or at.layer == at.layers - 1 else of.SLIDING
+
+
+def _null_still(at: of.At) -> bool:
+    """Cohere Compass: layers without positions have null for their rotary parameters."""
+    return rope.stored(at.keys).get(at.kind, at) is None
+
+
+def _granite_swa(at: of.At) -> dict[str, Any]:
+    """Granite with sinks."""
+    return of.scaled_by(at) | of.sinks(at)
+
 
 _TYPES: dict[str, Rotating] = {
     "llama arcee seed_oss iquestcoder aria_text jais2 internlm3": Rotating(),
@@ -137,7 +169,7 @@ _TYPES: dict[str, Rotating] = {
     "cohere_compass_text": Rotating(
         window="types",
         pattern=of.always_full,
-        still=of.null_still,
+        still=_null_still,
         mrope=((24, 20, 20), "cyclic"),
         ignored=("pooling",),
     ),
@@ -152,9 +184,9 @@ _TYPES: dict[str, Rotating] = {
     "hyperclovax": Rotating(finish=of.scaled_by),
     "hunyuan_v1_dense hunyuan_v1_moe": Rotating(early=True, norm=(Norm(("query_layernorm", "key_layernorm")),)),
     "granite_swa granitemoe_swa": Rotating(
-        window="types", pattern=of.alternating(4, first=True), thetas="layer_rope_theta", finish=of.granite_swa
+        window="types", pattern=of.alternating(4, first=True), thetas="layer_rope_theta", finish=_granite_swa
     ),
-    "flint": Rotating(window="types", pattern=of.flint_pattern, still=of.full_still, norm=_HEADS, finish=of.sinks),
+    "flint": Rotating(window="types", pattern=_flint_pattern, still=of.full_still, norm=_HEADS, finish=of.sinks),
     "kolibri1": Rotating(window="types", pattern=of.alternating(5), still=of.exaone_still, norm=_HEADS),
     "phi4_multimodal": Rotating(share=1.0, window="all", ignored=("vision_config", "audio_config"), finish=of.phi3),
     "apertus1p5_text": Rotating(theta=12e6, norm=_HEADS),
@@ -187,8 +219,9 @@ _LAGUNA = Rotating(
     window="types",
     pattern=of.always_full,
     norm=_HEADS,
-    sized=of.laguna,
+    sized=_laguna,
     after=(Gate("g_proj", activation="softplus"),),
+    finish=of.unread(partial_rotary_factor=1.0),
 )
 # Of a file that has its own none is added.
 _SHARES = {
