@@ -348,11 +348,6 @@ def full_still(at: At) -> bool:
     return at.kind != SLIDING
 
 
-def null_still(at: At) -> bool:
-    """Cohere Compass: layers without positions have null for their rotary parameters."""
-    return rope.stored(at.keys).get(at.kind, at) is None
-
-
 def always_full(_at: At) -> str:
     """Mellum: no windows but where types of layers are stored."""
     return FULL
@@ -521,27 +516,6 @@ def unread(**values: Any) -> Callable[[At], Mapping[str, Any]]:
 def sinks(at: At) -> dict[str, Any]:
     """Sinks, one per head."""
     return {"sinks": f"layers.{at.layer}.self_attn.sinks"}
-
-
-def granite_swa(at: At) -> dict[str, Any]:
-    """Granite with sinks."""
-    return scaled_by(at) | sinks(at)
-
-
-def laguna(at: At) -> dict[str, Any]:
-    """Layers may have query heads of their own."""
-    heads = at.keys.get("num_attention_heads_per_layer", None)
-    at.keys.ignore("gating")
-    if heads is None:
-        return {}
-    if not isinstance(heads, list | tuple) or len(heads) != at.layers:
-        raise RelposValueError(f"num_attention_heads_per_layer: expected {at.layers} numbers, found {heads!r}")
-    return {"heads": check.integer("num_attention_heads_per_layer", heads[at.layer], 1)}
-
-
-def flint_pattern(at: At) -> str:
-    """Flint: the first two layers, every fourth and the last are full."""
-    return FULL if at.layer < 2 or at.layer % 4 == 1 or at.layer == at.layers - 1 else SLIDING
 
 
 def modernbert_decoder(at: At) -> dict[str, Any]:
