@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -225,6 +226,18 @@ def test_vectors_are_made_in_each_prepared_call(call, monkeypatch):
     assert (ready(q, k, v) == rp.attention(q, k, v, position=own)).all()
     assert runs
     assert "as given, float64, numba" in check_scheme(own, q, k, v, gradients=False)
+
+
+def test_vectors_of_packed_sequences(call):
+    """They are made of each sequence's own queries and keys."""
+    q, k, v, _ = call
+    own, ends = made(np.random.default_rng(5), Vectors), ((0, 3, q.shape[-2]), (0, 5, k.shape[-2]))
+    found = rp.attention(q, k, v, position=own, segments=tuple(map(np.array, ends)))
+    parts = [
+        rp.attention(q[..., a:b, :], k[..., c:d, :], v[..., c:d, :], position=own)
+        for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True)
+    ]
+    np.testing.assert_array_equal(found, np.concatenate(parts, axis=-2))
 
 
 def test_vectors_that_are_not_all_are_refused(call):

@@ -121,7 +121,7 @@ class Scheme:
         and cut to a part of a call.
     covers : bool
         Whether the terms of a call hold, bit for bit, those of every call with some of its positions; by default those
-        of a scheme that is `relative` do.
+        of a scheme that is `relative` and does not compute with operands do.
     covers_gradients : bool
         Whether that holds for `lift` as well, which gets the operands of all of these calls; by default where it
         `covers` them.
@@ -154,7 +154,7 @@ class Scheme:
     @property
     def covers(self) -> bool:
         """See the class."""
-        return self.relative
+        return self.relative and not self.reads_operand_values
 
     @property
     def covers_gradients(self) -> bool:

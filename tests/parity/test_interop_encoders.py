@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
-import transformers as hf
 
 import relpos_np as rp
-from relpos_np.interop.transformers import packing, unpadded
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers", minversion="5.24")
+pytest.importorskip("numba")
+
+from relpos_np.interop.transformers import packing, unpadded  # noqa: E402
 
 SMALL = {
     "hidden_size": 32,
