@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +14,9 @@ from transformers.utils import ModelOutput
 
 from relpos_np.errors import RelposValueError
 
+# How many packed passes run in all threads: without one nobody asks for the variable, which compilers cannot trace.
+_passes = 0
+_lock = threading.Lock()
 # Of the model that runs in this thread.
 _of_model: ContextVar[Packing | None] = ContextVar("relpos_np_packing", default=None)
 
@@ -83,13 +87,18 @@ class Packing:
     @contextmanager
     def in_model(self) -> Iterator[None]:
         """For a forward pass of a model, whose masks have the segments then."""
+        global _passes  # noqa: PLW0603  (no attribute, so that compilers can ask for it)
+        with _lock:
+            _passes += 1
         before = _of_model.set(self)
         try:
             yield
         finally:
             _of_model.reset(before)
+            with _lock:
+                _passes -= 1
 
 
 def of_model() -> Packing | None:
     """That of the model which runs in this thread, if it has one."""
-    return _of_model.get()
+    return _of_model.get() if _passes else None
