@@ -97,6 +97,13 @@ def _words(layouts: Sequence[tuple[Any, ...]]) -> str:
     return ", ".join([f"shape {shape} with strides {strides} of {dtype}" for shape, strides, dtype in layouts])
 
 
+def _in_place(operands: tuple[Array, Array, Array], problem: Problem, result: np.dtype[Any]) -> bool:
+    """Whether the CPU kernels write results of the dtype, and the problem holds the operands and no copies of them."""
+    stored = zip(operands, problem.stored, strict=True)
+    writes: tuple[str, ...] = _backend.kernels("numba").WRITES
+    return result.name in writes and all(np.may_share_memory(x, own) for x, own in stored)
+
+
 def ready(
     operands: tuple[Array, Array, Array],
     problem: Problem,
@@ -110,8 +117,7 @@ def ready(
     operands, as they do if these are in another byte order or layout.
     """
     kernels = _backend.kernels("numba")
-    stored = zip(operands, (problem.stored_q, problem.stored_k, problem.stored_v), strict=True)
-    if result.name not in kernels.WRITES or not all(np.may_share_memory(x, own) for x, own in stored):
+    if not _in_place(operands, problem, result):
         return None
     if not all(has_reusable_terms(scheme) and not scheme.turns_values for scheme in schemes):
         return None
@@ -134,8 +140,7 @@ def ready_for_items(
 ) -> Ready | None:
     """As `ready`, of calls in which each item has an offset of its own, from -L_q to L_k."""
     kernels, site = _backend.kernels("numba"), problem.site
-    stored = zip(operands, problem.stored, strict=True)
-    if result.name not in kernels.WRITES or not all(np.may_share_memory(x, own) for x, own in stored):
+    if not _in_place(operands, problem, result):
         return None
     if (
         0 in problem.batch

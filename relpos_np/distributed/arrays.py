@@ -210,14 +210,14 @@ def _parts(problem: Problem, chunks: Sequence[tuple[int, ...]]) -> Iterator[tupl
 
 def _reduced(tasks: dict[Any, Any], keys: list[str], split_every: int) -> str:
     """Add a tree over results in the order of the keys, and say where it ends."""
-    for n in itertools.count():
-        if len(keys) == 1:
-            return keys[0]
+    n = 0
+    while len(keys) > 1:
         groups = [keys[first : first + split_every] for first in range(0, len(keys), split_every)]
         # A single one that is left over is handed on.
         keys = [group[0] if len(group) == 1 else f"{group[0]}-{n}".replace("part", "merge") for group in groups]
         tasks.update((key, (_merged, group)) for key, group in zip(keys, groups, strict=True) if len(group) > 1)
-    raise AssertionError
+        n += 1
+    return keys[0]
 
 
 class _Options(ForeignOptions, total=False):

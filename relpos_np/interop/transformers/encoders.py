@@ -220,9 +220,5 @@ def unpadded(model: Any) -> Iterator[Any]:
             f"model: {type(model).__name__} has no encoder whose tokens are known to meet in attention alone: none of "
             f"{names}"
         )
-    own = install(model, jobs)
-    try:
-        with switch.turned_on(own):
-            yield model
-    finally:
-        switch.release(model, own)
+    with switch.in_use(model, install(model, jobs)):
+        yield model

@@ -191,12 +191,8 @@ def patched(model: Any) -> Iterator[Any]:
         If there is nothing to replace in the model, or this version of transformers has other methods than those
         that can be replaced.
     """
-    own = _installed(model)
-    try:
-        with switch.turned_on(own):
-            yield model
-    finally:
-        switch.release(model, own)
+    with switch.in_use(model, _installed(model)):
+        yield model
 
 
 def patch(model: Any) -> Any:

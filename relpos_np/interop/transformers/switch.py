@@ -85,11 +85,8 @@ class _Whole:
             self.switch.users += there
         if not there:
             return own(self.model, *args, **kwargs)
-        try:
-            with turned_on(self.switch):
-                return own(self.model, *args, **kwargs)
-        finally:
-            release(self.root, self.switch)
+        with in_use(self.root, self.switch):
+            return own(self.model, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -148,6 +145,16 @@ def turned_on(switch: Switch) -> Iterator[None]:
         yield
     finally:
         _on.reset(before)
+
+
+@contextmanager
+def in_use(model: Any, switch: Switch) -> Iterator[None]:
+    """The switch on in this thread, with one user less at the end."""
+    try:
+        with turned_on(switch):
+            yield
+    finally:
+        release(model, switch)
 
 
 def make_permanent(model: Any, switch: Switch) -> None:
