@@ -29,6 +29,12 @@ INHERITED = "change, check, gradient, held, lift, lower, narrow, outputs, scores
 
 # How the last section of a docstring begins.
 EXAMPLES = "\nExamples\n--------\n"
+# Cases in which variants may differ: the last are those at the borders of buckets.
+SOURCES = (
+    'testing.example("{name}", variant=variant, size="tiny", dtype="float64")',
+    'testing.example("{name}", variant=variant, size="small", dtype="float64")',
+    'next(testing.cases("{name}", variant=variant, families="borders", dtype="float64"))',
+)
 # So many numbers make a row.
 SHOWN = 6
 SCORES = """\
@@ -36,7 +42,7 @@ import relpos_np as rp
 from relpos_np import testing
 
 for variant in {variants}:
-    one = testing.example("{name}", variant=variant, size="{size}", dtype="float64")
+    one = {call}
     placed = rp.logits(one.q, one.k, position=one.position, **one.kwargs)[0, 0, {row}, {first}:{stop}]
     plain = rp.logits(one.q, one.k, scale=one.kwargs.get("scale"))[0, 0, {row}, {first}:{stop}]
     print(f"{{variant:>{width}}}", (placed - plain).round(2))
@@ -92,7 +98,7 @@ def place(rows: Sequence[Array]) -> tuple[int, int] | None:
 
 
 def variants(info: rp.SchemeInfo) -> str:
-    """All variants side by side, where they differ; nothing if they do so at borders alone."""
+    """All variants side by side, where they differ."""
     names = info.variants
     if len(names) < 2:
         return ""
@@ -101,14 +107,15 @@ def variants(info: rp.SchemeInfo) -> str:
         what, code = "The first channels of position 1", LAYOUTS.format(**about)
     else:
         what = "What positions change in the scores of one query, for some keys; -inf is a key that is not attended"
-        for size in ("tiny", "small"):
-            ones = [testing.example(info.name, variant=name, size=size, dtype="float64") for name in names]
+        for source in SOURCES:
+            call = source.format(name=info.name)
+            ones = [eval(call, {"testing": testing, "variant": name}) for name in names]
             where = place([placed(one) for one in ones])
             if where:
                 break
         else:
             return ""
-        code = SCORES.format(**about, size=size, row=where[0], first=where[1], stop=where[1] + SHOWN)
+        code = SCORES.format(**about, call=call, row=where[0], first=where[1], stop=where[1] + SHOWN)
     return f"## Variants side by side\n\n{what}.\n\n{printed(code)}"
 
 
