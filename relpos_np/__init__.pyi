@@ -31,6 +31,7 @@ from relpos_np.interop.onnx.export import to_onnx as to_onnx
 from relpos_np.paged import paged_attention as paged_attention
 from relpos_np.paged import write_pages as write_pages
 from relpos_np.schemes.alibi import ALiBi as ALiBi
+from relpos_np.schemes.at_positions import AtPositions as AtPositions
 from relpos_np.schemes.base import Scheme as Scheme
 from relpos_np.schemes.beit import BEiT as BEiT
 from relpos_np.schemes.cope import CoPE as CoPE

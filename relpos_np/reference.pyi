@@ -26,6 +26,7 @@ from relpos_np.formulas.softmax import weighted_sum as weighted_sum
 from relpos_np.formulas.temperature import query_temperature as query_temperature
 from relpos_np.schemes.alibi import alibi_bias as alibi_bias
 from relpos_np.schemes.alibi import alibi_slopes as alibi_slopes
+from relpos_np.schemes.at_positions import given_distances as given_distances
 from relpos_np.schemes.beit import beit_index as beit_index
 from relpos_np.schemes.cope import contextual_positions as contextual_positions
 from relpos_np.schemes.cope import cope_scores as cope_scores

@@ -104,6 +104,7 @@ def test_the_largest_error_is_counted(part, rng):
 # Of each of these, terms say how their numbers are rounded.
 EXACT = {
     "plain",
+    "at_positions",
     "t5",
     "window",
     "beit",

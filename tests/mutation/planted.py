@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,16 +81,20 @@ NEEDS = {
 
 
 class Outcome(NamedTuple):
-    """What became of a planted bug: `by` is the test that failed, or how the tests ended, or None if none failed."""
+    """What became of a planted bug: `by` is the test that failed, or how the tests ended, or None if none failed.
+
+    It is `broken` if that test fails without the bug as well: a test that fails anyway notices nothing.
+    """
 
     bug: Bug
     by: str | None
     seconds: float
     ended: bool = True
+    broken: bool = False
 
     def __str__(self) -> str:
         """A line of the report."""
-        state = "caught" if self.by else "ALIVE" if self.ended else "NO END"
+        state = "BROKEN" if self.broken else "caught" if self.by else "ALIVE" if self.ended else "NO END"
         return f"{state:8}{self.bug.name}{f': {self.by}' if self.by else ''} ({self.seconds:.1f} s)"
 
 
@@ -230,22 +235,25 @@ def plant(bug: Bug, copy: Path, kernels: Path, known: str | None, limit: float) 
     started = time.perf_counter()
     path = copy / bug.file
     source = path.read_text(encoding="utf-8")
-    runs = [bug.tests]
+    # Those that compile nothing first.
+    runs = [sorted(bug.tests, key=lambda test: "/interpreted/" not in test)]
     if known and (copy / known.partition("::")[0]).is_file():
         runs.insert(0, [known])
-    by, ended = None, True
+    by, ended, broken = None, True, False
     path.write_text(with_bug(bug, copy), encoding="utf-8")
     try:
         for tests in runs:
             by = by or failure(copy, kernels, tests, bug.needs, limit)
+        path.write_text(source, encoding="utf-8")
+        broken = "::" in (by or "") and failure(copy, kernels, [by or ""], bug.needs, limit) is not None
     except TimeoutError:
         ended = False
     finally:
         path.write_text(source, encoding="utf-8")
-    return Outcome(bug, by, time.perf_counter() - started, ended)
+    return Outcome(bug, by, time.perf_counter() - started, ended, broken)
 
 
-def plant_all(chosen: Sequence[Bug], jobs: int, limit: float = 600) -> tuple[list[Outcome], list[str]]:
+def plant_all(chosen: Sequence[Bug], jobs: int, limit: float = 600, record: bool = False) -> list[Outcome]:
     """Plant bugs.
 
     Parameters
@@ -256,16 +264,17 @@ def plant_all(chosen: Sequence[Bug], jobs: int, limit: float = 600) -> tuple[lis
         How many at once.
     limit : float
         Seconds for a run of tests.
+    record : bool
+        Write each outcome to the record as it comes.
 
     Returns
     -------
-    outcomes : list of Outcome
+    list of Outcome
         One for each bug.
-    broken : list of str
-        Tests that caught a bug but fail without any bug as well.
     """
     known = read_record()["caught_by"]
     copies: SimpleQueue[Path] = SimpleQueue()
+    writing = threading.Lock()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
         folder = Path(name)
         # Kernels that a bug does not change are compiled once, or never where a cache is named.
@@ -281,31 +290,26 @@ def plant_all(chosen: Sequence[Bug], jobs: int, limit: float = 600) -> tuple[lis
             finally:
                 copies.put(copy)
             print(found, flush=True)
+            if record and found.ended and not found.broken:
+                with writing:
+                    write_record(found)
             return found
 
-        outcomes = list(pool.map(one, chosen))
-        # A test that fails anyway notices nothing.
-        broken = []
-        for needs in NEEDS:
-            tests = {found.by for found in outcomes if found.bug.needs == needs and "::" in (found.by or "")}
-            if tests and (failed := failure(folder / "copy0", kernels, sorted(filter(None, tests)), needs, 10 * limit)):
-                broken.append(failed)
-    return outcomes, broken
+        return list(pool.map(one, chosen))
 
 
-def write_record(outcomes: Iterable[Outcome]) -> None:
-    """Add outcomes to the record; bugs that are in no table any more leave it."""
+def write_record(found: Outcome) -> None:
+    """Add an outcome to the record; bugs that are in no table any more leave it."""
     record = read_record()
     caught, seconds, alive = record["caught_by"], record["seconds"], set(record["survived"])
-    for found in (one for one in outcomes if one.ended):
-        name = found.bug.name
-        alive.discard(name)
-        caught.pop(name, None)
-        seconds[name] = round(found.seconds, 1)
-        if found.by:
-            caught[name] = found.by
-        else:
-            alive.add(name)
+    name = found.bug.name
+    alive.discard(name)
+    caught.pop(name, None)
+    seconds[name] = round(found.seconds, 1)
+    if found.by:
+        caught[name] = found.by
+    else:
+        alive.add(name)
     names = [bug.name for bug in bugs() if bug.name in caught or bug.name in alive]
     record = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -372,14 +376,10 @@ def main() -> int:
         except DoesNotApplyError as error:
             print("DOES NOT APPLY", error)
             lost.append(bug)
-    outcomes, broken = plant_all([bug for bug in chosen if bug not in lost], args.jobs, args.limit)
-    alive = [found.bug.name for found in outcomes if not found.by]
-    print(f"{len(outcomes) - len(alive)} of {len(outcomes)} planted bugs caught; {len(lost)} more do not apply")
-    for test in broken:
-        print(f"but without any bug there is a failure as well: {test}")
-    if args.record and not broken:
-        write_record(outcomes)
-    return 1 if alive or broken or lost else 0
+    outcomes = plant_all([bug for bug in chosen if bug not in lost], args.jobs, args.limit, args.record)
+    caught = [found for found in outcomes if found.by and not found.broken]
+    print(f"{len(caught)} of {len(outcomes)} planted bugs caught; {len(lost)} more do not apply")
+    return 1 if len(caught) < len(outcomes) or lost else 0
 
 
 if __name__ == "__main__":
