@@ -54,8 +54,8 @@ implementation in that dtype may be.
 {_legend()}
 
 Whether a ✗ is a fault depends on what the package promises; the [ledger](ledger.md) says which are.
-[Reliability](reliability.md) lists this library's conventions: the last query attends all keys, a query without keys
-gets 0, excluded keys are not read.
+[Bad input and faults](faults.md) lists this library's conventions: the last query attends all keys, a query without
+keys gets 0, excluded keys are not read.
 
 {_verdicts(rows)}
 ## What is different

@@ -1,4 +1,4 @@
-"""Write reliability.md from records, from the tests and from the tables below: ``python docs/reliability.py``."""
+"""Write reliability.md, faults.md and determinism.md from records, tests and tables: ``python docs/reliability.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PAGE = HERE / "reliability.md"
 RECORDED = ROOT / "asv_bench" / "recorded"
 
 # What happens on bad input and faults: the input, and what happens. "E" is an exception before anything is written.
@@ -222,16 +221,22 @@ def soak() -> str:
     return textwrap.fill(words, 120) + "\n\n" + table(["Backend", *names], rows)
 
 
-def page() -> str:
-    """All of reliability.md."""
-    kinds = table(
-        ["Kernel", *COLUMNS.values()], [[kernel, *(cells[c] for c in COLUMNS)] for kernel, cells in DETERMINISM.items()]
-    )
-    return f"""\
-<!-- Written by docs/reliability.py; change that, and run it. -->
-# Reliability
+# What each page begins with.
+WRITTEN = "<!-- Written by docs/reliability.py; change that, and run it. -->\n"
 
-What this library promises, what was measured of it, what faults lead to, and what changes the bits of a result.
+
+def pages() -> dict[str, str]:
+    """Each page by its name."""
+    return {"reliability.md": reliability(), "faults.md": faults(), "determinism.md": determinism()}
+
+
+def reliability() -> str:
+    """What is promised, and what was measured of it."""
+    return f"""\
+{WRITTEN}# Reliability
+
+What this library promises, and what was measured of it. [What faults lead to](faults.md) and
+[what changes the bits of a result](determinism.md) have pages of their own.
 
 ## Promises
 
@@ -260,29 +265,6 @@ That probabilities sum to 1 within 1e-6 would be more than float32 gives: weight
 orders, both sums are near 1, and the kernels are off by up to 1.3e-6, NumPy in float32 by up to 1.6e-6. The limit is 16
 roundings.
 
-## Bad input and faults
-
-Every row has a test with its number in its name. "E" is an exception, a subclass of `RelposError` unless it says
-otherwise, before anything is written.
-
-{rows_of_faults()}
-## Determinism
-
-Whether a result has the same bits
-
-- **again**: when the call is repeated, also by several threads at once;
-- **threads**: for any number of threads;
-- **batch**: for a batch item alone;
-- **heads**: for a key head alone, with its query heads;
-- **padding**: with further keys that `key_lengths` leaves out, whatever they hold;
-- **layout**: for views of any strides, alignment and byte order.
-
-{kinds}
-{REASONS}
-All of this is for one version of the library and of Numba on one model of processor or GPU: other vector units and
-other compilers round differently. What has "no" agrees within the tolerance. `tests/test_determinism.py` and
-`tests/cuda/test_cuda_determinism.py` test each cell.
-
 ## Bugs that the tests notice
 
 {mutation()}
@@ -302,5 +284,43 @@ which is no leak. In a server with many threads, set `MALLOC_ARENA_MAX=2`.
 """
 
 
+def faults() -> str:
+    """What happens on bad input and faults."""
+    return f"""\
+{WRITTEN}# Bad input and faults
+
+What a call does with input that is wrong, and what it leaves behind when something fails. Every row has a test with
+its number in its name. "E" is an exception, a subclass of `RelposError` unless it says otherwise, before anything is
+written.
+
+{rows_of_faults()}"""
+
+
+def determinism() -> str:
+    """What changes the bits of a result."""
+    kinds = table(
+        ["Kernel", *COLUMNS.values()], [[kernel, *(cells[c] for c in COLUMNS)] for kernel, cells in DETERMINISM.items()]
+    )
+    return f"""\
+{WRITTEN}# Determinism
+
+Whether a result has the same bits
+
+- **again**: when the call is repeated, also by several threads at once;
+- **threads**: for any number of threads;
+- **batch**: for a batch item alone;
+- **heads**: for a key head alone, with its query heads;
+- **padding**: with further keys that `key_lengths` leaves out, whatever they hold;
+- **layout**: for views of any strides, alignment and byte order.
+
+{kinds}
+{REASONS}
+All of this is for one version of the library and of Numba on one model of processor or GPU: other vector units and
+other compilers round differently. What has "no" agrees within the tolerance. `tests/test_determinism.py` and
+`tests/cuda/test_cuda_determinism.py` test each cell.
+"""
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for name, text in pages().items():
+        (HERE / name).write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
 """Calls of each kernel, and for each property the two results whose bits it compares.
 
-Whether they are equal is stated in docs/reliability.md (`docs/reliability.py` holds the table); `test_determinism.py`
+Whether they are equal is stated in docs/determinism.md (`docs/reliability.py` holds the table); `test_determinism.py`
 and `cuda/test_cuda_determinism.py` hold each cell to it.
 """
 

@@ -9,6 +9,7 @@ import pytest
 import relpos_np as rp
 from relpos_np._calls import repeated
 from relpos_np._calls.dense_bias import DenseBias
+from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.plan import division, job
 from relpos_np.kernels._numba.simd.target import BLOCK_KEYS
 
@@ -141,3 +142,34 @@ def test_this_kernel_is_what_runs(monkeypatch):
     rp.attention(x, x, x)
     rp.attention(x[:, :, :1], x, x, position=rp.Shaw(None, np.ones((3, 8))))
     assert len(ran) == 1
+
+
+class HeadTurns(rp.Scheme):
+    """Turns the queries of each head by an angle of its own, as no scheme of the package does."""
+
+    content = True
+
+    def __init__(self, angles):
+        self.angles = angles
+
+    def transform(self, q, k, site):
+        turned = (q[..., 0::2] + 1j * q[..., 1::2]) * np.exp(1j * self.angles)[:, None, None]
+        return np.stack([turned.real, turned.imag], axis=-1).reshape(q.shape).astype(site.dtype), k
+
+    def lower(self, q, k, site):
+        terms = self.lower_rotated(q, k, site)
+        return rp.terms.Terms(terms.query.made(), terms.key.made())
+
+    def lower_rotated(self, q, k, site):
+        angles = np.broadcast_to(self.angles[:, None, None], (site.heads, site.q_len, site.head_dim // 2))
+        none = np.zeros((1, site.k_len, site.head_dim // 2), site.dtype)
+        cos, sin = np.cos(angles).astype(site.dtype), np.sin(angles).astype(site.dtype)
+        return rp.terms.Terms(Turned(q, cos, sin, "interleaved"), Turned(k, none + 1, none, "interleaved"))
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_heads_of_a_group_turn_by_angles_of_their_own(q_len, rng):
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((2, 6, q_len, 8), (2, 2, 90, 8), (2, 2, 90, 8)))
+    scheme = HeadTurns(rng.standard_normal(6))
+    found, expected = (rp.attention(q, k, v, position=scheme, backend=backend) for backend in ("numba", "numpy"))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Each cell of the table in docs/reliability.md: where it says yes, bits are equal; where it says no, numbers are."""
+"""Each cell of the table in docs/determinism.md: where it says yes, bits are equal; where it says no, numbers are."""
 
 import numpy as np
 import pytest

@@ -212,6 +212,19 @@ def test_gradients_of_what_is_shared_are_rounded_once(rng):
             np.testing.assert_array_equal(getattr(found, name), getattr(exact, name).astype(BRAIN))
 
 
+def test_gradients_that_schemes_add_to_are_rounded_once(rng):
+    """After the share of their vectors: at most half a unit from the same numbers in float32."""
+    q, k, v, g = rng.standard_normal((4, 2, 2, 40, 16)).astype(BRAIN)
+    scheme = rp.DeBERTa(*rng.standard_normal((2, 2, 16, 16)).astype(np.float32))
+    found = rp.attention_vjp(q, k, v, grad_out=g, position=scheme, precision="highest")
+    wide = [x.astype(np.float32) for x in (q, k, v, g)]
+    exact = rp.attention_vjp(*wide[:3], grad_out=wide[3], position=scheme)
+    for x, y in ((found.q, exact.q), (found.k, exact.k)):
+        np.testing.assert_allclose(
+            x.astype(np.float64), y, rtol=1.01 * float(ml_dtypes.finfo(BRAIN).eps) / 2, atol=2e-6
+        )
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", [np.nan, np.inf, -np.inf])
 def test_what_is_excluded_changes_no_bit_and_what_is_not_finite_reaches_who_attends_it(shape, kind, rng):

@@ -94,13 +94,11 @@ class AtPositions(Positioned):
     Examples
     --------
     >>> import numpy as np, relpos_np as rp
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 8, 6, 64))  # (batch, heads, length, channels)
-    >>> depth = np.array(
-    ...     [0, 1, 2, 2, 3, 3]
-    ... )  # a tree: tokens 2 and 3 follow token 1, tokens 4 and 5 follow one of them each
-    >>> ancestors = np.tri(6, dtype=bool)
-    >>> ancestors[3, 2] = ancestors[4, 3] = ancestors[5, 2] = ancestors[5, 4] = False
-    >>> rp.attention(q, k, v, position=rp.AtPositions(rp.ALiBi(), depth), mask=ancestors).shape
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 8, 6, 64))
+    >>> depth = np.array([0, 1, 2, 2, 3, 3])  # a tree: tokens 2 and 3 follow token 1
+    >>> sees = np.tri(6, dtype=bool)
+    >>> sees[3, 2] = sees[4, 3] = sees[5, 2] = sees[5, 4] = False
+    >>> rp.attention(q, k, v, position=rp.AtPositions(rp.ALiBi(), depth), mask=sees).shape
     (2, 8, 6, 64)
     """
 

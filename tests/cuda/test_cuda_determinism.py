@@ -1,4 +1,4 @@
-"""Cells of the table in docs/reliability.md that are about kernels on the device."""
+"""Cells of the table in docs/determinism.md that are about kernels on the device."""
 
 import numpy as np
 import pytest

@@ -71,7 +71,7 @@ def test_row_39_forks_while_other_threads_call(layer):
 
 
 def test_row_39_forks_while_numpy_computes_on_one_thread_of_blas():
-    """With more threads OpenBLAS 0.3.31 hangs, in the parent too, as NumPy alone does: docs/serving.md says so."""
+    """With more threads OpenBLAS 0.3.31 hangs, in the parent too, as NumPy alone does: docs/processes.md says so."""
     code = WARM + (
         "import threading\n"
         "q, k, v = rng.standard_normal((3, 4, 300, 64)).astype(np.float32)\n"

@@ -190,7 +190,7 @@ def test_half_precision_of_many_queries(name, dtype, unit, monkeypatch):
     monkeypatch.setattr(job, "UNIT", unit)
     case = HALVES[name]
     q, k, v = (x.astype(dtype) for x in case.operands(np.float32))
-    v[..., 3, 0] = np.inf
+    v[..., 3, 0], v[..., 5, 1], v[..., 6, 2] = np.inf, -np.inf, np.nan
     with interpreted() as machine:
         found = rp.attention(q, k, v, **case.options(np.float32), backend="numba")
     kind = "bfloat16" if unit != "none" and dtype == ml_dtypes.bfloat16 else "float32"

@@ -115,6 +115,21 @@ def test_half_precision(name, dtype, unit, monkeypatch):
         assert np.abs(given - wide).max(initial=0) <= 0.02 * max(np.abs(wide).max(initial=0), 1.0), key
 
 
+@pytest.mark.parametrize("unit", ["emulated tiles" if TILED else "emulated", "none"])
+def test_a_key_that_is_not_finite(unit, monkeypatch, rng):
+    """Only queries that may attend it have no gradient, also where keys are multiplied in pairs."""
+    monkeypatch.setattr(job, "UNIT", unit)
+    q, k, v, grad = rng.standard_normal((4, 2, 25, 6)).astype(ml_dtypes.bfloat16)
+    k[:, 20, 1], q[..., 1] = np.inf, np.abs(q[..., 1])
+    with interpreted() as machine:
+        found = rp.attention_vjp(q, k, v, grad_out=grad, causal=True, backend="numba").q
+    assert machine.launches["backward_float32" if unit == "none" else "backward_bfloat16"] == 1
+    before = slice(0, 20)
+    expected = rp.attention_vjp(*(x[:, before] for x in (q, k, v)), grad_out=grad[:, before], causal=True).q
+    np.testing.assert_allclose(found[:, before].astype(float), expected.astype(float), rtol=0.02, atol=0.02)
+    assert np.isnan(found[:, 20:].astype(float)).all()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shared", ["", "q", "k", "v", "qk", "qv", "kv", "qkv"])
 def test_operands_that_batch_items_share(shared, dtype, rng):

@@ -1,4 +1,4 @@
-"""The examples of docs/interop.md run as they stand."""
+"""The examples of docs/interop.md and docs/transformers.md run as they stand."""
 
 import contextlib
 import importlib
@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("numba")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "interop.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).parent.parent.parent / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("interop.md", "transformers.md"))
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 PACKAGES = ("transformers", "torch", "jax")
 
 
@@ -32,4 +33,4 @@ def test_example_runs(code):
     with contextlib.ExitStack() as stack:
         if "torch" in code:
             stack.enter_context(importlib.import_module("torch").enable_grad())
-        exec(compile(code, PAGE.name, "exec"), {})  # noqa: S102
+        exec(compile(code, package(code), "exec"), {})  # noqa: S102
