@@ -235,8 +235,7 @@ def plant(bug: Bug, copy: Path, kernels: Path, known: str | None, limit: float) 
     started = time.perf_counter()
     path = copy / bug.file
     source = path.read_text(encoding="utf-8")
-    # Those that compile nothing first.
-    runs = [sorted(bug.tests, key=lambda test: "/interpreted/" not in test)]
+    runs = [bug.tests]
     if known and (copy / known.partition("::")[0]).is_file():
         runs.insert(0, [known])
     by, ended, broken = None, True, False
