@@ -1,11 +1,15 @@
 """`conform`: typical errors and named arithmetic, conventions, calls that stand for several, `always` by the case."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np import testing
 from relpos_np.conform import conform, outputs
 from relpos_np.conform.arithmetic import arithmetics, coarse
+from relpos_np.conform.conditions import condition
 from relpos_np.conform.formats import format_of
 from relpos_np.conform.ragged import WAYS
 from relpos_np.testing.compare import typical
@@ -322,3 +326,11 @@ def test_a_cause_holds_in_every_case():
         report = conform(attend, "plain", families="self", lengths=lengths)
         assert report.exit_code == 1
         assert any(words in cause for cause in report.causes) == named
+
+
+def test_an_option_that_is_off_is_no_condition():
+    """Cases that pass ``causal=False`` have nothing that others lack."""
+    one = testing.example("plain", size="tiny")
+    off, on = (replace(one, kwargs={"causal": causal}) for causal in (False, True))
+    assert condition([off], [replace(one, kwargs={})]) is None
+    assert condition([on], [off]) == ", only with causal"

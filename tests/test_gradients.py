@@ -7,6 +7,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._contract.terms import Terms
+from relpos_np.kernels._numba.plan import gradients
 from relpos_np.schemes.base import SchemeGradient
 from tests.compare import assert_is_slope
 from tests.every import remade
@@ -238,3 +239,16 @@ def test_learned_rows_collect_their_positions(rng):
             expected[t] += row
     np.testing.assert_allclose(found, expected, rtol=1e-14)
     assert rp.Sinusoidal(4).gradient(positions, grad) == {}
+
+
+def test_tables_whose_products_are_made_in_parts(monkeypatch, rng):
+    """Every vector has its share, the last of a part and the first of the next included."""
+    q, k, v, g = rng.standard_normal((4, 2, 130, 5))
+    scheme = rp.Shaw(*rng.standard_normal((2, 9, 5)))
+    monkeypatch.setattr(gradients, "BLAS_ALONE", 1)  # parts of 64
+    found, expected = (
+        rp.attention_vjp(q, k, v, grad_out=g, position=scheme, backend=backend).position
+        for backend in ("numba", "numpy")
+    )
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12)
