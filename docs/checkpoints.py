@@ -386,6 +386,7 @@ AS_PUBLISHED = {
     | {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
     "esm": {"position_embedding_type": "rotary"},
     "glm4_moe": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"num_attention_heads": 32},
     "qwen2_5_vl_vision": {"hidden_size": 1280},
 }
 # Of which layers a row is, where others are refused.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from relpos_np.configs.layer import LayerAttention
 
 _REQUIRED = object()
+# Keys that count for nothing where another one is false.
+_SWITCHED = {"use_sliding_window": "sliding_window", "use_cla": "cla_share_factor"}
 # Bytes of a file; configurations that name 20,000 classes have two million.
 _LONGEST = 32 << 20
 
@@ -162,8 +164,7 @@ class Keys:
 
     def _unknown(self, layer: LayerAttention) -> list[str]:
         known = self._taken | self.family.others
-        if self.config.get("use_sliding_window") is False:
-            known = known | {"sliding_window"}
+        known = known | {name for switch, name in _SWITCHED.items() if self.config.get(switch) is False}
         return [
             *self._refused.values(),
             *(
