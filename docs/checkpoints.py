@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import relpos_np as rp
 from relpos_np.configs import LayerAttention, SchemePlan, layers_of, model_types, parts_of
 from relpos_np.configs.families import FAMILIES
 
+RECORD = Path(__file__).parents[1] / "asv_bench" / "recorded" / "published.json"
 PAST, NONE = "i − j", "–"
 AHEAD = "j − i"
 ROOT = "1/√D"
@@ -366,6 +369,22 @@ def families() -> str:
             rows.setdefault(FAMILIES[name].kind, []).append(f"| {title} | {' | '.join(cells)} |")
     head = "| model | positions | scale | attends | more |\n| --- | --- | --- | --- | --- |"
     return "\n\n".join(f"### {kind}\n\n{head}\n" + "\n".join(found) for kind, found in rows.items())
+
+
+def published() -> str:
+    """Say what became of the recorded files.
+
+    Returns
+    -------
+    str
+        A sentence.
+    """
+    found = json.loads(RECORD.read_text(encoding="utf-8"))
+    return (
+        f"Of {found['files']} configuration files of {found['types']} types that lie in public repositories, it reads "
+        f"{found['read']}, refuses {found['refused']} by the names of their keys, and does not know the types of "
+        f"{found['unknown']}; `asv_bench/recorded/published.json` names them."
+    )
 
 
 _YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}

@@ -12,7 +12,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._files import untrusted
-from relpos_np.configs import elsewhere
+from relpos_np.configs import elsewhere, gguf
 from relpos_np.configs.neutral import harmless
 from relpos_np.errors import RelposTypeError, RelposValueError
 
@@ -34,6 +34,8 @@ def loaded(config: Any) -> dict[str, Any]:
     elif isinstance(config, str | os.PathLike):
         path = Path(config)
         path = elsewhere.within(path) if path.is_dir() else path
+        if path.suffix == ".gguf":
+            return gguf.config(path)
         try:
             found = untrusted.parsed(untrusted.whole(path, _LONGEST), infinities=True)
         except (OSError, RelposValueError) as error:

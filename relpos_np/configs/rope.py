@@ -35,6 +35,8 @@ class Parameters:
         How sections of pairs are laid out.
     notes : tuple of str
         What the file has and the model's class does not read.
+    pairs : str
+        Layout of the channels that turn together, where weights were stored with another one.
     """
 
     stored: Mapping[str, Any]
@@ -44,6 +46,7 @@ class Parameters:
     original: int | None
     order: Literal["chunks", "cyclic"] = "chunks"
     notes: tuple[str, ...] = ()
+    pairs: str = ""
 
     @property
     def rule(self) -> str:
@@ -160,6 +163,7 @@ def parameters(
         original if original is None else check.integer("original_max_position_embeddings", original, 1),
         order,
         tuple(f"{name}: the class of {keys.model_type} does not read it" for name in unread),
+        keys.only("_rope_pairs", "", "half", "interleaved", default=""),
     )
 
 
@@ -207,6 +211,7 @@ def plan(
     magnitude : float, optional
         In place of the rule's attention factor.
     """
+    layout = rope.pairs or layout
     shown: dict[str, Any] = {} if layout == "half" else {"layout": layout}
     if before:
         shown["channels"] = (before, before + head_dim)
