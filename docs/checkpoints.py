@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import relpos_np as rp
 from relpos_np.configs import LayerAttention, SchemePlan, layers_of, model_types, parts_of
 from relpos_np.configs.families import FAMILIES
 
+RECORD = Path(__file__).parents[1] / "asv_bench" / "recorded" / "published.json"
 PAST, NONE = "i − j", "–"
 AHEAD = "j − i"
 ROOT = "1/√D"
@@ -368,6 +371,22 @@ def families() -> str:
     return "\n\n".join(f"### {kind}\n\n{head}\n" + "\n".join(found) for kind, found in rows.items())
 
 
+def published() -> str:
+    """Say what became of the recorded files.
+
+    Returns
+    -------
+    str
+        A sentence.
+    """
+    found = json.loads(RECORD.read_text(encoding="utf-8"))
+    return (
+        f"Of {found['files']} configuration files of {found['types']} types that lie in public repositories, it reads "
+        f"{found['read']}, refuses {found['refused']} by the names of their keys, and does not know the types of "
+        f"{found['unknown']}; `asv_bench/recorded/published.json` names them."
+    )
+
+
 _YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _YARN |= {"original_max_position_embeddings": 4096}
 # What published files say where the defaults of the class are another model, or none.
@@ -386,6 +405,7 @@ AS_PUBLISHED = {
     | {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
     "esm": {"position_embedding_type": "rotary"},
     "glm4_moe": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"num_attention_heads": 32},
     "qwen2_5_vl_vision": {"hidden_size": 1280},
 }
 # Of which layers a row is, where others are refused.

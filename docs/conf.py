@@ -64,6 +64,7 @@ myst_substitutions = {
     "rounded": pages.rounded(),
     "checkpoints": checkpoints.tables(),
     "families": checkpoints.families(),
+    "published": checkpoints.published(),
     **report.sections(),
     **charts.sections(),
     **scaling_plan.sections(),

@@ -40,11 +40,36 @@ def test_sizes_of_the_other_stack_are_no_surprise(part):
         ("bart", "decoder", {"replacing_rate": 0, "classif_dropout": 0.0, "normalize_before": False, "prefix": " "}),
         ("cohere2", "", {"_sliding_window_pattern": 4, "position_embedding_type": "rope_gptj", "layer_switch": 4}),
         ("stablelm", "", {"rotary_scaling_factor": 1.0}),
+        ("stablelm_epoch", "", {"rope_pct": 0.25}),
+        ("gpt_neox", "", {"partial_rotary_factor": 0.25}),
+        ("gpt_bigcode", "", {"inference_runner": 0}),
+        ("opt", "", {"output_projection": True}),
+        ("qwen2_5_vl_vision", "", {"in_chans": 3}),
+        ("qwen3_omni_moe_vision_encoder", "", {"apply_vit_abs_pos_embed": True}),
+        ("llama4_text", "", {"for_llm_compressor": True, "nope_layer_interval": 4}),
+        ("mbart", "cross", {"is_decoder": True, "add_cross_attention": True}),
+        ("llama", "", {"use_cla": False, "cla_share_factor": 2, "class_num": 0, "use_rotary_pos_emb": True}),
+        ("qwen3_next", "", {"output_gate_type": "swish", "layer_types": ["full_attention"] * 48}),
     ],
 )
 def test_keys_of_published_files_that_change_nothing(name, part, more):
-    told = rp.from_config({"model_type": name}, layer=0, part=part).as_dict()
+    types = {key: value for key, value in more.items() if key == "layer_types"}
+    told = rp.from_config({"model_type": name, **types}, layer=0, part=part).as_dict()
     assert rp.from_config({"model_type": name, **more}, layer=0, part=part).as_dict() == told
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gpt_neox", {"partial_rotary_factor": 0.5}),
+        ("llama4_text", {"nope_layer_interval": 2}),
+        ("llama", {"use_cla": True, "cla_share_factor": 2}),
+        ("llama", {"use_rotary_pos_emb": False}),
+    ],
+)
+def test_the_same_keys_are_refused_where_they_say_something_else(name, more):
+    with pytest.raises(rp.RelposValueError, match=f"{next(iter(more))}: .*ignore="):
+        rp.from_config({"model_type": name, **more}, layer=0)
 
 
 def test_a_pattern_that_the_class_does_not_read_back_is_refused():

@@ -1,5 +1,6 @@
 """Reading weights: prefixes, missing names, .safetensors files, and what is never read."""
 
+import json
 import subprocess
 import sys
 
@@ -123,7 +124,7 @@ def test_safetensors_that_cannot_be_read(tmp_path):
     pytest.importorskip("safetensors")
     with pytest.raises(rp.RelposValueError, match=r"missing\.safetensors: no such file"):
         layers.tensors(tmp_path / "missing.safetensors")
-    with pytest.raises(rp.RelposValueError, match=r"ends in \.safetensors, found .*model\.npz"):
+    with pytest.raises(rp.RelposValueError, match=r"ends in \.safetensors or .*, found .*model\.npz"):
         layers.tensors(tmp_path / "model.npz")
     for content in (b"", b"PK\x03\x04" + bytes(60), b"\x80\x04\x95garbage"):
         path = tmp_path / "bad.safetensors"
@@ -137,13 +138,89 @@ def test_safetensors_that_cannot_be_read(tmp_path):
         layers.tensors(path)["w"]
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
+def test_half_precision_without_its_package(tmp_path, monkeypatch):
+    """The same numbers, in float32: of a file, and of a state dict of PyTorch."""
     bfloat16 = ml_dtypes_bfloat16()
+    numbers = np.array([1.0, -2.5, 3e38, 0.0, np.inf], np.float32).astype(bfloat16)
     path = tmp_path / "half.safetensors"
-    pytest.importorskip("safetensors.numpy").save_file({"w": np.ones(2, bfloat16)}, path)
+    pytest.importorskip("safetensors.numpy").save_file({"w": numbers}, path)
+    states = [layers.tensors(path), layers.tensors({"w": LikeTorch(numbers)})]
+    for state in states:
+        assert state["w"].dtype == bfloat16
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(rp.RelposImportError, match=r"pip install relpos-np\[safetensors\]"):
-        layers.tensors(path)["w"]
+    for state in states:
+        assert state["w"].dtype == np.float32
+        np.testing.assert_array_equal(state["w"], numbers.astype(np.float32))
+
+
+class LikeTorch:
+    """A tensor that NumPy has no type for, as PyTorch says it."""
+
+    dtype = "torch.bfloat16"
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def float(self):
+        return self.numbers.astype(np.float32)
+
+
+def sharded(folder, state, files=2):
+    """A checkpoint in several files, with the index beside them."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    names = list(state)
+    where = {name: f"model-{n % files + 1:05}-of-{files:05}.safetensors" for n, name in enumerate(names)}
+    for file in set(where.values()):
+        save({name: state[name] for name in names if where[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+    return index
+
+
+def test_a_layer_of_a_folder(tmp_path, rng):
+    """The configuration and the files beside it: an index, a folder, and one file are the same weights."""
+    config = {"model_type": "qwen3", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"head_dim": 16, "num_hidden_layers": 2}
+    sizes = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32), "q_norm": 16, "k_norm": 16}
+    state = {
+        f"model.layers.{n}.self_attn.{name}.weight": rng.standard_normal(size).astype(np.float32)
+        for n in range(2)
+        for name, size in sizes.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    index = sharded(tmp_path, state)
+    x = rng.standard_normal((1, 5, 32))
+    layer = rp.from_config(tmp_path, layer=1)
+    expected = layer.run(x, state)
+    for source in (tmp_path, str(index)):
+        np.testing.assert_array_equal(layer.run(x, source), expected)
+    found = layers.tensors(tmp_path)
+    assert (len(found), list(found), "other" in found) == (12, list(state), False)
+    single = tmp_path / "single"
+    single.mkdir()
+    pytest.importorskip("safetensors.numpy").save_file(state, single / "model.safetensors")
+    np.testing.assert_array_equal(layer.run(x, single), expected)
+
+
+def test_folders_and_indices_that_cannot_be_read(tmp_path):
+    with pytest.raises(rp.RelposValueError, match=r"expected a folder with one \.safetensors file .* found none"):
+        layers.tensors(tmp_path)
+    index = sharded(tmp_path, {"a": np.zeros(2), "b": np.ones(2)})
+    found = layers.tensors(index)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert found["a"].tolist() == [0, 0]
+    with pytest.raises(rp.RelposValueError, match=r"model-00002-of-00002\.safetensors: no such file"):
+        found["b"]
+    for name in ("../model.safetensors", "/model.safetensors", "model.bin", 3):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(rp.RelposValueError, match="expected a weight_map, of names of files beside it"):
+            layers.tensors(index)
+    index.write_text(json.dumps({"weight_map": {"c": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(rp.RelposValueError, match=r"says that it is in model-00001.*, which does not have it"):
+        layers.tensors(index)["c"]
+    index.write_text("{")
+    with pytest.raises(rp.RelposValueError, match="not a readable index"):
+        layers.tensors(index)
 
 
 def test_bad_published_tensors():

@@ -23,12 +23,12 @@ def below(prefix, weights=OWN):
     return {prefix + name: x for name, x in weights.items()}
 
 
-def by_hand():
+def by_hand(limit=np.inf, plain=False):
     def heads(name, count):
-        return (X @ OWN[f"{name}.weight"].T).reshape(2, 5, count, 6).swapaxes(1, 2)
+        return (X @ OWN[f"{name}.weight"].T).clip(-limit, limit).reshape(2, 5, count, 6).swapaxes(1, 2)
 
     def normed(x, name):
-        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-3) * OWN[f"{name}.weight"]
+        return x if plain else x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-3) * OWN[f"{name}.weight"]
 
     q, k = normed(heads("q_proj", 4), "q_norm"), normed(heads("k_proj", 2), "k_norm")
     out = rp.attention(q, k, heads("v_proj", 2), position=rp.Rotary(), causal=True, backend="numpy")
@@ -85,15 +85,59 @@ def test_what_cannot_be_run_is_refused_by_name():
 
 
 def test_gates_multiply_the_output():
+    """A gate of nothing is the softplus of 0."""
     config = CONFIG | {"model_type": "laguna", "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
-    weights = OWN | {"g_proj.weight": np.zeros((4, 12))}
     layer = rp.from_config(config, layer=1)
-    open_gates = layer.run(X, weights, backend="numpy") - OWN["o_proj.bias"]
-    weights["g_proj.weight"] = np.full((4, 12), 0.0)
-    weights["o_proj.weight"] = OWN["o_proj.weight"] / np.log(2)
-    plain = layer.run(X, weights, backend="numpy") - OWN["o_proj.bias"]
-    np.testing.assert_allclose(open_gates, plain * np.log(2), atol=1e-12)
+    found = layer.run(X, OWN | {"g_proj.weight": np.zeros((4, 12))}, backend="numpy")
+    bias = OWN["o_proj.bias"]
+    np.testing.assert_allclose(found - bias, (by_hand() - bias) * np.log(2), rtol=0, atol=1e-12)
     assert "softplus of g_proj" in layer.describe()
+
+
+def test_what_is_added_to_the_weights_of_a_norm():
+    config = CONFIG | {"model_type": "gemma3_text", "query_pre_attn_scalar": 6, "sliding_window": 9}
+    weights = OWN | {name: OWN[name] - 1 for name in ("q_norm.weight", "k_norm.weight")}
+    found = rp.from_config(config, layer=1).run(X, weights, backend="numpy")
+    np.testing.assert_allclose(found, by_hand(), rtol=0, atol=1e-12)
+
+
+def test_operands_within_a_limit():
+    weights = {name: x for name, x in OWN.items() if "norm" not in name}
+    layer = rp.from_config(
+        CONFIG | {"model_type": "olmo", "clip_qkv": 0.5, "head_dim": None, "hidden_size": 24}, layer=1
+    )
+    found = layer.run(X, weights, backend="numpy")
+    np.testing.assert_allclose(found, by_hand(0.5, plain=True), rtol=0, atol=1e-12)
+
+
+def test_one_projection_in_blocks_of_key_heads():
+    """Falcon: the queries of each key head, its key and its value."""
+    config = {"model_type": "falcon", "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 3}
+    layer = rp.from_config(config | {"new_decoder_architecture": True, "num_kv_heads": 2}, layer=1)
+    q, k, v = (OWN[f"{one}_proj.weight"].reshape(2, -1, 12) for one in "qkv")
+    together = np.concatenate([q, k, v], axis=1).reshape(-1, 12)
+    beside = {"dense.weight": OWN["o_proj.weight"], "dense.bias": OWN["o_proj.bias"]}
+    found = layer.run(X, {"query_key_value.weight": together, **beside}, backend="numpy")
+    np.testing.assert_allclose(found, by_hand(plain=True), rtol=0, atol=1e-12)
+
+
+def test_latent_vectors_are_written_out():
+    """DeepSeek: channels that stand still, from the latent vector, before those that turn, which heads share."""
+    sizes = {"kv_lora_rank": 5, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
+    config = {"model_type": "deepseek_v3", "hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 3}
+    shapes = {"q_proj": (12, 12), "kv_a_proj_with_mqa": (7, 12), "kv_b_proj": (14, 5), "o_proj": (12, 6)}
+    weights = {f"{name}.weight": RNG.standard_normal(shape) for name, shape in shapes.items()}
+    weights["kv_a_layernorm.weight"] = norm = RNG.standard_normal(5)
+    q, both = X @ weights["q_proj.weight"].T, X @ weights["kv_a_proj_with_mqa.weight"].T
+    latent = both[..., :5] / np.sqrt((both[..., :5] ** 2).mean(axis=-1, keepdims=True) + 1e-6) * norm
+    made = (latent @ weights["kv_b_proj.weight"].T).reshape(2, 5, 2, 7).swapaxes(1, 2)
+    shared = np.broadcast_to(both[:, None, :, 5:], (2, 2, 5, 2))
+    q, k = q.reshape(2, 5, 2, 6).swapaxes(1, 2), np.concatenate([made[..., :4], shared], axis=-1)
+    turning = rp.Rotary(channels=(4, 6), layout="interleaved")
+    out = rp.attention(q, k, made[..., 4:], position=turning, causal=True, backend="numpy")
+    expected = out.swapaxes(1, 2).reshape(2, 5, 6) @ weights["o_proj.weight"].T
+    found = rp.from_config(config | sizes, layer=1).run(X, weights, backend="numpy")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def test_bytes_of_caches():

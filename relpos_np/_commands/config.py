@@ -32,7 +32,7 @@ examples:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a config.json, or the folder of one")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a config.json, the folder of one, or a GGUF file")
     parser.add_argument("other", nargs="?", metavar="OTHER", help="another one: print what differs, layer by layer")
     parser.add_argument("--layer", type=natural, help="one layer, from 0 (default: all)")
     parser.add_argument("--part", help="one stack of layers, such as encoder, decoder, cross or text (default: all)")

@@ -6,7 +6,7 @@ import io
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -122,6 +122,14 @@ def tensor(file: BinaryIO, name: str, entry: Entry, source: str) -> Array:
     return x
 
 
+def half(bits: Array) -> Array:
+    """Numbers of bfloat16 from their bits; without ml_dtypes in float32, which has the same numbers."""
+    try:
+        return bits.view(bfloat16())
+    except RelposImportError:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 class TensorFile(Mapping[str, Array]):
     """A .safetensors file; a tensor is read when it is asked for. A missing or damaged file is a RelposValueError.
 
@@ -151,6 +159,8 @@ class TensorFile(Mapping[str, Array]):
             with reading.opened(self._path) as file:
                 if _version(os.fstat(file.fileno())) != self._version:
                     raise RelposValueError(f"{name}: {self._path} has changed since it was opened")
+                if entry.dtype == "BF16":
+                    return half(tensor(file, name, replace(entry, dtype="U16"), str(self._path)))
                 return tensor(file, name, entry, str(self._path))
         except OSError as error:
             raise RelposValueError(f"{name}: {self._path} cannot be read: {error.strerror or error}") from error
@@ -166,6 +176,57 @@ class TensorFile(Mapping[str, Array]):
 
     def __repr__(self) -> str:
         return f"{self._path} ({len(self)} tensors)"
+
+
+class Shards(Mapping[str, Array]):
+    """The files of a sharded checkpoint, which an index beside them names; each is opened when one is asked for."""
+
+    def __init__(self, index: Path) -> None:
+        self._index = index
+        try:
+            listed = reading.parsed(reading.whole(index, _HEADER)).get("weight_map")
+        except (OSError, RelposValueError) as error:
+            raise RelposValueError(f"source: {index}: not a readable index: {error}") from error
+        if not isinstance(listed, dict) or not all(map(_beside, listed.values())):
+            raise RelposValueError(f"source: {index}: expected a weight_map, of names of files beside it")
+        self._files: dict[str, str] = listed
+        self._open: dict[str, TensorFile] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = TensorFile(self._index.with_name(file))
+        if name not in self._open[file]:
+            raise RelposValueError(f"{name}: {self._index} says that it is in {file}, which does not have it")
+        return self._open[file][name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _beside(name: Any) -> bool:
+    """Whether it is the name of a .safetensors file, without a folder."""
+    return isinstance(name, str) and name == Path(name).name and name.endswith(".safetensors")
+
+
+def checkpoint(path: Path) -> Mapping[str, Array]:
+    """A .safetensors file, the index of several, or the folder of either."""
+    if path.is_dir():
+        ends = (".safetensors.index.json", ".safetensors")
+        found = next((names for end in ends if (names := sorted(path.glob(f"*{end}")))), [])
+        if len(found) != 1:
+            raise RelposValueError(
+                f"source: {path}: expected a folder with one .safetensors file or one index of several, found "
+                f"{', '.join(name.name for name in found) or 'none'}"
+            )
+        path = found[0]
+    return Shards(path) if path.name.endswith(".safetensors.index.json") else TensorFile(path)
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:

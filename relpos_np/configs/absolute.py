@@ -107,7 +107,8 @@ class Pair:
 
     def read(self, keys: Keys, layer: int, part: str) -> LayerAttention:
         """The layer of a configuration."""
-        keys.ignore(*self.ignored)
+        # Of a decoder within another model: the class has cross-attention in any case.
+        keys.ignore("is_decoder", "add_cross_attention", *self.ignored)
         if self.only is not None:
             keys.only(*self.only, default=self.only[1])
         counted = {side: self._counted(keys, side) for side in ("encoder", "decoder")}

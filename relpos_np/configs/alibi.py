@@ -76,3 +76,7 @@ _ATTN = {
 register(_bloom, "bloom", kind="Text", aliases={"n_embed": "hidden_size"})
 register(_mpt, "mpt", kind="Text")
 register(_falcon, "falcon", kind="Text", aliases={"n_embed": "hidden_size"})
+# As its files were before the class.
+_EARLY = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"}
+register(_falcon, "RefinedWebModel", kind="Text", like="falcon", aliases=_EARLY)
+register(_falcon, "RefinedWeb", kind="Text", like="falcon", aliases=_EARLY, defaults={"new_decoder_architecture": True})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs import decoders as of
 from relpos_np.configs import rope
 from relpos_np.configs.decoders import Rotating
-from relpos_np.configs.families import register
+from relpos_np.configs.families import FAMILIES, register
 from relpos_np.configs.steps import Gate, Norm
 from relpos_np.errors import RelposValueError
 
@@ -60,12 +61,24 @@ _TYPES: dict[str, Rotating] = {
     "qwen2_moe": Rotating(window="types", switch=True, pattern=of.early_windows),
     "qwen3": Rotating(window="types", switch=True, pattern=of.late_windows, norm=_HEADS),
     "qwen3_moe": Rotating(window="all", switch=True, norm=_HEADS, ignored=("max_window_layers",)),
-    "qwen2_vl_text qwen2_5_vl_text": Rotating(
-        theta=1e6, window="types", switch=True, pattern=of.late_windows, mrope=((16, 24, 24), "chunks")
+    "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_5_omni_talker": Rotating(
+        theta=1e6,
+        window="types",
+        switch=True,
+        pattern=of.late_windows,
+        mrope=((16, 24, 24), "chunks"),
+        ignored=("spatial_merge_size",),
     ),
     "qwen3_vl_text": Rotating(theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic")),
     "qwen3_vl_moe_text": Rotating(
         theta=5e5, norm=_HEADS, mrope=((24, 20, 20), "cyclic"), finish=of.unread(sliding_window=None)
+    ),
+    "qwen3_omni_moe_text": Rotating(
+        theta=1e6,
+        norm=_HEADS,
+        mrope=((24, 20, 20), "cyclic"),
+        elsewhere=("interleaved",),
+        finish=of.unread(sliding_window=None),
     ),
     "gemma": Rotating(finish=of.gemma),
     "gemma2": Rotating(window="types", pattern=of.alternating(2), finish=of.gemma2),
@@ -231,3 +244,19 @@ _SHARES = {
 register(_LAGUNA.read, "laguna", kind="Text", defaults={"rope_parameters": _SHARES})
 for _names, _traits in _SPEECH.items():
     register(_traits.read, _names, kind="Speech and music")
+# Types of files whose code beside the weights has the attention of a class.
+_SAME = {
+    "internlm2 xverse": "llama",
+    "mimo": "qwen2",
+    "gpt_neox_reward_model": "gpt_neox",
+}
+for _names, _class in _SAME.items():
+    register(FAMILIES[_class].read, _names, kind="Text", like=_class)
+register(
+    FAMILIES["stablelm"].read,
+    "stablelm_epoch",
+    kind="Text",
+    like="stablelm",
+    aliases={"rope_pct": "partial_rotary_factor"},
+)
+register(replace(_TYPES["phi3"], ignored=("embd_layer", "img_processor")).read, "phi3_v", kind="Text", like="phi3")

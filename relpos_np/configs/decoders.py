@@ -191,7 +191,7 @@ class Rotating:
     def _type(self, at: At) -> str:
         found = self._named(at)
         if found in self.others:
-            why = f", which has no softmax and is not understood, expected {FULL}"
+            why = f", which is not understood, expected {FULL}"
             raise OtherLayerError(at.layer, at.layers, found, why)
         return found
 
@@ -413,6 +413,8 @@ def llama4(at: At) -> dict[str, Any]:
     if at.kind == CHUNKED:
         new["notes"] = ("chunks count from the first token that is no padding: without padding at the left only",)
     tuned = at.keys.get("attn_temperature_tuning", None)
+    # An early name, which the class does not read.
+    at.keys.only("nope_layer_interval", at.keys.get("no_rope_layer_interval"), None)
     scale, floor = at.keys.real("attn_scale"), at.keys.integer("floor_scale")
     if tuned and not turning:
         new["query_scale"] = Temperature("llama4", floor, scale)

@@ -13,7 +13,7 @@ from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import SchemePlan, Temperature
-from relpos_np.configs.steps import Latent, Told
+from relpos_np.configs.steps import Clip, Latent, Told
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.frequencies import yarn_magnitude
 
@@ -25,6 +25,23 @@ def _gptj(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.only("add_cross_attention", False, None)
     plan = SchemePlan("Rotary", {"dim": keys.integer("rotary_dim"), "layout": "interleaved"})
     return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), **found)
+
+
+def _dbrx(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Key heads, clipping and the base are in `attn_config`."""
+    inner = keys.inner("attn_config", {"kv_n_heads": 1, "clip_qkv": None, "rope_theta": None})
+    inner.ignore("attn_pdrop")
+    # How blocks of other layers are made.
+    keys.ignore("ffn_config")
+    found = sizes(keys) | {"kv_heads": inner.integer("kv_n_heads")}
+    base, clip = inner.get("rope_theta"), inner.get("clip_qkv")
+    plan = rope.plan(rope.parameters(keys, theta=1e4 if base is None else inner.real("rope_theta")), found["head_dim"])
+    note = "rope_theta of attn_config, as published code reads it; transformers 5.24 turns as if it were 10000"
+    notes = () if base in (None, 1e4) else (note,)
+    before = () if clip is None else (Clip(check.positive("clip_qkv", clip)),)
+    return LayerAttention(
+        keys.model_type, part, layer, causal=True, schemes=(plan,), before=before, notes=notes, **found
+    )
 
 
 def _roformer(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -167,6 +184,7 @@ _INDEXERS = (
 
 
 register(_gptj, "gptj codegen", kind="Text")
+register(_dbrx, "dbrx", kind="Text")
 register(_roformer, "roformer", kind="Text")
 register(_esm, "esm", kind="Text")
 register(

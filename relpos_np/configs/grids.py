@@ -118,16 +118,20 @@ def _dinov3(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
 
 
+_WINDOWED = ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder")
+
+
 def _qwen(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Patches in blocks that are merged afterwards; Qwen2.5-VL looks into windows in most layers."""
     # Qwen2-VL's `hidden_size` is the width after merging.
     found = sizes(keys, "embed_dim" if keys.model_type == "qwen2_vl_vision" else "hidden_size")
+    keys.ignore("embed_dim")
     block = keys.integer("spatial_merge_size")
     base = _base(keys)
     omega = axial_frequencies(found["head_dim"], base=base)
     words, notes = _MERGED.format(n=block), [_FRAMES]
     blocks: tuple[int, ...] = (block,)
-    if keys.model_type == "qwen2_5_vl_vision":
+    if keys.model_type in _WINDOWED:
         everywhere = keys.get("fullatt_block_indexes")
         if not isinstance(everywhere, list | tuple):
             raise RelposValueError(f"fullatt_block_indexes: expected a list, found {everywhere!r}")
@@ -138,7 +142,8 @@ def _qwen(keys: Keys, layer: int, part: str) -> LayerAttention:
         else:
             words = words.replace("patches", "patches of a window", 1)
             notes = [f"{windows}: a call takes those of one size, as batch items"]
-    if keys.model_type not in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
+    if keys.model_type not in ("qwen2_vl_vision", *_WINDOWED):
+        keys.only("apply_vit_abs_pos_embed", True, None)
         keys.ignore("num_position_embeddings", "deepstack_visual_indexes")
         found["added"] = learned("pos_embed.weight", remark="a square of rows, interpolated to the grid")
     found["schemes"] = (on_grid(omega, f"{words}; base {base:g}", blocks=blocks),)
@@ -232,7 +237,8 @@ _KIND = "Images and video"
 register(_dinov3, "dinov3_vit", kind=_KIND)
 register(
     _qwen,
-    "qwen2_vl_vision qwen2_5_vl_vision qwen3_vl_vision qwen3_vl_moe_vision qwen3_5_vision qwen3_5_moe_vision",
+    "qwen2_vl_vision qwen2_5_vl_vision qwen3_vl_vision qwen3_vl_moe_vision qwen3_5_vision qwen3_5_moe_vision "
+    "qwen2_5_omni_vision_encoder qwen3_omni_moe_vision_encoder",
     kind=_KIND,
 )
 register(_pixtral, "pixtral", kind=_KIND)

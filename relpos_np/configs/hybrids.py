@@ -112,6 +112,13 @@ def _gated(at: At) -> dict[str, Any]:
     return {"after": (Gate("g_proj"),) if at.keys.flag("use_attention_gate") else ()}
 
 
+def _mllama(at: At) -> str:
+    """Llama 3.2 Vision: some layers attend the image."""
+    if at.keys.get("cross_attention_layers") is None:
+        return "cross_attention" if at.layer in range(3, 40, 5) else of.FULL
+    return of.FULL if _listed(at, "cross_attention_layers", "") == "" else "cross_attention"
+
+
 def _linear(_at: At) -> str:
     return of.LINEAR
 
@@ -172,6 +179,7 @@ _HEADS, _GATE = (Norm(shift=1.0),), (Gate("q_proj"),)
 _DELTA = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_allow_neg_eigval", "attn_output_gate"),
+    "output_gate_type",
 )
 _MAMBA = ("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "mamba_n_heads", "mamba_d_head")
 _BLOCK = (
@@ -292,6 +300,7 @@ _TYPES |= {
         sized=_doubled,
         notes=("adapters of a layer add to its projections, which it shares with others",),
     ),
+    "mllama_text_model": Rotating(theta=5e5, pattern=_mllama, others=("cross_attention",)),
     "minimax_m3_vl_text": Rotating(
         theta=5e6,
         share=1.0,

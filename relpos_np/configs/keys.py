@@ -12,7 +12,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._files import untrusted
-from relpos_np.configs import elsewhere
+from relpos_np.configs import elsewhere, gguf
 from relpos_np.configs.neutral import harmless
 from relpos_np.errors import RelposTypeError, RelposValueError
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from relpos_np.configs.layer import LayerAttention
 
 _REQUIRED = object()
+# Keys that count for nothing where another one is false.
+_SWITCHED = {"use_sliding_window": "sliding_window", "use_cla": "cla_share_factor"}
 # Bytes of a file; configurations that name 20,000 classes have two million.
 _LONGEST = 32 << 20
 
@@ -32,6 +34,8 @@ def loaded(config: Any) -> dict[str, Any]:
     elif isinstance(config, str | os.PathLike):
         path = Path(config)
         path = elsewhere.within(path) if path.is_dir() else path
+        if path.suffix == ".gguf":
+            return gguf.config(path)
         try:
             found = untrusted.parsed(untrusted.whole(path, _LONGEST), infinities=True)
         except (OSError, RelposValueError) as error:
@@ -162,8 +166,7 @@ class Keys:
 
     def _unknown(self, layer: LayerAttention) -> list[str]:
         known = self._taken | self.family.others
-        if self.config.get("use_sliding_window") is False:
-            known = known | {"sliding_window"}
+        known = known | {name for switch, name in _SWITCHED.items() if self.config.get(switch) is False}
         return [
             *self._refused.values(),
             *(

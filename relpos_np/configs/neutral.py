@@ -56,7 +56,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         use_flash_attention_2 _flash_attn_2_enabled flash_attn fused_bias_fc masked_softmax_fusion
         attention_softmax_in_fp32 scale_attention_softmax_in_fp32 slow_but_exact use_memory_efficient_attention
         use_xformers fused_dropout_add_ln use_fused_rope upcast_attn fp32_attention softmax_use_fp32 use_flash_rotary
-        kv_cache_dtype reference_compile repad_logits_with_grad
+        kv_cache_dtype reference_compile repad_logits_with_grad inference_runner
     """),
     "embeddings of a diffusion model's time step and of its text, and how its frames were made": _names("""
         flip_sin_to_cos freq_shift pooled_projection_dim text_embed_dim time_embed_dim temporal_compression_ratio
@@ -77,7 +77,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         use_guided_attention_loss guided_attention_loss_num_heads guided_attention_loss_sigma
         guided_attention_loss_scale contrastive_logits_temperature alignment_heads pooler_num_attention_heads
         pooler_size_per_head image_token_index ignore_index use_lm_head tie_lm_head untie_lm_head enable_lm_head_fp32
-        seq_classif_head
+        seq_classif_head class_num pool_type dense_list mask_init_id output_projection
     """),
     "layers between those of attention": _names("""
         num_local_experts router_bias resblock_dilation_sizes resblock_kernel_sizes noise_scale noise_scale_duration
@@ -96,7 +96,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         reshape_hidden_states out_indices stage_names codec_config depth_decoder_config depth_separable_num_layers
         flow_size prior_encoder_num_flows speaking_rate decoder_num_hidden_layers enable_pronunciation enable_shape
         force_dequant verbose use_xentropy init_config eagle_config target_hidden_size dense_seq_output end_n_top
-        start_n_top use_mems_eval use_mems_train
+        start_n_top use_mems_eval use_mems_train dspark_block_size dspark_markov_rank
     """),
     "where windows begin, in a class that has none": _names("max_window_layers"),
     "lengths that tables are made for; rules of rotary positions that need one take it": _names("""
@@ -108,7 +108,8 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
     "widths, which the numbers of heads and of their channels leave nothing to say of": _names("""
         hidden_size embedding_size word_embed_proj_dim d_model d_rel hidden_dim out_hidden_size projection_dim
         output_hidden_size output_embedding_size backbone_hidden_size decoder_hidden_size projection_size
-        unit_embed_dim spkr_embed_dim coordinate_size shape_size shape_embed_dim pronunciation_embed_dim text_dim
+        projection_hidden_size in_chans unit_embed_dim spkr_embed_dim coordinate_size shape_size
+        shape_embed_dim pronunciation_embed_dim text_dim
         freq_dim
     """),
     "generation, training and what all configurations have": _names("""
@@ -126,7 +127,8 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         use_parallel_embedding use_embedding_sharing output_past normalize_before normalize_embedding
         add_final_layer_norm add_final_layernorm extra_pos_embeddings static_position_embeddings save_step ve_type
         auto_map quant_config compression_config tie_embeddings_and_weights share_encoder_decoder_embeddings
-        do_blenderbot_90_layernorm
+        do_blenderbot_90_layernorm modal_type author created_date license welcome antemplate
+        use_scaled_init_for_output_weights for_llm_compressor max_tokenizer_truncation
     """),
 }
 _NEUTRAL = frozenset().union(*NEUTRAL.values())
@@ -144,6 +146,11 @@ def _turns(layer: LayerAttention) -> bool:
 
 def _base(layer: LayerAttention) -> Any:
     return next((plan.options.get("base") for plan in layer.schemes if plan.scheme == "Rotary"), None)
+
+
+def _share(layer: LayerAttention) -> Any:
+    plans = [plan.options for plan in layer.schemes if plan.scheme == "Rotary" and "base" in plan.options]
+    return plans[0].get("dim", layer.head_dim) / layer.head_dim if plans else None
 
 
 def _interleaved(layer: LayerAttention) -> Any:
@@ -169,11 +176,19 @@ _SAYS: dict[tuple[str, ...], Callable[[LayerAttention], Any]] = {
     ("num_key_value_groups",): lambda at: at.heads // at.kv_heads,
     ("is_causal", "causal", "use_causal_mask"): lambda at: at.causal,
     ("use_qk_norm", "qk_norm", "use_qk_layernorm", "qk_layernorm", "use_qknorm"): _norms,
-    ("use_rope", "rotary", "use_rotary", "use_rotary_embeddings", "use_rotary_position_embeddings"): _turns,
+    (
+        "use_rope",
+        "rotary",
+        "use_rotary",
+        "use_rotary_embeddings",
+        "use_rotary_position_embeddings",
+        "use_rotary_pos_emb",
+    ): _turns,
     ("rope_interleaved", "rope_interleave", "rotary_emb_interleaved", "use_interleaved_rope"): _interleaved,
     ("n_layer", "n_layers", "num_layers", "num_hidden_layers"): lambda at: at.layers,
     ("n_embd", "d_model", "n_embed"): lambda at: at.heads * at.head_dim,
     ("rotary_emb_base", "rope_theta"): _base,
+    ("partial_rotary_factor", "rotary_pct"): _share,
     ("use_alibi", "alibi"): lambda at: any(plan.scheme == "ALiBi" for plan in at.schemes),
     ("scale_attn_weights",): lambda at: at.scale != 1,
 }

@@ -242,7 +242,8 @@ def from_config(config: Any, *, layer: int, part: str = "", ignore: Iterable[str
     ----------
     config : mapping, str, path-like or object
         A configuration as transformers or diffusers store it: a dictionary, the path of a config.json or of its
-        folder, or an object with `to_dict`. Neither package is needed.
+        folder, or an object with `to_dict`. Neither package is needed. Or the path of a GGUF file, of which the
+        metadata are read, with the package gguf: pairs turn as its own projections have them.
     layer : int
         Which layer, from 0.
     part : str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from relpos_np._contract import check
@@ -34,6 +35,8 @@ class Parameters:
         How sections of pairs are laid out.
     notes : tuple of str
         What the file has and the model's class does not read.
+    pairs : str
+        Layout of the channels that turn together, where weights were stored with another one.
     """
 
     stored: Mapping[str, Any]
@@ -43,6 +46,7 @@ class Parameters:
     original: int | None
     order: Literal["chunks", "cyclic"] = "chunks"
     notes: tuple[str, ...] = ()
+    pairs: str = ""
 
     @property
     def rule(self) -> str:
@@ -137,6 +141,8 @@ def parameters(
     unread = [name for name in ("short_mscale", "long_mscale") if raw.pop(name, None) is not None]
     if sections is not None:
         raw.setdefault("mrope_section", list(sections))
+    elif raw.get("mrope_interleaved") is True:
+        order = "cyclic"
     key = theta_keys[layer_type] if isinstance(theta_keys, Mapping) else theta_keys
     base, part = keys.get(key, None), keys.get(share_key, None)
     if isinstance(theta_keys, Mapping):
@@ -157,15 +163,16 @@ def parameters(
         original if original is None else check.integer("original_max_position_embeddings", original, 1),
         order,
         tuple(f"{name}: the class of {keys.model_type} does not read it" for name in unread),
+        keys.only("_rope_pairs", "", "half", "interleaved", default=""),
     )
 
 
-def _by_length(given: Given) -> Rotary:
+def _by_length(given: Given, *, head_dim: int, sign: int) -> Rotary:
     """Frequencies that the longest position decides."""
     options = dict(given.options)
     rope = options.pop("rope_parameters")
-    omega, magnitude = rope.frequencies(given.head_dim, given.reach)
-    return Rotary(frequencies=omega, **({"magnitude": magnitude} | options))
+    omega, magnitude = rope.frequencies(head_dim, given.reach)
+    return Rotary(frequencies=sign * omega, **({"magnitude": magnitude} | options))
 
 
 def _by_position(given: Given) -> Rotary:
@@ -204,18 +211,17 @@ def plan(
     magnitude : float, optional
         In place of the rule's attention factor.
     """
+    layout = rope.pairs or layout
     shown: dict[str, Any] = {} if layout == "half" else {"layout": layout}
     if before:
         shown["channels"] = (before, before + head_dim)
     omega, factor = rope.frequencies(head_dim)
     factor = factor if magnitude is None else magnitude
     if rope.rule in _BY_LENGTH:
-        if before or backwards:
-            where = "the last channels turn" if before else "pairs turn the other way"
-            raise RelposValueError(f"rope_type: {rope.rule!r} is not understood where {where}")
         remark = f"{rope.words()}; by the longest position of a call"
         shown |= {} if magnitude is None else {"magnitude": magnitude}
-        return SchemePlan("Rotary", shown | {"rope_parameters": rope}, remark=remark, make=_by_length, varies=True)
+        make = partial(_by_length, head_dim=head_dim, sign=-1 if backwards else 1)
+        return SchemePlan("Rotary", shown | {"rope_parameters": rope}, remark=remark, make=make, varies=True)
     if factor != 1.0:
         shown["magnitude"] = factor
     if omega.ndim == 2:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from relpos_np._files.safetensors import TensorFile
+from relpos_np._files.safetensors import Shards, TensorFile, checkpoint, half
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.types import Array
 
@@ -98,6 +98,9 @@ class _Arrays(Mapping[str, Array]):
         if isinstance(value, np.ndarray):
             return value
         try:
+            if str(getattr(value, "dtype", "")) == "torch.bfloat16":
+                # Which NumPy has not: the upper halves of float32.
+                return half((np.asarray(value.float()).view(np.uint32) >> 16).astype(np.uint16))
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             # Tensors of other frameworks refuse in many words: on a GPU, with a gradient, in bfloat16.
@@ -123,22 +126,20 @@ def tensors(source: Source) -> Mapping[str, Array]:
     ----------
     source : mapping, str, path-like or State
         Names to arrays or to anything that `numpy.asarray` reads, such as a PyTorch state dict on the CPU; or the
-        path of a .safetensors file.
+        path of a .safetensors file, of the index of a sharded checkpoint, or of the folder of either.
 
     Returns
     -------
     mapping of str to ndarray
-        In the dtype they are stored in; bfloat16 is that of ml_dtypes.
+        In the dtype they are stored in; bfloat16 is that of ml_dtypes, and float32 without that package.
 
     Raises
     ------
     RelposValueError
-        If the path ends otherwise than in .safetensors, or the file is missing or damaged. Pickled files (.bin,
-        .pt, .pth) are never read, because reading one can run any code.
+        If the path is another one, or a file is missing or damaged. Pickled files (.bin, .pt, .pth) are never read,
+        because reading one can run any code.
     RelposTypeError
         If `source` is something else, or a tensor has a type that NumPy has not.
-    RelposImportError
-        If ml_dtypes, of the extra ``relpos-np[safetensors]``, is missing for a bfloat16 tensor.
 
     Examples
     --------
@@ -148,7 +149,7 @@ def tensors(source: Source) -> Mapping[str, Array]:
     """
     if isinstance(source, State):
         return {name: source.take(name) for name in source.names()}
-    if isinstance(source, TensorFile | _Arrays):
+    if isinstance(source, TensorFile | Shards | _Arrays):
         return source
     if isinstance(source, Mapping):
         return _Arrays(source)
@@ -163,9 +164,11 @@ def tensors(source: Source) -> Mapping[str, Array]:
             f"source: {path} is a pickled checkpoint, and reading one can run any code it names; load it where you "
             "trust it, and save it with safetensors.torch.save_file, or pass the state dict itself"
         )
-    if path.suffix != ".safetensors":
-        raise RelposValueError(f"source: expected a path that ends in .safetensors, found {path}")
-    return TensorFile(path)
+    if not (path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json"))):
+        raise RelposValueError(
+            f"source: expected a path that ends in .safetensors or .safetensors.index.json, or a folder, found {path}"
+        )
+    return checkpoint(path)
 
 
 class State:

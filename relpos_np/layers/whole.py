@@ -56,6 +56,7 @@ OUT = (
 # queries come first, then all keys and all values.
 BLOCKS: Mapping[str, tuple[int, str]] = {
     **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "persimmon", "gpt_bigcode"), (0, "qkv")),
+    **dict.fromkeys(("gpt_neox_reward_model", "RefinedWeb", "RefinedWebModel"), (0, "qkv")),
     "deberta": (0, "qkv"),
     "codegen": (4, "qvk"),
 }

@@ -77,6 +77,7 @@ NEEDS = {
     "": Need(),
     "simulator": Need({"NUMBA_ENABLE_CUDASIM": "1"}, marker="simulator"),
     "torch": Need(marker="parity", package="torch"),
+    "gguf": Need(package="gguf"),
 }
 
 

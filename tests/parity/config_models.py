@@ -40,6 +40,14 @@ MAGNITUDES = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}
 PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0]}
+# Of the channels of a head that turn.
+LATENT_LONG = {**LONGROPE, "long_factor": [1.0, 1.5, 2.0, 4.0], "short_factor": [1.0, 1.2, 1.4, 1.6]}
+LATENT_LONG |= {"original_max_position_embeddings": 16}
+DBRX = {"vocab_size": 50, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+DBRX |= {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0}}
+DBRX |= {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}}
+OMNI2 = "models.qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5Omni"
+OMNI3 = "models.qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoe"
 GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 9}
 LLAMA4 = {"attention_chunk_size": 9, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 64}
 MPT = {"vocab_size": 50, "d_model": 60, "n_layers": 2, "n_heads": 6, "max_seq_len": 64}
@@ -223,6 +231,37 @@ MODELS = (
     *(
         Model(name, {**KV, "rope_parameters": {**PLAIN, "mrope_section": [2, 3, 3]}})
         for name in ("qwen2_vl_text", "qwen2_5_vl_text")
+    ),
+    Model(
+        "qwen2_5_omni_text",
+        {**KV, "rope_parameters": {**PLAIN, "mrope_section": [2, 3, 3]}},
+        net=f"{OMNI2}ThinkerTextModel",
+    ),
+    Model(
+        "qwen2_5_omni_talker",
+        {**HEAD, "embedding_size": 64, "rope_parameters": {**PLAIN, "mrope_section": [2, 4, 4]}},
+        "embedded",
+        net=f"{OMNI2}TalkerModel",
+    ),
+    Model(
+        "qwen3_omni_moe_text",
+        {**KV, **MOE, "head_dim": 16, "rope_parameters": {**PLAIN, "mrope_section": [4, 2, 2], "interleaved": True}},
+        net=f"{OMNI3}ThinkerTextModel",
+    ),
+    Model("mllama_text_model", {**KV, "cross_attention_layers": [1, 3]}, net="MllamaTextModel"),
+    Model("dbrx", DBRX),
+    Model("llama", KV, published="internlm2"),
+    Model("llama", KV, published="xverse"),
+    Model("qwen2", KV, published="mimo"),
+    Model("phi3", KV, published="phi3_v"),
+    Model("gpt_neox", SMALL, published="gpt_neox_reward_model"),
+    Model("stablelm", KV, published="stablelm_epoch"),
+    Model("falcon", BERT, calls="falcon", published="RefinedWebModel"),
+    Model(
+        "falcon",
+        {**BERT, "new_decoder_architecture": True, "num_kv_heads": 2},
+        calls="falcon",
+        published="RefinedWeb",
     ),
     *(
         Model(name, {**KV, **experts, "head_dim": 16, "rope_parameters": {**PLAIN, "mrope_section": [4, 2, 2]}})
@@ -411,6 +450,8 @@ MODELS = (
     Model("axk1", {**LATENT, "q_lora_rank": 16}, last=True),
     Model("axk1", {**LATENT, "rope_interleave": False, "q_lora_rank": 16}, last=True),
     Model("minicpm3", {**LATENT, "q_lora_rank": 16}, last=True),
+    Model("minicpm3", {**LATENT, "q_lora_rank": 16, "rope_parameters": LATENT_LONG}, last=True),
+    Model("nanochat", {**KV, "rope_parameters": DYNAMIC}),
     Model("modernbert", {**SMALL, "local_attention": 8}),
     Model("modernbert", {**SMALL, "local_attention": 8, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     Model("deepseek_v2", LATENT, last=True),
@@ -664,6 +705,20 @@ MODELS = (
     ),
     Model("qwen2_5_vl_vision", {**WINDOWS, "fullatt_block_indexes": []}, "frames", given=(("grid", (4, 4)),)),
     Model("qwen2_5_vl_vision", {**WINDOWS, "fullatt_block_indexes": [0, 1]}, "frames", given=GRID),
+    Model(
+        "qwen2_5_omni_vision_encoder",
+        {**WINDOWS, "fullatt_block_indexes": [0, 1]},
+        "frames",
+        net=f"{OMNI2}VisionEncoder",
+        given=GRID,
+    ),
+    Model(
+        "qwen3_omni_moe_vision_encoder",
+        {**TOWER, **QWEN3, "deepstack_visual_indexes": [0]},
+        "frames",
+        net=f"{OMNI3}VisionEncoder",
+        given=GRID,
+    ),
     *(
         Model(name, {**TOWER, **QWEN3} | deepstack, "frames", given=GRID)
         for name, deepstack in (

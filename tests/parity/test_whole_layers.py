@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -101,6 +102,35 @@ def read(layer, weights, prefix):
         if REFUSED.get(layer.model_type, "nothing") not in str(error):
             raise
         return None
+
+
+# Heads of the width that most published models have half or all of.
+WIDE = ("llama", "qwen3", "gemma2", "cohere2", "glm4", "phi3", "gpt_neox", "bert", "afmoe", "gpt_oss")
+WIDER = [next(model for model in MODELS if model.model_type == name and not model.published) for name in WIDE]
+WIDER = [
+    replace(model, config={**model.config, "hidden_size": 256, "head_dim": 64, "rope_parameters": None})
+    for model in WIDER
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_weights_as_people_hold_them(tmp_path, name):
+    """A state dict in bfloat16, and the folder that transformers writes in several files: the same layer."""
+    model = next(model for model in MODELS if model.model_type == name)
+    with torch.no_grad():
+        net = build(model)[0].bfloat16()
+    state = net.state_dict()
+    net.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    layer, x = rp.from_config(tmp_path, layer=2), np.random.default_rng(0).standard_normal((1, 9, 64))
+    expected = layer.run(x, {key: w.float().numpy() for key, w in state.items()})
+    for source in (state, tmp_path):
+        np.testing.assert_array_equal(layer.run(x, source), expected)
+
+
+@pytest.mark.parametrize("model", WIDER, ids=WIDE)
+def test_whole_layers_of_64_channels(model):
+    test_whole_layers_are_those_of_the_model(model)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=name_of)
