@@ -93,9 +93,10 @@ def conform(
     batch : int or iterable of int, optional
         The same of batch items.
     arithmetic : {"float64", "float32", "tf32", "half_products", "stored", "half_sums"}, optional
-        What it is meant to compute with, to whose errors it is held. float64: "float64" or "float32". float32: "float32", "tf32" or "half_products", of
-        bfloat16; half precision: "float32" and one rounding, "half_products" with sums in float32, "stored", where
-        every intermediate result is rounded, or "half_sums". Default "float32" and "stored"; which it is, as far as
+        What it is meant to compute with, to whose errors it is held. float64: "float64" or "float32".
+        float32: "float32", "tf32" or "half_products", of bfloat16; half precision: "float32" and one rounding,
+        "half_products" with sums in float32, "stored", where every intermediate result is rounded, or "half_sums".
+        Default "float64", "float32" and "stored"; which it is, as far as
         its errors tell, is said in `Report.arithmetic`.
     conventions : {"torch", "flash", "onnx"}, optional
         Whose conventions are right where no result is: for queries without keys, NaN behind a mask, and queries that
