@@ -104,8 +104,9 @@ def found_out(answers: Iterable[tuple[Example, Array, Array, float]], kept: Form
 
 
 def coarser_than(kept: Format) -> list[tuple[str, int]]:
-    """Formats of half precision with fewer bits than a format has."""
-    return [(name, bits) for name, bits in _BITS.items() if name != "TF32" and 2.0**-bits > kept.eps]
+    """Formats with fewer bits than a format has."""
+    known = {**_BITS, "float32": 23}
+    return [(name, bits) for name, bits in known.items() if name != "TF32" and 2.0**-bits > kept.eps]
 
 
 def of_roundings(kept: Format) -> Iterator[tuple[str, Answer]]:
