@@ -221,7 +221,13 @@ class DecomposedBias(Scheme):
                 )
 
     def needed(self) -> list[tuple[str, Array, int]]:
-        """Name, table and needed rows along each axis."""
+        """How many rows the grids need along each axis.
+
+        Returns
+        -------
+        list of (str, ndarray, int)
+            Name and table of the axis, and its rows.
+        """
         rows = [2 * max(sizes) - 1 for sizes in zip(self.grid, self.key_grid, strict=True)]
         return [("height_table", self.height_table, rows[0]), ("width_table", self.width_table, rows[1])]
 
