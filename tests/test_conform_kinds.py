@@ -118,6 +118,92 @@ def test_arithmetic_is_found_out_and_held_to():
         conform(fine, "plain", dtype="float64", arithmetic="tf32")
 
 
+def resized(table, rows):
+    """Linear interpolation in the table's dtype, coordinates included."""
+    kind = table.dtype.type
+    places = (np.arange(rows, dtype=kind) + kind(0.5)) * kind(len(table) / rows) - kind(0.5)
+    lower = np.clip(np.floor(places).astype(int), 0, len(table) - 1)
+    share = np.clip(places - lower.astype(kind), 0, 1)[:, None]
+    return (1 - share) * table[lower] + share * table[np.minimum(lower + 1, len(table) - 1)]
+
+
+def decomposed(q, k, v, height_table, width_table, grid):
+    """Segment Anything's attention, step by step in the dtype of its operands."""
+    height, width = grid
+    d = [np.arange(n)[:, None] - np.arange(n) + n - 1 for n in grid]
+    rows = [resized(x, 2 * n - 1)[at] for x, n, at in zip((height_table, width_table), grid, d, strict=True)]
+    at = q.reshape(*q.shape[:2], height, width, -1)
+    s = q * q.dtype.type(q.shape[-1] ** -0.5) @ k.swapaxes(-1, -2)
+    s = s.reshape(*q.shape[:2], height, width, height, width)
+    s = s + np.einsum("bhyxc,ykc->bhyxk", at, rows[0])[..., None]
+    s = s + np.einsum("bhyxc,xkc->bhyxk", at, rows[1])[..., None, :]
+    s = s.reshape(*q.shape[:3], k.shape[2])
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
+def forgetting(q, k, v, gates):
+    """Sums of gates in the dtype of the operands; always causal."""
+    sums = np.add.accumulate(gates, axis=-1)
+    s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5) + (sums[..., :, None] - sums[..., None, :])
+    s = np.where(np.tri(s.shape[-1], dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
+def test_tables_that_are_resized_are_rounded_on_the_way():
+    def fails(q, k, v, height_table, width_table, grid):
+        return decomposed(q, k, v, height_table * np.float32(1 + 1e-3), width_table, grid)
+
+    choose = {"families": "self", "head_dim": 64}
+    assert conform(decomposed, "decomposed", lengths=(33, 257), **choose).ok
+    assert not conform(fails, "decomposed", lengths=(33,), **choose).ok
+
+
+def test_running_sums_are_rounded_on_the_way():
+    def fails(q, k, v, gates):
+        return forgetting(q, k, v, gates * np.float32(1 + 1e-4))
+
+    choose = {"variant": "log", "always": {"causal": True}, "families": "self"}
+    assert conform(forgetting, "fox", lengths=(33, 1023), **choose).ok
+    assert not conform(fails, "fox", lengths=(33,), **choose).ok
+
+
+def test_float64_may_have_angles_of_float32_and_says_so():
+    def turning(kind):
+        def rotary(q, k, v):
+            def turned(x):
+                angle = np.arange(x.shape[2], dtype=kind)[:, None] * kind(10000) ** -(
+                    np.arange(0, x.shape[3], 2, dtype=kind) / kind(x.shape[3])
+                )
+                a, b = np.split(x, 2, axis=-1)
+                cos, sin = np.cos(angle), np.sin(angle)
+                return np.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+            s = turned(q) @ turned(k).swapaxes(-1, -2) * q.shape[-1] ** -0.5
+            p = np.exp(s - s.max(-1, keepdims=True))
+            return p / p.sum(-1, keepdims=True) @ v
+
+        return rotary
+
+    choose = {"dtype": "float64", "families": "self", "lengths": SOME}
+    exact, rough, half = (conform(turning(one), "rotary", **choose) for one in (np.float64, np.float32, np.float16))
+    assert (exact.ok, exact.arithmetic) == (True, "float64 throughout")
+    assert (rough.ok, rough.arithmetic) == (True, "float64 throughout, angles in float32")
+    assert not half.ok
+
+
+def test_float64_that_is_cast_to_float32_is_told_so():
+    def cast(q, k, v):
+        return rp.attention(*(x.astype(np.float32) for x in (q, k, v)), backend="numpy").astype(q.dtype)
+
+    choose = {"dtype": "float64", "families": "self", "lengths": SOME, "excluded": "grouped_heads"}
+    report = conform(cast, "plain", **choose)
+    assert report.causes == ("float32 on the way",)
+    assert "say --arithmetic float32" in report.text()
+    assert conform(cast, "plain", arithmetic="float32", **choose).ok
+
+
 def test_typical_errors_are_no_matter_of_a_few():
     x = np.ones((100, 3))
     x[0] = 1e9

@@ -231,6 +231,14 @@ def test_a_factor_on_a_table():
     assert only(identify(q, k, v, out=out, given=GIVEN, causal=False, scale=0.25)).settings["factor"] == 3
 
 
+def test_a_factor_on_positions_is_found_before_rarer_numbers():
+    q, k, v = SQUARE
+    slower = rp.Rotary(frequencies=rp.reference.rotary_frequencies(q.shape[-1]) / 3)
+    found = identify(q, k, v, out=rp.attention(q, k, v, position=slower, backend="numpy"), causal=False, scale=0.25)
+    assert only(found, "rotary").settings["factor"] == 3
+    assert found.calls < 2000
+
+
 def test_tables_as_checkpoints_have_them():
     q, k, v = SQUARE
     rows = RNG.standard_normal((1, 9, 16))

@@ -52,6 +52,15 @@ def test_distance_and_wrapped_maps(l_q, l_k, first, rows, furthest):
 # ---------------------------------------------------------------------------------------------- T5
 
 
+@pytest.mark.parametrize("rounding", ["exact", "float32"])
+def test_t5_buckets_need_a_border(rounding):
+    d = np.arange(-20, 20)
+    with pytest.raises(rp.RelposValueError, match="max_distance: 8 must exceed the 8 distances"):
+        rp.reference.t5_bucket(d, num_buckets=32, max_distance=8, rounding=rounding)
+    with pytest.raises(rp.RelposValueError, match="num_buckets: 3 leaves no distance"):
+        rp.reference.t5_bucket(d, num_buckets=3, rounding=rounding)
+
+
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "distance"), BUCKETS)
 def test_t5_buckets_against_fractions(buckets, distance, bidirectional):

@@ -194,6 +194,37 @@ def uncapped(at, s):
     return (at.softcap * np.tanh(raw / at.softcap) * scale).astype(s.dtype)
 
 
+def lengths_of_before(at):
+    """An index that starts at the wrong item; without keys it divides by 0."""
+    if at.key_lengths is not None:
+        at.key_lengths = np.roll(at.key_lengths, 1)
+
+
+def both_biases(q, k, v, content_bias, position_bias, rows):
+    """One sum of the biases for both products."""
+    if q.shape[1:3] != k.shape[1:3]:
+        raise NotImplementedError
+    used = q + (content_bias + position_bias)[:, None]
+    x = used @ rows.transpose(1, 2, 0)
+    padded = np.concatenate([np.zeros_like(x[..., :1]), x], -1).reshape(*x.shape[:2], -1)
+    shifted = padded[..., q.shape[2] :].reshape(x.shape)[..., : k.shape[2]]
+    s = (used @ k.swapaxes(-1, -2) + shifted) * q.dtype.type(q.shape[-1] ** -0.5)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
+def table_by_columns(q, k, v, table, grid):
+    """Rows of Swin's table counted down its columns."""
+    if q.shape[1:3] != k.shape[1:3]:
+        raise NotImplementedError
+    height, width = grid
+    y, x = np.divmod(np.arange(height * width), width)
+    rows = (x[:, None] - x + width - 1) * (2 * height - 1) + (y[:, None] - y + height - 1)
+    s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5) + np.moveaxis(table[rows], -1, 0)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
 def bias_of_later(at, _):
     """A step of a server whose queries stand one position too far."""
     ahead = at.q_len < at.k_len
@@ -400,6 +431,16 @@ SECOND = [
         ("segments",),
         {"supports": ["segments", "causal", "cross"]},
     ),
+    (
+        "lengths of the item before",
+        "plain",
+        "excluded_rows",
+        kernel(before=lambda at, _: lengths_of_before(at)),
+        ("key_lengths of the batch item before",),
+        {},
+    ),
+    ("both biases in both products", "transformer_xl", "self", both_biases, ("u + v where u",), {}),
+    ("a window's table by columns", "window", "self", table_by_columns, ("column by column",), {}),
     ("what is kept is not rescaled", "plain", "ragged", never_rescaled, ("dropout", "0.5 times"), {}),
     (
         "a causal tile by queries alone",

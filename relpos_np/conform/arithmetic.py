@@ -7,7 +7,7 @@ chosen is a mistake with a name, and a finer one that is chosen is held to its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from relpos_np._contract import check
 from relpos_np.conform.altered import Answer, out_of, plain_outputs, scale_of, scores_of, values_of
 from relpos_np.conform.formats import Format
 from relpos_np.errors import RelposError
+from relpos_np.testing.arguments import changed, rebuilt
 from relpos_np.testing.compare import typical
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
@@ -24,6 +25,8 @@ from relpos_np.types import Array
 _BITS = {"TF32": 10, "bfloat16": 7, "float16": 10}
 # An arithmetic explains errors that are no more than this times its own, in all of some cases.
 _ALIKE = 1.2
+# What is computed with, and what is wrong, where an implementation casts to float32.
+IN_FLOAT32 = "float32 on the way"
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class Arithmetic:
 def arithmetics(kept: Format) -> Mapping[str, Arithmetic]:
     """Those that a format may be computed with, the finest first."""
     if kept.name == "float64":
-        return {"float64": Arithmetic("float64 throughout")}
+        return {
+            "float64": Arithmetic("float64 throughout"),
+            "float32": Arithmetic(IN_FLOAT32, _in_float32),
+        }
     if kept.name == "float32":
         return {
             "float32": Arithmetic("float32 throughout"),
@@ -98,8 +104,9 @@ def found_out(answers: Iterable[tuple[Example, Array, Array, float]], kept: Form
 
 
 def coarser_than(kept: Format) -> list[tuple[str, int]]:
-    """Formats of half precision with fewer bits than a format has."""
-    return [(name, bits) for name, bits in _BITS.items() if name != "TF32" and 2.0**-bits > kept.eps]
+    """Formats with fewer bits than a format has."""
+    known = {**_BITS, "float32": 23}
+    return [(name, bits) for name, bits in known.items() if name != "TF32" and 2.0**-bits > kept.eps]
 
 
 def of_roundings(kept: Format) -> Iterator[tuple[str, Answer]]:
@@ -120,6 +127,12 @@ def coarse(x: Array, bits: int) -> Array:
     """The nearest numbers with so many bits."""
     mantissa, exponent = np.frexp(x)
     return np.asarray(np.ldexp(np.round(np.ldexp(mantissa, bits + 1)), exponent - bits - 1))
+
+
+def _in_float32(one: Example) -> Array:
+    q, k, v, kwargs = changed((one.q, one.k, one.v, one.kwargs), lambda x: x.astype(np.float32))
+    cast = replace(one, q=q, k=k, v=v, kwargs=kwargs, position=rebuilt(one.position, np.dtype(np.float32)))
+    return cast.run("numpy")[0].astype(np.float64)
 
 
 def _products(bits: int, one: Example) -> Array:

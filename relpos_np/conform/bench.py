@@ -172,7 +172,7 @@ class Bench:
             accepted = self.conventions in custom.whose or custom is BORDERS
             return Finding(**told, verdict="convention", reason=custom.words, whose=custom.whose, accepted=accepted)
         self.answers.append(kept)
-        reason = _in_words(answers, right, errors, allowed) if kept.wrong else ""
+        reason = _in_words(answers, right, errors, allowed) if kept.wrong else right.told
         return Finding(**told, verdict="wrong" if kept.wrong else "right", reason=reason)
 
     def shrunk(self, form: Form, found: Finding, grid: Grid) -> tuple[Finding, Answer | None]:

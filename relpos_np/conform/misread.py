@@ -41,6 +41,7 @@ def of_arrays(scheme: str, kept: Format) -> Iterator[tuple[str, Answer]]:
         if parameter.default is not parameter.empty and not isinstance(parameter.default, str | bool):
             yield f"ignores {name}", partial(_ignored, name, parameter.default)
     yield "clips distances one row before the ends of its tables", _without_ends
+    yield "reads a table of rows and columns column by column", _by_columns
     if scheme == "alibi":
         yield from ((words, partial(_slopes, make)) for words, make in _SLOPES)
         for held, bits in coarser_than(kept):
@@ -195,6 +196,8 @@ _OPTIONS: tuple[tuple[str, Answer], ...] = (
         lambda one: _lengths_of(lambda b, h: b * one.q.shape[1] + h, one),
     ),
     ("reads key_lengths of item h mod B in place of b", partial(_lengths_of, lambda b, h: h + 0 * b)),
+    ("reads key_lengths of the batch item before", partial(_lengths_of, lambda b, h: b - 1 + 0 * h)),
+    ("reads key_lengths of the batch item after", partial(_lengths_of, lambda b, h: b + 1 + 0 * h)),
     ("key_lengths off by one: one key more", partial(_lengths, lambda n: n + 1)),
     ("key_lengths off by one: one key fewer", partial(_lengths, lambda n: n - 1)),
     ("takes key_lengths for the last keys, as with padding on the left", _left_padded),
@@ -234,6 +237,15 @@ def _held(name: str, bits: int, one: Example) -> Array | None:
 def _rows_axis(x: Array, heads: int) -> int:
     """Rows are the first axis of (rows, H), and the last but one of (H, rows, D) and (rows, D)."""
     return 0 if x.shape[-1] == heads else -2
+
+
+def _by_columns(one: Example) -> Array | None:
+    """A table with a row for each difference of places in a grid, (2 h - 1) (2 w - 1) of them, in the other order."""
+    grid, table = getattr(one.position, "grid", ()), _array("table", one)
+    if len(grid) != 2 or table is None or len(table) != (2 * grid[0] - 1) * (2 * grid[1] - 1):
+        return None
+    turned = table.reshape(2 * grid[1] - 1, 2 * grid[0] - 1, -1).swapaxes(0, 1)
+    return remade(one, table=turned.reshape(table.shape))
 
 
 def _without_ends(one: Example) -> Array | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np.conform.arithmetic import IN_FLOAT32
+
 # Exit codes: every case that ran is right; one is wrong; (2: unusable arguments;) nothing ran.
 CONFORMS, WRONG, NOTHING_RAN = 0, 1, 3
 # By how a cause begins, and of another variant: what to say of an implementation that is meant to do that.
@@ -18,6 +20,7 @@ _FLAGS = {
     "makes products of q, k and v in TF32": "--arithmetic tf32",
     "makes products of q, k and v in bfloat16": "--arithmetic half_products",
     "sums over keys in": "--arithmetic half_sums",
+    IN_FLOAT32: "--arithmetic float32",
 }
 _VARIANT = re.compile(r"that is variant '(\w+)'")
 # Of a reason in a table.

@@ -246,7 +246,7 @@ def _biases(content: str, position: str) -> Answer:
         if not isinstance(one.position, TransformerXL):
             return None
         u, v = one.position.content_bias, one.position.position_bias
-        given = {"u": u, "v": v, "": np.zeros_like(u)}
+        given = {"u": u, "v": v, "": np.zeros_like(u), "u + v": u + v}
         return remade(one, content_bias=given[content], position_bias=given[position])
 
     return answer
@@ -291,6 +291,7 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("v missing", _biases("u", "")),
     ("u where v is meant, too", _biases("u", "u")),
     ("v where u is meant, too", _biases("v", "v")),
+    ("u + v where u and where v is meant", _biases("u + v", "u + v")),
     ("rel_shift missing", _shifted(None)),
     ("rel_shift keeps its first row, which is to be left out", _shifted(lambda _: 0)),
     ("rel_shift lacks the column of zeros: one row too far", _shifted(lambda q_len: q_len + 1)),

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from relpos_np._contract import check
+from relpos_np._contract.terms import Terms
 from relpos_np.api import attention_vjp, logits
 from relpos_np.conform.arithmetic import coarse, coarser, output
 from relpos_np.conform.formats import Format, format_of
@@ -31,10 +32,12 @@ from relpos_np.errors import RelposError
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.formulas.softmax import repeat_heads, softmax
 from relpos_np.schemes.base import Position
+from relpos_np.schemes.decomposed import DecomposedBias
+from relpos_np.schemes.fox import FoX, forget_gates
 from relpos_np.schemes.plain import Plain
 from relpos_np.schemes.positioned import Positioned
 from relpos_np.schemes.rotary import Rotary
-from relpos_np.testing.arguments import changed, rebuilt
+from relpos_np.testing.arguments import arguments, changed, rebuilt
 from relpos_np.testing.compare import largest, ratio, typical
 from relpos_np.testing.example import Example
 from relpos_np.types import Array, Backend
@@ -45,6 +48,7 @@ FORWARD, BACKWARD = 2.0, 3.0
 _DRAWS, _SCORES = 32, 1 << 18
 # A turn rounds cosine and sine, two products and their sum: of two channels of any angle, as much as three roundings.
 _ROUNDINGS_OF_A_TURN = 3
+ANGLES = "angles in float32"
 
 
 # An answer this much nearer than is allowed needs no more draws, nor one that is as far off as this.
@@ -70,6 +74,9 @@ class Truth:
     draws: Iterator[Mapping[str, Array]]
     # On typical errors: angles in float32, each rounded more than once, are typical of every query.
     slack: float = 1.0
+    # More draws, of what is right too and is told, where others leave an answer wrong.
+    spare: Iterator[Mapping[str, Array]] | None = None
+    told: str = ""
 
     def _drawn(self) -> bool:
         """One more way of rounding; False if there is none."""
@@ -83,6 +90,21 @@ class Truth:
         self, answers: Mapping[str, Array], dtypes: Mapping[str, str]
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """How far off answers of these dtypes are, how far off they may be, and typical errors in units of such."""
+        found = self._weighed(answers, dtypes)
+        errors, allowed, rough = found
+        right = all(errors[name] <= allowed[name] for name in errors) and max(rough.values(), default=0.0) <= 1
+        if right or self.spare is None:
+            return found
+        self.draws, self.spare = self.spare, None
+        again = self._weighed(answers, dtypes)
+        if all(again[0][name] <= again[1][name] for name in again[0]) and max(again[2].values(), default=0.0) <= 1:
+            self.told = ANGLES
+        return again
+
+    def _weighed(
+        self, answers: Mapping[str, Array], dtypes: Mapping[str, str]
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """The same, by draws that are left."""
         errors = {name: distance(x, self.expected[name]) for name, x in answers.items()}
         apart = {
             name: _apart(x, self.expected[name])
@@ -187,7 +209,11 @@ def truth(
     draws = _straightforward(one, kept, grad_out, trained)
     if arithmetic is not None:
         draws = _with(arithmetic, one, kept, draws, grad_out, trained)
-    return Truth(expected, worst, usual, stored, draws, 1.5 if isinstance(one.position, Positioned) else 1.0)
+    slack = 1.5 if isinstance(one.position, Positioned) else 1.0
+    spare = None
+    if kept.eps < 2.0**-23 and isinstance(one.position, Rotary) and one.position.frequencies is None:
+        spare = _drawn(one, kept, grad_out, trained, angles=True)
+    return Truth(expected, worst, usual, stored, draws, slack, spare)
 
 
 def _pairs_of_rows(one: Example) -> dict[int, Array]:
@@ -195,10 +221,8 @@ def _pairs_of_rows(one: Example) -> dict[int, Array]:
 
     The rows at the ends of a table, which all larger distances read, have the most.
     """
-    problem, _, _ = check.problem(one.q, one.k, one.v, **{n: x for n, x in one.kwargs.items() if n != "sinks"})
-    try:
-        terms = (one.position or Plain()).lower(problem.q, problem.k, problem.site)
-    except (RelposError, NotImplementedError):
+    terms = _terms(one)
+    if terms is None:
         return {}
     found: dict[int, Array] = {}
     maps = [term.index for listed in (terms.tables, terms.queries, terms.keys, terms.values) for term in listed]
@@ -208,6 +232,15 @@ def _pairs_of_rows(one: Example) -> dict[int, Array]:
         counts = times * np.bincount(index[index >= 0].ravel(), minlength=one_map.rows)
         found[one_map.rows] = np.maximum(counts, found.get(one_map.rows, 0.0))
     return found
+
+
+def _terms(one: Example) -> Terms | None:
+    """What positions add, as terms; None where a scheme has no such form."""
+    problem, _, _ = check.problem(one.q, one.k, one.v, **{n: x for n, x in one.kwargs.items() if n != "sinks"})
+    try:
+        return (one.position or Plain()).lower(problem.q, problem.k, problem.site)
+    except (RelposError, NotImplementedError):
+        return None
 
 
 def _with(
@@ -222,6 +255,8 @@ def _with(
     own = output(arithmetic, kept, one)
     if own is None:
         yield from usual
+    elif kept.name == "float64":
+        yield from _straightforward(one, format_of("float32"), grad_out, trained)
     elif not coarser(arithmetic, kept):
         for found in usual:
             yield {**found, "out": own}
@@ -252,10 +287,17 @@ def _straightforward(
         cast = replace(one, q=q, k=k, v=v, kwargs=kwargs, position=rebuilt(one.position, dtype))
         with suppress(RelposError):  # of a scheme with the reference only, which has no terms
             yield {name: x.astype(np.float64) for name, x in _results(cast, backend, grad, trained).items()}
+    yield from _drawn(one, kept, grad_out, trained, angles=kept.eps >= 2.0**-23)
+
+
+def _drawn(
+    one: Example, kept: Format, grad_out: Array | None, trained: tuple[str, ...], *, angles: bool
+) -> Iterator[Mapping[str, Array]]:
+    """Results with all roundings at random; `angles`: with rotary angles in float32, too."""
     batch, heads, q_len, _ = one.q.shape
     draws = min(_DRAWS, max(2, _SCORES // (batch * heads * q_len * one.k.shape[2])))
     for seed in range(draws):
-        rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1)
+        rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1, angles=angles)
         turned, added = None, _summed(one, kept, np.random.default_rng(seed))
         if grad_out is not None:
             # What reaches a score is a product with values, which is rounded before a sum is subtracted from it.
@@ -332,14 +374,16 @@ def _results(one: Example, backend: Backend, grad_out: Array | None, trained: tu
 
 
 @np.errstate(all="ignore")
-def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_last: bool) -> Example:
+def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_last: bool, angles: bool) -> Example:
     """The case with the roundings of each step as a float mask, and operands rounded after a step of their own."""
     steps = _ROUNDINGS_OF_A_TURN if isinstance(one.position, Positioned) else 1
 
-    def shaken(x: Array) -> Array:
-        return np.asarray(x * (1 + kept.eps / 2 * np.sqrt(steps) * rng.uniform(-1, 1, x.shape)))
+    eps = max(kept.eps, 2.0**-23) if angles and isinstance(one.position, Rotary) else kept.eps
 
-    position = _angles_in_float32(one, rng) if kept.eps >= 2.0**-23 else one.position
+    def shaken(x: Array) -> Array:
+        return np.asarray(x * (1 + eps / 2 * np.sqrt(steps) * rng.uniform(-1, 1, x.shape)))
+
+    position = _angles_in_float32(one, rng) if angles else one.position
     q, k = shaken(one.q), shaken(one.k)
     hidden = ("mask", "key_lengths", "causal", "window", "scale")
     plain = {name: value for name, value in one.kwargs.items() if name not in hidden}
@@ -359,7 +403,16 @@ def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_las
         # squares on the way.
         squares = q**2 @ repeat_heads(k**2, q.shape[1]).swapaxes(-1, -2) * scale**2
         half_units.append(kept.eps / 2 * np.sqrt(q.shape[-1] / 3 * (products**2 / 3 + squares / 2)))
+        terms = _terms(one)
+        if terms is not None and any(term.weights.shape[-1] > 1 for term in terms.queries + terms.keys):
+            # So are products with vectors of positions, whose squares add up to about what their sums have on average.
+            added = np.where(np.isfinite(s), s - products, 0.0)
+            squares = (added**2).mean(axis=-1, keepdims=True)
+            half_units.append(kept.eps / 2 * np.sqrt(q.shape[-1] / 3 * (added**2 / 3 + squares / 2)))
     error = np.sum([unit * rng.uniform(-1, 1, s.shape) for unit in half_units], axis=0)
+    made = _made_in_steps(one, kept, rng)
+    if made is not None:
+        error = error + logits(q, k, position=made, backend="numpy", **scores) - s
     error = np.where(np.isfinite(s) & np.isfinite(error), error, 0.0)
     p, _ = softmax(s + error)
     error = error + np.where(p > 0, np.nan_to_num(np.log(kept.rounded(p) / p), posinf=0.0, neginf=0.0), 0.0)
@@ -381,3 +434,31 @@ def _angles_in_float32(one: Example, rng: np.random.Generator) -> Position:
     exact = rotary_frequencies(rough.dim, base=position.base)
     rough.frequencies = exact * (1 + 2.0**-23 * rng.uniform(-1, 1, exact.shape))
     return rough
+
+
+def _made_in_steps(one: Example, kept: Format, rng: np.random.Generator) -> Position:
+    """Positions of which something is computed before it is added, and rounded at each step; None of all others."""
+    position, eps = one.position, min(kept.eps, 2.0**-23)
+    if isinstance(position, FoX):
+        # Each sum of gates is rounded, and goes on into the next; nobody adds them up in half precision.
+        log_gates = forget_gates(position.gates, variant=position.variant)
+        steps = kept.eps / 2 * np.abs(log_gates) if position.variant != "log" else np.zeros_like(log_gates)
+        steps = steps + eps / 2 * np.abs(np.cumsum(log_gates, axis=-1))
+        return FoX(log_gates + steps * rng.uniform(-1, 1, steps.shape), variant="log")
+    if isinstance(position, DecomposedBias):
+        given = {name: _resized(x, rows, eps, rng) for name, x, rows in position.needed()}
+        return type(position)(**(arguments(position) | given))
+    return None
+
+
+def _resized(table: Array, rows: int, eps: float, rng: np.random.Generator) -> Array:
+    """A table with so many rows, interpolated at places that are rounded to numbers of this eps."""
+    old = len(table)
+    if old == rows:
+        return table
+    places = (np.arange(rows) + 0.5) * old / rows - 0.5
+    places = places + eps * np.maximum(places, 1.0) * rng.uniform(-1, 1, rows)
+    lower = np.clip(np.floor(places).astype(np.int64), 0, old - 1)
+    share = np.clip(places - lower, 0.0, 1.0)[:, None]
+    found = (1 - share) * table[lower] + share * table[np.minimum(lower + 1, old - 1)]
+    return np.asarray(found * (1 + eps * rng.uniform(-1, 1, found.shape)))

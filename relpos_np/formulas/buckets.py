@@ -70,31 +70,37 @@ def t5_bucket(
     d = check.integers("relative_position", relative_position).astype(np.int64)
     buckets = num_buckets // 2 if bidirectional else num_buckets
     exact = buckets // 2
+    if exact < 1:
+        raise RelposValueError(f"num_buckets: {num_buckets} leaves no distance a bucket of its own")
+    _exceeds("max_distance", max_distance, exact)
     distance = np.abs(d) if bidirectional else np.maximum(-d, 0)
-    unique, where = np.unique(distance, return_inverse=True)
-    rows = [_bucket(int(n), buckets, exact, max_distance, rounding) for n in unique]
-    bucket = np.asarray(rows, dtype=np.int64)[where.reshape(d.shape)] if d.size else np.zeros(d.shape, np.int64)
+    far = np.clip(distance, exact, max_distance)
+    wide = buckets - exact
+    if rounding == "float32":
+        ratio = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
+        steps = (ratio * np.float32(wide)).astype(np.int64)
+    else:
+        steps = _steps(far, wide, exact, max_distance)
+    bucket = np.where(distance < exact, distance, np.minimum(buckets - 1, exact + steps))
     return bucket + np.where(d > 0, buckets, 0) if bidirectional else bucket
 
 
-def _bucket(n: int, buckets: int, exact: int, max_distance: int, rounding: str) -> int:
-    """One distance's bucket, straight from the formula."""
-    if n < exact:
-        return n
-    wide = buckets - exact
-    if rounding == "float32":
-        ratio = np.log(np.float32(n) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
-        return min(buckets - 1, exact + int(ratio * np.float32(wide)))
-    if n >= max_distance:
-        return buckets - 1
-    # m <= x iff D^m E^(B-E-m) <= n^(B-E). Float64 is sure of the floor but for an x beside an integer.
-    x = wide * math.log1p((n - exact) / exact) / math.log(max_distance / exact)
-    steps = round(x)
-    if abs(x - steps) > 1e-9 * (1 + x):
-        steps = math.floor(x)
-    elif max_distance**steps * exact ** (wide - steps) > n**wide:
-        steps -= 1
-    return min(buckets - 1, exact + steps)
+def _steps(far: Int64, wide: int, exact: int, max_distance: int) -> Int64:
+    """The floor of the formula: the largest m with D^m E^(B-E-m) <= n^(B-E)."""
+    x = wide * np.log1p((far - exact) / exact) / math.log(max_distance / exact)
+    steps = np.array(np.round(x), np.int64)
+    # Float64 is sure of the floor but for an x beside an integer.
+    sure = np.abs(x - steps) > 1e-9 * (1 + x)
+    for n in np.unique(far[~sure]):
+        m = int(steps[far == n][0])
+        if max_distance**m * exact ** (wide - m) > int(n) ** wide:
+            steps[far == n] -= 1
+    return np.where(sure, np.floor(x).astype(np.int64), steps)
+
+
+def _exceeds(name: str, max_distance: int, exact: int) -> None:
+    if max_distance <= exact:
+        raise RelposValueError(f"{name}: {max_distance} must exceed the {exact} distances with a bucket of their own")
 
 
 def bucket_table(
@@ -111,8 +117,5 @@ def bucket_table(
     if len(table) < 2:
         raise RelposValueError(f"{name}: expected at least 2 buckets, found shape {table.shape}")
     exact = len(table) // (4 if bidirectional else 2)
-    if max_distance <= exact:
-        raise RelposValueError(
-            f"{distance_name}: {max_distance} must exceed the {exact} distances with a bucket of their own"
-        )
+    _exceeds(distance_name, max_distance, exact)
     return table

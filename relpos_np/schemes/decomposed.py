@@ -213,15 +213,21 @@ class DecomposedBias(Scheme):
                 f"width_table: shape {self.width_table.shape} has other vectors than height_table's "
                 f"{self.height_table.shape}"
             )
-        for name, table, rows in self._tables():
+        for name, table, rows in self.needed():
             if variant == "mvit" and len(table) != rows:
                 raise RelposValueError(
                     f"{name}: grids {self.grid} and {self.key_grid} need {rows} rows, found shape {table.shape}; "
                     "resize it, or use variant='sam'"
                 )
 
-    def _tables(self) -> list[tuple[str, Array, int]]:
-        """Name, table and needed rows along each axis."""
+    def needed(self) -> list[tuple[str, Array, int]]:
+        """How many rows the grids need along each axis.
+
+        Returns
+        -------
+        list of (str, ndarray, int)
+            Name and table of the axis, and its rows.
+        """
         rows = [2 * max(sizes) - 1 for sizes in zip(self.grid, self.key_grid, strict=True)]
         return [("height_table", self.height_table, rows[0]), ("width_table", self.width_table, rows[1])]
 
@@ -243,7 +249,7 @@ class DecomposedBias(Scheme):
         """One query term along each axis."""
         maps = _maps(self.grid, self.key_grid, self.rounding, self.class_token)
         terms = []
-        for index, (_, table, rows) in zip(maps, self._tables(), strict=True):
+        for index, (_, table, rows) in zip(maps, self.needed(), strict=True):
             weights = table if len(table) == rows else resize_matrix(len(table), rows, "linear") @ table
             terms.append(QueryTerm(q, weights.astype(site.dtype, copy=False)[None], index))
         return Terms(queries=tuple(terms))
@@ -255,7 +261,7 @@ class DecomposedBias(Scheme):
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """Back through the interpolation of the tables."""
         arrays = {}
-        for term, (name, table, rows) in zip(grad.queries, self._tables(), strict=True):
+        for term, (name, table, rows) in zip(grad.queries, self.needed(), strict=True):
             weights = term.weights[0]
             arrays[name] = weights if len(table) == rows else resize_matrix(len(table), rows, "linear").T @ weights
         return SchemeGradient(q=grad.queries[0].query + grad.queries[1].query, arrays=arrays)

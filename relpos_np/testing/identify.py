@@ -40,7 +40,7 @@ _SCANNED = 6_000
 # An error of the size of the answer's tenth is no rounding.
 _NEAR = 0.1
 # Numbers that are looked for first, the most usual ones.
-_FIRST = ("scale", "dim", "dim of the last channels", "base")
+_FIRST = ("scale", "dim", "factor", "base", "dim of the last channels")
 # Keys of a call whose window is looked for.
 _WIDEST = 512
 # Fits whose error is larger than the best one's by more than this factor are no fits.
