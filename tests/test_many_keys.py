@@ -184,6 +184,21 @@ def test_gradients_of_sums_that_all_have_one_sign(dtype, rng):
     assert np.abs((found.q - ds @ k.astype(wide)) / size).max() <= unit
 
 
+@pytest.mark.parametrize("first", [0, 101])
+def test_gradients_from_many_keys(first, rng):
+    """Of one sign and size, in groups, also where no block of keys begins at the first one: in one sum 200 off."""
+    n = 1_000_000
+    v = rng.choice([-1.0, 1.0], (1, n, 1)).astype(np.float32)
+    k, one = v * np.float32(1.1), np.ones((1, 1, 1), np.float32)
+    found = rp.attention_vjp(one, k, v, grad_out=one, scale=2.0**-10, window=(n - 1 - first, 0)).q.item()
+    k, v = (x[0, first:, 0].astype(np.longdouble) for x in (k, v))
+    p = np.exp(k / 1024)
+    p /= p.sum()
+    ds = p * (v - p @ v) / 1024
+    # A group adds up 16 tiles, and a probability is off by as many units as its score and the log-sum-exp have.
+    assert abs(found - ds @ k) <= (16 + 1 + np.log(n)) * EPS[np.float32] * (np.abs(ds) @ np.abs(k))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_equal_probabilities_by_label(dtype, rng):
     """Dropout makes them 1 / 0.9, which is rounded the same way in each sum of a tile."""

@@ -203,6 +203,16 @@ def test_half_precision_of_many_queries(name, dtype, unit, monkeypatch):
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(("precision", "kind"), [("highest", "float32"), ("high", "float32"), ("medium", "bfloat16")])
+def test_products_that_a_precision_allows(precision, kind, monkeypatch, rng):
+    """Only "medium", or none that was chosen, multiplies what is stored as bfloat16 in pairs."""
+    monkeypatch.setattr(job, "UNIT", "emulated")
+    q, k, v = rng.standard_normal((3, 1, 25, 8)).astype(ml_dtypes.bfloat16)
+    with interpreted() as machine:
+        rp.attention(q, k, v, precision=precision, backend="numba")
+    assert set(machine.launches) <= {f"attend_{kind}", f"windows_{kind}"}
+
+
 @pytest.fixture
 def tiles(monkeypatch):
     """A host that plans for matrix tiles, whose products the interpreter makes on any processor."""
