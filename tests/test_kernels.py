@@ -312,3 +312,14 @@ def test_every_kernel_is_loaded_by_another_process():
     kernels = "rp.backend.kernels('numba').KERNELS.items()"
     status, out, log = child(f"print([name for name, kernel in {kernels} if not kernel._load()])")
     assert (status, out) == (0, "[]\n"), log
+
+
+@pytest.mark.parametrize("other", ["t5", "alibi", "alibi key"])
+def test_a_bias_beside_products_by_distance(other):
+    """Whole tiles, in which the kernel adds one of the two to the products as it makes them."""
+    for q_len, k_len in ((31, 64), (64, 400)):
+        positions = KINDS["transformer_xl conformer"], KINDS[other]
+        case = Case(3, ((), (), ()), (), 1, 2, q_len, k_len, 16, 16, positions=positions)
+        operands, options = case.operands(np.float32), case.options(np.float32)
+        found, expected = (rp.attention(*operands, **options, backend=backend) for backend in ("numba", "numpy"))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

@@ -241,7 +241,8 @@ def _rows_axis(x: Array, heads: int) -> int:
 
 def _by_columns(one: Example) -> Array | None:
     """A table with a row for each difference of places in a grid, (2 h - 1) (2 w - 1) of them, in the other order."""
-    grid, table = getattr(one.position, "grid", ()), _array("table", one)
+    grid: tuple[int, ...] = getattr(one.position, "grid", ())
+    table = _array("table", one)
     if len(grid) != 2 or table is None or len(table) != (2 * grid[0] - 1) * (2 * grid[1] - 1):
         return None
     turned = table.reshape(2 * grid[1] - 1, 2 * grid[0] - 1, -1).swapaxes(0, 1)
