@@ -99,3 +99,16 @@ def test_ordinary_calls_are_made_once(monkeypatch, rng):
     rp.attention(q, k, v, mask=mask)
     q[0, 5] = np.nan
     assert np.isnan(rp.attention(q, k, v, mask=mask)[0, 5]).all()
+
+
+@pytest.mark.parametrize("backend", rp.backend.HOST_BACKENDS)
+@pytest.mark.parametrize("q_len", [3, 30])
+def test_the_lowest_number_excludes_no_key(q_len, backend, rng):
+    """What such a key holds reaches the output, as little as the key weighs."""
+    q, k, v = (rng.standard_normal((1, n, 8)).astype(np.float32) for n in (q_len, 40, 40))
+    v[:, 3, 0], v[:, 4, 1] = np.inf, np.nan
+    mask = np.zeros((q_len, 40), np.float32)
+    mask[:, 3:5] = np.finfo(np.float32).min
+    out = rp.attention(q, k, v, mask=mask, backend=backend)
+    assert not np.isfinite(out[..., :2]).any()
+    assert np.isfinite(out[..., 2:]).all()
