@@ -125,7 +125,7 @@ class Machine:
         self.threads, self.order, self.poison, self.excluded = threads, order, poison, excluded
         self.launches = Counter()
         self.lent = {}
-        self.constants = [ends._met.kinds]
+        self.constants = [np.frombuffer(ends._met.kinds, np.int64)]
 
     # the host's side -----------------------------------------------------------------------------
 
