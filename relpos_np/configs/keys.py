@@ -33,7 +33,7 @@ def loaded(config: Any) -> dict[str, Any]:
         found = dict(config)
     elif isinstance(config, str | os.PathLike):
         path = Path(config)
-        path = elsewhere.within(path) if path.is_dir() else path
+        path = elsewhere.within(path) if os.path.isdir(path) else path  # noqa: PTH112 -- as for any name
         if path.suffix == ".gguf":
             return gguf.config(path)
         try:

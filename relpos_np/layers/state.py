@@ -164,7 +164,8 @@ def tensors(source: Source) -> Mapping[str, Array]:
             f"source: {path} is a pickled checkpoint, and reading one can run any code it names; load it where you "
             "trust it, and save it with safetensors.torch.save_file, or pass the state dict itself"
         )
-    if not (path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json"))):
+    folder = os.path.isdir(path)  # noqa: PTH112 -- False for a name that no file can have
+    if not (folder or path.name.endswith((".safetensors", ".safetensors.index.json"))):
         raise RelposValueError(
             f"source: expected a path that ends in .safetensors or .safetensors.index.json, or a folder, found {path}"
         )

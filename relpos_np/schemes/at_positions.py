@@ -104,12 +104,13 @@ class AtPositions(Positioned):
 
     reads_operand_values = False
 
-    def __init__(self, scheme: Any, positions: Any, key_positions: Any = None) -> None:
-        if not isinstance(scheme, Scheme) or not (scheme.relative and scheme.covers):
+    def __init__(self, scheme: Scheme, positions: Any, key_positions: Any = None) -> None:
+        given: Any = scheme
+        if not isinstance(given, Scheme) or not (given.relative and given.covers):
             raise RelposTypeError(
                 f"scheme: expected one that goes by distances alone, such as ALiBi or T5, found {shown(scheme)}"
             )
-        self.scheme: Scheme = scheme
+        self.scheme = scheme
         self._place(positions, key_positions)
         if self.positions is None:
             raise RelposTypeError("positions: expected an array of integers, found None")

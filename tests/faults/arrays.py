@@ -45,6 +45,7 @@ def rare_schemes():
     positions = np.arange(5, dtype=np.float64)
     yield rp.Rotary(8, frequencies=draw(4), positions=positions, key_positions=np.arange(7.0))
     yield rp.Rotary(8, positions=whole(5), key_positions=whole(7))
+    yield rp.AtPositions(rp.ALiBi(), positions=whole(5), key_positions=whole(7))
     yield rp.XPos(8, positions=positions, key_positions=np.arange(7.0))
     yield rp.CoPE(draw(5, 8), gate_key=draw(2, 7, 8), counted=np.ones((5, 7), bool))
     yield rp.SwinV2(draw(6, 2), draw(6), draw(2, 6), np.ones(2), (2, 3), output_bias=draw(2))

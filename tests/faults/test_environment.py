@@ -111,6 +111,7 @@ NEEDS = {
         ("onnx",),
         ['pip install "relpos-np[onnx]"'],
     ),
+    "gguf": ("rp.from_config('a.gguf', layer=0)", ("gguf",), ["pip install", "relpos-np[gguf]"]),
     "safetensors": (
         "from relpos_np.testing import files; files.safetensors({})",
         ("safetensors",),
