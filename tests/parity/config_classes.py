@@ -28,7 +28,7 @@ def vocabulary():
     """Every string of the readers that may be a key."""
     found = set()
     for path in HERE.glob("*.py"):
-        if path.stem in ("neutral", "elsewhere", "layer", "plans", "bound"):
+        if path.stem in ("neutral", "elsewhere", "gguf", "layer", "plans", "bound"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
