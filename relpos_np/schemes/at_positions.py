@@ -192,9 +192,10 @@ class AtPositions(Positioned):
         group = min(_PAIRS, pairs) * site.heads * (2 * site.head_dim + 8) * itemsize
         vectors = 0 if site.scores_only else 2 * site.heads * (pairs + line.k_len) * site.v_dim * itemsize
         results = math.prod(site.batch) * site.heads * (site.q_len * site.v_dim + 2 * pairs) * itemsize
-        counted = self.scheme.memory_bound(self._shifted(site) or site)
+        shifted = self._shifted(site)
+        counted = self.scheme.memory_bound(shifted or site)
         formula = counted.formula + 64 * pairs + group + vectors + results
-        if self._shifted(site) is not None:
+        if shifted is not None:
             return replace(counted, formula=formula)
         of_line, rows = self.scheme.memory_bound(line), line.k_len * (64 + 24 * site.heads)
         items = math.prod(np.broadcast_shapes(*(x.shape[:-1] for x in self._stand(site))))
