@@ -91,15 +91,13 @@ class Truth:
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """How far off answers of these dtypes are, how far off they may be, and typical errors in units of such."""
         found = self._weighed(answers, dtypes)
-        errors, allowed, rough = found
-        right = all(errors[name] <= allowed[name] for name in errors) and max(rough.values(), default=0.0) <= 1
-        if right or self.spare is None:
+        if self.spare is None or _within(*found):
             return found
         self.draws, self.spare = self.spare, None
-        again = self._weighed(answers, dtypes)
-        if all(again[0][name] <= again[1][name] for name in again[0]) and max(again[2].values(), default=0.0) <= 1:
+        found = self._weighed(answers, dtypes)
+        if _within(*found):
             self.told = ANGLES
-        return again
+        return found
 
     def _weighed(
         self, answers: Mapping[str, Array], dtypes: Mapping[str, str]
@@ -216,6 +214,11 @@ def truth(
     return Truth(expected, worst, usual, stored, draws, slack, spare)
 
 
+def _within(errors: Mapping[str, float], allowed: Mapping[str, float], rough: Mapping[str, float]) -> bool:
+    """Whether neither errors nor typical ones are more than is allowed."""
+    return all(errors[name] <= allowed[name] for name in errors) and max(rough.values(), default=0.0) <= 1
+
+
 def _pairs_of_rows(one: Example) -> dict[int, Array]:
     """By the number of rows of a scheme's table how many pairs of query and key of all heads and items read each row.
 
@@ -241,6 +244,12 @@ def _terms(one: Example) -> Terms | None:
         return (one.position or Plain()).lower(problem.q, problem.k, problem.site)
     except (RelposError, NotImplementedError):
         return None
+
+
+def _has_vectors(one: Example) -> bool:
+    """Whether queries or keys are multiplied with vectors of positions."""
+    terms = _terms(one)
+    return terms is not None and any(term.weights.shape[-1] > 1 for term in terms.queries + terms.keys)
 
 
 def _with(
@@ -296,8 +305,9 @@ def _drawn(
     """Results with all roundings at random; `angles`: with rotary angles in float32, too."""
     batch, heads, q_len, _ = one.q.shape
     draws = min(_DRAWS, max(2, _SCORES // (batch * heads * q_len * one.k.shape[2])))
+    chosen = {"angles": angles, "vectors": _has_vectors(one)}
     for seed in range(draws):
-        rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1, angles=angles)
+        rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1, **chosen)
         turned, added = None, _summed(one, kept, np.random.default_rng(seed))
         if grad_out is not None:
             # What reaches a score is a product with values, which is rounded before a sum is subtracted from it.
@@ -374,7 +384,9 @@ def _results(one: Example, backend: Backend, grad_out: Array | None, trained: tu
 
 
 @np.errstate(all="ignore")
-def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_last: bool, angles: bool) -> Example:
+def _rounded(
+    one: Example, kept: Format, rng: np.random.Generator, *, scaled_last: bool, angles: bool, vectors: bool
+) -> Example:
     """The case with the roundings of each step as a float mask, and operands rounded after a step of their own."""
     steps = _ROUNDINGS_OF_A_TURN if isinstance(one.position, Positioned) else 1
 
@@ -403,8 +415,7 @@ def _rounded(one: Example, kept: Format, rng: np.random.Generator, *, scaled_las
         # squares on the way.
         squares = q**2 @ repeat_heads(k**2, q.shape[1]).swapaxes(-1, -2) * scale**2
         half_units.append(kept.eps / 2 * np.sqrt(q.shape[-1] / 3 * (products**2 / 3 + squares / 2)))
-        terms = _terms(one)
-        if terms is not None and any(term.weights.shape[-1] > 1 for term in terms.queries + terms.keys):
+        if vectors:
             # So are products with vectors of positions, whose squares add up to about what their sums have on average.
             added = np.where(np.isfinite(s), s - products, 0.0)
             squares = (added**2).mean(axis=-1, keepdims=True)
