@@ -1,4 +1,4 @@
-"""Lines of Chinese join without the space that a line break is in other languages."""
+"""Chinese pages: lines that join without a space, the language of the page, and a sidebar of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,18 @@ class JoinLines(SphinxTransform):
                 del row[at]
 
 
+def speak(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:  # noqa: ARG001
+    """Tell browsers which language a page under ``zh`` is in, and leave only Chinese pages in its sidebar."""
+    if page.startswith("zh/"):
+        context["language"] = "zh"
+        tree = re.search(r'<li class="toctree-l1 current.*?</ul>\s*</li>', context["furo_navigation_tree"], re.DOTALL)
+        assert tree is not None, "the sidebar opens the branch of the page that it is beside"
+        english = f'<a class="reference internal" href="{context["pathto"]("index")}">English</a>'
+        context["furo_navigation_tree"] = f'<ul>{tree[0]}<li class="toctree-l1">{english}</li></ul>'
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Apply it to every page."""
     app.add_transform(JoinLines)
+    app.connect("html-page-context", speak, priority=900)  # after the theme, which makes the sidebar
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -170,10 +170,12 @@ def attention(
     Examples
     --------
     >>> import numpy as np, relpos_np as rp
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 10, 16))  # (batch, heads, length, channels)
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 4, 10, 16))  # (batch, heads, length, channels)
     >>> rp.attention(q, k, v, position=rp.ALiBi(), causal=True).shape
     (2, 4, 10, 16)
-    >>> out, lse = rp.attention(q, k, v, position=(rp.ALiBi(), rp.Rotary(16)), return_lse=True)  # schemes add up
+    >>> both = (rp.ALiBi(), rp.Rotary(16))  # schemes add up
+    >>> out, lse = rp.attention(q, k, v, position=both, return_lse=True)
     >>> lse.shape
     (2, 4, 10)
     """

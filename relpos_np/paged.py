@@ -141,7 +141,7 @@ def write_pages(x: Array, pages: Array, *, block_table: Any, positions: Any) -> 
     --------
     >>> import numpy as np, relpos_np as rp
     >>> pages = np.zeros((5, 4, 2, 8))  # 5 pages of 4 keys, 2 heads
-    >>> rp.write_pages(np.ones((1, 2, 3, 8)), pages, block_table=[[3, 0]], positions=[2])  # keys 2, 3 and 4
+    >>> rp.write_pages(np.ones((1, 2, 3, 8)), pages, block_table=[[3, 0]], positions=[2])  # keys 2 to 4
     >>> pages[..., 0, 0].nonzero()
     (array([0, 3, 3]), array([0, 2, 3]))
     """

@@ -24,10 +24,12 @@ RUN = [
     *(f"tutorial/{name}" for name in TUTORIAL),
     "checkpoints.md",
     "errata.md",
+    "identify.md",
     "index.md",
     "limits.md",
     "own-scheme.md",
     "recipes.md",
+    "recipes-serving.md",
     "serving.md",
     "test-your-kernel.md",
 ]

@@ -291,7 +291,8 @@ class LayerAttention:
         >>> rng = np.random.default_rng(0)
         >>> sizes = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
         >>> sizes |= {"q_norm": 16, "k_norm": 16}
-        >>> weights = {f"model.layers.3.self_attn.{n}.weight": rng.standard_normal(s) for n, s in sizes.items()}
+        >>> names = {name: f"model.layers.3.self_attn.{name}.weight" for name in sizes}
+        >>> weights = {names[name]: rng.standard_normal(size) for name, size in sizes.items()}
         >>> layer.run(rng.standard_normal((2, 7, 32)), weights).shape
         (2, 7, 32)
         """

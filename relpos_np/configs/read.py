@@ -267,7 +267,7 @@ def from_config(config: Any, *, layer: int, part: str = "", ignore: Iterable[str
     Examples
     --------
     >>> import relpos_np as rp
-    >>> config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 500000.0}
+    >>> config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 5e5}
     >>> layer = rp.from_config(config, layer=0)
     >>> layer.heads, layer.head_dim, layer.causal, layer.schemes[0].words()
     (4, 16, True, 'Rotary(base=500000)')

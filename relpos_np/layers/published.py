@@ -89,8 +89,10 @@ def scheme_arrays(
     --------
     >>> import numpy as np, relpos_np as rp
     >>> from relpos_np.layers import scheme_arrays
-    >>> state = {"layers.0.attn.rel_pos_h": np.zeros((7, 4)), "layers.0.attn.rel_pos_w": np.zeros((5, 4))}
-    >>> rp.DecomposedBias(**scheme_arrays(state, prefix="layers.0.attn", format="sam"), grid=(4, 3)).variant
+    >>> height, width = np.zeros((7, 4)), np.zeros((5, 4))
+    >>> state = {"layers.0.attn.rel_pos_h": height, "layers.0.attn.rel_pos_w": width}
+    >>> arrays = scheme_arrays(state, prefix="layers.0.attn", format="sam")
+    >>> rp.DecomposedBias(**arrays, grid=(4, 3)).variant
     'sam'
     """
     check.choice("format", format, (*STORED, *PROJECTED))

@@ -136,7 +136,7 @@ class ALiBi(DistanceBias):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
-    >>> rp.attention(q, k, v, position=rp.ALiBi(), causal=True).shape  # slopes follow from the number of heads
+    >>> rp.attention(q, k, v, position=rp.ALiBi(), causal=True).shape  # slopes: from the heads
     (2, 8, 10, 64)
     >>> rp.logits(0 * q, k, position=rp.ALiBi())[0, 0, 2, :5]  # a slope of 1/2 for the first of 8 heads
     array([-1. , -0.5,  0. , -0.5, -1. ])

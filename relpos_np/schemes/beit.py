@@ -106,7 +106,7 @@ class BEiT(LookupScheme):
     --------
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 2, 8, 50, 64))  # (batch, heads, a class token and 7 x 7 patches, channels)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 50, 64))  # (batch, heads, class token and 7 x 7, D)
     >>> table = rng.standard_normal((13 * 13 + 3, 8))
     >>> rp.attention(q, k, v, position=rp.BEiT(table, (7, 7))).shape
     (2, 8, 50, 64)

@@ -131,7 +131,7 @@ class CoPE(Scheme):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
-    >>> table = rng.standard_normal((16, 64))  # a vector for each position that a sum of gates may reach
+    >>> table = rng.standard_normal((16, 64))  # for each position that a sum of gates may reach
     >>> rp.attention(q, k, v, position=rp.CoPE(table), causal=True).shape
     (2, 8, 10, 64)
     """

@@ -102,7 +102,7 @@ class DAPE(Scheme):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
-    >>> w1, b1 = rng.standard_normal((32, 16)), np.zeros(32)  # of the scores and the biases of all 8 heads
+    >>> w1, b1 = rng.standard_normal((32, 16)), np.zeros(32)  # of scores and biases of 8 heads
     >>> w2, b2 = rng.standard_normal((8, 32)), np.zeros(8)
     >>> rp.attention(q, k, v, position=rp.DAPE(rp.ALiBi(), w1, b1, w2, b2), causal=True).shape
     (2, 8, 10, 64)

@@ -189,9 +189,9 @@ class DeBERTa(LookupScheme):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
-    >>> pos_key, pos_query = rng.standard_normal((2, 8, 2 * 256, 64))  # projected embeddings of 2 k distances
+    >>> pos_key, pos_query = rng.standard_normal((2, 8, 2 * 256, 64))  # embeddings of 2 k distances
     >>> position = rp.DeBERTa(pos_key, pos_query)
-    >>> rp.attention(q, k, v, position=position, scale=(3 * 64) ** -0.5).shape  # three products share the scale
+    >>> rp.attention(q, k, v, position=position, scale=(3 * 64) ** -0.5).shape  # for 3 products
     (2, 8, 10, 64)
     """
 

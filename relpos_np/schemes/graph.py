@@ -202,7 +202,7 @@ class GraphLabels(LookupScheme):
     >>> q, k, v = rng.standard_normal((3, 2, 8, 6, 64))  # (batch, heads, nodes, channels)
     >>> steps = abs(np.arange(6)[:, None] - np.arange(6))
     >>> ring = np.minimum(steps, 6 - steps)  # the shortest path between two of six atoms
-    >>> position = rp.GraphLabels(ring, table=rng.standard_normal((4, 8)))  # a bias for each length and head
+    >>> position = rp.GraphLabels(ring, table=rng.standard_normal((4, 8)))  # one per length and head
     >>> rp.attention(q, k, v, position=position).shape
     (2, 8, 6, 64)
     """

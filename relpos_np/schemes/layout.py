@@ -187,7 +187,7 @@ class LayoutBias(LookupScheme):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
-    >>> x, y = np.sort(rng.integers(0, 1000, (2, 2, 10, 2)))  # of each token left and right, top and bottom
+    >>> x, y = np.sort(rng.integers(0, 1000, (2, 2, 10, 2)))  # left and right, top and bottom
     >>> boxes = np.stack([x[..., 0], y[..., 0], x[..., 1], y[..., 1]], axis=-1)
     >>> table, x_table, y_table = (rng.standard_normal((n, 8)) for n in (32, 64, 64))
     >>> rp.attention(q, k, v, position=rp.LayoutBias(table, x_table, y_table, boxes)).shape

@@ -179,7 +179,7 @@ class LieRE(Positioned):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
-    >>> generators = 0.1 * rng.standard_normal((2, 8, 8, 8))  # for each coordinate, 8 blocks of 8 channels
+    >>> generators = 0.1 * rng.standard_normal((2, 8, 8, 8))  # for each axis, 8 blocks of 8 channels
     >>> places = np.stack(np.divmod(np.arange(49), 7)).astype(float)  # row and column of each patch
     >>> rp.attention(q, k, v, position=rp.LieRE(generators, positions=places)).shape
     (2, 8, 49, 64)

@@ -168,7 +168,7 @@ class NeighborhoodBias(LookupScheme):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
-    >>> table = rng.standard_normal((8, 5, 5))  # a bias for each head and offset within 3 x 3 neighbours
+    >>> table = rng.standard_normal((8, 5, 5))  # for each head and offset of 3 x 3 neighbours
     >>> rp.attention(q, k, v, position=rp.NeighborhoodBias(table, (7, 7), kernel=3)).shape
     (2, 8, 49, 64)
     """

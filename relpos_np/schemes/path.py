@@ -110,7 +110,7 @@ class PaTH(Scheme):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
-    >>> w, beta = rng.standard_normal((2, 8, 10, 64)), rng.random((2, 8, 10))  # what turns keys at each token
+    >>> w, beta = rng.standard_normal((2, 8, 10, 64)), rng.random((2, 8, 10))  # turn keys at each token
     >>> w /= np.linalg.norm(w, axis=-1, keepdims=True)
     >>> rp.attention(q, k, v, position=rp.PaTH(w, beta), causal=True).shape
     (2, 8, 10, 64)

@@ -126,7 +126,8 @@ class Rotary(Positioned):
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
     >>> whole = rp.attention(q, k, v, position=rp.Rotary(), causal=True)
-    >>> last = rp.attention(q[:, :, 9:], k, v, position=rp.Rotary())  # one token that reads a cache stands at its end
+    >>> # One token that reads a cache stands at its end.
+    >>> last = rp.attention(q[:, :, 9:], k, v, position=rp.Rotary())
     >>> np.allclose(last, whole[:, :, 9:])
     True
     """

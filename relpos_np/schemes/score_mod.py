@@ -61,7 +61,8 @@ class ScoreMod(Scheme):
     >>> import numpy as np, relpos_np as rp
     >>> q = np.ones((1, 2, 3, 4))
     >>> causal = rp.ScoreMod(lambda s, b, h, i, j: np.where(i >= j, s, -np.inf))
-    >>> bool((rp.attention(q, q, q, position=causal, backend="numpy") == rp.attention(q, q, q, causal=True)).all())
+    >>> out = rp.attention(q, q, q, position=causal, backend="numpy")
+    >>> bool((out == rp.attention(q, q, q, causal=True)).all())
     True
     """
 

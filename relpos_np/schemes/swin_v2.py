@@ -213,7 +213,8 @@ class SwinV2(Scheme):
     >>> import numpy as np, relpos_np as rp
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 49, 64))  # (batch, heads, 7 x 7 patches, channels)
-    >>> hidden, bias, output = rng.standard_normal((512, 2)), rng.standard_normal(512), rng.standard_normal((8, 512))
+    >>> hidden, bias = rng.standard_normal((512, 2)), rng.standard_normal(512)
+    >>> output = rng.standard_normal((8, 512))
     >>> position = rp.SwinV2(hidden, bias, output, logit_scale=np.full(8, np.log(10.0)), grid=(7, 7))
     >>> rp.attention(q, k, v, position=position).shape
     (2, 8, 49, 64)

@@ -96,7 +96,7 @@ class T5(LookupScheme):
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 8, 10, 64))  # (batch, heads, length, channels)
     >>> table = rng.standard_normal((32, 8))  # `relative_attention_bias.weight`: (buckets, heads)
-    >>> rp.attention(q, k, v, position=rp.T5(table, max_distance=128), scale=1.0).shape  # T5 does not scale products
+    >>> rp.attention(q, k, v, position=rp.T5(table, max_distance=128), scale=1.0).shape  # T5: no scale
     (2, 8, 10, 64)
     """
 

@@ -112,7 +112,8 @@ def to_onnx(
     --------
     >>> import numpy as np, relpos_np as rp
     >>> t5 = rp.T5(np.zeros((32, 8), np.float32))
-    >>> model = rp.to_onnx(t5, q=(1, 8, 128, 64), k=(1, 8, 128, 64), v=(1, 8, 128, 64))  # doctest: +SKIP
+    >>> size = (1, 8, 128, 64)
+    >>> model = rp.to_onnx(t5, q=size, k=size, v=size)  # doctest: +SKIP
     """
     given = completed(to_onnx, options)
     package()
