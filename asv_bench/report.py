@@ -40,14 +40,18 @@ def shapes():
     """What the letters stand for."""
     from benchmarks.shapes import SHAPES
 
-    rows = [[name, s.words, sizes((s.batch, s.heads, s.q_len, s.head_dim)), str(s.k_len)] for name, s in SHAPES.items()]
+    rows = []
+    for name, s in SHAPES.items():
+        shortest = "" if s.shortest is None else f"{s.shortest} to "
+        rows.append([name, s.words, sizes((s.batch, s.heads, s.q_len, s.head_dim)), f"{shortest}{s.k_len}"])
     return grid(["", "scheme", "queries: batch × heads × length × head_dim", "keys"], rows)
 
 
 def called(letter, one):
     """A shape in words, and the letter that programs know it by."""
     words = one.get("words", letter).removesuffix(", in bfloat16")
-    return words if words == letter else f"{letter}: {words}, length {one['shape'][2]:,}"
+    shortest = f"{one['shortest']:,} to " if "shortest" in one else ""
+    return words if words == letter else f"{letter}: {words}, length {shortest}{one['shape'][2]:,}"
 
 
 def kernels(record):
@@ -309,4 +313,5 @@ def sections(folder=RECORDED):
         "figures_peers": read("compare.json", origin, peers),
         "figures_peers_amx": read("compare-amx.json", origin, peers),
         "figures_peers_fma": read("compare-fma.json", origin, peers),
+        "figures_ragged": read("ragged.json", origin, peers),
     }

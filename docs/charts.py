@@ -58,12 +58,14 @@ class Panel:
         return self.times_ours[name] / max(self.times_ours.values())
 
 
-def sizes(shape: Iterable[int]) -> str:
-    """A shape in words."""
-    batch, heads, queries, keys, _ = shape
+def sizes(one: Mapping[str, Any]) -> str:
+    """A recorded shape in words."""
+    batch, heads, queries, keys, _ = one["shape"]
     length = (
         f"{queries:,} tokens" if queries == keys else f"{queries:,} quer{'y' if queries == 1 else 'ies'}, {keys:,} keys"
     )
+    if "shortest" in one:
+        length = f"{one['shortest']:,} to {length}"
     return f"{batch:,} × {heads} heads, {length}" if batch > 1 else f"{heads} heads, {length}"
 
 
@@ -78,7 +80,7 @@ def compared(record: Mapping[str, Any], letters: Iterable[str], peers: Iterable[
             names["torch sdpa"] = PEERS["torch sdpa, bias inside"]
         title = one["words"].removesuffix(", in bfloat16")
         figures = [{words: one["peers"][n][key] for n, words in names.items()} for key in ("median_ms", "times_ours")]
-        found.append(Panel(title[0].upper() + title[1:], sizes(one["shape"]), *figures))
+        found.append(Panel(title[0].upper() + title[1:], sizes(one), *figures))
     return found
 
 
@@ -183,6 +185,10 @@ def sections() -> dict[str, str]:
             panels = of_storage(record, storage)
             parts[f"bars_{storage}{suffix}"] = html(panels)
             lines += slower(panels, f"{storage}, {record['processor']}{', with tiles' * (suffix == '_amx')}")
+    ragged = recorded("ragged.json")
+    panels = compared(ragged, ragged["attention"])
+    parts["bars_ragged"] = html(panels)
+    lines += slower(panels, f"float32, {ragged['processor']}")
     models = whole_models(recorded("interop.json"))
     lines += slower(models, f"float32, {recorded('interop.json')['processor']}")
     return parts | {"bars_models": html(models), "not_faster": "\n".join(lines)}

@@ -36,6 +36,14 @@ def apart(case: Case) -> Array:
     return np.arange(s.k_len) - (np.arange(s.q_len)[:, None] + s.k_len - s.q_len)
 
 
+def padding(case: Case) -> Array | None:
+    """0 at each sequence's tokens, and -inf at what pads them, (B, 1, 1, L_k); None where nothing does."""
+    if case.lengths is None:
+        return None
+    there = np.arange(case.shape.k_len) < case.lengths[:, None, None, None]
+    return np.where(there, np.float32(0), np.float32(-np.inf))
+
+
 def bias(case: Case) -> Array:
     """Bias of every pair, (H, L_q, L_k)."""
     if case.shape.kind == "plain":

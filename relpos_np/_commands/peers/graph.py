@@ -28,7 +28,8 @@ def attention(g: Any, case: Case) -> tuple[Any, str]:
         return g.node("Attention", query, k, v, _shifted(g, case, q)), note
     if s.kind == "plain":
         return g.node("Attention", q, k, v), g.fused
-    mask = g.feed("mask", arrays.bias(case)[None])
+    bias, hidden = arrays.bias(case)[None], arrays.padding(case)
+    mask = g.feed("mask", bias if hidden is None else bias + hidden)
     return g.node("Attention", q, k, v, mask), f"{g.fused}, bias built before the call"
 
 

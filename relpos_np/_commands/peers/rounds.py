@@ -152,6 +152,7 @@ def compare(
         subject = case(shape)
         s = subject.shape
         record |= {"words": s.words, "storage": s.storage, "shape": [s.batch, s.heads, s.q_len, s.k_len, s.head_dim]}
+        record |= {} if s.shortest is None else {"shortest": s.shortest}
         operations = subject.operations if task == "attention" else subject.backward_operations
         if task == "attention" and s.q_len == 1:
             # What must be read of memory, not arithmetic, limits a single query.

@@ -44,6 +44,8 @@ class Shape:
     words: str
     causal: bool = False
     storage: str = "float32"
+    # Of sequences that have this many tokens up to q_len: whoever takes no packed ones gets padding up to q_len.
+    shortest: int | None = None
 
 
 SHAPES = {
@@ -59,12 +61,15 @@ SHAPES = {
     "J": Shape("plain", 8, 12, 64, 64, 64, "no positions"),
     "K": Shape("plain", 32, 12, 128, 128, 64, "no positions"),
     "L": Shape("plain", 1, 8, 16, 16, 64, "no positions"),
+    "M": Shape("t5", 256, 8, 32, 32, 64, "T5 bias, different lengths", shortest=8),
+    "N": Shape("t5", 64, 8, 64, 64, 64, "T5 bias, different lengths", shortest=16),
+    "O": Shape("t5", 16, 8, 512, 512, 64, "T5 bias, different lengths", shortest=128),
 }
 SHAPES |= {name + "b": replace(s, words=f"{s.words}, in bfloat16", storage="bfloat16") for name, s in SHAPES.items()}
 # Products of queries with distances for rel_shift: (heads, L_q, columns) for "conformer", 2048 queries and keys.
 SHIFTED = (8, 2048, 4095)
 # What asv follows from commit to commit.
-TRACKED = (*"ABCDEFGH", "Hb", "Bb", "Db", "I", "J", "L")
+TRACKED = (*"ABCDEFGH", "Hb", "Bb", "Db", "I", "J", "L", "N", "O")
 # One of each kind, small enough to try a program or a peer with.
 SMALL = {
     "a": Shape("t5", 1, 2, 48, 48, 16, "T5 bias"),
@@ -74,6 +79,7 @@ SMALL = {
     "g": Shape("shaw", 1, 2, 40, 40, 16, "Shaw, k = 16, on keys and values"),
     "h": Shape("alibi", 1, 4, 1, 96, 16, "ALiBi, one query"),
     "i": Shape("plain", 2, 2, 24, 24, 16, "no positions"),
+    "m": Shape("t5", 5, 2, 24, 24, 16, "T5 bias, different lengths", shortest=3),
 }
 SMALL |= {name + "b": replace(s, words=f"{s.words}, in bfloat16", storage="bfloat16") for name, s in SMALL.items()}
 BACKWARD = ("A", "B", "D", "E", "F", "G")
@@ -101,16 +107,44 @@ class Case:
     @property
     def kwargs(self) -> dict[str, Any]:
         """What a call of attention gets beside q, k and v."""
-        return {"position": self.scheme} | ({"causal": True} if self.shape.causal else {})
+        options: dict[str, Any] = {"causal": True} if self.shape.causal else {}
+        if self.lengths is not None:
+            options["segments"] = np.concatenate([[0], np.cumsum(self.lengths)])
+        return {"position": self.scheme} | options
+
+    @cached_property
+    def lengths(self) -> Array | None:
+        """Tokens of each sequence, where they differ."""
+        s = self.shape
+        return None if s.shortest is None else np.random.default_rng(3).integers(s.shortest, s.q_len + 1, s.batch)
+
+    def packed(self, x: Array) -> Array:
+        """Of padded sequences (B, H, L, D) the tokens of all in one, (1, H, L_1 + L_2 + ..., D); of others x."""
+        if self.lengths is None:
+            return x
+        return np.concatenate([one[:, :length] for one, length in zip(x, self.lengths, strict=True)], axis=1)[None]
+
+    def sequences(self, result: Array) -> list[Array]:
+        """The tokens of each sequence, (H, L_n, D), of a result that is packed or padded."""
+        lengths = [self.shape.q_len] * self.shape.batch if self.lengths is None else self.lengths
+        if len(result) == self.shape.batch:
+            return [one[:, :length] for one, length in zip(result, lengths, strict=True)]
+        return np.split(result[0], np.cumsum(lengths)[:-1], axis=1)
+
+    @cached_property
+    def operands(self) -> tuple[Array, Array, Array]:
+        """What this library's call takes as q, k and v."""
+        return self.packed(self.q), self.packed(self.k), self.packed(self.v)
 
     def attention(self, **options: Any) -> Array:
         """The call."""
-        return np.asarray(rp.attention(self.q, self.k, self.v, **self.kwargs, **options))
+        q, k, v = self.operands
+        return np.asarray(rp.attention(q, k, v, **self.kwargs, **options))
 
     @cached_property
     def kept(self) -> Array:
         """Room for the result: in all shapes D_v is D. An entry that is never written stays NaN."""
-        return np.full_like(self.q, np.nan)
+        return np.full_like(self.operands[0], np.nan)
 
     def into_kept(self) -> Array:
         """The call as a server makes it, without the page faults of a new array."""
@@ -150,6 +184,8 @@ class Case:
     def operations(self) -> int:
         """Floating-point operations of the matrix products that the call needs; no biases, no exponentials."""
         s = self.shape
+        if self.lengths is not None:
+            return int(s.heads * 4 * (self.lengths**2).sum() * s.head_dim)
         return s.batch * s.heads * (4 * self.pairs * s.head_dim + sum(self._position_products()))
 
     @property
@@ -188,11 +224,18 @@ class Case:
 
     def sample(self, result: Any) -> Array:
         """The part of a result that is compared."""
+        if self.lengths is not None:
+            found = self.sequences(np.asarray(result))
+            return np.concatenate([wide(found[n]) for n in self._items], axis=1)
         part = wide(np.asarray(result)[self._items])
         return part if self._runs is None else np.concatenate([part[:, :, run] for run in self._runs], axis=2)
 
     def exact(self) -> Array:
         """The same part, by the reference in float64."""
+        if self.lengths is not None:
+            each = [[wide(x).astype(np.float64) for x in self.sequences(x)] for x in (self.q, self.k, self.v)]
+            alone = [rp.attention(*(x[n] for x in each), position=self.scheme, backend="numpy") for n in self._items]
+            return np.concatenate(alone, axis=1)
         q, k, v = (wide(x[self._items]).astype(np.float64) for x in (self.q, self.k, self.v))
         if self._runs is None:
             return np.asarray(rp.attention(q, k, v, backend="numpy", **self.kwargs))
@@ -320,4 +363,5 @@ def products(variant: str = "conformer") -> Array:
 def small(name: str) -> Case:
     """A small case of the same kind and storage."""
     like = SHAPES[name]
-    return next(make(s) for s in SMALL.values() if (s.kind, s.storage) == (like.kind, like.storage))
+    kind = like.kind, like.storage, like.shortest is None
+    return next(make(s) for s in SMALL.values() if (s.kind, s.storage, s.shortest is None) == kind)

@@ -20,6 +20,7 @@ def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> P
     if s.kind in ("transformer_xl", "shaw"):
         a = {name: x.astype(q.dtype) for name, x in a.items()}
     pairs = arrays.per_pair(case)
+    hidden = arrays.padding(case)
     given = None if pairs is None else jnp.asarray(pairs.astype(np.int32) if pairs.dtype.kind == "i" else pairs)
 
     def shifted(x: Any) -> Any:
@@ -42,6 +43,8 @@ def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> P
             scores = scores - a["slopes"][:, None, None] * given
         if s.kind in TABLES:
             scores = scores + jnp.moveaxis(a["table"][given], -1, 0)
+        if hidden is not None:
+            scores = scores + hidden
         p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         out = jnp.einsum("bhij,bhjd->bhid", p, v)
         return out + jnp.einsum("bhij,ijd->bhid", p, a["value_table"][given]) if s.kind == "shaw" else out

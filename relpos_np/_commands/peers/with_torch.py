@@ -50,6 +50,8 @@ class Operands:
         self.scale = 1 / math.sqrt(case.shape.head_dim)
         pairs = arrays.per_pair(case)
         self.pairs: Any = None if pairs is None else torch.from_numpy(pairs)
+        hidden = arrays.padding(case)
+        self.hidden: Any = None if hidden is None else torch.from_numpy(hidden)
         if case.shape.kind == "transformer_xl":
             self.rows = self.arrays["rows"].permute(1, 2, 0).contiguous()
 
@@ -58,8 +60,8 @@ class Operands:
         if self.shape.kind == "plain":
             return None
         if self.shape.kind == "t5":
-            gathered = functional.embedding(self.pairs, self.arrays["table"])
-            return gathered.permute(2, 0, 1).unsqueeze(0).to(self.q.dtype)
+            gathered = functional.embedding(self.pairs, self.arrays["table"]).permute(2, 0, 1).unsqueeze(0)
+            return (gathered if self.hidden is None else gathered + self.hidden).to(self.q.dtype)
         if self.shape.kind in TABLES:
             gathered = self.arrays["table"][self.pairs.view(-1)].view(*self.pairs.shape, -1)
             return gathered.permute(2, 0, 1).contiguous().unsqueeze(0).to(self.q.dtype)
@@ -98,7 +100,7 @@ class Operands:
         return functional.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=self.bias())
 
 
-def flex(operands: Operands) -> Prepared:
+def flex(case: Case, operands: Operands) -> Prepared:
     """A compiled function of no arguments."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -108,13 +110,13 @@ def flex(operands: Operands) -> Prepared:
     # What the compiled function is given beside q, k and v, and what it adds to a score of it.
     note, given, hide = "", None, None
     last = s.q_len - 1
+    q, k, v = map(tensor, case.operands)
     adders: dict[str, Callable[..., Any]] = {
         "alibi": lambda given, b, h, i, j: -given[h] * (s.k_len - 1 - j),
         "t5": lambda given, b, h, i, j: given[h, j - i + last],
         # Keys after the query's position are hidden: there any column will do.
         "transformer_xl": lambda given, b, h, i, j: given[b, h, i, torch.clamp(last - i + j, max=s.k_len - 1)],
     }
-    add: Callable[..., Any] = adders.get(s.kind, lambda given, b, h, i, j: given[h, i, j])
     if s.kind == "transformer_xl":
         note = "products with distances eager, before the compiled part, inside the call"
         memory = s.k_len - s.q_len
@@ -128,9 +130,18 @@ def flex(operands: Operands) -> Prepared:
         # Row 0 holds distances 0 ... L_k - 1, the last row those down to 1 - L_q.
         distances = torch.cat([operands.pairs[:, 0].flip(0)[:-1], operands.pairs[0]])
         given = a["table"][distances].T.contiguous()
+        if case.lengths is not None:
+            note += "; packed, with a mask of blocks that was built before the call"
+            text = torch.repeat_interleave(torch.arange(s.batch), torch.from_numpy(case.lengths))
+            hide = create_block_mask(
+                lambda b, h, i, j: text[i] == text[j], None, None, len(text), len(text), device=q.device
+            )
+            adders["t5"] = lambda given, b, h, i, j: given[h, torch.clamp(j - i, -last, last) + last]
     elif s.kind in TABLES:
         note = "bias of a window built before the call"
         given = operands.bias()[0]
+
+    add: Callable[..., Any] = adders.get(s.kind, lambda given, b, h, i, j: given[h, i, j])
 
     def run(q: Any, k: Any, v: Any, given: Any) -> Any:
         if s.kind == "plain":
@@ -139,7 +150,7 @@ def flex(operands: Operands) -> Prepared:
 
     def inputs() -> Any:
         if s.kind != "transformer_xl":
-            return operands.q, operands.k, operands.v, given
+            return q, k, v, given
         products = (operands.q + a["position_bias"][:, None]) @ operands.rows * operands.scale
         return operands.q + a["content_bias"][:, None], operands.k, operands.v, products
 
@@ -185,7 +196,7 @@ def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) ->
     torch.set_grad_enabled(False)
     operands = Operands(subject)
     if name == "torch flex":
-        return flex(operands)
+        return flex(subject, operands)
     call = operands.eager if name == "torch eager" else operands.sdpa
     if "sdpa" in name and subject.shape.kind == "shaw":
         raise UnavailableError("scaled_dot_product_attention has nothing to add to values")
