@@ -180,11 +180,11 @@ def measure_small():
 
 
 def versions_without_paths():
-    """What was measured, and with what; not where that lies, nor what else the environment holds."""
-    from relpos_np.versions import collect_versions
+    """What was measured, and with what; not where that lies."""
+    from relpos_np.versions import collect_versions, settings
 
-    versions = collect_versions()
-    for name in ("installed", "not_available", "environment"):
+    versions = collect_versions() | {"environment": settings()}
+    for name in ("installed", "not_available"):
         del versions[name]
     del versions["kernels"]["cache"]
     return versions

@@ -41,7 +41,7 @@ def collect_versions() -> dict[str, Any]:
         "processor": processor(),
         "processors": {"here": os.cpu_count(), "ours": usable()},
         "numpy": np.__version__,
-        "blas": np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name"),
+        "blas": blas() or np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name"),
         "backend": relpos_np.backend.current(),
     }
     found |= of_packages(_PACKAGES)
@@ -50,6 +50,26 @@ def collect_versions() -> dict[str, Any]:
     found["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     found["kernels"] = kernels()
     return found
+
+
+def settings() -> dict[str, str]:
+    """Variables of the environment that change how fast anything here runs: no paths."""
+    stated = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {name: value for name, value in stated.items() if os.sep not in value}
+
+
+def blas() -> str | None:
+    """NumPy's BLAS, its version and its kernels for this processor; None where threadpoolctl is not installed."""
+    import numpy as np  # noqa: F401  # which loads it
+
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return None
+    for one in threadpool_info():
+        if one["user_api"] == "blas":
+            return " ".join(str(one[key]) for key in ("internal_api", "version", "architecture") if one.get(key))
+    return None
 
 
 def of_packages(names: Iterable[str]) -> dict[str, str | None]:

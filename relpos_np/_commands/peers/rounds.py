@@ -24,7 +24,7 @@ import numpy as np
 import relpos_np
 from relpos_np._commands.peers import OURS, PEERS
 from relpos_np._commands.peers.shapes import SHIFTED, case
-from relpos_np.versions import processor
+from relpos_np.versions import processor, settings
 
 # Between turns: threads that wait for work by spinning must have gone to sleep.
 PAUSE = 0.03
@@ -205,6 +205,7 @@ def run(
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor(),
         "threads": threads,
+        "environment": settings(),
         "rounds": rounds,
         "load_before": load(),
     }

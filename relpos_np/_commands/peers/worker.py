@@ -18,7 +18,7 @@ import numpy as np
 
 from relpos_np._commands.peers import OURS, PEERS, Prepared, UnavailableError
 from relpos_np._commands.peers.shapes import case, products
-from relpos_np.versions import of_packages
+from relpos_np.versions import blas, of_packages
 
 # No float32 arithmetic is so far off: a peer that is computes something else, or in fewer digits. In bfloat16 a peer
 # may round products, biases and their sums: where weights matter these are below 8, in steps of 2^-5, so that three
@@ -92,7 +92,8 @@ class Worker:
 
 def versions(name: str) -> Mapping[str, str | None]:
     """Of the interpreter and of the packages that matter."""
-    return {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[name].packages))
+    found = {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[name].packages))
+    return found | ({"NumPy's BLAS": blas()} if PEERS[name].module == "with_numpy" else {})
 
 
 def main() -> None:
