@@ -81,8 +81,8 @@ def paged_attention(
     -----
     In decoding, with up to 8 query heads times queries to a key head, the CPU kernels read keys and values where they
     lie, for schemes that add a number for each distance or turn vectors. Other calls gather the pages first, which
-    takes the time and the memory of a copy of the keys and values of all items. Rows of pages behind the last key, and
-    pages of nobody, are never read.
+    takes the time and the memory of a copy of the keys and values of all items. Rows after the last key, and unused
+    pages, are never read.
 
     References
     ----------

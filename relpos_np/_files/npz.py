@@ -52,7 +52,7 @@ class _Pieces:
 
 
 def load_npz(source: bytes | str | os.PathLike[str], *, limit: int | None = None) -> dict[str, Array]:
-    """All arrays of an .npz archive that anybody may have written, with its sizes checked before memory is taken.
+    """All arrays of an untrusted .npz archive, whose sizes are checked before memory is allocated.
 
     Parameters
     ----------

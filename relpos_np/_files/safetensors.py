@@ -133,8 +133,8 @@ def half(bits: Array) -> Array:
 class TensorFile(Mapping[str, Array]):
     """A .safetensors file; a tensor is read when it is asked for. A missing or damaged file is a RelposValueError.
 
-    The file is opened for each tensor anew and is not mapped into memory, where a file that somebody cuts short would
-    end the process.
+    The file is opened anew for each tensor. It is not mapped into memory: a mapped file that becomes shorter would end
+    the process.
     """
 
     def __init__(self, path: Path) -> None:

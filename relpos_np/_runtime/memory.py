@@ -93,8 +93,8 @@ def set_memory_limit(limit: int | None) -> None:
     for large calls at least a quarter of it. Each call is judged alone, whatever other threads do.
 
     The machine's memory is no limit by default: results may be written to a file that is mapped into memory, pages
-    that are never touched cost nothing, and how much is free nobody knows beforehand. Where the system itself refuses
-    an allocation, its MemoryError becomes a `RelposMemoryError` that names the bytes as well.
+    that are never touched cost nothing, and how much is free cannot be known beforehand. Where the system itself
+    refuses an allocation, its MemoryError becomes a `RelposMemoryError` that names the bytes as well.
 
     Examples
     --------

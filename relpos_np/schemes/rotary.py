@@ -109,10 +109,9 @@ class Rotary(Positioned):
 
     Kernels turn queries and keys as they read them, and their gradients back as they write them. Of values and of the
     output turned copies are made, in the dtype of the computation, and each result is rounded once.
-    A scheme that adds vectors to the output cannot be combined with `values`: nobody has said how these would turn.
+    A scheme that adds vectors to the output cannot be combined with `values`: no paper says how these would turn.
 
-    All keys are turned in every call. Who keeps a cache of turned keys turns new ones with `rotate_pairs` and needs no
-    scheme.
+    All keys are turned in every call. For a cache of turned keys, turn new ones with `rotate_pairs` and pass no scheme.
 
     References
     ----------

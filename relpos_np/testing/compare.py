@@ -128,7 +128,7 @@ def assert_no_worse_than(
         \max |a - e| \le c \max |o - e| + f
 
     for the answer a, the other implementation's answer o in the same precision, and the exact answer e. A test of this
-    form needs no tolerance that somebody chose: the hardware's and the format's errors are in o.
+    form needs no tolerance chosen by hand: the hardware's and the format's errors are in o.
 
     Parameters
     ----------
