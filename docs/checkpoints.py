@@ -396,6 +396,7 @@ AS_PUBLISHED = {
     "deepseek_v3": {"rope_scaling": _YARN | {"factor": 40}},
     "deepseek_v32": {"rope_scaling": _YARN | {"factor": 40}},
     "kimi_k2": {"rope_theta": 50000.0, "rope_scaling": _YARN | {"factor": 32}},
+    "nemotron-nas": {"num_hidden_layers": 1, "block_configs": [{"attention": {"n_heads_in_group": 8}}]},
     "deepseek_v4": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": ["attention"] * 32},

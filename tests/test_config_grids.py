@@ -22,6 +22,9 @@ HUNYUAN = {
     "rope_theta": 256.0,
 }
 
+FLUX = {"num_attention_heads": 2, "attention_head_dim": 32, "axes_dims_rope": [4, 12, 16]}
+UNET = {"_class_name": "UNet2DConditionModel"}
+
 
 def attended(q, k, v, angles):
     """Softmax of turned queries and keys: pair p of channels, 2p and 2p + 1, is a complex number."""
@@ -59,6 +62,37 @@ def test_video(config, shares, theta, front, back):
     q, k, v = operands(len(angles))
     bound = rp.from_config(config, layer=1).bind()
     np.testing.assert_allclose(bound(q, k, v, grid=(2, 3, 4)), attended(q, k, v, angles), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "ChromaTransformer2DModel", "QwenImageTransformer2DModel"])
+def test_images(name):
+    """Text in front: at 0 in Flux, and in Qwen-Image behind the image, whose rows and columns count from its middle.
+
+    Black Forest Labs, 2024; Wu et al., "Qwen-Image Technical Report", 2025.
+    """
+    middle = name.startswith("Qwen")
+    rows, columns = (range(-2, 1), range(-2, 2)) if middle else (range(3), range(4))
+    places = [[2 + n] * 3 if middle else [0] * 3 for n in range(5)] + [[0, i, j] for i in rows for j in columns]
+    angles = [
+        [n * 10000.0 ** -(2 * p / dim) for n, dim in zip(place, (4, 12, 16), strict=True) for p in range(dim // 2)]
+        for place in places
+    ]
+    q, k, v = operands(len(angles))
+    bound = rp.from_config({"_class_name": name, **FLUX}, layer=0).bind()
+    np.testing.assert_allclose(bound(q, k, v, grid=(1, 3, 4)), attended(q, k, v, np.array(angles)), rtol=0, atol=1e-13)
+
+
+def test_layers_of_a_unet():
+    """Stable Diffusion 1.5 has 16 transformers, XL 70: heads are stored as channels, and channels follow the block."""
+    sizes = [(layer.heads, layer.head_dim) for layer in rp.configs.layers_of(UNET)]
+    down, up = [(8, 40)] * 2 + [(8, 80)] * 2 + [(8, 160)] * 2, [(8, 160)] * 3 + [(8, 80)] * 3 + [(8, 40)] * 3
+    assert sizes == [*down, (8, 160), *up]
+    large = {"block_out_channels": [320, 640, 1280], "attention_head_dim": [5, 10, 20]}
+    large |= {"down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"]}
+    large |= {"up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"]}
+    layers = rp.configs.layers_of(UNET | large | {"transformer_layers_per_block": [1, 2, 10]}, part="cross")
+    assert len(layers) == 70
+    assert {layer.head_dim for layer in layers} == {64}
 
 
 def test_layers_of_video_models():
@@ -132,6 +166,17 @@ def test_grids_that_do_not_fit(grid, message):
         (COG | {"attention_head_dim": 40}, "attention_head_dim: expected a multiple of 16"),
         (HUNYUAN | {"rope_axes_dim": [4, 12, 18]}, "rope_axes_dim: expected even numbers with sum 32"),
         (HUNYUAN | {"rope_axes_dim": [16, 16]}, "rope_axes_dim: expected three"),
+        ({"_class_name": "QwenImageTransformer2DModel", "use_layer3d_rope": True}, "use_layer3d_rope: True"),
+        ({"_class_name": "SD3Transformer2DModel", "qk_norm": "layer_norm"}, "qk_norm: 'layer_norm'"),
+        (UNET | {"only_cross_attention": True}, "only_cross_attention: True"),
+        (UNET | {"attention_head_dim": [8, 8]}, "attention_head_dim: expected one for each of 4 blocks"),
+        (UNET | {"down_block_types": ["AttnDownBlock2D"] * 4}, "down_block_types: expected 4 of DownBlock2D, Cross"),
+        (
+            UNET
+            | {"down_block_types": ["DownBlock2D"] * 4, "up_block_types": ["UpBlock2D"] * 4, "mid_block_type": None},
+            "down_block_types: no block",
+        ),
+        (UNET | {"attention_head_dim": 7}, "attention_head_dim: 320 channels are no multiple of 7 heads"),
         ({"model_type": "qwen3_vl_vision", "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: .*yarn"),
         ({"model_type": "pixtral", "rope_parameters": 7}, "rope_parameters: expected an object"),
     ],

@@ -120,6 +120,15 @@ def test_keys_are_left_out_by_name(capsys, tmp_path):
         ({"dim": 8, "n_heads": 2}, "params.json"),
         ({"weight_map": {}}, "a list of files with weights"),
         ({"tokenizer_class": "X"}, "of a tokenizer"),
+        ({"model_type": "resnet"}, "model_type: 'resnet' has no attention$"),
+        ({"model_type": "SegformerForSemanticSegmentation"}, "attends keys that convolutions make fewer"),
+        ({"model_type": "phi4", "architectures": ["Phi3ForCausalLM"]}, 'that of phi3; .*write "model_type": "phi3"$'),
+        ({"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]}, "that of gemma3_text"),
+        ({"model_type": "unheard", "architectures": 7}, "'unheard' is not understood$"),
+        ({"model_type": "qwen", "use_dynamic_ntk": True}, r"ignore=\('use_dynamic_ntk',\) reads what"),
+        ({"model_type": "chatglm", "rope_ratio": 16}, "rope_ratio: 16 is read in two ways"),
+        ({"model_type": "baichuan", "hidden_size": 64}, "hidden_size: 64 in a configuration of baichuan"),
+        ({"model_type": "nemotron-nas"}, "block_configs: "),
     ],
 )
 def test_what_to_open_instead(config, said):

@@ -44,7 +44,11 @@ def test_sizes_of_the_other_stack_are_no_surprise(part):
         ("gpt_neox", "", {"partial_rotary_factor": 0.25}),
         ("gpt_bigcode", "", {"inference_runner": 0}),
         ("opt", "", {"output_projection": True}),
-        ("qwen2_5_vl_vision", "", {"in_chans": 3}),
+        ("qwen2_5_vl_vision", "", {"in_chans": 3, "num_key_value_heads": 16}),
+        ("qwen2", "", {"mask_value": -10000}),
+        ("gemma4_text", "", {"rope_local_base_freq": 10000.0}),
+        ("mllama_text_model", "", {"vision_num_cross_attention_layers": 8}),
+        ("deepseek_v2", "", {"lm_head": True, "use_mla": True}),
         ("qwen3_omni_moe_vision_encoder", "", {"apply_vit_abs_pos_embed": True}),
         ("llama4_text", "", {"for_llm_compressor": True, "nope_layer_interval": 4}),
         ("mbart", "cross", {"is_decoder": True, "add_cross_attention": True}),
@@ -65,11 +69,39 @@ def test_keys_of_published_files_that_change_nothing(name, part, more):
         ("llama4_text", {"nope_layer_interval": 2}),
         ("llama", {"use_cla": True, "cla_share_factor": 2}),
         ("llama", {"use_rotary_pos_emb": False}),
+        ("qwen2_5_vl_vision", {"num_key_value_heads": 4}),
+        ("qwen2", {"mask_value": -1}),
+        ("gemma4_text", {"rope_local_base_freq": 5000.0}),
     ],
 )
 def test_the_same_keys_are_refused_where_they_say_something_else(name, more):
     with pytest.raises(rp.RelposValueError, match=f"{next(iter(more))}: .*ignore="):
         rp.from_config({"model_type": name, **more}, layer=0)
+
+
+def test_types_that_say_little():
+    """Baichuan is told by its width; the layers of Nemotron-NAS have key heads of their own, or no attention."""
+    baichuan = {"model_type": "baichuan", "num_attention_heads": 32, "hidden_size": 4096}
+    assert rp.from_config(baichuan, layer=0).schemes[0].words() == "Rotary(base=10000)"
+    wide = rp.from_config(baichuan | {"num_attention_heads": 40, "hidden_size": 5120}, layer=0)
+    assert (wide.schemes[0].words(), wide.head_dim) == ("ALiBi(form='key')", 128)
+    blocks = [{"attention": own} for own in ({"n_heads_in_group": 4}, {"no_op": True}, {"n_heads_in_group": 8})]
+    nas = {"model_type": "nemotron-nas", "num_hidden_layers": 3, "num_attention_heads": 16, "block_configs": blocks}
+    assert [layer.kv_heads for layer in rp.configs.layers_of(nas)] == [4, 2]
+    with pytest.raises(rp.RelposError, match="layer 1 is no attention"):
+        rp.from_config(nas, layer=1)
+    blocks[2]["attention"]["window_length"] = 512
+    with pytest.raises(rp.RelposError, match="window_length 512 of layer 2"):
+        rp.from_config(nas, layer=2)
+
+
+def test_a_small_deepseek_has_no_latent_vectors():
+    """`use_mla`: false, in DeepSeek-VL2's smallest model: the channels of latent heads are stored as 0."""
+    stored = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0) | {"use_mla": False}
+    sizes = {"hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 10, "kv_lora_rank": None}
+    layer = rp.from_config({"model_type": "deepseek_v2", **sizes, **stored}, layer=0)
+    assert (layer.heads, layer.head_dim, layer.before) == (10, 128, ())
+    assert layer.schemes[0].words() == "Rotary(base=10000)"
 
 
 def test_a_pattern_that_the_class_does_not_read_back_is_refused():

@@ -417,6 +417,10 @@ def test_what_is_added_to_the_inputs():
 
 # What configurations say beside the number of layers, and which of 8 have a softmax.
 HYBRIDS = {
+    "nemotron-nas": (
+        {"block_configs": [{"attention": {"n_heads_in_group": 8, "no_op": n % 2 == 1}} for n in range(8)]},
+        (0, 2, 4, 6),
+    ),
     "mllama_text_model": ({}, (0, 1, 2, 4, 5, 6, 7)),
     "qwen3_next": ({}, (3, 7)),
     "qwen3_5_text": ({"full_attention_interval": 2}, (1, 3, 5, 7)),
@@ -476,7 +480,7 @@ def test_layers_of_hybrids(name):
         ("minimax_m2", {"attn_type_list": [0] * 62}, "attn_type_list: "),
         ("hy_v3", {"qk_norm": False}, "qk_norm: False"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads: 4"),
-        ("mimo_v2_flash", {"hybrid_layer_pattern": [2]}, "hybrid_layer_pattern: expected 0 or 1"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1] * 24}, "hybrid_layer_pattern: .* expected .0, 1, 1"),
         ("gemma3n_text", {"num_kv_shared_layers": 35}, "num_kv_shared_layers: 35 leaves no layer"),
         ("gemma4_text", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}, "layer_types: expected full"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all'"),
@@ -504,7 +508,8 @@ def test_early_files():
     assert layer.schemes[0].options == {"dim": 64, "base": 5e6}
     mimo = {"model_type": "mimo_v2_flash", "rope_theta": 5e6, "swa_rope_theta": 1e4, "sliding_window_size": 128}
     mimo |= {"attention_chunk_size": 128, "sliding_window": 128, "num_hidden_layers": 3, "swa_num_key_value_heads": 8}
-    layers = layers_of(mimo | {"hybrid_layer_pattern": [1, 0, 1], "add_swa_attention_sink_bias": True})
+    mimo |= {"hybrid_layer_pattern": [1, 0, 1], "add_swa_attention_sink_bias": True}
+    layers = layers_of(mimo | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]})
     assert [layer.window for layer in layers] == [(128, None), None, (128, None)]
     assert [layer.schemes[0].options for layer in layers] == [{"dim": 64, "base": b} for b in (1e4, 5e6, 1e4)]
     assert [(layer.kv_heads, bool(layer.sinks)) for layer in layers] == [(8, True), (4, False), (8, True)]

@@ -10,7 +10,10 @@ from relpos_np.configs import decoders as of
 from relpos_np.configs import rope
 from relpos_np.configs.decoders import Rotating
 from relpos_np.configs.families import FAMILIES, register
-from relpos_np.configs.steps import Gate, Norm
+from relpos_np.configs.keys import Keys
+from relpos_np.configs.layer import LayerAttention
+from relpos_np.configs.plans import SchemePlan
+from relpos_np.configs.steps import Gate, Norm, Told
 from relpos_np.errors import RelposValueError
 
 _HEADS = (Norm(),)
@@ -246,12 +249,95 @@ for _names, _traits in _SPEECH.items():
     register(_traits.read, _names, kind="Speech and music")
 # Types of files whose code beside the weights has the attention of a class.
 _SAME = {
-    "internlm2 xverse": "llama",
+    "internlm2 xverse sparsellama PanguEmbedded bailing_moe": "llama",
     "mimo": "qwen2",
     "gpt_neox_reward_model": "gpt_neox",
 }
 for _names, _class in _SAME.items():
     register(FAMILIES[_class].read, _names, kind="Text", like=_class)
+
+
+def _chatglm(at: of.At) -> dict[str, Any]:
+    """ChatGLM 2 and later, in their own format: one head of keys for each query, or groups."""
+    keys = at.keys
+    keys.only("original_rope", True, None)
+    keys.ignore("apply_query_key_layer_scaling", "multi_query_attention")  # of a factor that is taken out again
+    if keys.get("rope_ratio", None) not in (None, 1):
+        raise RelposValueError(
+            f"rope_ratio: {keys.get('rope_ratio')!r} is read in two ways by published codes of chatglm, as a factor on "
+            "the base and as one on positions: open the config.json of the same model as transformers stores it, of "
+            "type glm"
+        )
+    return {} if keys.flag("multi_query_attention", False) else {"kv_heads": at.found["heads"]}
+
+
+def _qwen(at: of.At) -> dict[str, Any]:
+    """Qwen 1: what its code does to texts longer than those of training, others do not."""
+    changed = tuple(name for name in ("use_dynamic_ntk", "use_logn_attn") if at.keys.flag(name, False))
+    if changed:
+        raise RelposValueError(
+            f"{', '.join(changed)}: True in a configuration of qwen changes texts of more than seq_length tokens, in "
+            f"which published codes differ; ignore={changed} reads what they all do with shorter ones"
+        )
+    return {}
+
+
+_TWICE = Told(
+    "q and k attend twice, to the first half of the heads of v and to the second, each half repeated; the layer takes "
+    "the difference of heads (lambda_q1 ...) and a norm of it"
+)
+_MIXED = Told(
+    "heads of q from the experts of a token, sorted by heads of k: those of all experts for the first, then the second"
+)
+
+
+def _differential(_at: of.At) -> dict[str, Any]:
+    return {"before": (_TWICE,)}
+
+
+def _experts(_at: of.At) -> dict[str, Any]:
+    return {"before": (_MIXED,)}
+
+
+def _jetmoe(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """JetMoE: each expert that a token has makes as many heads of queries as there are of keys."""
+    heads = keys.integer("num_key_value_heads") * keys.integer("num_experts_per_tok")
+    keys.only("num_attention_heads", heads, None)
+    keys.config = {**keys.config, "num_attention_heads": heads}
+    return Rotating(finish=_experts).read(keys, layer, part)
+
+
+def _baichuan(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """Baichuan: the model with 7 billion weights turns, that with 13 has ALiBi; only its width says so."""
+    width = keys.integer("hidden_size")
+    if width == 5120:
+        plan = SchemePlan("ALiBi", {"form": "key"})
+        return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), **of.sizes(keys))
+    if width != 4096:
+        raise RelposValueError(
+            f"hidden_size: {width} in a configuration of baichuan says neither rotary positions (4096) nor ALiBi (5120)"
+        )
+    return Rotating().read(keys, layer, part)
+
+
+_GPT = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+_GLM = {"num_layers": "num_hidden_layers", "kv_channels": "head_dim", "multi_query_group_num": "num_key_value_heads"}
+register(_baichuan, "baichuan", kind="Text", like="llama")
+register(_jetmoe, "jetmoe", kind="Text")
+register(Rotating(finish=_differential).read, "diffllama", kind="Text")
+for _name, _traits, _class, _others in (
+    ("chatglm", Rotating(share=0.5, layout="interleaved", sized=_chatglm), "llama", _GLM),
+    ("qwen", Rotating(theta_keys="rotary_emb_base", share_key="rotary_pct", share=1.0, finish=_qwen), "llama", {}),
+    ("mixformer-sequential", Rotating(turning="rotary_dim"), "gptj", _GPT),
+    (
+        "molmo",
+        Rotating(norm=_ALL, normed="attention_layer_norm", ignored=("use_position_ids",), finish=of.clipped),
+        "olmoe",
+        {},
+    ),
+):
+    no_norm = {"attention_layer_norm": False} if _name == "molmo" else {}
+    register(_traits.read, _name, kind="Text", like=_class, aliases=_others, defaults=no_norm)
 register(
     FAMILIES["stablelm"].read,
     "stablelm_epoch",

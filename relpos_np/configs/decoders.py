@@ -545,19 +545,15 @@ def hy_v3(at: At) -> dict[str, Any]:
 
 def mimo_pattern(at: At) -> str:
     """MiMo V2 Flash: windows but for the first layer and every sixth one."""
-    listed = at.keys.get("hybrid_layer_pattern", None)
-    if listed is None:
-        return SLIDING if at.layer and (at.layer + 1) % 6 else FULL
-    if not isinstance(listed, list | tuple) or len(listed) < at.layers or listed[at.layer] not in (0, 1):
-        raise RelposValueError(f"hybrid_layer_pattern: expected 0 or 1 for each layer, found {listed!r}")
-    return SLIDING if listed[at.layer] else FULL
+    return SLIDING if at.layer and (at.layer + 1) % 6 else FULL
 
 
 def mimo(at: At) -> dict[str, Any]:
     """Values of their own width, and with a factor; with a window twice the key heads, and sinks."""
     keys, kv_heads = at.keys, at.found["kv_heads"]
-    keys.ignore("hybrid_layer_pattern")
+    types = keys.get("layer_types", None) or [mimo_pattern(replace(at, layer=n)) for n in range(at.layers)]
     # The class does not read them; other published code does.
+    keys.only("hybrid_layer_pattern", [int(kind == SLIDING) for kind in types[: at.layers]], None)
     keys.only("rope_theta", 5e6, None)
     keys.only("swa_rope_theta", 1e4, None)
     keys.only("partial_rotary_factor", 0.334, None)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import FULL, LINEAR, At, divided, ministral3, sizes
+from relpos_np.configs.decoders import FULL, LINEAR, At, Rotating, divided, ministral3, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
@@ -72,6 +72,10 @@ def _esm(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Latent attention, written out: heads of channels that stand still, and then of some that turn."""
+    if keys.only("use_mla", True, False, None) is False:
+        # Small models of the same type.
+        keys.ignore("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "head_dim")
+        return Rotating().read(keys, layer, part)
     heads = keys.integer("num_attention_heads")
     still, turning = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
     interleaved = keys.model_type not in ("minicpm3", "kimi_linear")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,34 @@ from typing import Any
 _NAMES = ("config.json", "model_index.json", "adapter_config.json", "bert_config.json", "params.json")
 # Parts of a pipeline that have attention.
 _MODELS = ("transformer", "unet", "prior", "decoder", "text_encoder", "image_encoder")
+
+
+# Why types of models are not read.
+_OTHERS = {
+    "has no attention": "bit convnext convnextv2 efficientnet hifigan mobilenet_v1 mobilenet_v2 regnet resnet univnet",
+    "has recurrences in place of attention": "falcon_mamba mamba mamba2 rwkv xlstm",
+    "adds sines and cosines to the inputs of q and k in every layer, which is no scheme of its attention": (
+        "conditional_detr deformable_detr detr table-transformer"
+    ),
+    "adds numbers made of its values to the scores, and leaves keys out by them: pass them as mask": "doge",
+    "attends keys that convolutions make fewer, without positions": "glpn pvt segformer",
+    "attends blocks of keys that differ by head or by chance": "big_bird bigbird_pegasus phi3small reformer",
+    "is a name of several models: open the config.json of its text model (MiniCPM, Llama or Qwen2)": "minicpmv",
+}
+_WHY = {name: why for why, names in _OTHERS.items() for name in names.split()}
+
+
+def reason(model_type: str) -> str:
+    """Why a type is not read; "" where nothing is known of it."""
+    return _WHY.get(model_type, _WHY.get(model_type.partition("For")[0].lower(), ""))
+
+
+def alike(config: Mapping[str, Any], known: Sequence[str]) -> str:
+    """The type of which a file has the architecture, by its name; "" where there is none."""
+    listed = config.get("architectures")
+    names = [str(name).partition("For")[0].lower() for name in listed] if isinstance(listed, list | tuple) else []
+    plain = {name.removesuffix("_text").replace("_", "").replace("-", ""): name for name in known}
+    return next((plain[name] for name in names if name in plain), "")
 
 
 def within(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Rotary positions over grids of patches: image encoders and the transformers of video diffusion."""
+"""Rotary positions over grids of patches: image encoders."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import equal_heads, sizes
+from relpos_np.configs.decoders import divided, equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, SchemePlan
-from relpos_np.configs.steps import Norm
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.formulas.rotary_axes import axial_frequencies, grid_positions
 from relpos_np.schemes.rotary import Rotary
@@ -29,7 +28,7 @@ def on_grid(
     *,
     layout: str = "half",
     others: str = "",
-    coordinates: Literal["index", "centered"] = "index",
+    coordinates: Literal["index", "centered", "middle"] = "index",
     blocks: tuple[int, ...] = (),
     known: tuple[int, ...] = (),
 ) -> SchemePlan:
@@ -45,8 +44,9 @@ def on_grid(
         Which pairs turn.
     others : {"", "before", "after"}
         Where tokens stand that are no patches.
-    coordinates : {"index", "centered"}
-        See `relpos_np.reference.grid_positions`.
+    coordinates : {"index", "centered", "middle"}
+        See `relpos_np.reference.grid_positions`; "middle": rows and columns count from the middle of the image, and
+        other tokens go on from its end, with the same number on every axis.
     blocks : tuple of int
         Patches of each block of so many rows and columns follow one another, the largest blocks first.
     known : tuple of int
@@ -61,7 +61,7 @@ def _make(
     given: Given,
     *,
     others: str,
-    coordinates: Literal["index", "centered"],
+    coordinates: Literal["index", "centered", "middle"],
     blocks: tuple[int, ...],
     known: tuple[int, ...],
 ) -> Rotary:
@@ -80,12 +80,16 @@ def _make(
         )
     if blocks and any(n % blocks[-1] for n in counts):
         raise RelposValueError(f"grid: expected multiples of {blocks[-1]}, found {tuple(counts)}")
-    positions = grid_positions(counts, coordinates=coordinates)
+    positions = grid_positions(counts, coordinates="index" if coordinates == "middle" else coordinates)
     if blocks:
         order = [cell // size for size in (*blocks, 1) for cell in grid_positions(counts)]
         positions = positions[:, np.lexsort(order[::-1])]
-    still = (spare, 0) if others == "before" else (0, spare)
-    return Rotary(positions=np.pad(positions, [(0, 0), still]), **given.options)
+    still = np.zeros((axes, spare))
+    if coordinates == "middle":
+        positions[1:] -= np.array([[n - n // 2] for n in counts[1:]])
+        still += max(counts[1:]) // 2 + np.arange(spare)
+    both = (still, positions) if others == "before" else (positions, still)
+    return Rotary(positions=np.concatenate(both, axis=1), **given.options)
 
 
 def _base(keys: Keys) -> float:
@@ -124,8 +128,10 @@ _WINDOWED = ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder")
 def _qwen(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Patches in blocks that are merged afterwards; Qwen2.5-VL looks into windows in most layers."""
     # Qwen2-VL's `hidden_size` is the width after merging.
-    found = sizes(keys, "embed_dim" if keys.model_type == "qwen2_vl_vision" else "hidden_size")
-    keys.ignore("embed_dim")
+    heads = keys.integer("num_attention_heads")
+    dim = divided(keys, "embed_dim" if keys.model_type == "qwen2_vl_vision" else "hidden_size", heads)
+    found = equal_heads(keys.integer("num_hidden_layers"), heads, dim)
+    keys.ignore("embed_dim", "hidden_size")
     block = keys.integer("spatial_merge_size")
     base = _base(keys)
     omega = axial_frequencies(found["head_dim"], base=base)
@@ -162,75 +168,6 @@ def _pixtral(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
 
 
-def _video(shares: Sequence[int], base: float, text: str = "", known: tuple[int, ...] = ()) -> SchemePlan:
-    """A share of the channels for frames, rows and columns each; the text comes before or after, if it is there."""
-    numbers = ", ".join(map(str, shares))
-    words = f"grid: frames, rows and columns of patches; {numbers} channels, base {base:g}"
-    where = {"before": "; the text comes first and does not turn", "after": "; the text comes last and does not turn"}
-    omega = axial_frequencies(shares, base=base)
-    return on_grid(omega, words + where.get(text, ""), layout="interleaved", others=text, known=known)
-
-
-def _diffusers(keys: Keys) -> dict[str, Any]:
-    """Sizes as diffusers names them; the words for norms are those of its modules."""
-    heads, dim = keys.integer("num_attention_heads"), keys.integer("attention_head_dim")
-    return equal_heads(keys.integer("num_layers"), heads, dim) | {"causal": False}
-
-
-def _wan(keys: Keys, layer: int, part: str) -> LayerAttention:
-    """Two thirds of the channels for rows and columns, rounded down to pairs, the others for frames."""
-    found, dim = _diffusers(keys), keys.integer("attention_head_dim", least=6)
-    keys.only("qk_norm", "rms_norm_across_heads")
-    keys.ignore("cross_attn_norm", "pos_embed_seq_len", "rope_max_seq_len")
-    found["before"] = (Norm(("norm_q", "norm_k"), each=False, eps=check.positive("eps", keys.get("eps"))),)
-    image = keys.get("added_kv_proj_dim") is not None
-    if part == "cross":
-        notes = ("a second call, with the image's keys and values, is added to that with the text's",)
-        return LayerAttention(keys.model_type, part, layer, notes=notes if image else (), **found)
-    if dim % 2:
-        raise RelposValueError(f"attention_head_dim: expected an even number, found {dim}")
-    side = dim // 6 * 2
-    found["schemes"] = (_video((dim - 2 * side, side, side), 10000.0),)
-    return LayerAttention(keys.model_type, part, layer, **found)
-
-
-def _cogvideox(keys: Keys, layer: int, part: str) -> LayerAttention:
-    """A quarter of the channels for frames; the text comes first. The smallest model adds sinusoids instead."""
-    found, dim = _diffusers(keys), keys.integer("attention_head_dim", least=16)
-    keys.ignore("spatial_interpolation_scale", "temporal_interpolation_scale", "max_text_seq_length", "patch_bias")
-    found["before"] = (Norm(("norm_q", "norm_k"), kind="layer"),)
-    patch = keys.integer("patch_size")
-    shape = (keys.integer("sample_height") // patch, keys.integer("sample_width") // patch)
-    if keys.flag("use_learned_positional_embeddings"):
-        found["added"] = learned("patch_embed.pos_embedding", remark="of text and patches")
-    if not keys.flag("use_rotary_positional_embeddings"):
-        found["notes"] = ("sines and cosines of frames, rows and columns are added to the inputs",)
-        return LayerAttention(keys.model_type, part, layer, **found)
-    if dim % 16:
-        raise RelposValueError(f"attention_head_dim: expected a multiple of 16, found {dim}")
-    # Of the first version, other sizes are scaled to this one and cropped.
-    known = shape if keys.get("patch_size_t") is None else ()
-    found["schemes"] = (_video((dim // 4, dim // 8 * 3, dim // 8 * 3), 10000.0, "before", known),)
-    return LayerAttention(keys.model_type, part, layer, **found)
-
-
-def _hunyuan(keys: Keys, layer: int, part: str) -> LayerAttention:
-    """Shares of the channels as configured; the text comes last. Layers of one stream follow those of two."""
-    found = _diffusers(keys)
-    found["layers"] += keys.integer("num_single_layers", least=0)
-    keys.only("qk_norm", "rms_norm")
-    keys.ignore("num_refiner_layers")
-    shares = keys.get("rope_axes_dim")
-    if not isinstance(shares, list | tuple) or len(shares) != 3:
-        raise RelposValueError(f"rope_axes_dim: expected three numbers of channels, found {shares!r}")
-    shares = [check.integer("rope_axes_dim", n, 2) for n in shares]
-    if sum(shares) != found["head_dim"] or any(n % 2 for n in shares):
-        raise RelposValueError(f"rope_axes_dim: expected even numbers with sum {found['head_dim']}, found {shares}")
-    found["schemes"] = (_video(shares, check.positive("rope_theta", keys.get("rope_theta")), "after"),)
-    found["before"] = (Norm(("norm_q", "norm_k")),)
-    return LayerAttention(keys.model_type, part, layer, **found)
-
-
 _KIND = "Images and video"
 
 
@@ -242,6 +179,3 @@ register(
     kind=_KIND,
 )
 register(_pixtral, "pixtral", kind=_KIND)
-register(_wan, "WanTransformer3DModel", kind=_KIND, parts=("", "cross"), package="diffusers")
-register(_cogvideox, "CogVideoXTransformer3DModel", kind=_KIND, package="diffusers")
-register(_hunyuan, "HunyuanVideoTransformer3DModel", kind=_KIND, package="diffusers")

@@ -119,6 +119,42 @@ def _mllama(at: At) -> str:
     return of.FULL if _listed(at, "cross_attention_layers", "") == "" else "cross_attention"
 
 
+_NO_ATTENTION = "no attention"
+# Of a block's attention, what is not understood where it is something else.
+_SEARCHED = (
+    *("sparsify", "window_length", "num_sink_tokens", "unshifted_sink"),
+    "use_prefill_window_in_sink_attention",
+)
+
+
+def _block(at: At) -> Mapping[str, Any]:
+    """Nemotron-NAS: each layer's attention has an object of its own."""
+    listed = at.keys.get("block_configs")
+    try:
+        own = listed[at.layer]["attention"]
+    except (TypeError, LookupError):
+        raise RelposValueError("block_configs: expected an object with attention for each layer") from None
+    if not isinstance(own, Mapping):
+        raise RelposValueError(f"block_configs: expected an object for attention, found {own!r}")
+    for name in _SEARCHED:
+        if own.get(name):
+            raise RelposValueError(f"block_configs: {name} {own[name]!r} of layer {at.layer} is not understood")
+    return own
+
+
+def _searched(at: At) -> str:
+    own = _block(at)
+    return _NO_ATTENTION if own.get("no_op") or own.get("replace_with_linear") else of.FULL
+
+
+def _grouped(at: At) -> dict[str, Any]:
+    """So many heads of queries share one of keys."""
+    size = check.integer("n_heads_in_group", _block(at).get("n_heads_in_group"), 1)
+    if at.found["heads"] % size:
+        raise RelposValueError(f"n_heads_in_group: {at.found['heads']} heads are no multiple of {size}")
+    return {"kv_heads": at.found["heads"] // size}
+
+
 def _linear(_at: At) -> str:
     return of.LINEAR
 
@@ -300,7 +336,14 @@ _TYPES |= {
         sized=_doubled,
         notes=("adapters of a layer add to its projections, which it shares with others",),
     ),
-    "mllama_text_model": Rotating(theta=5e5, pattern=_mllama, others=("cross_attention",)),
+    "mllama_text_model": Rotating(
+        theta=5e5,
+        pattern=_mllama,
+        others=("cross_attention",),
+        # How many, which the list of them says.
+        ignored=("vision_num_cross_attention_layers",),
+    ),
+    "nemotron-nas": Rotating(pattern=_searched, others=(_NO_ATTENTION,), sized=_grouped, ignored=("block_configs",)),
     "minimax_m3_vl_text": Rotating(
         theta=5e6,
         share=1.0,
@@ -321,5 +364,6 @@ _TYPES |= {
     ),
 }
 for _names, _traits in _TYPES.items():
-    register(_traits.read, _names, kind="Text", count=_count if _traits.others else None)
+    like = "llama" if _names == "nemotron-nas" else ""
+    register(_traits.read, _names, kind="Text", count=_count if _traits.others else None, like=like)
 register(_nemotron_h, "nemotron_h", kind="Text", count=_blocks)

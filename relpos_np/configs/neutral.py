@@ -56,7 +56,8 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         use_flash_attention_2 _flash_attn_2_enabled flash_attn fused_bias_fc masked_softmax_fusion
         attention_softmax_in_fp32 scale_attention_softmax_in_fp32 slow_but_exact use_memory_efficient_attention
         use_xformers fused_dropout_add_ln use_fused_rope upcast_attn fp32_attention softmax_use_fp32 use_flash_rotary
-        kv_cache_dtype reference_compile repad_logits_with_grad inference_runner
+        kv_cache_dtype reference_compile repad_logits_with_grad inference_runner move_model_to_device softmax_in_fp32
+        use_cache_quantization use_cache_kernel
     """),
     "embeddings of a diffusion model's time step and of its text, and how its frames were made": _names("""
         flip_sin_to_cos freq_shift pooled_projection_dim text_embed_dim time_embed_dim temporal_compression_ratio
@@ -77,7 +78,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         use_guided_attention_loss guided_attention_loss_num_heads guided_attention_loss_sigma
         guided_attention_loss_scale contrastive_logits_temperature alignment_heads pooler_num_attention_heads
         pooler_size_per_head image_token_index ignore_index use_lm_head tie_lm_head untie_lm_head enable_lm_head_fp32
-        seq_classif_head class_num pool_type dense_list mask_init_id output_projection
+        seq_classif_head class_num pool_type dense_list mask_init_id output_projection lm_head norm_head norm_softmax
     """),
     "layers between those of attention": _names("""
         num_local_experts router_bias resblock_dilation_sizes resblock_kernel_sizes noise_scale noise_scale_duration
@@ -96,6 +97,7 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         reshape_hidden_states out_indices stage_names codec_config depth_decoder_config depth_separable_num_layers
         flow_size prior_encoder_num_flows speaking_rate decoder_num_hidden_layers enable_pronunciation enable_shape
         force_dequant verbose use_xentropy init_config eagle_config target_hidden_size dense_seq_output end_n_top
+        rmsnorm multi_gate mm_hidden_size use_mm_proj
         start_n_top use_mems_eval use_mems_train dspark_block_size dspark_markov_rank
     """),
     "where windows begin, in a class that has none": _names("max_window_layers"),
@@ -123,12 +125,13 @@ NEUTRAL: Mapping[str, frozenset[str]] = {
         seed total_flos is_llama_config unsloth_version unsloth_fixed use_tensor_core description language name
         target_model_type
         onnx_safe scale_grad_by_freq residual_in_fp32 init_method init_method_std mup_enabled use_mup rescale_every
-        sequence_parallel_enabled num_parallel_samples gradient_accumulation_steps directionality
+        _from_model_config sequence_parallel_enabled num_parallel_samples gradient_accumulation_steps directionality
         use_parallel_embedding use_embedding_sharing output_past normalize_before normalize_embedding
         add_final_layer_norm add_final_layernorm extra_pos_embeddings static_position_embeddings save_step ve_type
         auto_map quant_config compression_config tie_embeddings_and_weights share_encoder_decoder_embeddings
         do_blenderbot_90_layernorm modal_type author created_date license welcome antemplate
-        use_scaled_init_for_output_weights for_llm_compressor max_tokenizer_truncation
+        use_scaled_init_for_output_weights for_llm_compressor max_tokenizer_truncation decay min_decay inv_gamma power
+        optimization_step update_after_step
     """),
 }
 _NEUTRAL = frozenset().union(*NEUTRAL.values())
@@ -201,6 +204,7 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "rotary_emb_fraction": (1, 1.0),
     "rope_ratio": (1, 1.0),
     "full_attn_mod": (1,),
+    "mask_value": (-10000, -10000.0),
     "interpolate_factor": (1, 1.0),
     "use_mrope": (False,),
     "scale_attn_by_inverse_layer_idx": (False,),

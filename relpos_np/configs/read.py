@@ -31,6 +31,7 @@ _FILES = (
     "heard",
     "windows",
     "grids",
+    "diffusion",
     "inkling",
 )
 
@@ -60,13 +61,15 @@ def model_types() -> tuple[str, ...]:
 # What the parts of a composite model are, where neither a stored part nor the model's class says it.
 _PARTS = {
     "gemma3": {"vision_config": "siglip_vision_model"},
+    "deepseek_vl_v2": {"language_config": "deepseek_v2"},
     "kimi_k25": {"text_config": "deepseek_v3"},
+    "llava": {"text_config": "llama"},
     "mistral3": {"text_config": "mistral", "vision_config": "pixtral"},
     "paligemma": {"text_config": "gemma", "vision_config": "siglip_vision_model"},
 }
 
 # Early files have the keys of the text beside those of the vision model.
-_FLAT = ("qwen2_5_vl", "qwen2_vl")
+_FLAT = ("llava", "qwen2_5_vl", "qwen2_vl")
 
 
 # Names of parts that are models, whether or not they say of which type.
@@ -135,7 +138,7 @@ def _parts(config: Mapping[str, Any], prefix: str = "", within: str = "") -> _Pa
 
 def _known(config: Any, ignore: Iterable[str] = ()) -> tuple[_Parts, tuple[str, ...]]:
     """The parts of a model, and the keys that were left out of its configuration."""
-    from relpos_np.configs.elsewhere import advice
+    from relpos_np.configs.elsewhere import advice, alike, reason
     from relpos_np.configs.keys import loaded, named, without
 
     stored = loaded(config)
@@ -144,11 +147,15 @@ def _known(config: Any, ignore: Iterable[str] = ()) -> tuple[_Parts, tuple[str, 
     if not found:
         from difflib import get_close_matches
 
+        key = "_class_name" if "model_type" not in stored and "_class_name" in stored else "model_type"
+        if why := reason(named(stored)):
+            raise RelposValueError(f"{key}: {stored[key]!r} {why}")
         near = get_close_matches(named(stored), model_types(), 3)
         hint = f"; nearest: {', '.join(near)}" if near else ""
+        if same := alike(stored, model_types()):
+            hint = f': its architecture is called that of {same}; if it is one, write "model_type": "{same}"'
         if answer := advice(stored):
             hint = f": {answer}"
-        key = "_class_name" if "model_type" not in stored and "_class_name" in stored else "model_type"
         raise RelposValueError(f"{key}: {stored.get(key)!r} is not understood{hint}")
     return (found, unread), left
 

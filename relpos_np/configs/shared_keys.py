@@ -78,6 +78,8 @@ def _gemma4(at: At) -> dict[str, Any]:
     keys, before, notes = at.keys, _shared(at), []
     both = keys.only("use_bidirectional_attention", None, "vision")
     keys.only("is_causal", True, None)
+    # Of early files; the class has it among the parameters of each type of layer.
+    keys.only("rope_local_base_freq", _THETAS[SLIDING], None)
     if both and at.kind == SLIDING:
         notes.append("tokens of one image see each other, too: pass mask for a text with images")
     if keys.flag("attention_k_eq_v") and at.kind == FULL:

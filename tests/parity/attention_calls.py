@@ -218,6 +218,45 @@ def wavlm(model):
 
 
 @contextmanager
+def diffllama(model):
+    """Record DiffLlama, whose layers attend twice with the same queries and keys: two items of a batch."""
+    seen = []
+    with interface(model) as calls:
+        yield seen
+    for first, second in zip(calls[::2], calls[1::2], strict=True):
+        second.q, second.k = first.q, first.k
+        seen.append(_batch([first, second]))
+
+
+@contextmanager
+def jetmoe(model):
+    """Record JetMoE, which repeats its keys as a whole: heads of queries that share one are far apart."""
+    import torch
+    from transformers.models.jetmoe import modeling_jetmoe as code
+
+    seen, turned = [], []
+    turn, attend = code.apply_rotary_pos_emb, code.eager_attention_forward
+
+    def turning(q, k, *args, **options):
+        turned.append((q, k))
+        return turn(q, k, *args, **options)
+
+    def attending(module, query, key, value, *args, **options):
+        out = attend(module, query, key, value, *args, **options)
+        q, k = turned.pop()
+        order = torch.arange(q.shape[1]).view(module.top_k, -1).T.flatten()
+        out_of_heads = out[0][:, :, order].flatten(2)
+        seen.append(Seen(module, *map(array, (q[:, order], k, value[:, : k.shape[1]], out_of_heads))))
+        return out
+
+    with (
+        patch.object(code, "apply_rotary_pos_emb", turning),
+        patch.object(code, "eager_attention_forward", attending),
+    ):
+        yield seen
+
+
+@contextmanager
 def xlnet(model):
     """Record XLNet, which has the length as first axis, and weights that are no modules."""
     from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention as Attention

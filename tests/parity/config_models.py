@@ -215,6 +215,8 @@ MODELS = (
     *(Model(name, {**HEAD, **MOE, "moe_num_experts": 4, "moe_topk": 2}) for name in ("aria_text", "solar_open")),
     Model("sarvam_moe", {**HEAD, **MOE, "n_group": 1, "topk_group": 1}),
     Model("nanochat", {**KV, "rope_parameters": YARN}),
+    Model("diffllama", KV, calls="diffllama"),
+    Model("jetmoe", {**SMALL, "num_key_value_heads": 2, "kv_channels": 16, **MOE}, calls="jetmoe"),
     Model("llama4_text", {**HEAD, **MOE, **LLAMA4, "rope_parameters": YARN}),
     Model("llama", {**KV, "partial_rotary_factor": 0.5}),
     Model("mistral", {**HEAD, "sliding_window": 9}),
@@ -250,8 +252,16 @@ MODELS = (
     ),
     Model("mllama_text_model", {**KV, "cross_attention_layers": [1, 3]}, net="MllamaTextModel"),
     Model("dbrx", DBRX),
-    Model("llama", KV, published="internlm2"),
-    Model("llama", KV, published="xverse"),
+    *(
+        Model("llama", KV, published=name)
+        for name in ("internlm2", "xverse", "sparsellama", "PanguEmbedded", "bailing_moe")
+    ),
+    Model("llama", {**KV, "block_configs": [{"attention": {"n_heads_in_group": 2}}] * 4}, published="nemotron-nas"),
+    Model("llama", {**SMALL, "rotary_emb_base": 10000, "seq_length": 64}, published="qwen"),
+    Model("glm", {**HEAD, "multi_query_attention": True, "original_rope": True}, published="chatglm"),
+    Model("phi", {**SMALL, "rotary_dim": 8}, published="mixformer-sequential"),
+    Model("olmo", {**KV, "clip_qkv": 0.5, "attention_layer_norm": False}, published="molmo"),
+    Model("olmo2", {**KV, "attention_layer_norm": True}, published="molmo"),
     Model("qwen2", KV, published="mimo"),
     Model("phi3", KV, published="phi3_v"),
     Model("gpt_neox", SMALL, published="gpt_neox_reward_model"),

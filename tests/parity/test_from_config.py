@@ -104,7 +104,7 @@ def inputs_of(model, settings):
 
 
 def run(net, settings, model):
-    if model.calls in ("wavlm", "xlnet"):
+    if model.calls in ("wavlm", "xlnet", "diffllama", "jetmoe"):
         recording = getattr(attention_calls, model.calls)(net)
     elif model.calls == "interface":
         recording = attention_calls.interface(net, last=model.last)
@@ -246,6 +246,8 @@ def test_defaults_are_those_of_the_configuration_class(name):
 
 def test_every_model_type_is_swept():
     swept = {model.published or model.model_type for model in MODELS} - {"paligemma"}
+    # Which must be 4,096 channels wide: in tests/test_config_names.py.
+    swept |= {"baichuan"}
     # Those of diffusers are in test_video.py.
     assert swept == {name for name in model_types() if FAMILIES[name].package == "transformers"}
 

@@ -89,6 +89,8 @@ REFUSED = {
     "gemma3n_text": "k and v are those of layer",
     "gemma4_text": "k and v are those of layer",
     "axk2": "a gate beside the queries",
+    "diffllama": "attend twice",
+    "jetmoe": "from the experts",
     "deepseek_v4": "RMS norm of q",
     "inkling_text": "short convolutions",
     "xlnet": "has one of self.query",
