@@ -164,7 +164,7 @@ def test_grids_that_do_not_fit(grid, message):
         (WAN | {"attention_head_dim": 33}, "attention_head_dim: expected an even number"),
         (WAN | {"rope_scaling": {"factor": 2.0}}, "rope_scaling: "),
         (COG | {"attention_head_dim": 40}, "attention_head_dim: expected a multiple of 16"),
-        (HUNYUAN | {"rope_axes_dim": [4, 12, 18]}, "rope_axes_dim: expected even numbers with sum 32"),
+        (HUNYUAN | {"rope_axes_dim": [4, 12, 18]}, "rope_axes_dim: expected three even numbers with sum 32"),
         (HUNYUAN | {"rope_axes_dim": [16, 16]}, "rope_axes_dim: expected three"),
         ({"_class_name": "QwenImageTransformer2DModel", "use_layer3d_rope": True}, "use_layer3d_rope: True"),
         ({"_class_name": "SD3Transformer2DModel", "qk_norm": "layer_norm"}, "qk_norm: 'layer_norm'"),

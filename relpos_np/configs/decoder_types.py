@@ -24,13 +24,9 @@ _ROPES = dict.fromkeys((of.FULL, of.SLIDING), "rope_theta")
 
 def _laguna(at: of.At) -> dict[str, Any]:
     """Layers may have query heads of their own."""
-    heads = at.keys.get("num_attention_heads_per_layer", None)
     at.keys.ignore("gating")
-    if heads is None:
-        return {}
-    if not isinstance(heads, list | tuple) or len(heads) != at.layers:
-        raise RelposValueError(f"num_attention_heads_per_layer: expected {at.layers} numbers, found {heads!r}")
-    return {"heads": check.integer("num_attention_heads_per_layer", heads[at.layer], 1)}
+    heads = at.keys.listed("num_attention_heads_per_layer", at.layers, None)
+    return {} if heads is None else {"heads": check.integer("num_attention_heads_per_layer", heads[at.layer], 1)}
 
 
 def _flint_pattern(at: of.At) -> str:

@@ -177,11 +177,9 @@ class Rotating:
         return LayerAttention(keys.model_type, part, layer, **found)
 
     def _base(self, at: At) -> float | None:
-        listed = at.keys.get(self.thetas, None)
+        listed = at.keys.listed(self.thetas, at.layers, None)
         if listed is None:
             return None
-        if not isinstance(listed, list | tuple) or len(listed) < at.layers:
-            raise RelposValueError(f"{self.thetas}: expected one for each of {at.layers} layers, found {listed!r}")
         return check.real(self.thetas, listed[at.layer]) and check.positive(self.thetas, listed[at.layer])
 
     def _share(self, keys: Keys, head_dim: int) -> float | None:
@@ -199,7 +197,7 @@ class Rotating:
         keys, layer, layers = at.keys, at.layer, at.layers
         if self.window != "types" and self.pattern is None:
             return FULL
-        types = keys.get("layer_types", None)
+        types = keys.listed("layer_types", layers, None)
         if types is None:
             if self.pattern is None:
                 raise RelposValueError(f"layer_types: the configuration of {keys.model_type} has none, and no default")
@@ -215,8 +213,6 @@ class Rotating:
             "sparse_attention_config",
         ):
             keys.ignore(name)
-        if not isinstance(types, list | tuple) or len(types) < layers:
-            raise RelposValueError(f"layer_types: expected one for each of {layers} layers, found {types!r}")
         found = types[layer]
         found = _OLD.get(found, found) if isinstance(found, str) else found
         kinds = self.kinds or ((FULL,) if self.others else (FULL, SLIDING))
@@ -368,9 +364,7 @@ def cohere2_moe_pattern(at: At) -> str:
 def cohere2_moe_still(at: At) -> bool:
     """Layers without a window have no positions, but those without experts if none of them has one."""
     at.keys.ignore("prefix_dense_sliding_window_pattern", "first_k_dense_replace")
-    kinds = at.keys.get("mlp_layer_types", None)
-    if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) < at.layers):
-        raise RelposValueError(f"mlp_layer_types: expected one for each of {at.layers} layers, found {kinds!r}")
+    kinds = at.keys.listed("mlp_layer_types", at.layers, None)
     dense = at.layer < _first_dense(at) if kinds is None else kinds[at.layer] == "dense"
     return full_still(at) and not (dense and at.keys.integer("prefix_dense_sliding_window_pattern") == 1)
 
@@ -551,7 +545,9 @@ def mimo_pattern(at: At) -> str:
 def mimo(at: At) -> dict[str, Any]:
     """Values of their own width, and with a factor; with a window twice the key heads, and sinks."""
     keys, kv_heads = at.keys, at.found["kv_heads"]
-    types = keys.get("layer_types", None) or [mimo_pattern(replace(at, layer=n)) for n in range(at.layers)]
+    types = keys.listed("layer_types", at.layers, None) or [
+        mimo_pattern(replace(at, layer=n)) for n in range(at.layers)
+    ]
     # The class does not read them; other published code does.
     keys.only("hybrid_layer_pattern", [int(kind == SLIDING) for kind in types[: at.layers]], None)
     keys.only("rope_theta", 5e6, None)

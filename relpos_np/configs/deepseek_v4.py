@@ -26,13 +26,11 @@ def _layers(keys: Keys) -> int:
 
 def _type(keys: Keys, layer: int) -> str:
     """Of one layer: `layer_types`, else `compress_ratios`, else heavily compressed twice, and both kinds in turn."""
-    types, ratios = keys.get("layer_types", None), keys.get("compress_ratios", None)
+    # One more may be stored for the layer that predicts further tokens.
+    types, ratios = (keys.listed(name, _layers(keys), None) for name in ("layer_types", "compress_ratios"))
     name, listed = ("compress_ratios", ratios) if types is None else ("layer_types", types)
     if listed is None:
         return _COMPRESSED if layer > 1 and layer % 2 else _HEAVILY
-    # One more may be stored for the layer that predicts further tokens.
-    if not isinstance(listed, list | tuple) or len(listed) < _layers(keys):
-        raise RelposValueError(f"{name}: expected one for each of {_layers(keys)} layers, found {listed!r}")
     found = listed[layer]
     known = _RATIOS if types is None else {kind: kind for kind in _RATIOS.values()}
     if isinstance(found, bool) or found not in known:

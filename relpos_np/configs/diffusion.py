@@ -73,12 +73,11 @@ class Joint:
         keys.ignore("num_refiner_layers")
         if self.only is not None:
             keys.only(*self.only)
-        shares = keys.get(self.shares)
-        if not isinstance(shares, list | tuple) or len(shares) != 3:
-            raise RelposValueError(f"{self.shares}: expected three numbers of channels, found {shares!r}")
-        shares = [check.integer(self.shares, n, 2) for n in shares]
-        if sum(shares) != found["head_dim"] or any(n % 2 for n in shares):
-            raise RelposValueError(f"{self.shares}: expected even numbers with sum {found['head_dim']}, found {shares}")
+        shares = keys.numbers(self.shares, 2)
+        if len(shares) != 3 or sum(shares) != found["head_dim"] or any(n % 2 for n in shares):
+            raise RelposValueError(
+                f"{self.shares}: expected three even numbers with sum {found['head_dim']}, found {shares}"
+            )
         base = check.positive(self.theta, keys.get(self.theta)) if self.theta else 1e4
         plan = _rotary(shares, base, self.text, coordinates="middle" if self.middle else "index")
         return LayerAttention(keys.model_type, part, layer, schemes=(plan,), before=(_NORM,), **found)
@@ -127,10 +126,7 @@ def _sd3(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.ignore("sample_size", "patch_size", "pos_embed_max_size")
     if keys.only("qk_norm", None, "rms_norm") is not None:
         found["before"] = (_NORM,)
-    twice = keys.get("dual_attention_layers")
-    if not isinstance(twice, list | tuple):
-        raise RelposValueError(f"dual_attention_layers: expected a list, found {twice!r}")
-    if layer in [check.integer("dual_attention_layers", n, 0) for n in twice]:
+    if layer in keys.numbers("dual_attention_layers"):
         found["notes"] = ("a second attention, of the patches alone (attn2), is another call of this kind",)
     remark = "sines and cosines of rows and columns, as stored, of which patches have those around the middle"
     added = learned("pos_embed.pos_embed", remark=remark)

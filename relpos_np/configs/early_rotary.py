@@ -35,9 +35,10 @@ def _dbrx(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.ignore("ffn_config")
     found = sizes(keys) | {"kv_heads": inner.integer("kv_n_heads")}
     base, clip = inner.get("rope_theta"), inner.get("clip_qkv")
-    plan = rope.plan(rope.parameters(keys, theta=1e4 if base is None else inner.real("rope_theta")), found["head_dim"])
+    ropes = rope.parameters(keys, theta=1e4 if base is None else inner.real("rope_theta"), share=None)
+    plan = rope.plan(ropes, found["head_dim"])
     note = "rope_theta of attn_config, as published code reads it; transformers 5.24 turns as if it were 10000"
-    notes = () if base in (None, 1e4) else (note,)
+    notes = ropes.notes if base in (None, 1e4) else (note, *ropes.notes)
     before = () if clip is None else (Clip(check.positive("clip_qkv", clip)),)
     return LayerAttention(
         keys.model_type, part, layer, causal=True, schemes=(plan,), before=before, notes=notes, **found
@@ -147,17 +148,17 @@ def _count(keys: Keys) -> int:
 
 def _kimi_linear(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Kimi Linear: latent attention without positions, in some layers; early files count them from 1."""
-    types, inner = keys.get("layer_types", None), keys.get("linear_attn_config", None) or {}
+    layers, inner = _count(keys), keys.get("linear_attn_config", None) or {}
+    types = keys.listed("layer_types", layers, None)
     if not isinstance(inner, Mapping):
         raise RelposValueError(f"linear_attn_config: expected an object, found {inner!r}")
     listed = inner.get("full_attn_layers")
-    layers = _count(keys)
     if types is None and listed is not None:
         if not isinstance(listed, list | tuple):
             raise RelposValueError(f"full_attn_layers: expected a list, found {listed!r}")
         full = layer + 1 in [check.integer("full_attn_layers", n, 1) for n in listed]
     elif types is not None:
-        if not isinstance(types, list | tuple) or len(types) < layers or types[layer] not in (FULL, LINEAR):
+        if types[layer] not in (FULL, LINEAR):
             raise RelposValueError(f"layer_types: expected {FULL} or {LINEAR} for each layer, found {types!r}")
         full = types[layer] == FULL
     else:

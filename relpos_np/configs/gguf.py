@@ -31,19 +31,15 @@ class _Architecture(NamedTuple):
     deepest: int | None = None
 
 
+# Those with one name here and there.
+_SAME = {
+    _NORM: "llama arcee cohere2 granite internlm2 olmo smollm3 xverse",
+    _NEOX: "exaone falcon gemma olmo2 olmoe qwen2 qwen3 seed_oss starcoder2",
+    "": "bloom gpt2 mpt",
+}
 _ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("llama", _NORM),
-    "arcee": _Architecture("arcee", _NORM),
+    **{name: _Architecture(name, pairs) for pairs, names in _SAME.items() for name in names.split()},
     "command-r": _Architecture("cohere", _NORM, normed="use_qk_norm"),
-    "cohere2": _Architecture("cohere2", _NORM),
-    "granite": _Architecture("granite", _NORM),
-    "internlm2": _Architecture("internlm2", _NORM),
-    "olmo": _Architecture("olmo", _NORM),
-    "smollm3": _Architecture("smollm3", _NORM),
-    "xverse": _Architecture("xverse", _NORM),
-    "exaone": _Architecture("exaone", _NEOX),
-    "falcon": _Architecture("falcon", _NEOX),
-    "gemma": _Architecture("gemma", _NEOX),
     "gemma2": _Architecture("gemma2", _NEOX, deepest=46),
     "gemma3": _Architecture(
         "gemma3_text", _NEOX, {"rope.freq_base_swa": "rope_local_base_freq"}, {"rope_local_base_freq": 1e4}, deepest=62
@@ -52,20 +48,11 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         "gpt_neox", _NEOX, {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}, partial=True
     ),
     "nemotron": _Architecture("nemotron", _NEOX, partial=True),
-    "olmo2": _Architecture("olmo2", _NEOX),
-    "olmoe": _Architecture("olmoe", _NEOX),
     "phi2": _Architecture("phi", _NEOX, given={"qk_layernorm": False}, partial=True),
     "phi3": _Architecture("phi3", _NEOX, partial=True),
-    "qwen2": _Architecture("qwen2", _NEOX),
     "qwen2moe": _Architecture("qwen2_moe", _NEOX),
-    "qwen3": _Architecture("qwen3", _NEOX),
     "qwen3moe": _Architecture("qwen3_moe", _NEOX),
-    "seed_oss": _Architecture("seed_oss", _NEOX),
     "stablelm": _Architecture("stablelm", _NEOX, normed="qk_layernorm", partial=True),
-    "starcoder2": _Architecture("starcoder2", _NEOX),
-    "bloom": _Architecture("bloom"),
-    "gpt2": _Architecture("gpt2"),
-    "mpt": _Architecture("mpt"),
 }
 _KEYS = {
     "block_count": "num_hidden_layers",

@@ -138,12 +138,9 @@ def _qwen(keys: Keys, layer: int, part: str) -> LayerAttention:
     words, notes = _MERGED.format(n=block), [_FRAMES]
     blocks: tuple[int, ...] = (block,)
     if keys.model_type in _WINDOWED:
-        everywhere = keys.get("fullatt_block_indexes")
-        if not isinstance(everywhere, list | tuple):
-            raise RelposValueError(f"fullatt_block_indexes: expected a list, found {everywhere!r}")
         size = keys.integer("window_size") // block // keys.integer("patch_size") * block
         windows = f"windows of {size} x {size} patches, smaller at the edges"
-        if layer in [check.integer("fullatt_block_indexes", n, 0) for n in everywhere]:
+        if layer in keys.numbers("fullatt_block_indexes"):
             words, blocks = f"{words}, in {windows}", (max(size, block), block)
         else:
             words = words.replace("patches", "patches of a window", 1)

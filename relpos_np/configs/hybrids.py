@@ -22,10 +22,7 @@ def _count(keys: Keys) -> int:
 
 def _listed(at: At, key: str, other: str) -> str:
     """The type of a layer whose number may be in a list."""
-    listed = at.keys.get(key)
-    if not isinstance(listed, list | tuple):
-        raise RelposValueError(f"{key}: expected a list of numbers of layers, found {listed!r}")
-    return of.FULL if at.layer in [check.integer(key, n, 0) for n in listed] else other
+    return of.FULL if at.layer in at.keys.numbers(key) else other
 
 
 def _lfm2(at: At) -> str:

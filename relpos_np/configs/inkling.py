@@ -31,15 +31,14 @@ def _scheme(given: Given, *, heads: int, temperature: Temperature | None) -> Ink
 def _layer(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Five layers of six have a window, and heads of their own."""
     layers = keys.integer("num_hidden_layers")
-    listed, types = keys.get("local_layer_ids", None), keys.get("layer_types", None)
+    types = keys.listed("layer_types", layers, None)
     if types is not None:
-        if not isinstance(types, list | tuple) or len(types) < layers or types[layer] not in ("hybrid", _LOCAL):
+        keys.ignore("local_layer_ids")
+        if types[layer] not in ("hybrid", _LOCAL):
             raise RelposValueError(f"layer_types: expected hybrid or {_LOCAL} for each layer, found {types!r}")
         local = types[layer] == _LOCAL
-    elif listed is not None:
-        if not isinstance(listed, list | tuple):
-            raise RelposValueError(f"local_layer_ids: expected a list, found {listed!r}")
-        local = layer in [check.integer("local_layer_ids", n, 0) for n in listed]
+    elif keys.get("local_layer_ids", None) is not None:
+        local = layer in keys.numbers("local_layer_ids")
     else:
         local = (layer + 1) % 6 != 0
     both = [[keys.integer(f"{kind}{name}") for name in _NUMBERS] for kind in ("", "swa_")]

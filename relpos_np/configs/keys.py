@@ -138,6 +138,20 @@ class Keys:
         """A number."""
         return check.real(name, self.get(name, default))
 
+    def listed(self, name: str, count: int = 0, default: Any = _REQUIRED) -> list[Any] | None:
+        """A list, of which each layer has one of so many; None where that is the default, and there is none."""
+        value = self.get(name, default)
+        if value is None and default is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) < count:
+            wanted = f"one for each of {count} layers" if count else "a list"
+            raise RelposValueError(f"{name}: expected {wanted}, found {value!r}")
+        return list(value)
+
+    def numbers(self, name: str, least: int = 0) -> list[int]:
+        """A list of whole numbers, such as those of layers."""
+        return [check.integer(name, n, least) for n in self.listed(name) or ()]
+
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
         """True or False; None is False."""
         value = self.get(name, default)

@@ -16,12 +16,10 @@ _NORMS = (Norm(), Norm((), "v"))
 
 def _types(at: At) -> list[str]:
     """Of all layers, as stored, else by the pattern."""
-    types = at.keys.get("layer_types", None)
+    types = at.keys.listed("layer_types", at.layers, None)
     if types is None:
         pattern = alternating(5 if at.keys.model_type == "gemma3n_text" else 6)
         types = [pattern(At(at.keys, layer, at.layers)) for layer in range(at.layers)]
-    elif not isinstance(types, list | tuple) or len(types) < at.layers:
-        raise RelposValueError(f"layer_types: expected one for each of {at.layers} layers, found {types!r}")
     return [str(kind) for kind in types]
 
 

@@ -31,13 +31,6 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
     return check.integer(name, both[0], 1), check.integer(name, both[1], 1)
 
 
-def _integers(keys: Keys, name: str) -> list[int]:
-    value = keys.get(name)
-    if not isinstance(value, list | tuple):
-        raise RelposValueError(f"{name}: expected a list, found {value!r}")
-    return [check.integer(name, n, 0) for n in value]
-
-
 def _grid(keys: Keys) -> tuple[int, int]:
     (height, width), (rows, columns) = _pair(keys, "image_size"), _pair(keys, "patch_size")
     return height // rows, width // columns
@@ -45,7 +38,7 @@ def _grid(keys: Keys) -> tuple[int, int]:
 
 def _stage(keys: Keys, layer: int) -> tuple[int, int, dict[str, Any]]:
     """The stage of a layer and its number there, and the numbers of its heads."""
-    depths, heads = _integers(keys, "depths"), _integers(keys, "num_heads")
+    depths, heads = keys.numbers("depths"), keys.numbers("num_heads")
     if len(depths) != len(heads):
         raise RelposValueError(f"num_heads: expected one for each of {len(depths)} stages, found {heads}")
     keys.ignore("num_attention_heads", "num_hidden_layers", "num_layers", "hidden_size", "use_absolute_embeddings")
@@ -112,7 +105,7 @@ def _swin_v2(keys: Keys, layer: int, part: str) -> LayerAttention:
     sides = [n >> stage for n in _grid(keys)]
     window = (min(size, sides[0]), min(size, sides[1]))
     shift = size // 2 if block % 2 and min(sides) > size else 0
-    sizes_then = _integers(keys, "pretrained_window_sizes")
+    sizes_then = keys.numbers("pretrained_window_sizes")
     if len(sizes_then) <= stage:
         raise RelposValueError(f"pretrained_window_sizes: expected one for each stage, found {sizes_then}")
     trained = sizes_then[stage]
@@ -172,7 +165,7 @@ def _decomposed(given: Given) -> DecomposedBias:
 def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
     """A vector per row and per column difference, in windows or over the whole image."""
     found = sizes(keys)
-    size, everywhere = keys.integer("window_size", least=0), _integers(keys, "global_attn_indexes")
+    size, everywhere = keys.integer("window_size", least=0), keys.numbers("global_attn_indexes")
     whole = layer in everywhere or not size
     grid = _grid(keys) if whole else (size, size)
     keys.ignore("scale", "num_pos_feats")

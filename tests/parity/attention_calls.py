@@ -45,6 +45,11 @@ def _before(turned, still, last):
     return torch.cat(parts, dim=-1)
 
 
+def _factor(cos, sin=None, *others):
+    """By how much turning makes vectors longer: cosines and sines, or complex numbers, have a factor."""
+    return (cos.abs() if cos.is_complex() else (cos**2 + sin**2) ** 0.5).max().item()
+
+
 def _batch(calls):
     """Calls of one layer, one after the other, as items of a batch."""
     joined = {name: np.concatenate([getattr(call, name) for call in calls]) for name in ("q", "k", "v", "out")}
@@ -63,6 +68,7 @@ def interface(model, last=False):
     import torch
 
     seen, parts, pending, chosen, hidden = [], [], [], [], []
+    lengths = []  # the factor that turning has beside
     single, kept = [], {}  # operands that turn one at a time, and keys that later layers take
 
     def choosing(indexer, args, indices):
@@ -78,6 +84,7 @@ def interface(model, last=False):
 
         def turn(q, k, *args, **kwargs):
             pending.append((q, k))
+            lengths[:] = [_factor(*args)] if args else []
             return original(q, k, *args, **kwargs)
 
         return turn
@@ -105,9 +112,9 @@ def interface(model, last=False):
                     rest = [(q_before[n:], k_before[n:])] if len(q_before) > n else []
                     q_before, k_before = (x[:n].transpose(0, 1)[None] for x in (q_before, k_before))
                 if hasattr(module, "qk_norm"):  # after turning, which keeps lengths
-                    q_before, k_before = module.qk_norm(q_before), module.qk_norm(k_before)
+                    q_before, k_before = (module.qk_norm(x * lengths[0]) for x in (q_before, k_before))
                 if type(module).__name__ == "NanoChatAttention":  # the same
-                    q_before, k_before = module.q_norm(q_before), module.k_norm(k_before)
+                    q_before, k_before = module.q_norm(q_before * lengths[0]), module.k_norm(k_before * lengths[0])
                 q, k = _before(q_before, query, last), _before(k_before, key, last)
             elif getattr(module, "attn_temperature_tuning", False):  # Llama 4: what arrives has its factor already
                 at = torch.arange(q.shape[-2])[:, None]

@@ -1,15 +1,20 @@
 """Every key of every configuration, changed: a model of transformers and `rp.from_config` read the same dictionary.
 
 `python -m tests.parity.config_mutations` in the environment for parity prints each difference that `from_config` passes
-over: the model's attention changes, and the layer neither changes with it nor is refused.
+over: the model's attention changes, and the layer neither changes with it nor is refused. Without names of types it
+takes all, an hour on one thread, and writes `asv_bench/recorded/mutations.json`.
 """
 
 import contextlib
 import json
 import sys
 import warnings
+from collections import Counter
+from datetime import date
+from pathlib import Path
 
 import torch
+import transformers
 
 import relpos_np as rp
 from relpos_np.configs.neutral import NEUTRAL
@@ -166,17 +171,34 @@ def wrong(model, base, several, how):
         yield from wrong(model, base, {name: several[name] for name in part}, how)
 
 
+RECORD = Path(__file__).parents[2] / "asv_bench" / "recorded" / "mutations.json"
+# Files of types that have no class of their own, and a composite model.
+MUTATED = [model for model in MODELS if not model.published and model.model_type != "paligemma"]
+
+
+def record(changes, found):
+    """What is written: how many changes each type was given, and what was passed over."""
+    rows = ",\n".join(f"{json.dumps(name)}: {count}" for name, count in sorted(changes.items()))
+    head = f'{{"transformers": "{transformers.__version__}", "date": "{date.today()}", "differences": '
+    return head + json.dumps(found) + f', "changes": {{\n{rows}\n}}}}\n'
+
+
 def main(names):
     """Print what differs."""
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    for model in MODELS:
-        if (names and model.model_type not in names) or model.published or model.model_type == "paligemma":
+    changes, found = Counter(), []
+    for model in MUTATED:
+        if names and model.model_type not in names:
             continue
+        changes[model.model_type] += sum(1 for _ in cases(model))
         for change, how, error in differences(model):
-            print(layers.name_of(model), how, *change, "->", error, flush=True)
+            found.append(" ".join(map(str, (layers.name_of(model), how, *change, "->", error))))
+            print(found[-1], flush=True)
         print(layers.name_of(model), "done", flush=True)
+    if not names:
+        RECORD.write_text(record(changes, found), encoding="utf-8")
 
 
 if __name__ == "__main__":
