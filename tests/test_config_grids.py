@@ -170,7 +170,7 @@ def test_grids_that_do_not_fit(grid, message):
         ({"_class_name": "SD3Transformer2DModel", "qk_norm": "layer_norm"}, "qk_norm: 'layer_norm'"),
         (UNET | {"only_cross_attention": True}, "only_cross_attention: True"),
         (UNET | {"attention_head_dim": [8, 8]}, "attention_head_dim: expected one for each of 4 blocks"),
-        (UNET | {"down_block_types": ["AttnDownBlock2D"] * 4}, "down_block_types: expected 4 of DownBlock2D, Cross"),
+        (UNET | {"down_block_types": ["AttnDownBlock2D"] * 4}, "down_block_types: expected 4 of DownBlock2D and Cross"),
         (
             UNET
             | {"down_block_types": ["DownBlock2D"] * 4, "up_block_types": ["UpBlock2D"] * 4, "mid_block_type": None},

@@ -133,44 +133,39 @@ def _sd3(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, added=added, **found)
 
 
-# Blocks of a U-Net, and whether they have attention.
-_BLOCKS = {
-    "down_block_types": {"DownBlock2D": False, "CrossAttnDownBlock2D": True},
-    "up_block_types": {"UpBlock2D": False, "CrossAttnUpBlock2D": True},
-}
-
-
 def _per_block(keys: Keys, name: str, count: int) -> list[int]:
     """A number for each block, where one may stand for all."""
     value = keys.get(name)
-    listed = list(value) if isinstance(value, list | tuple) else [value] * count
+    listed = keys.numbers(name, 1) if isinstance(value, list | tuple) else [check.integer(name, value, 1)] * count
     if len(listed) != count:
         raise RelposValueError(f"{name}: expected one for each of {count} blocks, found {value!r}")
-    return [check.integer(name, n, 1) for n in listed]
+    return listed
 
 
 def _transformers(keys: Keys) -> list[tuple[int, int]]:
     """Channels and heads of every transformer of a U-Net, in the order in which they run."""
-    widths = keys.get("block_out_channels")
-    count = len(widths) if isinstance(widths, list | tuple) else 1
-    names = ("block_out_channels", "attention_head_dim", "layers_per_block", "transformer_layers_per_block")
+    count = len(keys.numbers("block_out_channels"))
     # A number of heads, in spite of the name.
+    names = ("block_out_channels", "attention_head_dim", "layers_per_block", "transformer_layers_per_block")
     blocks = list(zip(*(_per_block(keys, name, count) for name in names), strict=True))
-    attends = {}
-    for name, known in _BLOCKS.items():
-        kinds = keys.get(name)
-        if not isinstance(kinds, list | tuple) or len(kinds) != count or not {*map(str, kinds)} <= known.keys():
-            raise RelposValueError(f"{name}: expected {count} of {', '.join(known)}, found {kinds!r}")
-        attends[name] = [known[kind] for kind in kinds]
-    *_, (width, heads, _, depth) = blocks
+    found = []
+    for name, kind, more, order in (
+        ("down_block_types", "DownBlock2D", 0, blocks),
+        ("up_block_types", "UpBlock2D", 1, blocks[::-1]),
+    ):
+        kinds = keys.listed(name) or []
+        attending = f"CrossAttn{kind}"
+        if len(kinds) != count or not {*map(str, kinds)} <= {attending, kind}:
+            raise RelposValueError(f"{name}: expected {count} of {kind} and {attending}, found {kinds!r}")
+        sizes = [
+            (width, heads)
+            for own, (width, heads, layers, depth) in zip(kinds, order, strict=True)
+            for _ in range((layers + more) * depth * (own == attending))
+        ]
+        found.append(sizes)
+    width, heads, _, depth = blocks[-1]
     middle = keys.only("mid_block_type", "UNetMidBlock2DCrossAttn", "UNetMidBlock2D", None)
-    found: list[tuple[int, int]] = []
-    for (w, h, n, d), has in zip(blocks, attends["down_block_types"], strict=True):
-        found += [(w, h)] * (n * d * has)
-    found += [(width, heads)] * (depth * (middle == "UNetMidBlock2DCrossAttn"))
-    for (w, h, n, d), has in zip(blocks[::-1], attends["up_block_types"], strict=True):
-        found += [(w, h)] * ((n + 1) * d * has)
-    return found
+    return [*found[0], *[(width, heads)] * (depth * (middle == "UNetMidBlock2DCrossAttn")), *found[1]]
 
 
 def _unet(keys: Keys, layer: int, part: str) -> LayerAttention:

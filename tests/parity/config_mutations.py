@@ -10,7 +10,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from datetime import date
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -179,7 +179,7 @@ MUTATED = [model for model in MODELS if not model.published and model.model_type
 def record(changes, found):
     """What is written: how many changes each type was given, and what was passed over."""
     rows = ",\n".join(f"{json.dumps(name)}: {count}" for name, count in sorted(changes.items()))
-    head = f'{{"transformers": "{transformers.__version__}", "date": "{date.today()}", "differences": '
+    head = f'{{"transformers": "{transformers.__version__}", "date": "{datetime.now(UTC).date()}", "differences": '
     return head + json.dumps(found) + f', "changes": {{\n{rows}\n}}}}\n'
 
 
