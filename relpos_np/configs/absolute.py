@@ -169,7 +169,7 @@ def _trocr(keys: Keys, layer: int, part: str) -> LayerAttention:
     heads = keys.integer("num_attention_heads")
     found = equal_heads(keys.integer("num_hidden_layers"), heads, divided(keys, "hidden_size", heads))
     keys.only("is_decoder", False, None, True)
-    keys.ignore("cross_attention_hidden_size", "layernorm_embedding")
+    keys.ignore("cross_attention_hidden_size")
     table = learned("embed_positions.weight", 2)
     if not keys.flag("use_learned_position_embeddings"):
         table = sinusoidal(keys.integer("hidden_size"), "tensor2tensor", 2)
@@ -220,26 +220,21 @@ def _distilbert(keys: Keys) -> SchemePlan:
 
 _BERT = "embeddings.position_embeddings.weight"
 _ROBERTA = Plain(None, _BERT, 2, "positions count tokens that are no padding")
-# Of what computes it; the softmax in float32 is that of any call.
-_BIGCODE = (
-    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "pad_key_length", "pre_allocate_kv_cache"),
-    "is_decoder",
-)
 _GRID = "rows of another size are interpolated"
 
 _TEXT: dict[str, Plain] = {
     "bert megatron-bert electra rembert roc_bert bert-generation": Plain(None, _BERT),
-    "ernie": Plain(None, _BERT, ignored=("use_task_id",)),
+    "ernie": Plain(None, _BERT),
     "albert": Plain(False, _BERT, finish=_albert),
     "splinter": Plain(False, _BERT),
     "ctrl": Plain(True, sinusoids=_ctrl, ignored=("is_decoder",)),
-    "xlm": Plain(False, finish=_xlm, ignored=("mask_index", "is_encoder", "start_n_top", "end_n_top", "is_decoder")),
+    "xlm": Plain(False, finish=_xlm, ignored=("is_decoder",)),
     "roberta xlm-roberta xmod xlm-roberta-xl camembert roberta-prelayernorm data2vec-text": _ROBERTA,
     "layoutlm": Plain(False, _BERT, remark="and tables of the page's coordinates"),
     "distilbert": Plain(False, sinusoids=_distilbert),
     "gpt2 gpt-sw3": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
     "gpt_neo": Plain(True, "wpe.weight", finish=_gpt_neo),
-    "gpt_bigcode": Plain(True, "wpe.weight", finish=_gpt_bigcode, ignored=_BIGCODE),
+    "gpt_bigcode": Plain(True, "wpe.weight", finish=_gpt_bigcode, ignored=("is_decoder", "pre_allocate_kv_cache")),
     "openai-gpt": Plain(True, "positions_embed.weight"),
     "ibert": Plain(False, _BERT, 2, _ROBERTA.remark, finish=_ibert),
     "clap_text_model": replace(_ROBERTA, causal=False),
@@ -253,7 +248,7 @@ _VISION: dict[str, Plain] = {
     "clip_vision_model siglip_vision_model": Plain(False, "embeddings.position_embedding.weight"),
 }
 # The decoder of pretraining is left out.
-_PRETRAINED = ("decoder_num_attention_heads", "mask_ratio", "qv_bias")
+_PRETRAINED = ("mask_ratio", "qv_bias")
 _VISION |= {
     "imagegpt": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
     "vit_mae": Plain(
@@ -264,15 +259,13 @@ _VISION |= {
     ),
     "videomae": Plain(False, sinusoids=_videomae, ignored=_PRETRAINED),
     "vivit": Plain(False, "embeddings.position_embeddings", remark=_GRID),
-    "aimv2_vision_model": Plain(False, finish=_aimv2, ignored=("use_head",)),
+    "aimv2_vision_model": Plain(False, finish=_aimv2),
     "siglip2_vision_model": Plain(
         False, "embeddings.position_embedding.weight", remark="a square of rows, resized to the grid"
     ),
 }
 _SOUND: dict[str, Plain] = {
-    "audio-spectrogram-transformer": Plain(
-        False, "embeddings.position_embeddings", ignored=("frequency_stride", "time_stride")
-    ),
+    "audio-spectrogram-transformer": Plain(False, "embeddings.position_embeddings"),
     "hubert wav2vec2 unispeech unispeech-sat data2vec-audio": Plain(
         notes=("a convolution of the inputs, which is no position scheme, stands for positions",)
     ),
@@ -288,7 +281,7 @@ _PAIRS: dict[str, Pair] = {
     "bart mbart plbart": Pair(2),
     "mvp": Pair(2, only=("use_prompt", False)),
     "blenderbot blenderbot-small": Pair(),
-    "pegasus marian": Pair(0, ("concatenated", 0), ignored=("static_position_embeddings",)),
+    "pegasus marian": Pair(0, ("concatenated", 0)),
     "m2m_100": Pair(0, ("tensor2tensor", 2)),
 }
 for _names, _pair in _PAIRS.items():

@@ -15,7 +15,6 @@ from relpos_np.errors import RelposValueError
 
 def _bloom(keys: Keys, layer: int, part: str) -> LayerAttention:
     """m·j is added to the scaled scores."""
-    keys.ignore("apply_residual_connection_post_layernorm", "seq_length", "slow_but_exact")
     plan = SchemePlan("ALiBi", {"form": "key"})
     return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), **sizes(keys))
 
@@ -25,8 +24,6 @@ def _mpt(keys: Keys, layer: int, part: str) -> LayerAttention:
     inner = keys.inner("attn_config", _ATTN)
     for name in ("attn_type", "alibi", "prefix_lm", "qk_ln", "attn_uses_sequence_id"):
         inner.only(name, _ATTN[name])
-    inner.ignore("attn_impl", "attn_pdrop", "chunk_size_feed_forward")
-    keys.ignore("learned_pos_emb", "max_seq_len")
     found = sizes(keys)
     scale, clip = inner.get("softmax_scale"), inner.get("clip_qkv")
     if scale is not None:
@@ -56,7 +53,6 @@ def _falcon(keys: Keys, layer: int, part: str) -> LayerAttention:
         found["kv_heads"] = found["heads"] if kv_heads is None else check.integer("num_kv_heads", kv_heads, 1)
     else:
         found["kv_heads"] = 1 if one else found["heads"]
-    keys.ignore("parallel_attn", "num_ln_in_parallel_attn", "apply_residual_connection_post_layernorm")
     ropes = rope.parameters(keys, share=None)
     plan = rope.plan(ropes, found["head_dim"])
     return LayerAttention(keys.model_type, part, layer, causal=True, schemes=(plan,), notes=ropes.notes, **found)

@@ -24,7 +24,6 @@ _ROPES = dict.fromkeys((of.FULL, of.SLIDING), "rope_theta")
 
 def _laguna(at: of.At) -> dict[str, Any]:
     """Layers may have query heads of their own."""
-    at.keys.ignore("gating")
     heads = at.keys.listed("num_attention_heads_per_layer", at.layers, None)
     return {} if heads is None else {"heads": check.integer("num_attention_heads_per_layer", heads[at.layer], 1)}
 
@@ -145,7 +144,6 @@ _TYPES: dict[str, Rotating] = {
     "hy_v3": Rotating(
         theta=11158840.0,
         norm=_HEADS,
-        ignored=("router_scaling_factor", "moe_router_enable_expert_bias", "enable_lm_head_fp32"),
         finish=of.hy_v3,
     ),
     "nanochat": Rotating(backwards=True, magnitude=False, norm=(Norm(()),)),
@@ -168,7 +166,6 @@ _TYPES: dict[str, Rotating] = {
         pattern=of.alternating(4, "global_attn_every_n_layers"),
         still=of.full_still,
         norm=_HEADS,
-        ignored=("route_scale", "mup_enabled"),
         after=(Gate("gate_proj"),),
     ),
     "cohere2_moe": Rotating(
@@ -183,7 +180,6 @@ _TYPES: dict[str, Rotating] = {
         pattern=of.always_full,
         still=_null_still,
         mrope=((24, 20, 20), "cyclic"),
-        ignored=("pooling",),
     ),
     "mellum": Rotating(
         theta={of.FULL: 5e5, of.SLIDING: 1e4},
@@ -200,11 +196,11 @@ _TYPES: dict[str, Rotating] = {
     ),
     "flint": Rotating(window="types", pattern=_flint_pattern, still=of.full_still, norm=_HEADS, finish=of.sinks),
     "kolibri1": Rotating(window="types", pattern=of.alternating(5), still=of.exaone_still, norm=_HEADS),
-    "phi4_multimodal": Rotating(share=1.0, window="all", ignored=("vision_config", "audio_config"), finish=of.phi3),
+    "phi4_multimodal": Rotating(share=1.0, window="all", ignored=("vision_config",), finish=of.phi3),
     "apertus1p5_text": Rotating(theta=12e6, norm=_HEADS),
     "emu3_text_model": Rotating(theta=1e6),
     "moshi": Rotating(
-        ignored=("audio_encoder_config", "depth_decoder_config", "sliding_window"),
+        ignored=("sliding_window",),
         notes=("sliding_window: the keys that transformers keeps in a cache; its mask has none",),
     ),
     "eurobert": Rotating(causal=False),
@@ -341,4 +337,4 @@ register(
     like="stablelm",
     aliases={"rope_pct": "partial_rotary_factor"},
 )
-register(replace(_TYPES["phi3"], ignored=("embd_layer", "img_processor")).read, "phi3_v", kind="Text", like="phi3")
+register(replace(_TYPES["phi3"]).read, "phi3_v", kind="Text", like="phi3")

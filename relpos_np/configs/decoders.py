@@ -527,7 +527,7 @@ def minimax_m2(at: At) -> dict[str, Any]:
     at.keys.only("use_qk_norm", True, default=True)
     at.keys.only("qk_norm_type", "per_layer", None)
     at.keys.only("attn_type_list", [1] * at.layers, None)
-    at.keys.ignore("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "use_routing_bias")
+    at.keys.ignore("layernorm_full_attention_beta", "layernorm_linear_attention_beta")
     return {}
 
 

@@ -69,9 +69,8 @@ def _read(keys: Keys, layer: int, part: str) -> LayerAttention:
         raise OtherLayerError(layer, found["layers"], kind, f"{why}, expected {SLIDING}")
     ropes, turning = _parameters(keys, found["head_dim"])
     plan = rope.plan(ropes, turning, layout="interleaved", before=found["head_dim"] - turning)
-    # Of projections, of layers that compress, and of connections around the layers.
-    keys.ignore("q_lora_rank", "o_groups", "o_lora_rank", "compress_rates", "compress_rope_theta")
-    keys.ignore("index_head_dim", "index_n_heads", "index_topk", "hc_sinkhorn_iters")
+    # Of projections, and of layers that compress.
+    keys.ignore("q_lora_rank", "index_topk")
     return LayerAttention(
         keys.model_type,
         part,

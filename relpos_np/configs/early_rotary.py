@@ -30,9 +30,6 @@ def _gptj(keys: Keys, layer: int, part: str) -> LayerAttention:
 def _dbrx(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Key heads, clipping and the base are in `attn_config`."""
     inner = keys.inner("attn_config", {"kv_n_heads": 1, "clip_qkv": None, "rope_theta": None})
-    inner.ignore("attn_pdrop")
-    # How blocks of other layers are made.
-    keys.ignore("ffn_config")
     found = sizes(keys) | {"kv_heads": inner.integer("kv_n_heads")}
     base, clip = inner.get("rope_theta"), inner.get("clip_qkv")
     ropes = rope.parameters(keys, theta=1e4 if base is None else inner.real("rope_theta"), share=None)
@@ -66,7 +63,6 @@ def _esm(keys: Keys, layer: int, part: str) -> LayerAttention:
         found["added"] = learned("embeddings.position_embeddings.weight", 2, "positions count tokens, not padding")
     else:
         found["schemes"] = (SchemePlan("Rotary", {"base": base}),)
-    keys.ignore("emb_layer_norm_before", "mask_token_id")
     found["causal"] = keys.flag("is_decoder", False)
     return LayerAttention(keys.model_type, part, layer, **found)
 
@@ -108,7 +104,7 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     if ropes.rule != "default" and every:
         scale *= yarn_magnitude(check.real("factor", ropes.stored.get("factor")), every) ** 2
     # Of the projections: they are done before.
-    keys.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank", "routed_scaling_factor")
+    keys.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "q_lora_rank")
     values = keys.get("v_head_dim")
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -166,7 +162,6 @@ def _kimi_linear(keys: Keys, layer: int, part: str) -> LayerAttention:
     if not full:
         raise OtherLayerError(layer, layers, LINEAR, ", which has no softmax and is not understood")
     keys.only("mla_use_nope", True, None)
-    keys.ignore("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
     return _deepseek(keys, layer, part)
 
 
@@ -184,7 +179,7 @@ _INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
 # Of indexers: which layers take what another one chose, and how they turn queries and keys of their own.
 _INDEXERS = (
     *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
-    *("indexer_rope_interleave", "index_head_dim", "index_n_heads"),
+    "indexer_rope_interleave",
 )
 
 

@@ -116,7 +116,6 @@ def _dinov3(keys: Keys, layer: int, part: str) -> LayerAttention:
     found = sizes(keys)
     base = check.positive("rope_theta", keys.get("rope_theta"))
     omega = 2 * math.pi * axial_frequencies(found["head_dim"], base=base)
-    keys.ignore("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale", "num_register_tokens")
     words = f"{_CLASS}; base {base:g}, 2 pi times centres of patches between -1 and 1"
     found["schemes"] = (on_grid(omega, words, others="before", coordinates="centered"),)
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
@@ -147,7 +146,7 @@ def _qwen(keys: Keys, layer: int, part: str) -> LayerAttention:
             notes = [f"{windows}: a call takes those of one size, as batch items"]
     if keys.model_type not in ("qwen2_vl_vision", *_WINDOWED):
         keys.only("apply_vit_abs_pos_embed", True, None)
-        keys.ignore("num_position_embeddings", "deepstack_visual_indexes")
+        keys.ignore("deepstack_visual_indexes")
         found["added"] = learned("pos_embed.weight", remark="a square of rows, interpolated to the grid")
     found["schemes"] = (on_grid(omega, f"{words}; base {base:g}", blocks=blocks),)
     return LayerAttention(keys.model_type, part, layer, causal=False, notes=tuple(notes), **found)

@@ -21,8 +21,6 @@ def _moonshine(keys: Keys, layer: int, part: str) -> LayerAttention:
     heads, layers = counts["encoder" if part == "encoder" else "decoder"]
     keys.only("encoder_num_attention_heads", counts["decoder"][0])
     dim = divided(keys, "hidden_size", heads)
-    # Zeros at the end of a head, which are cut off again.
-    keys.ignore("pad_head_dim_to_multiple_of")
     plan = rope.plan(rope.parameters(keys, share=0.9), dim, layout="interleaved")
     found = equal_heads(layers, heads, dim) | {"causal": part == "decoder"}
     return LayerAttention(keys.model_type, part, layer, schemes=() if part == "cross" else (plan,), **found)

@@ -54,15 +54,7 @@ def _recurrent(at: At) -> str:
 
 _HYBRID = "hybrid"
 # Which objects write beside the keys that say them.
-_SIZES = (
-    *("attention_hidden_size", "chunk_size", "kv_channels", "mamba_headdim", "num_query_groups", "num_mem_blocks"),
-    *("use_shared_attention_adapter", "use_mem_eff_path", "add_bias_linear"),
-)
-# Of layers that are refused; the number of turning channels, which the class does not read, is beside its share.
-_INDEXER = (
-    *("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks"),
-    "rotary_dim",
-)
+_SIZES = ("attention_hidden_size", "kv_channels", "mamba_headdim", "num_query_groups")
 
 
 def _zamba(at: At) -> str:
@@ -209,20 +201,12 @@ def _nemotron_h(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 
 _HEADS, _GATE = (Norm(shift=1.0),), (Gate("q_proj"),)
-_DELTA = (
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_allow_neg_eigval", "attn_output_gate"),
-    "output_gate_type",
-)
+_DELTA = ("linear_allow_neg_eigval", "attn_output_gate", "output_gate_type")
 _MAMBA = ("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "mamba_n_heads", "mamba_d_head")
 _BLOCK = (
     *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_dim", "block_ff_dim"),
     *("block_mlp_init_scale", "block_out_init_scale", "block_norm_eps", "block_use_swiglu", "block_use_xavier_init"),
     "use_expert_bias",
-)
-_FACTORS = (
-    *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier", "mlp_multipliers"),
-    *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "projectors_bias", "layer_types"),
 )
 _QWEN = Rotating(
     share=0.25,
@@ -254,7 +238,7 @@ _NEMOTRON = Rotating(
     pattern=_linear,
     others=(of.LINEAR, "moe", "mlp"),
     still=_always,
-    ignored=(*_MAMBA, "time_step_rank", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "chunk_size", "expand"),
+    ignored=(*_MAMBA, "time_step_rank", "mtp_hybrid_override_pattern"),
     finish=of.unread(sliding_window=None),
 )
 _TYPES: dict[str, Rotating] = {
@@ -262,7 +246,7 @@ _TYPES: dict[str, Rotating] = {
     "qwen3_5_text qwen3_5_moe_text": _QWEN_VL,
     "lfm2": _LFM,
     "lfm2_moe": Rotating(theta=1e6, window="types", others=_LFM.others, norm=_LFM.norm, ignored=_BLOCK),
-    "falcon_h1": Rotating(ignored=_MAMBA + _FACTORS, finish=_falcon_h1),
+    "falcon_h1": Rotating(ignored=(*_MAMBA, "layer_types"), finish=_falcon_h1),
     "bamba": Rotating(
         share=0.5, pattern=_bamba, others=(of.LINEAR,), ignored=_MAMBA, finish=of.unread(partial_rotary_factor=0.5)
     ),
@@ -281,7 +265,6 @@ _TYPES: dict[str, Rotating] = {
         window="all",
         pattern=of.alternating(2, first=True, other=of.LINEAR),
         others=(of.LINEAR,),
-        ignored=("block_size",),
     ),
     "olmo_hybrid": Rotating(
         pattern=_olmo,
@@ -307,7 +290,7 @@ _TYPES |= {
         pattern=_recurrent,
         kinds=(of.SLIDING,),
         others=(of.LINEAR,),
-        ignored=("logits_soft_cap", "w_init_variance_scale", "final_w_init_variance_scale"),
+        ignored=("final_w_init_variance_scale",),
     ),
     "zamba": Rotating(
         pattern=_zamba,
@@ -322,14 +305,7 @@ _TYPES |= {
         kinds=(_HYBRID,),
         others=(of.LINEAR,),
         still=_unless_mem_rope,
-        ignored=(
-            *_MAMBA,
-            *_SIZES,
-            "num_mem_blocks",
-            "use_shared_attention_adapter",
-            "use_mem_eff_path",
-            "add_bias_linear",
-        ),
+        ignored=(*_MAMBA, *_SIZES),
         sized=_doubled,
         notes=("adapters of a layer add to its projections, which it shares with others",),
     ),
@@ -347,7 +323,8 @@ _TYPES |= {
         pattern=_minimax_m3,
         others=("minimax_m3_sparse",),
         norm=(Norm(shift=1.0),),
-        ignored=_INDEXER,
+        # The number of turning channels, which the class does not read, is beside its share.
+        ignored=("rotary_dim",),
     ),
     "lfm3": Rotating(
         theta=1e6,
@@ -356,7 +333,7 @@ _TYPES |= {
         kinds=(of.FULL, of.SLIDING),
         others=(of.CONV,),
         norm=(Norm(),),
-        ignored=("use_sandwich_norm", "use_attention_gate"),
+        ignored=("use_attention_gate",),
         finish=_gated,
     ),
 }

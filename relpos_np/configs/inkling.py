@@ -45,8 +45,6 @@ def _layer(keys: Keys, layer: int, part: str) -> LayerAttention:
     heads, kv_heads, dim = both[local]
     window, floor = keys.integer("sliding_window_size"), keys.get("log_scaling_n_floor")
     strength = keys.real("log_scaling_alpha")
-    # The number of profiles' distances is that of their array.
-    keys.ignore("rel_extent", "logits_mup_width_multiplier", "shared_expert_sink", "route_scale", "mtp_local_layer_ids")
     temperature = None
     if floor is not None and not local:
         temperature = Temperature("inkling", check.integer("log_scaling_n_floor", floor, 1), strength)

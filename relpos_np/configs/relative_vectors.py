@@ -56,7 +56,7 @@ def _deberta(keys: Keys, layer: int, part: str) -> LayerAttention:
         raise RelposValueError("share_att_key, norm_rel_ebd: of deberta-v2, found in a configuration of deberta")
     own = keys.get("attention_head_size", None)
     own = found["head_dim"] if own is None else check.integer("attention_head_size", own, 1)
-    keys.ignore("position_buckets", "conv_kernel_size")
+    keys.ignore("position_buckets")
     # v1 counts the kinds that are named, whether or not positions are used; so does v2.
     found |= {"head_dim": own, "value_dim": own, "scale": (own * (1 + len(kinds))) ** -0.5}
     if keys.flag("position_biased_input"):
@@ -100,7 +100,7 @@ def _xlnet(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.only("bi_data", False)
     keys.only("same_length", False, None)
     clamp = keys.integer("clamp_len", least=-1)
-    keys.ignore("mem_len", "reuse_len", "d_head", "untie_r")
+    keys.ignore("untie_r")
     own = f"layer.{layer}.rel_attn"
     weights = {"u": f"{own}.r_w_bias", "v": f"{own}.r_r_bias", "r": f"{own}.r"}
     options = {"variant": "xlnet" if both else "xlnet_uni", "clamp": clamp if clamp > 0 else None}

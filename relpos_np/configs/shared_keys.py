@@ -38,7 +38,6 @@ def _shared(at: At) -> tuple[Step, ...]:
 
 def _gemma3n(at: At) -> dict[str, Any]:
     """Not scaled; keys may be those of another layer."""
-    at.keys.ignore("altup_coef_clip", "altup_correct_scale", "laurel_rank")
     return {"scale": 1.0, "before": _shared(at)}
 
 

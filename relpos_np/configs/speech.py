@@ -113,7 +113,6 @@ def _seamless(keys: Keys, layer: int, part: str) -> LayerAttention:
     second = keys.model_type == "seamless_m4t_v2"
     for side in _SEAMLESS_SIDES:
         keys.ignore(f"{side}_attention_heads", f"{side}_layers")
-    keys.ignore("t2u_max_position_embeddings", "adaptor_stride")
     keys.ignore("position_embeddings_type", "rotary_embedding_base")
     keys.ignore("left_max_position_embeddings", "right_max_position_embeddings")
     keys.ignore("speech_encoder_chunk_size", "speech_encoder_left_chunk_num")
@@ -172,7 +171,6 @@ def _vits(keys: Keys, layer: int, part: str) -> LayerAttention:
         weights = {name: f"{own}.{name}" for name in ("emb_rel_k", "emb_rel_v")}
         remark = f"window {check.integer('window_size', size, 1)}"
         found["schemes"] = (SchemePlan("Shaw", {"outside": "zero"}, weights, remark=remark, make=_windowed),)
-    keys.ignore("depth_separable_channels", "wavenet_dilation_rate", "use_stochastic_duration_prediction")
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
 
 

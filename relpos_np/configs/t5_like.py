@@ -72,8 +72,7 @@ def _layoutlmv3(keys: Keys, layer: int, part: str) -> LayerAttention:
     }
     both = keys.flag("has_relative_attention_bias")
     keys.only("has_spatial_attention_bias", both)
-    # Added to the inputs; images are cut into patches before.
-    keys.ignore("visual_embed", "text_embed", "fast_qkv")
+    keys.ignore("fast_qkv")
     weights = {
         name: f"encoder.rel_pos_{axis}bias.weight"
         for name, axis in (("table", ""), ("x_table", "x_"), ("y_table", "y_"))

@@ -168,7 +168,7 @@ def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
     size, everywhere = keys.integer("window_size", least=0), keys.numbers("global_attn_indexes")
     whole = layer in everywhere or not size
     grid = _grid(keys) if whole else (size, size)
-    keys.ignore("scale", "num_pos_feats")
+    keys.ignore("scale")
     if keys.flag("use_rel_pos"):
         weights = {name: f"layers.{layer}.attn.{name}" for name in ("rel_pos_h", "rel_pos_w")}
         found["schemes"] = (SchemePlan("DecomposedBias", {"grid": grid}, weights, make=_decomposed),)

@@ -104,7 +104,8 @@ def of_class(name, words):
     code = code.read_text(encoding="utf-8") if code.exists() else " ".join(f"config.{key}" for key in SIZES.split())
     known = {*own, *cls.attribute_map, *reads(code)}
     unread = [key for key in SIZES.split() if key not in known]
-    others = sorted(key for key in own.keys() - read.keys() if not harmless_name(key))
+    # A model within this one is refused elsewhere, whatever its name says.
+    others = sorted(key for key in own.keys() - read.keys() if key.endswith("_config") or not harmless_name(key))
     return {"defaults": read, "aliases": aliases, "others": others, "unread": unread}
 
 
