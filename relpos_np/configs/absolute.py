@@ -248,7 +248,7 @@ _VISION: dict[str, Plain] = {
     "clip_vision_model siglip_vision_model": Plain(False, "embeddings.position_embedding.weight"),
 }
 # The decoder of pretraining is left out.
-_PRETRAINED = ("mask_ratio", "qv_bias")
+_PRETRAINED = ("decoder_num_attention_heads", "mask_ratio", "qv_bias")
 _VISION |= {
     "imagegpt": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
     "vit_mae": Plain(
