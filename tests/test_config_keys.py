@@ -129,6 +129,7 @@ def test_keys_are_left_out_by_name(capsys, tmp_path):
         ({"model_type": "chatglm", "rope_ratio": 16}, "rope_ratio: 16 is read in two ways"),
         ({"model_type": "baichuan", "hidden_size": 64}, "hidden_size: 64 in a configuration of baichuan"),
         ({"model_type": "nemotron-nas"}, "block_configs: "),
+        ({"model_type": "t5", "relative_attention_num_buckets": 33}, "buckets: expected an even number, found 33"),
     ],
 )
 def test_what_to_open_instead(config, said):

@@ -9,7 +9,16 @@ from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.errors import RelposValueError
 from relpos_np.schemes.layout import LayoutBias
+
+
+def _buckets(keys: Keys, name: str) -> int:
+    """A number of buckets, of which half are for either side."""
+    number = keys.integer(name, least=4)
+    if number % 2:
+        raise RelposValueError(f"{name}: expected an even number, found {number}")
+    return number
 
 
 def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -19,7 +28,7 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
         *("is_decoder", "num_layers", "relative_attention_num_buckets"),
         *("num_sparse_encoder_layers", "num_sparse_decoder_layers"),
     )
-    buckets = keys.integer("relative_attention_num_buckets")
+    buckets = _buckets(keys, "relative_attention_num_buckets")
     last = keys.integer("relative_attention_max_distance")
     heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
     layers, decoding = keys.integer("num_layers"), keys.get("num_decoder_layers", None)
@@ -64,7 +73,7 @@ def _layoutlmv3(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Buckets of distances in the text and on the page, of which all layers have the same tables."""
     found = sizes(keys)
     for name in ("rel_pos_bins", "rel_2d_pos_bins"):
-        keys.integer(name)  # numbers of rows
+        _buckets(keys, name)  # the tables have so many rows
     options = {
         "variant": "layoutlmv3",
         "max_distance": keys.integer("max_rel_pos"),

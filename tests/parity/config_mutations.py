@@ -13,6 +13,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
@@ -123,6 +124,8 @@ def off(model, config):
             seen = layers.run(net, settings, changed_model)
     except Exception as error:  # noqa: BLE001
         raise Refused(repr(error)[:200]) from None
+    if not all(np.isfinite(call.out).all() for call in seen):
+        raise Refused("numbers that are not finite")
     return layers.errors(changed_model, net, seen, config)
 
 
