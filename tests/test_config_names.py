@@ -115,3 +115,10 @@ def test_a_share_that_the_class_does_not_read_is_refused():
     assert rp.from_config({"model_type": "mimo_v2_flash", "partial_rotary_factor": 0.334}, layer=0).as_dict() == told
     with pytest.raises(rp.RelposValueError, match=r"partial_rotary_factor: 0\.5 is not understood in mimo_v2_flash"):
         rp.from_config({"model_type": "mimo_v2_flash", "partial_rotary_factor": 0.5}, layer=0)
+
+
+def test_layers_behind_an_encoder_are_named():
+    for name, part, default in (("wav2vec2-bert", "", False), ("seamless_m4t_v2", "speech_encoder", True)):
+        for given, noted in (({}, default), ({"add_adapter": True}, True), ({"add_adapter": False}, False)):
+            layer = rp.from_config({"model_type": name, **given}, layer=0, part=part)
+            assert ("the adapter behind these layers" in layer.describe()) == noted

@@ -12,6 +12,7 @@ from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.plans import Given, Rule, SchemePlan
 from relpos_np.configs.steps import TurnedInputs
+from relpos_np.configs.t5_like import even_buckets
 from relpos_np.schemes.shaw import Shaw
 from relpos_np.schemes.sinusoidal import Sinusoidal
 from relpos_np.schemes.transformer_xl import TransformerXL, row_distances
@@ -62,10 +63,18 @@ def _conformer_layer(keys: Keys, prefix: str, found: dict[str, Any]) -> dict[str
     return found
 
 
+def _adapter(keys: Keys) -> tuple[str, ...]:
+    if not keys.flag("add_adapter"):
+        return ()
+    return ("the adapter behind these layers has attention of its own, which is not read",)
+
+
 def _wav2vec2(keys: Keys, layer: int, part: str) -> LayerAttention:
     found = _conformer_layer(keys, f"encoder.layers.{layer}.self_attn", sizes(keys))
     if keys.model_type == "wav2vec2-conformer":
         keys.only("position_embeddings_type", "relative", "rotary", None)
+    else:
+        found["notes"] = _adapter(keys)
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
 
 
@@ -85,7 +94,7 @@ def _wavlm(keys: Keys, layer: int, part: str) -> LayerAttention:
         "bias": f"{own}_linear.bias",
         "const": f"{own}_const",
     }
-    keys.integer("num_buckets")
+    even_buckets(keys, "num_buckets")
     options = {"max_distance": keys.integer("max_bucket_distance")}
     plan = SchemePlan(
         "WavLM",
@@ -117,7 +126,7 @@ def _seamless(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.ignore("left_max_position_embeddings", "right_max_position_embeddings")
     keys.ignore("speech_encoder_chunk_size", "speech_encoder_left_chunk_num")
     if part == "speech_encoder":
-        found = _counted(keys, part) | {"causal": False}
+        found = _counted(keys, part) | {"causal": False, "notes": _adapter(keys)}
         allowed = ("relative_key", None) if second else ("relative", "rotary", None)
         keys.only("position_embeddings_type", *allowed)
         found = _conformer_layer(keys, f"speech_encoder.encoder.layers.{layer}.self_attn", found)

@@ -13,7 +13,7 @@ from relpos_np.errors import RelposValueError
 from relpos_np.schemes.layout import LayoutBias
 
 
-def _buckets(keys: Keys, name: str) -> int:
+def even_buckets(keys: Keys, name: str) -> int:
     """A number of buckets, of which half are for either side."""
     number = keys.integer(name, least=4)
     if number % 2:
@@ -28,7 +28,7 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
         *("is_decoder", "num_layers", "relative_attention_num_buckets"),
         *("num_sparse_encoder_layers", "num_sparse_decoder_layers"),
     )
-    buckets = _buckets(keys, "relative_attention_num_buckets")
+    buckets = even_buckets(keys, "relative_attention_num_buckets")
     last = keys.integer("relative_attention_max_distance")
     heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
     layers, decoding = keys.integer("num_layers"), keys.get("num_decoder_layers", None)
@@ -73,7 +73,7 @@ def _layoutlmv3(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Buckets of distances in the text and on the page, of which all layers have the same tables."""
     found = sizes(keys)
     for name in ("rel_pos_bins", "rel_2d_pos_bins"):
-        _buckets(keys, name)  # the tables have so many rows
+        even_buckets(keys, name)  # the tables have so many rows
     options = {
         "variant": "layoutlmv3",
         "max_distance": keys.integer("max_rel_pos"),
