@@ -494,6 +494,7 @@ def test_layers_of_hybrids(name):
         ("musicgen_decoder", {"cross_attention_hidden_size": 7}, "cross_attention_hidden_size: 7"),
         ("layoutlmv3", {"has_spatial_attention_bias": False}, "has_spatial_attention_bias: False"),
         ("mimo_v2_flash", {"attention_chunk_size": 7}, "attention_chunk_size: 7"),
+        ("deberta-v2", {"position_buckets": 8, "max_relative_positions": 5}, "max_relative_positions: 5 leaves"),
         ("wavlm", {"num_buckets": 17}, "num_buckets: expected an even number, found 17"),
         ("layoutlmv3", {"rel_2d_pos_bins": 17}, "rel_2d_pos_bins: expected an even number, found 17"),
     ],

@@ -47,6 +47,10 @@ def _deberta(keys: Keys, layer: int, part: str) -> LayerAttention:
     farthest = keys.integer("max_relative_positions", least=-1)
     farthest = longest if farthest < 1 else farthest
     buckets = keys.integer("position_buckets", -1, least=-1) if second else -1
+    if buckets > 0 and (buckets < 4 or farthest <= buckets // 2 + 1):
+        raise RelposValueError(
+            f"max_relative_positions: {farthest} leaves no buckets where position_buckets is {buckets}"
+        )
     shared = keys.flag("share_att_key", False)
     norm = str(keys.get("norm_rel_ebd", "none")).lower()
     eps = keys.real("layer_norm_eps")

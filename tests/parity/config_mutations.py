@@ -74,7 +74,9 @@ def changed(name, value):
 def cases(model):
     """Names and values: of the class, of its other names, and of other classes."""
     settings = layers.settings_of(model)
-    own = {name: x for name, x in settings.to_dict().items() if name not in SKIPPED and not name.endswith("_config")}
+    # A call gives the grid, and the models here that of their own image.
+    skipped = SKIPPED | ({"image_size", "patch_size"} if "grid" in dict(model.given) else set())
+    own = {name: x for name, x in settings.to_dict().items() if name not in skipped and not name.endswith("_config")}
     for name, value in own.items():
         for other in changed(name, value):
             yield name, json.loads(json.dumps(other))
