@@ -74,8 +74,8 @@ def changed(name, value):
 def cases(model):
     """Names and values: of the class, of its other names, and of other classes."""
     settings = layers.settings_of(model)
-    # A call gives the grid, and the models here that of their own image.
-    skipped = SKIPPED | ({"image_size", "patch_size"} if "grid" in dict(model.given) else set())
+    # A call gives the grid, and the models here that of their own image or window.
+    skipped = SKIPPED | ({"image_size", "patch_size", "window_size"} if "grid" in dict(model.given) else set())
     own = {name: x for name, x in settings.to_dict().items() if name not in skipped and not name.endswith("_config")}
     for name, value in own.items():
         for other in changed(name, value):
