@@ -382,7 +382,7 @@ def published() -> str:
     found = json.loads(RECORD.read_text(encoding="utf-8"))
     return (
         f"Of {found['files']} configuration files of {found['types']} types that lie in public repositories, it reads "
-        f"{found['read']}, refuses {found['refused']} by the names of their keys, and does not know the types of "
+        f"{found['read']}, refuses {found['refused']} by the names of their keys or types, and does not know the types of "
         f"{found['unknown']}; `asv_bench/recorded/published.json` names them."
     )
 
