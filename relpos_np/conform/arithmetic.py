@@ -17,7 +17,7 @@ from relpos_np.conform.altered import Answer, out_of, plain_outputs, scale_of, s
 from relpos_np.conform.formats import Format
 from relpos_np.errors import RelposError
 from relpos_np.testing.arguments import changed, rebuilt
-from relpos_np.testing.compare import typical
+from relpos_np.testing.compare import largest, typical
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -27,6 +27,10 @@ _BITS = {"TF32": 10, "bfloat16": 7, "float16": 10}
 _ALIKE = 1.2
 # What is computed with, and what is wrong, where an implementation casts to float32.
 IN_FLOAT32 = "float32 on the way"
+# Its largest errors in units of those of casting everything: of sums in another order, and of casting little.
+_OF_FLOAT32 = (1 / 256, 4.0)
+# How like errors are to those of a mistake that rounds: of both, up to 1.
+Likeness = Callable[[Array, Array], float]
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,25 @@ def coarser_than(kept: Format) -> list[tuple[str, int]]:
     return [(name, bits) for name, bits in known.items() if name != "TF32" and 2.0**-bits > kept.eps]
 
 
-def of_roundings(kept: Format) -> Iterator[tuple[str, Answer]]:
+def of_roundings(kept: Format) -> Iterator[tuple[str, Answer, Likeness]]:
     """Mistakes of arithmetic that is coarser than a format."""
+    if kept.name == "float64":
+        yield IN_FLOAT32, _in_float32, _of_size
+    yield from ((cause, answer, _cosine) for cause, answer in _of_few_bits(kept))
+
+
+def _cosine(apart: Array, meant: Array) -> float:
+    size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
+    return float((apart * meant).sum()) / size if size else 0.0
+
+
+def _of_size(apart: Array, meant: Array) -> float:
+    """Whether errors are those of float32, somewhere: which operations it rounds decides their directions."""
+    least, most = _OF_FLOAT32
+    return float(least * largest(meant) <= largest(apart) <= most * largest(meant))
+
+
+def _of_few_bits(kept: Format) -> Iterator[tuple[str, Answer]]:
     for name, bits in _BITS.items():
         if 2.0**-bits > kept.eps and name != "float16":
             yield f"makes products of q and k in {name}", partial(_products, bits)

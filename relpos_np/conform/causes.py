@@ -32,7 +32,7 @@ _NEARER, _NEARER_IN_HALF = 0.02, 0.15
 _ROUNDINGS = 256.0
 # From this on a format is half precision, in which a mistake that makes scores large makes errors of its own.
 _HALF = 1e-4
-# Cosine of the errors with those of a suspect that rounds.
+# How like the errors of a suspect that rounds they are at least.
 _ALIKE = 0.7
 # Answers of a family that are compared.
 _FEW = 4
@@ -76,8 +76,8 @@ class _Known:
         other = self.output(suspect, one.example)
         if other is None or other.shape != out.shape:
             return False
-        if suspect.rough:
-            return _alike(out - expected, other - expected) > _ALIKE
+        if suspect.like is not None:
+            return suspect.like(out - expected, other - expected) > _ALIKE
         nearer = min(_NEARER * off, _ROUNDINGS * allowed) if self.eps < _HALF else _NEARER_IN_HALF * off
         near = max(2 * allowed, nearer if off < np.inf else 0.0)
         finite = np.isfinite(out) & np.isfinite(other)
@@ -97,12 +97,12 @@ class _Known:
         return distance(other, expected) > allowed and distance(out, other) <= min(near, off / 2)
 
     def likeness(self, suspect: Suspect, wrong: list[Answer]) -> float:
-        """How like the errors those of a suspect that rounds are: the cosine; 1 for one that gives the numbers."""
-        if not suspect.rough:
+        """How like the errors those of a suspect that rounds are; 1 for one that gives the numbers."""
+        if suspect.like is None:
             return 1.0
         pairs = [(one, self.output(suspect, one.example)) for one in wrong]
         found = [
-            _alike(one.returned["out"] - one.expected["out"], x - one.expected["out"])
+            suspect.like(one.returned["out"] - one.expected["out"], x - one.expected["out"])
             for one, x in pairs
             if x is not None
         ]
@@ -136,12 +136,6 @@ class _Known:
         if suspect.rough or other is None:
             return True
         return distance(other, one.expected["out"]) <= 2 * one.allowed["out"]
-
-
-def _alike(apart: Array, meant: Array) -> float:
-    """The cosine of two errors."""
-    size = float(np.sqrt((apart**2).sum() * (meant**2).sum()))
-    return float((apart * meant).sum()) / size if size else 0.0
 
 
 def explained(families: list[Family], bench: Bench, suspects: list[Suspect], shrunk: Shrunk) -> list[Family]:
@@ -275,9 +269,8 @@ def _observed(family: Family, failed: set[str], bench: Bench) -> str:
     if found and not any(one.errors for one in found):
         return _crash(family.name, bench)
     found = [one for one in found if one.errors]
-    told = next(
-        (one.reason for one in found if one.reason.startswith((STATE, BORDERS.words, "writes into", "ignores "))), ""
-    )
+    known = (STATE, BORDERS.words, "writes into") if family.name != "ragged" else ""
+    told = next((one.reason for one in found if one.reason.startswith(known)), "")
     if told or family.name != "calls" or not found or "self" in failed:
         return told
     views = [one for one in found if one.edge.startswith(("transposed", "strided"))]

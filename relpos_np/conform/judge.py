@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from relpos_np._contract import check
-from relpos_np.conform.arithmetic import IN_FLOAT32, arithmetics, found_out
+from relpos_np.conform.arithmetic import arithmetics, found_out
 from relpos_np.conform.arithmetic import chosen as named_arithmetic
 from relpos_np.conform.bench import Bench
 from relpos_np.conform.causes import explained
@@ -192,8 +192,6 @@ def conform(
     told = explained(found, bench, suspects(scheme, chosen, format_of(stored.computed)), smaller.answer)
     told = [smaller.shown(one, told) for one in told]
     computes = _arithmetic(bench)
-    if computes == IN_FLOAT32 and bench.arithmetic is None:
-        told = [replace(one, cause=one.cause or IN_FLOAT32) if one.verdict == "wrong" else one for one in told]
     if computes and any(one.reason == ANGLES for family in told for one in family.findings):
         computes += f", {ANGLES}"
     return Report(subject, scheme, chosen, home.name, home.version, dtype, grad, tuple(told), seed, computes)

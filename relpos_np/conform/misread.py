@@ -49,6 +49,8 @@ def of_arrays(scheme: str, kept: Format) -> Iterator[tuple[str, Answer]]:
         yield "slopes of the key heads, each for a group of query heads", _slopes_of_keys
     if scheme == "rotary":
         yield from _TURNS
+    if scheme == "t5":
+        yield "never reads the last bucket: distances stop one bucket too early", _last_bucket
 
 
 # ---------------------------------------------------------------------------------------------- operands
@@ -260,6 +262,15 @@ def _without_ends(one: Example) -> Array | None:
         if rows > 2:
             cut[name] = np.take(x, np.clip(np.arange(rows), 1, rows - 2), axis)
     return remade(one, **cut) if cut else None
+
+
+def _last_bucket(one: Example) -> Array | None:
+    table = _array("table", one)
+    if table is None:
+        return None
+    half = len(table) // (2 if getattr(one.position, "bidirectional", True) else 1)
+    rows = np.arange(len(table))
+    return remade(one, table=table[np.where(rows % half == half - 1, rows - 1, rows)])
 
 
 def _of_heads(name: str, one: Example) -> tuple[Array, int] | None:

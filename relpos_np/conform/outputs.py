@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from relpos_np.conform.altered import out_of, plain_outputs, scale_of, scores_of, values_of
 from relpos_np.conform.yardstick import Answer, distance
 from relpos_np.errors import RelposError
-from relpos_np.formulas.softmax import softmax
+from relpos_np.formulas.softmax import repeat_heads, softmax
+from relpos_np.testing.compare import largest
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -90,6 +92,10 @@ _LSE: tuple[tuple[str, Callable[[Example, Array], Array]], ...] = (
         "log-sum-exp without the sink",
         lambda one, x: x if one.kwargs.get("sinks") is None else softmax(scores_of(one))[1],
     ),
+    (
+        "log-sum-exp with a scale of 1/sqrt(head_dim), whatever is meant",
+        lambda one, _: replace(one, kwargs={n: x for n, x in one.kwargs.items() if n != "scale"}).run("numpy")[1],
+    ),
     ("the largest score in place of the log-sum-exp", lambda one, _: _largest(one)),
     ("the sum of exponentials in place of its logarithm", lambda _, x: np.exp(x)),
 )
@@ -97,12 +103,56 @@ _LSE: tuple[tuple[str, Callable[[Example, Array], Array]], ...] = (
 
 @np.errstate(all="ignore")
 def _of_lse(wrong: list[Answer]) -> str:
-    """Outputs are right, and log-sum-exps are not."""
+    """Outputs are right, and log-sum-exps are not, or else gradients."""
     found = [one for one in wrong if "lse" in one.returned]
     for words, change in _LSE:
         if found and all(_alike(one, change(one.example, one.expected["lse"])) for one in found):
             return words
-    return ""
+    return _of_gradients(wrong)
+
+
+def _of_gradients(wrong: list[Answer]) -> str:
+    """What all gradients show that are wrong."""
+    names = sorted({n for one in wrong for n in one.returned if n.startswith("grad_") and not _gradient(one, n, 1.0)})
+    zero = [n for n in names if all(not one.returned[n].any() for one in wrong if n in one.returned)]
+    if zero:
+        return (
+            f"the gradient of {', '.join(n[5:] for n in zero)} is 0: cut from autograd, as by detach or a new Parameter"
+        )
+    found = [(one, n) for one in wrong for n in names if n in one.returned]
+    if not found:
+        return ""
+    (first, name), told = found[0], " and ".join(names)
+    expected = first.expected[name]
+    fitted = float((first.returned[name] * expected).sum() / max(float((expected * expected).sum()), 1e-300))
+    factors: tuple[tuple[str, Callable[[Example], float]], ...] = (
+        ("the scale is missing", lambda one: 1 / scale_of(one)),
+        ("scaled twice", scale_of),
+        (f"{fitted:.4g} times what it should be", lambda _: fitted),
+    )
+    for words, factor in factors:
+        if all(_gradient(one, n, factor(one.example)) for one, n in found):
+            return f"{told}: {words}"
+    return _without_sums(wrong) if names == ["grad_k", "grad_q"] else ""
+
+
+def _gradient(one: Answer, name: str, factor: float) -> bool:
+    """Whether a gradient is what it should be times a factor."""
+    found, expected = one.returned[name], one.expected[name]
+    return distance(found, factor * expected) <= 2 * one.allowed[name] * max(1.0, abs(factor))
+
+
+def _without_sums(wrong: list[Answer]) -> str:
+    """Gradients of scores that lack what each row subtracts: that of q is off along the average of keys."""
+    for one in wrong:
+        if one.example.name != "plain":
+            return ""
+        keys = softmax(scores_of(one.example))[0] @ repeat_heads(one.example.k, one.example.q.shape[1])
+        off = one.returned["grad_q"] - one.expected["grad_q"]
+        along = (off * keys).sum(-1, keepdims=True) / np.maximum((keys * keys).sum(-1, keepdims=True), 1e-300) * keys
+        if distance(off, along) > 4 * one.allowed["grad_q"] + 1e-6 * largest(off):
+            return ""
+    return "gradients of scores lack the sum of out * grad_out, which each row subtracts"
 
 
 def _alike(one: Answer, lse: Array) -> bool:

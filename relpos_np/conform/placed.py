@@ -15,6 +15,7 @@ from relpos_np.api import logits
 from relpos_np.conform.altered import Answer, call_of, content_of, from_parts, out_of, plain_outputs, remade
 from relpos_np.conform.formats import format_of
 from relpos_np.schemes.rotary import Rotary
+from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import FROM_THE_END, from_the_end
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
@@ -38,6 +39,7 @@ def of_positions() -> Iterator[tuple[str, Answer]]:
         yield f"positions begin anew in each tile of {tile}", partial(_placed, partial(_within, tile))
     for length in _TABLES:
         yield f"positions stop at {length - 1}", partial(_placed, partial(_stopped, length))
+        yield f"positions of keys begin anew after {length}", partial(_placed, partial(_ring, length))
         yield f"distances stop at {length - 1}", partial(_at_distances, partial(_clipped, length - 1))
         yield f"distances stop at {length}", partial(_at_distances, partial(_clipped, length))
 
@@ -48,6 +50,10 @@ def _within(tile: int, i: Array, j: Array) -> tuple[Array, Array]:
 
 def _stopped(length: int, i: Array, j: Array) -> tuple[Array, Array]:
     return np.minimum(i, length - 1), np.minimum(j, length - 1)
+
+
+def _ring(length: int, i: Array, j: Array) -> tuple[Array, Array]:
+    return i, j % length
 
 
 def _clipped(most: int, d: Array) -> Array:
@@ -126,8 +132,13 @@ def _looked_up(one: Example, d: Array) -> Array | None:
 
 
 def _reversed(one: Example) -> Array | None:
-    """Distances with the other sign; where nothing says what these add, the case read from its end."""
+    """Distances with the other sign; where nothing says what these add, tables or the case read from their end."""
     found = _placed(lambda i, j: (-i, -j), one)
+    if found is None and one.position is not None:
+        # With a row for each distance, 0 in the middle.
+        given = arguments(one.position).items()
+        tables = {n: np.flip(x, -2) for n, x in given if n.endswith("_table") and x is not None and x.shape[-2] % 2}
+        found = remade(one, **tables) if tables else None
     if found is not None or one.kwargs.keys() - {"scale"} or one.q.shape[2] != one.k.shape[2]:
         return found
     q, k, v = from_the_end(one.q, one.k, one.v)

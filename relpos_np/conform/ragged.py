@@ -6,13 +6,14 @@ ordinary case: a sequence, an item, or all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from relpos_np.conform.altered import scores_of
+from relpos_np.conform.altered import Answer, hiding, out_of, scores_of
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -41,6 +42,12 @@ def _lengths(one: Example) -> Array:
     return np.linspace(one.q.shape[2], one.k.shape[2], len(one.q)).astype(np.int64)
 
 
+def _table(one: Example) -> Array:
+    """Which pages an item's keys lie in, in their order."""
+    batch, count = len(one.k), -(-one.k.shape[2] // _PAGE)
+    return np.random.default_rng(count).permutation(batch * count).reshape(batch, count)
+
+
 def _offsets(one: Example) -> Array:
     return np.asarray(np.arange(len(one.q)) + max(0, one.k.shape[2] - one.q.shape[2] - 1))
 
@@ -64,8 +71,7 @@ def given(way: str, one: Example) -> dict[str, Any]:
         return {"dropout_mask": _kept(one), "dropout": _RATE}
     if way != "paged":
         return {}
-    batch, count = len(one.k), -(-one.k.shape[2] // _PAGE)
-    table = np.random.default_rng(count).permutation(batch * count).reshape(batch, count)
+    table = _table(one)
     return {"block_table": table, "key_lengths": _lengths(one)} | {n: _pages(getattr(one, n), table) for n in "kv"}
 
 
@@ -127,3 +133,75 @@ def merged(
         weights = [np.where(np.isneginf(x), 0.0, np.exp(x - lse))[..., None] for x in (a, b)]
     out = sum(w * one["out"][0] for w, one in zip(weights, found, strict=True))
     return {"out": (np.asarray(out), dtype), "lse": (lse, found[0]["lse"][1])}
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+def misread(way: str, one: Example, out: Array, allowed: float) -> str:
+    """How a call was read that gave an output, in words; empty where nothing known gives it."""
+    return next((words for words, answer in _MISREAD.get(way, ()) if _near(answer(one), out, allowed)), "")
+
+
+def _near(other: Array | None, out: Array, allowed: float) -> bool:
+    return other is not None and other.shape == out.shape and bool((np.abs(other - out) <= allowed).all())
+
+
+def _packed(tile: int, one: Example) -> Array:
+    """Queries see the keys of their sequence, and those after it in its last tile."""
+    cuts, j = _cuts(one), np.arange(one.q.shape[2])
+    at = np.searchsorted(cuts, j, "right")[:, None]
+    begin, end = cuts[at - 1], cuts[at]
+    return hiding(one, (j < begin) | (j >= begin + -(-(end - begin) // tile) * tile))
+
+
+def _cut_elsewhere(step: int, one: Example) -> Array:
+    at = np.searchsorted(_cuts(one)[1:] + step, np.arange(one.q.shape[2]), "right")
+    return hiding(one, at[:, None] != at)
+
+
+def _by_item(change: Callable[[Example, int], dict[str, Any]], one: Example) -> Array:
+    """Each item by itself, with other operands and options."""
+    return np.concatenate([out_of(one, **({"q": one.q[b : b + 1]} | change(one, b))) for b in range(len(one.q))])
+
+
+def _cached(length: Callable[[int], int | None], one: Example, b: int) -> dict[str, Any]:
+    """Keys of another number, and queries where they are."""
+    right = int(_lengths(one)[b])
+    k, v = (x[b : b + 1, :, : length(right)] for x in (one.k, one.v))
+    return {"k": k, "v": v, "offset": right - one.q.shape[2]}
+
+
+def _whole_pages(one: Example, b: int, *, table: Array | None = None) -> dict[str, Any]:
+    """All keys of an item's pages, or those of other pages."""
+    right = int(_lengths(one)[b])
+    read = _table(one)[b] if table is None else table[b]
+    # (pages, P, H_kv, D) as one row of keys.
+    k, v = (_pages(x, _table(one))[read].reshape(1, -1, *x.shape[1::2]).swapaxes(1, 2) for x in (one.k, one.v))
+    last = -(-right // _PAGE) * _PAGE if table is None else right
+    return {"k": k[:, :, :last], "v": v[:, :, :last], "offset": right - one.q.shape[2]}
+
+
+def _in_order(one: Example, b: int) -> dict[str, Any]:
+    return _whole_pages(one, b, table=np.arange(_table(one).size).reshape(_table(one).shape))
+
+
+_MISREAD: Mapping[str, tuple[tuple[str, Answer], ...]] = {
+    "segments": (
+        ("ignores segments", out_of),
+        ("segments begin one token too early", partial(_cut_elsewhere, -1)),
+        ("segments begin one token too late", partial(_cut_elsewhere, 1)),
+        *((f"segments end with whole tiles of {n} keys", partial(_packed, n)) for n in (64, 32, 16, 8)),
+    ),
+    "offsets": (
+        ("ignores offset", out_of),
+        ("reads the offset of the first batch item for all", lambda one: out_of(one, offset=int(_offsets(one)[0]))),
+    ),
+    "static_cache": (("ignores key_lengths", partial(_by_item, partial(_cached, lambda _: None))),),
+    "paged": (
+        ("ignores key_lengths", partial(_by_item, partial(_cached, lambda _: None))),
+        ("reads the last page whole", partial(_by_item, _whole_pages)),
+        ("reads pages in their order, whatever block_table says", partial(_by_item, _in_order)),
+        ("leaves out the last key of a cache", partial(_by_item, partial(_cached, lambda n: n - 1))),
+    ),
+}

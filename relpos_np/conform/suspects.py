@@ -24,7 +24,7 @@ from relpos_np.conform.altered import (
     scores_of,
     seen,
 )
-from relpos_np.conform.arithmetic import coarse, coarser_than, of_roundings
+from relpos_np.conform.arithmetic import Likeness, coarse, coarser_than, of_roundings
 from relpos_np.conform.formats import Format
 from relpos_np.conform.misread import of_arrays
 from relpos_np.conform.placed import of_positions
@@ -43,12 +43,17 @@ from relpos_np.types import Array
 class Suspect:
     """What is wrong, in words, and the output it leads to for a case: None where it makes no sense.
 
-    `rough`: the errors are those of rounding, whose order of operations nobody knows, and need only be like these.
+    `like`: of errors of rounding, whose order of operations nobody knows, how like these an answer's are, up to 1.
     """
 
     cause: str
     answer: Answer
-    rough: bool = False
+    like: Likeness | None = None
+
+    @property
+    def rough(self) -> bool:
+        """Whether its errors are those of rounding."""
+        return self.like is not None
 
     def output(self, one: Example) -> Array | None:
         """The wrong output, or None."""
@@ -71,7 +76,7 @@ def suspects(scheme: str, variant: str | None, kept: Format) -> list[Suspect]:
         *(Suspect(cause, answer) for cause, answer in of_arrays(scheme, kept)),
         *(Suspect(f"holds what positions add in {n}", partial(_rounded_positions, b)) for n, b in coarser_than(kept)),
         *(Suspect(cause, answer) for cause, answer in of_tiles()),
-        *(Suspect(cause, answer, rough=True) for cause, answer in of_roundings(kept)),
+        *(Suspect(cause, answer, like) for cause, answer, like in of_roundings(kept)),
     ]
 
 
@@ -172,6 +177,18 @@ def _cap_before_scale(one: Example) -> Array | None:
     return from_parts(one, capped, 0.0 if added is None else added, capped=True)
 
 
+def _only_tanh(one: Example) -> Array | None:
+    """A cap that divides, and does not multiply."""
+    cap, order, added = one.kwargs.get("softcap"), one.kwargs.get("cap_order"), added_to(one)
+    if cap is None or not plain_outputs(one):
+        return None
+    after = 0.0 if added is None else added
+    content = content_of(one)
+    if order == "content":
+        return from_parts(one, np.tanh(content / cap), after, capped=True)
+    return from_parts(one, np.tanh((content + after) / cap), capped=True)
+
+
 def _both_sides(one: Example) -> Array | None:
     """A window that reaches as far to the right as to the left, though causal."""
     call = call_of(one)
@@ -252,6 +269,17 @@ def _biases(content: str, position: str) -> Answer:
     return answer
 
 
+def _rows_unscaled(one: Example) -> Array | None:
+    """Transformer-XL whose products with rows are not scaled, as those with keys are."""
+    x = one.position
+    if not isinstance(x, TransformerXL):
+        return None
+    bare = type(x)(**(arguments(x) | {"rows": np.zeros_like(x.rows)}))
+    without = logits(one.q, np.nan_to_num(one.k), position=bare, backend="numpy", scale=scale_of(one))
+    whole = logits(one.q, np.nan_to_num(one.k), position=x, backend="numpy", scale=scale_of(one))
+    return from_parts(one, without, (whole - without) / scale_of(one))
+
+
 def _shifted(start: Callable[[int], int] | None) -> Answer:
     """rel_shift that begins elsewhere in the padded products, or none at all where `start` is None."""
 
@@ -292,6 +320,7 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("u where v is meant, too", _biases("u", "u")),
     ("v where u is meant, too", _biases("v", "v")),
     ("u + v where u and where v is meant", _biases("u + v", "u + v")),
+    ("does not scale products with rows", _rows_unscaled),
     ("rel_shift missing", _shifted(None)),
     ("rel_shift keeps its first row, which is to be left out", _shifted(lambda _: 0)),
     ("rel_shift lacks the column of zeros: one row too far", _shifted(lambda q_len: q_len + 1)),
@@ -301,6 +330,7 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("takes True in a mask for excluded", _inverted),
     ("applies softcap to masked scores: what is excluded has score -softcap", _capped_late),
     ("applies softcap before the scale", _cap_before_scale),
+    ("softcap is not multiplied by: tanh(s / cap) in place of cap tanh(s / cap)", _only_tanh),
     ("attends as many later keys as earlier ones where a window is given, though causal", _both_sides),
     ("softmax over queries in place of keys", _over_queries),
     ("reads as many keys as there are queries", _as_many_keys),

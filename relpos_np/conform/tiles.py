@@ -32,6 +32,8 @@ def of_tiles() -> Iterator[tuple[str, Answer]]:
         yield f"decides a window by whole {of}, not by keys", partial(_window_by_tile, tile)
         yield f"rounds key_lengths up to whole {of}", partial(_whole_lengths, tile)
         yield f"keys of padding count as scores of 0, in {of} keys", partial(_padded, tile)
+        yield f"counts sinks once for each tile, in {of} keys", partial(_many_sinks, tile)
+        yield f"the scale is that of head_dim rounded up to a multiple of {tile}", partial(_scale_of_whole, tile)
         for words, sums, outputs in _UNSCALED:
             yield (
                 f"does not rescale {words} where a later tile has a larger score, in {of} keys",
@@ -124,6 +126,16 @@ def _padded(tile: int, one: Example) -> Array | None:
     p = np.exp(s - top)
     total = p.sum(axis=-1, keepdims=True) + more * np.exp(-top) * open_ended
     return np.asarray(p @ values_of(one) / np.where(total > 0, total, 1.0))
+
+
+def _many_sinks(tile: int, one: Example) -> Array | None:
+    sinks, tiles = one.kwargs.get("sinks"), -(-one.k.shape[2] // tile)
+    return None if sinks is None or tiles == 1 else out_of(one, sinks=sinks + np.log(tiles))
+
+
+def _scale_of_whole(tile: int, one: Example) -> Array | None:
+    dim = one.q.shape[-1]
+    return out_of(one, scale=(-(-dim // tile) * tile) ** -0.5) if dim % tile and "scale" not in one.kwargs else None
 
 
 def _unscaled(tile: int, sums: bool, outputs: bool, one: Example) -> Array | None:

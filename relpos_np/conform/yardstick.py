@@ -115,10 +115,10 @@ class Truth:
             allowed = {name: self._allowed(name, dtypes[name]) for name in answers}
             rough = {name: error / (self._usual(name, dtypes[name]) or np.inf) for name, error in apart.items()}
             units = [errors[name] / allowed[name] if allowed[name] else float(errors[name] > 0) for name in errors]
-            if max(units) > _PLAINLY_WRONG:
-                break
+            wrong = [one > _PLAINLY_WRONG for one in units]
             # Typical errors hardly differ between draws.
-            if max(units) <= _PLAINLY_RIGHT and max(rough.values(), default=0.0) <= 1:
+            fine = any(wrong) or max(rough.values(), default=0.0) <= 1
+            if fine and all(bad or one <= _PLAINLY_RIGHT for bad, one in zip(wrong, units, strict=True)):
                 break
         return errors, allowed, rough
 

@@ -372,14 +372,16 @@ RAGGED = ("segments", "offsets", "static_cache", "paged", "merged", "dropped")
 
 
 def _ragged(thorough: bool) -> list[Form]:
-    """Of packed sequences as many queries as keys, of caches fewer, which are causal."""
+    """Of packed sequences as many queries as keys, of caches fewer; the larger ones are causal."""
     found = []
     for n, way in enumerate(RAGGED):
-        cached, causal = way in ("offsets", "static_cache", "paged"), way not in ("merged", "dropped")
+        cached = way in ("offsets", "static_cache", "paged")
         sizes = [(1, 65), (5, 129)] if cached else _square(33, 129)
         sizes += ([(17, 256), (33, 1024)] if cached else _square(64, 257)) * thorough
-        forms = _turn("ragged", sizes, n, options={"causal": True} if causal else {}, word=way)
-        found += [replace(one, batch=max(one.batch, 2)) for one in forms]
+        for at, one in enumerate(_turn("ragged", sizes, n, word=way)):
+            # An offset says nothing without causal; what encoders and one query need is asked without.
+            causal = way == "offsets" or (at > 0 and way not in ("merged", "dropped"))
+            found.append(replace(one, batch=max(one.batch, 2), options={"causal": True} if causal else {}))
     return found
 
 

@@ -141,7 +141,7 @@ def test_a_gradient_that_is_wrong():
     report = conform(attend, "plain", framework="torch", grad=True, families="self")
     assert report.exit_code == 1
     assert report.family("self").smallest.wrong == ("grad_k",)
-    assert "grad_k is 2 times what it should be" in report.text()
+    assert "grad_k: 2 times what it should be" in report.text()
     assert conform(attend, "plain", framework="torch", families="self").ok
 
 
