@@ -177,9 +177,10 @@ def test_variants_differ_in_the_files(whole):
 
 def test_the_manifest_explains_itself(whole):
     found = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))
-    assert found["relpos_np"] == rp.__version__
     assert set(found["schemes"]) == set(rp.SCHEMES)
-    assert all(".. math::" in entry["conventions"] for entry in found["schemes"].values())
+    assert {name for name, entry in found["schemes"].items() if not entry["doi"]} == {"inkling"}
+    record = about(whole, "rotary.half.causal.float32")
+    assert (record["doi"], record["equation"]) == ("10.48550/arXiv.2104.09864", "15")
     assert any("Relative position d = j - (i + offset)" in line for line in found["conventions"])
 
 
@@ -199,10 +200,47 @@ def test_a_file_suffices_without_this_library(whole):
         e = np.where(seen, np.exp(s - np.max(s, axis=-1, keepdims=True, initial=-1e300)), 0)
         out = np.einsum("bhij,bhjd->bhid", e / np.maximum(e.sum(-1, keepdims=True), 1e-300), v)
         entry = record["outputs"]["out"]
-        assert np.abs(out - held[entry["array"]]).max() <= entry["atol_float64"]
+        assert np.abs(out - held[entry["array"]]).max() <= entry["atol"] / 4
 
 
 # ---------------------------------------------------------------------------------------------- bytes
+
+# Of the manifest of set v1, which is never to change: another set has another name.
+SET_V1 = "185fbf7e0528c07d9b2d722d6f48b58710e6dbc348ccf546d713fa867d0f9f9f"
+
+
+def test_the_set_is_frozen(whole):
+    assert hashlib.sha256((whole / "manifest.json").read_bytes()).hexdigest() == SET_V1
+
+
+def test_the_set_has_tiles_and_is_small(whole):
+    sizes = {about(whole, f"t5.exact.{edge}.float32")["arrays"]["k"]["shape"][2] for edge in records._TILES}
+    assert sizes == {33, 65, 129}
+    # Of which xz makes 17 MB.
+    assert sum(path.stat().st_size for path in whole.iterdir()) < 58e6
+
+
+def test_answers_have_few_bits(whole):
+    for name in ("t5.exact.own.float32", "t5.exact.length_65.float32", "shaw.clip.own.float64"):
+        described, held = about(whole, name), arrays(whole, name)
+        bits = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))["bits"][described["dtype"]]
+        for entry in described["outputs"].values():
+            x = held[entry["array"]].astype(np.float64)
+            mantissa = np.ldexp(x, bits - int(np.ceil(np.log2(max(1.0, np.abs(x[np.isfinite(x)]).max())))))
+            assert np.array_equal(mantissa[np.isfinite(x)], np.rint(mantissa[np.isfinite(x)]))
+
+
+def test_a_part_of_the_set(tmp_path, capsys):
+    asked = ["--schemes", "alibi,t5", "--dtypes", "float32", "--lengths", "16,33", "--head-dim", "8"]
+    assert cli.main(["vectors", str(tmp_path / "part"), *asked]) == 0
+    assert "v1" not in capsys.readouterr().out
+    names = list(golden.manifest(tmp_path / "part"))
+    assert {name.split(".")[0] for name in names} == {"alibi", "t5"}
+    assert {name.split(".")[-2] for name in names} == {"length_16_dim_8", "length_33_dim_8"}
+    assert check_vectors(tmp_path / "part", backends=PLAIN) == []
+    for name, value in (("schemes", ["t6"]), ("dtypes", ["int8"]), ("lengths", [0]), ("head_dim", [-1])):
+        with pytest.raises(rp.RelposValueError, match=name):
+            write_vectors(tmp_path / "none", **{name: value})
 
 
 def digest(folder):
@@ -222,12 +260,15 @@ def test_another_process_gives_the_same_bytes(small, tmp_path):
     code = (
         "import sys, relpos_np as rp\n"
         "from relpos_np.testing import golden, records\n"
-        "records.SCHEMES = {'learned': rp.SCHEMES['learned']}\n"
+        "records.SCHEMES = {name: rp.SCHEMES[name] for name in ('t5', 'learned')}\n"
         "records.divergences = lambda seed: iter(())\n"
         "golden.write_vectors(sys.argv[1])\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "again")]
-    subprocess.run(command, check=True, env={"PYTHONHASHSEED": "7", "RELPOS_BACKEND": "numpy"}, cwd=DOCS.parent.parent)
+    # As on an older processor, whose exponentials and products have other last bits.
+    older = {"NPY_DISABLE_CPU_FEATURES": "X86_V4 X86_V3", "OPENBLAS_CORETYPE": "Nehalem"}
+    seen = {"PYTHONHASHSEED": "7", "RELPOS_BACKEND": "numpy", "PYTHONWARNINGS": "ignore"} | older
+    subprocess.run(command, check=True, env=seen, cwd=DOCS.parent.parent)
     again, first = digest(tmp_path / "again"), digest(small)
     common = set(again) - {"manifest.json"}
     assert common
@@ -272,8 +313,8 @@ def test_no_objects_in_files():
 def test_bfloat16(few, tmp_path):
     pytest.importorskip("safetensors")
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    write_vectors(tmp_path / "a", bfloat16=True)
-    write_vectors(tmp_path / "b", bfloat16=True)
+    for name in "ab":
+        write_vectors(tmp_path / name, dtypes=("float32", "bfloat16"))
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
     assert check_vectors(tmp_path / "a", backends=PLAIN) == []
     names = [path.name for path in (tmp_path / "a").glob("*.safetensors")]
@@ -285,7 +326,7 @@ def test_bfloat16(few, tmp_path):
     entry = golden.manifest(tmp_path / "a")["t5.exact.own.bfloat16"]
     record = golden.read_record(tmp_path / "a", "t5.exact.own.bfloat16", entry)
     assert record.arrays["q"].dtype == ml_dtypes.bfloat16
-    assert record.arrays["expected.out"].dtype == np.float64
+    assert record.arrays["expected.out"].dtype == np.float32
     # A wrong number is noticed in this precision too: the tolerance is not far above one rounding.
     assert record.about["outputs"]["out"]["atol"] < 2.0**-5
     path = tmp_path / "a" / "t5.exact.own.bfloat16.safetensors"
@@ -303,7 +344,7 @@ def test_bfloat16_without_the_packages(few, tmp_path, monkeypatch, package):
     pytest.importorskip("ml_dtypes")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(rp.RelposImportError, match=r"relpos-np\[safetensors\]"):
-        write_vectors(tmp_path / "a", bfloat16=True)
+        write_vectors(tmp_path / "a", dtypes=["bfloat16"])
     assert not (tmp_path / "a").exists()
     write_vectors(tmp_path / "b")
 
@@ -343,7 +384,7 @@ def test_a_changed_number_is_noticed(small, name):
 
         def change(held, entry=entry):
             at = np.unravel_index(np.nanargmax(np.abs(np.where(np.isfinite(x := held[entry["array"]]), x, 0))), x.shape)
-            held[entry["array"]][at] += 2.5 * max(entry["atol"], entry["atol_float64"])
+            held[entry["array"]][at] += 2.5 * entry["atol"]
 
         rewrite(small, name, change_arrays=change)
         found = problems(small)
@@ -363,8 +404,8 @@ def test_tolerances_are_roundings_of_the_largest_number(small):
         for output, entry in described["outputs"].items():
             # A rounding error of a score of 30 is 30 times as large; a gradient has eight times as many as a sum.
             largest = 240 * max(1.0, np.abs(held[entry["array"]]).max())
-            assert 0 < entry["atol_float64"] <= np.finfo(np.float64).eps * largest, (name, output)
-            assert 0 < entry["atol"] <= eps * largest, (name, output)
+            rounding = 2.0 ** -records.BITS[described["dtype"]]
+            assert 0 < entry["atol"] <= (eps + rounding / 100) * largest, (name, output)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad_out", "position.table", "mask"])
@@ -404,8 +445,8 @@ NONSENSE = [
     ("expected a value", lambda d: d["position"]["arguments"].update(max_distance={"eval": "1"})),
     ("expected outputs", lambda d: d["outputs"].pop("gradient.q")),
     ("expected outputs", lambda d: d["outputs"].update(other=d["outputs"].pop("lse"))),
-    ("unusable tolerance", lambda d: d["outputs"]["out"].update(atol_float64=-1.0)),
-    ("unusable tolerance", lambda d: d["outputs"]["out"].update(atol_float64="1")),
+    ("unusable tolerance", lambda d: d["outputs"]["out"].update(atol=-1.0)),
+    ("unusable tolerance", lambda d: d["outputs"]["out"].update(atol="1")),
     ("KeyError", lambda d: d["outputs"]["out"].update(array="nothing")),
     ("KeyError", lambda d: d.pop("call")),
     ("TypeError", lambda d: d.update(outputs=3)),
@@ -574,18 +615,18 @@ def test_the_header_is_frozen():
     assert hashlib.sha256(c_header.header().encode()).hexdigest() == V1
 
 
-def test_the_driver_runs_a_kernel_in_c(tmp_path, capsys):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
+@pytest.mark.parametrize(("compiler", "flags"), [("cc", ("-std=c99",)), ("c++", ("-x", "c++", "-std=c++11"))])
+def test_the_driver_runs_a_kernel(tmp_path, capsys, compiler, flags):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
     folder = tmp_path / "c"
     assert cli.main(["vectors", str(folder), "--format", "c"]) == 0
     assert "version 1" in capsys.readouterr().out
     for planted, wrong in ((), 0), (("-DWRONG",), 4):
         program = tmp_path / f"with_{wrong}"
         sources = [str(folder / "relpos_driver.c"), str(KERNEL)]
-        flags = ["-std=c99", "-Wall", "-Werror", f"-I{folder}", *planted]
-        subprocess.run([compiler, *flags, *sources, "-lm", "-o", str(program)], check=True, timeout=120)
+        command = [compiler, *flags, "-Wall", "-Werror", f"-I{folder}", *planted, *sources, "-lm", "-o", str(program)]
+        subprocess.run(command, check=True, timeout=120)
         done = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == bool(wrong), done.stdout
         assert f"{20 - wrong} of 20 cases are right" in done.stdout

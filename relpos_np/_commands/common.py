@@ -37,7 +37,7 @@ def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and value is not False:
-            raise UnusableError(f"--{name}: {why.format(name)}")
+            raise UnusableError(f"--{name.replace('_', '-')}: {why.format(name)}")
 
 
 def natural(text: str) -> int:
@@ -46,6 +46,16 @@ def natural(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text}")
     return number
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def naturals(text: str) -> tuple[int, ...]:
+    """Numbers between commas."""
+    return tuple(map(natural, names(text)))
 
 
 def positive(text: str) -> int:

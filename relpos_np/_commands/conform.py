@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from relpos_np._commands.common import names
 from relpos_np._commands.names import attention_schemes, scheme_named
 from relpos_np.errors import RelposValueError
 
@@ -48,9 +49,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="float32", help="float64, float32, float16, bfloat16, float8_e4m3fn or _e5m2"
     )
     parser.add_argument("--grad", action="store_true", help="compare gradients too, by autograd of torch or JAX")
-    parser.add_argument("--families", metavar="A,B", help="those that it must pass; default all that it can run")
-    parser.add_argument("--supports", metavar="A,B", help="what it supports, such as causal,mask; default all")
-    parser.add_argument("--except", dest="excluded", metavar="A,B", help="families and features that it has not")
+    parser.add_argument(
+        "--families", type=names, metavar="A,B", help="those that it must pass; default all that it can run"
+    )
+    parser.add_argument(
+        "--supports", type=names, metavar="A,B", help="what it supports, such as causal,mask; default all"
+    )
+    parser.add_argument(
+        "--except", dest="excluded", type=names, default=(), metavar="A,B", help="families and features that it has not"
+    )
     parser.add_argument(
         "--always",
         metavar="NAME=VALUE",
@@ -88,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
             framework=args.framework,
             dtype=args.dtype,
             grad=args.grad,
-            families=_names(args.families),
-            supports=_names(args.supports),
-            excluded=_names(args.excluded) or (),
+            families=args.families,
+            supports=args.supports,
+            excluded=args.excluded,
             always=dict(map(_value, args.always)),
             layout=args.layout,
             device=args.device,
@@ -111,24 +118,20 @@ def run(args: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:
-    names = _names(text)
-    if names is None:
+    if text is None:
         return None
-    if not names or not all(name.isdecimal() for name in names):
+    found = names(text)
+    if not found or not all(name.isdecimal() for name in found):
         raise RelposValueError(f"{flag}: expected whole numbers between commas, found {text!r}")
-    return tuple(map(int, names))
+    return tuple(map(int, found))
 
 
 def _heads(text: str | None) -> list[int | tuple[int, int]] | None:
     if text is None:
         return None
     found: list[int | tuple[int, int]] = []
-    for name in _names(text) or ("",):
+    for name in names(text) or ("",):
         numbers = _numbers("--heads", name.replace("/", ",")) or ()
         if len(numbers) > 2:
             raise RelposValueError(f"--heads: expected H or H/K, found {name!r}")

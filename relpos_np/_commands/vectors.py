@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import time
 from pathlib import Path
 
 import numpy as np
 
 import relpos_np as rp
-from relpos_np._commands.common import MISMATCH, natural, refuse
+from relpos_np._commands.common import MISMATCH, names, natural, naturals, refuse
 from relpos_np._commands.terminal import print_json, progress
 
 SUMMARY = "write exact answers as files, for tests in any language"
 HELP = """\
 Writes golden vectors for every scheme and variant: inputs, constructor arguments, masks, and the exact output,
 log-sum-exp and gradients in float64, with a tolerance for each precision; and the functions in which published codes
-differ. A record is one .npz and one .json; manifest.json has checksums. docs/vectors.md describes them.
+differ. A record is one .npz and one .json; manifest.json has checksums. docs/vectors.md describes them. Without options
+it is the set v1, whose bytes are the same on every machine.
 
 --check reads a set back, compares files with their checksums, and computes each record from its file on every backend
 of this machine. The exit code is 1 if a file is missing or damaged, or a number is outside its tolerance.
@@ -31,10 +33,13 @@ EXAMPLE = """\
 examples:
   relpos vectors golden
   relpos vectors --check golden
-  relpos vectors golden-7 --seed 7 --json
+  relpos vectors mine --schemes t5,alibi --dtypes float32 --lengths 64,65 --head-dim 128
   relpos vectors onnx-cases --format onnx
   relpos vectors c-cases --format c
 """
+
+
+_CHOICES = ("seed", "schemes", "dtypes", "lengths", "head_dim")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +53,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help='what to write; onnx needs pip install "relpos-np[onnx]"',
     )
     parser.add_argument("--seed", type=natural, metavar="N", help="of the random numbers; default 0")
+    parser.add_argument("--schemes", type=names, metavar="NAME,...", help="those alone; default all, and functions")
     parser.add_argument(
-        "--bfloat16", action="store_true", help='also records in bfloat16; needs pip install "relpos-np[safetensors]"'
+        "--dtypes",
+        type=names,
+        metavar="NAME,...",
+        help='float64, float32, float16 (default all); bfloat16 needs pip install "relpos-np[safetensors]"',
     )
+    parser.add_argument("--lengths", type=naturals, metavar="N,...", help="of queries and keys, in place of v1's")
+    parser.add_argument("--head-dim", type=naturals, metavar="N,...", help="channels, in place of v1's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,15 +74,18 @@ def run(args: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     if not args.check:
-        options = {"seed": args.seed or 0, "bfloat16": args.bfloat16}
-        names = sum(1 for _ in progress(golden.writing(args.folder, **options), "writing", quiet=args.json))
+        options = {name: value for name in _CHOICES if (value := getattr(args, name)) is not None}
+        count = sum(1 for _ in progress(golden.writing(args.folder, **options), "writing", quiet=args.json))
         size = sum(path.stat().st_size for path in args.folder.iterdir())
+        digest = hashlib.sha256((args.folder / golden.MANIFEST).read_bytes()).hexdigest()
         if args.json:
-            print_json({"folder": str(args.folder), "records": names, "bytes": size, **options})
+            print_json({"folder": str(args.folder), "records": count, "bytes": size, "sha256": digest, **options})
         else:
-            print(f"{names} records, {size / 1e6:.1f} MB, written to {args.folder}")
+            which = "" if options else ": the set v1"
+            print(f"{count} records, {size / 1e6:.1f} MB, written to {args.folder}{which}")
+            print(f"sha256 of manifest.json, which has those of all files: {digest}")
         return 0
-    refuse(args, ("seed", "bfloat16"), "goes without --check; what was written decides")
+    refuse(args, _CHOICES, "goes without --check; what was written decides")
     backends, absent = rp.backend.available()
     listed = golden.manifest(args.folder)
     found = [
@@ -103,7 +117,7 @@ def _cases(args: argparse.Namespace) -> int:
     """Write test cases of ONNX."""
     from relpos_np.testing.onnx_cases import writing_onnx
 
-    refuse(args, ("check", "bfloat16"), "goes without --format onnx")
+    refuse(args, ("check", *_CHOICES[1:]), "goes without --format onnx")
     seed = args.seed or 0
     found = list(progress(writing_onnx(args.folder, seed=seed), "writing", quiet=args.json))
     written = sum(case is not None for _, case in found)
@@ -122,7 +136,7 @@ def _header(args: argparse.Namespace) -> int:
     """Write a header and a driver in C."""
     from relpos_np.testing.c_header import VERSION, writing_c
 
-    refuse(args, ("check", "bfloat16", "seed"), "goes without --format c")
+    refuse(args, ("check", *_CHOICES), "goes without --format c")
     written = list(writing_c(args.folder))
     if args.json:
         print_json({"folder": str(args.folder), "files": written, "version": VERSION})

@@ -19,6 +19,7 @@ from relpos_np.errors import RelposError
 from relpos_np.testing.arguments import changed, rebuilt
 from relpos_np.testing.compare import largest, typical
 from relpos_np.testing.example import Example
+from relpos_np.testing.frozen import coarse
 from relpos_np.types import Array
 
 # Bits of a mantissa, the first one not stored.
@@ -142,12 +143,6 @@ def _of_few_bits(kept: Format) -> Iterator[tuple[str, Answer]]:
     if kept.name in ("float16", "bfloat16"):
         for normalised, words in ((False, "weights and values"), (True, "probabilities times values")):
             yield f"sums over keys in {kept.name}: {words}", partial(_summed, kept, normalised)
-
-
-def coarse(x: Array, bits: int) -> Array:
-    """The nearest numbers with so many bits."""
-    mantissa, exponent = np.frexp(x)
-    return np.asarray(np.ldexp(np.round(np.ldexp(mantissa, bits + 1)), exponent - bits - 1))
 
 
 def _in_float32(one: Example) -> Array:

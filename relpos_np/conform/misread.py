@@ -11,7 +11,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np.conform.altered import Answer, call_of, out_of, remade, scale_of, seen
-from relpos_np.conform.arithmetic import coarse, coarser_than
+from relpos_np.conform.arithmetic import coarser_than
 from relpos_np.conform.formats import Format
 from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.schemes.alibi import ALiBi, alibi_slopes
@@ -20,6 +20,7 @@ from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import masked
 from relpos_np.testing.example import Example
+from relpos_np.testing.frozen import coarse
 from relpos_np.testing.one_number import PUBLISHED
 from relpos_np.types import Array
 

@@ -24,7 +24,7 @@ from relpos_np.conform.altered import (
     scores_of,
     seen,
 )
-from relpos_np.conform.arithmetic import Likeness, coarse, coarser_than, of_roundings
+from relpos_np.conform.arithmetic import Likeness, coarser_than, of_roundings
 from relpos_np.conform.formats import Format
 from relpos_np.conform.misread import of_arrays
 from relpos_np.conform.placed import of_positions
@@ -36,6 +36,7 @@ from relpos_np.schemes.transformer_xl import TransformerXL
 from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import ABSENT, CONVENTIONS, IN_TURN, Convention, in_turn
 from relpos_np.testing.example import Example
+from relpos_np.testing.frozen import coarse
 from relpos_np.types import Array
 
 

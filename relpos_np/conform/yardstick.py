@@ -26,7 +26,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.terms import Terms
 from relpos_np.api import attention_vjp, logits
-from relpos_np.conform.arithmetic import coarse, coarser, output
+from relpos_np.conform.arithmetic import coarser, output
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.errors import RelposError
 from relpos_np.formulas.frequencies import rotary_frequencies
@@ -40,6 +40,7 @@ from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import arguments, changed, rebuilt
 from relpos_np.testing.compare import largest, ratio, typical
 from relpos_np.testing.example import Example
+from relpos_np.testing.frozen import coarse
 from relpos_np.types import Array, Backend
 
 FORWARD, BACKWARD = 2.0, 3.0

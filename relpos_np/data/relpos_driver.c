@@ -34,7 +34,7 @@ int main(void)
     for (int n = 0; n < RELPOS_CASES; n++) {
         const relpos_case *c = &relpos_cases[n];
         long count = (long)c->B * c->H * c->L_q * c->D_v, where = 0;
-        float *out = malloc(count * sizeof *out);
+        float *out = (float *)malloc(count * sizeof *out);
         if (!out)
             return 2;
         for (long i = 0; i < count; i++)

@@ -225,6 +225,8 @@ class ALiBi(DistanceBias):
     ALiBi,
     adds="a penalty in proportion to the distance, one slope per head",
     paper="Press et al., ICLR 2022",
+    doi="10.48550/arXiv.2108.12409",
+    equation="section 3",
     variants=FORMS,
     models="BLOOM, MPT, Falcon-RW",
 )

@@ -254,6 +254,7 @@ def _pairs_by_distance(d: Int64) -> Iterator[tuple[int, Int64, Int64]]:
     AtPositions,
     adds="what another scheme adds, for distances between given positions",
     paper="Miao et al., ASPLOS 2024",
+    doi="10.1145/3620666.3651335",
     options="around a scheme of distances",
     models="speculative decoding, packed position ids",
     far=True,

@@ -137,6 +137,7 @@ class BEiT(LookupScheme):
     BEiT,
     adds="a window's bias with a class token",
     paper="Bao et al., ICLR 2022",
+    doi="10.48550/arXiv.2106.08254",
     models="BEiT, data2vec vision",
     far=True,
 )

@@ -240,6 +240,8 @@ class DAPE(Scheme):
     DAPE,
     adds="a bias that a network adapts to the scores of all heads",
     paper="Zheng et al., NeurIPS 2024",
+    doi="10.48550/arXiv.2405.14722",
+    equation="4",
     options="around `ALiBi`, `KERPLE`, `FIRE` or `T5`",
     models="DAPE",
 )

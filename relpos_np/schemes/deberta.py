@@ -259,6 +259,8 @@ class DeBERTa(LookupScheme):
     DeBERTa,
     adds="content to position and position to content",
     paper="He et al., ICLR 2021",
+    doi="10.48550/arXiv.2006.03654",
+    equation="4",
     variants=P2C,
     options="logarithmic buckets of v2 and v3",
     models="DeBERTa, DeBERTa v2, DeBERTa v3",

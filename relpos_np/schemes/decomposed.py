@@ -272,6 +272,8 @@ class DecomposedBias(Scheme):
     DecomposedBias,
     adds="a vector per row and per column difference",
     paper="Li et al., CVPR 2022; Kirillov et al., ICCV 2023",
+    doi="10.48550/arXiv.2112.01526",
+    equation="4",
     variants=VARIANTS,
     models="SAM, ViTDet, MViTv2",
     far=True,

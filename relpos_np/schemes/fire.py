@@ -244,6 +244,7 @@ class FIRE(Scheme):
     FIRE,
     adds="a small network of the normalised distance",
     paper="Li et al., ICLR 2024",
+    doi="10.48550/arXiv.2310.04418",
     models="FIRE",
 )
 def _build(at: Sample) -> dict[str, Any]:

@@ -333,6 +333,8 @@ def _labels(value: Any, rows: int, name: str = "labels") -> Int32:
     GraphLabels,
     adds="a scalar or vectors per label of an edge",
     paper="Shaw et al., NAACL 2018; Ying et al., NeurIPS 2021",
+    doi="10.48550/arXiv.2106.05234",
+    equation="6",
     variants=("graphormer", "shaw"),
     models="Graphormer, relation-aware self-attention, Funnel, AlphaFold 3, Boltz",
     far=True,

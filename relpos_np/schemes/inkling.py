@@ -138,6 +138,7 @@ class Inkling(Scheme):
     Inkling,
     adds="profiles over the distance that each query mixes",
     paper="Thinking Machines, 2026",
+    doi="",
     models="Inkling",
     far=True,
 )

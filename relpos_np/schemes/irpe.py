@@ -353,6 +353,8 @@ class IRPE(LookupScheme):
     IRPE,
     adds="piecewise indices in two dimensions, on scores, queries, keys, values",
     paper="Wu et al., ICCV 2021",
+    doi="10.48550/arXiv.2107.14222",
+    equation="section 3",
     variants=(*METHODS, "bias"),
     models="DeiT with iRPE",
     far=True,

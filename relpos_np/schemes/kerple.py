@@ -135,6 +135,7 @@ class KERPLE(DistanceBias):
     KERPLE,
     adds="a penalty by a logarithm or a power of the distance",
     paper="Chi et al., NeurIPS 2022",
+    doi="10.48550/arXiv.2205.09921",
     variants=FORMS,
     models="GPT-NeoX with KERPLE",
 )

@@ -387,6 +387,7 @@ def _first_beyond(x: Array) -> float:
     LayoutBias,
     adds="buckets of distances in the text and on the page",
     paper="Xu et al., ACL 2021; Tang et al., CVPR 2023",
+    doi="10.48550/arXiv.2012.14740",
     variants=VARIANTS,
     models="LayoutLMv2, LayoutLMv3, UDOP",
     far=True,

@@ -148,6 +148,8 @@ class LearnedAbsolute(AbsoluteEncoding):
     LearnedAbsolute,
     adds="a trained row added to the inputs",
     paper="Gehring et al., ICML 2017",
+    doi="10.48550/arXiv.1705.03122",
+    equation="section 3.1",
     models="GPT-2, BERT, RoBERTa, BART, ViT",
 )
 def _build(at: Sample) -> dict[str, Any]:

@@ -363,6 +363,7 @@ def _blockwise(x: Array, rotations: Array) -> Array:
     LieRE,
     adds="queries and keys turned by exponentials of matrices",
     paper="Ostmeier et al., ICML 2025; Zhang et al., 2025",
+    doi="10.48550/arXiv.2406.10322",
     options="positions per item, several axes; planes of GRAPE",
     models="LieRE, GRAPE",
 )

@@ -235,6 +235,7 @@ class NeighborhoodBias(LookupScheme):
     NeighborhoodBias,
     adds="a window that slides with the query",
     paper="Hassani et al., CVPR 2023; Hassani & Shi, 2022",
+    doi="10.48550/arXiv.2204.07143",
     variants=VARIANTS,
     models="NAT, DiNAT",
     far=True,

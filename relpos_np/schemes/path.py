@@ -237,6 +237,8 @@ def _turned(x: Array) -> Array:
     PaTH,
     adds="reflections between query and key that the text decides",
     paper="Yang et al., NeurIPS 2025",
+    doi="10.48550/arXiv.2505.16381",
+    equation="1",
     options="reference: no kernel",
     models="PaTH",
 )
@@ -245,6 +247,6 @@ def _build(at: Sample) -> dict[str, Any]:
     lead, heads, dtype = at.pick(at.batch, ()), parts[at.pick("q", "k")].shape[-3], parts["q"].dtype
     w = at.normal(*lead, heads, at.k_len, at.dim)
     # Longer directions would make products grow with every factor.
-    w = at.pick(1, 0.5) * w / np.maximum(np.linalg.norm(w.astype(np.float32), axis=-1, keepdims=True), 0.1)
-    beta = 1 + np.tanh(at.normal(*lead, heads, at.k_len).astype(np.float32))
+    w = at.pick(1, 0.5) * w / np.maximum(np.linalg.norm(w.astype(np.float64), axis=-1, keepdims=True), 0.1)
+    beta = 1 + np.tanh(at.normal(*lead, heads, at.k_len).astype(np.float64))
     return {**parts, "position": PaTH(w.astype(dtype), beta.astype(dtype)), "kwargs": {"causal": True}}

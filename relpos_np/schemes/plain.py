@@ -158,6 +158,14 @@ class Plain(Scheme):
         return SchemeGradient()
 
 
-@register("plain", Plain, adds="nothing", paper="Vaswani et al., NeurIPS 2017", far=True)
+@register(
+    "plain",
+    Plain,
+    adds="nothing",
+    paper="Vaswani et al., NeurIPS 2017",
+    doi="10.48550/arXiv.1706.03762",
+    equation="1",
+    far=True,
+)
 def _build(at: Sample) -> dict[str, Any]:
     return {**at.operands(4, 2), "position": Plain(), "kwargs": {"causal": True}}

@@ -228,6 +228,7 @@ def _polar(x: Array, turn: Array) -> Array:
     PoPE,
     adds="magnitudes at angles that grow with position",
     paper="Gopalakrishnan et al., 2025",
+    doi="10.48550/arXiv.2509.10534",
     models="PoPE",
 )
 def _build(at: Sample) -> dict[str, Any]:

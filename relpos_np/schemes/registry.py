@@ -32,6 +32,8 @@ class SchemeInfo:
         What positions contribute, in a few words.
     paper : str
         Where the formula was published.
+    doi, equation : str
+        Of the paper that has the formula, and the number of its equation, or a section where it has none.
     variants : tuple of str
         Named divergences.
     options : str
@@ -53,6 +55,8 @@ class SchemeInfo:
     kind: str
     adds: str
     paper: str
+    doi: str
+    equation: str
     variants: tuple[str, ...]
     options: str
     models: tuple[str, ...]
@@ -121,6 +125,8 @@ def register(
     *,
     adds: str,
     paper: str,
+    doi: str = "",
+    equation: str = "",
     variants: tuple[str, ...] = (),
     options: str = "",
     models: str = "",
@@ -136,7 +142,7 @@ def register(
         Key.
     cls : type
         Of attention, or an `AbsoluteEncoding`.
-    adds, paper, variants, options, far
+    adds, paper, doi, equation, variants, options, far
         See `SchemeInfo`.
     models : str
         Where it is found, between commas.
@@ -154,7 +160,7 @@ def register(
     def add(build: Builder) -> Builder:
         _classes.add(cls)
         _schemes.found[name] = SchemeInfo(
-            name, cls, kind, adds, paper, variants, options, found_in, backends, page, far, build
+            name, cls, kind, adds, paper, doi, equation, variants, options, found_in, backends, page, far, build
         )
         return build
 

@@ -506,6 +506,8 @@ def _turned_of(at: Sample) -> int:
     Rotary,
     adds="queries and keys turned by angles that grow with position",
     paper="Su et al., 2021 (Neurocomputing 2024)",
+    doi="10.48550/arXiv.2104.09864",
+    equation="15",
     variants=(*LAYOUTS, "values"),
     options="any channels; positions per item, several axes; linear, NTK, YaRN, Llama 3, LongRoPE and other rules",
     models="RoFormer, GPT-J, GPT-NeoX, Llama, Mistral, Qwen, Qwen2-VL, Phi-3, Gemma, EVA-02, DINOv3, Pixtral",
@@ -540,6 +542,7 @@ def _build(at: Sample) -> dict[str, Any]:
     XPos,
     adds="rotary positions with a decay",
     paper="Sun et al., ACL 2023",
+    doi="10.48550/arXiv.2212.10554",
     variants=XPOS_LAYOUTS,
     models="LeX Transformer, RetNet",
 )

@@ -159,6 +159,7 @@ class Sandwich(DistanceBias):
     Sandwich,
     adds="a sum of cosines of the distance",
     paper="Chi et al., ACL 2023",
+    doi="10.48550/arXiv.2212.10356",
     variants=VARIANTS,
     models="Sandwich",
 )

@@ -201,6 +201,7 @@ class Selective(Scheme):
     Selective,
     adds="what earlier queries say against a key",
     paper="Leviathan et al., ICLR 2025",
+    doi="10.48550/arXiv.2410.02703",
     variants=VARIANTS,
     models="Selective attention",
 )

@@ -331,6 +331,8 @@ class Shaw(LookupScheme):
     Shaw,
     adds="a vector per relative position, on keys and values",
     paper="Shaw et al., NAACL 2018",
+    doi="10.48550/arXiv.1803.02155",
+    equation="3 and 4",
     variants=OUTSIDE,
     options="outside the table; one-sided tables (wav2vec2-BERT, SpeechT5, Music Transformer, VITS)",
     models="Shaw's Transformer, Music Transformer, VITS, SpeechT5, Wav2Vec2-BERT, SeamlessM4T v2",

@@ -190,6 +190,8 @@ class Sinusoidal(AbsoluteEncoding):
     Sinusoidal,
     adds="sines added to the inputs",
     paper="Vaswani et al., NeurIPS 2017",
+    doi="10.48550/arXiv.1706.03762",
+    equation="section 3.5",
     variants=LAYOUTS,
     models="Transformer, fairseq, Whisper, MarianMT, ESPnet encoders",
 )

@@ -369,6 +369,7 @@ class SwinV2(Scheme):
     SwinV2,
     adds="cosine scores, and a bias that a small network computes",
     paper="Liu et al., CVPR 2022",
+    doi="10.48550/arXiv.2111.09883",
     variants=VARIANTS,
     models="Swin V2, Swin2SR",
 )

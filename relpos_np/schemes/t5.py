@@ -129,6 +129,8 @@ class T5(LookupScheme):
     T5,
     adds="a scalar per bucket and head",
     paper="Raffel et al., JMLR 2020",
+    doi="10.48550/arXiv.1910.10683",
+    equation="section 2.1",
     variants=ROUNDING,
     options="one direction or both",
     models="T5, mT5, umT5, MPNet, LongT5's local part",

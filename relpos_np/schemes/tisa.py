@@ -155,6 +155,7 @@ class TISA(DistanceBias):
     TISA,
     adds="radial basis functions of the distance",
     paper="Wennberg and Henter, ACL 2021",
+    doi="10.18653/v1/2021.acl-short.18",
     variants=VARIANTS,
     models="ALBERT with TISA",
 )

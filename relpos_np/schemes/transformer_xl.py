@@ -463,6 +463,8 @@ class TransformerXL(Scheme):
     TransformerXL,
     adds="u, v and a projected row per distance",
     paper="Dai et al., ACL 2019",
+    doi="10.48550/arXiv.1901.02860",
+    equation="section 3.3",
     variants=VARIANTS,
     models="Transformer-XL, XLNet, ESPnet and NeMo Conformers, Wav2Vec2-Conformer, SeamlessM4T",
     far=True,

@@ -234,6 +234,7 @@ class WavLM(Scheme):
     WavLM,
     adds="T5's bias behind a gate that the query opens",
     paper="Chen et al., 2022",
+    doi="10.48550/arXiv.2110.13900",
     models="WavLM",
     far=True,
 )

@@ -253,6 +253,8 @@ def _coords(value: Any, axes: int) -> list[Int64 | None]:
     WindowBias,
     adds="a scalar per coordinate difference and head",
     paper="Liu et al., ICCV 2021; Geng et al., CVPR 2022",
+    doi="10.48550/arXiv.2103.14030",
+    equation="4",
     variants=("swin", "video", "rstt"),
     options="one to three axes, keys anywhere",
     models="Swin, Video Swin, Donut, RSTT",

@@ -212,27 +212,26 @@ def _all(scheme: str, variant: str | None, dtype: Any, seed: int, long: bool) ->
         yield from edges(base)
 
 
-def edges(base: Example) -> Iterator[Example]:
+def edges(base: Example, numbers: Callable[[int], Any] = np.random.default_rng) -> Iterator[Example]:
     """The same operands with each mask, with one key head, with large scores, as far as the scheme allows them."""
     for edge in (*_MASKS, *_OTHERS):
-        found = _edge(base, edge)
+        found = _edge(base, edge, numbers(base.q.size))
         if found is not None:
             yield found
 
 
-def sized(base: Example, size: Size, edge: str, dtype: Any, seed: int) -> Example | None:
+def sized(base: Example, size: Size, edge: str, dtype: Any, seed: int, **more: Any) -> Example | None:
     """The same scheme with other lengths, which are called `edge`; None if it cannot have them."""
     try:
-        found = build(base.name, size, dtype=dtype, seed=seed, variant=base.variant)
+        found = build(base.name, size, dtype=dtype, seed=seed, variant=base.variant, **more)
     except RelposError:
         return None
     return accepted(replace(found, edge=edge))
 
 
-def _edge(base: Example, edge: str) -> Example | None:
+def _edge(base: Example, edge: str, rng: Any) -> Example | None:
     """The example with another mask, one key head or large scores; its scale and offset stay otherwise."""
     (batch, heads, q_len, dim), k_len = base.q.shape, base.k.shape[2]
-    rng = np.random.default_rng(base.q.size)
     kept: dict[str, Any] = {name: base.kwargs[name] for name in ("scale", "offset") if name in base.kwargs}
     arrays: dict[str, Any] = {}
     if edge == "bool_mask":

@@ -361,21 +361,22 @@ def build(
     batch: tuple[int, ...] = (2,),
     choices: tuple[int, ...] = (),
     asked: list[int] | None = None,
+    numbers: Callable[[int], Any] = np.random.default_rng,
 ) -> Example:
     """An example of about these lengths, with other heads, batch axes and choices if they are given; see `example`.
 
-    `asked` is extended by the number of answers to each choice. A RelposError says that there is no such scheme or
-    variant, or none with such lengths.
+    `asked` is extended by the number of answers to each choice; `numbers` makes a generator of a seed. A RelposError
+    says that there is no such scheme or variant, or none with such lengths.
     """
     check.choice("name", name, tuple(SCHEMES))
     variants = SCHEMES[name].variants
     if variant is not None and variant not in variants:
         raise RelposValueError(f"variant: {name} has {', '.join(map(repr, variants)) or 'none'}; found {variant!r}")
-    rng = np.random.default_rng(check.integer("seed", seed, 0))
+    rng = numbers(check.integer("seed", seed, 0))
 
     @np.errstate(under="ignore")  # half precision has no room for small numbers
     def draw(*shape: int) -> Array:
-        return rng.standard_normal(shape).astype(dtype)
+        return np.asarray(rng.standard_normal(shape)).astype(dtype)
 
     sample = Sample(draw, **asdict(size), variant=variant, heads=heads, batch=batch, choices=choices)
     found = Example(name=name, variant=variant or next(iter(variants), None), **SCHEMES[name].build(sample))

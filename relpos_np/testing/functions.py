@@ -14,6 +14,7 @@ import relpos_np as rp
 from relpos_np import layers, reference
 from relpos_np.errors import RelposError, RelposValueError
 from relpos_np.schemes.sinusoidal import LAYOUTS as SINUSOIDAL
+from relpos_np.testing.frozen import Numbers
 from relpos_np.types import Backend, Shift
 
 # What a file may ask for, and nothing else.
@@ -280,7 +281,7 @@ def _buckets() -> Iterator[Divergence]:
         yield Divergence(f"t5_bucket.{name}", f"Exactly, then in float32 as frameworks compute it. {note}", calls)
 
 
-def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
+def _rotations(rng: Numbers) -> Iterator[Divergence]:
     x, positions = rng.standard_normal((2, 5, 10)), np.array([0.0, 1.0, 7.0, -2.0, 100.0])
     matrices = reference.rotary_matrices(positions, reference.rotary_frequencies(8))
     for layout in ("half", "interleaved"):
@@ -303,7 +304,7 @@ def _rotations(rng: np.random.Generator) -> Iterator[Divergence]:
     )
 
 
-def _windows(rng: np.random.Generator) -> Iterator[Divergence]:
+def _windows(rng: Numbers) -> Iterator[Divergence]:
     def index(grid: tuple[int, ...], extent: tuple[int, ...]) -> Call:
         tokens = [np.arange(n) for n in grid]
         return _reference("window_index", query=tokens, key=tokens, extent=extent)
@@ -335,7 +336,7 @@ def _windows(rng: np.random.Generator) -> Iterator[Divergence]:
         )
 
 
-def _terms(rng: np.random.Generator) -> Iterator[Divergence]:
+def _terms(rng: Numbers) -> Iterator[Divergence]:
     e, u, w_q, w_k = (rng.standard_normal(shape) for shape in ((4, 6), (4, 6), (5, 6), (5, 6)))
     yield Divergence(
         "absolute_terms",
@@ -352,6 +353,6 @@ def _terms(rng: np.random.Generator) -> Iterator[Divergence]:
 
 def divergences(seed: int) -> Iterator[Divergence]:
     """All of them, with random inputs, always in the same order."""
-    rng = np.random.default_rng(seed)
+    rng = Numbers(seed)
     for found in (_shifts(), _buckets(), _tables(), _rotations(rng), _windows(rng), _terms(rng)):
         yield from found

@@ -8,7 +8,6 @@ described for readers in docs/vectors.md; `VERSION` is its number.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import reprlib
@@ -26,18 +25,20 @@ from relpos_np._files import untrusted as reading
 from relpos_np.errors import RelposError, RelposImportError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.testing import files
-from relpos_np.testing.arguments import decode, rebuilt
+from relpos_np.testing.arguments import decode
 from relpos_np.testing.compare import ratio
 from relpos_np.testing.files import DamagedError
 from relpos_np.testing.functions import FUNCTIONS, Call
-from relpos_np.testing.records import Record, encoding_gradients, gradients, leaves, plain, records
-from relpos_np.types import Array, Backend
+from relpos_np.testing.records import BITS, DTYPES, Record, encoding_gradients, gradients, grid, leaves, plain, records
+from relpos_np.types import Backend
 
 FORMAT, VERSION = "relpos-vectors", 1
 MANIFEST = "manifest.json"
 # Neither a manifest nor a file of a record is ever longer.
 _MANIFEST_LIMIT = 1 << 24
 _RECORD_LIMIT = 1 << 28
+# Of records in a grid, where one of both is given.
+_LENGTHS, _DIMS = (33, 65), (64,)
 # Integers that a call of a function may have, which may be lengths or channels, and their product.
 _LARGEST, _PRODUCT = 1 << 13, 1 << 24
 CONVENTIONS = """\
@@ -51,10 +52,10 @@ key_lengths: keys of a batch item from there on do not exist.
 A query that may attend no key has output exactly 0 and log-sum-exp -inf.
 lse is the natural logarithm of the sum of exponentials of the scores.
 Keys and values that no query may attend may hold NaN.
-Expected numbers are in float64, of the inputs as they are in the file.
+Expected numbers are of the inputs as they are in the file, computed in float64.
+They are rounded to the manifest's "bits" of the largest, or of 1; of functions each to those of float64.
 An answer a is right if |a - e| <= atol for each element e; an infinity must be the same one.
 atol is for arithmetic in the record's dtype (in float32 for half precision, rounded at the end).
-atol_float64 is for arithmetic in float64.
 Gradients are those of sum(out * grad_out).
 """
 
@@ -70,18 +71,31 @@ def _file(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def write_vectors(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> int:
-    """Write the golden vectors of every scheme, variant and known divergence.
+def write_vectors(
+    folder: Any,
+    *,
+    seed: int = 0,
+    schemes: Sequence[str] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    lengths: Sequence[int] | None = None,
+    head_dim: Sequence[int] | None = None,
+) -> int:
+    """Write the golden vectors of every scheme, variant and known divergence: the set v1, or a part of it.
 
     Parameters
     ----------
     folder : path-like
         Where; it must not exist or be empty.
     seed : int
-        Of the random numbers. The same seed and version of this library, NumPy and the processor give the same bytes.
-    bfloat16 : bool
-        Whether to include records in bfloat16, which are .safetensors files and need the extra
-        ``relpos-np[safetensors]``.
+        Of the random numbers. The same seed gives the same bytes on every machine.
+    schemes : sequence of str, optional
+        Those that are wanted, without functions; default all.
+    dtypes : sequence of str
+        Of "float64", "float32", "float16" and "bfloat16", whose records are .safetensors files and need the extra
+        ``relpos-np[safetensors]``; default all others.
+    lengths, head_dim : sequence of int, optional
+        Records of these lengths of queries and keys and of these channels, in place of v1's; head_dim is 64 unless it
+        is given, and lengths are 33 and 65.
 
     Returns
     -------
@@ -91,19 +105,33 @@ def write_vectors(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> int:
     Raises
     ------
     RelposError
-        If the folder is not empty or cannot be written, or a package is missing.
+        If the folder is not empty or cannot be written, a name or a size is none, or a package is missing.
     """
-    return sum(1 for _ in writing(folder, seed=seed, bfloat16=bfloat16))
+    sizes = {"lengths": lengths, "head_dim": head_dim}
+    return sum(1 for _ in writing(folder, seed=seed, schemes=schemes, dtypes=dtypes, **sizes))
 
 
-def writing(folder: Any, *, seed: int = 0, bfloat16: bool = False) -> Iterator[str]:
+def writing(
+    folder: Any,
+    *,
+    seed: int = 0,
+    schemes: Sequence[str] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    lengths: Sequence[int] | None = None,
+    head_dim: Sequence[int] | None = None,
+) -> Iterator[str]:
     """`write_vectors`, with the name of each record once it is written."""
     check.integer("seed", seed, 0)
-    if check.flag("bfloat16", bfloat16):
+    for name in schemes or ():
+        check.choice("schemes", name, tuple(SCHEMES))
+    for dtype in dtypes:
+        check.choice("dtypes", dtype, (*DTYPES, "bfloat16"))
+    if "bfloat16" in dtypes:
         files.safetensors({"a": np.zeros(1, tensorfile.bfloat16())})
+    sizes = None if lengths is None and head_dim is None else grid(lengths or _LENGTHS, head_dim or _DIMS)
     listed: dict[str, Any] = {}
     with files.new_folder(folder) as target:
-        for record in records(seed=seed, bfloat16=bfloat16):
+        for record in records(seed=seed, schemes=schemes, dtypes=dtypes, sizes=sizes):
             if record.name in listed:
                 raise RelposValueError(f"two records are called {record.name}")
             listed[record.name] = {}
@@ -127,16 +155,17 @@ def _manifest(listed: dict[str, Any], seed: int) -> dict[str, Any]:
         name: {
             "class": info.cls.__name__,
             "paper": info.paper,
+            "doi": info.doi,
+            "equation": info.equation,
             "variants": list(info.variants),
-            "conventions": inspect.getdoc(info.cls),
         }
         for name, info in SCHEMES.items()
     }
     return {
         "format": FORMAT,
         "version": VERSION,
-        "relpos_np": rp.__version__,
         "seed": seed,
+        "bits": BITS,
         "conventions": CONVENTIONS.splitlines(),
         "schemes": schemes,
         "records": listed,
@@ -317,55 +346,42 @@ def _comparisons(record: Record, backends: Sequence[Backend]) -> Iterator[tuple[
     raise DamagedError(f"{record.name}.json: unknown kind {kind!r}")
 
 
-def _compared(record: Record, found: Mapping[str, Any], precise: bool, label: str) -> Iterator[tuple[str, float]]:
+def _compared(record: Record, found: Mapping[str, Any], label: str) -> Iterator[tuple[str, float]]:
     """Each answer, or each that this backend gives, against the record's."""
     outputs = record.about["outputs"]
     for name, actual in found.items():
         entry = outputs[name]
-        atol = entry["atol_float64" if precise else "atol"]
+        atol = entry["atol"]
         if not isinstance(atol, float) or not 0 <= atol < np.inf:
             raise DamagedError(f"{record.name}.json: {name}: unusable tolerance {atol!r}")
         yield f"{name}{label}", ratio(np.asarray(actual), record.arrays[entry["array"]], atol)
 
 
-def _precisions(record: Record) -> list[bool]:
-    """Whether to compute in float64, in turn: once in float64, once in the record's own precision."""
-    return [True] if record.about["dtype"] == "float64" else [True, False]
-
-
-def _in(x: Array, precise: bool) -> Array:
-    return x.astype(np.float64) if precise else x
-
-
 def _check_attention(record: Record, backends: Sequence[Backend]) -> Iterator[tuple[str, float]]:
     about, arrays = record.about, record.arrays
-    stored = decode(about["position"], arrays)
+    position = decode(about["position"], arrays)
     call = {name: decode(node, arrays) for name, node in about["call"].items()}
-    for precise in _precisions(record):
-        q, k, v, grad = (_in(arrays[name], precise) for name in ("q", "k", "v", "grad_out"))
-        position = rebuilt(stored, np.float64) if precise else stored
-        for backend in backends:
-            out, lse = rp.attention(q, k, v, position=position, backend=backend, return_lse=True, **call)
-            found = {"out": out, "lse": lse}
-            if backend in ("numpy", "terms"):
-                gradient = rp.attention_vjp(q, k, v, grad_out=grad, position=position, backend=backend, **call)
-                found |= gradients(gradient)
-                if set(found) != set(about["outputs"]):
-                    raise DamagedError(f"{record.name}.json: expected outputs {', '.join(found)}")
-            yield from _compared(record, found, precise, f" of backend {backend} in {q.dtype}")
+    q, k, v, grad = (arrays[name] for name in ("q", "k", "v", "grad_out"))
+    for backend in backends:
+        out, lse = rp.attention(q, k, v, position=position, backend=backend, return_lse=True, **call)
+        found = {"out": out, "lse": lse}
+        if backend in ("numpy", "terms"):
+            gradient = rp.attention_vjp(q, k, v, grad_out=grad, position=position, backend=backend, **call)
+            found |= gradients(gradient)
+            if set(found) != set(about["outputs"]):
+                raise DamagedError(f"{record.name}.json: expected outputs {', '.join(found)}")
+        yield from _compared(record, found, f" of backend {backend} in {q.dtype}")
 
 
 def _check_encoding(record: Record) -> Iterator[tuple[str, float]]:
     stored = decode(record.about["encoding"], record.arrays)
-    for precise in _precisions(record):
-        x, grad = (_in(record.arrays[name], precise) for name in ("x", "grad_out"))
-        wide = np.float64 if x.dtype == np.float64 else np.float32
-        found = {"out": rebuilt(stored, np.float64)(x) if precise else stored(x)}
-        for name, value in encoding_gradients(stored, grad, wide).items():
-            found[f"gradient.encoding.{name}"] = value
-        if set(found) != set(record.about["outputs"]):
-            raise DamagedError(f"{record.name}.json: expected outputs {', '.join(found)}")
-        yield from _compared(record, found, precise, f" in {x.dtype}")
+    x, grad = (record.arrays[name] for name in ("x", "grad_out"))
+    found = {"out": stored(x)}
+    for name, value in encoding_gradients(stored, grad, np.float64 if x.dtype == np.float64 else np.float32).items():
+        found[f"gradient.encoding.{name}"] = value
+    if set(found) != set(record.about["outputs"]):
+        raise DamagedError(f"{record.name}.json: expected outputs {', '.join(found)}")
+    yield from _compared(record, found, f" in {x.dtype}")
 
 
 def _check_function(record: Record, backends: Sequence[Backend]) -> Iterator[tuple[str, float]]:

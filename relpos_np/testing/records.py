@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from relpos_np._contract import check
 from relpos_np._files import safetensors as tensorfile
 from relpos_np.errors import RelposValueError
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.testing._sizes import Size, lengths
-from relpos_np.testing.arguments import encode, rebuilt
+from relpos_np.testing._sizes import SIZES, Size, lengths
+from relpos_np.testing.arguments import changed, encode, rebuilt
 from relpos_np.testing.cases import edges, sized
 from relpos_np.testing.compare import EPS, largest, tolerance
-from relpos_np.testing.example import Example, example
+from relpos_np.testing.example import Example, build
+from relpos_np.testing.frozen import Numbers, UndecidedError, answer, coarse, last_bit, nearest, upper
 from relpos_np.testing.functions import Call, Divergence, divergences
 from relpos_np.types import Array
 
@@ -26,6 +28,20 @@ _SIZES: Mapping[str, Size] = {
     "one_query": lengths(1, 17, 12, 10),
     "one_key": lengths(11, 1, 12, 10),
 }
+# Schemes that came after set v1, which is never to change: they are written where they are asked for.
+LATER: tuple[str, ...] = ()
+# Sizes of tiles and one key more, of a single item and two query heads for a key head.
+_TILES: Mapping[str, Size] = {
+    "length_33": lengths(33, 33, 64, 64),
+    "length_65": lengths(65, 65, 32, 32),
+    "decoding_129": lengths(1, 129, 64, 64),
+}
+_OF_TILES: Mapping[str, Any] = {"heads": (2, 1), "batch": (1,)}
+# Bits of inputs, of which each dtype keeps as many as it has, and of answers.
+_INPUT_BITS, _SCALE_BITS, _ARGUMENT_BITS = 15, 24, 6
+BITS: Mapping[str, int] = {"float64": 26, "float32": 22, "float16": 22, "bfloat16": 22}
+# Of a function's result what is smaller keeps fewer bits.
+_SMALL = 2.0**-14
 # A gradient is a sum of products that cancel in part, and goes through the softmax twice.
 _GRADIENT = 8.0
 
@@ -47,18 +63,19 @@ class _Writer:
         self.arrays: dict[str, Array] = {}
         self.outputs: dict[str, Any] = {}
 
-    def add(self, name: str, value: Array, tolerated: Callable[[str], float]) -> None:
-        reference = f"expected.{name}"
-        self.arrays[reference] = np.asarray(value, np.float64)
-        self.outputs[name] = {
-            "array": reference,
-            "atol": tolerated(self.dtype),
-            "atol_float64": tolerated("float64"),
-        }
+    def add(self, name: str, value: Array, tolerated: float) -> None:
+        reference, bits = f"expected.{name}", BITS[self.dtype]
+        value = np.asarray(value, np.float64)
+        unit = float(last_bit(largest(value), bits, 1.0))
+        # So few bits go into float32.
+        self.arrays[reference] = answer(value, unit).astype(np.float32 if bits < BITS["float64"] else np.float64)
+        self.outputs[name] = {"array": reference, "atol": upper(tolerated + unit / 2)}
 
     def record(self, one: Example, about: dict[str, Any]) -> Record:
         """The record of an example, with more that its JSON says."""
+        info = SCHEMES[one.name]
         of = {"scheme": one.name, "variant": one.variant, "edge": one.edge, "dtype": self.dtype}
+        of |= {"doi": info.doi, "equation": info.equation}
         return Record(name_of(one), about | of | {"outputs": self.outputs}, self.arrays)
 
 
@@ -72,10 +89,11 @@ def _attention(one: Example, seed: int) -> Record:
     writer.arrays |= {"q": one.q, "k": one.k, "v": one.v}
     position = encode(one.position, "position", writer.arrays)
     call = {key: encode(one.kwargs[key], key, writer.arrays) for key in sorted(one.kwargs)}
-    grad_out = np.asarray(np.random.default_rng(seed).standard_normal(one.expected.shape)).astype(one.q.dtype)
+    grad_out = Numbers(seed).standard_normal(one.expected.shape).astype(one.q.dtype)
     writer.arrays["grad_out"] = grad_out
-    writer.add("out", one.expected, lambda kind: float(np.max(one.tolerated(kind)[0], initial=0.0)))
-    writer.add("lse", one.expected_lse, lambda kind: one.tolerated(kind)[1])
+    out, lse = one.tolerated()
+    writer.add("out", one.expected, float(np.max(out, initial=0.0)))
+    writer.add("lse", one.expected_lse, lse)
     for key, value in gradients(one.expected_gradient(grad_out)).items():
         writer.add(key, value, _gradient_tolerance(one, value))
     return writer.record(one, {"kind": "attention", "where": one.where, "position": position, "call": call})
@@ -87,15 +105,11 @@ def gradients(found: Any) -> dict[str, Array]:
     return arrays | {f"gradient.position.{key}": value for key, value in sorted(found.position.items())}
 
 
-def _gradient_tolerance(one: Example, value: Array) -> Callable[[str], float]:
+def _gradient_tolerance(one: Example, value: Array) -> float:
     """So many rounding errors of a score, relative to the largest gradient; at least as large as those in sums of 1."""
     magnitude = max(1.0, float(np.abs(value).max(initial=0.0)))
-
-    def tolerated(dtype: str) -> float:
-        unit = tolerance(dtype, logit_bound=one.logit_bound, depth=one.products, magnitude=magnitude)
-        return _GRADIENT / 4 * float(unit)
-
-    return tolerated
+    unit = tolerance(one.q.dtype, logit_bound=one.logit_bound, depth=one.products, magnitude=magnitude)
+    return _GRADIENT / 4 * float(unit)
 
 
 def _encoding(one: Example, seed: int) -> Record:
@@ -108,11 +122,11 @@ def _encoding(one: Example, seed: int) -> Record:
     exact = x.astype(np.float64)
     wanted = encoding(exact)
     magnitude = float((np.abs(exact) + np.abs(wanted - exact)).max())
-    writer.add("out", wanted, lambda kind: 2 * EPS[kind] * magnitude)
-    writer.arrays["grad_out"] = np.random.default_rng(seed).standard_normal(x.shape).astype(x.dtype)
+    eps = EPS[str(x.dtype)]
+    writer.add("out", wanted, 2 * eps * magnitude)
+    writer.arrays["grad_out"] = Numbers(seed).standard_normal(x.shape).astype(x.dtype)
     for key, value in sorted(encoding_gradients(encoding, writer.arrays["grad_out"], np.float64).items()):
-        size = float(np.abs(value).max())
-        writer.add(f"gradient.encoding.{key}", value, lambda kind, m=size: 4 * EPS[kind] * m)  # type: ignore[misc]
+        writer.add(f"gradient.encoding.{key}", value, 4 * eps * float(np.abs(value).max()))
     return writer.record(one, about | {"kind": "encoding"})
 
 
@@ -125,7 +139,8 @@ def encoding_gradients(encoding: Any, grad_out: Array, dtype: Any) -> dict[str, 
 def _function(one: Divergence) -> Record:
     arrays: dict[str, Array] = {}
     calls = []
-    for n, call in enumerate(one.calls):
+    for n, exact in enumerate(one.calls):
+        call = Call(exact.function, *(changed(x, _of_few_bits) for x in (exact.arguments, exact.then)))
         result = call.run()
         entry: dict[str, Any] = {"function": call.function}
         for key, given in (("arguments", call.arguments), ("then", call.then)):
@@ -135,7 +150,7 @@ def _function(one: Divergence) -> Record:
             entry["raises"] = result
         else:
             # A dtype of its own, such as intp, is int64 everywhere.
-            entry["result"] = encode(plain(result), f"calls.{n}.result", arrays)
+            entry["result"] = encode(_rounded(plain(result)), f"calls.{n}.result", arrays)
             entry["atol"] = _function_tolerance(call, result)
         calls.append(entry)
     return Record(one.name, {"kind": "function", "note": one.note, "calls": calls}, arrays)
@@ -148,6 +163,22 @@ def plain(result: Any) -> Any:
     if isinstance(result, np.ndarray) and result.dtype.kind in "iu":
         return result.astype(np.int64)
     return result
+
+
+def _of_few_bits(x: Array) -> Array:
+    return coarse(x, _ARGUMENT_BITS)
+
+
+def _rounded(result: Any) -> Any:
+    """Each number of a function's result with as many bits as float64 answers have."""
+    if isinstance(result, tuple):
+        return tuple(_rounded(entry) for entry in result)
+    if isinstance(result, float):
+        return float(_rounded(np.array(result)))
+    if not isinstance(result, np.ndarray) or result.dtype.kind != "f":
+        return result
+    sizes = np.abs(np.where(np.isfinite(result), result, 1.0))
+    return nearest(result, last_bit(sizes, BITS["float64"], _SMALL)).astype(result.dtype)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -177,38 +208,90 @@ def _function_tolerance(call: Call, result: Any) -> float:
     given = [value for value in (call.arguments, call.then) if value is not None]
     if call.function.endswith("frequencies"):
         given = []
-    return 16 * EPS["float64"] * max(1.0, _largest(result)) * (1.0 + _largest(given))
+    size = max(1.0, _largest(result))
+    return upper(16 * EPS["float64"] * size * (1.0 + _largest(given)) + size * 2.0 ** -BITS["float64"])
 
 
-def _smallest(name: str, dtype: Any, seed: int, variant: str | None) -> Example:
+def _smallest(name: str, seed: int, variant: str | None) -> Example:
     """A tiny example, or a small one of a scheme that needs room."""
+    about: dict[str, Any] = {"dtype": np.float64, "seed": seed, "variant": variant, "numbers": Numbers}
     try:
-        return example(name, dtype=dtype, seed=seed, variant=variant, size="tiny")
+        return build(name, SIZES["tiny"], **about)
     except RelposValueError:
-        return example(name, dtype=dtype, seed=seed, variant=variant, size="small")
+        return build(name, SIZES["small"], **about)
 
 
-def examples(name: str, *, seed: int, dtypes: Sequence[Any]) -> Iterator[Example]:
-    """Every variant of a scheme in these dtypes, and its edges in float32."""
+def _in(one: Example, dtype: Any) -> Example:
+    """The example with inputs of few bits, in this dtype."""
+
+    def change(x: Array) -> Array:
+        return coarse(x, _INPUT_BITS).astype(dtype)
+
+    q, k, v = (change(x) for x in (one.q, one.k, one.v))
+    kwargs = {
+        n: float(coarse(np.array(x), _SCALE_BITS)) if isinstance(x, float) else changed(x, change)
+        for n, x in one.kwargs.items()
+    }
+    parts = {"position": changed(one.position, change), "encoding": changed(one.encoding, change)}
+    x = None if one.x is None else change(one.x)
+    return replace(one, q=q, k=k, v=v, x=x, kwargs=kwargs, **parts)
+
+
+def examples(
+    name: str, *, seed: int, dtypes: Sequence[Any], sizes: Mapping[str, Size] | None = None
+) -> Iterator[Example]:
+    """Every variant of a scheme in these dtypes, and its edges in the first of them; or with other sizes alone."""
     info = SCHEMES[name]
+    edges_in = "float32" if "float32" in dtypes else dtypes[0]
     for variant in info.variants or (None,):
-        for dtype in dtypes:
-            yield _smallest(name, dtype, seed, variant)
-        base = _smallest(name, "float32", seed, variant)
-        for edge, size in _SIZES.items():
-            found = sized(base, size, edge, "float32", seed)
-            if found is not None and (info.kind == "attention" or edge == "length_1"):
-                yield found
+        base = _smallest(name, seed, variant)
+        if sizes is not None:
+            for edge, size in sizes.items():
+                one = sized(base, size, edge, np.float64, seed, numbers=Numbers, **_OF_TILES)
+                yield from (_in(one, each) for each in dtypes if one is not None)
+            continue
+        yield from (_in(base, each) for each in dtypes)
+        for edge, size in {**_SIZES, **_TILES}.items():
+            more = _OF_TILES if edge in _TILES else {}
+            one = sized(base, size, edge, np.float64, seed, numbers=Numbers, **more)
+            if one is not None and (info.kind == "attention" or edge == "length_1"):
+                yield _in(one, edges_in)
         if info.kind == "attention":
-            yield from edges(base)
+            yield from (_in(one, edges_in) for one in edges(base, Numbers))
 
 
-def records(*, seed: int = 0, bfloat16: bool = False) -> Iterator[Record]:
-    """All records of a set, in its order; those in bfloat16 only if asked for."""
-    kinds: list[Any] = [*DTYPES, *([tensorfile.bfloat16()] if bfloat16 else [])]
+def grid(counts: Sequence[int], dims: Sequence[int]) -> Mapping[str, Size]:
+    """Sizes of self-attention of each length with each head_dim, by the name of the edge."""
+    return {
+        f"length_{n}_dim_{dim}": lengths(check.integer("lengths", n, 1), n, check.integer("head_dim", dim, 1), dim)
+        for n in counts
+        for dim in dims
+    }
+
+
+def _decided(record: Callable[[Example, int], Record], one: Example, seed: int) -> Record:
+    """The record of an example, with its queries or inputs moved until no answer lies between two roundings."""
+    while True:
+        try:
+            return record(one, seed)
+        except UndecidedError:
+            one = replace(one, q=np.roll(one.q, 1), x=None if one.x is None else np.roll(one.x, 1))
+
+
+def records(
+    *,
+    seed: int = 0,
+    schemes: Sequence[str] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    sizes: Mapping[str, Size] | None = None,
+) -> Iterator[Record]:
+    """All records of a set, in its order: of these schemes, and of functions if all are wanted."""
+    kinds: list[Any] = [tensorfile.bfloat16() if each == "bfloat16" else each for each in dtypes]
     for name, info in SCHEMES.items():
-        record = _encoding if info.kind == "absolute" else _attention
-        for one in examples(name, seed=seed, dtypes=kinds):
-            yield record(one, seed)
-    for divergence in divergences(seed):
-        yield _function(divergence)
+        if name in schemes if schemes is not None else name not in LATER:
+            record = _encoding if info.kind == "absolute" else _attention
+            for one in examples(name, seed=seed, dtypes=kinds, sizes=sizes):
+                yield _decided(record, one, seed)
+    if schemes is None and sizes is None:
+        for divergence in divergences(seed):
+            yield _function(divergence)

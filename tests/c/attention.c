@@ -59,7 +59,7 @@ static double score(const relpos_case *c, const float *q, const float *k, int h,
 
 void attend(const relpos_case *c, float *out)
 {
-    double *p = malloc(c->L_k * sizeof *p);
+    double *p = (double *)malloc(c->L_k * sizeof *p);
     for (int b = 0; b < c->B; b++)
         for (int h = 0; h < c->H; h++)
             for (int i = 0; i < c->L_q; i++) {
