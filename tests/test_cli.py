@@ -435,7 +435,7 @@ def test_unusable_vectors(refuses, tmp_path):
     refuses("not empty", "vectors", "full")
     refuses("no such file", "vectors", "--check", "nowhere")
     refuses("goes without --check", "vectors", "--check", "full", "--seed", "3")
-    refuses("goes without --check", "vectors", "--check", "full", "--bfloat16")
+    refuses("goes without --check", "vectors", "--check", "full", "--dtypes", "float32")
     (tmp_path / "full" / "manifest.json").write_text("[")
     refuses("not readable as JSON", "vectors", "--check", "full")
     refuses("cannot be written", "vectors", tmp_path / "full" / "x" / "y")
