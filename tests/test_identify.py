@@ -193,6 +193,7 @@ PARTIAL = rp.Rotary(4)
     ("position", "scale", "words"),
     [
         (None, 48**-0.5, "1/sqrt(3 D)"),
+        (None, 0.3, "fitted to the answer"),
         (T5, 64**-0.5, "1/sqrt(H D)"),
         pytest.param(rp.Rotary(), 0.37, "fitted to the answer", marks=pytest.mark.stress),
     ],
@@ -203,6 +204,8 @@ def test_a_scale_that_nobody_stated(position, scale, words):
     out = rp.attention(q, k, v, position=position, scale=scale, causal=True, backend="numpy")
     found = identify(q, k, v, out=out, given=given, causal=True)
     assert found.matches, found.nearest
+    # Not a scheme that hardly adds anything.
+    assert position is not None or {match.scheme for match in found.matches} == {"plain"}
     assert found.matches[0].call["scale"] == pytest.approx(scale, rel=1e-9)
     assert found.matches[0].call["scale_is"] == words
     assert any(note.startswith("scale: fitted") for note in found.notes)

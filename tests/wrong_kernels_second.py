@@ -177,6 +177,85 @@ def segments_joined(q, k, v, causal=False, segments=None):
     return kernel()(q, k, v, causal=causal, mask=seen)
 
 
+def of_segments(seen):
+    """Packed sequences by which keys a query sees of where its own begins and ends; without segments it is right."""
+
+    def attend(q, k, v, segments=None):
+        if segments is None:
+            return kernel()(q, k, v)
+        at = np.arange(q.shape[2])
+        own = np.searchsorted(segments, at, "right")
+        return kernel()(q, k, v, mask=seen(at, segments[own - 1][:, None], segments[own][:, None])[None, None])
+
+    return attend
+
+
+def cut_late(q, k, v, segments=None):
+    return of_segments(lambda j, a, b: (j >= a) & (j < b))(q, k, v, None if segments is None else late(segments))
+
+
+def late(segments):
+    return np.concatenate([[0], segments[1:-1] + 1, segments[-1:]])
+
+
+to_the_tile = of_segments(lambda j, a, b: (j >= a) & (j < a + -(-(b - a) // 16) * 16))
+PAGED = {"supports": ["key_lengths", "paged"]}
+
+
+def paged(*, whole=False, ordered=False):
+    """A cache in pages of 16, whose table, or the length of whose last page, is not read."""
+
+    def attend(q, k, v, key_lengths=None, block_table=None):
+        if block_table is not None:
+            table = np.arange(block_table.size).reshape(block_table.shape) if ordered else block_table
+            k, v = (x[table].reshape(len(table), -1, *x.shape[2:]).swapaxes(1, 2) for x in (k, v))
+            key_lengths = -(-key_lengths // 16) * 16 if whole else key_lengths
+        return kernel()(q, k, v, key_lengths=key_lengths)
+
+    return attend
+
+
+def ring_of_keys(q, k, v):
+    def turned(at, operands):
+        theta = 10000.0 ** (-np.arange(0, at.dim, 2) / at.dim)
+        start = at.k_len - at.q_len
+        for x, places in zip(operands, (start + np.arange(at.q_len), np.arange(at.k_len) % 128), strict=True):
+            cos, sin = np.cos(places[:, None] * theta), np.sin(places[:, None] * theta)
+            a, b = np.split(x.astype(np.float64), 2, -1)
+            yield np.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
+
+    return kernel(turned=turned)(q, k, v)
+
+
+def last_but_one(at, rows):
+    half = len(at.position["table"]) // (2 if at.position["bidirectional"] else 1)
+    return np.where(rows % half == half - 1, rows - 1, rows)
+
+
+def rows_unscaled(q, k, v, content_bias, position_bias, rows):
+    """Transformer-XL's products with rows as they are."""
+    by_row = (q + position_bias[:, None]) @ rows.transpose(1, 2, 0)
+    at = np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None] + q.shape[2] - 1
+    bias = np.take_along_axis(by_row, np.broadcast_to(at, (*q.shape[:3], k.shape[2])), -1)
+    return kernel(bias=lambda _at, _: bias)(q + content_bias[:, None], k, v)
+
+
+def shaw_from_the_end(q, k, v, key_table):
+    """Shaw's vectors of the distances i - j."""
+    if key_table.ndim != 2:
+        raise NotImplementedError
+    half = len(key_table) // 2
+    d = np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - np.arange(k.shape[2])
+    vectors = key_table[np.clip(d, -half, half) + half]
+    bias = np.einsum("bhid,ijd->bhij", q, vectors) * q.dtype.type(q.shape[-1] ** -0.5)
+    return kernel(bias=lambda _at, _: bias)(q, k, v)
+
+
+def lse_of_the_usual_scale(q, k, v, scale=None, return_lse=False):
+    out = kernel()(q, k, v, scale=scale)
+    return (out, kernel()(q, k, v, return_lse=True)[1]) if return_lse else out
+
+
 def never_rescaled(q, k, v, dropout_mask=None, dropout=0.0):
     """Weights that are dropped, and those that stay not divided by 1 - dropout."""
     if dropout_mask is None:
@@ -476,4 +555,51 @@ SECOND = [
         ("ignores key_lengths",),
         {},
     ),
+    ("keys of a ring of 128", "rotary", "self", ring_of_keys, ("begin anew after 128",), {}),
+    (
+        "softcap is not multiplied by",
+        "plain",
+        "options",
+        kernel(cap=lambda at, s: s / at.q.dtype.type(at.softcap)),
+        ("softcap is not multiplied by",),
+        {},
+    ),
+    (
+        "a sink for each tile",
+        "plain",
+        "options",
+        kernel(sinks=lambda at, x: x + np.log(np.ceil(at.k_len / 64)).astype(x.dtype)),
+        ("counts sinks once for each tile, in tiles of 64",),
+        {},
+    ),
+    (
+        "scale of whole vectors of 24",
+        "plain",
+        "odd_sizes",
+        kernel(scale=lambda at, x: x if at.scale is not None or at.dim % 8 == 0 else (-(-at.dim // 8) * 8) ** -0.5),
+        ("rounded up to a multiple of 8",),
+        {},
+    ),
+    (
+        "the last bucket is never read",
+        "t5",
+        "causal",
+        t5(last_but_one),
+        ("never reads the last bucket", "distances stop at 64"),
+        {},
+    ),
+    ("rows unscaled", "transformer_xl", "self", rows_unscaled, ("products with rows",), {"variant": "conformer"}),
+    ("Shaw's tables from the end", "shaw", "cross", shaw_from_the_end, ("distances i - j",), {}),
+    (
+        "log-sum-exp of another scale",
+        "plain",
+        "options",
+        lse_of_the_usual_scale,
+        ("log-sum-exp with a scale of 1/sqrt",),
+        {},
+    ),
+    ("segments cut one token late", "plain", "ragged", cut_late, ("one token too late",), {"supports": ["segments"]}),
+    ("segments end with tiles", "plain", "ragged", to_the_tile, ("whole tiles of 16",), {"supports": ["segments"]}),
+    ("the last page whole", "plain", "ragged", paged(whole=True), ("last page whole",), PAGED),
+    ("pages in order", "plain", "ragged", paged(ordered=True), ("whatever block_table says",), PAGED),
 ]

@@ -362,22 +362,27 @@ def _look_for_number(search: _Search, at: Operands, ways: list[tuple[Unknown, Ca
         found = distance(at, answer, lse)[1]
         return found if np.isfinite(found) else np.inf
 
-    ranked: list[tuple[float, int]] = []
+    ranked: list[tuple[float, int, int]] = []
     for n, way in enumerate(ways):
         if search.ended(0):
             break
         if way[0] is SCALE:
-            ranked.append((search.seen.get((id(way[1]), way[2]), np.inf), n))
+            ranked.append(_rank(search.seen.get((id(way[1]), way[2]), np.inf), way[1], n))
         elif way[0].landmarks:
-            ranked.append((min(error(way, value) for value in way[0].landmarks), n))
+            ranked.append(_rank(min(error(way, value) for value in way[0].landmarks), way[1], n))
         else:
             _try(search, at, way)
-    nearest = [ways[n] for far, n in sorted(ranked)[:_NEAREST] if far < np.inf]
+    nearest = [ways[n] for far, _, n in sorted(ranked)[:_NEAREST] if far < np.inf]
     for way in nearest:
         _try(search, at, way)
     for way in nearest:
         if not _best(search):
             _fit(search, at, way, partial(error, way))
+
+
+def _rank(far: float, candidate: Candidate, n: int) -> tuple[float, int, int]:
+    """The nearest first; of what is about as near the fewest settings: some schemes hardly add anything."""
+    return float(f"{far:.3g}"), len(candidate.settings), n
 
 
 def _try(search: _Search, at: Operands, way: tuple[Unknown, Candidate, Options]) -> None:
