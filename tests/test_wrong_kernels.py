@@ -1,4 +1,4 @@
-"""Eighty wrong kernels fail and are told why; `python -m tests.wrong_kernels` asks them everything."""
+"""Ninety-six wrong kernels fail and are told why; `python -m tests.wrong_kernels` asks them everything."""
 
 import itertools
 
