@@ -1,4 +1,4 @@
-"""Ninety-six wrong kernels fail and are told why; `python -m tests.wrong_kernels` asks them everything."""
+"""Ninety-nine wrong kernels fail and are told why; `python -m tests.wrong_kernels` asks them everything."""
 
 import itertools
 
