@@ -156,9 +156,14 @@ def loops(info: rp.SchemeInfo) -> str:
     return "\n".join(lines)
 
 
+def paper(info: rp.SchemeInfo) -> str:
+    """Where the scheme comes from, linked."""
+    return f"[{info.paper}](https://doi.org/{info.doi})" if info.doi else info.paper
+
+
 def page(info: rp.SchemeInfo) -> str:
     """Markdown of one page: what it is, a call, its formulas with their source, models, loops, and somebody's notes."""
-    lines = [f"# {info.cls.__name__}", "", f"Positions contribute {info.adds} ({info.paper})."]
+    lines = [f"# {info.cls.__name__}", "", f"Positions contribute {info.adds} ({paper(info)})."]
     if info.models:
         lines += ["", f"Found in {', '.join(info.models)}."]
     lines += [
@@ -205,7 +210,7 @@ def table() -> str:
     for info in rp.SCHEMES.values():
         variants = "; ".join(part for part in (", ".join(info.variants), info.options) if part)
         link = f"[{info.cls.__name__}]({info.docs})"
-        cells = (link, info.adds, variants, ", ".join(info.models), info.paper)
+        cells = (link, info.adds, variants, ", ".join(info.models), paper(info))
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows)
 

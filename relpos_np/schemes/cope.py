@@ -295,7 +295,6 @@ _MARGIN, _POSITIONS = 4e-3, 12
     adds="positions counted by gates, interpolated",
     paper="Golovneva et al., 2024",
     doi="10.48550/arXiv.2405.18719",
-    equation="4",
     variants=VARIANTS,
     models="CoPE",
 )

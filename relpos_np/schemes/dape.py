@@ -241,7 +241,6 @@ class DAPE(Scheme):
     adds="a bias that a network adapts to the scores of all heads",
     paper="Zheng et al., NeurIPS 2024",
     doi="10.48550/arXiv.2405.14722",
-    equation="4",
     options="around `ALiBi`, `KERPLE`, `FIRE` or `T5`",
     models="DAPE",
 )

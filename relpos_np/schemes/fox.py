@@ -222,7 +222,6 @@ class FoX(Scheme):
     adds="gates between query and key, as sums of logarithms",
     paper="Lin et al., ICLR 2025",
     doi="10.48550/arXiv.2503.02130",
-    equation="5",
     variants=VARIANTS,
     models="FoX, CABLE",
 )

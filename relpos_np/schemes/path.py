@@ -238,7 +238,6 @@ def _turned(x: Array) -> Array:
     adds="reflections between query and key that the text decides",
     paper="Yang et al., NeurIPS 2025",
     doi="10.48550/arXiv.2505.16381",
-    equation="1",
     options="reference: no kernel",
     models="PaTH",
 )
