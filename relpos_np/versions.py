@@ -47,15 +47,19 @@ def collect_versions() -> dict[str, Any]:
     found |= of_packages(_PACKAGES)
     found["installed"] = str(Path(relpos_np.__file__).parent)
     found["not_available"] = relpos_np.backend.available()[1]
-    found["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    found["environment"] = _environment()
     found["kernels"] = kernels()
     return found
 
 
+def _environment() -> dict[str, str]:
+    """Variables of the environment that change how anything here runs."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+
+
 def settings() -> dict[str, str]:
-    """Variables of the environment that change how fast anything here runs: no paths."""
-    stated = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    return {name: value for name, value in stated.items() if os.sep not in value}
+    """The same without paths."""
+    return {name: value for name, value in _environment().items() if os.sep not in value}
 
 
 def blas() -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np.conform.altered import Answer, hiding, out_of, scores_of
+from relpos_np.conform.yardstick import distance
 from relpos_np.testing.example import Example
 from relpos_np.types import Array
 
@@ -140,11 +141,11 @@ def merged(
 
 def misread(way: str, one: Example, out: Array, allowed: float) -> str:
     """How a call was read that gave an output, in words; empty where nothing known gives it."""
-    return next((words for words, answer in _MISREAD.get(way, ()) if _near(answer(one), out, allowed)), "")
-
-
-def _near(other: Array | None, out: Array, allowed: float) -> bool:
-    return other is not None and other.shape == out.shape and bool((np.abs(other - out) <= allowed).all())
+    for words, answer in _MISREAD.get(way, ()):
+        other = answer(one)
+        if other is not None and distance(out, other) <= allowed:
+            return words
+    return ""
 
 
 def _packed(tile: int, one: Example) -> Array:
@@ -186,6 +187,7 @@ def _in_order(one: Example, b: int) -> dict[str, Any]:
     return _whole_pages(one, b, table=np.arange(_table(one).size).reshape(_table(one).shape))
 
 
+_WHOLE_CACHE = ("ignores key_lengths", partial(_by_item, partial(_cached, lambda _: None)))
 _MISREAD: Mapping[str, tuple[tuple[str, Answer], ...]] = {
     "segments": (
         ("ignores segments", out_of),
@@ -197,9 +199,9 @@ _MISREAD: Mapping[str, tuple[tuple[str, Answer], ...]] = {
         ("ignores offset", out_of),
         ("reads the offset of the first batch item for all", lambda one: out_of(one, offset=int(_offsets(one)[0]))),
     ),
-    "static_cache": (("ignores key_lengths", partial(_by_item, partial(_cached, lambda _: None))),),
+    "static_cache": (_WHOLE_CACHE,),
     "paged": (
-        ("ignores key_lengths", partial(_by_item, partial(_cached, lambda _: None))),
+        _WHOLE_CACHE,
         ("reads the last page whole", partial(_by_item, _whole_pages)),
         ("reads pages in their order, whatever block_table says", partial(_by_item, _in_order)),
         ("leaves out the last key of a cache", partial(_by_item, partial(_cached, lambda n: n - 1))),

@@ -29,7 +29,18 @@ from relpos_np.testing.arguments import decode
 from relpos_np.testing.compare import ratio
 from relpos_np.testing.files import DamagedError
 from relpos_np.testing.functions import FUNCTIONS, Call
-from relpos_np.testing.records import BITS, DTYPES, Record, encoding_gradients, gradients, grid, leaves, plain, records
+from relpos_np.testing.records import (
+    BITS,
+    DTYPES,
+    Record,
+    chosen,
+    encoding_gradients,
+    gradients,
+    grid,
+    leaves,
+    plain,
+    records,
+)
 from relpos_np.types import Backend
 
 FORMAT, VERSION = "relpos-vectors", 1
@@ -139,7 +150,7 @@ def writing(
                 (target / file).write_bytes(data)
                 listed[record.name][file] = _file(data)
             yield record.name
-        (target / MANIFEST).write_bytes(_json(_manifest(listed, seed)))
+        (target / MANIFEST).write_bytes(_json(_manifest(listed, seed, chosen(schemes))))
 
 
 def _contents(record: Record) -> dict[str, bytes]:
@@ -150,7 +161,7 @@ def _contents(record: Record) -> dict[str, bytes]:
     return {record.name + ".json": _json(about), record.name + suffix: pack(record.arrays)}
 
 
-def _manifest(listed: dict[str, Any], seed: int) -> dict[str, Any]:
+def _manifest(listed: dict[str, Any], seed: int, names: Sequence[str]) -> dict[str, Any]:
     schemes = {
         name: {
             "class": info.cls.__name__,
@@ -159,7 +170,7 @@ def _manifest(listed: dict[str, Any], seed: int) -> dict[str, Any]:
             "equation": info.equation,
             "variants": list(info.variants),
         }
-        for name, info in SCHEMES.items()
+        for name, info in ((name, SCHEMES[name]) for name in names)
     }
     return {
         "format": FORMAT,

@@ -278,6 +278,11 @@ def _decided(record: Callable[[Example, int], Record], one: Example, seed: int) 
             one = replace(one, q=np.roll(one.q, 1), x=None if one.x is None else np.roll(one.x, 1))
 
 
+def chosen(schemes: Sequence[str] | None) -> list[str]:
+    """The schemes of a set: those that are asked for, or v1's."""
+    return [name for name in SCHEMES if (name not in LATER if schemes is None else name in schemes)]
+
+
 def records(
     *,
     seed: int = 0,
@@ -287,11 +292,10 @@ def records(
 ) -> Iterator[Record]:
     """All records of a set, in its order: of these schemes, and of functions if all are wanted."""
     kinds: list[Any] = [tensorfile.bfloat16() if each == "bfloat16" else each for each in dtypes]
-    for name, info in SCHEMES.items():
-        if name in schemes if schemes is not None else name not in LATER:
-            record = _encoding if info.kind == "absolute" else _attention
-            for one in examples(name, seed=seed, dtypes=kinds, sizes=sizes):
-                yield _decided(record, one, seed)
+    for name in chosen(schemes):
+        record = _encoding if SCHEMES[name].kind == "absolute" else _attention
+        for one in examples(name, seed=seed, dtypes=kinds, sizes=sizes):
+            yield _decided(record, one, seed)
     if schemes is None and sizes is None:
         for divergence in divergences(seed):
             yield _function(divergence)
