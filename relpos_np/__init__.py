@@ -30,10 +30,12 @@ __version__ = "0.1.0"
 
 # What a first call can do without is imported when it is first asked for.
 _LATER = {
+    "Quantized": "_contract.quantized",
     "ScoreMod": "schemes.score_mod",
     "from_config": "configs",
     "load_npz": "_files.npz",
     "paged_attention": "paged",
+    "quantize": "_contract.quantized",
     "reference": "",
     "terms": "",
     "to_onnx": "interop.onnx",
@@ -45,6 +47,7 @@ _PUBLIC = [
     "Chunked",
     "Dilated",
     "Prefix",
+    "Quantized",
     "RelposError",
     "RelposImportError",
     "RelposIndexError",
@@ -64,6 +67,7 @@ _PUBLIC = [
     "memory_limit",
     "paged_attention",
     "prepare",
+    "quantize",
     "reference",
     "rel_shift",
     "set_backend",

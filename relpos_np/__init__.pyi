@@ -3,6 +3,8 @@ from relpos_np import reference as reference
 from relpos_np import terms as terms
 from relpos_np._calls.shifting import rel_shift as rel_shift
 from relpos_np._contract.gradient import AttentionGradient as AttentionGradient
+from relpos_np._contract.quantized import Quantized as Quantized
+from relpos_np._contract.quantized import quantize as quantize
 from relpos_np._contract.rules import Chunked as Chunked
 from relpos_np._contract.rules import Dilated as Dilated
 from relpos_np._contract.rules import Prefix as Prefix

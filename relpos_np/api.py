@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls import bounded, on_device, repeated
+from relpos_np._calls import bounded, on_device, quantized, repeated
 from relpos_np._calls.call import Call
 from relpos_np._calls.dense_bias import with_mask_gradient
 from relpos_np._calls.packed import PackedCall, is_packed
@@ -16,6 +16,7 @@ from relpos_np._calls.shifting import rel_shift
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import SCORES, Options, completed, takes
+from relpos_np._contract.quantized import Quantized
 from relpos_np._runtime import memory, precision
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
@@ -28,8 +29,8 @@ _ATTENTION, _LOGITS, _ATTENTION_VJP, _PREPARE = map(memory.Named, ("attention", 
 @overload
 def attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Array | Quantized,
+    v: Array | Quantized,
     *,
     position: Position = ...,
     return_lse: Literal[False] = ...,
@@ -42,8 +43,8 @@ def attention(
 @overload
 def attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Array | Quantized,
+    v: Array | Quantized,
     *,
     position: Position = ...,
     return_lse: bool = ...,
@@ -56,8 +57,8 @@ def attention(
 @takes()
 def attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Array | Quantized,
+    v: Array | Quantized,
     *,
     position: Position = None,
     return_lse: bool = False,
@@ -80,7 +81,8 @@ def attention(
     q : ndarray, shape (..., H, L_q, D)
         Queries: float16, bfloat16, float32 or float64. Two-dimensional q, k and v are one head.
     k : ndarray, shape (..., H_kv, L_k, D)
-        Keys of the same dtype; query head h uses key head h // (H / H_kv). Leading axes broadcast.
+        Keys of the same dtype; query head h uses key head h // (H / H_kv). Leading axes broadcast. Keys and values may
+        also be stored in eight bits: see `Quantized`.
     v : ndarray, shape (..., H_kv, L_k, D_v)
         Values; D_v may differ from D.
     position : scheme or tuple of schemes, optional
@@ -183,11 +185,17 @@ def attention(
     form = None if return_bound is not False else repeated.form(q, k, v, position, options)
     ready = None if form is None else repeated.known(form)
     if ready is not None:
+        known: Any = (q, k, v)
         with _ATTENTION:
-            return ready.run((q, k, v), None, out, (q, k, v, position), return_lse=return_lse)
+            return ready.run(known, None, out, (*known, position), return_lse=return_lse)
     given = completed(attention, options)
     if return_bound is not False:
         bounded.refuse(return_bound, q, given)
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
+        with _ATTENTION, np.errstate(all="ignore"):
+            returned = {"return_lse": return_lse, "return_bound": bool(return_bound)}
+            of_codes: Array = quantized.attention(attention, (q, k, v), position, given, out, **returned)
+            return of_codes
     if type(q) is not np.ndarray and check.on_device(q):
         compute, operands = attention if is_packed(given) else None, {"q": q, "k": k, "v": v}
         there: Array = on_device.attention(operands, given["backend"], position, return_lse, out, given, compute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -9,16 +10,17 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from relpos_np import api
-from relpos_np import backend as _backend
 from relpos_np._calls.call import Call
 from relpos_np._calls.lowering import schemes_of
+from relpos_np._calls.quantized import readable, stand_in
 from relpos_np._contract import check
 from relpos_np._contract.options import Options, PagedOptions, completed, takes
-from relpos_np._contract.problem import Pages, Site
+from relpos_np._contract.problem import Pages
+from relpos_np._contract.quantized import Quantized
 from relpos_np._contract.sequences import Sequences
 from relpos_np._runtime import memory
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Position, Scheme
+from relpos_np.schemes.base import Position
 from relpos_np.types import Array, Int64
 
 _PAGED = memory.Named("paged_attention")
@@ -27,8 +29,8 @@ _PAGED = memory.Named("paged_attention")
 @takes(only=PagedOptions.__annotations__.keys() - {"rule"})
 def paged_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | Quantized,
+    v_pages: Array | Quantized,
     *,
     block_table: Any,
     key_lengths: Any,
@@ -51,7 +53,8 @@ def paged_attention(
     q : ndarray, shape (B, H, L_q, D)
         Queries: one of each item in decoding, several where a prompt is filled in chunks.
     k_pages : ndarray, shape (pages, P, H_kv, D)
-        Keys of all items, as FlashAttention and vLLM lay them out.
+        Keys of all items, as FlashAttention and vLLM lay them out; with `Quantized`, scales by token are
+        (pages, P, H_kv, 1), by channel (1, 1, H_kv, D).
     v_pages : ndarray, shape (pages, P, H_kv, D_v)
         Values.
     block_table : ndarray of int, shape (B, M)
@@ -103,27 +106,30 @@ def paged_attention(
     return_lse = check.flag("return_lse", return_lse)
     with _PAGED:
         q, k_pages, v_pages = _operands(q, k_pages, v_pages)
-        table, size = _table(block_table, len(q)), k_pages.shape[1]
+        table, size = _table(block_table, len(q)), _codes(k_pages).shape[1]
         lengths = check.lengths_of_keys(key_lengths, (len(q),), table.shape[1] * size)
-        _check_pages(table[np.arange(table.shape[1]) * size < lengths[:, None]], k_pages)
-        if _reads_pages(q, k_pages, v_pages, position, given):
-            result, lse = _in_place((q, k_pages, v_pages), table, lengths, position, given, return_lse)
+        _check_pages(table[np.arange(table.shape[1]) * size < lengths[:, None]], _codes(k_pages))
+        found = _in_place((q, k_pages, v_pages), table, lengths, position, given, return_lse)
+        if found is not None:
+            result, lse = found
             return (result, lse) if return_lse and lse is not None else result
-        size = len(q) * int(lengths.max(initial=0)) * k_pages.shape[2] * (k_pages.shape[3] + v_pages.shape[3])
-        memory.require("paged_attention", {"gathered pages": size * k_pages.itemsize})
+        tokens = len(q) * int(lengths.max(initial=0))
+        gathered = sum(tokens * math.prod(x.shape[2:]) * x.itemsize for x in map(_codes, (k_pages, v_pages)))
+        memory.require("paged_attention", {"gathered pages": gathered})
     own: dict[str, Any] = {**options, "key_lengths": lengths, "offset": "end", "return_lse": return_lse}
     k, v = (_gathered(x, table, lengths) for x in (k_pages, v_pages))
-    found: Array | tuple[Array, Array] = api.attention(q, k, v, position=position, **own)
-    return found
+    attended: Array | tuple[Array, Array] = api.attention(q, k, v, position=position, **own)
+    return attended
 
 
-def write_pages(x: Array, pages: Array, *, block_table: Any, positions: Any) -> None:
+def write_pages(x: Array | Quantized, pages: Array | Quantized, *, block_table: Any, positions: Any) -> None:
     """Write the keys, or the values, of new tokens into the pages of a cache, in place.
 
     Parameters
     ----------
     x : ndarray, shape (B, H_kv, L, D)
-        Keys or values of L new tokens of each item.
+        Keys or values of L new tokens of each item; `Quantized` where the pages are, with scales by token, which are
+        written too, or with the pages' own scales by channel.
     pages : ndarray, shape (pages, P, H_kv, D)
         The cache that is written to, of the dtype of x.
     block_table : ndarray of int, shape (B, M)
@@ -145,7 +151,31 @@ def write_pages(x: Array, pages: Array, *, block_table: Any, positions: Any) -> 
     >>> pages[..., 0, 0].nonzero()
     (array([0, 3, 3]), array([0, 2, 3]))
     """
-    x, pages = check.array("x", x), check.array("pages", pages)
+    coded = isinstance(x, Quantized) and isinstance(pages, Quantized)
+    numbers = (_codes(x), _codes(pages)) if coded else (check.array("x", x), check.array("pages", pages))
+    written = [(*numbers, _places(*numbers, block_table, positions))]
+    if isinstance(x, Quantized) and isinstance(pages, Quantized):
+        written += [(*pair, _places(*pair, block_table, positions)) for pair in _new_scales(x, pages)]
+    for own, target, place in written:
+        target[place] = own.swapaxes(1, 2)
+
+
+def _new_scales(x: Quantized, pages: Quantized) -> list[tuple[Array, Array]]:
+    """Scales of new tokens, and those of the pages; none if both have the same scales of channels."""
+    shape = (*x.codes.shape[:3], pages.scale.shape[3])
+    if pages.scale.shape[:3] == pages.codes.shape[:3] and x.scale.shape[3] in (1, shape[3]):
+        return [(np.broadcast_to(x.scale, shape).astype(pages.scale.dtype, copy=False), pages.scale)]
+    own = np.broadcast_to(x.scale, x.codes.shape)
+    if pages.scale.shape[:2] != (1, 1) or not (own == pages.scale.swapaxes(1, 2)).all():
+        raise RelposValueError(
+            f"x: scales of shape {x.scale.shape} are not those of pages with scales of shape {pages.scale.shape}; pass "
+            "one for each token of the pages, or quantize new tokens with the scales of the pages"
+        )
+    return []
+
+
+def _places(x: Array, pages: Array, block_table: Any, positions: Any) -> tuple[Int64, Int64]:
+    """Page of every new token, and its row there."""
     if x.ndim != 4 or pages.ndim != 4 or (x.shape[1], x.shape[3]) != pages.shape[2:]:
         raise RelposValueError(f"x: shape {x.shape} does not belong to pages of shape {pages.shape}")
     if x.dtype != pages.dtype:
@@ -156,29 +186,36 @@ def write_pages(x: Array, pages: Array, *, block_table: Any, positions: Any) -> 
     at = at[:, None] + np.arange(x.shape[2]) if at.ndim == 1 else at
     if at.shape != (x.shape[0], x.shape[2]):
         raise RelposValueError(f"positions: expected shape {x.shape[:1]} or {x.shape[::2]}, found {at.shape}")
-    if at.size == 0:
-        return
-    if at.min() < 0:
+    if at.size and at.min() < 0:
         raise RelposValueError(f"positions: expected 0 or more, found {at.min()}")
     table, size = _table(block_table, len(x)), pages.shape[1]
-    if at.max() >= table.shape[1] * size:
+    if at.size and at.max() >= table.shape[1] * size:
         raise RelposValueError(f"positions: expected 0 ... {table.shape[1] * size - 1}, found {at.max()}")
     page = np.take_along_axis(table, at // size, axis=1)
     _check_pages(page, pages)
     if len(np.unique(page * size + at % size)) < at.size:
         raise RelposValueError("positions: two tokens have the same place in the pages")
-    pages[page, at % size] = x.swapaxes(1, 2)
+    return page, at % size
 
 
-def _operands(q: Any, k_pages: Any, v_pages: Any) -> tuple[Array, Array, Array]:
-    q, k, v = check.array("q", q), check.array("k_pages", k_pages), check.array("v_pages", v_pages)
+def _operands(q: Any, k_pages: Any, v_pages: Any) -> tuple[Array, Any, Any]:
+    q = check.array("q", q)
+    k, v = (
+        x if isinstance(x, Quantized) else check.array(n, x) for n, x in (("k_pages", k_pages), ("v_pages", v_pages))
+    )
+    k_shape, v_shape = _codes(k).shape, _codes(v).shape
     if q.ndim != 4:
         raise RelposValueError(f"q: expected shape (B, H, L_q, D), found {q.shape}")
-    if k.ndim != 4 or k.shape[3] != q.shape[3] or k.shape[1] == 0:
-        raise RelposValueError(f"k_pages: expected shape (pages, P, H_kv, {q.shape[3]}), found {k.shape}")
-    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
-        raise RelposValueError(f"v_pages: expected shape {k.shape[:3]} + (D_v,) as k_pages has, found {v.shape}")
+    if len(k_shape) != 4 or k_shape[3] != q.shape[3] or k_shape[1] == 0:
+        raise RelposValueError(f"k_pages: expected shape (pages, P, H_kv, {q.shape[3]}), found {k_shape}")
+    if len(v_shape) != 4 or v_shape[:3] != k_shape[:3]:
+        raise RelposValueError(f"v_pages: expected shape {k_shape[:3]} + (D_v,) as k_pages has, found {v_shape}")
     return q, k, v
+
+
+def _codes(pages: Array | Quantized) -> Array:
+    """The array that is read: of codes, or of numbers."""
+    return pages.codes if isinstance(pages, Quantized) else pages
 
 
 def _table(block_table: Any, items: int) -> Int64:
@@ -195,8 +232,10 @@ def _check_pages(named: Int64, pages: Array) -> None:
         raise RelposValueError(f"block_table: expected pages 0 ... {len(pages) - 1}, found {wrong[0]}")
 
 
-def _gathered(pages: Array, table: Int64, lengths: Int64) -> Array:
+def _gathered(pages: Any, table: Int64, lengths: Int64) -> Any:
     """The pages of each item one after the other, (B, H_kv, L, D), with 0 behind its last key."""
+    if isinstance(pages, Quantized):
+        return Quantized(_gathered(pages.codes, table, lengths), _gathered_scale(pages, table, lengths))
     size, longest = pages.shape[1], int(lengths.max(initial=0))
     found = np.zeros((len(table), longest, *pages.shape[2:]), pages.dtype)
     item, j = np.nonzero(np.arange(longest) < lengths[:, None])
@@ -204,55 +243,55 @@ def _gathered(pages: Array, table: Int64, lengths: Int64) -> Array:
     return found.swapaxes(1, 2)
 
 
-def _reads_pages(q: Array, k: Array, v: Array, position: Position, given: Options) -> bool:
-    """Whether the kernel for few queries does the call, which reads keys and values where they lie."""
-    if (
-        _backend.current(given["backend"]) != "numba"
-        or memory.limit() is not None
-        or not (q.size and k.size and v.size)
-    ):
-        return False
-    kernels = _backend.kernels("numba")
-    plain = all(x.dtype == q.dtype and x.flags.aligned and x.strides[-1] == x.itemsize for x in (k, v))
-    if not plain or not kernels.decodes(q.dtype, q.shape[1] // max(k.shape[2], 1) * q.shape[2]):
-        return False
-    site = check.problem(q, k[:1].swapaxes(1, 2), v[:1].swapaxes(1, 2), offset=0)[0].site
-    return all(scheme.covers and not _hands_on(scheme, site) for scheme in schemes_of(position))
-
-
-def _hands_on(scheme: Scheme, site: Site) -> bool:
-    """Whether its terms hold products of keys, or vectors, which are not made page by page."""
-    if scheme.rotates_operands:
-        return False
-    x = np.broadcast_to(np.full((), np.nan, site.dtype), (*site.batch, site.heads, site.q_len, site.head_dim))
-    k = np.broadcast_to(x[..., :1, :1, :], (*site.batch, site.kv_heads, site.k_len, site.head_dim))
-    terms = scheme.lower(x, k, site)
-    return bool(terms.queries or terms.keys or terms.values or terms.biases) or terms.key is not None
+def _gathered_scale(pages: Quantized, table: Int64, lengths: Int64) -> Array:
+    """The scales of the keys of each item, or those of channels, which all of them share."""
+    scale = pages.scale
+    if scale.shape[:2] == (1, 1):
+        return scale.swapaxes(1, 2)
+    found: Array = _gathered(np.broadcast_to(scale, (*pages.codes.shape[:3], scale.shape[3])), table, lengths)
+    return found
 
 
 def _in_place(
-    operands: tuple[Array, Array, Array],
+    operands: tuple[Array, Any, Any],
     table: Int64,
     lengths: Int64,
     position: Position,
     given: Options,
     return_lse: bool,
-) -> tuple[Array, Array | None]:
-    """Attention of a call whose pages are read where they lie."""
+) -> tuple[Array, Array | None] | None:
+    """Attention of a call whose pages are read where they lie; None if the kernel for few queries does not do it."""
     q, k_pages, v_pages = operands
+    stored = _codes(k_pages), _codes(v_pages)
+    coded, own = isinstance(k_pages, Quantized), q.dtype
+    if memory.limit() is not None or not all(x.size for x in (q, *stored)) or not lengths.any():
+        return None
+    if any(not x.flags.aligned or x.strides[-1] != x.itemsize for x in stored):
+        return None
+    if not all(scheme.covers for scheme in schemes_of(position)) or any(x.dtype != own for x in stored) != coded:
+        return None
+    if coded and not readable(q, k_pages, v_pages, given):
+        return None
     longest = int(lengths.max())
-    offsets = lengths - q.shape[2]
-    sequences = replace(Sequences.of_items(offsets, q.shape[2], longest, lengths), k_len=lengths)
-    # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
-    k, v = (
-        as_strided(
-            x, (len(q), x.shape[2], longest, x.shape[3]), (0, x.strides[2], x.strides[1], x.strides[3]), writeable=False
-        )
-        for x in (k_pages, v_pages)
-    )
-    steps = (x.strides[0] // x.itemsize for x in (k_pages, v_pages))
-    pages = Pages(table, k_pages.shape[1], *steps)
-    own = Options(**{**given, "offset": 0})
+    shapes = [(len(q), x.shape[2], longest, x.shape[3]) for x in stored]
+    sequences = replace(Sequences.of_items(lengths - q.shape[2], q.shape[2], longest, lengths), k_len=lengths)
+    pages = Pages(table, stored[0].shape[1], *(x.strides[0] // x.itemsize for x in stored))
+    options = Options(**{**given, "offset": 0})
     with np.errstate(all="ignore"):
-        call = Call("paged_attention", (q, k, v), position, own, sequences, pages)
+        given_as = q, stand_in(shapes[0], own), stand_in(shapes[1], own)
+        call = Call("paged_attention", given_as, position, options, sequences, pages)
+        if not call.reads_in_place():
+            return None
+        # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
+        k, v = (_without_pages(x, shape) for x, shape in zip(stored, shapes, strict=True))
+        scales = [_gathered_scale(x, table, lengths) for x in (k_pages, v_pages)] if coded else []
+        call.read(k, v, scales)
         return call.attend(None, return_lse)
+
+
+def _without_pages(pages: Array, shape: tuple[int, ...]) -> Array:
+    """An array that has the strides of a page throughout."""
+    strides = (0, pages.strides[2], pages.strides[1], pages.strides[3])
+    # As bytes: NumPy knows no float8 by what it is called.
+    plain = pages.view(f"V{pages.itemsize}")
+    return as_strided(plain, shape, strides, writeable=False).view(pages.dtype)

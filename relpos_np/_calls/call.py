@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from relpos_np._contract.options import Options
 from relpos_np._contract.problem import Pages
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Terms, fit
+from relpos_np._contract.turned import Turned
 from relpos_np._dense import forward
 from relpos_np._dense.backward import backward
 from relpos_np._dense.slopes import Slopes
@@ -57,16 +60,40 @@ class Call:
             # Kernels never hold the scores.
             self.backend = "numpy"
         self.schemes = checked_schemes(position, self.problem, self.backend, backward=is_backward)
+        self._lowered: list[Terms] | None = None
         self.has_kernels = self.backend in _backend.WITH_KERNELS
         if not self.has_kernels:
             memory.countable(function, (*self.problem.out_shape[:-1], self.problem.site.k_len))
 
     def _lower(self) -> list[Terms]:
-        """The terms of each scheme; those that were counted before are not made again."""
+        """The terms of each scheme; those that were counted or looked at before are not made again."""
         if self._admitted is not None:
             return self._admitted.lowered
-        by_kernels = self.backend == "numba"
-        return each_lowered(self.schemes, self.problem, by_kernels=by_kernels)
+        if self._lowered is None:
+            self._lowered = each_lowered(self.schemes, self.problem, by_kernels=self.backend == "numba")
+        return self._lowered
+
+    def reads_in_place(self) -> bool:
+        """Whether the kernel for few queries does the call, for which nothing is made of keys and values before."""
+        problem, site = self.problem, self.problem.site
+        if self.backend != "numba" or self._admitted is not None or problem.keep is not None:
+            return False
+        q_len = site.q_len if problem.sequences is None else int(problem.sequences.q_len.max(initial=0))
+        rows = site.heads // max(site.kv_heads, 1) * q_len
+        if not _backend.kernels("numba").decodes(problem.stored_q.dtype, rows) or not math.prod(problem.out_shape):
+            return False
+        if any(s.turns_values or (s.reads_operand_values and not s.rotates_operands) for s in self.schemes):
+            return False
+        terms = all_terms(self._lower())
+        made = terms.queries or terms.keys or terms.values or terms.biases
+        return not made and (terms.key is None or isinstance(terms.key, Turned))
+
+    def read(self, k: Array, v: Array, scales: Sequence[Array] = ()) -> None:
+        """Let keys and values be these, perhaps codes, of the shapes of those that have stood for them."""
+        self.operands, problem = (self.operands[0], k, v), self.problem
+        problem.stored_k = np.broadcast_to(k, problem.stored_k.shape)
+        problem.stored_v = np.broadcast_to(v, problem.stored_v.shape)
+        problem.scales = tuple(scales) or None
 
     def _sinks(self) -> Array | None:
         given = self.given["sinks"]

@@ -134,7 +134,7 @@ class PackedCall:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the output."""
-        return _result_shape(self.q, self.k, self.v)
+        return result_shape(self.q, self.k, self.v)
 
     def _operands(self, part: _Part) -> tuple[Any, Any, Any]:
         rows = (self.q, part.queries), (self.k, part.keys), (self.v, part.keys)
@@ -277,7 +277,7 @@ class PackedCall:
         outputs.check(out, self.shape, dtype, (self.q, self.k, self.v, *self.given.values(), self.position))
         return out
 
-    def _at_once(self, function: str, sequences: Sequences, *, is_backward: bool = False) -> Call:
+    def at_once(self, function: str, sequences: Sequences, *, is_backward: bool = False) -> Call:
         """The call of all sequences."""
         own = Options(**{**self.given, "segments": None, "offset": 0, "key_lengths": None})
         call = Call(function, (self.q, self.k, self.v), self.position, own, sequences, is_backward=is_backward)
@@ -304,7 +304,7 @@ class PackedCall:
         if sequences is not None:
             if out is not None:
                 self._checked_out(out)
-            found, lse = self._at_once("attention", sequences).attend(out, return_lse)
+            found, lse = self.at_once("attention", sequences).attend(out, return_lse)
             return found if lse is None or not return_lse else (found, lse)
         result = self._checked_out(out)
         if return_bound:
@@ -350,7 +350,7 @@ class PackedCall:
         sequences = self.sequences(backward=True)
         if sequences is not None:
             with np.errstate(all="ignore"):
-                call = self._at_once("attention_vjp", sequences, is_backward=True)
+                call = self.at_once("attention_vjp", sequences, is_backward=True)
                 return call.differentiate(grad_out, grad_lse)
         # Every row belongs to one part.
         grads = [memory.empty(x.shape, x.dtype.newbyteorder("=")) for x in (self.q, self.k, self.v)]
@@ -410,7 +410,8 @@ def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[Int64, Int64]:
     return bounds[0], bounds[1]
 
 
-def _result_shape(q: Any, k: Any, v: Any) -> tuple[int, ...]:
+def result_shape(q: Any, k: Any, v: Any) -> tuple[int, ...]:
+    """The shape of the output of some operands."""
     try:
         batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:

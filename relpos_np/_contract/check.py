@@ -11,6 +11,7 @@ import numpy as np
 
 from relpos_np._contract.options import DEFAULTS, Options
 from relpos_np._contract.problem import UNBOUNDED, Problem, Rule, Site, name_of
+from relpos_np._contract.quantized import Quantized
 from relpos_np._runtime import memory, precision
 from relpos_np.errors import RelposIndexError, RelposTypeError, RelposValueError, shown
 from relpos_np.types import Array, Bools
@@ -65,6 +66,8 @@ def array(name: str, value: Any) -> Array:
         return value
     if isinstance(value, np.ma.MaskedArray):
         raise RelposTypeError(f"{name}: a MaskedArray's mask would be ignored; pass its data and mask= separately")
+    if isinstance(value, Quantized):
+        raise RelposTypeError(f"{name}: expected an array, found codes; pass {name}.dequantized()")
     if isinstance(value, np.matrix) or not isinstance(value, np.ndarray):
         if on_device(value):
             raise RelposTypeError(

@@ -20,6 +20,7 @@ from numba.core.extending import _Intrinsic
 
 from relpos_np._calls import repeated
 from relpos_np.kernels import _numba as host
+from relpos_np.kernels._numba.forward_pass.work import CODE
 from relpos_np.kernels._numba.launch import launcher, records
 from relpos_np.kernels._numba.plan import biases, division, ends
 from tests.interpreted.memory import ADDRESS, Fault, Memory, Place, Pointer, Region, bounds, marks
@@ -70,7 +71,7 @@ RECORDS = {
 KINDS_OF_ORDER = ("in turn", "backwards", "one takes all")
 INPUTS = {
     *("q", "k", "v", "bias", "allowed", "soft", "skew_q", "skew_w", "skew_index", "batches", "adds", "values", "keep"),
-    *("q_turn", "k_turn", "ranges", "inner"),
+    *("q_turn", "k_turn", "ranges", "inner", "k_scale", "v_scale"),
     *("grad_out", "delta", "sinks", "dp_adds", "src", "map", "runs", "weights", "x", "table"),
     *("whole", "counted"),
 }
@@ -239,7 +240,7 @@ class Machine:
         offsets = batches[records.BATCH_K if name == "k" else records.BATCH_V]
         heads = fields["heads"] // fields[name + "_group"]
         depth, size = fields["depth" if name == "k" else "v_depth"], 8 if self.memory.kernel.endswith("64") else 4
-        size = 2 if fields[name + "_kind"] else size
+        size = 1 if fields[name + "_kind"] == CODE else 2 if fields[name + "_kind"] else size
         region.legal = np.zeros(region.size, np.uint8)
         base = fields[name] - region.start
         for b, shut in enumerate(np.broadcast_to(self.excluded, (fields["count"], fields["k_len"]))):

@@ -13,12 +13,18 @@ import struct
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 INT16, UINT16, UINT32 = np.dtype(np.int16), np.dtype(np.uint16), np.dtype(np.uint32)
 # Not an element type of a kernel: an array of addresses of int64.
 ADDRESS = np.dtype("V8")
+# Codes of eight bits, by their format.
+CODES = {
+    name: np.dtype(kind)
+    for name, kind in (("int8s", np.int8), ("e4m3s", ml_dtypes.float8_e4m3fn), ("e5m2s", ml_dtypes.float8_e5m2))
+}
 _CODES = {
     "float32": "f",
     "float64": "d",

@@ -157,6 +157,24 @@ def test_decoding_of_half_precision(shape, dtype, rng):
     np.testing.assert_allclose(found[1], lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("position", [None, rp.Rotary(16)], ids=["plain", "turned"])
+@pytest.mark.parametrize("by", ["token", "channel"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_decoding_of_codes(dtype, by, position, rng):
+    """Read where they lie, or copied beside a mask; of what is excluded neither codes nor scales are read."""
+    if dtype not in MODULES["decode"].decode:
+        pytest.skip("this processor converts no float16")
+    q = rng.standard_normal((4, 2, 16)).astype(np.float32)
+    k, v = (rp.quantize(rng.standard_normal((2, BLOCK_KEYS + 30, d)), dtype, by=by) for d in (16, 33))
+    for options in ({}, {"mask": rng.random((4, 2, BLOCK_KEYS + 30)) < 0.7}):
+        call = {"key_lengths": BLOCK_KEYS + 9, "offset": "end", "position": position, **options}
+        with interpreted(excluded=np.arange(BLOCK_KEYS + 30)[None] >= BLOCK_KEYS + 9) as machine:
+            found = rp.attention(q, k, v, backend="numba", **call)
+        assert machine.launches == {f"decode_{dtype}": 1}
+        wide = (q.astype(np.float64), k.dequantized(np.float64), v.dequantized(np.float64))
+        np.testing.assert_allclose(found, rp.attention(*wide, backend="numpy", **call), rtol=0, atol=1e-5)
+
+
 def test_decoding_of_values_that_are_not_finite(rng):
     q, k, v = (rng.standard_normal((2, n, 5)) for n in (2, 60, 60))
     v[0, 58, 3], v[1, 59, 1], v[0, 3, 0] = np.nan, np.inf, np.nan

@@ -11,7 +11,8 @@ import numpy as np
 
 from relpos_np.kernels._numba.simd.bfloat16_planes import FAR
 from relpos_np.kernels._numba.simd.target import NARROW, PAIR_ROWS, PAIR_STEPS, SUM_VECTORS, TARGET, TILED
-from tests.interpreted.memory import ADDRESS, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault
+from relpos_np.kernels._numba.simd.vectors import CODE_UNITS
+from tests.interpreted.memory import ADDRESS, CODES, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault
 
 TINY_EXPONENT = {4: -126.0, 8: -1022.0}
 
@@ -35,11 +36,13 @@ def exp2(x):
 
 
 def widened(x):
-    """Bits of float16 (int16) and of bfloat16 (uint16) as float32; other types as they are."""
+    """Bits of float16 (int16) and of bfloat16 (uint16), and codes, as float32; other types as they are."""
     if x.dtype == INT16:
         return x.view(np.float16).astype(np.float32)
     if x.dtype == UINT16:
         return (x.astype(np.uint32) << 16).view(np.float32)
+    if x.dtype in CODES.values():
+        return x.astype(np.float32) / np.float32(CODE_UNITS.get(x.dtype.name, 1))
     return x
 
 
@@ -86,6 +89,15 @@ class Vectors:
 
     def brains(self, address):
         return self.m.pointer(address, UINT16)
+
+    def int8s(self, address):
+        return self.m.pointer(address, CODES["int8s"])
+
+    def e4m3s(self, address):
+        return self.m.pointer(address, CODES["e4m3s"])
+
+    def e5m2s(self, address):
+        return self.m.pointer(address, CODES["e5m2s"])
 
     def opaque(self, address):
         return self.m.pointer(address, np.dtype(np.uint8))

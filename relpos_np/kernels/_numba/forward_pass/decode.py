@@ -1,13 +1,18 @@
 """Few queries and many keys: keys and values are read once, as they lie, for all queries that share them.
 
-Keys and values may be of half precision; arithmetic is then in float32. One piece of work is a range of keys of one key
-head, with the rows of every query head of its group. Many keys are attended in several ranges and merged.
+Keys and values may be of half precision, or codes of eight bits with scales; arithmetic is then in float32. One piece
+of work is a range of keys of one key head, with the rows of every query head of its group. Many keys are attended in
+several ranges and merged.
+
+A scale of a channel is multiplied with queries, and with sums of values; one of a key with its scores, and with its
+probabilities.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,7 @@ from relpos_np.kernels._numba.forward_pass.work import MINUS_INFINITY, OWN, Head
 from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
+from relpos_np.kernels._numba.simd.rotation import turn_rows
 from relpos_np.kernels._numba.simd.rows import (
     ROWS_AHEAD,
     advance,
@@ -29,17 +35,21 @@ from relpos_np.kernels._numba.simd.rows import (
     dots_of_four,
     dots_of_one,
     doubles,
+    e4m3s,
+    e5m2s,
     exp2_row,
     fill_row,
     floats,
     get,
     halves,
+    int8s,
     lane_max,
     lane_sum,
     lanes_of,
     longs,
     mixes_of_four,
     mixes_of_one,
+    multiply_row,
     opaque,
     pointer_like,
     put,
@@ -53,6 +63,9 @@ PACK_DECODE = struct.Struct(f"<{len(DECODE.names or ())}q").pack
 CALL_BYTES = CALL.itemsize
 # Rows beyond this many are worth packing the keys for.
 MOST_ROWS = 8
+
+# The scales of a head's keys and of its values, and whether each has one of its own, or channels have them.
+Scales = namedtuple("Scales", "k k_row v v_row")  # noqa: PYI024
 
 
 @helper
@@ -125,7 +138,20 @@ def mix_rows(
 
 
 @helper
-def score_tile(p: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any) -> None:
+def turn_codes(p: Any, out: Any, codes: Any, turns: int, rows: int, scales: Any) -> None:
+    """Make numbers of keys that are codes, while their pairs of channels turn."""
+    by, pairs, first, blocks, way = pointer_like(out, turns), p.turn_pairs, p.turn_first, p.turn_blocks, p.turn - 1
+    if scales.k_row:
+        turn_rows(out, p.depth, codes, p.k_row, by, rows, p.depth, pairs, first, blocks, way, 1.0)
+    else:
+        copy_block(out, p.depth, codes, p.k_row, rows, p.depth)
+        for r in range(rows):
+            multiply_row(at(out, r * p.depth), scales.k, p.depth)
+        turn_rows(out, p.depth, out, p.depth, by, rows, p.depth, pairs, first, blocks, way, 1.0)
+
+
+@helper
+def score_tile(p: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any, scales: Any) -> None:
     """Plain products of every row with every key of a block, which may lie in several pages."""
     rows, first = p.k_group * p.q_len, 0
     while first < tile.cols:
@@ -134,17 +160,23 @@ def score_tile(p: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any) -> 
         if p.turn:
             keys, own = at(base, w.keys + first * p.depth), head.k + place * size_of(base, p.k_kind)
             turns = head.k_turn + j * 2 * p.turn_pairs * size_of(base, OWN)
-            load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, run, p.depth)
+            if scales is None:
+                load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, run, p.depth)
+            else:
+                turn_codes(p, keys, pointer_like(stored, own), turns, run, scales)
         else:
             keys, ahead = at(pointer_like(stored, head.k), place), ahead_of(p, j, run, p.k_row, p.k_page)
             score_rows(base, w, keys, p.k_row, ahead, first, run, p.depth, rows)
         first += run
     if p.turn:
         score_rows(base, w, at(base, w.keys), p.depth, 0, 0, tile.cols, p.depth, rows)
+    if scales is not None and scales.k_row:
+        for r in range(rows):
+            multiply_row(at(base, w.scores + r * BLOCK_KEYS), at(scales.k, tile.j0), tile.cols)
 
 
 @helper
-def copy_values(p: Any, base: Any, values: Any, w: Any, tile: Any) -> Any:
+def copy_values(p: Any, base: Any, values: Any, w: Any, tile: Any, scales: Any) -> Any:
     """Copy the values of a block; return NaN if an element is not finite."""
     width, first, finite = round_up(p.v_depth, lanes_of(base)), 0, 0.0
     while first < tile.cols:
@@ -152,6 +184,11 @@ def copy_values(p: Any, base: Any, values: Any, w: Any, tile: Any) -> Any:
         run, place = run_from(p, j, tile.cols - first), place_of(p, j, p.v_row, p.v_page)
         finite += copy_block(at(base, w.values + first * width), width, at(values, place), p.v_row, run, p.v_depth)
         first += run
+    if scales is not None and scales.v_row:
+        for r in range(tile.cols):
+            row = at(base, w.values + r * width)
+            scale_row(row, row, p.v_depth, get(scales.v, tile.j0 + r))
+        finite = copy_block(at(base, w.values), width, at(base, w.values), width, tile.cols, p.v_depth)
     return finite
 
 
@@ -170,7 +207,7 @@ def mix_tile(p: Any, base: Any, values: Any, w: Any, tile: Any) -> None:
 
 
 @helper
-def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any) -> None:
+def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any, scales: Any) -> None:
     """Attend one block of keys with the rows of every query head of a group, of which `head` is the first.
 
     `stored`: any pointer of the type that keys and values have.
@@ -178,7 +215,7 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
     cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
     rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
     out, fade, values = at(base, w.out), at(base, w.fade), pointer_like(stored, head.v)
-    score_tile(p, base, stored, w, head, tile)
+    score_tile(p, base, stored, w, head, tile, scales)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
         one = Head(
@@ -202,7 +239,7 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
     in_place = p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, head.b, tile)
     bypassed = False
     if not in_place:
-        bypassed = math.isnan(copy_values(p, base, values, w, tile))
+        bypassed = math.isnan(copy_values(p, base, values, w, tile, scales))
         if bypassed:
             for i in range(rows):
                 if get(fade, i) == 0.0:
@@ -218,19 +255,24 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
             if get(fade, i) == 0.0:
                 put(fade, i, 1.0)
     if in_place:
+        if scales is not None and scales.v_row:
+            for i in range(rows):
+                multiply_row(at(base, w.scores + i * BLOCK_KEYS), at(scales.v, tile.j0), cols)
         mix_tile(p, base, values, w, tile)
     else:
         mix_rows(base, w, at(base, w.values), width, 0, 0, cols, v_depth, rows)
 
 
 @helper
-def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
+def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int, scales: Any) -> None:
     """Write the output and the log-sum-exp of a group's rows, or what a part of the keys leaves to be merged."""
     v_depth, lanes = p.v_depth, lanes_of(base)
     width = round_up(v_depth, lanes)
     for i in range(p.k_group * p.q_len):
         row = (head.b * p.heads + head.h + i // p.q_len) * p.q_rows + i % p.q_len
         top, total, sums = get(base, w.top + i), lane_sum(at(base, w.total + i * lanes)), at(base, w.out + i * width)
+        if scales is not None and not scales.v_row:
+            multiply_row(sums, scales.v, v_depth)
         if e.parts > 1:
             own = (head.b * p.heads + head.h) * p.q_len + i
             partial = at(pointer_like(base, e.partial), (own * e.parts + part) * (v_depth + 2))
@@ -244,8 +286,8 @@ def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int) -> None:
 
 
 @helper
-def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any, t: int) -> None:
-    """Attend one range of keys of one key head."""
+def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any, scales: Any, t: int) -> None:
+    """Attend one range of keys of one key head; `scales`: those of the head, or None."""
     group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
     kv_heads, rows = p.heads // group, group * q_len
     b, h, part = t // (kv_heads * e.parts), t // e.parts % kv_heads * group, t % e.parts
@@ -258,6 +300,9 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any,
         else:
             load_block(rows_at, p.depth, own, p.q_kind, p.q_row, q_len, p.depth)
         scale_row(rows_at, rows_at, q_len * p.depth, p.scale)
+    if scales is not None and not (scales.k_row or p.turn):
+        for r in range(rows):
+            multiply_row(at(base, w.queries + r * p.depth), scales.k, p.depth)
     fill_row(base, w.out, w.out + rows * round_up(p.v_depth, lanes), 0.0)
     fill_row(base, w.total, w.total + rows * lanes, 0.0)
     fill_row(base, w.best, w.best + 64, MINUS_INFINITY)
@@ -267,14 +312,29 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any,
     step = round_up((end - begin + e.parts - 1) // e.parts, BLOCK_KEYS)
     first = begin + part * step
     for j0 in range(first, min(first + step, end), BLOCK_KEYS):
-        decode_tile(p, adds, base, stored, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0))
-    write_rows(p, e, base, w, head, part)
+        decode_tile(p, adds, base, stored, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0), scales)
+    write_rows(p, e, base, w, head, part, scales)
 
 
-def _decoding(stored: Any) -> Any:
+@helper
+def no_scales(e: Any, t: int) -> None:
+    """Of keys and values that are numbers."""
+    return
+
+
+@helper
+def scales_of(e: Any, t: int) -> Scales:
+    """Of the key head that a piece of work belongs to."""
+    line = t // e.parts
+    k, v = at(floats(e.k_scale), line * e.k_scale_head), at(floats(e.v_scale), line * e.v_scale_head)
+    return Scales(k, e.k_scale_row, v, e.v_scale_row)
+
+
+def _decoding(stored: Any, scales: Any = no_scales) -> Any:
     """The kernel's body, which takes pieces of work from the shared counter while there are any.
 
-    `stored`: the type of pointer to keys and values, by which loads that widen them are compiled in.
+    `stored`: the type of pointer to keys and values, by which loads that widen them are compiled in. `scales`: those of
+    codes.
     """
 
     @helper
@@ -284,7 +344,7 @@ def _decoding(stored: Any) -> Any:
         adds = carray(opaque(p.adds), p.add_count, ADD)
         t = take(call)
         while t < p.stop:
-            decode_part(p, e, adds, longs(p.batches), base, stored(p.k), t)
+            decode_part(p, e, adds, longs(p.batches), base, stored(p.k), scales(e, t), t)
             t = take(call)
 
     return decode_all
@@ -295,9 +355,14 @@ _BODIES = {
     "float32": (floats, _decoding(floats)),
     "float64": (doubles, _decoding(doubles)),
     "bfloat16": (floats, _decoding(brains)),
+    "int8": (floats, _decoding(int8s, scales_of)),
 }
 if CONVERTS_HALF:
     _BODIES["float16"] = floats, _decoding(halves)
+    # Both are widened as float16.
+    _BODIES |= {
+        name: (floats, _decoding(kind, scales_of)) for name, kind in (("float8_e4m3fn", e4m3s), ("float8_e5m2", e5m2s))
+    }
 decode = entry_points(__name__, "decode", CALL, _BODIES)
 
 

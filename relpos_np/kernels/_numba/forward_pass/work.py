@@ -26,8 +26,8 @@ NONE, MANY = range(2)
 
 
 # How an operand is stored: in the dtype of the computation, or in half precision. DELTA: of a result only the product
-# of each row with that of its gradient.
-OWN, HALF, BRAIN, DELTA = range(4)
+# of each row with that of its gradient. CODE: in eight bits, which the kernel knows the format of.
+OWN, HALF, BRAIN, DELTA, CODE = range(5)
 
 # Tuples of compiled functions: pointers among their fields have no type in Python.
 # Numbers of a batch item and of a head, the addresses of the head's operands and of its output's gradient, its bias,
@@ -41,6 +41,8 @@ Tile = namedtuple("Tile", "i0 rows j0 cols first")  # noqa: PYI024
 @helper
 def size_of(like: Any, kind: int) -> int:
     """Bytes of an element of an operand that is stored in one of these ways."""
+    if kind == CODE:
+        return 1
     return 2 if kind in (HALF, BRAIN) else VECTOR_BYTES // lanes_of(like)
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from relpos_np._contract.problem import Problem, name_of
-from relpos_np.kernels._numba.forward_pass.work import BRAIN, DELTA, HALF, LOG2E, OWN
+from relpos_np.kernels._numba.forward_pass.work import BRAIN, CODE, DELTA, HALF, LOG2E, OWN
 from relpos_np.kernels._numba.launch.arrays import batch_offsets, strides
-from relpos_np.kernels._numba.launch.records import ADD, BATCH_GRAD, BATCH_ROWS, VALUE, table
+from relpos_np.kernels._numba.launch.records import ADD, BATCH_GRAD, BATCH_ROWS, DECODE, VALUE, table
 from relpos_np.kernels._numba.plan.biases import fuse_tables
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.gather import key_add, query_add, table_add, value_records
 from relpos_np.kernels._numba.plan.masks import add_masks
 from relpos_np.kernels._numba.plan.skew import add_skewed
 from relpos_np.kernels._numba.simd.target import CONVERTS_HALF
+from relpos_np.kernels._numba.simd.vectors import CODE_BITS, CODE_UNITS
 from relpos_np.types import Array
 
-KINDS = {"float16": HALF, "bfloat16": BRAIN}
+KINDS = {"float16": HALF, "bfloat16": BRAIN, **dict.fromkeys(CODE_BITS, CODE)}
 
 
 def readable(problem: Problem) -> bool:
-    """Whether kernels read the operands as they are stored."""
+    """Whether kernels for blocks of queries read the operands as they are stored."""
+    if problem.scales is not None:
+        return False
     stored = (problem.stored_q, problem.stored_k, problem.stored_v)
     return CONVERTS_HALF or all(name_of(x.dtype) != "float16" for x in stored)
 
@@ -61,6 +64,19 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
         f["keep"], f["keep_scale"] = call.keep(problem.keep), problem.keep_scale
     add_masks(call, batches, windowed=windowed)
     _add_gathered(call, windowed=windowed)
+
+
+def scale_fields(call: Call) -> dict[str, int]:
+    """The fields of a record of decoding that say where the scales of keys and values lie."""
+    found = dict.fromkeys((DECODE.names or ())[2:], 0)
+    for name, scale, x in zip(("k_scale", "v_scale"), call.problem.scales or (), call.problem.stored[1:], strict=False):
+        by_key = scale.shape[-2] > 1
+        shape = (*x.shape[:-1], 1) if by_key else (*x.shape[:-2], 1, x.shape[-1])
+        own = np.ascontiguousarray(np.broadcast_to(scale, shape), call.dtype)
+        if name_of(x.dtype) in CODE_UNITS:
+            own = own * call.dtype.type(CODE_UNITS[name_of(x.dtype)])
+        found |= {name: call.keep(own), f"{name}_head": own.shape[-2] * own.shape[-1], f"{name}_row": int(by_key)}
+    return found
 
 
 def _add_gradient(call: Call, grad_out: Array, batches: Array) -> None:

@@ -20,19 +20,23 @@ from relpos_np.kernels._numba.launch.build import Kernel
 from relpos_np.kernels._numba.plan import biases, ends
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.division import Division, into_blocks, into_parts
-from relpos_np.kernels._numba.plan.fields import fill, readable
+from relpos_np.kernels._numba.plan.fields import fill, readable, scale_fields
 from relpos_np.kernels._numba.simd.target import ASKED, BLOCK_KEYS, PAIR_ROWS, TARGET, TILES, UNIT
 from relpos_np.types import Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How the work of a call is divided, and the kernel that does it; `stored` is that of `fill`."""
+    """How the work of a call is divided, and the kernel that does it; `stored` is that of `fill`.
+
+    `scales`: of keys and values that are codes, the fields in a record of decoding.
+    """
 
     kernel: Kernel
     division: Division
     stored: bool
     windowed: bool = False
+    scales: tuple[int, ...] = ()
 
 
 def attention(
@@ -64,7 +68,7 @@ def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, ls
     if d.parts:
         if d.parts > 1:
             parts = np.empty((math.prod(out.shape[:-1]), d.parts, 2 + out.shape[-1]), dtype)
-        record += PACK_DECODE(d.parts, 0 if parts is None else address_of(parts))
+        record += PACK_DECODE(d.parts, 0 if parts is None else address_of(parts), *plan.scales)
     launcher.run_pieces(
         plan.kernel, record, d.pieces, d.chunk, d.threads, unit=d.unit, workspace=d.workspace, size=d.size
     )
@@ -81,7 +85,7 @@ def planned(
     site = problem.site
     if grad_out is None and may_decode(call, site.q_len, bool(call.skewed)):
         kernel, stored = decoding(call, out, lse)
-        return Plan(kernel, into_parts(call), stored), call
+        return Plan(kernel, into_parts(call), stored, scales=tuple(scale_fields(call).values())), call
     windowed = bool(may_be_windowed(call, site.q_len, site.k_len, site.offset))
     kernel, stored = streaming(call, out, lse, windowed=windowed)
     return Plan(kernel, into_blocks(call, windowed=windowed), stored, windowed), call
@@ -169,6 +173,9 @@ def streaming(call: Call, out: Array, lse: Array | None, *, windowed: bool) -> t
 def decoding(call: Call, out: Array, lse: Array | None) -> tuple[Kernel, bool]:
     """The same of the kernel that reads keys and values once, in half precision if they are stored so and it can."""
     problem, dtype = call.problem, call.dtype
+    if problem.scales is not None:
+        fill(call, out, lse, stored=True)
+        return decode[name_of(problem.stored_k.dtype)], True
     kernel, stores = decode[name_of(dtype)], False
     stored = problem.stored_k.dtype
     # Terms that were made of the keys hold them in the dtype of the computation.

@@ -43,7 +43,7 @@ from relpos_np.kernels._numba.plan.division import (
     key_parts,
     pair_flops,
 )
-from relpos_np.kernels._numba.plan.fields import KINDS
+from relpos_np.kernels._numba.plan.fields import KINDS, scale_fields
 from relpos_np.kernels._numba.plan.prepared import Form
 from relpos_np.kernels._numba.simd.target import TARGET
 from relpos_np.types import Array, Int64
@@ -267,6 +267,17 @@ class _Group(Records):
         super().__init__(call, sequences, template, _DECODE if decoding else _CALL)
         self.pieces, self.flops, self.workspace = self._divide_keys() if decoding else self._divide_queries()
         self.set("stop", self.pieces)
+        if decoding:
+            self._place_scales()
+
+    def _place_scales(self) -> None:
+        """Where the scales of codes are."""
+        s, heads = self.sequences, self.call.site.kv_heads
+        for name, x in scale_fields(self.call).items():
+            self.set(name, x)
+        for name in ("k_scale", "v_scale") if self.call.problem.scales else ():
+            head, row = (self.records[:, self.at[name + part]] for part in ("_head", "_row"))
+            self.add(name, (s.item * heads * head + s.k_start * row) * self.item)
 
     @property
     def windowed(self) -> bool:

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from relpos_np.kernels._numba.simd.rows import code
 from relpos_np.kernels._numba.simd.target import SUM_VECTORS, UNIT
-from relpos_np.kernels._numba.simd.vectors import BFLOAT16_BITS, HALF_FORMATS, I8, I16, I32, PAIRS, Vectors, index
+from relpos_np.kernels._numba.simd.vectors import BFLOAT16_BITS, FORMATS, I8, I16, I32, PAIRS, Vectors, index
 
 _i8 = types.int64
 
@@ -28,7 +28,7 @@ def _bits(u: Vectors, x: ir.Value, offset: ir.Value, kind: Any) -> ir.Value:
 @intrinsic
 def narrow_row(typingctx: Any, out: Any, x: Any, n: Any, factor: Any) -> Any:
     """out[:n] = x[:n] * factor, rounded to the half precision of `out`."""
-    narrow = HALF_FORMATS[out.dtype.name].narrow
+    narrow: Any = FORMATS[out.dtype.name].narrow
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         target, source, count, times = args

@@ -8,10 +8,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, models, register_model
 
 from relpos_np.kernels._numba.simd.target import SUM_VECTORS, TARGET
-from relpos_np.kernels._numba.simd.vectors import BFLOAT16_BITS, FLOAT16_BITS, I8, I64, Vectors, index
+from relpos_np.kernels._numba.simd.vectors import BFLOAT16_BITS, CODE_BITS, FLOAT16_BITS, I8, I64, Vectors, index
 
 _i8 = types.int64
 
@@ -43,6 +43,19 @@ floats, doubles = _typed(types.CPointer(types.float32)), _typed(types.CPointer(t
 bytes_, integers, longs = (_typed(types.CPointer(kind)) for kind in (types.uint8, types.int32, types.int64))
 halves, brains = (_typed(types.CPointer(getattr(types, bits))) for bits in (FLOAT16_BITS, BFLOAT16_BITS))
 opaque = _typed(types.voidptr)
+
+
+class _Code(types.Type):  # type: ignore[misc]
+    """Eight bits that stand for a number, of a format that the name says."""
+
+
+@register_model(_Code)
+class _CodeModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, I8)
+
+
+int8s, e4m3s, e5m2s = (_typed(types.CPointer(_Code(name))) for name in CODE_BITS)
 
 
 @intrinsic

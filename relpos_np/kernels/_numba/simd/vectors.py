@@ -107,10 +107,25 @@ class Vectors:
         return self.b.load(pointer, align=self.bits // 8)
 
     def widened(self, base: ir.Value, offset: ir.Value, kind: Any) -> ir.Value:
-        """An unaligned vector load of the own type, or of half precision, whose bits have a type of `HALF_FORMATS`."""
-        if kind.name not in HALF_FORMATS:
+        """An unaligned vector load of the own type, or of fewer bits, which have a type of `FORMATS`."""
+        if kind.name not in FORMATS:
             return self.load(base, offset)
-        return HALF_FORMATS[kind.name].widen(self, self.load_bits(base, offset))
+        return FORMATS[kind.name].widen(self, self.load_bits(base, offset, I8 if kind.name in CODE_BITS else I16))
+
+    def from_int8(self, codes: ir.Value) -> ir.Value:
+        """Numbers of the own type from integers."""
+        return self.b.sitofp(codes, self.vector)
+
+    def from_float8_e5m2(self, codes: ir.Value) -> ir.Value:
+        """The same of bits of float8_e5m2, which is the upper half of a float16."""
+        return self.from_float16(self.b.shl(self.b.zext(codes, self.of(I16)), self.alike(I16, 8)))
+
+    def from_float8_e4m3(self, codes: ir.Value) -> ir.Value:
+        """The same of bits of float8_e4m3fn, divided by its unit: of a float16, whose exponent has a bias of 8 more."""
+        b = self.b
+        bits = b.and_(b.shl(b.sext(codes, self.of(I16)), self.alike(I16, 7)), self.alike(I16, -0x4001))
+        nan = b.icmp_signed("==", b.and_(codes, self.alike(I8, 0x7F)), self.alike(I8, 0x7F))
+        return b.select(nan, self.const(float("nan")), self.from_float16(bits))
 
     def from_float16(self, bits: ir.Value) -> ir.Value:
         """Numbers of the own type from bits of float16."""
@@ -122,10 +137,10 @@ class Vectors:
         single = b.bitcast(b.shl(b.zext(bits, self.of(I32)), self.alike(I32, 16)), self.of(ir.FloatType()))
         return single if self.bits == 32 else b.fpext(single, self.vector)
 
-    def load_bits(self, base: ir.Value, offset: ir.Value) -> ir.Value:
-        """An unaligned vector load of 16-bit integers."""
-        pointer = self.b.bitcast(self.at(base, offset), self.of(I16).as_pointer())
-        return self.b.load(pointer, align=2)
+    def load_bits(self, base: ir.Value, offset: ir.Value, kind: ir.Type = I16) -> ir.Value:
+        """An unaligned vector load of integers."""
+        pointer = self.b.bitcast(self.at(base, offset), self.of(kind).as_pointer())
+        return self.b.load(pointer, align=kind.width // 8)
 
     def store_bits(self, value: ir.Value, base: ir.Value, offset: ir.Value) -> None:
         """An unaligned vector store of 16-bit integers."""
@@ -316,16 +331,23 @@ class Vectors:
         return self.b.and_(count, index(-unit))
 
 
-class HalfFormat(NamedTuple):
-    """A dtype of half precision: how `Vectors` makes numbers of its bits, and bits of numbers."""
+class Format(NamedTuple):
+    """A dtype of fewer bits: how `Vectors` makes numbers of them, and bits of numbers, if kernels write it."""
 
     widen: Callable[[Vectors, ir.Value], ir.Value]
-    narrow: Callable[[Vectors, ir.Value], ir.Value]
+    narrow: Callable[[Vectors, ir.Value], ir.Value] | None = None
 
 
-# By the Numba type that its bits have, which tells float16 from bfloat16: neither has a type of its own on CPUs.
+# Codes of eight bits, by the dtype that NumPy and ml_dtypes call so. What widened ones are to be multiplied by:
+# numbers of float8_e4m3fn have been divided, which saves an operation for each.
+CODE_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+CODE_UNITS = {"float8_e4m3fn": 256.0}
+# By the name of the Numba type that its bits have, which tells those of one width apart.
 FLOAT16_BITS, BFLOAT16_BITS = "int16", "uint16"
-HALF_FORMATS = {
-    FLOAT16_BITS: HalfFormat(Vectors.from_float16, Vectors.to_float16),
-    BFLOAT16_BITS: HalfFormat(Vectors.from_bfloat16, Vectors.rounded),
+FORMATS = {
+    FLOAT16_BITS: Format(Vectors.from_float16, Vectors.to_float16),
+    BFLOAT16_BITS: Format(Vectors.from_bfloat16, Vectors.rounded),
+    "int8": Format(Vectors.from_int8),
+    "float8_e4m3fn": Format(Vectors.from_float8_e4m3),
+    "float8_e5m2": Format(Vectors.from_float8_e5m2),
 }
