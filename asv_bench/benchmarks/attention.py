@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
+import numpy as np
+
 import relpos_np as rp
 
 from .ceiling import fraction_of_fma, fraction_of_read
@@ -123,3 +126,23 @@ class Reference:
 
     def time_numpy(self):
         self.case.attention(backend="numpy")
+
+
+class StoredKeys:
+    """One query of 32 heads and 16,384 keys of 128 channels, by how keys and values are stored."""
+
+    params = ("bfloat16", "int8", "float8_e4m3fn")
+    param_names = ["dtype"]
+    timeout = 120
+
+    def setup(self, dtype):
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((32, n, 128), np.float32) for n in (1, 16384, 16384))
+        if dtype == "bfloat16":
+            self.operands = [x.astype(ml_dtypes.bfloat16) for x in (q, k, v)]
+        else:
+            self.operands = [q, rp.quantize(k, dtype), rp.quantize(v, dtype)]
+        self.time_attention(dtype)  # compiles the kernel or loads it
+
+    def time_attention(self, dtype):
+        rp.attention(*self.operands, position=rp.ALiBi())
