@@ -82,10 +82,10 @@ def paged_attention(
 
     Notes
     -----
-    In decoding, with up to 8 query heads times queries to a key head, the CPU kernels read keys and values where they
-    lie, for schemes that add a number for each distance or turn vectors. Other calls gather the pages first, which
-    takes the time and the memory of a copy of the keys and values of all items. Rows after the last key, and unused
-    pages, are never read.
+    The CPU kernels read keys and values where they lie, for schemes that are made of distances, of queries and of
+    turned vectors. Schemes that multiply keys with vectors of their own, as `DeBERTa` does, other backends, and
+    `Quantized` pages beyond decoding gather the pages first, which takes the time and the memory of a copy of the keys
+    and values of all items. Rows after the last key, and unused pages, are never read.
 
     References
     ----------
@@ -260,7 +260,7 @@ def _in_place(
     given: Options,
     return_lse: bool,
 ) -> tuple[Array, Array | None] | None:
-    """Attention of a call whose pages are read where they lie; None if the kernel for few queries does not do it."""
+    """Attention of a call whose pages are read where they lie; None if keys must be gathered."""
     q, k_pages, v_pages = operands
     stored = _codes(k_pages), _codes(v_pages)
     coded, own = isinstance(k_pages, Quantized), q.dtype
@@ -280,7 +280,7 @@ def _in_place(
     with np.errstate(all="ignore"):
         given_as = q, stand_in(shapes[0], own), stand_in(shapes[1], own)
         call = Call("paged_attention", given_as, position, options, sequences, pages)
-        if not call.reads_in_place():
+        if not call.reads_in_place(few=coded):
             return None
         # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
         k, v = (_without_pages(x, shape) for x, shape in zip(stored, shapes, strict=True))

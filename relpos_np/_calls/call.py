@@ -73,19 +73,20 @@ class Call:
             self._lowered = each_lowered(self.schemes, self.problem, by_kernels=self.backend == "numba")
         return self._lowered
 
-    def reads_in_place(self) -> bool:
-        """Whether the kernel for few queries does the call, for which nothing is made of keys and values before."""
+    def reads_in_place(self, *, few: bool) -> bool:
+        """Whether CPU kernels do the call, and nothing is made of keys and values before; `few`: those for few rows."""
         problem, site = self.problem, self.problem.site
         if self.backend != "numba" or self._admitted is not None or problem.keep is not None:
             return False
         q_len = site.q_len if problem.sequences is None else int(problem.sequences.q_len.max(initial=0))
         rows = site.heads // max(site.kv_heads, 1) * q_len
-        if not _backend.kernels("numba").decodes(problem.stored_q.dtype, rows) or not math.prod(problem.out_shape):
+        known = _backend.kernels("numba").decodes(problem.stored_q.dtype, rows if few else 1)
+        if not known or not math.prod(problem.out_shape):
             return False
         if any(s.turns_values or (s.reads_operand_values and not s.rotates_operands) for s in self.schemes):
             return False
         terms = all_terms(self._lower())
-        made = terms.queries or terms.keys or terms.values or terms.biases
+        made = terms.keys or terms.biases or (few and (terms.queries or terms.values))
         return not made and (terms.key is None or isinstance(terms.key, Turned))
 
     def read(self, k: Array, v: Array, scales: Sequence[Array] = ()) -> None:

@@ -89,7 +89,7 @@ def _in_place(
         call = packed.at_once("attention", sequences)
     else:
         call = Call("attention", operands, position, given)
-    if not call.reads_in_place():
+    if not call.reads_in_place(few=True):
         return None
     call.read(k.codes, v.codes, (k.scale, v.scale))
     call.check_output(out)

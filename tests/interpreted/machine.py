@@ -41,6 +41,7 @@ MODULES = {
         ),
         *(
             "forward_pass.pack",
+            "forward_pass.pages",
             "forward_pass.work",
             "forward_pass.planes",
             "forward_pass.product",

@@ -102,6 +102,13 @@ class Vectors:
     def opaque(self, address):
         return self.m.pointer(address, np.dtype(np.uint8))
 
+    def address_of(self, base):
+        return base.address
+
+    def copy_bytes(self, out, x, n):
+        source, target = (self.m.pointer(address, np.dtype(np.uint8)) for address in (x, out))
+        self.m.row(target, 0, n, write=True)[...] = self.m.row(source, 0, n)
+
     def at(self, base, offset):
         return base.moved(offset)
 

@@ -21,6 +21,7 @@ from relpos_np.kernels._numba.forward_pass.pack import (
     store_delta,
     store_row,
 )
+from relpos_np.kernels._numba.forward_pass.pages import from_pages
 from relpos_np.kernels._numba.forward_pass.planes import (
     SHARE_ROWS,
     add_planes,
@@ -453,8 +454,9 @@ def attend_block(p: Any, adds: Any, values: Any, batches: Any, base: Any, t: int
         if j0 < panels_end and not p.bias_tail:
             cols = min(cols, panels_end - j0)  # leave a ragged end to a small tile of its own
         tile = Tile(i0, rows, j0, cols, 0)
-        fused = score_tile(p, adds, base, w, x, head, tile, moved, odd, pairs, split)
-        add_tile(p, values, base, w, x, head, tile, fused, far, pairs, split)
+        here = from_pages(p, at(base, x.end), head, j0, cols) if p.pages else head
+        fused = score_tile(p, adds, base, w, x, here, tile, moved, odd, pairs, split)
+        add_tile(p, values, base, w, x, here, tile, fused, far, pairs, split)
         j0, moved = j0 + cols, cols
         if far and (j0 - origin) % GROUP_KEYS == 0:
             end_group(base, w, rows, v_width, p.bins)

@@ -20,6 +20,7 @@ from numba import carray
 
 from relpos_np.kernels._numba.forward_pass.attend import Layout, bypass_values, write_lse
 from relpos_np.kernels._numba.forward_pass.pack import load_block, load_turned, store_row
+from relpos_np.kernels._numba.forward_pass.pages import place_of, run_from
 from relpos_np.kernels._numba.forward_pass.scores import complete_scores, in_band
 from relpos_np.kernels._numba.forward_pass.work import MINUS_INFINITY, OWN, Head, Tile, head_of, round_up, size_of
 from relpos_np.kernels._numba.launch.build import helper
@@ -85,21 +86,6 @@ def decode_layout(depth: int, v_depth: int, turning: int, lanes: int) -> Layout:
     return Layout(
         0, keys, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, 0, fade + 64
     )
-
-
-@helper
-def run_from(p: Any, j: int, cols: int) -> int:
-    """How many of so many keys from j on lie one after the other."""
-    return cols if p.pages == 0 else min(cols, p.page_keys - j % p.page_keys)
-
-
-@helper
-def place_of(p: Any, j: int, row: int, page: int) -> int:
-    """Where the row of key j begins, in elements from the first of its head."""
-    if p.pages == 0:
-        return j * row
-    found: int = get(longs(p.pages), j // p.page_keys) * page + j % p.page_keys * row
-    return found
 
 
 @helper

@@ -185,7 +185,8 @@ def pack_keys(p: Any, out: Any, scratch: Any, head: Any, j0: int, cols: int, pai
     """Pack `cols` keys of a head from j0 on into panels [steps, width], padded with 0."""
     x, turn = head.k, 2 * p.turn_pairs * size_of(out, OWN)
     if p.k_kind == OWN and pairs is None and not p.turn:
-        pack_panels(out, pointer_like(out, x), p.k_row, j0, j0 + cols, p.k_len, p.depth)
+        own = pointer_like(out, x + j0 * p.k_row * size_of(out, OWN))
+        pack_panels(out, own, p.k_row, 0, cols, p.k_len - j0, p.depth)
         return
     lanes, steps = lanes_of(out), p.steps
     width, size = PANEL_VECTORS * lanes, p.k_row * size_of(out, p.k_kind)

@@ -44,8 +44,9 @@ CALL = np.dtype(
         # rows of a head in what has a row for each query, or each key: more than the call has, where sequences share it
         *_integers("q_rows", "k_rows"),
         *_integers("block_queries", "blocks"),
-        # decoding: the page of every `page_keys` keys, and elements from page to page; or 0, where keys lie in a row
-        *_integers("pages", "page_keys", "k_page", "v_page"),
+        # the page of every `page_keys` keys, and elements from page to page; or 0, where keys lie in a row. From key to
+        # key within a page, where blocks of keys are copied, so that their rows are no longer those of a page
+        *_integers("pages", "page_keys", "k_page", "v_page", "k_page_row", "v_page_row"),
         # positions: key j is in the band of query i if i + offset - left <= j <= i + offset + right
         *_integers("offset", "left", "right"),
         # the additive bias that is fused with the scores; `bias_tail`: its padding is -inf

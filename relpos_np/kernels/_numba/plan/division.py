@@ -89,7 +89,9 @@ def block_workspace(call: Call, block: int) -> int:
     width = -(-call.site.v_dim // lanes) * lanes
     end = layout.py_func(block, f["steps"], width, f["skew_depth"], f["bins"], lanes).end
     numbers: int = plane_layout.py_func(end, block, pair_steps.py_func(depth), width, f["planes"], lanes).end
-    return numbers * item
+    # A block of keys and values that is copied out of pages.
+    copied = 0 if call.problem.pages is None else BLOCK_KEYS * (depth + call.site.v_dim)
+    return (numbers + copied) * item
 
 
 def key_parts(k_len: Any) -> Any:

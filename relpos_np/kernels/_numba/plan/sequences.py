@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np._contract.problem import Problem
+from relpos_np._contract.problem import Pages, Problem
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._contract.turned import Turned
@@ -79,7 +79,7 @@ def _groups(problem: Problem, terms: Terms, grad_out: Array | None) -> Iterator[
     decoded = windowed = none = np.zeros(len(sequences), bool)
     if grad_out is None:
         decoded = none | job.may_decode(common, sequences.q_len, np.logical_or.reduce([none, *skewed]))
-    if sequences.k_end is None:
+    if sequences.k_end is None and problem.pages is None:
         windowed = ~decoded & job.may_be_windowed(common, sequences.q_len, sequences.k_len, sequences.offset)
     for one, which in alike(sequences, (decoded, windowed, *skewed)):
         tiled = [term for n, term in enumerate(terms.queries) if one >> 2 + n & 1]
@@ -166,12 +166,6 @@ class Records:
             self.add("ranges", (s.item * f["ranges_batch"] + s.q_start * 2) * 8)
         for name in ("q_len", "k_len", "offset"):
             self.set(name, getattr(s, name))
-        pages = call.problem.pages
-        if pages is not None:
-            self.set("pages", call.keep(pages.table) + s.item * pages.table.strides[0])
-            self.set("page_keys", pages.size)
-            self.set("k_page", pages.k_step)
-            self.set("v_page", pages.v_step)
         # One batch item each, whose arrays begin where the record says.
         self.batches = batches = np.zeros((len(s), len(BATCH_ROWS)), np.int64)
         batches[:, KEY_END] = s.k_len if s.k_end is None else s.k_end
@@ -267,8 +261,21 @@ class _Group(Records):
         super().__init__(call, sequences, template, _DECODE if decoding else _CALL)
         self.pieces, self.flops, self.workspace = self._divide_keys() if decoding else self._divide_queries()
         self.set("stop", self.pieces)
+        if call.problem.pages is not None:
+            self._place_pages(call.problem.pages)
         if decoding:
             self._place_scales()
+
+    def _place_pages(self, pages: Pages) -> None:
+        """Where the table has the pages of each sequence. What is attended in blocks is copied to rows without gaps."""
+        call, table = self.call, pages.table
+        self.set("pages", call.keep(table) + self.sequences.item * table.strides[0])
+        self.set("page_keys", pages.size)
+        for name, step, depth in (("k", pages.k_step, call.fields["depth"]), ("v", pages.v_step, call.site.v_dim)):
+            self.set(f"{name}_page", step)
+            self.set(f"{name}_page_row", call.fields[f"{name}_row"])
+            if self.kind == "blocks":
+                self.set(f"{name}_row", depth)
 
     def _place_scales(self) -> None:
         """Where the scales of codes are."""

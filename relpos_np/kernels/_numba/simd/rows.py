@@ -8,6 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from relpos_np.kernels._numba.simd.target import SUM_VECTORS, TARGET
@@ -56,6 +57,28 @@ class _CodeModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 int8s, e4m3s, e5m2s = (_typed(types.CPointer(_Code(name))) for name in CODE_BITS)
+
+
+@intrinsic
+def address_of(typingctx: Any, base: Any) -> Any:
+    """The address of a pointer."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], I64)
+
+    return _i8(base), generate
+
+
+@intrinsic
+def copy_bytes(typingctx: Any, out: Any, x: Any, n: Any) -> Any:
+    """Copy n bytes from one address to another one."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        target, source = (builder.inttoptr(address, I8.as_pointer()) for address in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(_i8, _i8, _i8), generate
 
 
 @intrinsic
