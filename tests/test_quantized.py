@@ -92,6 +92,16 @@ def test_results_are_those_of_the_numbers(name, by, position, option, q_len, k_l
     np.testing.assert_allclose(out.astype(np.float64), expected, rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("by", ["token", "channel"])
+def test_keys_in_several_parts(by, rng):
+    """So many keys of a head that they are attended in parts, each with the scales of its head."""
+    q = rng.standard_normal((2, HEADS, 1, 16), np.float32)
+    k, v = (rng.standard_normal((2, 2, 5000, 16), np.float32) * np.float32([[[1]], [[5]]]) for _ in range(2))
+    k, v = (rp.quantize(x, by=by) for x in (k, v))
+    expected = rp.attention(q, k.dequantized(), v.dequantized(), backend="numpy")
+    np.testing.assert_allclose(rp.attention(q, k, v), expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_code_is_its_number(name, masked):
@@ -195,9 +205,10 @@ def test_pages(name, by, position, rng):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_new_tokens_must_have_the_scales_of_pages(rng):
-    pages = rp.Quantized(np.zeros((2, 4, 1, 8), np.int8), np.ones((1, 1, 1, 8), np.float32))
-    x = rp.quantize(rng.standard_normal((1, 1, 2, 8)))
+@pytest.mark.parametrize(("scale", "by"), [((1, 1, 1, 8), "token"), ((2, 4, 1, 1), "channel")])
+def test_new_tokens_must_have_the_scales_of_pages(scale, by, rng):
+    pages = rp.Quantized(np.zeros((2, 4, 1, 8), np.int8), np.ones(scale, np.float32))
+    x = rp.quantize(rng.standard_normal((1, 1, 2, 8)), by=by)
     with pytest.raises(rp.RelposValueError, match="quantize new tokens with the scales of the pages"):
         rp.write_pages(x, pages, block_table=[[0]], positions=[0])
     assert not pages.codes.any()
@@ -235,6 +246,12 @@ def test_rounding_to_codes(name, by, rng):
         (lambda x: rp.logits(x, rp.quantize(x)), r"k: expected an array, found codes; pass k.dequantized\(\)"),
         (lambda x: rp.attention(x, rp.quantize(x[:, :3]), x), "k: head_dim 3 differs from q's 4"),
         (lambda x: rp.attention(x, rp.quantize(x), rp.quantize(x), out=x[:2]), r"out: expected shape \(3, 4\)"),
+        (
+            lambda x: rp.attention(
+                x.astype("float16"), rp.quantize(x), rp.quantize(x), out=np.empty((4, 4), "float16")
+            ),
+            r"out: expected shape \(3, 4\), found \(4, 4\)",
+        ),
         (lambda x: rp.quantize(x).dequantized("int8"), "dtype: expected float32 or float64"),
     ],
 )

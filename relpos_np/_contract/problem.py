@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract.index_maps import relative_positions
-from relpos_np._contract.quantized import numbers
 from relpos_np._contract.sequences import Sequences
 from relpos_np.types import Array, Int64
 
@@ -201,7 +200,7 @@ class Problem:
     one that was chosen.
     `unplaced`: lengths of keys are given, and of where fewer queries stand nothing is said.
     `pages`: keys and values lie in pages, and `stored_k` and `stored_v` stand for what may only be read page by page.
-    `scales`: `stored_k` and `stored_v` are codes, to be multiplied by these.
+    `scales`: `stored_k` and `stored_v` are codes, to be multiplied by these, for the one kernel that reads them.
     `sequences`: each is attended alone; the operands have the rows of all, and `site` has every position of any.
     `ranges`, (*batch, L_q, 2), and `step` are what a rule says: the first key of each query and the one after its last,
     and the distance between keys. `softcap`: c of c tanh(s / c), 0 for none; `cap_content`: of the products alone.
@@ -243,20 +242,15 @@ class Problem:
     def k(self) -> Array:
         """Keys in the dtype of the computation."""
         if self._k is None:
-            self._k = self._numbers(self.stored_k, 0)
+            self._k = converted(self.stored_k, self.site.dtype)
         return self._k
 
     @property
     def v(self) -> Array:
         """Values in the dtype of the computation."""
         if self._v is None:
-            self._v = self._numbers(self.stored_v, 1)
+            self._v = converted(self.stored_v, self.site.dtype)
         return self._v
-
-    def _numbers(self, stored: Array, which: int) -> Array:
-        if self.scales is not None:
-            return numbers(stored, self.scales[which], self.site.dtype)
-        return converted(stored, self.site.dtype)
 
     @property
     def stored(self) -> tuple[Array, Array, Array]:

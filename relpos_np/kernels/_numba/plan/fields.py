@@ -21,9 +21,7 @@ KINDS = {"float16": HALF, "bfloat16": BRAIN, **dict.fromkeys(CODE_BITS, CODE)}
 
 
 def readable(problem: Problem) -> bool:
-    """Whether kernels for blocks of queries read the operands as they are stored."""
-    if problem.scales is not None:
-        return False
+    """Whether kernels read the operands as they are stored."""
     stored = (problem.stored_q, problem.stored_k, problem.stored_v)
     return CONVERTS_HALF or all(name_of(x.dtype) != "float16" for x in stored)
 

@@ -154,6 +154,7 @@ def planes_of(problem: Problem, terms: Terms) -> int:
 
 def streaming(call: Call, out: Array, lse: Array | None, *, windowed: bool) -> tuple[Kernel, bool]:
     """The kernel of blocks of queries, or of whole windows, for which the record is filled; `Plan.stored`."""
+    assert call.problem.scales is None  # `Call.reads_in_place` has seen to it
     stored, f = readable(call.problem), call.fields
     fill(call, out, lse, stored=stored, windowed=windowed)
     name = name_of(call.dtype)
