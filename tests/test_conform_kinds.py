@@ -95,6 +95,30 @@ def test_coarse_products_are_wrong_unless_they_are_meant(name, bits, words):
     assert conform(cut(bits - 3), "plain", families="self", arithmetic=name).exit_code == 1
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("int8_cache", "int8"), ("float8_cache", "float8_e4m3fn")])
+def test_caches_of_eight_bits_are_wrong_unless_they_are_meant(name, dtype):
+    def stored(q, k, v):
+        return rp.attention(q, rp.quantize(k, dtype), rp.quantize(v, dtype))
+
+    report = conform(stored, "plain", families="self")
+    assert any(f"values stored in {dtype}" in cause for cause in report.causes), report.text()
+    assert f"if that is meant, say --arithmetic {name}" in report.text()
+    meant = conform(stored, "plain", families="self", arithmetic=name)
+    assert meant.ok, meant.text()
+    # Another format is wrong, if it is coarser; keys by channel are not what was said.
+    if dtype == "int8":
+        assert conform(stored, "plain", families="self", arithmetic="tf32").exit_code == 1
+        assert (
+            conform(
+                lambda q, k, v: rp.attention(q, *(rp.quantize(x, "float8_e5m2") for x in (k, v))),
+                "plain",
+                families="self",
+                arithmetic=name,
+            ).exit_code
+            == 1
+        )
+
+
 def test_arithmetic_is_found_out_and_held_to():
     pytest.importorskip("ml_dtypes")
 

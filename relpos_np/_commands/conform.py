@@ -71,7 +71,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="N,N", help="the same of queries and of keys")
     parser.add_argument("--heads", metavar="H,H/K", help="the same of heads: H, or H/K with K key heads")
     parser.add_argument("--batch", metavar="N,N", help="the same of batch items")
-    parser.add_argument("--arithmetic", metavar="NAME", help="float32, tf32, half_products, stored or half_sums")
+    parser.add_argument(
+        "--arithmetic",
+        metavar="NAME",
+        help="float32, tf32, half_products, int8_cache, float8_cache, stored or half_sums",
+    )
     parser.add_argument("--conventions", help="torch, flash or onnx: whose, where no result is the right one")
     parser.add_argument("--thorough", action="store_true", help="all lengths with everything, in a minute or two")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers; default 0")

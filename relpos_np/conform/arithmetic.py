@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from relpos_np._contract import check
+from relpos_np._contract.quantized import quantize
 from relpos_np.conform.altered import Answer, out_of, plain_outputs, scale_of, scores_of, values_of
 from relpos_np.conform.formats import Format
 from relpos_np.errors import RelposError
@@ -24,6 +26,11 @@ from relpos_np.types import Array
 
 # Bits of a mantissa, the first one not stored.
 _BITS = {"TF32": 10, "bfloat16": 7, "float16": 10}
+# Keys and values that are stored in eight bits, each token with a scale, in words.
+_STORED = {
+    "int8_cache": "keys and values stored in int8, with a scale for each token",
+    "float8_cache": "keys and values stored in float8_e4m3fn, with a scale for each token",
+}
 # An arithmetic explains errors that are no more than this times its own, in all of some cases.
 _ALIKE = 1.2
 # What is computed with, and what is wrong, where an implementation casts to float32.
@@ -52,8 +59,11 @@ def arithmetics(kept: Format) -> Mapping[str, Arithmetic]:
     if kept.name == "float32":
         return {
             "float32": Arithmetic("float32 throughout"),
-            "tf32": Arithmetic("products in TF32, sums in float32", partial(_all_products, _BITS["TF32"])),
-            "half_products": Arithmetic("products in bfloat16, sums in float32", partial(_all_products, 7)),
+            "tf32": Arithmetic("products in TF32, sums in float32", partial(_with_rounded, "tf32")),
+            "half_products": Arithmetic(
+                "products in bfloat16, sums in float32", partial(_with_rounded, "half_products")
+            ),
+            **{name: Arithmetic(words, partial(_with_rounded, name)) for name, words in _STORED.items()},
         }
     products = partial(_weights, _BITS[kept.name], False)
     return {
@@ -136,10 +146,13 @@ def _of_few_bits(kept: Format) -> Iterator[tuple[str, Answer]]:
     for name, bits in _BITS.items():
         if 2.0**-bits > kept.eps and name != "float16":
             yield f"makes products of q and k in {name}", partial(_products, bits)
-            yield f"makes products of q, k and v in {name}", partial(_all_products, bits)
+            products = "tf32" if name == "TF32" else "half_products"
+            yield f"makes products of q, k and v in {name}", partial(_with_rounded, products)
         if 2.0**-bits > kept.eps and name != "TF32":
             yield f"rounds probabilities to {name}", partial(_weights, bits, True)
             yield f"rounds exponentials to {name}", partial(_weights, bits, False)
+    if kept.name == "float32":
+        yield from ((f"has {words}", partial(_with_rounded, name)) for name, words in _STORED.items())
     if kept.name in ("float16", "bfloat16"):
         for normalised, words in ((False, "weights and values"), (True, "probabilities times values")):
             yield f"sums over keys in {kept.name}: {words}", partial(_summed, kept, normalised)
@@ -155,15 +168,21 @@ def _products(bits: int, one: Example) -> Array:
     return out_of(one, q=coarse(one.q, bits), k=coarse(one.k, bits), scale=scale_of(one))
 
 
-def _all_products(bits: int, one: Example) -> Array | None:
-    """Products of q and k, and of probabilities and v."""
-    return _products_with(lambda x: coarse(x, bits), one)
+def roundings(arithmetic: str) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """How an arithmetic beyond float32 rounds queries and gradients, and keys and values, before it multiplies."""
+    if arithmetic in _STORED:
+        dtype: Any = "int8" if arithmetic == "int8_cache" else "float8_e4m3fn"
+        return lambda x: x, lambda x: quantize(x, dtype).dequantized(np.float64)
+    bits = _BITS["TF32" if arithmetic == "tf32" else "bfloat16"]
+    return (lambda x: coarse(x, bits),) * 2
 
 
-def _products_with(rounded: Callable[[Array], Array], one: Example) -> Array | None:
+def _with_rounded(arithmetic: str, one: Example) -> Array | None:
+    """The output where nothing but operands of products is rounded."""
     if not plain_outputs(one):
         return None
-    return out_of(one, q=rounded(one.q), k=rounded(one.k), v=rounded(one.v), scale=scale_of(one))
+    of_queries, of_keys = roundings(arithmetic)
+    return out_of(one, q=of_queries(one.q), k=of_keys(one.k), v=of_keys(one.v), scale=scale_of(one))
 
 
 def _exponentials(one: Example) -> Array | None:

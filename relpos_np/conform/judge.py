@@ -92,10 +92,11 @@ def conform(
         The same of heads: H, with any H_kv, or (H, H_kv).
     batch : int or iterable of int, optional
         The same of batch items.
-    arithmetic : {"float64", "float32", "tf32", "half_products", "stored", "half_sums"}, optional
+    arithmetic : {"float64", "float32", "tf32", "half_products", "int8_cache", "float8_cache", "stored", "half_sums"}
         What it is meant to compute with, to whose errors it is held. float64: "float64" or "float32".
-        float32: "float32", "tf32" or "half_products", of bfloat16; half precision: "float32" and one rounding,
-        "half_products" with sums in float32, "stored", where every intermediate result is rounded, or "half_sums".
+        float32: "float32", "tf32", "half_products", of bfloat16, or "int8_cache" and "float8_cache", with keys and
+        values in eight bits; half precision: "float32" and one rounding, "half_products" with sums in float32,
+        "stored", where every intermediate result is rounded, or "half_sums".
         Default "float64", "float32" and "stored"; which it is, as far as
         its errors tell, is said in `Report.arithmetic`.
     conventions : {"torch", "flash", "onnx"}, optional

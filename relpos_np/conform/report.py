@@ -19,6 +19,8 @@ _FLAGS = {
     "ignores causal": "--except causal",
     "makes products of q, k and v in TF32": "--arithmetic tf32",
     "makes products of q, k and v in bfloat16": "--arithmetic half_products",
+    "has keys and values stored in int8": "--arithmetic int8_cache",
+    "has keys and values stored in float8": "--arithmetic float8_cache",
     "sums over keys in": "--arithmetic half_sums",
     IN_FLOAT32: "--arithmetic float32",
 }

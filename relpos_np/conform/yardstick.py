@@ -26,7 +26,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.terms import Terms
 from relpos_np.api import attention_vjp, logits
-from relpos_np.conform.arithmetic import coarser, output
+from relpos_np.conform.arithmetic import coarser, output, roundings
 from relpos_np.conform.formats import Format, format_of
 from relpos_np.errors import RelposError
 from relpos_np.formulas.frequencies import rotary_frequencies
@@ -40,7 +40,6 @@ from relpos_np.schemes.rotary import Rotary
 from relpos_np.testing.arguments import arguments, changed, rebuilt
 from relpos_np.testing.compare import largest, ratio, typical
 from relpos_np.testing.example import Example
-from relpos_np.testing.frozen import coarse
 from relpos_np.types import Array, Backend
 
 FORWARD, BACKWARD = 2.0, 3.0
@@ -271,9 +270,9 @@ def _with(
         for found in usual:
             yield {**found, "out": own}
     elif kept.name == "float32":
-        bits = 10 if arithmetic == "tf32" else 7
-        cut = replace(one, q=coarse(one.q, bits), k=coarse(one.k, bits), v=coarse(one.v, bits))
-        yield _results(cut, "numpy", None if grad_out is None else coarse(grad_out, bits), trained)
+        of_queries, of_keys = roundings(arithmetic)
+        cut = replace(one, q=of_queries(one.q), k=of_keys(one.k), v=of_keys(one.v))
+        yield _results(cut, "numpy", None if grad_out is None else of_queries(grad_out), trained)
         yield from usual
     else:
         yield {**next(usual), "out": own}
