@@ -1,29 +1,38 @@
-"""What all tests share: hypothesis profiles, a kernel cache of their own, and the backends."""
+"""What all tests share: hypothesis profiles, a kernel cache of their own, the backends, and what the gate leaves out."""
 
 import gc
 import os
+import random
+import re
+import subprocess
 import sys
 import threading
+from collections import defaultdict
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
 import relpos_np as rp
+from relpos_np.configs import model_types
 from tests import fibers
 
 # Examples are arrays made from a drawn seed: generating one is slow at times, and a first call compiles.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("default", max_examples=10, **_COMMON)
+settings.register_profile("default", max_examples=5, **_COMMON)
 # The same draws each time: a change fails for what it changes. Whoever runs the tests elsewhere draws new ones.
-settings.register_profile("ci", max_examples=10, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("ci", max_examples=5, derandomize=True, print_blob=True, **_COMMON)
 # Planted bugs are looked for with more draws, the same each time; the night draws as many anew.
 settings.register_profile("planted", max_examples=30, derandomize=True, **_COMMON)
 settings.register_profile("night", max_examples=30, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
 
 # Tests of a run that needs all kernels.
-MANY_TESTS = 5000
+MANY_TESTS = 2000
+# Of a test that is repeated for schemes, backends or types of models, `pytest` runs one case in so many.
+ONE_IN = 10
+SCHEMES = {name: info.cls.__name__ for name, info in rp.SCHEMES.items()}
+NAMES = {*SCHEMES, *SCHEMES.values(), *rp.backend.BACKENDS, *model_types()}
 WORKERS_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
@@ -32,13 +41,65 @@ WORKERS_ENVIRONMENT = {
 }
 
 fibers.install()
+os.environ.pop("RELPOS_BACKEND", None)
 # Two threads exist even on a machine with one processor, so that parallel paths always run.
 os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, os.cpu_count() or 1)))
 
 
+def names_nothing(config):
+    """Whether the command chooses no file and no test."""
+    return config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+
+
+def draws(config):
+    """Whether this run is `pytest` alone, which draws a share of the cases; `pytest tests` runs all of them."""
+    return names_nothing(config) and "not slow" in config.option.markexpr
+
+
+def pytest_configure(config):
+    """One seed for all processes of a run, another for each commit."""
+    if draws(config) and not os.environ.get("RELPOS_SEED"):
+        command = ["git", "log", "-1", "--format=%ct"]
+        commit = subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
+        os.environ["RELPOS_SEED"] = commit.stdout.strip() or "0"
+
+
+def pytest_report_header(config):
+    """How to draw the same share again."""
+    if draws(config):
+        return f"a share of the cases, drawn by RELPOS_SEED={os.environ['RELPOS_SEED']}; `pytest tests` runs all"
+    return None
+
+
+def named(item):
+    """The schemes, backends and types among the parameters of a test: what these are, or begin with."""
+    words = [x for x in item.callspec.params.values() if isinstance(x, str)]
+    return NAMES.intersection(words + [re.match(r"\w*", word)[0] for word in words])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Draw a share of the cases of each test that is repeated for what has a name, with each name in one of them."""
+    if not draws(config):
+        return
+    tests, left_out = defaultdict(list), set()
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for test, cases in tests.items():
+        random.Random(f"{os.environ['RELPOS_SEED']} {test}").shuffle(cases)
+        names, met = set().union(*map(named, cases)), set()
+        for n, item in enumerate(cases):
+            if names and n * ONE_IN >= len(cases) and named(item) <= met:
+                left_out.add(item)
+            met |= named(item)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_xdist_auto_num_workers(config):
     """Several processes for the whole suite; one for chosen files, and where tests fill the machine themselves."""
-    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    whole = names_nothing(config) or config.args == ["tests"]
     if not whole or not ("not stress" in config.option.markexpr or config.option.markexpr == "simulator"):
         return 0
     # Inherited. Threads that wait must not take the processors of other workers, and memory that is freed and asked for
@@ -91,9 +152,8 @@ def _compile_share(worker, workers):
 
 
 @pytest.fixture(autouse=True)
-def no_choice_left_over(monkeypatch):
+def no_choice_left_over():
     """Every test starts without a chosen backend, and with all threads."""
-    monkeypatch.delenv("RELPOS_BACKEND", raising=False)
     rp.set_backend(None)
     yield
     rp.set_backend(None)

@@ -62,6 +62,7 @@ def test_checks_of_cases_notice_errors(letter):
         assert subject.gradient_error(wrong) > 1e-5, name
 
 
+@pytest.mark.slow
 def test_compare_runs_peers_in_turn(tmp_path, capsys):
     compare = importlib.import_module("compare")
     out = tmp_path / "compare.json"

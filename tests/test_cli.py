@@ -504,6 +504,7 @@ def test_check_finds_a_wrong_encoding(run, few_cases, monkeypatch):
     assert "in sinusoidal interleaved, float32, " in out
 
 
+@pytest.mark.slow
 def test_the_sweep_is_complete():
     found = [(*part, case) for part in sweep.parts() for case in sweep.cases(*part, rp.backend.BACKENDS, 0)]
     wanted = {(n, v, b) for n, i in rp.SCHEMES.items() for v in i.variants or (None,) for b in i.backends}

@@ -75,7 +75,11 @@ def test_every_command_has_examples_and_says_what_it_is_for():
             assert action.help, f"relpos {name} {action.dest}"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+# Those of which one example or another takes seconds.
+LONG = ("attend", "bench", "conform", "identify", "plot")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in LONG)) for x in COMMANDS])
 def test_examples_of_the_help_run(name, brief, monkeypatch, capsys, tmp_path):
     if name == "warmup":
         kernels = pytest.importorskip("relpos_np.kernels._numba")

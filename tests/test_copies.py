@@ -70,28 +70,33 @@ def taken(call):
     return most - left
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# Those that compute with neither queries nor keys; of those whose operands turn every dtype, of others half precision.
+TURNING = [pair for pair in ATTENTION if rp.SCHEMES[pair[0]].cls.rotates_operands]
+MOVING = [pair for pair in ATTENTION if not rp.SCHEMES[pair[0]].cls.reads_operand_values and pair not in TURNING]
+
+
 @pytest.mark.parametrize("kind", CALLS)
-def test_nothing_of_the_size_of_an_operand_is_made(kind, dtype):
-    """Of every scheme that computes with neither queries nor keys, or all whose operands turn in every dtype."""
-    seen, worst = set(), {}
-    for name, variant in ATTENTION:
-        cls = rp.SCHEMES[name].cls
-        if not (cls.rotates_operands or (dtype != "float32" and not cls.reads_operand_values)):
-            continue
-        try:
-            call = Call(name, variant, kind)
-        except rp.RelposError:
-            continue  # no such lengths
-        if call.fits and call.moves_only:
-            seen.add(name)
-            most = max(call.extra(DTYPES[dtype]))
-            if most > 0.5:
-                worst[name, variant] = most
-    assert not worst
-    assert {"rotary", "xpos"} <= seen
-    assert dtype == "float32" or {"plain", "t5", "alibi"} <= seen
-    assert {"shaw", "transformer_xl"}.isdisjoint(seen)
+@pytest.mark.parametrize(
+    ("name", "variant", "dtype"),
+    [(*pair, x) for pair in TURNING for x in DTYPES] + [(*pair, x) for pair in MOVING for x in ("float16", "bfloat16")],
+)
+def test_nothing_of_the_size_of_an_operand_is_made(name, variant, dtype, kind):
+    try:
+        call = Call(name, variant, kind)
+    except rp.RelposError:
+        return  # no such lengths
+    if call.fits and call.moves_only:
+        assert max(call.extra(DTYPES[dtype])) <= 0.5
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_of_which_schemes_that_is_said(kind):
+    for name in ("rotary", "xpos", "plain", "t5", "alibi"):
+        call = Call(name, None, kind)
+        assert call.fits
+        assert call.moves_only
+    assert not Call("shaw", None, kind).moves_only
+    assert not Call("transformer_xl", None, kind).moves_only
 
 
 LAYERS = {

@@ -36,7 +36,7 @@ def run(folder, model, level, code=MACHINE):
 
 
 @LEVEL
-@pytest.mark.parametrize(("level", "compilations"), [("x86-64-v3", 1), ("", 2)])
+@pytest.mark.parametrize(("level", "compilations"), [("x86-64-v3", 1), pytest.param("", 2, marks=pytest.mark.slow)])
 def test_a_level_is_compiled_once_for_all_models(tmp_path, level, compilations):
     printed = "".join(run(tmp_path, model, level)[0] for model in ("haswell", "znver3"))
     assert printed.count("equal True") == 2, printed

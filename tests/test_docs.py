@@ -199,13 +199,6 @@ def test_calls_of_checkpoints(row):
     assert np.abs(out - plain).max() > 1e-3
 
 
-def test_every_model_type_is_in_the_table_of_configurations():
-    from relpos_np.configs import model_types
-
-    table = CHECKPOINTS.families()
-    assert [name for name in model_types() if f"| `{name}`" not in table] == []
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.models)
 def test_what_the_table_says_of_the_scale(row):
     """The column and the call say the same."""

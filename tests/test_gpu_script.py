@@ -80,6 +80,7 @@ def test_every_row_is_there_and_right(tmp_path):
 CHOICE = ["t5-2048-gradient", "t5-2048-float16", "conformer", "decode-16384"]
 
 
+@pytest.mark.simulator
 def test_a_choice_of_rows_and_their_page(tmp_path):
     status, printed, record = run(tmp_path, "--tiny", "--rounds", "2", "--rows", ",".join(CHOICE))
     assert status == 0, printed

@@ -66,8 +66,8 @@ def random_calls(at_end, count, seed):
 @pytest.mark.parametrize("at_end", [True, False], ids=["end", "start"])
 def test_row_34_no_kernel_leaves_any_array(at_end):
     """Operands, masks, lengths, tables, results, workspaces and gradients, at lengths beside and far from tiles."""
-    calls, arrays = run(random_calls(at_end, 16, 0))
-    assert calls > 60
+    calls, arrays = run(random_calls(at_end, 4, 0))
+    assert calls > 15
     assert arrays > 20 * calls
 
 
