@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, a kernel cache of their own, the backends, and what the gate leaves out."""
+"""What all tests share: hypothesis profiles, a kernel cache of their own, backends; and what the gate leaves out."""
 
 import gc
 import os

@@ -363,6 +363,7 @@ def test_load_npz_refuses_by_name(tmp_path):
         rp.load_npz(b"", limit=-1)
 
 
+@pytest.mark.slow
 @POSIX
 def test_the_memory_of_refused_files_is_bounded(tmp_path):
     """Bombs and lies, in a process that may take 300 MB more than it has."""

@@ -33,8 +33,9 @@ def complains():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [("info",), ("info", "--json"), ("config", "--types")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("words", "unbuffered"), [(("info",), ""), (("info", "--json"), "1"), (("config", "--types"), "")], ids=str
+)
 def test_output_on_a_full_disk(complains, words, unbuffered):
     with Path("/dev/full").open("wb") as full:
         line = f"relpos {words[0]}: standard output: No space left on device"

@@ -49,6 +49,7 @@ def test_what_a_level_lacks_is_not_used(tmp_path):
     assert run(tmp_path, "", "x86-64-v3", code)[0].split() == ["avx2", "none"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "code", "words"),
     [

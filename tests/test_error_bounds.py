@@ -46,6 +46,7 @@ def test_no_element_of_many_is_outside():
     assert_sharp(found)
 
 
+@pytest.mark.slow
 def test_float64_alone(monkeypatch, rng):
     """Where `longdouble` is no more than float64, bounds are those of float64's own worst case: true, and larger."""
     monkeypatch.setattr(made, "widest", lambda dtype: np.dtype(np.float64))

@@ -330,6 +330,7 @@ for planes in (2, 3):
 """
 
 
+@pytest.mark.slow
 def test_every_product_of_planes():
     """Sums of two products of float32: dropping any product of planes takes them beyond this, ten times at least."""
     status, out, log = child(BY_PLANES, RELPOS_MATRIX_UNIT="emulated tiles")

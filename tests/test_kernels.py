@@ -291,6 +291,7 @@ def test_bias_of_the_next_query_is_not_seen_beside_the_last_key(q_len, dtype, rn
     np.testing.assert_allclose(actual, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
 
 
+@pytest.mark.slow
 def test_parts_are_compiled_once_and_only_in_kernels():
     """No part becomes machine code, and every function that a kernel calls is linked into it."""
     from relpos_np.kernels._numba.forward_pass.product import product, product_layout

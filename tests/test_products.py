@@ -8,6 +8,7 @@ from relpos_np.kernels._numba.simd import target
 from tests.processes import child
 
 
+@pytest.mark.slow
 def test_units_have_the_bits_of_their_emulation():
     """Each product is within what the rounding of its sum allows.
 

@@ -130,6 +130,7 @@ def test_cope_gradient_of_the_last_position():
     np.testing.assert_allclose(found(np.float32)[-1], expected[-1], rtol=(4 + np.log(n)) * np.finfo(np.float32).eps)
 
 
+@pytest.mark.slow
 def test_cope_holds_no_number_per_pair_on_the_cpu():
     """Forward and back in less than half of what one matrix of scores takes."""
     by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")

@@ -315,6 +315,7 @@ def test_row_43_a_warning_that_is_an_error_costs_one_call(folder, monkeypatch):
     assert made(new()) == "compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits of processes")
 def test_row_43_a_full_disk_leaves_nothing_behind(tmp_path):
     """The file of an entry is cut off in the middle of writing it."""

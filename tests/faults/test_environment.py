@@ -72,6 +72,7 @@ def printed(code, *options, **environment):
     return out
 
 
+@pytest.mark.slow
 def test_row_44_everything_in_numpy_works_without_any_other_package():
     """Every scheme, its gradients, formulas, layers and encodings on both dense backends."""
     code = without(*OPTIONAL) + (
@@ -281,6 +282,7 @@ print(found.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_row_46_hash_seed_locale_and_strictness_change_no_bits():
     """Every scheme and variant on every backend of the host, in processes that differ in all of these."""
     ways = (

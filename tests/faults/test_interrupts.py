@@ -204,6 +204,7 @@ def test_row_40_gradients_of_few_queries_or_few_keys_are_cut(heads, q_len, k_len
     assert sum(calls) * launch.call_flops(8) >= work
 
 
+@pytest.mark.slow
 def test_row_40_a_signal_s_handler_may_call_as_well():
     """It runs between two calls of the kernel, in the same thread, whose workspace it shares."""
     code = CODE + (
@@ -224,7 +225,7 @@ def test_row_40_a_signal_s_handler_may_call_as_well():
     assert (status, out) == (0, "True 1 True\n"), log
 
 
-@pytest.mark.parametrize("home", [True, False])
+@pytest.mark.parametrize("home", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_row_40_many_interrupts_in_a_row(home):
     """Also while the threads of a forked child are waited for: none writes to memory that is given back."""
     code = CODE + (
@@ -316,6 +317,7 @@ def from_outside(code, after):
             process.kill()
 
 
+@pytest.mark.slow
 def test_row_40_a_signal_from_outside():
     """Between the signal and the end of the process: the exception, Python's farewell, and no thread that goes on."""
     code = (

@@ -70,6 +70,7 @@ def test_row_39_forks_while_other_threads_call(layer):
     assert on_layer(layer, code).splitlines()[-1] == "{0} []"
 
 
+@pytest.mark.slow
 def test_row_39_forks_while_numpy_computes_on_one_thread_of_blas():
     """With more threads OpenBLAS 0.3.31 hangs, in the parent too, as NumPy alone does: docs/processes.md says so."""
     code = WARM + (
@@ -136,6 +137,7 @@ def pools(method, tmp_path, head=""):
     )
 
 
+@pytest.mark.slow
 def test_row_39_a_pool_of_forked_processes(tmp_path):
     assert pools("fork", tmp_path) == "True True\n"
 
@@ -146,6 +148,7 @@ def test_row_39_pools_of_new_processes(method, tmp_path):
     assert pools(method, tmp_path) == "True True\n"
 
 
+@pytest.mark.slow
 def test_row_39_a_child_inherits_the_number_of_threads():
     """And blocks of the thread that forked, but not those of others."""
     pytest.importorskip("threadpoolctl")

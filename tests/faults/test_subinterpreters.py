@@ -48,6 +48,7 @@ print(said, all(same), (rp.attention(q, q, q) == expected).all())
 """
 
 
+@pytest.mark.slow
 def test_row_50_an_interpreter_beside_this_one_is_refused_by_numpy():
     """Again and again; calls of the main interpreter and of its threads go on, with the bits they had."""
     status, out, log = child(CODE)

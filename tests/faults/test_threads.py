@@ -71,6 +71,7 @@ def test_row_38_fewer_threads_where_the_system_gives_no_more(monkeypatch):
     assert asked
 
 
+@pytest.mark.slow
 def test_row_38_a_call_while_the_interpreter_closes():
     code = (
         "import atexit\n"
