@@ -38,7 +38,11 @@ def command(capsys, *argv):
 
 
 @pytest.mark.parametrize(
-    "name", [*("float32", "than_numpy", "many_keys", "many_terms", "sums", "repeatable", "batch"), "float64"]
+    "name",
+    [
+        *("float32", "float64", "than_numpy", "many_terms", "sums", "repeatable", "batch"),
+        pytest.param("many_keys", marks=pytest.mark.slow),  # tests/test_many_keys.py says the same of fewer numbers
+    ],
 )
 def test_promises_are_kept(name, few):
     if name == "float64":
