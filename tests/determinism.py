@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import relpos_np as rp
-from tests.strategies import LAYOUTS
+from tests.layouts import LAYOUTS
 
 PAD = 37
 Results = tuple[Any, ...]

@@ -12,9 +12,7 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._commands import main as cli
-from relpos_np._commands import plot as plot_command
 from relpos_np._commands.names import scheme_named
-from relpos_np.plot import layers as plot_layers
 from relpos_np.schemes.base import Scheme
 from relpos_np.testing import sweep
 from tests.every import ATTENTION
@@ -548,74 +546,6 @@ def test_interruption(run, monkeypatch):
     monkeypatch.setattr(sweep, "cases", interrupt)
     code, _, err = run("check")
     assert (code, err) == (130, "relpos check: interrupted\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "scheme", "variant"),
-    [
-        (["rope"], "rotary", None),
-        (["swin"], "window", "swin"),
-        (["RSTT"], "window", "rstt"),
-        (["TransformerXL"], "transformer_xl", None),
-        (["transformer-xl", "--variant", "xlnet"], "transformer_xl", "xlnet"),
-        (["swin", "--rows"], "window", "swin"),
-        (["shaw", "--rows"], "shaw", None),
-        (["rstt", "--differences"], "window", "rstt"),
-        (["rel_shift"], "rel_shift", "transformer_xl"),
-        (["rel_shift", "--variant", "conformer"], "rel_shift", "conformer"),
-    ],
-)
-def test_plot_takes_the_names_that_the_field_uses(as_json, words, scheme, variant):
-    pytest.importorskip("matplotlib")
-    expected = {"scheme": scheme, "variant": variant, "seed": 0, "plot": f"relpos-{scheme}.png"}
-    assert as_json("plot", *words) == expected
-    assert Path(f"relpos-{scheme}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("word", ["SwinAttention", "multi_head_attention", "relative-multi-head-attention"])
-def test_plot_of_a_layer(as_json, word):
-    pytest.importorskip("matplotlib")
-    found = as_json("plot", word, "--seed", "3")
-    assert found["scheme"].replace("_", "") == word.lower().replace("_", "").replace("-", "")
-    assert found["seed"] == 3
-    assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_names_the_layers_that_there_are():
-    assert tuple(plot_layers.LAYERS) == plot_command.LAYERS
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["swin_attention", "--rows"], "--rows: is for schemes, and swin_attention is a layer"),
-        (["swin_attention", "--differences"], "--differences: is for schemes, and swin_attention is a layer"),
-        (["swin_attention", "--variant", "swin"], "--variant: is for schemes, and swin_attention is a layer"),
-        (["nothing"], "scheme: expected one of"),
-        (["paper"], "found 'paper'"),  # a variant of several schemes
-        (["rotray"], "found 'rotray'; did you mean rotary?"),
-        (["swn"], "found 'swn'; did you mean window or swin_v2?"),
-        (["swin", "--variant", "rstt"], "--variant: swin is a variant of window itself; found 'rstt'"),
-        (["rope", "--rows"], "rotary: takes no rows of a table"),
-        (["rel_shift", "--rows"], "--rows: rel_shift has no table"),
-        (["rel_shift", "--differences"], "--differences: rel_shift has no table"),
-        (["t5", "--differences"], "t5: has no table by differences"),
-        (["swin", "--rows", "--differences"], "another picture than --rows"),
-        (["rel_shift", "--variant", "shaw"], "expected one of transformer_xl, "),
-        (["t5", "--variant", "wrong"], "variant: t5 has 'exact', 'float32'; found 'wrong'"),
-        (["t5", "--out", "t5.nothing"], "the picture cannot be written to t5.nothing"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_plot_refuses(refuses, words, message):
-    pytest.importorskip("matplotlib")
-    refuses(message, "plot", *words)
-
-
-def test_plot_without_matplotlib(refuses, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    refuses('pip install "relpos-np[plot]"', "plot", "t5")
 
 
 def test_config_prints_layers_that_are_alike_once(run, refuses):

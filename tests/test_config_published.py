@@ -224,3 +224,65 @@ def test_the_last_of_many_layers_is_of_the_kind_of_its_number():
 def test_no_key_is_ahead_of_a_causal_query():
     layer = rp.from_config({"model_type": "llama"}, layer=0)
     assert replace(layer, window=(3, 2)).rows()[3] == ("attends", "the past, at most 3 back")
+
+
+# ---------------------------------------------------------------------------------------------- DeepSeek V4
+
+V4 = {"model_type": "deepseek_v4", "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 20}
+V4 |= {"sliding_window": 5, "partial_rotary_factor": 0.4, "rope_theta": 500.0}
+MIXED = [f"{kind}_attention" for kind in ("heavily_compressed", "sliding", "compressed_sparse", "sliding")]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"layer_types": MIXED},
+        {"compress_ratios": [128, 0, 4, 0, 0]},
+        {"layer_types": MIXED, "compress_rope_theta": 9.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"layer_types": MIXED, "partial_rotary_factor": None, "qk_rope_head_dim": 8},
+        {
+            "layer_types": MIXED,
+            "partial_rotary_factor": 1.0,
+            "rope_theta": 3.0,
+            "rope_parameters": {
+                "main": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4},
+                "compress": {"rope_type": "yarn", "rope_theta": 9.0, "factor": 4.0},
+            },
+        },
+    ],
+)
+def test_layers_of_deepseek_v4_that_have_a_window(stored):
+    """The call by hand; layers that compress keys are refused, and do not stand in the way of others."""
+    rng = np.random.default_rng(2)
+    q, kv, sinks = rng.standard_normal((2, 4, 9, 20)), rng.standard_normal((2, 1, 9, 20)), rng.standard_normal(4)
+    position = rp.Rotary(channels=(12, 20), base=500.0, layout="interleaved", values=True)
+    expected = rp.attention(q, kv, kv, position=position, causal=True, window=(4, None), sinks=sinks)
+    for number in (1, 3):
+        layer = rp.from_config(V4 | stored, layer=number)
+        name = f"layers.{number}.self_attn.sinks"
+        assert layer.weights == (name,)
+        np.testing.assert_array_equal(layer.bind({f"model.{name}": sinks})(q, kv, kv), expected)
+        assert "values=True" in layer.describe()
+    for number in (0, 2):
+        with pytest.raises(rp.RelposValueError, match=f"^layer_types: layer {number} is {MIXED[number]}"):
+            rp.from_config(V4 | stored, layer=number)
+    with pytest.raises(rp.RelposValueError, match=r"^layer: expected 0 ... 3, found 4"):
+        rp.from_config(V4 | stored, layer=4)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({}, "layer_types: layer 1 is heavily_compressed_attention"),
+        ({"layer_types": MIXED[:2]}, "layer_types: expected one for each of 4 layers"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types: 'full_attention' is not understood"),
+        ({"compress_ratios": [0, 7, 0, 0]}, "compress_ratios: 7 is not understood"),
+        ({"compress_ratios": [0, False, 0, 0]}, "compress_ratios: False is not understood"),
+        ({"layer_types": MIXED, "num_key_value_heads": 2}, "num_key_value_heads: 2 is not understood"),
+        ({"layer_types": MIXED, "rope_parameters": {"rope_theta": 7.0}}, r"rope_theta: 500.0, and 7.0 among"),
+        ({"layer_types": MIXED, "index_bias": 1}, "index_bias: 1 in a configuration of deepseek_v4"),
+    ],
+)
+def test_what_deepseek_v4_is_refused_for(stored, words):
+    with pytest.raises(rp.RelposError, match=f"^{words}"):
+        rp.from_config(V4 | stored, layer=1)

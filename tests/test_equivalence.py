@@ -6,7 +6,8 @@ from hypothesis import given, settings
 
 import relpos_np as rp
 from tests.compare import assert_backends, assert_close, assert_float32_promise
-from tests.strategies import KINDS, LAYOUTS, Case, cases, float64_tolerance
+from tests.layouts import LAYOUTS
+from tests.strategies import KINDS, Case, cases, float64_tolerance
 
 
 @given(cases(small=True))

@@ -147,6 +147,7 @@ def python(code, *options, **environment):
 
 def test_import_is_light():
     loaded = set(json.loads(python("import sys, json, relpos_np; print(json.dumps(sorted(sys.modules)))")))
+    assert not [name for name in loaded if name.startswith("relpos_np.layers")]
     for heavy in ("numba", "llvmlite", "matplotlib", "scipy", "rich", "numpy.typing", "numpy.ma", "typing_extensions"):
         bare = set(json.loads(python("import sys, json, numpy; print(json.dumps(sorted(sys.modules)))")))
         assert heavy not in loaded or heavy in bare, heavy

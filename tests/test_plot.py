@@ -1,19 +1,36 @@
 """Pictures: their numbers, and their refusals."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np import plot
+from relpos_np._commands import main as cli
+from relpos_np._commands import plot as plot_command
 from relpos_np.plot import diagrams
+from relpos_np.plot import layers as plot_layers
 
 
 def t5(heads=3):
     rng = np.random.default_rng(0)
     return rp.T5(rng.standard_normal((32, heads)), max_distance=64)
+
+
+@pytest.fixture
+def command(capsys, tmp_path, monkeypatch):
+    """``command(argument, ...)``: what `relpos plot` ends with and says, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        capsys.readouterr()
+        return cli.main(["plot", *words]), *capsys.readouterr()
+
+    return call
 
 
 def test_matplotlib_is_not_imported_before_a_picture_is_drawn():
@@ -90,11 +107,14 @@ def test_picture_is_written_without_pyplot(tmp_path):
             plot.save(figure, wrong)
 
 
-def test_missing_matplotlib_names_the_remedy(monkeypatch):
+def test_missing_matplotlib_names_the_remedy(monkeypatch, command):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(rp.RelposImportError, match=r'pip install "relpos-np\[plot\]"'):
         plot.heat_map(np.ones((2, 2)))
+    code, out, err = command("t5")
+    assert (code, out) == (2, "")
+    assert 'pip install "relpos-np[plot]"' in err
 
 
 def test_a_window_by_differences():
@@ -119,3 +139,70 @@ def test_a_window_by_differences():
         diagrams.window_differences(t5())
     with pytest.raises(rp.RelposValueError, match=r"head: expected 0 \.\.\. 1, found 2"):
         diagrams.window_differences(scheme, head=2)
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "scheme", "variant"),
+    [
+        (["rope"], "rotary", None),
+        (["swin"], "window", "swin"),
+        (["RSTT"], "window", "rstt"),
+        (["TransformerXL"], "transformer_xl", None),
+        (["transformer-xl", "--variant", "xlnet"], "transformer_xl", "xlnet"),
+        (["swin", "--rows"], "window", "swin"),
+        (["shaw", "--rows"], "shaw", None),
+        (["rstt", "--differences"], "window", "rstt"),
+        (["rel_shift"], "rel_shift", "transformer_xl"),
+        (["rel_shift", "--variant", "conformer"], "rel_shift", "conformer"),
+    ],
+)
+def test_plot_takes_the_names_that_the_field_uses(command, words, scheme, variant):
+    pytest.importorskip("matplotlib")
+    expected = {"scheme": scheme, "variant": variant, "seed": 0, "plot": f"relpos-{scheme}.png"}
+    assert json.loads(command(*words, "--json")[1]) == expected
+    assert Path(f"relpos-{scheme}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("word", ["SwinAttention", "multi_head_attention", "relative-multi-head-attention"])
+def test_plot_of_a_layer(command, word):
+    pytest.importorskip("matplotlib")
+    found = json.loads(command(word, "--seed", "3", "--json")[1])
+    assert found["scheme"].replace("_", "") == word.lower().replace("_", "").replace("-", "")
+    assert found["seed"] == 3
+    assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_names_the_layers_that_there_are():
+    assert tuple(plot_layers.LAYERS) == plot_command.LAYERS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["swin_attention", "--rows"], "--rows: is for schemes, and swin_attention is a layer"),
+        (["swin_attention", "--differences"], "--differences: is for schemes, and swin_attention is a layer"),
+        (["swin_attention", "--variant", "swin"], "--variant: is for schemes, and swin_attention is a layer"),
+        (["nothing"], "scheme: expected one of"),
+        (["paper"], "found 'paper'"),  # a variant of several schemes
+        (["rotray"], "found 'rotray'; did you mean rotary?"),
+        (["swn"], "found 'swn'; did you mean window or swin_v2?"),
+        (["swin", "--variant", "rstt"], "--variant: swin is a variant of window itself; found 'rstt'"),
+        (["rope", "--rows"], "rotary: takes no rows of a table"),
+        (["rel_shift", "--rows"], "--rows: rel_shift has no table"),
+        (["rel_shift", "--differences"], "--differences: rel_shift has no table"),
+        (["t5", "--differences"], "t5: has no table by differences"),
+        (["swin", "--rows", "--differences"], "another picture than --rows"),
+        (["rel_shift", "--variant", "shaw"], "expected one of transformer_xl, "),
+        (["t5", "--variant", "wrong"], "variant: t5 has 'exact', 'float32'; found 'wrong'"),
+        (["t5", "--out", "t5.nothing"], "the picture cannot be written to t5.nothing"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_plot_refuses(command, words, message):
+    pytest.importorskip("matplotlib")
+    code, out, err = command(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err

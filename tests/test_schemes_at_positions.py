@@ -89,11 +89,6 @@ def test_gradients_reach_the_scheme(rng):
 REFUSED = {
     "a scheme that turns": (lambda: rp.AtPositions(rp.Rotary(64), np.arange(8)), "goes by distances alone"),
     "a bias by key": (lambda: rp.AtPositions(rp.ALiBi(form="key"), np.arange(8)), "goes by distances alone"),
-    "no scheme": (lambda: rp.AtPositions(None, np.arange(8)), "goes by distances alone"),
-    "no positions": (lambda: rp.AtPositions(rp.ALiBi(), None), "positions: expected"),
-    "halves": (lambda: rp.AtPositions(rp.ALiBi(), np.arange(8) / 2), "expected integers"),
-    "one too many": (lambda: rp.AtPositions(rp.ALiBi(), np.arange(9)), r"expected shape \(\.\.\., 8\)"),
-    "items": (lambda: rp.AtPositions(rp.ALiBi(), np.zeros((3, 8), int)), "positions of shape"),
     "far apart": (lambda: rp.AtPositions(rp.ALiBi(), np.arange(8) * (1 << 28)), "more than 16777216"),
 }
 

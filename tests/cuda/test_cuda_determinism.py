@@ -5,7 +5,7 @@ import pytest
 
 import relpos_np as rp
 from tests.determinism import PROPERTIES, Kernel, close, equal
-from tests.strategies import LAYOUTS
+from tests.layouts import LAYOUTS
 from tests.test_docs import DOCS, script
 
 if not DOCS.is_dir():

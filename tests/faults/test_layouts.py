@@ -21,7 +21,7 @@ from tests.faults.calls import (
     simulate_only,
     small,
 )
-from tests.strategies import LAYOUTS as ALL_LAYOUTS
+from tests.layouts import LAYOUTS as ALL_LAYOUTS
 from tests.strategies import cases
 
 BYTES = "misaligned", "big-endian"

@@ -17,8 +17,8 @@ from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import ratio
 from relpos_np.testing.example import build
 from tests.every import ATTENTION
+from tests.layouts import LAYOUTS
 from tests.sizes import BLOCK_KEYS, EDGES
-from tests.strategies import LAYOUTS
 
 DTYPES = ("float16", "bfloat16", "float32", "float32", "float32", "float64")
 # Numba's kernels are what is to be found out about; the others compute the same in other ways.

@@ -17,7 +17,7 @@ from relpos_np.testing import Example, tolerance
 from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import EPS, ratio
 from relpos_np.testing.records import gradients
-from tests import strategies
+from tests import layouts
 from tests.every import ABSOLUTE
 from tests.soaking import calls
 from tests.soaking.calls import BACKENDS, pick
@@ -195,8 +195,8 @@ def shift(rng: np.random.Generator, report: Report) -> None:
     x = (rng.standard_normal((*lead, q_len, columns)) * 100).astype(dtype)
     # bfloat16 has one byte order, and integers have no NaN to put between elements.
     unusable = {"bfloat16": {"big-endian"}, "int64": {"every other"}}.get(dtype, set())
-    layout = pick(rng, sorted(strategies.LAYOUTS.keys() - unusable))
-    x = strategies.LAYOUTS[layout](x)
+    layout = pick(rng, sorted(layouts.LAYOUTS.keys() - unusable))
+    x = layouts.LAYOUTS[layout](x)
     report.where = f"rel_shift {variant}, {dtype}, {layout}: {x.shape}"
     expected = rp.rel_shift(x, variant=variant, backend="numpy")
     actual = rp.rel_shift(x, variant=variant, backend="numba")
