@@ -30,7 +30,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 # Tests of a run that needs all kernels.
 MANY_TESTS = 2000
 # Of a test that is repeated for schemes, backends or types of models, `pytest` runs one case in so many.
-ONE_IN = 10
+ONE_IN = 16
 SCHEMES = {name: info.cls.__name__ for name, info in rp.SCHEMES.items()}
 NAMES = {*SCHEMES, *SCHEMES.values(), *rp.backend.BACKENDS, *model_types()}
 WORKERS_ENVIRONMENT = {
@@ -79,20 +79,27 @@ def named(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Draw a share of the cases of each test that is repeated for what has a name, with each name in one of them."""
+    """Draw a share of the cases of each test that is repeated for names, or for all that several lists hold together.
+
+    In each file every name has a case. Lists that stand alone, such as those of bad calls, are run whole.
+    """
     if not draws(config):
         return
-    tests, left_out = defaultdict(list), set()
+    cases, repeated, kept, met = defaultdict(list), set(), set(), defaultdict(set)
     for item in items:
         if hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for test, cases in tests.items():
-        random.Random(f"{os.environ['RELPOS_SEED']} {test}").shuffle(cases)
-        names, met = set().union(*map(named, cases)), set()
-        for n, item in enumerate(cases):
-            if names and n * ONE_IN >= len(cases) and named(item) <= met:
-                left_out.add(item)
-            met |= named(item)
+            cases[item.location[0], item.originalname].append(item)
+            if named(item) or len(list(item.iter_markers("parametrize"))) > 1:
+                repeated.add((item.location[0], item.originalname))
+    drawn = random.Random(os.environ["RELPOS_SEED"])
+    for test in sorted(repeated):
+        kept.update(drawn.sample(cases[test], -(-len(cases[test]) // ONE_IN)))
+    rest = [item for test in sorted(repeated) for item in cases[test]]
+    for item in sorted(drawn.sample(rest, len(rest)), key=lambda item: item not in kept):
+        if item in kept or named(item) - met[item.location[0]]:
+            kept.add(item)
+            met[item.location[0]] |= named(item)
+    left_out = set(rest) - kept
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -191,6 +191,7 @@ def test_row_43_a_folder_that_others_may_write_to_is_not_used(entry, monkeypatch
 SETTINGS = {"BOUNDSCHECK": "1", "DEBUGINFO": "1", "LOOP_VECTORIZE": "0", "SLP_VECTORIZE": "1", "OPT": "2"}
 
 
+@pytest.mark.slow
 def test_row_43_settings_that_change_code_have_entries_of_their_own():
     """An entry that was compiled with checks is not run without them, nor the reverse."""
     code = f"from relpos_np.kernels._numba.launch.cache import _stamp; print(_stamp({shift.__name__!r}))"
