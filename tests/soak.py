@@ -72,12 +72,13 @@ def draw(seed: int, number: int) -> tuple[Kind, int, np.random.Generator]:
 def run(seed: int, number: int) -> tuple[str, Report]:
     """Run one case."""
     kind, threads, rng = draw(seed, number)
-    report = Report()
+    report, before = Report(), surroundings.shared()
     try:
         with rp.threads(threads, blas=False), np.errstate(all="raise", under="ignore"):
             kind(rng, report)
     except Exception:  # noqa: BLE001  (whatever it is, it should not have happened)
         report.problems.append(traceback.format_exc(limit=-4).strip())
+    report.expect(surroundings.shared() == before, "the process is not as it was")
     return kind.__name__, report
 
 

@@ -32,6 +32,7 @@ def complains():
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize(
     ("words", "unbuffered"), [(("info",), ""), (("info", "--json"), "1"), (("config", "--types"), "")], ids=str
@@ -42,6 +43,7 @@ def test_output_on_a_full_disk(complains, words, unbuffered):
         complains(line, *words, stdout=full, PYTHONUNBUFFERED=unbuffered)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_help_on_a_full_disk(complains):
     with Path("/dev/full").open("wb") as full:
@@ -56,12 +58,14 @@ def test_output_that_nobody_reads(complains):
         complains("relpos info: standard output: Broken pipe", "info", stdout=pipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", ["0", "-2"])
 def test_a_number_of_threads_that_numba_does_not_take(complains, count):
     line = f"relpos attend: NUMBA_NUM_THREADS: expected a number from 1 on, found {count}"
     complains(line, "attend", NUMBA_NUM_THREADS=count)
 
 
+@pytest.mark.slow
 def test_a_folder_that_does_not_exist(complains, tmp_path):
     """Reported by the system, and by no check of ours."""
     report = str(tmp_path / "no" / "found.xml")

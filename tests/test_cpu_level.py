@@ -24,6 +24,7 @@ found, expected = (rp.rel_shift(x, variant="conformer", backend=name) for name i
 print("equal", np.array_equal(found, expected))
 """
 OLD = {"avx2": True, "f16c": True}
+pytestmark = pytest.mark.slow
 LEVEL = pytest.mark.skipif(target.TARGET not in (target.AVX2, target.AVX512), reason="levels are those of x86-64")
 
 
@@ -36,7 +37,7 @@ def run(folder, model, level, code=MACHINE):
 
 
 @LEVEL
-@pytest.mark.parametrize(("level", "compilations"), [("x86-64-v3", 1), pytest.param("", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("level", "compilations"), [("x86-64-v3", 1), ("", 2)])
 def test_a_level_is_compiled_once_for_all_models(tmp_path, level, compilations):
     printed = "".join(run(tmp_path, model, level)[0] for model in ("haswell", "znver3"))
     assert printed.count("equal True") == 2, printed
@@ -49,7 +50,6 @@ def test_what_a_level_lacks_is_not_used(tmp_path):
     assert run(tmp_path, "", "x86-64-v3", code)[0].split() == ["avx2", "none"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "code", "words"),
     [

@@ -97,6 +97,7 @@ def test_the_recorded_figures_are_of_a_device():
         assert not record["tiny"]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_script_ends_in_the_drivers_words(tmp_path):
     if "cuda" in rp.backend.available()[0]:
         pytest.skip("here is a GPU, or the simulator")

@@ -193,6 +193,7 @@ def test_exponential_over_its_whole_range(dtype):
 # ---------------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_grows_with_the_length_and_not_its_square(causal):
@@ -306,6 +307,7 @@ def test_parts_are_compiled_once_and_only_in_kernels():
     assert all(part.get_pointer_to_function(name) == 0 for part in parts for name in ("", "product_layout"))
 
 
+@pytest.mark.slow
 def test_every_kernel_is_loaded_by_another_process():
     """All that an entry of the cache calls is found, or each process would compile it again in silence."""
     for kernel in rp.backend.kernels("numba").KERNELS.values():

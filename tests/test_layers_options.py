@@ -1,6 +1,8 @@
 """Options of a call in whole modules: against loops written from the papers, and refused where they mean nothing."""
 
+import copy
 import math
+import pickle
 from itertools import pairwise
 
 import numpy as np
@@ -138,3 +140,15 @@ def test_relative_attention_has_no_segments(rng, weights):
     )
     with pytest.raises(rp.RelposTypeError, match=r"segments: .* has no such argument"):
         layer(rng.standard_normal((2, LENGTH, WIDTH)), segments=[0, LENGTH])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_two_texts_that_go_on_from_one(copied, weights, rng):
+    """A layer and its cache that are copied: neither text sees the other's tokens."""
+    layer, cache = layers.MultiHeadAttention(*weights, heads=HEADS, position=rp.ALiBi()), layers.Cache()
+    begin, first, second = (rng.standard_normal((1, n, WIDTH)) for n in (4, 3, 2))
+    layer(begin, cache=cache, causal=True)
+    other_layer, other_cache = copied((layer, cache))
+    for decoder, kept, text in ((layer, cache, first), (other_layer, other_cache, second)):
+        whole = layer(np.concatenate([begin, text], axis=1), causal=True)
+        close(decoder(text, cache=kept, causal=True), whole[:, 4:])

@@ -141,6 +141,7 @@ except rp.RelposValueError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "printed"), [("0", "[]"), ("many", "RELPOS_RESULT_POOL: expected bytes as an integer, 0 for none")]
 )

@@ -63,7 +63,7 @@ def random_calls(at_end, count, seed):
     return f"AT_END, COUNT, SEED = {at_end}, {count}, {seed}\n" + CALLS
 
 
-@pytest.mark.parametrize("at_end", [True, False], ids=["end", "start"])
+@pytest.mark.parametrize("at_end", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["end", "start"])
 def test_row_34_no_kernel_leaves_any_array(at_end):
     """Operands, masks, lengths, tables, results, workspaces and gradients, at lengths beside and far from tiles."""
     calls, arrays = run(random_calls(at_end, 4, 0))

@@ -225,7 +225,8 @@ def test_row_40_a_signal_s_handler_may_call_as_well():
     assert (status, out) == (0, "True 1 True\n"), log
 
 
-@pytest.mark.parametrize("home", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("home", [True, False])
 def test_row_40_many_interrupts_in_a_row(home):
     """Also while the threads of a forked child are waited for: none writes to memory that is given back."""
     code = CODE + (

@@ -314,6 +314,7 @@ def test_row_37_whose_limit_holds():
     rp.attention(q, q, q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "said"), [("30", "limit of 30 bytes"), ("1 GiB", "RELPOS_MEMORY_LIMIT: expected bytes"), ("", "fine")]
 )

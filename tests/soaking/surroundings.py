@@ -6,11 +6,13 @@ import gc
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+import relpos_np as rp
 from tests.soaking import calls, kinds
 from tests.soaking.calls import BACKENDS, pick
 from tests.soaking.kinds import Report, bits
@@ -19,6 +21,12 @@ from tests.soaking.kinds import Report, bits
 _HANGS_SECONDS = 240
 _RIGHT, _OTHER_BITS, _NEVER, _RAISED = 0, 3, 4, 70
 _FATES = ("ends", "interrupted", "killed")
+
+
+def shared() -> tuple[Any, ...]:
+    """What all that runs in a process shares, and no call may change: how NumPy errs, warnings, and random numbers."""
+    _, numbers, *place = np.random.get_state()  # noqa: NPY002
+    return np.geterr(), list(warnings.filters), numbers.tobytes(), place, rp.backend.current()
 
 
 def _interrupt(*_: Any) -> None:
