@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import combinations, islice, product
@@ -166,6 +165,13 @@ def _settings(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]
             yield prefix + name, node["arguments"], cls
 
 
+def _copied(node: Any) -> Any:
+    """A node of its own: settings are written into it."""
+    if isinstance(node, dict):
+        return {name: _copied(value) for name, value in node.items()}
+    return [_copied(value) for value in node] if isinstance(node, list) else node
+
+
 def _default(cls: type, name: str) -> Any:
     return parameters(cls)[name].default
 
@@ -255,7 +261,7 @@ def _set(node: Any, stated: Mapping[str, Any], how: str, kept: Sequence[str]) ->
 
     A real number that is not stated is at its default: that of an example is one among many.
     """
-    node = deepcopy(node)
+    node = _copied(node)
     for path, held, cls in list(_settings(node)):
         name = path.rpartition(".")[2]
         if path in stated or name in stated:
@@ -276,7 +282,7 @@ def _varied(node: Any, stated: Mapping[str, Any]) -> Iterator[Any]:
         if path in stated or name in stated:
             continue
         for other in _others(cls, name, held[name]):
-            changed = deepcopy(node)
+            changed = _copied(node)
             list(_settings(changed))[at][1][name] = other
             yield changed
 

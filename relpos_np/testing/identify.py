@@ -24,6 +24,9 @@ from relpos_np.testing.operands import (
     Operands,
     computed,
     fitted_window,
+    is_causal,
+    keeps_values,
+    may_be_causal,
     readings,
     without_axis_of_one,
 )
@@ -40,7 +43,7 @@ _SCANNED = 6_000
 # An error of the size of the answer's tenth is no rounding.
 _NEAR = 0.1
 # Numbers that are looked for first, the most usual ones.
-_FIRST = ("scale", "dim", "factor", "base", "dim of the last channels")
+_FIRST = ("scale", "dim", "factor", "base", "max_distance", "dim of the last channels")
 # Keys of a call whose window is looked for.
 _WIDEST = 512
 # Fits whose error is larger than the best one's by more than this factor are no fits.
@@ -63,6 +66,8 @@ class _Search:
     complete: bool = True
     untried: dict[str, str] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
+    # Of each candidate, and of each way to read the operands, what comes closest and does not fit.
+    nearest: dict[tuple[int, int], Fit] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     # Of each candidate by its options but for the scale the smallest error with one of those that are usual.
     seen: dict[tuple[int, Options], float] = field(default_factory=dict)
@@ -155,13 +160,13 @@ def identify(
     readable = list(operands_of(named, stated))
     search = _Search(check.array("out", scores if out is None else out).dtype, stated, arrays, settings)
     for stage in _stages(search, readable):
-        before = list(search.fits)
+        before = dict(search.nearest)
         stage()
         if _best(search):
             break
         # What the first stage finds is nearest; a guess that does not explain the answer says nothing.
         if stage.func is not _look:
-            search.fits = before
+            search.nearest = before
         search.most = search.calls + _SCANNED
     return _result(search, readable[0])
 
@@ -210,17 +215,20 @@ def _lengths(at: Operands) -> Lengths:
 
 def _compare(
     search: _Search, at: Operands, candidate: Candidate, hows: Iterable[Options], sinks: Array | None = None
-) -> None:
-    """One candidate under some conventions."""
+) -> bool:
+    """One candidate under some conventions; whether it can be computed under any."""
     refused = ""
     tried = False
+    doubted = search.stated.get("causal") is None and keeps_values(candidate.made)
     # What a scheme refuses, it refuses with every scale.
     hopeless: set[Options] = set()
     for how in hows:
         if search.calls >= _CALLS:
             search.complete = False
-            return
+            break
         if (unscaled := replace(how, scale=1.0)) in hopeless:
+            continue
+        if doubted and how.hidden is not None and not may_be_causal(at, how.hidden):
             continue
         search.calls += 1
         try:
@@ -238,27 +246,33 @@ def _compare(
             if relative < _NEAR:
                 fit.rung = rung_of(search.dtype, fit, sinks)
             _keep(search, fit)
-    if not tried and refused and not any(one.candidate.scheme == candidate.scheme for one in search.fits):
+    if not tried and refused and not any(one.candidate.scheme == candidate.scheme for one in _compared(search)):
         search.untried.setdefault(candidate.scheme, refused)
     elif tried:
         search.untried.pop(candidate.scheme, None)
+    return tried or not refused
 
 
 def _keep(search: _Search, fit: Fit) -> None:
     """All that fit, and of the others the nearest of each candidate."""
-    if fit.rung >= len(RUNGS):
-        for n, one in enumerate(search.fits):
-            if one.candidate is fit.candidate and one.at is fit.at and one.rung == fit.rung:
-                search.fits[n] = min(one, fit, key=lambda each: each.relative)
-                return
-    search.fits.append(fit)
+    place = id(fit.candidate), id(fit.at)
+    if fit.rung < len(RUNGS):
+        search.fits.append(fit)
+    elif place not in search.nearest or fit.relative < search.nearest[place].relative:
+        search.nearest[place] = fit
+
+
+def _compared(search: _Search) -> Iterator[Fit]:
+    """All that was compared and is kept."""
+    yield from search.fits
+    yield from search.nearest.values()
 
 
 def _best(search: _Search) -> list[Fit]:
     """The fits that cannot be told apart from the best one."""
-    rung = min((fit.rung for fit in search.fits), default=len(RUNGS))
-    if rung >= len(RUNGS):
+    if not search.fits:
         return []
+    rung = min(fit.rung for fit in search.fits)
     fits = [fit for fit in search.fits if fit.rung == rung]
     least = min(fit.relative for fit in fits)
     noise = 64 * EPS["float64" if rung == 0 else "float32"]
@@ -285,7 +299,7 @@ def _nearest(fits: Iterable[Fit]) -> list[Fit]:
 
 def _scan(search: _Search, at: Operands, changed: Callable[[Options, Call], list[Options]]) -> None:
     """Options that nobody stated, for the nearest position of each scheme and variant."""
-    nearest = _nearest(fit for fit in search.fits if fit.how.sinks is None and fit.at is at)
+    nearest = _nearest(fit for fit in _compared(search) if fit.how.sinks is None and fit.at is at)
     for how in search.combinations(at):
         hows = changed(how, search.call(at))
         for fit in nearest:
@@ -298,7 +312,7 @@ def _scan(search: _Search, at: Operands, changed: Callable[[Options, Call], list
 
 def _look_for_windows(search: _Search, at: Operands) -> None:
     """A window that nobody stated, for the nearest position of each scheme and variant."""
-    nearest = _nearest(fit for fit in search.fits if fit.how.sinks is None and fit.at is at)
+    nearest = _nearest(fit for fit in _compared(search) if fit.how.sinks is None and fit.at is at)
     if at.sizes[-1] > _WIDEST:
         search.said.append(f"more than {_WIDEST} keys: windows that nobody stated were not tried")
         return
@@ -322,26 +336,39 @@ def _look_for_numbers(search: _Search, at: Operands, names: tuple[str, ...]) -> 
 
     Of these names, or where there are none, of all others.
     """
-    own = {id(one.candidate): one.candidate for one in search.fits if one.at is at and one.how.sinks is None}
+    own = {id(one.candidate): one.candidate for one in _compared(search) if one.at is at and one.how.sinks is None}
     ways: dict[str, list[tuple[Unknown, Candidate, Options]]] = {}
     for candidate in own.values():
         found = [*one_number.unknowns(candidate, search.settings, at.lengths[0], at.sizes[-3])]
         found += [SCALE] * ("scale" not in search.stated)
         for unknown in found:
-            if not names or unknown.name in names:
-                ways.setdefault(unknown.name, []).extend(
-                    (unknown, candidate, how) for how in _hows(search, at, unknown)
-                )
-    for name in sorted(ways.keys() - (set(_FIRST) - set(names)), key=[*names, *ways].index):
+            if unknown.name in (names or {unknown.name} - set(_FIRST)):
+                hows = _hows(search, at, unknown, candidate)
+                ways.setdefault(unknown.name, []).extend((unknown, candidate, how) for how in hows)
+    ordered = sorted(ways, key=[*names, *ways].index)
+    meant = search.call(at).meant("scale")
+    for name in ordered:
+        usual = [way for way in ways[name] if way[2].scale == meant]
+        for n in range(max((len(way[0].values) for way in usual), default=0)):
+            for way in usual:
+                if not search.ended() and not _best(search):
+                    _try(search, at, way, slice(n, n + 1))
+        if _best(search):
+            return
+    for name in ordered:
         search.most = search.calls + _SCANNED
         _look_for_number(search, at, ways[name])
         if _best(search):
             return
 
 
-def _hows(search: _Search, at: Operands, unknown: Unknown) -> list[Options]:
+def _hows(search: _Search, at: Operands, unknown: Unknown, candidate: Candidate) -> list[Options]:
     """Combinations of options under which a number is looked for."""
     found = search.combinations(at)
+    if search.stated.get("causal") is None and keeps_values(candidate.made):
+        found = [how for how in found if how.hidden is None or may_be_causal(at, how.hidden)]
+        shown = {how.hidden for how in found if how.hidden is not None and is_causal(at, how.hidden)}
+        found = [how for how in found if not shown or how.hidden in shown]
     if unknown is SCALE:
         return list(dict.fromkeys(replace(how, scale=1.0) for how in found))
     meant = search.call(at).meant("scale")
@@ -370,8 +397,6 @@ def _look_for_number(search: _Search, at: Operands, ways: list[tuple[Unknown, Ca
             ranked.append(_rank(search.seen.get((id(way[1]), way[2]), np.inf), way[1], n))
         elif way[0].landmarks:
             ranked.append(_rank(min(error(way, value) for value in way[0].landmarks), way[1], n))
-        else:
-            _try(search, at, way)
     nearest = [ways[n] for far, _, n in sorted(ranked)[:_NEAREST] if far < np.inf]
     for way in nearest:
         _try(search, at, way)
@@ -385,10 +410,12 @@ def _rank(far: float, candidate: Candidate, n: int) -> tuple[float, int, int]:
     return float(f"{far:.3g}"), len(candidate.settings), n
 
 
-def _try(search: _Search, at: Operands, way: tuple[Unknown, Candidate, Options]) -> None:
+def _try(
+    search: _Search, at: Operands, way: tuple[Unknown, Candidate, Options], which: slice = slice(None)
+) -> None:
     """The values that released models have."""
     unknown, candidate, how = way
-    for value in unknown.values:
+    for value in unknown.values[which]:
         try:
             other, meant = unknown.applied(candidate, how, value)
         except _REFUSALS:
@@ -438,11 +465,13 @@ def _look_for_two(search: _Search, at: Operands) -> None:
         return None
 
     pairs = list(pairs_of_schemes(_lengths(at), search.given, search.settings, scores))
+    refused: set[int] = set()
     for how in hows:
         for pair in pairs:
             if search.ended():
                 break
-            _compare(search, at, pair, [how])
+            if id(pair) not in refused and not _compare(search, at, pair, [how]):
+                refused.add(id(pair))
 
 
 # ---------------------------------------------------------------------------------------------- telling
@@ -452,7 +481,7 @@ def _result(search: _Search, first: Operands) -> Identification:
     best = _best(search)
     groups = grouped(best)
     matches = [match(group, "" if n == 0 else why(groups[0][0], group[0], n)) for n, group in enumerate(groups)]
-    nearest = [] if matches else [match([fit], "") for fit in _nearest(search.fits)[:_NEAREST]]
+    nearest = [] if matches else [match([fit], "") for fit in _nearest(search.nearest.values())[:_NEAREST]]
     if "scale" not in search.stated:
         sizes = first.lengths[0], first.sizes[-3], first.lengths[0] if first.v is None else first.v.shape[-1]
         words = one_number.known_scales(*sizes)
@@ -522,7 +551,7 @@ def _absolute(
         if np.isfinite(relative):
             fit = Fit(candidate, Options(1.0, 0), at, largest, relative, answer)
             fit.rung = finest(dtype, wanted, largest, lambda label: 8 * EPS.get(label, 0.0) * size)
-            search.fits.append(fit)
+            _keep(search, fit)
     found_as = _result(search, at)
     bare = [tuple(replace(one, call={}) for one in group) for group in (found_as.matches, found_as.nearest)]
     notes = tuple(note for note in found_as.notes if "cut short" in note or "NaN" in note)

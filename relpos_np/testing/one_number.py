@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ PUBLISHED = (
     *(1_200.0, 40_000.0, 250_000.0, 8_000_000.0),
 )
 _POINTS, _DIGITS = 64, 15
+# Steps of a search after which an error that is no smaller, and larger than that of half precision, shows no number.
+_STEPS, _NO_ROUNDING = 12, 2.0**-6
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 Error = Callable[[float], float]
@@ -59,6 +62,10 @@ SCALE = Unknown("scale", _scaled, first=1e-3, last=30.0)
 def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: int) -> Iterator[Unknown]:
     """Numbers of a candidate that are nobody's but their default."""
     free = candidate.settings.keys() - stated.keys()
+    # A share of the channels is a number of its own, and an example's is nobody's.
+    if isinstance(candidate.made, Rotary) and not {"dim", "channels"} & stated.keys():
+        if candidate.settings.get("dim") not in (None, dim) or "channels" in candidate.settings:
+            return
     if candidate.settings.get("frequencies") is None and "base" in free:
         yield Unknown("base", _setting("base"), PUBLISHED, (100.0, 10_000.0, 1_000_000.0), 2.0, 1e10)
     if isinstance(candidate.made, Rotary) and candidate.made.frequencies is None:
@@ -71,6 +78,8 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
             yield Unknown("factor", _slower(dim), (2.0, 4.0, 8.0), (1.0, 4.0, 32.0), 1 / 64, 1024.0)
     elif candidate.arrays or isinstance(candidate.made, ALiBi):
         yield Unknown("factor", _louder(heads), (), (0.2, 1.0, 5.0), 1 / 64, 64.0)
+    if "max_distance" in free:
+        yield Unknown("max_distance", _setting("max_distance", int), (800.0, 128.0, 20.0, 32.0, 64.0, 80.0, 256.0, 512.0))
     cls: type = type(candidate.made)
     for name in sorted(free & parameters(cls).keys() - {"base"}):
         default = parameters(cls)[name].default
@@ -79,9 +88,11 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
             yield Unknown(name, _setting(name), (), marks, default / 64, default * 64)
 
 
-def _setting(name: str) -> Callable[[Candidate, Options, float], tuple[Candidate, Options]]:
+def _setting(
+    name: str, kind: type[int | float] = float
+) -> Callable[[Candidate, Options, float], tuple[Candidate, Options]]:
     def applied(candidate: Candidate, how: Options, value: float) -> tuple[Candidate, Options]:
-        return _remade(candidate, {name: value}, {name: value}), how
+        return _remade(candidate, {name: kind(value)}, {name: kind(value)}), how
 
     return applied
 
@@ -142,14 +153,22 @@ def lowest(unknown: Unknown, error: Error, longest: int) -> float:
     at = first + min(range(points + 1), key=errors.__getitem__) * step
     left, right = max(at - step, first), min(at + step, last)
     # The error is that of a distance: straight lines down to the smallest, and no parabola.
-    while right - left > 1e-14 * max(abs(left), abs(right)):
-        a, b = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
-        if not left < a < b < right:
+    a, b = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
+    at_a, at_b = error(math.exp(a)), error(math.exp(b))
+    for n in count():
+        if right - left <= 1e-14 * max(abs(left), abs(right)) or not left < a < b < right:
             break
-        if error(math.exp(a)) <= error(math.exp(b)):
-            right = b
+        # It would have become much smaller, were it that of the number.
+        if n == _STEPS and min(at_a, at_b) > max(min(errors) / 5, _NO_ROUNDING):
+            break
+        if at_a <= at_b:
+            right, b, at_b = b, a, at_a
+            a = right - _GOLDEN * (right - left)
+            at_a = error(math.exp(a))
         else:
-            left = a
+            left, a, at_a = a, b, at_b
+            b = left + _GOLDEN * (right - left)
+            at_b = error(math.exp(b))
     return math.exp((left + right) / 2)
 
 

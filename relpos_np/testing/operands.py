@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+from relpos_np._calls.lowering import checked_schemes, schemes_of
 from relpos_np._contract import check
-from relpos_np._contract.problem import Part
+from relpos_np._contract.problem import Part, Problem
+from relpos_np._dense import forward
 from relpos_np.api import attention, logits
 from relpos_np.errors import RelposValueError
 from relpos_np.formulas.softmax import repeat_heads
@@ -20,6 +23,8 @@ from relpos_np.types import Array
 
 # Scores that are computed at once: of larger operands the last queries of the first batch item.
 _CUT = 1 << 16
+# Of an output that is no sum of some values so much is left over, in units of it; of one that is, no more than rounding.
+_LEFT_OVER, _ROUNDED = 2.0**-4, 2.0**-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +41,11 @@ class Operands:
     key_lengths: Array | None = None
     layout: tuple[str, ...] = ()
     backwards: bool = False
+    # Checked calls by their options: candidates share them.
+    _problems: dict[Options, Problem] = field(default_factory=dict, init=False)
+    _residues: dict[int, float | None] = field(default_factory=dict, init=False)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Shape of the scores, (*batch, H, L_q, L_k)."""
         return (*self.q.shape[:-1], self.k.shape[-2])
@@ -54,7 +62,7 @@ class Operands:
         assert found is not None
         return found
 
-    @property
+    @cached_property
     def cut(self) -> tuple[tuple[slice, ...], slice]:
         """The batch items and the queries that are computed."""
         shape = self.sizes
@@ -63,11 +71,51 @@ class Operands:
         rows = max(1, min(shape[-2], _CUT // max(1, shape[-3] * shape[-1])))
         return tuple(slice(0, 1) for _ in shape[:-3]), slice(shape[-2] - rows, shape[-2])
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether all of the call is computed."""
         batch, rows = self.cut
         return rows.start == 0 and all(s.stop == n for s, n in zip(batch, self.sizes[:-3], strict=True))
+
+
+def may_be_causal(at: Operands, hidden: int) -> bool:
+    """Whether query i may attend no key after i + `hidden`: an answer can say no, and only for values as they are."""
+    return (left := _left_over(at, hidden)) is None or left <= _LEFT_OVER
+
+
+def is_causal(at: Operands, hidden: int) -> bool:
+    """Whether the first outputs are sums of the values of keys up to i + `hidden`, for values as they are."""
+    return (left := _left_over(at, hidden)) is not None and left <= _ROUNDED
+
+
+def _left_over(at: Operands, hidden: int) -> float | None:
+    """What is left of the first outputs after the best sums of values of keys up to i + `hidden`, in units of them.
+
+    None where that says nothing, because there are not twice as many channels as keys.
+    """
+    if hidden not in at._residues:
+        batch, rows = at.cut
+        found = []
+        if at.v is not None and at.out is not None:
+            v = repeat_heads(at.v[batch], at.sizes[-3])
+            out = at.out[(*batch, slice(None), rows)]
+            most = min(v.shape[-1] // 2, at.sizes[-1] - 1)
+            for row in (row for row in range(rows.start, rows.stop) if 0 < row + hidden + 1 <= most):
+                x, keys = out[..., row - rows.start, :], v[..., : row + hidden + 1, :]
+                size = np.linalg.norm(x, axis=-1)
+                if not (np.isfinite(x).all() and np.isfinite(keys).all() and size.all()):
+                    continue
+                basis = np.linalg.qr(keys.swapaxes(-1, -2))[0]
+                rest = x - (basis @ (basis.swapaxes(-1, -2) @ x[..., None]))[..., 0]
+                found.append(float((np.linalg.norm(rest, axis=-1) / size).max()))
+        at._residues[hidden] = max(found, default=None)
+    return at._residues[hidden]
+
+
+def keeps_values(position: Any) -> bool:
+    """Whether outputs are sums of the values as they are."""
+    schemes = schemes_of(position)
+    return not any(one.turns_values or type(one).outputs is not Scheme.outputs for one in schemes)
 
 
 def computed(
@@ -77,17 +125,44 @@ def computed(
 
     A RelposError says that there is no such call, or no form of the scheme for the part.
     """
+    flip = slice(None, None, -1 if at.backwards else 1)
+    scores = scores or at.v is None
+    if at.whole and (at.v is None or np.isfinite(at.v).all()):
+        problem = at._problems.get(how)
+        if problem is None:
+            (q, k, v), options = _call(at, how)
+            problem = at._problems[how] = check.problem(q, k, v, **options)[0]
+        schemes = checked_schemes(position, problem, "numpy")
+        s = forward.scores(problem, schemes)
+        if scores:
+            return s[..., flip, flip], None
+        out, lse = _output(problem, schemes, s, sinks)
+        return out[..., flip, :], lse[..., flip]
+    (q, k, v), options = _call(at, how)
+    options |= {"position": position, "backend": "numpy"}
+    if not at.whole:
+        options |= _narrowed(at, position, options)
+        sinks = sinks if sinks is None or sinks.ndim < 2 else sinks[..., at.cut[1]]
+    if scores:
+        return logits(q, k, **options)[..., flip, flip], None
+    out, lse = attention(q, k, v, sinks=sinks, return_lse=True, **options)
+    return out[..., flip, :], lse[..., flip]
+
+
+def _call(at: Operands, how: Options) -> tuple[tuple[Array, Array, Array | None], dict[str, Any]]:
+    """Operands of the part of a call that is compared, and its options."""
     batch, rows = at.cut
     q, k, v = at.q[(*batch, slice(None), rows)], at.k[batch], None if at.v is None else at.v[batch]
     mask = None if at.mask is None else np.broadcast_to(at.mask, at.sizes)[(*batch, slice(None), rows)]
     lengths = None if at.key_lengths is None else np.broadcast_to(at.key_lengths, at.sizes[:-3])[batch]
     q_len, k_len = at.sizes[-2:]
-    scoring: dict[str, Any] = {"scale": how.scale, "offset": how.offset}
+    options: dict[str, Any] = {"scale": how.scale, "offset": how.offset}
+    options |= {"softcap": how.cap[0], "cap_order": how.cap[1]}
     if at.backwards or how.hidden not in (None, how.offset):
         seen = reach(rows, k_len, hidden=how.hidden, window=how.window, offset=how.offset)
         mask = masked(mask, seen)
     else:
-        scoring |= {"causal": how.hidden is not None, "window": how.window}
+        options |= {"causal": how.hidden is not None, "window": how.window}
     if at.backwards:
         assert mask is not None
         if lengths is not None:
@@ -95,26 +170,45 @@ def computed(
             lengths = None
         mask = np.broadcast_to(mask, (*q.shape[:-1], k_len))[..., ::-1, ::-1]
         q, k, v = from_the_end(q, k, v)
-        scoring["offset"] = k_len - q_len - how.offset
-        rows = slice(q_len - rows.stop, q_len - rows.start)
-    options = scoring | {"position": position, "backend": "numpy"}
-    if not at.whole:
-        options |= _narrowed(at, position, scoring, batch, rows)
-        sinks = sinks if sinks is None or sinks.ndim < 2 else sinks[..., rows]
-    options |= {"mask": mask, "key_lengths": lengths, "softcap": how.cap[0], "cap_order": how.cap[1]}
-    flip = slice(None, None, -1 if at.backwards else 1)
-    if scores or v is None:
-        return logits(q, k, **options)[..., flip, flip], None
-    out, lse = attention(q, k, v, sinks=sinks, return_lse=True, **options)
-    return out[..., flip, :], lse[..., flip]
+        options["offset"] = k_len - q_len - how.offset
+    return (q, k, v), options | {"mask": mask, "key_lengths": lengths}
 
 
-def _narrowed(
-    at: Operands, position: Scheme | None, scoring: dict[str, Any], batch: tuple[slice, ...], rows: slice
-) -> dict[str, Any]:
+def _output(problem: Problem, schemes: Sequence[Scheme], s: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """Output and log-sum-exp of scores, with sums in float64 as they come: there are thousands of calls."""
+    site = problem.site
+    with np.errstate(all="ignore"):
+        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        extra = None if sinks is None else sinks.reshape(*sinks.shape, *[1] * (3 - sinks.ndim))
+        top = top if extra is None else np.maximum(top, extra)
+        top = np.where(np.isneginf(top), 0.0, top)
+        p = np.exp(s - top)
+        total = p.sum(axis=-1, keepdims=True)
+        total = total if extra is None else total + np.exp(extra - top)
+        p /= np.where(total == 0, 1.0, total)
+        v = repeat_heads(problem.v, site.heads)
+        for scheme in schemes:
+            v = scheme.turn_values(v, site)
+        out = p @ v
+        for scheme in schemes:
+            added = scheme.outputs(p, site)
+            out = out if added is None else out + added
+        for scheme in schemes:
+            out = scheme.turn_output(out, site)
+        if out.shape != problem.out_shape:
+            raise RelposValueError(f"position: the output has shape {out.shape}, expected {problem.out_shape}")
+        return out, (top + np.log(total))[..., 0]
+
+
+def _narrowed(at: Operands, position: Scheme | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Position, offset and backend for a part of the queries, where the scheme has a form for it."""
+    batch, rows = at.cut
+    if at.backwards:
+        q_len = at.sizes[-2]
+        rows = slice(q_len - rows.stop, q_len - rows.start)
     if position is None:
-        return {"offset": scoring["offset"] + rows.start}
+        return {"offset": given["offset"] + rows.start}
+    scoring = {name: given[name] for name in ("scale", "offset", "causal", "window") if name in given}
     own = check.problem(at.q, at.k, at.v, **scoring)[0].site
     part = replace(Part.of(own), batch=batch, queries=rows)
     position.check(own)
