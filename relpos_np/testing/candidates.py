@@ -333,30 +333,73 @@ def _assigned(names: list[str], slots: Mapping[str, Array], given: Mapping[str, 
 # ------------------------------------------------------------------------------------------- candidates
 
 
+class _Stated(dict[str, Any]):
+    """Settings that are a key themselves."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """A form of a scheme with its settings, and which of the given arrays are its own."""
+
+    node: Any
+    variant: str | None
+    settings: dict[str, Any]
+    assigned: dict[str, str]
+
+
+@dataclass(eq=False)
+class _Chosen:
+    """Forms of a scheme, how many arrays its forms have, and whether these are all ways to use those that are given."""
+
+    forms: list[_Form] = field(default_factory=list)
+    counts: set[int] = field(default_factory=set)
+    complete: bool = True
+
+
 def candidates(lengths: Lengths, given: Mapping[str, Array], stated: Mapping[str, Any], kind: str) -> Candidates:
     """Every scheme of a kind, "attention" or "absolute", that takes all arrays that are given."""
     result = Candidates()
+    # The numbers in arrays do not matter to what takes them.
+    axes = tuple((name, x.shape, x.dtype.str) for name, x in given.items())
+    settings = _Stated(stated)
     for name, info in SCHEMES.items():
         if info.kind == kind:
-            _of_scheme(name, info, lengths, given, stated, result)
+            _of_scheme(name, given, _chosen_forms(info, lengths, axes, settings), result)
     return result
 
 
-def _of_scheme(
-    name: str,
-    info: SchemeInfo,
-    lengths: Lengths,
-    given: Mapping[str, Array],
-    stated: Mapping[str, Any],
-    result: Candidates,
-) -> None:
+def _of_scheme(name: str, given: Mapping[str, Array], chosen: _Chosen, result: Candidates) -> None:
+    refused, count = "", len(result.found)
+    result.complete &= chosen.complete
+    for form in chosen.forms:
+        values = {f"{_ROOT}.{parameter}": given[own] for parameter, own in form.assigned.items()}
+        try:
+            made = decode(form.node, values)
+        except (RelposError, ArithmeticError, IndexError, TypeError, ValueError) as error:
+            refused = refused or str(error)
+            continue
+        result.found.append(Candidate(name, form.variant, made, dict(form.settings), dict(form.assigned)))
+    if len(result.found) == count:
+        wanted = " or ".join(map(str, sorted(chosen.counts)))
+        takes = f"its forms have {wanted} arrays, given are {len(given)}" if len(given) not in chosen.counts else ""
+        result.untried[name] = refused or takes or "no array that is given has the axes of its own"
+
+
+@lru_cache(1024)
+def _chosen_forms(
+    info: SchemeInfo, lengths: Lengths, axes: tuple[tuple[str, tuple[int, ...], str], ...], stated: _Stated
+) -> _Chosen:
+    """The forms of a scheme that take arrays of these names and axes."""
+    given = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, shape, dtype in axes}
     seen: set[str] = set()
     chosen_before: set[str] = set()
-    counts: set[int] = set()
-    refused = ""
+    result = _Chosen()
     forms, variants = _forms(info, lengths)
     for variant, (node, slots) in ((v, form) for v, found in forms.items() for form in found):
-        counts.add(len(slots))
+        result.counts.add(len(slots))
         for names, left_out in _kept(node, slots, len(given)):
             kinds = [(x.ndim, x.dtype.kind) for x in slots.values()]
             ways = list(islice(_assigned(names, slots, given), _WAYS + 1))
@@ -373,17 +416,7 @@ def _of_scheme(
                     if key in seen:
                         continue
                     seen.add(key)
-                    values = {f"{_ROOT}.{parameter}": given[own] for parameter, own in assigned.items()}
-                    try:
-                        made = decode(one, values)
-                    except (RelposError, ArithmeticError, IndexError, TypeError, ValueError) as error:
-                        refused = refused or str(error)
-                        continue
                     settings = {path: held[path.rpartition(".")[2]] for path, held, _ in _settings(one)}
-                    label = variants.of(one, variant)
                     shown = {n: v for n, v in settings.items() if v is not None}
-                    result.found.append(Candidate(name, label, made, shown, assigned))
-    if not any(one.scheme == name for one in result.found):
-        wanted = " or ".join(map(str, sorted(counts)))
-        takes = f"its forms have {wanted} arrays, given are {len(given)}" if len(given) not in counts else ""
-        result.untried[name] = refused or takes or "no array that is given has the axes of its own"
+                    result.forms.append(_Form(one, variants.of(one, variant), shown, assigned))
+    return result

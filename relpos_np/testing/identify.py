@@ -24,6 +24,7 @@ from relpos_np.testing.operands import (
     Operands,
     computed,
     fitted_window,
+    has_axis_of_one,
     is_causal,
     keeps_values,
     may_be_causal,
@@ -31,7 +32,7 @@ from relpos_np.testing.operands import (
     without_axis_of_one,
 )
 from relpos_np.testing.pairs_of_schemes import pairs_of_schemes
-from relpos_np.testing.precisions import RUNGS, Fit, distance, finest, grouped, match, relative_to, rung_of, why
+from relpos_np.testing.precisions import RUNGS, Fit, distance, finest, grouped, match, relative_to, rung_of, same, why
 from relpos_np.testing.saved_arrays import OPTIONS, checked_names, operands_of
 from relpos_np.types import Array
 
@@ -173,15 +174,19 @@ def identify(
 
 def _stages(search: _Search, readable: list[Operands]) -> Iterator[partial[None]]:
     """What is tried, one after the other until something fits."""
-    for at in readable:
-        yield partial(_look, search, at, search.given)
+    ways = [(at, dict(search.given)) for at in readable]
+    if any(has_axis_of_one(x) for x in search.given.values()):
+        tables = without_axis_of_one(search.given)
+        ways += [(replace(at, layout=(*at.layout, ONE_AXIS)), tables) for at in readable]
+    for way in ways:
+        yield partial(_look, search, *way)
     if search.stated.get("window") is None and readable[0].out is not None:
         yield partial(_look_for_windows, search, readable[0])
-    for at in readable:
+    for at, _ in ways:
         yield partial(_look_for_numbers, search, at, _FIRST)
-    for at in readable:
-        for other, tables in readings(at, search.given):
-            yield partial(_look, search, other, tables)
+    for way in ways:
+        for other in readings(*way):
+            yield partial(_look, search, *other)
     yield partial(_look_for_numbers, search, readable[0], ())
     yield partial(_scan, search, readable[0], with_caps)
     for at in readable:
@@ -205,7 +210,17 @@ def _look(search: _Search, at: Operands, tables: Mapping[str, Array]) -> None:
         search.complete &= found.complete
         hows = search.combinations(at, sink)
         for candidate in found.found:
-            _compare(search, at, candidate, hows, None if sink is None else tables[sink])
+            own_hows = _with_own_scale(search, at, candidate, hows)
+            _compare(search, at, candidate, own_hows, None if sink is None else tables[sink])
+
+
+def _with_own_scale(search: _Search, at: Operands, candidate: Candidate, hows: list[Options]) -> list[Options]:
+    """Some options, and the same with the scale that published models of a scheme have."""
+    scale = getattr(candidate.made, "scale", None)
+    if "scale" in search.stated or not isinstance(scale, float):
+        return hows
+    meant = search.call(at).meant("scale")
+    return hows + [replace(how, scale=scale) for how in hows if how.scale == meant]
 
 
 def _lengths(at: Operands) -> Lengths:
@@ -276,7 +291,10 @@ def _best(search: _Search) -> list[Fit]:
     fits = [fit for fit in search.fits if fit.rung == rung]
     least = min(fit.relative for fit in fits)
     noise = 64 * EPS["float64" if rung == 0 else "float32"]
-    return sorted((fit for fit in fits if fit.relative <= _AS_GOOD * least + noise), key=_plainness)
+    best = sorted((fit for fit in fits if fit.relative <= _AS_GOOD * least + noise), key=_plainness)
+    bare = next((fit for fit in best if fit.candidate.scheme == "plain"), None)
+    # What hardly adds anything explains no more than nothing does.
+    return [fit for fit in best if bare is None or fit.candidate.scheme == "plain" or same(fit.answer, bare.answer)]
 
 
 def _plainness(fit: Fit) -> tuple[int, ...]:
@@ -410,9 +428,7 @@ def _rank(far: float, candidate: Candidate, n: int) -> tuple[float, int, int]:
     return float(f"{far:.3g}"), len(candidate.settings), n
 
 
-def _try(
-    search: _Search, at: Operands, way: tuple[Unknown, Candidate, Options], which: slice = slice(None)
-) -> None:
+def _try(search: _Search, at: Operands, way: tuple[Unknown, Candidate, Options], which: slice = slice(None)) -> None:
     """The values that released models have."""
     unknown, candidate, how = way
     for value in unknown.values[which]:

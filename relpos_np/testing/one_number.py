@@ -28,6 +28,8 @@ PUBLISHED = (
     *(1_200.0, 40_000.0, 250_000.0, 8_000_000.0),
 )
 _POINTS, _DIGITS = 64, 15
+# Of WavLM, T5 and others, and powers of two.
+DISTANCES = (800.0, 128.0, 20.0, 80.0, 32.0, 64.0, 256.0, 512.0)
 # Steps of a search after which an error that is no smaller, and larger than that of half precision, shows no number.
 _STEPS, _NO_ROUNDING = 12, 2.0**-6
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -63,9 +65,9 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
     """Numbers of a candidate that are nobody's but their default."""
     free = candidate.settings.keys() - stated.keys()
     # A share of the channels is a number of its own, and an example's is nobody's.
-    if isinstance(candidate.made, Rotary) and not {"dim", "channels"} & stated.keys():
-        if candidate.settings.get("dim") not in (None, dim) or "channels" in candidate.settings:
-            return
+    partial = candidate.settings.get("dim") not in (None, dim) or "channels" in candidate.settings
+    if isinstance(candidate.made, Rotary) and partial and not {"dim", "channels"} & stated.keys():
+        return
     if candidate.settings.get("frequencies") is None and "base" in free:
         yield Unknown("base", _setting("base"), PUBLISHED, (100.0, 10_000.0, 1_000_000.0), 2.0, 1e10)
     if isinstance(candidate.made, Rotary) and candidate.made.frequencies is None:
@@ -79,7 +81,7 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
     elif candidate.arrays or isinstance(candidate.made, ALiBi):
         yield Unknown("factor", _louder(heads), (), (0.2, 1.0, 5.0), 1 / 64, 64.0)
     if "max_distance" in free:
-        yield Unknown("max_distance", _setting("max_distance", int), (800.0, 128.0, 20.0, 32.0, 64.0, 80.0, 256.0, 512.0))
+        yield Unknown("max_distance", _setting("max_distance", int), DISTANCES)
     cls: type = type(candidate.made)
     for name in sorted(free & parameters(cls).keys() - {"base"}):
         default = parameters(cls)[name].default

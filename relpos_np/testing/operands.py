@@ -23,7 +23,7 @@ from relpos_np.types import Array
 
 # Scores that are computed at once: of larger operands the last queries of the first batch item.
 _CUT = 1 << 16
-# Of an output that is no sum of some values so much is left over, in units of it; of one that is, no more than rounding.
+# What is left over of an output, in units of it, that is no sum of some values; and of one that is, by rounding.
 _LEFT_OVER, _ROUNDED = 2.0**-4, 2.0**-6
 
 
@@ -143,7 +143,7 @@ def computed(
     if not at.whole:
         options |= _narrowed(at, position, options)
         sinks = sinks if sinks is None or sinks.ndim < 2 else sinks[..., at.cut[1]]
-    if scores:
+    if scores or v is None:
         return logits(q, k, **options)[..., flip, flip], None
     out, lse = attention(q, k, v, sinks=sinks, return_lse=True, **options)
     return out[..., flip, :], lse[..., flip]
@@ -273,12 +273,11 @@ def readings(at: Operands, tables: Mapping[str, Array]) -> Iterator[tuple[Operan
     turned = in_turn(at.q.shape[-3], at.k, at.v)
     if turned is not None:
         yield replace(at, k=turned[0], v=turned[1], layout=(*at.layout, IN_TURN.layout)), same  # type: ignore[arg-type]
-    if any(_has_axis_of_one(x) for x in tables.values()):
-        yield replace(at, layout=(*at.layout, ONE_AXIS)), without_axis_of_one(tables)
     deepest = max((x.ndim for x in tables.values()), default=0)
-    if any(x.ndim == 2 for x in tables.values()):
-        swapped = {name: x.T if x.ndim == 2 else x for name, x in tables.items()}
-        yield replace(at, layout=(*at.layout, "tables with their two axes swapped")), swapped
+    for axes, words in ((2, "tables with their two axes swapped"), (3, "tables with their first two axes swapped")):
+        if any(x.ndim == axes for x in tables.values()):
+            swapped = {name: x.swapaxes(0, 1) if x.ndim == axes else x for name, x in tables.items()}
+            yield replace(at, layout=(*at.layout, words)), swapped
     for axis in [0, -2][: max(deepest - 1, 0)]:
         flipped = {name: np.flip(x, axis) if x.ndim > 1 else x for name, x in tables.items()}
         words = f"tables with their rows (axis {axis}) in the other order"
@@ -288,13 +287,14 @@ def readings(at: Operands, tables: Mapping[str, Array]) -> Iterator[tuple[Operan
 ONE_AXIS = "tables without their first axis, which has length 1"
 
 
-def _has_axis_of_one(x: Array) -> bool:
+def has_axis_of_one(x: Array) -> bool:
+    """Whether an array may be a table as some checkpoints have them, (1, R, D)."""
     return x.ndim > 1 and x.shape[0] == 1
 
 
 def without_axis_of_one(tables: Mapping[str, Array]) -> dict[str, Array]:
-    """Tables as some checkpoints have them, (1, R, D)."""
-    return {name: x[0] if _has_axis_of_one(x) else x for name, x in tables.items()}
+    """Tables of a checkpoint (1, R, D) as (R, D)."""
+    return {name: x[0] if has_axis_of_one(x) else x for name, x in tables.items()}
 
 
 def axes_swapped(at: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

@@ -116,7 +116,7 @@ def grouped(best: list[Fit]) -> list[list[Fit]]:
 
     groups: list[list[Fit]] = []
     for fit in best:
-        own = (group for group in groups if key(group[0]) == key(fit) and _same(group[0].answer, fit.answer))
+        own = (group for group in groups if key(group[0]) == key(fit) and same(group[0].answer, fit.answer))
         group = next(own, None)
         if group is None:
             groups.append([fit])
@@ -125,7 +125,7 @@ def grouped(best: list[Fit]) -> list[list[Fit]]:
     return groups
 
 
-def _same(a: Array, b: Array) -> bool:
+def same(a: Array, b: Array) -> bool:
     """Whether numbers differ by rounding of float64 at most."""
     return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-11, atol=1e-12, equal_nan=True))
 
@@ -136,21 +136,22 @@ def match(group: list[Fit], why: str) -> Match:
     at, own = fit.at, fit.candidate
     call = fit.how.shown(*at.lengths)
     shown = own.settings | call
-    same: dict[str, list[Any]] = {}
+    others_of: dict[str, list[Any]] = {}
     for one in group[1:]:
         others = one.candidate.settings | one.how.shown(*at.lengths)
         for name in [*shown, *(others.keys() - shown.keys())]:
-            other, known = others.get(name), same.get(name, [])
+            other, known = others.get(name), others_of.get(name, [])
             if not name.endswith("_is") and other not in known and (name not in shown or other != shown[name]):
-                same[name] = [*known, other]
-    return Match(own.scheme, own.variant, own.settings, own.arrays, call, at.layout, same, fit.error, fit.relative, why)
+                others_of[name] = [*known, other]
+    told = own.settings, own.arrays, call, at.layout, others_of
+    return Match(own.scheme, own.variant, *told, fit.error, fit.relative, why)
 
 
 def why(first: Fit, other: Fit, rank: int) -> str:
     """Why a fit cannot be told apart from the first, from the scores of both."""
     if rank > _REASONS:
         return "not looked into"
-    if not _same(first.answer, other.answer):
+    if not same(first.answer, other.answer):
         gap = float(np.nanmax(np.abs(first.answer - other.answer)))
         return f"the answers differ by {gap:.1e}, less than the rounding that is seen"
     if first.at.out is None:
@@ -158,7 +159,7 @@ def why(first: Fit, other: Fit, rank: int) -> str:
     a, b = (computed(fit.at, fit.candidate.made, fit.how, None, scores=True)[0] for fit in (first, other))
     if (np.isneginf(a) != np.isneginf(b)).any():
         return "other keys are excluded, and they have no weight here"
-    if _same(a, b):
+    if same(a, b):
         return "the scores are the same numbers for these operands"
     open_ = np.isfinite(a)
     gaps = np.where(open_, np.where(open_, a, 0) - np.where(open_, b, 0), np.nan)

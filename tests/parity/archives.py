@@ -1,22 +1,29 @@
-"""Archives that attention of other packages left behind: operands, an output and trained arrays, and no word about them.
+"""Archives of other packages' attention: operands, an output and trained arrays, and no word about them.
 
 Each function here imports its package and returns what somebody would save: `identify` takes these as they are. Tables
 keep the axes and the names of the package.
 """
 
+import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.parity import adaptors
 from tests.parity.adaptors import flat, gives, in_heads
-from tests.parity.modules import timm, without_torchvision
+from tests.parity.modules import timm
 
 torch = pytest.importorskip("torch")
+
+# Tokens that fill no grid of more than one row beside their own.
+LENGTH = 19
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,8 @@ def array(x):
     return x.detach().numpy() if isinstance(x, torch.Tensor) else x
 
 
-def operands(q_len=16, k_len=None, heads=4, kv_heads=None, dim=16):
-    return (
-        torch.randn(1, heads, q_len, dim),
-        *torch.randn(2, 1, kv_heads or heads, k_len or q_len, dim),
-    )
+def operands(length=LENGTH, kv_heads=4):
+    return torch.randn(1, 4, length, 16), *torch.randn(2, 1, kv_heads, length, 16)
 
 
 def saved(q, k, v, out, **given):
@@ -71,6 +75,17 @@ def attended(q, k, v, *, bias=0.0, causal=True, scale=None):
     if causal:
         mask = mask.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), -math.inf)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def alone(package, path, parent=""):
+    """One file of a package that wants a GPU, or another package, to be imported as a whole."""
+    found = Path(importlib.util.find_spec(package).submodule_search_locations[0], path)
+    spec = importlib.util.spec_from_file_location(f"{parent or package}.{found.stem}", found)
+    module = importlib.util.module_from_spec(spec)
+    siblings = {} if not parent else {name: mock.MagicMock(__path__=[]) for name in (parent, f"{parent}.common")}
+    with mock.patch.dict(sys.modules, siblings):
+        spec.loader.exec_module(module)
+    return module
 
 
 # ---------------------------------------------------------------------------------------------- biases
@@ -88,12 +103,12 @@ def mpt():
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     q, k, v = operands()
-    return saved(q, k, v, attended(q, k, v, bias=build_mpt_alibi_tensor(4, 16)[None]))
+    return saved(q, k, v, attended(q, k, v, bias=build_mpt_alibi_tensor(4, LENGTH)[None]))
 
 
 @archive("timm", "window")
 def swin():
-    q, k, v = operands()
+    q, k, v = operands(16)
     table = torch.randn(49, 4)
     return saved(q, k, v, adaptors.timm_window()(q, k, v, table, (4, 4)), relative_position_bias_table=table)
 
@@ -105,7 +120,7 @@ def beit():
 
     q, k, v = operands(17)
     config = BeitConfig(num_attention_heads=4, hidden_size=64, image_size=4, patch_size=1)
-    module = BeitRelativePositionBias(config, window_size=(4, 4))
+    module = BeitRelativePositionBias(config)
     module.relative_position_bias_table = torch.nn.Parameter(torch.randn(52, 4))
     out = attended(q, k, v, bias=module((4, 4)).reshape(1, 4, 17, 17), causal=False)
     return saved(q, k, v, out, relative_position_bias_table=module.relative_position_bias_table)
@@ -113,11 +128,8 @@ def beit():
 
 @archive("segment-anything-py", "decomposed")
 def segment_anything():
-    import importlib
-
-    with without_torchvision():
-        attention = importlib.import_module("segment_anything.modeling.image_encoder").Attention
-    q, k, v = operands()
+    attention = alone("segment_anything", "modeling/image_encoder.py", "segment_anything.modeling").Attention
+    q, k, v = operands(16)
     module = attention(64, 4, use_rel_pos=True, input_size=(4, 4))
     module.qkv, module.proj = gives(torch.cat([flat(x) for x in (q, k, v)], -1)), torch.nn.Identity()
     module.rel_pos_h, module.rel_pos_w = (torch.nn.Parameter(torch.randn(7, 16)) for _ in range(2))
@@ -128,7 +140,6 @@ def segment_anything():
 @archive("timm", "swin_v2")
 def swin_v2():
     module = timm("models.swin_transformer_v2").WindowAttention(64, (4, 4), 4).eval()
-    q, k, v = operands()
     module.qkv, module.proj = torch.nn.Linear(64, 192, bias=False), torch.nn.Identity()
     torch.nn.init.normal_(module.logit_scale, 1.0)
     x = torch.randn(1, 16, 64)
@@ -144,21 +155,22 @@ def swin_v2():
 @archive("espnet", "transformer_xl")
 def conformer():
     q, k, v = operands()
-    content, position, rows = torch.randn(4, 16), torch.randn(4, 16), torch.randn(31, 4, 16)
-    out = adaptors.espnet("RelPositionMultiHeadedAttention")(q, k, v, content, position, rows)
+    content, position, rows = torch.randn(4, 16), torch.randn(4, 16), torch.randn(2 * LENGTH - 1, 4, 16)
+    out = adaptors.espnet("RelPositionMultiHeadedAttention")()(q, k, v, content, position, rows)
     return saved(q, k, v, out, pos_bias_u=content, pos_bias_v=position, linear_pos=rows)
 
 
 @archive("conformer", "shaw")
 def shaw():
-    """Distances i - j, and more rows than there are distances."""
+    """Distances i - j, clipped at 8."""
     from conformer.conformer import Attention
 
     q, k, v = operands()
-    module = Attention(64, 4, 16, max_pos_emb=20)
-    module.to_q, module.to_kv, module.to_out = gives(flat(q)), gives(torch.cat([flat(k), flat(v)], -1)), gives(None)
+    module = Attention(64, 4, 16, max_pos_emb=8)
+    module.to_q, module.to_kv = gives(flat(q)), gives(torch.cat([flat(k), flat(v)], -1))
     module.to_out = torch.nn.Identity()
-    return saved(q, k, v, in_heads(module(torch.zeros(1, 16, 64)), 4), **{"rel_pos_emb.weight": module.rel_pos_emb.weight})
+    out = in_heads(module(torch.zeros(1, LENGTH, 64)), 4)
+    return saved(q, k, v, out, **{"rel_pos_emb.weight": module.rel_pos_emb.weight})
 
 
 @archive("transformers", "deberta")
@@ -173,14 +185,12 @@ def deberta():
     module = model.encoder.layer[0].attention.self
     for one in module.parameters():
         torch.nn.init.normal_(one, std=0.3)
-    x, embedding = torch.randn(1, 16, 48), torch.randn(16, 48)
+    x, embedding = torch.randn(1, LENGTH, 48), torch.randn(16, 48)
     q, k, v = in_heads(module.in_proj(x), 4).chunk(3, -1)
-    q, v = (
-        one + in_heads(bias[None, None], 4) for one, bias in ((q, module.q_bias), (v, module.v_bias))
-    )
-    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    q, v = (one + in_heads(bias[None, None], 4) for one, bias in ((q, module.q_bias), (v, module.v_bias)))
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     out = module(x, mask, relative_pos=model.encoder.get_rel_pos(x), rel_embeddings=embedding)[0]
-    keys, queries = (in_heads(one(embedding)[None], 4)[0].transpose(0, 1) for one in (module.pos_proj, module.pos_q_proj))
+    keys, queries = (in_heads(one(embedding)[None], 4) for one in (module.pos_proj, module.pos_q_proj))
     return saved(q, k, v, in_heads(out, 4), pos_key=keys, pos_query=queries)
 
 
@@ -195,7 +205,7 @@ def llama():
     q, k, v = operands(kv_heads=2)
     parameters = {"rope_type": "default", "rope_theta": 500_000.0}
     config = module.LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=parameters)
-    turn = module.LlamaRotaryEmbedding(config)(k, torch.arange(16)[None])
+    turn = module.LlamaRotaryEmbedding(config)(k, torch.arange(LENGTH)[None])
     turned = module.apply_rotary_pos_emb(q, k, *turn)
     return saved(q, k, v, attended(turned[0], *(x.repeat_interleave(2, 1) for x in (turned[1], v))))
 
@@ -209,15 +219,16 @@ def rotary_embedding_torch():
     return saved(q, k, v, attended(*RotaryEmbedding(16).rotate_queries_with_cached_keys(q, k), v))
 
 
-@archive("litgpt", "rotary", settings={"dim": 4}, causal=True)
+@archive("transformers", "rotary", settings={"dim": 4}, causal=True)
 def partial_rotary():
     """4 of 16 channels, as in GPT-NeoX."""
-    from litgpt.model import apply_rope, build_rope_cache
+    from transformers.models.gpt_neox import modeling_gpt_neox as module
 
     q, k, v = operands()
-    cos, sin = (x[None] for x in build_rope_cache(16, 4))
-    turned = (torch.cat([apply_rope(x[..., :4], cos, sin), x[..., 4:]], -1) for x in (q, k))
-    return saved(q, k, v, attended(*turned, v))
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+    config = module.GPTNeoXConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
+    turn = module.GPTNeoXRotaryEmbedding(config)(k, torch.arange(LENGTH)[None])
+    return saved(q, k, v, attended(*module.apply_rotary_pos_emb(q, k, *turn), v))
 
 
 @archive("torchscale", "xpos")
@@ -231,18 +242,9 @@ def xpos():
 
 @archive("fla-core", "fox", causal=True)
 def forgetting():
-    from importlib import util
-    from pathlib import Path
-
-    # The package imports its kernels, which want a GPU; the reference stands alone.
-    import fla
-
-    path = Path(fla.__path__[0], "ops", "forgetting_attn", "naive.py")
-    spec = util.spec_from_file_location("naive_forgetting", path)
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = alone("fla", "ops/forgetting_attn/naive.py")
     q, k, v = operands()
-    gates = torch.nn.functional.logsigmoid(torch.randn(1, 16, 4) + 2)
+    gates = torch.nn.functional.logsigmoid(torch.randn(1, LENGTH, 4) + 2)
     out = module.naive_forgetting_attn(*(x.transpose(1, 2) for x in (q, k, v)), gates)
     return saved(q, k, v, out.transpose(1, 2), log_gates=gates.transpose(1, 2))
 
@@ -260,21 +262,20 @@ def cope():
 
 @archive("transformers", "wavlm")
 def wavlm():
-    from transformers import WavLMConfig
     from transformers.models.wavlm.modeling_wavlm import WavLMAttention
 
     module = WavLMAttention(64, 4, num_buckets=32, max_distance=80).eval()
     q, k, v = operands()
-    gate = 2 * torch.rand(1, 4, 16)
-    bias = module.compute_bias(16, 16)[None] * gate[..., None]
-    del WavLMConfig
-    return saved(q, k, v, attended(q, k, v, bias=bias, causal=False), rel_attn_embed=module.rel_attn_embed.weight, gate=gate)
+    gate = 2 * torch.rand(1, 4, LENGTH)
+    bias = module.compute_bias(LENGTH, LENGTH)[None] * gate[..., None]
+    out = attended(q, k, v, bias=bias, causal=False)
+    return saved(q, k, v, out, rel_attn_embed=module.rel_attn_embed.weight, gate=gate)
 
 
-# ---------------------------------------------------------------------------------------------- numbers that nobody stated
+# ---------------------------------------------------------------------------------------------- numbers left out
 
 
-@archive("local-attention", "plain", window=(4, 0), causal=True)
+@archive("local-attention", "plain", window=(4, 0))
 def local_attention():
     from local_attention import LocalAttention
 
@@ -283,15 +284,17 @@ def local_attention():
     return saved(q, k, v, module(q, k, v))
 
 
-@archive("speechbrain", "plain", scale_is="1/sqrt(H D)")
+@archive("speechbrain", "rotary", scale_is="1/sqrt(H D)")
 def scale_of_all_heads():
-    """`RoPEMHA` divides by the root of all heads' channels; here without its positions."""
-    from tests.parity.ledger import speechbrain
+    """Their rotary positions, and the root of the channels of all heads."""
+    with mock.patch.dict(sys.modules, {"torchaudio": mock.MagicMock()}):
+        from speechbrain.nnet.attention import RoPEMHA
 
-    module = speechbrain().RoPEMHA(64, 4).eval()
-    del module
     q, k, v = operands()
-    return saved(q, k, v, attended(q, k, v, scale=0.125, causal=False))
+    module = RoPEMHA(64, 4).eval()
+    module.in_proj_weight = torch.nn.Parameter(torch.eye(64).repeat(3, 1))
+    module.out_proj = torch.nn.Identity()
+    return saved(q, k, v, in_heads(module(flat(q), flat(k), flat(v))[0], 4))
 
 
 @archive("x-transformers", "plain", scale=0.3, causal=True)
@@ -308,8 +311,8 @@ def gpt_oss_sinks():
 
     q, k, v = operands(kv_heads=2)
     own = SimpleNamespace(num_key_value_groups=2, training=False, sinks=torch.randn(4))
-    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
-    mask = torch.zeros(1, 1, 16, 16).masked_fill(hidden, -math.inf)
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(hidden, -math.inf)
     out = module.eager_attention_forward(own, q, k, v, mask, scaling=0.25)[0].transpose(1, 2)
     return saved(q, k, v, out, sinks=own.sinks)
 
@@ -317,7 +320,8 @@ def gpt_oss_sinks():
 @archive("timm", "learned")
 def vit():
     """A table (1, R, D), as checkpoints have it, added to the inputs."""
-    vit = timm("models.vision_transformer").VisionTransformer
-    module = vit(img_size=32, patch_size=8, embed_dim=16, depth=0, num_heads=2, class_token=False, global_pool="avg").eval()
+    transformer = timm("models.vision_transformer").VisionTransformer
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 0, "num_heads": 2}
+    module = transformer(**sizes, class_token=False, global_pool="avg").eval()
     x = torch.randn(1, 16, 16)
     return {"x": x, "out": module._pos_embed(x), "given": {"pos_embed": module.pos_embed}}

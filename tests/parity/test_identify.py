@@ -8,6 +8,8 @@ from relpos_np.testing import identify
 from tests.parity.adaptors import installed
 from tests.parity.archives import ARCHIVES
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_foreign_archives_are_named(name):
