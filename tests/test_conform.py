@@ -165,19 +165,75 @@ def test_how_it_is_called():
     assert report.family("calls").verdict == "right"
 
 
-def test_a_convention_is_told_with_its_flag():
-    """A scale that is left to weights, and buckets in float32, are right for some."""
+def top_left(q, k, v, causal=False):
+    """Query i attends keys up to i, however many there are."""
+    seen = np.arange(k.shape[2]) <= np.arange(q.shape[2])[:, None]
+    return rp.attention(q, k, v, mask=seen if causal else None, backend="numpy")
 
-    def unscaled(q, k, v):
-        return rp.attention(q, k, v, scale=1.0, backend="numpy")
 
-    def single(q, k, v, table, max_distance=128):
-        position = rp.T5(table, max_distance=max_distance, rounding="float32")
-        return rp.attention(q, k, v, position=position, backend="numpy")
+def lengths_first(q, k, v):
+    """Axes (B, L, H, D)."""
+    return rp.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), backend="numpy").swapaxes(1, 2)
 
-    assert "if that is meant, say --always scale=1.0" in conform(unscaled, "plain", families="self").text()
-    assert "if that is meant, say --variant float32" in conform(single, "t5", families="borders").text()
-    assert conform(single, "t5", variant="float32", families="borders").ok
+
+def single(q, k, v, table, max_distance=128):
+    position = rp.T5(table, max_distance=max_distance, rounding="float32")
+    return rp.attention(q, k, v, position=position, backend="numpy")
+
+
+def from_key_to_query(q, k, v, key_table):
+    q, k, v = (x[:, :, ::-1] for x in (q, k, v))
+    return rp.attention(q, k, v, position=rp.Shaw(key_table), offset=0, backend="numpy")[:, :, ::-1]
+
+
+@pytest.mark.parametrize(
+    ("function", "scheme", "family", "words", "flag"),
+    [
+        (
+            lambda q, k, v: rp.attention(q, k, v, scale=1.0, backend="numpy"),
+            *("plain", "self", "scale missing", {"always": {"scale": 1.0}}),
+        ),
+        (single, "t5", "borders", "rounds buckets in float32", {"variant": "float32"}),
+        (top_left, "plain", "decoding", "aligns the causal mask top-left", {"conventions": "torch"}),
+        (lengths_first, "plain", "self", "takes (batch, length, heads, head_dim)", {"layout": "blhd"}),
+        (from_key_to_query, "shaw", "self", "counts distances i - j where j - i is meant", None),
+    ],
+)
+def test_what_newcomers_meet_first_is_named_with_its_flag(function, scheme, family, words, flag):
+    """And right once the flag is said."""
+    families = ("self", family)
+    report = conform(function, scheme, families=families)
+    assert report.family(family).cause.startswith(words), report.text()
+    if flag is None:
+        return
+    ((name, value),) = flag.items()
+    said = f"--{name} {'scale=1.0' if name == 'always' else value}"
+    assert f"if that is meant, say {said}" in report.text()
+    meant = conform(function, scheme, families=families, **flag)
+    assert meant.exit_code == 0, meant.text()
+
+
+def only_tiles(q, k, v, causal=False):
+    """As kernels of Triton are: one head_dim, and whole tiles."""
+    if q.shape[3] != 64:
+        raise ValueError("head_dim is 64")
+    if q.shape[2] % 16 or k.shape[2] % 16:
+        raise RuntimeError("an illegal memory access was encountered")
+    return rp.attention(q, k, v, causal=causal, backend="numpy")
+
+
+def test_a_kernel_of_one_size_is_told_the_flags():
+    said = "--head-dim 64 --lengths 16,32,64,128"
+    report = conform(only_tiles, "plain")
+    assert report.exit_code == 1
+    assert {one.cause.rpartition(" say ")[2] for one in report.families if one.verdict == "wrong"} == {said}
+    takes = {"head_dim": 64, "lengths": (16, 32, 64, 128)}
+    assert conform(only_tiles, "plain", **takes).ok
+    # What it crashes at within them is another matter, and so is what it computes there.
+    ordinary = conform(lambda q, k, v: only_tiles(q, k + np.zeros_like(q[:, :, :1]), v), "plain", **takes)
+    assert "--except grouped_heads" in ordinary.family("grouped_heads").cause
+    doubled = conform(lambda q, k, v, causal=False: only_tiles(2 * q, k, v, causal), "plain", **takes)
+    assert doubled.family("self").verdict == doubled.family("causal").verdict == "wrong"
 
 
 def test_a_failure_is_shrunk():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,12 @@ class Bench:
         self.answers: list[Answer] = []
         # Cases in which it crashed.
         self.crashes: list[Example] = []
+
+    def of(self, tested: Implementation) -> Bench:
+        """The same for another implementation."""
+        other = copy(self)
+        other.tested, other.answers, other.crashes = tested, [], []
+        return other
 
     def made(self, form: Form) -> Example | None:
         """The case of a form, with numbers that the format holds; None where the scheme has no such call."""

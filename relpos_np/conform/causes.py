@@ -255,7 +255,10 @@ def _crash(family: str, bench: Bench) -> str:
     ran, crashed = [one.example for one in bench.answers], [one for one in bench.crashes if one.family == family]
     if not crashed:
         return ""  # refused, where it was asked for
-    when = runs_where(ran) or condition(bench.crashes, ran) or condition(crashed, ran) or ""
+    when, said = runs_where(ran, bench.crashes, crashed)
+    if when:
+        return f"crashes{when}: if it takes no other, raise NotImplementedError or say {said}"
+    when = condition(bench.crashes, ran) or condition(crashed, ran) or ""
     hints = [flag for name, flag in _HINTS.items() if f" {name} " in f"{when} "]
     if " with " in when and not hints:
         hints = [f"--except {when.rpartition(' with ')[2].partition(' ')[0]}"]

@@ -73,6 +73,10 @@ def _undivided(name: str, tile: int) -> Callable[[_Facts], bool]:
     return lambda x: x[name] % tile != 0
 
 
+def _divided(name: str, tile: int) -> Callable[[_Facts], bool]:
+    return lambda x: x[name] % tile == 0
+
+
 def condition(wrong: list[Example], right: list[Example]) -> str | None:
     """What all wrong cases have and none of those that are right: words, empty without right ones, None if nothing."""
     if not right:
@@ -81,15 +85,29 @@ def condition(wrong: list[Example], right: list[Example]) -> str | None:
     return next((f", only{words}" for words, holds in _conditions(bad) if not any(map(holds, good))), None)
 
 
-def runs_where(ran: list[Example]) -> str:
-    """What all cases have that ran: a head_dim, and a divisor of lengths; empty if they differ, or are few."""
-    facts = [_facts(one) for one in ran]
-    dims, found = {one["head_dim"] for one in facts}, []
-    if len(facts) >= _SOME and len(dims) == 1:
-        found.append(f"head_dim = {dims.pop()}")
+def runs_where(ran: list[Example], crashes: list[Example], crashed: list[Example]) -> tuple[str, str]:
+    """What all cases have that ran, a head_dim and a divisor of lengths, and the flags that say so.
+
+    Empty if they have nothing of the kind in common, or are few. All `crashes` tell what matters, and each case of one
+    family that `crashed` has to lack some of it.
+    """
+    facts, bad = [_facts(one) for one in ran], [_facts(one) for one in crashes]
+    dims, found, flags, conditions = {one["head_dim"] for one in facts}, [], [], []
+    if len(facts) >= _SOME and len(dims) == 1 and any(one["head_dim"] not in dims for one in bad):
+        dim = dims.pop()
+        found.append(f"head_dim = {dim}")
+        flags.append(f"--head-dim {dim}")
+        conditions.append(_between("head_dim", dim, dim))
+    divided = 0
     for name in ("L_q", "L_k"):
         lengths = {one[name] for one in facts}
         tile = next((n for n in reversed(_TILES) if all(x % n == 0 for x in lengths)), 1)
-        if len(lengths) > 1 and tile > 1:
+        if len(lengths) > 1 and tile > 1 and any(map(_undivided(name, tile), bad)):
             found.append(f"{tile} divides {name}")
-    return f", runs only where {' and '.join(found)}" if found else ""
+            conditions.append(_divided(name, tile))
+            divided = max(divided, tile)
+    if divided:
+        flags.append(f"--lengths {','.join(str(n * divided) for n in (1, 2, 4, 8))}")
+    if not found or any(all(holds(_facts(one)) for holds in conditions) for one in crashed):
+        return "", ""
+    return f", runs only where {' and '.join(found)}", " ".join(flags)

@@ -15,6 +15,7 @@ from relpos_np._contract import check
 from relpos_np.conform.altered import call_of, remade, seen
 from relpos_np.conform.yardstick import Answer
 from relpos_np.formulas.softmax import repeat_heads
+from relpos_np.testing.compare import largest
 from relpos_np.types import Array
 
 CONVENTIONS = ("torch", "flash", "onnx")
@@ -103,7 +104,9 @@ def _top_left(answer: Answer) -> bool:
     other = replace(one, kwargs=options | {"mask": seen(one, hidden=0)})
     results = dict(zip(("out", "lse"), other.run("numpy"), strict=True))
     found = [name for name in results if name in answer.returned]
-    return all(_right(answer.returned[n], results[n], answer.allowed[n]).all() for n in found)
+    # Of fewer keys the averages are larger, and so are their roundings.
+    larger = {name: max(1.0, largest(results[name]) / (largest(answer.expected[name]) or 1.0)) for name in found}
+    return all(_right(answer.returned[n], results[n], larger[n] * answer.allowed[n]).all() for n in found)
 
 
 def _exact_borders(answer: Answer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from relpos_np.conform.causes import explained
 from relpos_np.conform.customs import BORDERS, checked
 from relpos_np.conform.formats import DTYPES, Format, format_of
 from relpos_np.conform.frameworks import Framework, framework_of, loaded
-from relpos_np.conform.implementation import Implementation
+from relpos_np.conform.implementation import LAYOUTS, Implementation
 from relpos_np.conform.report import Family, Finding, Report
 from relpos_np.conform.suspects import suspects
 from relpos_np.conform.yardstick import ANGLES, Answer
@@ -191,11 +192,29 @@ def conform(
             raise RelposValueError(f"families: {scheme} has no case of {name}")
     smaller = _Shrinking(bench, forms, grid)
     told = explained(found, bench, suspects(scheme, chosen, format_of(stored.computed)), smaller.answer)
+    if layout := _other_layout(bench, forms, told):
+        told = [replace(one, cause=layout) if one.verdict == "wrong" else one for one in told]
     told = [smaller.shown(one, told) for one in told]
     computes = _arithmetic(bench)
     if computes and any(one.reason == ANGLES for family in told for one in family.findings):
         computes += f", {ANGLES}"
     return Report(subject, scheme, chosen, home.name, home.version, dtype, grad, tuple(told), seed, computes)
+
+
+def _other_layout(bench: Bench, forms: Mapping[tuple[str, str], Form], families: list[Family]) -> str:
+    """What is said of a function that is wrong in ordinary cases, and right with its axes in the other order."""
+    unknown = [one for one in families if one.name == "self" and one.verdict == "wrong"]
+    if not unknown or (unknown[0].cause and not unknown[0].cause.startswith("crashes")):
+        return ""
+    tested = copy(bench.tested)
+    tested.layout = next(one for one in LAYOUTS if one != tested.layout)
+    other = bench.of(tested)
+    ordinary = [form for (name, _), form in forms.items() if name == "self"]
+    ran = [other.finding(form, one) for form in ordinary if (one := other.made(form)) is not None]
+    if not all(one.verdict == "right" for one in ran):
+        return ""
+    axes = {"b": "batch", "h": "heads", "l": "length", "d": "head_dim"}
+    return f"takes ({', '.join(axes[x] for x in tested.layout)})"
 
 
 # Cases by which arithmetic is found out: this many, of so many keys at least, and the errors of so many numbers.

@@ -17,12 +17,15 @@ CONFORMS, WRONG, NOTHING_RAN = 0, 1, 3
 _FLAGS = {
     "scale missing": "--always scale=1.0",
     "ignores causal": "--except causal",
+    "aligns the causal mask top-left": "--conventions torch",
     "makes products of q, k and v in TF32": "--arithmetic tf32",
     "makes products of q, k and v in bfloat16": "--arithmetic half_products",
     "has keys and values stored in int8": "--arithmetic int8_cache",
     "has keys and values stored in float8": "--arithmetic float8_cache",
     "sums over keys in": "--arithmetic half_sums",
     IN_FLOAT32: "--arithmetic float32",
+    "takes (batch, length, heads, head_dim)": "--layout blhd",
+    "takes (batch, heads, length, head_dim)": "--layout bhld",
 }
 _VARIANT = re.compile(r"that is variant '(\w+)'")
 # Of a reason in a table.
