@@ -15,7 +15,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._commands import main as cli
-from relpos_np.testing import arguments, c_header, check_vectors, files, golden, records, write_vectors
+from relpos_np.testing import arguments, check_vectors, files, golden, records, write_vectors
 from relpos_np.testing.arguments import decode, encode
 from relpos_np.testing.functions import FUNCTIONS, Call, divergences
 
@@ -601,34 +601,3 @@ def test_values_go_to_and_fro(rng):
     np.testing.assert_array_equal(arguments(found["scheme"])["key_table"], scheme.key_table)
     with pytest.raises(rp.RelposTypeError, match=r"v\.0: a function"):
         encode([lambda: None], "v", {})
-
-
-# ---------------------------------------------------------------------------------------------- in C
-
-# Of version 1, which is never to change: another set is another version.
-V1 = "532b585d5dc305bdbc6ddda8a6726308c08c0f089c9ab480922d70d5e3ea20fd"
-KERNEL = Path(__file__).parent / "c" / "attention.c"
-
-
-def test_the_header_is_frozen():
-    assert c_header.VERSION == 1
-    assert hashlib.sha256(c_header.header().encode()).hexdigest() == V1
-
-
-@pytest.mark.parametrize(("compiler", "flags"), [("cc", ("-std=c99",)), ("c++", ("-x", "c++", "-std=c++11"))])
-def test_the_driver_runs_a_kernel(tmp_path, capsys, compiler, flags):
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler}")
-    folder = tmp_path / "c"
-    assert cli.main(["vectors", str(folder), "--format", "c"]) == 0
-    assert "version 1" in capsys.readouterr().out
-    for planted, wrong in ((), 0), (("-DWRONG",), 4):
-        program = tmp_path / f"with_{wrong}"
-        sources = [str(folder / "relpos_driver.c"), str(KERNEL)]
-        command = [compiler, *flags, "-Wall", "-Werror", f"-I{folder}", *planted, *sources, "-lm", "-o", str(program)]
-        subprocess.run(command, check=True, timeout=120)
-        done = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == bool(wrong), done.stdout
-        assert f"{20 - wrong} of 20 cases are right" in done.stdout
-        assert done.stdout.count("WRONG") == wrong
-    assert cli.main(["vectors", str(tmp_path / "other"), "--format", "c", "--seed", "1"]) == 2

@@ -4,12 +4,14 @@
 ``python docs/field.py`` the page. An entry is a function that returns our answer and theirs, and what to know of it.
 """
 
+import importlib.util
 import json
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -332,6 +334,100 @@ def a_window_is_one_wider_without_causality():
     causal = masking_utils.sliding_window_causal_mask_function(2)
     both = masking_utils.sliding_window_bidirectional_mask_function(2)
     return [int(np.isfinite(s).sum()) for s in scores], [earlier(causal), earlier(both)]
+
+
+# ---------------------------------------------------------------------------------------------- speech, cached keys
+
+
+def speechbrain():
+    """Its module of attention, which imports torchaudio and uses nothing of it."""
+    stubs = {} if importlib.util.find_spec("torchaudio") else {"torchaudio": mock.MagicMock()}
+    sys.modules.update(stubs)
+    try:
+        return importlib.import_module("speechbrain.nnet.attention")
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+
+
+@entry("speechbrain", "error")
+def future_distances_have_sines_of_past_ones():
+    """`RelPosEncXL(2)` of two frames: the first channel, a sine, for distances 1, 0 and -1.
+
+    Sines are odd, and those of the future are copied from the past; cosines are not, so that only every second channel
+    tells what comes from what came. Transformer-XL, ESPnet and Conformers of transformers have -sin(1) there.
+    """
+    theirs = speechbrain().RelPosEncXL(2).make_pe(2)[0, :, 0]
+    ours = rp.reference.sinusoidal(np.array([1.0, 0.0, -1.0]), 2)[:, 0]
+    return ours.tolist(), theirs.tolist()
+
+
+@entry("speechbrain", "convention")
+def a_scale_of_all_heads():
+    """`RoPEMHA(64, 4)`: by which factor products of queries and keys of 16 channels are scaled.
+
+    `RelPosMHAXL` and `RoPEMHA` divide by the root of `embed_dim`, the channels of all heads, where others divide by
+    that of one head's: weights need `scale=(heads * head_dim) ** -0.5` here.
+    """
+    one = np.eye(1, 16)[None]
+    return rp.logits(one, one, backend="numpy").item(), speechbrain().RoPEMHA(64, 4).scale
+
+
+@entry("rotary-embedding-torch", "rounding")
+def positions_are_counted_in_the_dtype_of_operands():
+    """`rotate_queries_or_keys` of 258 keys (1, 0, 0, 0) in bfloat16: the first channel of the last one, which stands at
+    position 257.
+
+    Positions are made with the dtype of the operands, and bfloat16 has no 257: it turns by 256. Of the first 2,048
+    positions 641 are told apart.
+    """
+    from rotary_embedding_torch import RotaryEmbedding
+
+    keys = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.bfloat16).expand(1, 258, 4)
+    theirs = RotaryEmbedding(4).rotate_queries_or_keys(keys)[0, -1, 0].float()
+    x = keys.float().numpy()
+    ours = rp.logits(x[:, :1], x, position=rp.Rotary(layout="interleaved"), scale=1.0, offset=0)[0, 0, -1]
+    return torch.tensor(ours).bfloat16().float().item(), theirs.item()
+
+
+@entry("rotary-embedding-torch", "error")
+def cached_keys_have_another_middle():
+    """`rotate_queries_with_cached_keys` with `use_xpos=True` of one query and 2,048 keys, all (1, 0, 0, 0): the score
+    of the query with the last key, at whose place it stands.
+
+    Exponents of xPos count from the middle of what is turned, which for a query alone is another one than for its keys.
+    At distance 0 the factors should cancel; with 2,048 keys they leave 0.08.
+    """
+    from rotary_embedding_torch import RotaryEmbedding
+
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 2048, 4)
+    q, k = RotaryEmbedding(4, use_xpos=True).rotate_queries_with_cached_keys(x[:, :1], x)
+    ours = rp.logits(x[:, :1].numpy(), x.numpy(), position=rp.XPos(), scale=1.0, backend="numpy")[0, 0, -1]
+    return ours.item(), (q[0, 0] @ k[0, -1]).item()
+
+
+@entry("onnxruntime", "error")
+def unidirectional_means_three_things():
+    """`com.microsoft.MultiHeadAttention(unidirectional=1)` of 4 queries and 9 keys with equal scores: how many keys
+    each query attends.
+
+    The first three attend as if the mask began at the first key, and the last one attends all keys, as if it ended at
+    the last.
+    """
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    names = ("query", "key", "value")
+    described = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in (*names, "out")]
+    node = helper.make_node("MultiHeadAttention", names, ["out"], domain="com.microsoft", num_heads=1, unidirectional=1)
+    graph = helper.make_graph([node], "causal", described[:3], described[3:])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    run = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run
+    q, k, v = np.zeros((1, 4, 9), np.float32), np.zeros((1, 9, 9), np.float32), np.eye(9, dtype=np.float32)[None]
+    theirs = run(None, dict(zip(names, (q, k, v), strict=True)))[0]
+    ours = rp.attention(q, k, v, causal=True, backend="numpy")
+    return tuple((x[0] > 0).sum(-1).tolist() for x in (ours, theirs))
 
 
 # ---------------------------------------------------------------------------------------------- conventions
