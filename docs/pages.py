@@ -84,7 +84,7 @@ def without_example(_app: object, _what: str, _name: str, thing: object, _option
 
 
 def place(rows: Sequence[Array]) -> tuple[int, int] | None:
-    """A query, and a key, from which on all variants show other numbers: there the two most alike differ most."""
+    """A query, and a key from which on variants show other numbers, all of them if they can: they differ most there."""
     sizes = np.min([x.shape for x in rows], axis=0)
     if sizes[1] < SHOWN:
         return None
@@ -93,6 +93,8 @@ def place(rows: Sequence[Array]) -> tuple[int, int] | None:
     with np.errstate(invalid="ignore"):
         pairs = [np.nan_to_num(abs(x - y), posinf=1.0).max(-1) for x, y in itertools.combinations(windows, 2)]
     least = np.min(pairs, axis=0)
+    if not least.any():
+        least = np.sum(pairs, axis=0)
     row, first = np.unravel_index(least.argmax(), least.shape)
     return (int(row), int(first)) if least.max() else None
 

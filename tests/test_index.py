@@ -52,7 +52,7 @@ def test_distance_and_wrapped_maps(l_q, l_k, first, rows, furthest):
 # ---------------------------------------------------------------------------------------------- T5
 
 
-@pytest.mark.parametrize("rounding", ["exact", "float32"])
+@pytest.mark.parametrize("rounding", ["exact", "float32", "flaxformer"])
 def test_t5_buckets_need_a_border(rounding):
     d = np.arange(-20, 20)
     with pytest.raises(rp.RelposValueError, match="max_distance: 8 must exceed the 8 distances"):

@@ -68,6 +68,16 @@ def test_deberta_buckets(span, max_position):
     np.testing.assert_array_equal(rp.reference.deberta_bucket(d, span=span), d)
 
 
+def test_deberta_buckets_that_are_clamped():
+    """From P on, a key behind a query has row 1 of a table and not row 0; nothing else differs."""
+    d = np.arange(-700, 701)
+    found = [rp.reference.deberta_bucket(d, span=256, max_position=512, clamped=clamped) for clamped in (False, True)]
+    np.testing.assert_array_equal(found[1], np.clip(found[0], -255, 255))
+    assert d[found[0] != found[1]].tolist() == d[np.abs(d) >= 512].tolist()
+    with pytest.raises(rp.RelposValueError, match="clamped: expected max_position"):
+        rp.DeBERTa(np.ones((2, 8, 4)), clamped=True)
+
+
 @pytest.mark.parametrize(("span", "max_position"), [(4, 7), (5, 11), (9, 6), (128, 513), (256, 512)])
 def test_deberta_map_is_the_bucket(span, max_position, backend):
     """A table that holds its own row numbers shows the rows, far beyond the last."""

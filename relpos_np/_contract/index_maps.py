@@ -81,12 +81,15 @@ def t5_thresholds(num_buckets: int, max_distance: int, furthest: float = inf) ->
     return np.asarray([*range(1, exact + 1), *takewhile(lambda n: n <= furthest, further)], dtype=np.int64)
 
 
-def t5_float32_buckets(distance: Int64, num_buckets: int, max_distance: int) -> Int64:
-    """Buckets of distances >= 0 in one direction, in the float32 arithmetic of published code."""
+def t5_float32_buckets(distance: Int64, num_buckets: int, max_distance: int, rounding: str = "float32") -> Int64:
+    """Buckets of distances >= 0 in one direction, in the arithmetic of published code."""
     exact = num_buckets // 2
     # A distance of 0 lies in the exact half; 1 stands in for it so that no log of 0 is taken.
-    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
-    scaled = ratio / np.float32(np.log(max_distance / exact)) * np.float32(num_buckets - exact)
+    ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(exact)
+    kind: type[np.float32 | np.float64] = np.float32
+    if rounding == "flaxformer":
+        ratio, kind = ratio + np.finfo(np.float32).eps, np.float64
+    scaled = np.log(ratio).astype(kind) / kind(np.log(max_distance / exact)) * kind(num_buckets - exact)
     large = np.minimum(exact + np.maximum(scaled, 0).astype(np.int64), num_buckets - 1)
     return np.where(distance < exact, distance, large)
 
@@ -99,8 +102,8 @@ def t5_map(
     d = relative_positions(q_len, k_len, offset)
     side = num_buckets // 2 if bidirectional else num_buckets
     distance = np.abs(d) if bidirectional else np.maximum(-d, 0)
-    if rounding == "float32":
-        bucket = t5_float32_buckets(distance, side, max_distance)
+    if rounding != "exact":
+        bucket = t5_float32_buckets(distance, side, max_distance, rounding)
     else:
         starts = t5_thresholds(side, max_distance, _furthest(distance))
         bucket = np.searchsorted(starts, distance, side="right")
@@ -163,11 +166,15 @@ def _furthest(distance: Int64) -> int:
 
 
 @lru_cache(maxsize=64)
-def deberta_map(q_len: int, k_len: int, offset: int, span: int, max_position: int | None, from_query: bool) -> Toeplitz:
+def deberta_map(
+    q_len: int, k_len: int, offset: int, span: int, max_position: int | None, clamped: bool, from_query: bool
+) -> Toeplitz:
     """DeBERTa's rows: bucket of -d (from the query), or of d, plus span, within 2 span rows."""
     delta = relative_positions(q_len, k_len, offset)
     delta = -delta if from_query else delta
     if max_position is not None:
+        if clamped:
+            delta = np.clip(delta, 1 - max_position, max_position - 1)
         middle, n = span // 2, np.abs(delta)
         ends = deberta_thresholds(span, max_position, _furthest(n))
         far = middle + 1 + np.searchsorted(ends, n, side="left")

@@ -98,6 +98,7 @@ def _by(convention: Convention, one: Example) -> Array | None:
 
 _VARIANTS = {
     ("t5", "float32"): "rounds buckets in float32",
+    ("t5", "flaxformer"): "adds an epsilon inside the logarithm of buckets",
     ("t5", "exact"): "decides buckets exactly where float32 is meant",
     ("shaw", "clip"): "clips distances beyond the table where zero is meant",
     ("shaw", "zero"): "gives zero beyond the table where clipping is meant",

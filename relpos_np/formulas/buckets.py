@@ -16,6 +16,8 @@ from relpos_np.types import Array, Int64
 
 Rounding: TypeAlias = Literal["exact", "float32"]
 ROUNDING = get_args(Rounding)
+T5Rounding: TypeAlias = Literal["exact", "float32", "flaxformer"]
+T5_ROUNDING = get_args(T5Rounding)
 
 
 def t5_bucket(
@@ -24,7 +26,7 @@ def t5_bucket(
     num_buckets: int = 32,
     max_distance: int = 128,
     bidirectional: bool = True,
-    rounding: Rounding = "exact",
+    rounding: T5Rounding = "exact",
 ) -> Int64:
     r"""Bucket of each relative position d = j - i.
 
@@ -50,12 +52,14 @@ def t5_bucket(
         Distances from here on share the last bucket.
     bidirectional : bool
         Encoder (True) or decoder self-attention (False).
-    rounding : {"exact", "float32"}
+    rounding : {"exact", "float32", "flaxformer"}
         "exact" decides the floor in integers. "float32" repeats the steps of published code: a
         float32 logarithm, divided by the rounded constant. The two can differ where (n/E)**(B-E) is close to a power
         of D/E (not for 32 buckets and distance 128). At such a border the last bit of a logarithm decides, which
         NumPy, PyTorch and each processor's library compute for themselves: with PyTorch a few in a million distances
         may still differ. Code that multiplies by a reciprocal rounds differently again.
+        "flaxformer" has the float32 logarithm of n/E + eps with the eps of float32, and goes on in float64, as its
+        authors' code does under NumPy 2 (under NumPy 1 it stayed in float32).
 
     Returns
     -------
@@ -76,7 +80,10 @@ def t5_bucket(
     distance = np.abs(d) if bidirectional else np.maximum(-d, 0)
     far = np.clip(distance, exact, max_distance)
     wide = buckets - exact
-    if rounding == "float32":
+    if rounding == "flaxformer":
+        ratio = far.astype(np.float32) / np.float32(exact) + np.finfo(np.float32).eps
+        steps = (np.log(ratio).astype(np.float64) / math.log(max_distance / exact) * wide).astype(np.int64)
+    elif rounding == "float32":
         ratio = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
         steps = (ratio * np.float32(wide)).astype(np.int64)
     else:

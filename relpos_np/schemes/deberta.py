@@ -20,7 +20,7 @@ PositionSign: TypeAlias = Literal["code", "paper"]
 P2C = get_args(PositionSign)
 
 
-def deberta_bucket(distance: Array, *, span: int, max_position: int | None = None) -> Int64:
+def deberta_bucket(distance: Array, *, span: int, max_position: int | None = None, clamped: bool = False) -> Int64:
     r"""The number that stands for each distance, before it is clipped.
 
     Without `max_position` the distance itself. With it the distances near 0 keep their own, those further away share
@@ -43,6 +43,9 @@ def deberta_bucket(distance: Array, *, span: int, max_position: int | None = Non
     max_position : int, optional
         P: `max_relative_positions` of v2, which is its `max_position_embeddings` where it is not set. It must exceed
         :math:`\mu + 1`, and s must be at least 4.
+    clamped : bool
+        Whether distances are first held within :math:`\pm(P - 1)`, whose bucket is s - 1, as in Microsoft's newest
+        code; its first code and Hugging Face's give distances beyond a bucket of their own, s.
 
     Returns
     -------
@@ -52,6 +55,8 @@ def deberta_bucket(distance: Array, *, span: int, max_position: int | None = Non
     distance = check.integers("distance", distance).astype(np.int64)
     if max_position is None:
         return distance
+    if clamped:
+        distance = np.clip(distance, 1 - max_position, max_position - 1)
     found, at = np.unique(distance, return_inverse=True)
     own = [_log_bucket(abs(d), span, max_position) * (1 if d > 0 else -1) for d in found.tolist()]
     return np.asarray(own, dtype=np.int64)[at].reshape(np.shape(distance))
@@ -80,6 +85,7 @@ def deberta_scores(
     *,
     offset: int = 0,
     max_position: int | None = None,
+    clamped: bool = False,
     p2c: PositionSign = "code",
 ) -> tuple[Array | None, Array | None]:
     r"""The two unscaled parts that positions add to :math:`q_i \cdot k_j`.
@@ -101,7 +107,7 @@ def deberta_scores(
         Projected position tables.
     offset : int
         Position M of the first query among the keys.
-    max_position : int, optional
+    max_position, clamped
         See `deberta_bucket`.
     p2c : {"code", "paper"}
         Which way the second part counts.
@@ -120,7 +126,8 @@ def deberta_scores(
 
     def rows(table: Array, delta: Array) -> Array:
         span = table.shape[-2] // 2
-        return table[:, np.clip(deberta_bucket(delta, span=span, max_position=max_position) + span, 0, 2 * span - 1)]
+        bucket = deberta_bucket(delta, span=span, max_position=max_position, clamped=clamped)
+        return table[:, np.clip(bucket + span, 0, 2 * span - 1)]
 
     content, position = None, None
     if pos_key is not None:
@@ -142,7 +149,7 @@ class DeBERTa(LookupScheme):
 
     with b as in `deberta_bucket`: the distance itself in v1, logarithmic buckets in v2 and v3. Distances count from
     keys to queries, the other way round than in `Shaw`. Row 0 is reached from i + M - j = -s (-P with buckets) on,
-    row 2s - 1 one earlier.
+    row 2s - 1 one earlier; `clamped`, keys that far behind a query have row 1, and none has row 0.
 
     Published models scale all three products by :math:`1/\sqrt{D\,(1 + t)}` with t the number of position terms,
     not by the default of `relpos_np.attention`: pass the attribute `scale`,
@@ -161,6 +168,8 @@ class DeBERTa(LookupScheme):
         Position queries :math:`Q^r`, which keys meet (p2c).
     max_position : int, optional
         P of the logarithmic buckets: 512 in v2 and v3 with s = 256. Without it distances count one by one (v1).
+    clamped : bool
+        Whether distances beyond P - 1 count as P - 1, as in Microsoft's newest code; see `deberta_bucket`.
     p2c : {"code", "paper"}
         Keys meet the row of :math:`\delta(i, j)`, as in both published codes, or of :math:`\delta(j, i)`, as in
         the paper's equation. Trained weights belong to "code".
@@ -179,10 +188,11 @@ class DeBERTa(LookupScheme):
     References
     ----------
     He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", ICLR 2021. He, Gao, Chen, "DeBERTaV3",
-    ICLR 2023. Of Microsoft's and of Hugging Face's code for v1 and v2 the rows are the same where L_q = L_k; a
-    position-to-position term, which only Microsoft's code offers and no published model uses, is not here.
-    Microsoft takes logarithms in float64, Hugging Face in float32. Both agree with the exact buckets for the
-    published sizes (s = 256, P = 512); for s = 128 and P = 513 the former puts the distances 128 and 256 one too far.
+    ICLR 2023. Of Microsoft's first code and of Hugging Face's for v1 and v2 the rows are the same where L_q = L_k;
+    Microsoft's newest code is `clamped`, which differs for keys P or more after a query. A position-to-position term,
+    which only Microsoft's code offers and no published model uses, is not here. Microsoft's first code takes logarithms
+    in float64, the others in float32. All agree with the exact buckets for the published sizes (s = 256, P = 512); for
+    s = 128 and P = 513 the first puts the distances 128 and 256 one too far.
 
     Examples
     --------
@@ -198,7 +208,13 @@ class DeBERTa(LookupScheme):
     relative = True
 
     def __init__(
-        self, pos_key: Any = None, pos_query: Any = None, *, max_position: Any = None, p2c: PositionSign = "code"
+        self,
+        pos_key: Any = None,
+        pos_query: Any = None,
+        *,
+        max_position: Any = None,
+        clamped: bool = False,
+        p2c: PositionSign = "code",
     ) -> None:
         if pos_key is None and pos_query is None:
             raise RelposValueError("DeBERTa: expected pos_key, pos_query or both, found neither")
@@ -206,6 +222,7 @@ class DeBERTa(LookupScheme):
         self.pos_key = None if pos_key is None else check.table("pos_key", pos_key, form)
         self.pos_query = None if pos_query is None else check.table("pos_query", pos_query, form)
         self.max_position = None if max_position is None else check.integer("max_position", max_position, 1)
+        self.clamped = check.flag("clamped", clamped)
         self.p2c = check.choice("p2c", p2c, P2C)
         given = [(name, x) for name, x in (("pos_key", self.pos_key), ("pos_query", self.pos_query)) if x is not None]
         for name, table in given:
@@ -220,6 +237,8 @@ class DeBERTa(LookupScheme):
                 f"max_position: {max_position} leaves no buckets; with 2s = {rows} rows it needs s >= 4 and more than "
                 f"{span // 2 + 1}"
             )
+        if self.clamped and self.max_position is None:
+            raise RelposValueError("clamped: expected max_position, whose buckets it is for")
         self.scale = float((self._dim * (1 + len(given))) ** -0.5)
 
     def check(self, site: Site) -> None:
@@ -235,13 +254,14 @@ class DeBERTa(LookupScheme):
     def scores(self, q: Array, k: Array, site: Site) -> Array:
         """Both parts, scaled."""
         tables = (x if x is None else x.astype(site.dtype, copy=False) for x in (self.pos_key, self.pos_query))
-        added = deberta_scores(q, k, *tables, offset=site.offset, max_position=self.max_position, p2c=self.p2c)
+        options: Any = {"max_position": self.max_position, "clamped": self.clamped, "p2c": self.p2c}
+        added = deberta_scores(q, k, *tables, offset=site.offset, **options)
         first, *others = (part for part in added if part is not None)
         return np.asarray(sum(others, first) * site.dtype.type(site.scale))
 
     def _lookups(self, site: Site) -> Iterable[Lookup]:
         lengths = site.q_len, site.k_len, site.offset
-        span = (self._span, self.max_position)
+        span = (self._span, self.max_position, self.clamped)
         if self.pos_key is not None:
             yield Lookup("pos_key", "queries", self.pos_key, deberta_map(*lengths, *span, True), scaled=True)
         if self.pos_query is not None:
@@ -271,9 +291,11 @@ def _build(at: Sample) -> dict[str, Any]:
     rows = at.pick(32, 8, 100)
     tables = [at.normal(parts["q"].shape[-3], rows, at.dim) for _ in range(2)]
     given = at.pick((True, True), (True, False), (False, True))
+    position_limit = at.pick(40, None) if rows < 64 else None
     position = DeBERTa(
         *(table if there else None for table, there in zip(tables, given, strict=True)),
-        max_position=at.pick(40, None) if rows < 64 else None,
+        max_position=position_limit,
+        clamped=rows < 64 and position_limit is not None and at.pick(False, True),
         p2c=at.variant or "code",
     )
     return {**parts, "position": position, "kwargs": {"scale": position.scale}}

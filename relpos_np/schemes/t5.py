@@ -9,7 +9,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.index_maps import t5_map
-from relpos_np.formulas.buckets import ROUNDING, Rounding, bucket_table, t5_bucket
+from relpos_np.formulas.buckets import T5_ROUNDING, T5Rounding, bucket_table, t5_bucket
 from relpos_np.schemes.base import Sample, Site, evaluated, register
 from relpos_np.schemes.lookups import Lookup, LookupScheme
 from relpos_np.types import Array
@@ -23,7 +23,7 @@ def t5_bias(
     offset: int = 0,
     max_distance: int = 128,
     bidirectional: bool = True,
-    rounding: Rounding = "exact",
+    rounding: T5Rounding = "exact",
 ) -> Array:
     """The bias of every pair, written out: ``table[t5_bucket(j - i - offset), h]``.
 
@@ -37,7 +37,7 @@ def t5_bias(
         Position of the first query among the keys.
     max_distance, bidirectional
         See `t5_bucket`.
-    rounding : {"exact", "float32"}
+    rounding : {"exact", "float32", "flaxformer"}
         See `t5_bucket`, too.
 
     Returns
@@ -77,7 +77,7 @@ class T5(LookupScheme):
         Distances from here on share a bucket: 128 in T5 and MPNet, 800 in WavLM.
     bidirectional : bool
         True in encoders, False in decoder self-attention.
-    rounding : {"exact", "float32"}
+    rounding : {"exact", "float32", "flaxformer"}
         How bucket borders are decided; see `t5_bucket`.
 
     Raises
@@ -103,11 +103,11 @@ class T5(LookupScheme):
     relative = True
 
     def __init__(
-        self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: Rounding = "exact"
+        self, table: Any, *, max_distance: int = 128, bidirectional: bool = True, rounding: T5Rounding = "exact"
     ) -> None:
         self.max_distance = check.integer("max_distance", max_distance, 1)
         self.bidirectional = check.flag("bidirectional", bidirectional)
-        self.rounding = check.choice("rounding", rounding, ROUNDING)
+        self.rounding = check.choice("rounding", rounding, T5_ROUNDING)
         self.table = bucket_table("table", table, self.max_distance, bidirectional=self.bidirectional)
 
     def check(self, site: Site) -> None:
@@ -131,7 +131,7 @@ class T5(LookupScheme):
     paper="Raffel et al., JMLR 2020",
     doi="10.48550/arXiv.1910.10683",
     equation="section 2.1",
-    variants=ROUNDING,
+    variants=T5_ROUNDING,
     options="one direction or both",
     models="T5, mT5, umT5, MPNet, LongT5's local part",
     far=True,

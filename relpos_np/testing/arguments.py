@@ -86,6 +86,10 @@ def changed(value: Any, change: Callable[[Array], Array]) -> Any:
     return value
 
 
+# Parameters that came after set v1 of the vectors, which is never to change: their defaults are not written.
+LATER = {("DeBERTa", "clamped"): False}
+
+
 def encode(value: Any, name: str, arrays: dict[str, Array]) -> Any:
     """What JSON can hold for a value, for `decode`.
 
@@ -107,8 +111,10 @@ def encode(value: Any, name: str, arrays: dict[str, Array]) -> Any:
     if isinstance(value, Mapping):
         return {"mapping": {str(key): encode(entry, f"{name}.{key}", arrays) for key, entry in value.items()}}
     if isinstance(value, Scheme | AbsoluteEncoding):
-        given = {key: encode(entry, f"{name}.{key}", arrays) for key, entry in arguments(value).items()}
-        return {"class": type(value).__name__, "arguments": given}
+        kind = type(value).__name__
+        named = {key: x for key, x in arguments(value).items() if (kind, key) not in LATER or x != LATER[kind, key]}
+        given = {key: encode(entry, f"{name}.{key}", arrays) for key, entry in named.items()}
+        return {"class": kind, "arguments": given}
     raise RelposTypeError(f"{name}: a {type(value).__name__} cannot be written to a file")
 
 

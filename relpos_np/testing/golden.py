@@ -40,6 +40,7 @@ from relpos_np.testing.records import (
     leaves,
     plain,
     records,
+    variants_of,
 )
 from relpos_np.types import Backend
 
@@ -150,7 +151,7 @@ def writing(
                 (target / file).write_bytes(data)
                 listed[record.name][file] = _file(data)
             yield record.name
-        (target / MANIFEST).write_bytes(_json(_manifest(listed, seed, chosen(schemes))))
+        (target / MANIFEST).write_bytes(_json(_manifest(listed, seed, schemes)))
 
 
 def _contents(record: Record) -> dict[str, bytes]:
@@ -161,16 +162,16 @@ def _contents(record: Record) -> dict[str, bytes]:
     return {record.name + ".json": _json(about), record.name + suffix: pack(record.arrays)}
 
 
-def _manifest(listed: dict[str, Any], seed: int, names: Sequence[str]) -> dict[str, Any]:
+def _manifest(listed: dict[str, Any], seed: int, names: Sequence[str] | None) -> dict[str, Any]:
     schemes = {
         name: {
             "class": info.cls.__name__,
             "paper": info.paper,
             "doi": info.doi,
             "equation": info.equation,
-            "variants": list(info.variants),
+            "variants": variants_of(name, later=names is not None),
         }
-        for name, info in ((name, SCHEMES[name]) for name in names)
+        for name, info in ((name, SCHEMES[name]) for name in chosen(names))
     }
     return {
         "format": FORMAT,

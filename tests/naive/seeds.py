@@ -262,8 +262,23 @@ def t5_bucket_float32(d, *, num_buckets=32, max_distance=128, bidirectional=True
     return first + min(side - 1, exact + int(scaled))
 
 
+def t5_bucket_flaxformer(d, *, num_buckets=32, max_distance=128, bidirectional=True):
+    """The formula with the logarithm of n/E + eps in single precision, which float64 then goes on with."""
+    first, n, side = _t5_side(d, num_buckets, bidirectional)
+    exact = side // 2
+    if n < exact:
+        return first + n
+    ratio = np.float32(n) / np.float32(exact) + np.float32(2.0**-23)
+    scaled = float(np.float32(math.log(float(ratio)))) / math.log(max_distance / exact) * (side - exact)
+    return first + min(side - 1, exact + int(scaled))
+
+
 # A distance occurs many times, and fractions are slow.
-BUCKETS = {"exact": cache(t5_bucket), "float32": cache(t5_bucket_float32)}
+BUCKETS = {
+    "exact": cache(t5_bucket),
+    "float32": cache(t5_bucket_float32),
+    "flaxformer": cache(t5_bucket_flaxformer),
+}
 
 
 @witness("t5")

@@ -40,10 +40,12 @@ _deberta_bucket = cache(deberta_bucket)
 
 
 @witness("deberta")
-def deberta(q, k, pos_key=None, pos_query=None, *, max_position=None, p2c="code", offset=None, scale=None):
+def deberta(
+    q, k, pos_key=None, pos_query=None, *, max_position=None, clamped=False, p2c="code", offset=None, scale=None
+):
     """scale (q_i . Kr[delta(i,j)] + k_j . Qr[delta(i,j)]), delta = clip(i+M-j, -s, s-1) + s (He 2021, eq. 3 and 4).
 
-    p2c="paper": k_j . Qr[delta(j,i)].
+    p2c="paper": k_j . Qr[delta(j,i)]. clamped: i+M-j within +-(P-1) before anything else (Microsoft's newest code).
     """
     (_, _, l_q, dim), l_k = np.shape(q), np.shape(k)[2]
     group = _heads_of(k, q)
@@ -54,6 +56,8 @@ def deberta(q, k, pos_key=None, pos_query=None, *, max_position=None, p2c="code"
 
     def row(table, distance):
         span = len(table) // 2
+        if clamped:
+            distance = max(min(distance, max_position - 1), 1 - max_position)
         return table[min(max(_deberta_bucket(distance, span, max_position) + span, 0), 2 * span - 1)]
 
     def logit(b, h, i, j):
