@@ -36,7 +36,7 @@ ALIKE = {
     # Under a causal mask the forms differ by a number per query, which the softmax takes out.
     "alibi": [{("alibi", "symmetric"), ("alibi", "causal"), ("alibi", "key")}],
     # No distance of so few keys lies where float32 rounds to another bucket.
-    "t5": [{("t5", "exact"), ("t5", "float32")}],
+    "t5": [{("t5", "exact"), ("t5", "float32"), ("t5", "flaxformer")}],
     # The same shift; only the models' masks differ.
     "transformer_xl": [{("transformer_xl", "transformer_xl"), ("transformer_xl", "espnet_legacy")}],
     # Where both grids divide, pooled keys stand at the same coordinates.

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from relpos_np._runtime import memory
 from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError, shown
 from relpos_np.types import Array
 
@@ -179,6 +180,8 @@ def quantize(
         raise RelposValueError(f"dtype: expected one of {', '.join(LARGEST)}, found {shown(dtype)}")
     if by not in _AXES:
         raise RelposValueError(f"by: expected 'token' or 'channel', found {shown(by)}")
+    size = x.size * (8 if x.dtype == np.float64 else 4)
+    memory.require("quantize", {"numbers": 3 * size, "codes": x.size})
     wide = x if x.dtype == np.float64 else x.astype(np.float32)
     if not np.isfinite(wide).all():
         raise RelposValueError("x: expected finite numbers")

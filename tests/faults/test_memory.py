@@ -375,13 +375,20 @@ def test_row_37_requests_that_no_machine_can_satisfy(name):
             call(backend=backend)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("by", ["token", "channel"])
+def test_row_37_codes(by, dtype, asked):
+    x = np.ones((4, 300, 64), dtype)
+    judge(lambda backend: rp.quantize(x, by=by), "numpy", asked)
+
+
 def test_row_37_every_public_function_says_what_it_takes_or_needs_little():
     """A new function of the API must be judged here as well."""
     # A configuration is read into a plan of a few kilobytes; what its layers compute is a call of `attention`.
     # A model of ONNX and a file have limits of their own (tests/parity/test_to_onnx.py, tests/test_bad_files.py).
     # Tokens are written where there is memory; pages are gathered within the limit (tests/test_paged.py).
     small = {"from_config", "load_npz", "paged_attention", "to_onnx", "write_pages"}
-    judged = {"attention", "attention_vjp", "logits", "prepare", "rel_shift"} | small
+    judged = {"attention", "attention_vjp", "logits", "prepare", "quantize", "rel_shift"} | small
     functions = {name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))}
     assert functions - judged == {
         *("get_num_threads", "memory_limit", "set_backend", "set_memory_limit", "set_num_threads", "set_precision"),
