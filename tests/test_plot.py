@@ -196,7 +196,7 @@ def test_plot_names_the_layers_that_there_are():
         (["t5", "--differences"], "t5: has no table by differences"),
         (["swin", "--rows", "--differences"], "another picture than --rows"),
         (["rel_shift", "--variant", "shaw"], "expected one of transformer_xl, "),
-        (["t5", "--variant", "wrong"], "variant: t5 has 'exact', 'float32'; found 'wrong'"),
+        (["t5", "--variant", "wrong"], "variant: t5 has 'exact', 'float32', 'flaxformer'; found 'wrong'"),
         (["t5", "--out", "t5.nothing"], "the picture cannot be written to t5.nothing"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
