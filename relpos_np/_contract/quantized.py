@@ -15,13 +15,6 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _AXES = {"token": -1, "channel": -2}
 
 
-def numbers(codes: Array, scale: Array, dtype: np.dtype[Any]) -> Array:
-    """What codes stand for, each product rounded once."""
-    found: Array = codes.astype(dtype)
-    found *= scale.astype(dtype, copy=False)
-    return found
-
-
 class Quantized:
     r"""Keys or values as codes of eight bits with scales, an operand of `attention` and `paged_attention`.
 
@@ -109,8 +102,10 @@ class Quantized:
         kind = np.dtype(dtype)
         if kind not in (np.float32, np.float64):
             raise RelposTypeError(f"dtype: expected float32 or float64, found {shown(dtype)}")
+        found: Array = self.codes.astype(kind)
         with np.errstate(all="ignore"):
-            return numbers(self.codes, self.scale, kind)
+            found *= self.scale.astype(kind, copy=False)
+        return found
 
 
 def quantize(
@@ -198,14 +193,16 @@ def quantize(
     codes = np.clip(wide / scale, -most, most)
     if dtype == "int8":
         return Quantized(np.rint(codes).astype(np.int8), scale)
-    return Quantized(codes.astype(_float8(dtype)), scale)
+    return Quantized(codes.astype(small_float(dtype)), scale)
 
 
-def _float8(name: str) -> Any:
+def small_float(name: str) -> np.dtype[Any]:
+    """The dtype of that name which NumPy lacks and ml_dtypes has."""
     try:
         import ml_dtypes
     except ImportError as error:
         raise RelposImportError(
             f"dtype: {name} needs the package ml_dtypes; install it with `pip install ml_dtypes`"
         ) from error
-    return getattr(ml_dtypes, name)
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np.errors import RelposImportError
+from relpos_np._contract.quantized import small_float
 from relpos_np.types import Array
 
 
@@ -29,13 +29,7 @@ class Format:
         """The dtype of NumPy, or of ml_dtypes."""
         if self.name in ("float16", "float32", "float64"):
             return np.dtype(self.name)
-        try:
-            import ml_dtypes
-        except ImportError as error:
-            raise RelposImportError(
-                f"dtype: {self.name} needs the package ml_dtypes; install it with `pip install ml_dtypes`"
-            ) from error
-        return np.dtype(getattr(ml_dtypes, self.name))
+        return small_float(self.name)
 
     def rounded(self, x: Array) -> Array:
         """Numbers of float64 rounded to the format, in float64."""
