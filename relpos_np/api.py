@@ -212,7 +212,7 @@ def attention(
         bounds = bounded.Bounded((q, k, v), position, given, call.problem.site.dtype) if return_bound else None
         result, lse = call.attend(out, return_lse)
         if form is not None:
-            repeated.keep(form, (q, k, v), call.problem, call.schemes, result.shape, call.dtype)
+            repeated.keep(form, call.schemes, call.kept)
         found = (result, lse) if return_lse and lse is not None else (result,)
         if bounds is not None:
             return (*found, *bounds.of(result, lse if return_lse else None))

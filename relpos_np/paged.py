@@ -12,12 +12,12 @@ from numpy.lib.stride_tricks import as_strided
 from relpos_np import api
 from relpos_np._calls.call import Call
 from relpos_np._calls.lowering import schemes_of
+from relpos_np._calls.packed import attend_sequences
 from relpos_np._calls.quantized import readable, stand_in
 from relpos_np._contract import check
 from relpos_np._contract.options import Options, PagedOptions, completed, takes
-from relpos_np._contract.problem import Pages
 from relpos_np._contract.quantized import Quantized
-from relpos_np._contract.sequences import Sequences
+from relpos_np._contract.sequences import Pages, Sequences
 from relpos_np._runtime import memory
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position
@@ -109,10 +109,11 @@ def paged_attention(
         table, size = _table(block_table, len(q)), _codes(k_pages).shape[1]
         lengths = check.lengths_of_keys(key_lengths, (len(q),), table.shape[1] * size)
         _check_pages(table[np.arange(table.shape[1]) * size < lengths[:, None]], _codes(k_pages))
-        found = _in_place((q, k_pages, v_pages), table, lengths, position, given, return_lse)
+        found: Array | tuple[Array, Array] | None = _in_place(
+            (q, k_pages, v_pages), table, lengths, position, given, return_lse
+        )
         if found is not None:
-            result, lse = found
-            return (result, lse) if return_lse and lse is not None else result
+            return found
         tokens = len(q) * int(lengths.max(initial=0))
         gathered = sum(tokens * math.prod(x.shape[2:]) * x.itemsize for x in map(_codes, (k_pages, v_pages)))
         memory.require("paged_attention", {"gathered pages": gathered})
@@ -259,7 +260,7 @@ def _in_place(
     position: Position,
     given: Options,
     return_lse: bool,
-) -> tuple[Array, Array | None] | None:
+) -> Any:
     """Attention of a call whose pages are read where they lie; None if keys must be gathered."""
     q, k_pages, v_pages = operands
     stored = _codes(k_pages), _codes(v_pages)
@@ -272,21 +273,23 @@ def _in_place(
         return None
     if coded and not readable(q, k_pages, v_pages, given):
         return None
-    longest = int(lengths.max())
+    longest, steps = int(lengths.max()), [x.strides[0] // x.itemsize for x in stored]
+    sequences = Sequences.of_items(lengths - q.shape[2], q.shape[2], longest, lengths)
+    sequences = replace(sequences, k_len=lengths, pages=Pages(table, stored[0].shape[1], *steps))
     shapes = [(len(q), x.shape[2], longest, x.shape[3]) for x in stored]
-    sequences = replace(Sequences.of_items(lengths - q.shape[2], q.shape[2], longest, lengths), k_len=lengths)
-    pages = Pages(table, stored[0].shape[1], *(x.strides[0] // x.itemsize for x in stored))
-    options = Options(**{**given, "offset": 0})
-    with np.errstate(all="ignore"):
+    # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
+    k, v = (_without_pages(x, shape) for x, shape in zip(stored, shapes, strict=True))
+
+    def call_of_all() -> Call | None:
         given_as = q, stand_in(shapes[0], own), stand_in(shapes[1], own)
-        call = Call("paged_attention", given_as, position, options, sequences, pages)
+        call = Call("paged_attention", given_as, position, Options(**{**given, "offset": 0}), sequences)
         if not call.reads_in_place(few=coded):
             return None
-        # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
-        k, v = (_without_pages(x, shape) for x, shape in zip(stored, shapes, strict=True))
-        scales = [_gathered_scale(x, table, lengths) for x in (k_pages, v_pages)] if coded else []
-        call.read(k, v, scales)
-        return call.attend(None, return_lse)
+        call.read(k, v, [_gathered_scale(x, table, lengths) for x in (k_pages, v_pages)] if coded else [])
+        return call
+
+    with np.errstate(all="ignore"):
+        return attend_sequences((q, k, v), position, given, sequences, call_of_all, None, return_lse)
 
 
 def _without_pages(pages: Array, shape: tuple[int, ...]) -> Array:

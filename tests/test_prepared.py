@@ -221,7 +221,7 @@ def test_what_changes_is_put_into_records_that_are_kept(rng, monkeypatch):
     far = rp.attention(large * q, large * k, k, key_lengths=lengths, offset="end", **call)
     with monkeypatch.context() as patch:
         patch.setattr(sequences, "attention", None)
-        patch.setattr(sequences._Group, "__init__", None)
+        patch.setattr(sequences._Template, "__init__", None)
         np.testing.assert_array_equal(ready(q, k, k, key_lengths=lengths), expected)
     # But for rows that units of log 2 have no room for.
     np.testing.assert_array_equal(ready(large * q, large * k, k, key_lengths=lengths), far)

@@ -11,11 +11,11 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
+from relpos_np._calls.prepared import Ready, ready, ready_for_sequences
 from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import Options
-from relpos_np._contract.problem import Pages
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Terms, fit
 from relpos_np._contract.turned import Turned
@@ -23,7 +23,7 @@ from relpos_np._dense import forward
 from relpos_np._dense.backward import backward
 from relpos_np._dense.slopes import Slopes
 from relpos_np._runtime import memory
-from relpos_np.schemes.base import Position, in_order
+from relpos_np.schemes.base import Position, Scheme, in_order
 from relpos_np.types import Array
 
 
@@ -43,7 +43,6 @@ class Call:
         position: Position,
         given: Options,
         sequences: Sequences | None = None,
-        pages: Pages | None = None,
         *,
         is_backward: bool = False,
         **returned: bool,
@@ -52,7 +51,7 @@ class Call:
         self._admitted = memory_bounds.admission(function, position, given["backend"], **returned)
         self.problem, self.dtype, self.flat = check.call(*operands, given, self._admitted)
         if sequences is not None:
-            self.problem.sequences, self.problem.pages = sequences, pages
+            self.problem.sequences = sequences
             site = self.problem.site
             site.offset, site.q_len, site.k_len = sequences.covering()
         self.backend = _backend.current(given["backend"])
@@ -95,6 +94,15 @@ class Call:
         problem.stored_k = np.broadcast_to(k, problem.stored_k.shape)
         problem.stored_v = np.broadcast_to(v, problem.stored_v.shape)
         problem.scales = tuple(scales) or None
+
+    def kept(self, schemes: tuple[Scheme, ...]) -> Ready | None:
+        """What later calls of this form begin with; `schemes` are copies of the call's."""
+        problem, sequences, (q, k, v) = self.problem, self.problem.sequences, self.operands
+        assert v is not None
+        shape = problem.out_shape[1:] if self.flat else problem.out_shape
+        if sequences is None:
+            return ready((q, k, v), problem, schemes, shape, self.dtype)
+        return ready_for_sequences((q, k, v), problem, schemes, shape, self.dtype, sequences, sequences.reach())
 
     def _sinks(self) -> Array | None:
         given = self.given["sinks"]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 
 from relpos_np import backend as _backend
+from relpos_np._calls import repeated
 from relpos_np._calls.call import Call
 from relpos_np._calls.lowering import schemes_of
 from relpos_np._contract import check, outputs
@@ -304,8 +306,8 @@ class PackedCall:
         if sequences is not None:
             if out is not None:
                 self._checked_out(out)
-            found, lse = self.at_once("attention", sequences).attend(out, return_lse)
-            return found if lse is None or not return_lse else (found, lse)
+            operands, of_all = (self.q, self.k, self.v), partial(self.at_once, "attention", sequences)
+            return attend_sequences(operands, self.position, self.given, sequences, of_all, out, return_lse)
         result = self._checked_out(out)
         if return_bound:
             return self._bounded(compute, return_lse, result)
@@ -385,6 +387,30 @@ class PackedCall:
         else:
             target = part.of(shared[name], self._batch, (_ALL, part.queries))
             target += own.reshape(target.shape)
+
+
+def attend_sequences(
+    operands: tuple[Array, Array, Array],
+    position: Position,
+    given: Options,
+    sequences: Sequences,
+    call_of_all: Callable[[], Call | None],
+    out: Array | None,
+    return_lse: bool,
+) -> Any:
+    """Output and, if it is wanted, log-sum-exp of all sequences in one launch; None if `call_of_all` makes no call."""
+    own = {name: x for name, x in given.items() if name not in ("segments", "offset", "key_lengths")}
+    form = repeated.form_of_sequences(*operands, position, own, sequences)
+    ready = None if form is None else repeated.known(form)
+    if ready is not None:
+        return ready.run(operands, sequences, out, (*operands, position), return_lse=return_lse)
+    call = call_of_all()
+    if call is None:
+        return None
+    found, lse = call.attend(out, return_lse)
+    if form is not None:
+        repeated.keep(form, call.schemes, call.kept)
+    return (found, lse) if return_lse else found
 
 
 def segment_bounds(value: Any, q_len: int, k_len: int) -> tuple[Int64, Int64]:

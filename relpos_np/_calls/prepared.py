@@ -52,12 +52,14 @@ class Ready:
         return_lse: bool,
     ) -> Array | tuple[Array, Array]:
         """The results of a call; `lengths`: of keys, or where items stand; `read`: what `out` may not overlap."""
+        # Sequences may have more rows or fewer in all.
+        shape = (*self._shape[:-2], operands[0].shape[-2], self._shape[-1])
         if out is None:
-            result = results.empty(self._shape, self._result)[0]
+            result = results.empty(shape, self._result)[0]
         else:
-            outputs.check(out, self._shape, self._result, read)
-            result = out if out.flags.c_contiguous else np.empty(self._shape, self._result)
-        lse = np.empty(self._shape[:-1], self._site.dtype) if return_lse else None
+            outputs.check(out, shape, self._result, read)
+            result = out if out.flags.c_contiguous else np.empty(shape, self._result)
+        lse = np.empty(shape[:-1], self._site.dtype) if return_lse else None
         vectors = self._vectors(operands) if self._computing else ()
         self._planned.run(operands, lengths, result, lse, vectors)
         if out is not None and result is not out:
@@ -131,31 +133,32 @@ def ready(
     return None if planned is None else Ready(planned, shape, result, site, own, computing)
 
 
-def ready_for_items(
+def ready_for_sequences(
     operands: tuple[Array, Array, Array],
     problem: Problem,
     schemes: tuple[Scheme, ...],
     shape: tuple[int, ...],
     result: np.dtype[Any],
+    sequences: Sequences,
+    reach: tuple[int, int],
 ) -> Ready | None:
-    """As `ready`, of calls in which each item has an offset of its own, from -L_q to L_k."""
-    kernels, site = _backend.kernels("numba"), problem.site
+    """As `ready`, of calls whose sequences, like these, have at most so many queries and keys, and are within them."""
+    kernels, (q_len, k_len) = _backend.kernels("numba"), reach
     if not _in_place(operands, problem, result):
         return None
     if (
         0 in problem.batch
         or problem.ranges is not None
+        or problem.mask is not None
         or problem.step > 1
         or not all(scheme.covers for scheme in schemes)
     ):
         return None
-    # Every position that an item can have.
-    lengths = np.broadcast_to(np.int64(site.k_len), problem.batch)
-    items = Sequences.of_items(lengths - site.q_len, site.q_len, site.k_len, lengths)
-    site = replace(site, offset=-site.q_len, q_len=site.k_len + 2 * site.q_len)
-    problem = replace(problem, site=site, sequences=items)
+    # Every position that a sequence can have.
+    site = replace(problem.site, offset=-q_len, q_len=k_len + 2 * q_len, k_len=k_len)
+    problem = replace(problem, site=site, sequences=sequences)
     terms = all_terms(each_lowered(schemes, problem, by_kernels=True))
-    planned = kernels.prepare_items(problem, terms, result)
+    planned = kernels.prepare_sequences(problem, terms, result)
     own = problem.stored_q.shape, problem.stored_k.shape
     return None if planned is None else Ready(planned, shape, result, site, own, ())
 
@@ -200,7 +203,9 @@ class PreparedAttention:
             problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)
             self._ready[True] = ready((q, k, v), problem, schemes, shape, result)
         if options["selected"] is None:
-            self._items = ready_for_items((q, k, v), replace(problem, key_lengths=None), schemes, shape, result)
+            reach, lengths = (problem.site.q_len, self._k_len), np.broadcast_to(np.int64(self._k_len), self._batch)
+            items, alone = Sequences.of_items(lengths - reach[0], *reach, lengths), replace(problem, key_lengths=None)
+            self._items = ready_for_sequences((q, k, v), alone, schemes, shape, result, items, reach)
         if type(options["offset"]) is not int and (schemes or problem.is_banded) and problem.site.q_len < self._k_len:
             # Lengths, which come with each call, decide where its queries stand, or leave it open.
             self._ready[True] = None

@@ -3,25 +3,25 @@
 All that decides how a call is done, but for the numbers in q, k and v, is its form: shapes and strides, options, what
 was chosen for the process, and what its schemes hold, byte for byte, so that a table whose numbers were changed in
 place makes another form. A form that is met again is prepared as by `relpos_np.prepare`; later calls take that way,
-which gives the same bits, and beside their kernel do little more than find their form.
+which gives the same bits, and beside their kernel do little more than find their form. Where a call has many sequences,
+their lengths are no part of its form, nor is how many rows all of them have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls.lowering import has_reusable_terms
-from relpos_np._calls.prepared import Ready, own_schemes, ready
-from relpos_np._contract.problem import Problem
+from relpos_np._calls.prepared import Ready, own_schemes
+from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Dense, IndexMap, Toeplitz
 from relpos_np._runtime import memory, precision
 from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.registry import is_registered
-from relpos_np.types import Array
 
 # Entries at most. Bytes of queries, of an array in a form, and of all that is kept for it: with more, the call takes
 # long anyway. Bytes of all that is kept.
@@ -56,6 +56,26 @@ def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any]) -> H
     if q.nbytes > QUERY_BYTES:
         return None
     found: list[Hashable] = [q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype]
+    return _with_options(found, position, options)
+
+
+def form_of_sequences(
+    q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], sequences: Sequences
+) -> Hashable | None:
+    """The same of a call with sequences, whose `options` do not say where they are."""
+    reach, operands = sequences.reach(), (q, k, v)
+    if not (all(type(x) is np.ndarray and x.flags.aligned for x in operands) and sequences.within(reach)):
+        return None
+    # Kernels read rows of adjacent elements where they are.
+    if q.nbytes > QUERY_BYTES or k.shape[-2] != v.shape[-2] or any(x.strides[-1] != x.itemsize for x in operands):
+        return None
+    found: list[Hashable] = [sequences.pages is not None, reach]
+    for x in operands:
+        found += x.shape[:-2], x.shape[-1], x.dtype
+    return _with_options(found, position, options)
+
+
+def _with_options(found: list[Hashable], position: Any, options: Mapping[str, Any]) -> Hashable | None:
     for name, value in options.items():
         own = None if isinstance(value, np.ndarray) else _of(value)
         if own is None:
@@ -108,21 +128,14 @@ def known(given: Hashable) -> Ready | None:
     return found if found and found.fits() else None
 
 
-def keep(
-    given: Hashable,
-    operands: tuple[Array, Array, Array],
-    problem: Problem,
-    schemes: tuple[Scheme, ...],
-    shape: tuple[int, ...],
-    result: np.dtype[Any],
-) -> None:
+def keep(given: Hashable, schemes: tuple[Scheme, ...], ready: Callable[[tuple[Scheme, ...]], Ready | None]) -> None:
     """Remember the form of a call that was done; of one that is met again, what makes later calls shorter."""
     met = hash(given)
     if met not in _known:
         _add(met, False)
     elif _known.get(met) is False:
         # Of copies, since records name arrays by where they lie, and users may change theirs.
-        made = ready(operands, problem, own_schemes(schemes), shape, result)
+        made = ready(own_schemes(schemes))
         size = 0 if made is None else made.nbytes + _size(given)
         if made is None or size > KEPT_BYTES:
             _known[met] = None

@@ -75,16 +75,6 @@ class Site:
         return relative_positions(self.q_len, self.k_len, self.offset)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pages:
-    """Keys and values in pages of `size` keys: those of each item, int64 (items, M), and elements from page to page."""
-
-    table: Int64
-    size: int
-    k_step: int
-    v_step: int
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A range of a call.
@@ -199,9 +189,9 @@ class Problem:
     The mask was given with one row for all heads, `mask_of_heads`, and for all queries, `mask_of_keys`. `precision`:
     one that was chosen.
     `unplaced`: lengths of keys are given, and of where fewer queries stand nothing is said.
-    `pages`: keys and values lie in pages, and `stored_k` and `stored_v` stand for what may only be read page by page.
     `scales`: `stored_k` and `stored_v` are codes, to be multiplied by these, for the one kernel that reads them.
-    `sequences`: each is attended alone; the operands have the rows of all, and `site` has every position of any.
+    `sequences`: each is attended alone; the operands have the rows of all, and `site` has every position of any. Where
+    they lie in pages, `stored_k` and `stored_v` stand for what may only be read page by page.
     `ranges`, (*batch, L_q, 2), and `step` are what a rule says: the first key of each query and the one after its last,
     and the distance between keys. `softcap`: c of c tanh(s / c), 0 for none; `cap_content`: of the products alone.
     """
@@ -225,7 +215,6 @@ class Problem:
     cap_content: bool = False
     sequences: Sequences | None = None
     unplaced: bool = False
-    pages: Pages | None = None
     scales: tuple[Array, ...] | None = None
     _q: Array | None = field(init=False, default=None)
     _k: Array | None = field(init=False, default=None)
@@ -251,6 +240,11 @@ class Problem:
         if self._v is None:
             self._v = converted(self.stored_v, self.site.dtype)
         return self._v
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys and values lie in pages."""
+        return self.sequences is not None and self.sequences.pages is not None
 
     @property
     def stored(self) -> tuple[Array, Array, Array]:

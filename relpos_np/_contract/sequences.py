@@ -11,8 +11,18 @@ from relpos_np.types import Array, Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Keys and values in pages of `size` keys: those of each item, int64 (items, M), and elements from page to page."""
+
+    table: Int64
+    size: int
+    k_step: int
+    v_step: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Numbers of every sequence of every batch item, int64 (n,) each.
+    """Numbers of every sequence of every batch item, int64 (n,) each, and the pages that they lie in.
 
     Attributes
     ----------
@@ -26,6 +36,8 @@ class Sequences:
         Position of its first query among its keys.
     k_end : ndarray, optional
         How many of its keys exist; by default all.
+    pages : Pages, optional
+        Where keys and values lie, if not in rows one after the other.
     """
 
     item: Int64
@@ -35,6 +47,7 @@ class Sequences:
     k_len: Int64
     offset: Int64
     k_end: Int64 | None = None
+    pages: Pages | None = None
 
     @classmethod
     def of_segments(
@@ -70,7 +83,17 @@ class Sequences:
     def some(self, which: Any) -> Sequences:
         """Some of them, in the order of these indices."""
         own = {name: getattr(self, name) for name in self.__slots__}
-        return Sequences(**{name: x[which] for name, x in own.items() if x is not None})
+        return Sequences(**{name: x[which] if isinstance(x, np.ndarray) else x for name, x in own.items()})
+
+    def reach(self) -> tuple[int, int]:
+        """Powers of 2 that the lengths of queries, and of keys, do not pass."""
+        q_len, k_len = (1 << (int(x.max()) - 1).bit_length() for x in (self.q_len, self.k_len))
+        return q_len, k_len
+
+    def within(self, reach: tuple[int, int]) -> bool:
+        """Whether they stand from the first key, less the queries of one, to the last key."""
+        (q_len, k_len), stop = reach, self.offset + self.q_len
+        return bool(self.offset.min() >= -q_len and stop.max() <= k_len + q_len)
 
     def covering(self) -> tuple[int, int, int]:
         """Offset and lengths of the shortest call that has every position, and every distance, of these."""

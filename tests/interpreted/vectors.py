@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np.kernels._numba.simd.bfloat16_planes import FAR
 from relpos_np.kernels._numba.simd.target import NARROW, PAIR_ROWS, PAIR_STEPS, SUM_VECTORS, TARGET, TILED
 from relpos_np.kernels._numba.simd.vectors import CODE_UNITS
-from tests.interpreted.memory import ADDRESS, CODES, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault
+from tests.interpreted.memory import ADDRESS, CODES, FLOAT32, FLOAT64, INT16, UINT16, UINT32, Fault, Pointer
 
 TINY_EXPONENT = {4: -126.0, 8: -1022.0}
 
@@ -345,8 +345,15 @@ class Vectors:
         square = self.m.grid(x, 0, lanes, ldx, lanes).T.copy()
         self.m.grid(out, 0, lanes, ldo, lanes, write=True)[...] = square
 
-    def _dots(self, rows, q, ldq, k, ldk, ahead, cols, depth, s, lds):
-        queries, keys = self.m.grid(q, 0, rows, ldq, depth), widened(self.m.grid(k, 0, cols, ldk, depth))
+    def _rows_at(self, x, places, early, rows, width):
+        """Rows that are so many elements apart, or begin where a table says; those to ask for need not exist."""
+        if not isinstance(places, Pointer):
+            return widened(self.m.grid(x, 0, rows, places, width))
+        self.m.row(early, 0, rows)
+        return np.concatenate([widened(self.m.grid(x, at, 1, 0, width)) for at in self.m.row(places, 0, rows).tolist()])
+
+    def _dots(self, rows, q, ldq, k, at, early, cols, depth, s, lds):
+        queries, keys = self.m.grid(q, 0, rows, ldq, depth), self._rows_at(k, at, early, cols, depth)
         self.m.grid(s, 0, rows, lds, cols, write=True)[...] = queries @ keys.T
 
     def dots_of_one(self, *args):
@@ -355,10 +362,9 @@ class Vectors:
     def dots_of_four(self, *args):
         self._dots(4, *args)
 
-    def _mixes(self, rows, p, ldp, x, ldx, ahead, cols, width, out, ldo, fade):
-        weights, values = self.m.grid(p, 0, rows, ldp, cols), widened(self.m.grid(x, 0, cols, ldx, width))
-        factor, target = self.m.row(fade, 0, rows), self.m.grid(out, 0, rows, ldo, width, write=True)
-        target[...] = target * factor[:, None] + weights @ values
+    def _mixes(self, rows, p, ldp, x, at, early, cols, width, out, ldo):
+        weights, values = self.m.grid(p, 0, rows, ldp, cols), self._rows_at(x, at, early, cols, width)
+        self.m.grid(out, 0, rows, ldo, width, write=True)[...] += weights @ values
 
     def mixes_of_one(self, *args):
         self._mixes(1, *args)

@@ -24,7 +24,7 @@ from relpos_np.kernels._numba.launch.cache import cache_folder
 from relpos_np.kernels._numba.plan import by_rows, ends, job, sequence_gradients, sequences
 from relpos_np.kernels._numba.plan.backward_job import BackwardJob, readable_gradient
 from relpos_np.kernels._numba.plan.prepared import prepare
-from relpos_np.kernels._numba.plan.sequences import prepare_items
+from relpos_np.kernels._numba.plan.sequences import prepare_sequences
 from relpos_np.kernels._numba.plan.workspace_bytes import workspace_bytes
 from relpos_np.kernels._numba.simd.target import CONVERTS_HALF, TILED, UNIT
 from relpos_np.types import Array
@@ -34,7 +34,7 @@ __all__ = [
     "backward",
     "cache_folder",
     "prepare",
-    "prepare_items",
+    "prepare_sequences",
     "rel_shift",
     "warm_up",
     "workspace_bytes",

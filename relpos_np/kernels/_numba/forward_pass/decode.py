@@ -2,7 +2,8 @@
 
 Keys and values may be of half precision, or codes of eight bits with scales; arithmetic is then in float32. One piece
 of work is a range of keys of one key head, with the rows of every query head of its group. Many keys are attended in
-several ranges and merged.
+several ranges and merged. Where the rows of a token lie side by side, as in pages, a piece has several key heads:
+memory is read in the order of its addresses, some keys of all these heads before the next keys.
 
 A scale of a channel is multiplied with queries, and with sums of values; one of a key with its scores, and with its
 probabilities.
@@ -20,15 +21,25 @@ from numba import carray
 
 from relpos_np.kernels._numba.forward_pass.attend import Layout, bypass_values, write_lse
 from relpos_np.kernels._numba.forward_pass.pack import load_block, load_turned, store_row
-from relpos_np.kernels._numba.forward_pass.pages import place_of, run_from
+from relpos_np.kernels._numba.forward_pass.pages import place_of, place_rows, run_from
 from relpos_np.kernels._numba.forward_pass.scores import complete_scores, in_band
-from relpos_np.kernels._numba.forward_pass.work import MINUS_INFINITY, OWN, Head, Tile, head_of, round_up, size_of
+from relpos_np.kernels._numba.forward_pass.work import (
+    MINUS_INFINITY,
+    OWN,
+    VECTOR_BYTES,
+    Head,
+    Tile,
+    head_of,
+    round_up,
+    size_of,
+)
 from relpos_np.kernels._numba.launch.build import helper
 from relpos_np.kernels._numba.launch.entries import entry_points
 from relpos_np.kernels._numba.launch.records import ADD, CALL, DECODE, KEY_BEGIN, KEY_END
 from relpos_np.kernels._numba.simd.rotation import turn_rows
 from relpos_np.kernels._numba.simd.rows import (
-    ROWS_AHEAD,
+    add_row,
+    address_of,
     advance,
     at,
     brains,
@@ -64,63 +75,117 @@ PACK_DECODE = struct.Struct(f"<{len(DECODE.names or ())}q").pack
 CALL_BYTES = CALL.itemsize
 # Rows beyond this many are worth packing the keys for.
 MOST_ROWS = 8
+# Keys and values are asked for so many rows early. Of several heads whose rows lie side by side, so many keys are read
+# of each in turn.
+AHEAD, CHUNK = 64, 16
+# Tables of where rows begin have those of a block, and of the rows after it that are asked for early.
+PLACES = BLOCK_KEYS + AHEAD
 
 # The scales of a head's keys and of its values, and whether each has one of its own, or channels have them.
 Scales = namedtuple("Scales", "k k_row v v_row")  # noqa: PYI024
 
 
 @helper
-def decode_layout(depth: int, v_depth: int, turning: int, lanes: int) -> Layout:
-    """A thread's workspace; buffers that are not needed are empty. `turning`: not 0 if keys turn as they are read."""
+def decode_layout(depth: int, v_depth: int, turning: int, lanes: int, n: int) -> Layout:
+    """A thread's workspace for the key head n of a piece, up to its end; buffers that are not needed are empty.
+
+    Copies of keys and of values are shared by all key heads; all else is there for each. `scratch`: sums of a block's
+    values. `turning`: not 0 if keys turn as they are read.
+    """
     width = (v_depth + lanes - 1) // lanes * lanes
-    keys = (MOST_ROWS * depth + 63) // 64 * 64
-    scores = keys + (BLOCK_KEYS * depth if turning else 0)
-    values = scores + MOST_ROWS * BLOCK_KEYS
-    out = values + BLOCK_KEYS * width
-    total = out + MOST_ROWS * width
-    tops = total + MOST_ROWS * lanes
+    keys = 4 * PLACES * 8 // (VECTOR_BYTES // lanes)
+    values = keys + (BLOCK_KEYS * depth if turning else 0)
+    queries, own = values + BLOCK_KEYS * width, (MOST_ROWS * depth + 63) // 64 * 64
     # Vectors of rows: the rows are rounded up to a vector.
+    queries += n * (own + MOST_ROWS * (BLOCK_KEYS + 2 * width + 2 * lanes) + 3 * 64)
+    scores = queries + own
+    out = scores + MOST_ROWS * BLOCK_KEYS
+    scratch = out + MOST_ROWS * width
+    total = scratch + MOST_ROWS * width
+    tops = total + MOST_ROWS * lanes
     best = tops + MOST_ROWS * lanes
     top = best + 64
     fade = top + 64
     return Layout(
-        0, keys, 0, scores, values, 0, 0, 0, 0, out, total, tops, best, top, fade, 0, 0, 0, 0, 0, 0, fade + 64
+        queries,
+        keys,
+        scratch,
+        scores,
+        values,
+        0,
+        0,
+        0,
+        0,
+        out,
+        total,
+        tops,
+        best,
+        top,
+        fade,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        fade + 64,
     )
 
 
 @helper
-def ahead_of(p: Any, j: int, run: int, row: int, page: int) -> int:
-    """Elements from a row to the one that is asked for early: of small pages that in the next page."""
-    if p.pages == 0 or p.page_keys > 4 * ROWS_AHEAD:
-        return row * ROWS_AHEAD
-    return place_of(p, j + run, row, page) - place_of(p, j, row, page) if j + run < p.k_len else 0
+def places(base: Any, n: int) -> Any:
+    """Where rows begin: of keys (0) and values (1), of those that were copied (2), and of those to ask for (3)."""
+    return at(longs(address_of(base)), n * PLACES)
 
 
 @helper
-def score_rows(
-    base: Any, w: Any, keys: Any, row: int, ahead: int, first: int, cols: int, depth: int, rows: int
-) -> None:
+def places_of_copies(base: Any, width: int) -> Any:
+    """Those of rows that were copied to the workspace, so many elements apart."""
+    table = places(base, 2)
+    for r in range(BLOCK_KEYS):
+        put(table, r, r * width)
+    return table
+
+
+@helper
+def ask_early(base: Any, table: Any, n: int, count: int, head: int) -> Any:
+    """Where rows begin that are asked for, while CHUNK rows of a table are read of the n-th of so many heads.
+
+    In the order of all these heads they are the rows of all, one after the other. `head`: elements between heads.
+    """
+    if count == 1:
+        return at(table, AHEAD)
+    early, row, other = places(base, 3), n * CHUNK // count, n * CHUNK % count
+    for r in range(CHUNK):
+        put(early, r, get(table, AHEAD + row) + (other - n) * head)
+        other += 1
+        if other == count:
+            row, other = row + 1, 0
+    return early
+
+
+@helper
+def score_rows(base: Any, w: Any, keys: Any, table: Any, early: Any, first: int, cols: int, p: Any) -> None:
     """Plain products of every query with some keys, whose scores begin in a column."""
+    rows = p.k_group * p.q_len
     for r in range(rows):
-        q, s = at(base, w.queries + r * depth), at(base, w.scores + r * BLOCK_KEYS + first)
+        q, s = at(base, w.queries + r * p.depth), at(base, w.scores + r * BLOCK_KEYS + first)
         if r >= rows // 4 * 4:
-            dots_of_one(q, depth, keys, row, ahead, cols, depth, s, BLOCK_KEYS)
+            dots_of_one(q, p.depth, keys, table, early, cols, p.depth, s, BLOCK_KEYS)
         elif r % 4 == 0:
-            dots_of_four(q, depth, keys, row, ahead, cols, depth, s, BLOCK_KEYS)
+            dots_of_four(q, p.depth, keys, table, early, cols, p.depth, s, BLOCK_KEYS)
 
 
 @helper
-def mix_rows(
-    base: Any, w: Any, values: Any, row: int, ahead: int, first: int, cols: int, depth: int, rows: int
-) -> None:
-    """Add values, weighted by probabilities from a column on, to every row of the output."""
-    width = round_up(depth, lanes_of(base))
+def mix_rows(base: Any, w: Any, values: Any, table: Any, early: Any, first: int, cols: int, p: Any) -> None:
+    """Add values, weighted by probabilities from a column on, to the sums of a block."""
+    rows, width = p.k_group * p.q_len, round_up(p.v_depth, lanes_of(base))
     for r in range(rows):
-        s, out, fade = at(base, w.scores + r * BLOCK_KEYS + first), at(base, w.out + r * width), at(base, w.fade + r)
+        s, sums = at(base, w.scores + r * BLOCK_KEYS + first), at(base, w.scratch + r * width)
         if r >= rows // 4 * 4:
-            mixes_of_one(s, BLOCK_KEYS, values, row, ahead, cols, depth, out, width, fade)
+            mixes_of_one(s, BLOCK_KEYS, values, table, early, cols, p.v_depth, sums, width)
         elif r % 4 == 0:
-            mixes_of_four(s, BLOCK_KEYS, values, row, ahead, cols, depth, out, width, fade)
+            mixes_of_four(s, BLOCK_KEYS, values, table, early, cols, p.v_depth, sums, width)
 
 
 @helper
@@ -137,95 +202,59 @@ def turn_codes(p: Any, out: Any, codes: Any, turns: int, rows: int, scales: Any)
 
 
 @helper
-def score_tile(p: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any, scales: Any) -> None:
-    """Plain products of every row with every key of a block, which may lie in several pages."""
-    rows, first = p.k_group * p.q_len, 0
-    while first < tile.cols:
-        j = tile.j0 + first
-        run, place = run_from(p, j, tile.cols - first), place_of(p, j, p.k_row, p.k_page)
-        if p.turn:
-            keys, own = at(base, w.keys + first * p.depth), head.k + place * size_of(base, p.k_kind)
-            turns = head.k_turn + j * 2 * p.turn_pairs * size_of(base, OWN)
-            if scales is None:
-                load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, run, p.depth)
-            else:
-                turn_codes(p, keys, pointer_like(stored, own), turns, run, scales)
+def turn_keys(p: Any, base: Any, stored: Any, w: Any, head: Any, j0: int, cols: int, scales: Any) -> None:
+    """Copy keys, which may lie in several pages, while their pairs of channels turn."""
+    first = 0
+    while first < cols:
+        j = j0 + first
+        run = run_from(p, j, cols - first)
+        own = head.k + place_of(p, j, p.k_row, p.k_page) * size_of(base, p.k_kind)
+        keys, turns = at(base, w.keys + first * p.depth), head.k_turn + j * 2 * p.turn_pairs * size_of(base, OWN)
+        if scales is None:
+            load_turned(p, keys, p.depth, own, p.k_kind, p.k_row, turns, run, p.depth)
         else:
-            keys, ahead = at(pointer_like(stored, head.k), place), ahead_of(p, j, run, p.k_row, p.k_page)
-            score_rows(base, w, keys, p.k_row, ahead, first, run, p.depth, rows)
+            turn_codes(p, keys, pointer_like(stored, own), turns, run, scales)
         first += run
-    if p.turn:
-        score_rows(base, w, at(base, w.keys), p.depth, 0, 0, tile.cols, p.depth, rows)
-    if scales is not None and scales.k_row:
-        for r in range(rows):
-            multiply_row(at(base, w.scores + r * BLOCK_KEYS), at(scales.k, tile.j0), tile.cols)
 
 
 @helper
 def copy_values(p: Any, base: Any, values: Any, w: Any, tile: Any, scales: Any) -> Any:
     """Copy the values of a block; return NaN if an element is not finite."""
-    width, first, finite = round_up(p.v_depth, lanes_of(base)), 0, 0.0
-    while first < tile.cols:
-        j = tile.j0 + first
-        run, place = run_from(p, j, tile.cols - first), place_of(p, j, p.v_row, p.v_page)
-        finite += copy_block(at(base, w.values + first * width), width, at(values, place), p.v_row, run, p.v_depth)
-        first += run
-    if scales is not None and scales.v_row:
-        for r in range(tile.cols):
-            row = at(base, w.values + r * width)
+    width, table, finite = round_up(p.v_depth, lanes_of(base)), places(base, 1), 0.0
+    for r in range(tile.cols):
+        row = at(base, w.values + r * width)
+        finite += copy_block(row, width, at(values, get(table, r)), p.v_row, 1, p.v_depth)
+        if scales is not None and scales.v_row:
             scale_row(row, row, p.v_depth, get(scales.v, tile.j0 + r))
+    if scales is not None and scales.v_row:
         finite = copy_block(at(base, w.values), width, at(base, w.values), width, tile.cols, p.v_depth)
     return finite
 
 
 @helper
-def mix_tile(p: Any, base: Any, values: Any, w: Any, tile: Any) -> None:
-    """Add the values of a block, which are read where they lie."""
-    rows, first = p.k_group * p.q_len, 0
-    while first < tile.cols:
-        j = tile.j0 + first
-        run, place = run_from(p, j, tile.cols - first), place_of(p, j, p.v_row, p.v_page)
-        ahead = ahead_of(p, j, run, p.v_row, p.v_page)
-        mix_rows(base, w, at(values, place), p.v_row, ahead, first, run, p.v_depth, rows)
-        # What was there before has faded.
-        fill_row(base, w.fade, w.fade + rows, 1.0)
-        first += run
+def weigh_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any, scales: Any) -> None:
+    """Make probabilities of the products of a group's rows, of which `head` is the first head, with a block of keys.
 
-
-@helper
-def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any, scales: Any) -> None:
-    """Attend one block of keys with the rows of every query head of a group, of which `head` is the first.
-
-    `stored`: any pointer of the type that keys and values have.
+    Values are then still to be added to the sums of the block; where a row may not attend a key, they have been.
     """
     cols, v_depth, lanes = tile.cols, p.v_depth, lanes_of(base)
     rows, width, wide = p.k_group * p.q_len, round_up(v_depth, lanes), round_up(cols, SUM_VECTORS * lanes)
-    out, fade, values = at(base, w.out), at(base, w.fade), pointer_like(stored, head.v)
-    score_tile(p, base, stored, w, head, tile, scales)
+    out, fade = at(base, w.out), at(base, w.fade)
+    if scales is not None and scales.k_row:
+        for r in range(rows):
+            multiply_row(at(base, w.scores + r * BLOCK_KEYS), at(scales.k, tile.j0), cols)
     fill_row(base, w.tops, w.tops + rows * lanes, MINUS_INFINITY)
     for g in range(p.k_group):
-        one = Head(
-            head.b,
-            head.h + g,
-            head.q,
-            head.k,
-            head.v,
-            head.grad,
-            at(head.bias, g * p.bias_head),
-            head.mask,
-            0,
-            0,
-            head.inner + g * p.inner_head,
-        )
+        bias, inner = at(head.bias, g * p.bias_head), head.inner + g * p.inner_head
+        one = Head(head.b, head.h + g, head.q, head.k, head.v, head.grad, bias, head.mask, 0, 0, inner)
         complete_scores(p, adds, base, w, one, Tile(0, p.q_len, tile.j0, cols, g * p.q_len))
     for i in range(rows):
         put(base, w.best + i, lane_max(at(base, w.tops + i * lanes)))
     advance(at(base, w.best), at(base, w.top), fade, round_up(rows, lanes))
-    # Where every row may attend every key, values are read where they lie.
-    in_place = p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, head.b, tile)
-    bypassed = False
+    fill_row(base, w.scratch, w.scratch + rows * width, 0.0)
+    in_place, bypassed = reads_values_in_place(p, head.b, tile), False
     if not in_place:
-        bypassed = math.isnan(copy_values(p, base, values, w, tile, scales))
+        bypassed = math.isnan(copy_values(p, base, pointer_like(stored, head.v), w, tile, scales))
         if bypassed:
             for i in range(rows):
                 if get(fade, i) == 0.0:
@@ -240,13 +269,65 @@ def decode_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, ti
         for i in range(rows):
             if get(fade, i) == 0.0:
                 put(fade, i, 1.0)
-    if in_place:
-        if scales is not None and scales.v_row:
-            for i in range(rows):
-                multiply_row(at(base, w.scores + i * BLOCK_KEYS), at(scales.v, tile.j0), cols)
-        mix_tile(p, base, values, w, tile)
-    else:
-        mix_rows(base, w, at(base, w.values), width, 0, 0, cols, v_depth, rows)
+    if not in_place:
+        table = places_of_copies(base, width)
+        mix_rows(base, w, at(base, w.values), table, table, 0, cols, p)
+    elif scales is not None and scales.v_row:
+        for i in range(rows):
+            multiply_row(at(base, w.scores + i * BLOCK_KEYS), at(scales.v, tile.j0), cols)
+
+
+@helper
+def reads_values_in_place(p: Any, b: int, tile: Any) -> bool:
+    """Whether values are read where they lie: where every row may attend every key of a block."""
+    found: bool = p.soft == 0 and p.allowed == 0 and p.inner == 0 and in_band(p, b, tile)
+    return found
+
+
+@helper
+def decode_tile(
+    p: Any, adds: Any, batches: Any, base: Any, stored: Any, scales: Any, e: Any, heads: tuple[int, int, int], tile: Any
+) -> None:
+    """Attend one block of keys with the rows of every query head of some key heads, of which each has its turn.
+
+    `stored`: any pointer of the type that keys and values have. `heads`: the batch item, the first, and where
+    they end.
+    """
+    b, begin, end = heads
+    lanes, count, kv_heads = lanes_of(base), end - begin, p.heads // p.k_group
+    rows, width = p.k_group * p.q_len, round_up(p.v_depth, lanes)
+    place_rows(p, places(base, 0), tile.j0, PLACES, p.k_row, p.k_page)
+    place_rows(p, places(base, 1), tile.j0, PLACES, p.v_row, p.v_page)
+    chunk, copies = BLOCK_KEYS if count == 1 else CHUNK, places_of_copies(base, p.depth)
+    for first in range(0, tile.cols, chunk):
+        cols, table = min(chunk, tile.cols - first), at(places(base, 0), first)
+        for n in range(count):
+            head = head_of(p, batches, base, b, (begin + n) * p.k_group)
+            w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
+            if p.turn:
+                turn_keys(p, base, stored, w, head, tile.j0 + first, cols, scales(e, b * kv_heads + begin + n))
+                score_rows(base, w, at(base, w.keys), copies, copies, first, cols, p)
+            else:
+                early = ask_early(base, table, n, count, p.k_head)
+                score_rows(base, w, pointer_like(stored, head.k), table, early, first, cols, p)
+    for n in range(count):
+        head, own = head_of(p, batches, base, b, (begin + n) * p.k_group), scales(e, b * kv_heads + begin + n)
+        w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
+        weigh_tile(p, adds, base, stored, w, head, tile, own)
+    if reads_values_in_place(p, b, tile):
+        for first in range(0, tile.cols, chunk):
+            cols, table = min(chunk, tile.cols - first), at(places(base, 1), first)
+            for n in range(count):
+                values = pointer_like(stored, head_of(p, batches, base, b, (begin + n) * p.k_group).v)
+                w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
+                early = ask_early(base, table, n, count, p.v_head)
+                mix_rows(base, w, values, table, early, first, cols, p)
+    for n in range(count):
+        w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
+        for i in range(rows):
+            sums, out = at(base, w.scratch + i * width), at(base, w.out + i * width)
+            add_row(sums, out, width, get(base, w.fade + i))
+            scale_row(out, sums, width, 1.0)
 
 
 @helper
@@ -272,12 +353,10 @@ def write_rows(p: Any, e: Any, base: Any, w: Any, head: Any, part: int, scales: 
 
 
 @helper
-def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any, scales: Any, t: int) -> None:
-    """Attend one range of keys of one key head; `scales`: those of the head, or None."""
+def load_queries(p: Any, base: Any, w: Any, head: Any, scales: Any) -> None:
+    """Load the rows of a group, and forget the keys of the head before."""
     group, q_len, lanes = p.k_group, p.q_len, lanes_of(base)
-    kv_heads, rows = p.heads // group, group * q_len
-    b, h, part = t // (kv_heads * e.parts), t // e.parts % kv_heads * group, t % e.parts
-    w, head = decode_layout(p.depth, p.v_depth, p.turn, lanes), head_of(p, batches, base, b, h)
+    rows = group * q_len
     for g in range(group):
         rows_at, own = at(base, w.queries + g * q_len * p.depth), head.q + g * p.q_head * size_of(base, p.q_kind)
         if p.turn:
@@ -293,25 +372,40 @@ def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any,
     fill_row(base, w.total, w.total + rows * lanes, 0.0)
     fill_row(base, w.best, w.best + 64, MINUS_INFINITY)
     fill_row(base, w.top, w.top + 64, MINUS_INFINITY)
+
+
+@helper
+def decode_part(p: Any, e: Any, adds: Any, batches: Any, base: Any, stored: Any, scales: Any, t: int) -> None:
+    """Attend one range of keys of one key head, or of several."""
+    kv_heads, lanes, q_len = p.heads // p.k_group, lanes_of(base), p.q_len
+    pieces = (kv_heads + e.together - 1) // e.together * e.parts
+    b, part, first_head = t // pieces, t % e.parts, t % pieces // e.parts * e.together
+    stop_head = min(first_head + e.together, kv_heads)
+    for h in range(first_head, stop_head):
+        w = decode_layout(p.depth, p.v_depth, p.turn, lanes, h - first_head)
+        load_queries(p, base, w, head_of(p, batches, base, b, h * p.k_group), scales(e, b * kv_heads + h))
     begin = max(get(batches, KEY_BEGIN * p.count + b), p.offset - p.left)
     end = min(get(batches, KEY_END * p.count + b), q_len + p.offset + p.right)
     step = round_up((end - begin + e.parts - 1) // e.parts, BLOCK_KEYS)
     first = begin + part * step
     for j0 in range(first, min(first + step, end), BLOCK_KEYS):
-        decode_tile(p, adds, base, stored, w, head, Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0), scales)
-    write_rows(p, e, base, w, head, part, scales)
+        tile = Tile(0, q_len, j0, min(BLOCK_KEYS, end - j0), 0)
+        decode_tile(p, adds, batches, base, stored, scales, e, (b, first_head, stop_head), tile)
+    for h in range(first_head, stop_head):
+        w = decode_layout(p.depth, p.v_depth, p.turn, lanes, h - first_head)
+        head = head_of(p, batches, base, b, h * p.k_group)
+        write_rows(p, e, base, w, head, part, scales(e, b * kv_heads + h))
 
 
 @helper
-def no_scales(e: Any, t: int) -> None:
+def no_scales(e: Any, line: int) -> None:
     """Of keys and values that are numbers."""
     return
 
 
 @helper
-def scales_of(e: Any, t: int) -> Scales:
-    """Of the key head that a piece of work belongs to."""
-    line = t // e.parts
+def scales_of(e: Any, line: int) -> Scales:
+    """Those of one of all key heads."""
     k, v = at(floats(e.k_scale), line * e.k_scale_head), at(floats(e.v_scale), line * e.v_scale_head)
     return Scales(k, e.k_scale_row, v, e.v_scale_row)
 
@@ -330,7 +424,7 @@ def _decoding(stored: Any, scales: Any = no_scales) -> Any:
         adds = carray(opaque(p.adds), p.add_count, ADD)
         t = take(call)
         while t < p.stop:
-            decode_part(p, e, adds, longs(p.batches), base, stored(p.k), scales(e, t), t)
+            decode_part(p, e, adds, longs(p.batches), base, stored(p.k), scales, t)
             t = take(call)
 
     return decode_all

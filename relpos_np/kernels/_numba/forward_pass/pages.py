@@ -6,7 +6,7 @@ from typing import Any
 
 from relpos_np.kernels._numba.forward_pass.work import Head, size_of
 from relpos_np.kernels._numba.launch.build import helper
-from relpos_np.kernels._numba.simd.rows import address_of, copy_bytes, get, longs
+from relpos_np.kernels._numba.simd.rows import address_of, copy_bytes, get, longs, put
 from relpos_np.kernels._numba.simd.target import BLOCK_KEYS
 
 
@@ -23,6 +23,19 @@ def place_of(p: Any, j: int, row: int, page: int) -> int:
         return j * row
     found: int = get(longs(p.pages), j // p.page_keys) * page + j % p.page_keys * row
     return found
+
+
+@helper
+def place_rows(p: Any, table: Any, j0: int, count: int, row: int, page: int) -> None:
+    """Write where the rows of so many keys from j0 on begin; behind the last key, where that does."""
+    first = 0
+    while first < count and j0 + first < p.k_len:
+        run, own = run_from(p, j0 + first, min(count, p.k_len - j0) - first), place_of(p, j0 + first, row, page)
+        for r in range(run):
+            put(table, first + r, own + r * row)
+        first += run
+    for r in range(first, count):
+        put(table, r, get(table, first - 1))
 
 
 @helper

@@ -154,12 +154,14 @@ BACKWARD = np.dtype(
     + _integers("group", "first_head", "stop_head")
 )
 
+# Where keys and values are codes: the scales of the first key head, those of each, and 1 if these are of keys, 0 of
+# channels.
+SCALE_FIELDS = "k_scale", "k_scale_head", "k_scale_row", "v_scale", "v_scale_head", "v_scale_row"
+
 # What decoding needs too, right behind its CALL: the number of parts of the keys that are attended separately, and
-# where each leaves its maximum, its sum and its weighted sum of values per row; 0 if the only part is the result. Where
-# keys and values are codes: the scales of the first key head, those of each, and 1 if these are of keys, 0 of channels.
-DECODE = np.dtype(
-    _integers("parts", "partial", "k_scale", "k_scale_head", "k_scale_row", "v_scale", "v_scale_head", "v_scale_row")
-)
+# where each leaves its maximum, its sum and its weighted sum of values per row, 0 if the only part is the result; and
+# of how many key heads a piece of work is.
+DECODE = np.dtype(_integers("parts", "partial", "together", *SCALE_FIELDS))
 
 
 def places(*kinds: np.dtype[Any]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from relpos_np.kernels._numba.forward_pass.attend import layout
 from relpos_np.kernels._numba.forward_pass.decode import decode_layout
 from relpos_np.kernels._numba.forward_pass.planes import plane_layout
-from relpos_np.kernels._numba.forward_pass.work import pair_steps
+from relpos_np.kernels._numba.forward_pass.work import BRAIN, CODE, HALF, pair_steps
 from relpos_np.kernels._numba.launch.launcher import SERIAL_FLOPS, call_flops
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, ROW_QUANTUM, TARGET, block_queries
@@ -21,6 +21,8 @@ NARROW = 8 * BLOCK_KEYS
 CALL_DECODE_SHARE = 1 / 32
 # When decoding, keys are divided into ranges of at least so many blocks, and into so many ranges at most.
 PART_BLOCKS, MOST_PARTS = 8, 64
+# Bytes of a page of memory, as most systems have it; and pieces of decoding that are left for a thread at least.
+MEMORY_PAGE, PIECES_OF_THREAD = 4096, 2
 # Below this a single thread decodes: it waits for memory, so that it takes longer per operation.
 SERIAL_DECODE_FLOPS = 1e6
 # Runs of windows per thread, of one call of the kernel.
@@ -32,7 +34,8 @@ class Division:
     """How many pieces of work, for how many threads.
 
     `workspace` bytes for each of `threads` threads. A call of the kernel does about `chunk` of the `pieces`; the
-    record counts in units of `unit` pieces. `parts`: ranges of keys of each head that is decoded; 0 otherwise.
+    record counts in units of `unit` pieces. `parts`: ranges of keys of each head that is decoded, 0 otherwise; a piece
+    is of `together` key heads.
     `size`: all work, in units of that from which on there are threads.
     """
 
@@ -43,6 +46,7 @@ class Division:
     size: float
     unit: int = 1
     parts: int = 0
+    together: int = 1
 
 
 def into_blocks(call: Call, *, windowed: bool) -> Division:
@@ -90,7 +94,7 @@ def block_workspace(call: Call, block: int) -> int:
     end = layout.py_func(block, f["steps"], width, f["skew_depth"], f["bins"], lanes).end
     numbers: int = plane_layout.py_func(end, block, pair_steps.py_func(depth), width, f["planes"], lanes).end
     # A block of keys and values that is copied out of pages.
-    copied = 0 if call.problem.pages is None else BLOCK_KEYS * (depth + call.site.v_dim)
+    copied = BLOCK_KEYS * (depth + call.site.v_dim) if call.problem.is_paged else 0
     return (numbers + copied) * item
 
 
@@ -102,10 +106,25 @@ def key_parts(k_len: Any) -> Any:
     return np.clip(-(-k_len // BLOCK_KEYS) // PART_BLOCKS, 1, MOST_PARTS)
 
 
-def decode_workspace(call: Call) -> int:
-    """Bytes of a thread's workspace in decoding."""
+def heads_together(call: Call, pieces: int) -> int:
+    """How many key heads a piece of work has, of so many pieces of one head each.
+
+    Heads whose rows lie side by side within a page of memory, while the rows of a head do not: to read those of one
+    head alone would address each page of memory once for each head. No more than leave enough pieces for all threads.
+    """
+    f, heads = call.fields, call.site.heads // call.fields["k_group"]
+    if not 0 < f["k_head"] < f["k_row"]:
+        return 1
+    size = {CODE: 1, HALF: 2, BRAIN: 2}.get(f["k_kind"], call.dtype.itemsize)
+    beside: int = min(MEMORY_PAGE // (f["k_head"] * size), heads, pieces // (PIECES_OF_THREAD * call.threads))
+    return max(beside, 1)
+
+
+def decode_workspace(call: Call, together: int) -> int:
+    """Bytes of a thread's workspace in decoding so many key heads at a time."""
     f, item = call.fields, call.dtype.itemsize
-    numbers: int = decode_layout.py_func(f["depth"], call.site.v_dim, f["turn"], TARGET.lanes(item)).end
+    sizes = f["depth"], call.site.v_dim, f["turn"], TARGET.lanes(item)
+    numbers: int = decode_layout.py_func(*sizes, together - 1).end
     return numbers * item
 
 
@@ -113,9 +132,11 @@ def into_parts(call: Call) -> Division:
     """Heads of keys, each in several ranges of keys if there are many keys."""
     site, f, item = call.site, call.fields, call.dtype.itemsize
     heads, parts = call.count * site.heads, int(key_parts(site.k_len))
-    pieces = heads // f["k_group"] * parts
+    kv_heads = site.heads // f["k_group"]
+    together = heads_together(call, call.count * kv_heads * parts)
+    pieces = call.count * -(-kv_heads // together) * parts
     flops = 2.0 * heads * site.q_len * site.k_len * (f["depth"] + site.v_dim)
     size = flops / SERIAL_DECODE_FLOPS
     threads = 1 if size < 1.0 else min(call.threads, pieces)
     chunk = int(threads * CALL_DECODE_SHARE * call_flops(item) * pieces / flops)
-    return Division(pieces, chunk, threads, decode_workspace(call), size, parts=parts)
+    return Division(pieces, chunk, threads, decode_workspace(call, together), size, parts=parts, together=together)

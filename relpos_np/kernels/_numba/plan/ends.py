@@ -81,7 +81,7 @@ def reached(problem: Problem, terms: Terms) -> bool:
         return True
     if not _met.kinds[MANY] and _may_be_empty(problem, terms):
         return False
-    if problem.pages is not None or problem.scales is not None:
+    if problem.is_paged or problem.scales is not None:
         # What stands for their keys are no numbers: only the kernel goes from page to page, and makes numbers of codes.
         return True
     query, key = terms.query, terms.key

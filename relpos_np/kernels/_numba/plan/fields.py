@@ -7,7 +7,7 @@ import numpy as np
 from relpos_np._contract.problem import Problem, name_of
 from relpos_np.kernels._numba.forward_pass.work import BRAIN, CODE, DELTA, HALF, LOG2E, OWN
 from relpos_np.kernels._numba.launch.arrays import batch_offsets, strides
-from relpos_np.kernels._numba.launch.records import ADD, BATCH_GRAD, BATCH_ROWS, DECODE, VALUE, table
+from relpos_np.kernels._numba.launch.records import ADD, BATCH_GRAD, BATCH_ROWS, SCALE_FIELDS, VALUE, table
 from relpos_np.kernels._numba.plan.biases import fuse_tables
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.gather import key_add, query_add, table_add, value_records
@@ -66,7 +66,7 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
 
 def scale_fields(call: Call) -> dict[str, int]:
     """The fields of a record of decoding that say where the scales of keys and values lie."""
-    found = dict.fromkeys((DECODE.names or ())[2:], 0)
+    found = dict.fromkeys(SCALE_FIELDS, 0)
     for name, scale, x in zip(("k_scale", "v_scale"), call.problem.scales or (), call.problem.stored[1:], strict=False):
         by_key = scale.shape[-2] > 1
         shape = (*x.shape[:-1], 1) if by_key else (*x.shape[:-2], 1, x.shape[-1])

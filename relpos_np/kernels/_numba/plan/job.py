@@ -68,7 +68,7 @@ def run_plan(plan: Plan, record: bytearray, dtype: np.dtype[Any], out: Array, ls
     if d.parts:
         if d.parts > 1:
             parts = np.empty((math.prod(out.shape[:-1]), d.parts, 2 + out.shape[-1]), dtype)
-        record += PACK_DECODE(d.parts, 0 if parts is None else address_of(parts), *plan.scales)
+        record += PACK_DECODE(d.parts, 0 if parts is None else address_of(parts), d.together, *plan.scales)
     launcher.run_pieces(
         plan.kernel, record, d.pieces, d.chunk, d.threads, unit=d.unit, workspace=d.workspace, size=d.size
     )

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from relpos_np._contract.problem import Pages, Problem
-from relpos_np._contract.sequences import Sequences
+from relpos_np._contract.problem import Problem
+from relpos_np._contract.sequences import Pages, Sequences
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.forward_pass.decode import merge
@@ -40,6 +39,7 @@ from relpos_np.kernels._numba.plan.division import (
     block_of,
     block_workspace,
     decode_workspace,
+    heads_together,
     key_parts,
     pair_flops,
 )
@@ -63,30 +63,36 @@ def attention(
 ) -> None:
     """As `job.attention`, of a call whose sequences are attended each alone."""
     met = ends.watch() if watched else 0
-    for call, own, kind in _groups(problem, terms, grad_out):
-        call.fields["ends"] = met
-        _Group(call, own, kind, out, lse, unit).run()
+    common, sequences = Call(problem, terms, launcher.available_threads(), grad_out, skewed=()), problem.sequences
+    assert sequences is not None
+    for way, own in _ways(common, sequences):
+        _Group(_Template(common, way, out, lse, unit), own, out, lse).run(met)
     if watched and grad_out is None:
         ends.mend(attention, problem, terms, out, lse, unit)
 
 
-def _groups(problem: Problem, terms: Terms, grad_out: Array | None) -> Iterator[tuple[Call, Sequences, str]]:
-    """Sequences that the same kernel does in the same way, with the call that they have in common."""
-    threads, sequences = launcher.available_threads(), problem.sequences
-    assert sequences is not None
+class _Way(NamedTuple):
+    """How sequences are attended: by which kernel, and which query terms are multiplied tile by tile."""
+
+    kind: Literal["decoding", "windows", "blocks"]
+    tiled: tuple[int, ...]
+
+
+def _ways(common: Call, sequences: Sequences) -> Iterator[tuple[_Way, Sequences]]:
+    """Sequences that the same kernel does in the same way."""
+    problem, terms = common.problem, common.terms
     skewed = [is_skewed(problem, term, sequences) for term in terms.queries]
-    common = Call(problem, terms, threads, skewed=())
     decoded = windowed = none = np.zeros(len(sequences), bool)
-    if grad_out is None:
+    if common.grad_out is None:
         decoded = none | job.may_decode(common, sequences.q_len, np.logical_or.reduce([none, *skewed]))
-    if sequences.k_end is None and problem.pages is None:
+    if sequences.k_end is None and sequences.pages is None:
         windowed = ~decoded & job.may_be_windowed(common, sequences.q_len, sequences.k_len, sequences.offset)
     for one, which in alike(sequences, (decoded, windowed, *skewed)):
-        tiled = [term for n, term in enumerate(terms.queries) if one >> 2 + n & 1]
+        tiled = tuple(n for n in range(len(terms.queries)) if one >> 2 + n & 1)
         # What takes longest is done first, so that no thread is left alone with it.
         order = np.argsort(-sequences.q_len[which] * sequences.k_len[which], kind="stable")
-        kind = "decoding" if one & 1 else "windows" if one & 2 else "blocks"
-        yield Call(problem, terms, threads, grad_out, skewed=tiled), sequences.some(which[order]), kind
+        way = _Way("decoding" if one & 1 else "windows" if one & 2 else "blocks", tiled)
+        yield way, sequences.some(which[order])
 
 
 def alike(sequences: Sequences, ways: SequenceABC[Array]) -> Iterator[tuple[int, Array]]:
@@ -128,15 +134,31 @@ def _cut_off(dtype: np.dtype[Any], k_len: int, panel: int) -> Array:
 class Records:
     """A record for each sequence; they differ in addresses and lengths alone.
 
-    `template`: what all have in common, as its call has it. `at`: where its fields are.
+    `template`: what all have in common, as its call has it. `at`: where its fields are. `read`: queries, keys and
+    values, if they are others than those of the call.
     """
 
-    def __init__(self, call: Call, sequences: Sequences, template: bytes | bytearray, at: dict[str, int]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        sequences: Sequences,
+        template: bytes | bytearray,
+        at: dict[str, int],
+        read: tuple[Array, Array, Array] | None = None,
+    ) -> None:
         self.call, self.sequences, self.item, self.at = call, sequences, call.dtype.itemsize, at
+        self.read = call.read if read is None else read
+        # Arrays that the records name.
+        self.kept: list[Array] = []
         self.records = np.empty((len(sequences), len(at)), np.int64)
         self.records[:] = np.frombuffer(template, np.int64)
         self._place_operands()
         self._place_terms()
+
+    def keep(self, x: Array) -> int:
+        """Keep an array alive and return its address."""
+        self.kept.append(x)
+        return address_of(x)
 
     def add(self, name: str, x: Any) -> None:
         """Move a field of every record by so much."""
@@ -149,14 +171,15 @@ class Records:
     def _place_operands(self) -> None:
         """Lengths, and where operands and results begin."""
         call, s, f = self.call, self.sequences, self.call.fields
-        assert call.read is not None
-        named = [("q", call.read[0], s.q_start), ("k", call.read[1], s.k_start), ("v", call.read[2], s.k_start)]
+        assert self.read is not None
+        q, k, v = self.read
+        named = [("q", q, s.q_start), ("k", k, s.k_start), ("v", v, s.k_start)]
         if call.grad_out is not None:
             named.append(("grad_out", call.grad_out, s.q_start))
         for name, x, start in named:
             items = batch_offsets(x, len(call.site.batch))[s.item]
             self.add(name, items * x.itemsize + start * x.strides[-2])
-        self.rows = s.item * (call.site.heads * f["q_rows"]) + s.q_start
+        self.rows = s.item * (call.site.heads * q.shape[-2]) + s.q_start
         size = 2 if f["out_kind"] in KINDS.values() else self.item
         self.add("out", self.rows * (f["out_row"] * size))
         self.add("lse", self.rows * (self.item * bool(f["lse"])))
@@ -171,7 +194,7 @@ class Records:
         batches[:, KEY_END] = s.k_len if s.k_end is None else s.k_end
         if call.problem.mask is not None:
             self._place_mask(call.problem.mask, batches)
-        self.set("batches", call.keep(batches) + np.arange(len(s)) * batches.strides[0])
+        self.set("batches", self.keep(batches) + np.arange(len(s)) * batches.strides[0])
 
     def _place_mask(self, mask: Array, batches: Array) -> None:
         """Where the mask of all has that of each, and ranges of keys where these say the same."""
@@ -205,7 +228,7 @@ class Records:
             self.add("bias", self.moved * self.item)
         elif self.windowed:
             panel, longest = TARGET.panel(self.item), int(s.k_len.max())
-            row = call.keep(_cut_off(call.dtype, longest, panel))
+            row = self.keep(_cut_off(call.dtype, longest, panel))
             self.set("bias", row + (longest - s.k_len) * self.item)
         if f["turn"]:
             self.add("q_turn", -self.moved * (2 * f["turn_pairs"] * self.item))
@@ -222,7 +245,7 @@ class Records:
         if source:
             starts = s.item[:, None] * own[source + "_batch"] + s.q_start[:, None] * own[source + "_row"]
             own[source] += (starts + s.k_start[:, None] * own[source + "_col"]) * self.item
-        self.set(name, self.call.keep(own) + np.arange(len(s)) * own.strides[0])
+        self.set(name, self.keep(own) + np.arange(len(s)) * own.strides[0])
         return own
 
 
@@ -246,34 +269,70 @@ def in_calls(pieces: Int64, flops: Array, units: Int64, most: float) -> list[tup
     return calls
 
 
+class _Template:
+    """What sequences have in common that are attended in one way: their kernel, and a record of nobody's."""
+
+    def __init__(self, common: Call, way: _Way, out: Array, lse: Array | None, unit: float) -> None:
+        tiled = [common.terms.queries[n] for n in way.tiled]
+        self.call = call = Call(common.problem, common.terms, common.threads, common.grad_out, skewed=tiled)
+        self.kind, self.unit, self.fields = way.kind, unit, _DECODE if way.kind == "decoding" else _CALL
+        if way.kind == "decoding":
+            self.kernel, _ = job.decoding(call, out, lse)
+        else:
+            self.kernel, _ = job.streaming(call, out, lse, windowed=way.kind == "windows")
+        call.fields["count"], call.fields["lse_unit"] = 1, unit
+        self.record = call.pack().ljust(len(self.fields) * 8, b"\0")
+
+
 class _Group(Records):
     """Sequences that one kernel attends."""
 
-    def __init__(self, call: Call, sequences: Sequences, kind: str, out: Array, lse: Array | None, unit: float) -> None:
-        self.kind, self.out, self.lse, self.unit = kind, out, lse, unit
-        decoding = kind == "decoding"
-        if decoding:
-            self.kernel, _ = job.decoding(call, out, lse)
-        else:
-            self.kernel, _ = job.streaming(call, out, lse, windowed=self.windowed)
-        call.fields["count"], call.fields["lse_unit"] = 1, unit
-        template = call.pack() + bytes(DECODE.itemsize * decoding)
-        super().__init__(call, sequences, template, _DECODE if decoding else _CALL)
+    def __init__(
+        self,
+        template: _Template,
+        sequences: Sequences,
+        out: Array,
+        lse: Array | None,
+        read: tuple[Array, Array, Array] | None = None,
+    ) -> None:
+        self.template, self.kind, self.out, self.lse = template, template.kind, out, lse
+        super().__init__(template.call, sequences, template.record, template.fields, read)
+        if read is not None:
+            self._move(read)
+        decoding = self.kind == "decoding"
         self.pieces, self.flops, self.workspace = self._divide_keys() if decoding else self._divide_queries()
         self.set("stop", self.pieces)
-        if call.problem.pages is not None:
-            self._place_pages(call.problem.pages)
-        if decoding:
+        if sequences.pages is not None:
+            self._place_pages(sequences.pages)
+        if template.call.problem.scales:
             self._place_scales()
+
+    def _move(self, read: tuple[Array, Array, Array]) -> None:
+        """Let records name other operands and results than those of the template."""
+        f, out, lse = self.template.call.fields, self.out, self.lse
+        for name, x in zip("qkv", read, strict=True):
+            self.add(name, address_of(x) - f[name])
+            self.set(f"{name}_head", x.strides[-3] // x.itemsize)
+            self.set(f"{name}_row", x.strides[-2] // x.itemsize)
+        q_rows, k_rows = read[0].shape[-2], read[1].shape[-2]
+        self.add("out", address_of(out) - f["out"])
+        self.set("lse", 0 if lse is None else address_of(lse) + self.rows * self.item)
+        for name, count in (
+            ("q_rows", q_rows),
+            ("k_rows", k_rows),
+            ("out_head", q_rows * f["out_row"]),
+            ("out_batch", f["heads"] * q_rows * f["out_row"]),
+        ):
+            self.set(name, count)
 
     def _place_pages(self, pages: Pages) -> None:
         """Where the table has the pages of each sequence. What is attended in blocks is copied to rows without gaps."""
         call, table = self.call, pages.table
-        self.set("pages", call.keep(table) + self.sequences.item * table.strides[0])
+        self.set("pages", self.keep(table) + self.sequences.item * table.strides[0])
         self.set("page_keys", pages.size)
         for name, step, depth in (("k", pages.k_step, call.fields["depth"]), ("v", pages.v_step, call.site.v_dim)):
             self.set(f"{name}_page", step)
-            self.set(f"{name}_page_row", call.fields[f"{name}_row"])
+            self.set(f"{name}_page_row", self.records[:, self.at[f"{name}_row"]])
             if self.kind == "blocks":
                 self.set(f"{name}_row", depth)
 
@@ -282,7 +341,7 @@ class _Group(Records):
         s, heads = self.sequences, self.call.site.kv_heads
         for name, x in scale_fields(self.call).items():
             self.set(name, x)
-        for name in ("k_scale", "v_scale") if self.call.problem.scales else ():
+        for name in ("k_scale", "v_scale"):
             head, row = (self.records[:, self.at[name + part]] for part in ("_head", "_row"))
             self.add(name, (s.item * heads * head + s.k_start * row) * self.item)
 
@@ -310,19 +369,24 @@ class _Group(Records):
         """The same of ranges of keys."""
         call, s, f = self.call, self.sequences, self.call.fields
         self.parts = key_parts(s.k_len)
+        kv_heads = call.site.heads // f["k_group"]
+        together = heads_together(call, kv_heads * int(self.parts.sum()))
         self.set("parts", self.parts)
+        self.set("together", together)
         flops = 2.0 * call.site.heads * s.q_len * s.k_len * (f["depth"] + call.site.v_dim)
-        return call.site.heads // f["k_group"] * self.parts, flops / SERIAL_DECODE_FLOPS, decode_workspace(call)
+        pieces = -(-kv_heads // together) * self.parts
+        return pieces, flops / SERIAL_DECODE_FLOPS, decode_workspace(call, together)
 
-    def run(self) -> None:
-        """Do all of it."""
+    def run(self, met: int) -> None:
+        """Do all of it; `met`: where to say which kinds of rows there are, or 0."""
+        self.set("ends", met)
         size = float(self.flops.sum())
         threads = 1 if size < 1.0 else min(self.call.threads, int(self.pieces.sum()))
         parts = self._partial() if self.kind == "decoding" else []
         serial = SERIAL_DECODE_FLOPS if self.kind == "decoding" else launcher.SERIAL_FLOPS
         most = threads * launcher.call_flops(self.item) / serial
         calls = in_calls(self.pieces, self.flops, self.records[:, self.at["run"]], most)
-        launcher.run_linked(self.kernel, self.records, calls, threads, self.workspace, size)
+        launcher.run_linked(self.template.kernel, self.records, calls, threads, self.workspace, size)
         for rows, sums in parts:
             self._merge(rows, sums)
 
@@ -336,7 +400,7 @@ class _Group(Records):
             sums = np.empty((int(ends[-1]), parts, 2 + site.v_dim), self.call.dtype)
             self.records[which, self.at["partial"]] = address_of(sums) + (ends - counts) * sums.strides[0]
             rows = [
-                (np.arange(site.heads)[:, None] + item * site.heads) * self.call.fields["q_rows"]
+                (np.arange(site.heads)[:, None] + item * site.heads) * self.out.shape[-2]
                 + np.arange(start, start + length)
                 for item, start, length in zip(s.item[which], s.q_start[which], s.q_len[which], strict=True)
             ]
@@ -348,47 +412,35 @@ class _Group(Records):
         out = np.empty((len(rows), self.out.shape[-1]), self.out.dtype)
         lse = None if self.lse is None else np.empty(len(rows), self.lse.dtype)
         ends.see(sums[..., 0].max(axis=1))
-        merge(sums, out, lse, self.unit)
+        merge(sums, out, lse, self.template.unit)
         self.out.reshape(-1, out.shape[-1])[rows] = out
         if self.lse is not None and lse is not None:
             self.lse.reshape(-1)[rows] = lse
 
 
-class PreparedItems:
-    """A call of which each batch item may have another offset, and fewer keys, every time.
+class PreparedSequences:
+    """A call whose sequences may have other lengths, and stand elsewhere, every time.
 
-    Terms are those of all positions that an item can have; nothing in them is made of operands. Records are made once,
-    and addresses, offsets and ends of keys are put into copies.
+    Terms are those of all positions that a sequence can have; nothing in them is made of operands. What the sequences
+    have in common that are attended in one way is planned once.
     """
 
     takes_lengths = True
 
     def __init__(self, problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> None:
-        sequences, form = problem.sequences, Form(problem, terms, ())
-        assert sequences is not None
-        self.problem, self.terms, self.threads = form.problem, form.terms, launcher.available_threads()
-        call = Call(problem, terms, self.threads, skewed=())
-        q_len, k_len = sequences.q_len[0], sequences.k_len[0]
-        kind = "decoding" if job.may_decode(call, q_len, False) else "blocks"
-        # Without lengths of keys another kernel may do it.
-        windows = job.may_be_windowed(call, q_len, k_len, np.arange(-q_len, k_len + 1))
-        self.windowed = kind == "blocks" and bool(np.any(windows))
+        self.threads, form = launcher.available_threads(), Form(problem, terms, ())
         # Of the result only the shape and the dtype are planned with.
         out = np.broadcast_to(np.empty((), dtype), problem.out_shape)
-        self.group = _Group(call, sequences, kind, out, None, LOG2)
-        self.ends = self.group.batches[:, KEY_END].copy()
-        self.named = np.array([address_of(x) for x in (*problem.stored, out)])
-        self.columns = [self.group.at[name] for name in ("q", "k", "v", "out")]
-        self.moving = [
-            (self.group.at[name], size * self.group.item)
-            for name, size in (("bias", call.fields["bias_row"] and 1), ("q_turn", -2 * call.fields["turn_pairs"]))
-            if size
-        ]
-        # Whether the kernel reads operands where they are. None of them is kept.
-        assert call.read is not None
-        self.in_place = all(x is y for x, y in zip(call.read, problem.stored, strict=True))
-        self.kept = call.kept = [x for x in call.kept if not any(x is one for one in (*problem.stored, out))]
-        call.problem, call.terms, call.read = self.problem, self.terms, None
+        call = Call(problem, terms, self.threads, skewed=())
+        assert problem.sequences is not None
+        self.templates = {way: _Template(call, way, out, None, LOG2) for way, _ in _ways(call, problem.sequences)}
+        # Whether kernels read operands where they are. None of them is kept.
+        planned = [template.call for template in self.templates.values()]
+        self.in_place = all(x is y for one in planned for x, y in zip(one.read or (), problem.stored, strict=True))
+        self.kept = [x for one in planned for x in one.kept if not any(x is own for own in (*problem.stored, out))]
+        for one in planned:
+            one.problem, one.terms, one.read, one.kept = form.problem, form.terms, None, []
+        self.common = Call(form.problem, form.terms, self.threads, skewed=())
 
     def fits(self) -> bool:
         """Whether a call may still use the threads that the plan is for."""
@@ -402,43 +454,36 @@ class PreparedItems:
         lse: Array | None,
         vectors: SequenceABC[Array] = (),
     ) -> None:
-        """Fill `out` and `lse`, both C-contiguous, where items stand as `sequences` says."""
+        """Fill `out` and `lse`, both C-contiguous, where sequences stand as `sequences` says."""
         assert sequences is not None
         assert not vectors
-        if self.windowed and sequences.k_end is None:
-            attention(self._problem(operands, sequences), self.terms, out, lse, LOG2)
-            return
-        own, item = copy(self.group), self.group.item
-        records, batches = own.records.copy(), own.batches.copy()
-        records[:, self.columns] += np.array([address_of(x) for x in (*operands, out)]) - self.named
-        own.records, own.out, own.lse = records, out, lse
-        own.set("lse", 0 if lse is None else address_of(lse) + own.rows * item)
-        own.set("offset", sequences.offset)
-        for column, size in self.moving:
-            records[:, column] += (self.group.sequences.offset - sequences.offset) * size
-        if sequences.k_end is not None:
-            np.minimum(self.ends, sequences.k_end, out=batches[:, KEY_END])
-        own.set("batches", address_of(batches) + np.arange(len(batches)) * batches.strides[0])
-        own.set("ends", ends.watch())
-        own.run()
+        met, problem = ends.watch(), self._problem(operands, sequences)
+        for way, own in _ways(self.common, sequences):
+            template = self.templates.get(way)
+            if template is None:
+                common = Call(problem, self.common.terms, self.threads, skewed=())
+                _Group(_Template(common, way, out, lse, LOG2), own, out, lse).run(met)
+            else:
+                _Group(template, own, out, lse, problem.stored).run(met)
         if ends.met():
-            ends.mend(attention, self._problem(operands, sequences), self.terms, out, lse, LOG2)
+            ends.mend(attention, problem, self.common.terms, out, lse, LOG2)
 
     def _problem(self, operands: tuple[Array, Array, Array], sequences: Sequences) -> Problem:
-        """The call of these operands."""
+        """The call of these operands, which may have more rows or fewer than those that were planned with."""
+        problem = self.common.problem
         q, k, v = (
-            broadcast(x if x.ndim > 2 else x[None], own.shape)
-            for x, own in zip(operands, self.problem.stored, strict=True)
+            broadcast(x if x.ndim > 2 else x[None], (*own.shape[:-2], *x.shape[-2:]))
+            for x, own in zip(operands, problem.stored, strict=True)
         )
-        return replace(self.problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences)
+        return replace(problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences)
 
 
-def prepare_items(problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> PreparedItems | None:
+def prepare_sequences(problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> PreparedSequences | None:
     """A call for which that can be done: it has work, reads operands where they are, and terms hand none of them on."""
     made = () if isinstance(terms.query, Turned) else terms.vectors()
-    if made or terms.queries or terms.keys or terms.values or terms.biases:
+    if made or terms.queries or terms.keys or terms.values or terms.biases or problem.mask is not None:
         return None
     if not problem.site.k_len or 0 in problem.out_shape or any(rowwise(x) is not x for x in problem.stored):
         return None
-    found = PreparedItems(problem, terms, dtype)
+    found = PreparedSequences(problem, terms, dtype)
     return found if found.in_place else None

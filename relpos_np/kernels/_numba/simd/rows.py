@@ -12,7 +12,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from relpos_np.kernels._numba.simd.target import SUM_VECTORS, TARGET
-from relpos_np.kernels._numba.simd.vectors import BFLOAT16_BITS, CODE_BITS, FLOAT16_BITS, I8, I64, Vectors, index
+from relpos_np.kernels._numba.simd.vectors import (
+    BFLOAT16_BITS,
+    CODE_BITS,
+    FLOAT16_BITS,
+    FORMATS,
+    I8,
+    I64,
+    Vectors,
+    index,
+)
 
 _i8 = types.int64
 
@@ -450,28 +459,48 @@ def transpose_square(typingctx: Any, out: Any, ldo: Any, x: Any, ldx: Any) -> An
     return types.void(out, _i8, x, _i8), code(generate)
 
 
-# A single query's keys and values come from memory, and faster if each row is asked for so many rows early. `ahead`:
-# elements from a row to the one that is asked for.
-ROWS_AHEAD = 16
+# Keys and values of few queries come from memory, which processors read two or three times as fast in the order of
+# addresses as in that of the products, which take several rows at once. So while a row is multiplied, another one is
+# asked for, long before it is needed and as a whole. Tables say where rows begin, and those to ask for, or a number of
+# elements between rows does.
+def _place(v: Vectors, rows: ir.Value, j: ir.Value) -> ir.Value:
+    """Where row j begins."""
+    if isinstance(rows.type, ir.PointerType):
+        return v.get(rows, j)
+    return v.b.mul(j, rows)
+
+
+def _fetch(v: Vectors, kind: Any, x: ir.Value, early: ir.Value, j: ir.Value, width: ir.Value) -> None:
+    """Ask for a row, which need not exist."""
+    bits = 8 if kind.name in CODE_BITS else 16 if kind.name in FORMATS else v.bits
+    row = v.b.gep(x, [_place(v, early, j)])
+
+    def ask(c: ir.Value, _: list[Any]) -> list[Any]:
+        v.prefetch(row, c)
+        return []
+
+    v.loop(index(0), width, 8 * 64 // bits, [], ask)
+
+
+def _rows(given: Any) -> Any:
+    """The type of what says where rows begin."""
+    return given if isinstance(given, types.CPointer) else _i8
 
 
 def _dots(rows: int, keys: int) -> Any:
     """Build the intrinsic that multiplies `rows` queries with all keys, `keys` of them at a time."""
 
-    def generate(
-        kind: Any, v: Vectors, q: Any, ldq: Any, k: Any, ldk: Any, ahead: Any, cols: Any, depth: Any, s: Any, lds: Any
-    ) -> None:
-        b, one = v.b, v.single()
+    def generate(kind: Any, v: Vectors, q: Any, ldq: Any, k: Any, at: Any, early: Any, *rest: Any) -> None:
+        b, one, (cols, depth, s, lds) = v.b, v.single(), rest
 
         def tile(count: int) -> Any:
             def step(j: ir.Value, _: list[Any]) -> list[Any]:
-                lines = [b.gep(k, [b.mul(b.add(j, index(n)), ldk)]) for n in range(count)]
+                for n in range(count):
+                    _fetch(v, kind, k, early, b.add(j, index(n)), depth)
+                lines = [b.gep(k, [_place(v, at, b.add(j, index(n)))]) for n in range(count)]
                 queries = [b.gep(q, [b.mul(index(r), ldq)]) for r in range(rows)]
 
                 def multiply(u: Vectors, c: ir.Value, acc: list[Any]) -> list[Any]:
-                    if u is v:
-                        for y in lines:
-                            v.prefetch(y, b.add(c, ahead), level=3)
                     xs, ys = [u.load(x, c) for x in queries], [u.widened(y, c, kind) for y in lines]
                     return [u.fma(x, y, acc[r * count + n]) for r, x in enumerate(xs) for n, y in enumerate(ys)]
 
@@ -479,8 +508,7 @@ def _dots(rows: int, keys: int) -> Any:
                 lanes, rest = v.sums(depth, starts, multiply)
                 for r in range(rows):
                     for n in range(count):
-                        at = r * count + n
-                        total = b.fadd(v.reduce(lanes[at], b.fadd), rest[at])
+                        total = b.fadd(v.reduce(lanes[r * count + n], b.fadd), rest[r * count + n])
                         one.store(total, s, b.add(b.mul(index(r), lds), b.add(j, index(n))))
                 return []
 
@@ -492,10 +520,11 @@ def _dots(rows: int, keys: int) -> Any:
 
     @intrinsic
     def dots(
-        typingctx: Any, q: Any, ldq: Any, k: Any, ldk: Any, ahead: Any, cols: Any, depth: Any, s: Any, lds: Any
+        typingctx: Any, q: Any, ldq: Any, k: Any, at: Any, early: Any, cols: Any, depth: Any, s: Any, lds: Any
     ) -> Any:
         """S[rows, cols] = Q[rows, depth] @ K[cols, depth].T, both as they lie in memory; K may be of half precision."""
-        return types.void(q, _i8, k, _i8, _i8, _i8, _i8, s, _i8), code(partial(generate, k.dtype))
+        signature = types.void(q, _i8, k, _rows(at), _rows(early), _i8, _i8, s, _i8)
+        return signature, code(partial(generate, k.dtype))
 
     return dots
 
@@ -505,67 +534,46 @@ dots_of_one, dots_of_four = _dots(1, 8), _dots(4, 2)
 
 
 def _mixes(rows: int, vectors: int) -> Any:
-    """Build the intrinsic that adds weighted values to `rows` outputs, `vectors` vectors of columns at a time."""
+    """Build the intrinsic that adds weighted values to `rows` sums, at most `vectors` vectors of columns at a time."""
 
-    def generate(
-        kind: Any,
-        v: Vectors,
-        p: Any,
-        ldp: Any,
-        x: Any,
-        ldx: Any,
-        ahead: Any,
-        cols: Any,
-        width: Any,
-        out: Any,
-        ldo: Any,
-        fade: Any,
-    ) -> None:
-        b = v.b
+    def generate(kind: Any, v: Vectors, p: Any, ldp: Any, x: Any, at: Any, early: Any, *rest: Any) -> None:
+        b, (cols, width, out, ldo) = v.b, rest
 
         def columns(u: Vectors, count: int) -> Any:
             def strip(c: ir.Value, _: list[Any]) -> list[Any]:
                 def step(j: ir.Value, acc: list[Any]) -> list[Any]:
-                    line = b.gep(x, [b.add(b.mul(j, ldx), c)])
-                    for n in range(count if u is v else 0):
-                        v.prefetch(line, b.add(ahead, index(n * v.lanes)), level=3)
+                    with b.if_then(b.icmp_signed("==", c, index(0))):
+                        _fetch(v, kind, x, early, j, width)
+                    line = b.gep(x, [b.add(_place(v, at, j), c)])
                     ys = [u.widened(line, index(n * u.lanes), kind) for n in range(count)]
                     ws = [u.splat(v.get(p, b.add(b.mul(index(r), ldp), j))) for r in range(rows)]
                     return [u.fma(w, y, acc[r * count + n]) for r, w in enumerate(ws) for n, y in enumerate(ys)]
 
-                acc = v.loop(index(0), cols, 1, [u.const(0)] * (rows * count), step)
-                for r in range(rows):
-                    before = u.splat(v.get(fade, index(r)))
-                    for n in range(count):
-                        at = b.add(b.mul(index(r), ldo), b.add(c, index(n * u.lanes)))
-                        u.store(u.fma(u.load(out, at), before, acc[r * count + n]), out, at)
+                starts = [b.add(c, index(n * u.lanes)) for n in range(count)]
+                own = [b.add(b.mul(index(r), ldo), start) for r in range(rows) for start in starts]
+                acc = v.loop(index(0), cols, 1, [u.load(out, place) for place in own], step)
+                for place, total in zip(own, acc, strict=True):
+                    u.store(total, out, place)
                 return []
 
             return strip
 
-        most, whole = v.whole(width, vectors * v.lanes), v.whole(width, v.lanes)
-        v.loop(index(0), most, vectors * v.lanes, [], columns(v, vectors))
-        v.loop(most, whole, v.lanes, [], columns(v, 1))
-        v.loop(whole, width, 1, [], columns(v.single(), 1))
+        done, count = index(0), vectors
+        while count:
+            left = v.whole(width, count * v.lanes)
+            v.loop(done, left, count * v.lanes, [], columns(v, count))
+            done, count = left, count // 2
+        v.loop(done, width, 1, [], columns(v.single(), 1))
 
     @intrinsic
     def mixes(
-        typingctx: Any,
-        p: Any,
-        ldp: Any,
-        x: Any,
-        ldx: Any,
-        ahead: Any,
-        cols: Any,
-        width: Any,
-        out: Any,
-        ldo: Any,
-        fade: Any,
+        typingctx: Any, p: Any, ldp: Any, x: Any, at: Any, early: Any, cols: Any, width: Any, out: Any, ldo: Any
     ) -> Any:
-        """OUT[r, :width] = OUT[r] * fade[r] + P[r, :cols] @ X[:cols, :width], X as it lies, maybe of half precision."""
-        return types.void(p, _i8, x, _i8, _i8, _i8, _i8, out, _i8, fade), code(partial(generate, x.dtype))
+        """OUT[r, :width] += P[r, :cols] @ X[:cols, :width], one row of X after the other, as they lie."""
+        signature = types.void(p, _i8, x, _rows(at), _rows(early), _i8, _i8, out, _i8)
+        return signature, code(partial(generate, x.dtype))
 
     return mixes
 
 
-mixes_of_one, mixes_of_four = _mixes(1, 8), _mixes(4, 2)
+mixes_of_one, mixes_of_four = _mixes(1, 8), _mixes(4, 4 if TARGET.accumulators >= 16 else 2)
