@@ -280,16 +280,18 @@ def _in_place(
     # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
     k, v = (_without_pages(x, shape) for x, shape in zip(stored, shapes, strict=True))
 
+    scales = [_gathered_scale(x, table, lengths) for x in (k_pages, v_pages)] if coded else []
+
     def call_of_all() -> Call | None:
         given_as = q, stand_in(shapes[0], own), stand_in(shapes[1], own)
         call = Call("paged_attention", given_as, position, Options(**{**given, "offset": 0}), sequences)
         if not call.reads_in_place(few=coded):
             return None
-        call.read(k, v, [_gathered_scale(x, table, lengths) for x in (k_pages, v_pages)] if coded else [])
+        call.read(k, v, scales)
         return call
 
     with np.errstate(all="ignore"):
-        return attend_sequences((q, k, v), position, given, sequences, call_of_all, None, return_lse)
+        return attend_sequences((q, k, v), position, given, sequences, call_of_all, None, return_lse, scales)
 
 
 def _without_pages(pages: Array, shape: tuple[int, ...]) -> Array:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relpos_np as rp
+from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.quantized import LARGEST
 from relpos_np.kernels._numba.simd.target import CONVERTS_HALF
 from tests.sizes import KEYS
@@ -112,6 +113,19 @@ def test_every_code_is_its_number(name, masked):
     mask = np.ones((1, 1, 1, 1), np.bool_) if masked else None
     out = rp.attention(np.zeros((1, 1, 1, 8), np.float32), k, v, mask=mask)
     np.testing.assert_array_equal(out, codes.astype(np.float32) * np.float32(0.37))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_calls_that_were_met_before(name, rng):
+    """Codes and scales are those of the call, by token or by channel; integers are no codes."""
+    q = rng.standard_normal((2, HEADS, 1, 16)).astype(np.float32)
+    for by in ("token", "token", "token", "channel", "head"):
+        k, v = (quantized(x, name, by) for x in rng.standard_normal((2, 2, HEADS, 70, 16)).astype(np.float32))
+        found = rp.attention(q, k, v, position=rp.ALiBi())
+        expected = rp.attention(q, k.dequantized(), v.dequantized(), position=rp.ALiBi())
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(rp.RelposTypeError):
+        rp.attention(q, k.codes, v.codes, position=rp.ALiBi(), **DEFAULTS)
 
 
 @pytest.mark.parametrize("option", ["plain", "causal", "mask", "lengths"])

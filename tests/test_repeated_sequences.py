@@ -68,18 +68,21 @@ def pages(draw, rng, dtype, reach):
     st.sampled_from(sorted(POSITIONS)),
     st.sampled_from(OPTIONS),
     st.sampled_from(DTYPES),
+    st.sampled_from([None, "int8", "float8_e4m3fn"]),
     st.sampled_from([30, 700]),
 )
-def test_any_lengths(data, kind, name, options, dtype, reach):
+def test_any_lengths(data, kind, name, options, dtype, stored, reach):
     function = rp.paged_attention if kind is pages else rp.attention
     seed = data.draw(st.integers(0, 2**32 - 1))
     position = POSITIONS[name](np.random.default_rng(seed))
     options = {**options, "position": position, "backend": "numba", "return_lse": True}
     for seed in range(4):
         operands, lengths = kind(data.draw, np.random.default_rng(seed), dtype, reach)
+        if stored is not None:
+            operands = operands[0], *(rp.quantize(x, stored) for x in operands[1:])
         found = function(*operands, **lengths, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(repeated, "form_of_sequences", lambda *_: None)
+            patch.setattr(repeated, "form_of_sequences", lambda *_, **__: None)
             assert_same_bits(found, function(*operands, **lengths, **options))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -397,13 +398,17 @@ def attend_sequences(
     call_of_all: Callable[[], Call | None],
     out: Array | None,
     return_lse: bool,
+    scales: SequenceABC[Array] = (),
 ) -> Any:
-    """Output and, if it is wanted, log-sum-exp of all sequences in one launch; None if `call_of_all` makes no call."""
+    """Output and, if it is wanted, log-sum-exp of all sequences in one launch; None if `call_of_all` makes no call.
+
+    `scales`: of keys and values that are codes.
+    """
     own = {name: x for name, x in given.items() if name not in ("segments", "offset", "key_lengths")}
-    form = repeated.form_of_sequences(*operands, position, own, sequences)
+    form = repeated.form_of_sequences(*operands, position, own, sequences, coded=bool(scales))
     ready = None if form is None else repeated.known(form)
     if ready is not None:
-        return ready.run(operands, sequences, out, (*operands, position), return_lse=return_lse)
+        return ready.run(operands, sequences, out, (*operands, position), return_lse=return_lse, scales=scales)
     call = call_of_all()
     if call is None:
         return None

@@ -50,8 +50,12 @@ class Ready:
         read: Sequence[Any],
         *,
         return_lse: bool,
+        scales: Sequence[Array] = (),
     ) -> Array | tuple[Array, Array]:
-        """The results of a call; `lengths`: of keys, or where items stand; `read`: what `out` may not overlap."""
+        """The results of a call; `lengths`: of keys, or where items stand; `read`: what `out` may not overlap.
+
+        `scales`: of keys and values that are codes.
+        """
         # Sequences may have more rows or fewer in all.
         shape = (*self._shape[:-2], operands[0].shape[-2], self._shape[-1])
         if out is None:
@@ -61,7 +65,7 @@ class Ready:
             result = out if out.flags.c_contiguous else np.empty(shape, self._result)
         lse = np.empty(shape[:-1], self._site.dtype) if return_lse else None
         vectors = self._vectors(operands) if self._computing else ()
-        self._planned.run(operands, lengths, result, lse, vectors)
+        self._planned.run(operands, lengths, result, lse, vectors, scales)
         if out is not None and result is not out:
             out[...] = result
             result = out

@@ -49,18 +49,23 @@ class _Bytes:
         return isinstance(other, _Bytes) and self.all == other.all
 
 
-def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any]) -> Hashable | None:
-    """The form of a call, of which nothing was checked yet; None if no call like it is kept."""
+def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], *, coded: bool = False) -> Hashable | None:
+    """The form of a call, of which nothing was checked yet; None if no call like it is kept.
+
+    `coded`: k and v are codes, whose scales are no part of it.
+    """
     if not (type(q) is type(k) is type(v) is np.ndarray and q.flags.aligned and k.flags.aligned and v.flags.aligned):
         return None
     if q.nbytes > QUERY_BYTES:
         return None
-    found: list[Hashable] = [q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype]
+    found: list[Hashable] = [coded]
+    for x in (q, k, v):
+        found += x.shape, x.strides, x.dtype
     return _with_options(found, position, options)
 
 
 def form_of_sequences(
-    q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], sequences: Sequences
+    q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], sequences: Sequences, *, coded: bool = False
 ) -> Hashable | None:
     """The same of a call with sequences, whose `options` do not say where they are."""
     reach, operands = sequences.reach(), (q, k, v)
@@ -69,7 +74,7 @@ def form_of_sequences(
     # Kernels read rows of adjacent elements where they are.
     if q.nbytes > QUERY_BYTES or k.shape[-2] != v.shape[-2] or any(x.strides[-1] != x.itemsize for x in operands):
         return None
-    found: list[Hashable] = [sequences.pages is not None, reach]
+    found: list[Hashable] = [coded, sequences.pages is not None, reach]
     for x in operands:
         found += x.shape[:-2], x.shape[-1], x.dtype
     return _with_options(found, position, options)

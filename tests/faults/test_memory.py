@@ -165,6 +165,20 @@ def test_row_37_workspaces_of_gradients_that_are_cut(heads, q_len, k_len, asked,
     assert 0 < max(x.nbytes for x in lent) <= of_workspaces
 
 
+@pytest.mark.parametrize(("kv_heads", "group", "depth"), [(64, 1, 16), (8, 4, 128), (5, 8, 40)])
+def test_row_37_workspaces_of_heads_that_are_decoded_together(kv_heads, group, depth, asked, monkeypatch):
+    """Each head has its own in the workspace of a thread, where those of a token lie side by side."""
+    launch = pytest.importorskip("relpos_np.kernels._numba.launch.launcher")
+    lent, counted, lend, require = [], [], launch.lend, memory.require
+    monkeypatch.setattr(launch, "lend", lambda size, threads: lent.append(size * threads) or lend(size, threads))
+    monkeypatch.setattr(memory, "require", lambda name, parts: (counted.append(parts), require(name, parts)))
+    q = np.zeros((40, kv_heads * group, 1, depth), np.float32)
+    k = np.zeros((40, 200, kv_heads, depth), np.float32).swapaxes(1, 2)
+    with rp.memory_limit(1 << 40):
+        rp.attention(q, k, k, position=rp.Rotary(depth), backend="numba")
+    assert 0 < max(lent) <= max(parts.get("workspaces of threads", 0) for parts in counted)
+
+
 # Products in every layout that is read where it lies, or that a kernel or NumPy may have to copy.
 PRODUCTS = {
     "C order": lambda: np.zeros((4, 256, 300)),

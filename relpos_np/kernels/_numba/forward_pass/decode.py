@@ -80,6 +80,7 @@ MOST_ROWS = 8
 AHEAD, CHUNK = 64, 16
 # Tables of where rows begin have those of a block, and of the rows after it that are asked for early.
 PLACES = BLOCK_KEYS + AHEAD
+assert BLOCK_KEYS % CHUNK == 0, "the last keys of a block would ask for rows that no table has"
 
 # The scales of a head's keys and of its values, and whether each has one of its own, or channels have them.
 Scales = namedtuple("Scales", "k k_row v v_row")  # noqa: PYI024

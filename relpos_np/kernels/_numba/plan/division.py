@@ -107,24 +107,25 @@ def key_parts(k_len: Any) -> Any:
 
 
 def heads_together(call: Call, pieces: int) -> int:
-    """How many key heads a piece of work has, of so many pieces of one head each.
+    """How many key heads a piece of work has, of so many pieces of one head each, to leave enough for all threads."""
+    f, heads = call.fields, call.site.heads // call.fields["k_group"]
+    size = {CODE: 1, HALF: 2, BRAIN: 2}.get(f["k_kind"], call.dtype.itemsize)
+    beside = heads_beside(f["k_head"] * size, f["k_row"] * size, heads)
+    return max(min(beside, pieces // (PIECES_OF_THREAD * call.threads)), 1)
+
+
+def heads_beside(head: int, row: int, heads: int) -> int:
+    """How many key heads are best read together, with so many bytes from head to head, and from row to row.
 
     Heads whose rows lie side by side within a page of memory, while the rows of a head do not: to read those of one
-    head alone would address each page of memory once for each head. No more than leave enough pieces for all threads.
+    head alone would address each page of memory once for each head.
     """
-    f, heads = call.fields, call.site.heads // call.fields["k_group"]
-    if not 0 < f["k_head"] < f["k_row"]:
-        return 1
-    size = {CODE: 1, HALF: 2, BRAIN: 2}.get(f["k_kind"], call.dtype.itemsize)
-    beside: int = min(MEMORY_PAGE // (f["k_head"] * size), heads, pieces // (PIECES_OF_THREAD * call.threads))
-    return max(beside, 1)
+    return min(max(MEMORY_PAGE // head, 1), heads) if 0 < head < row else 1
 
 
-def decode_workspace(call: Call, together: int) -> int:
+def decode_workspace(depth: int, v_depth: int, turn: int, item: int, together: int) -> int:
     """Bytes of a thread's workspace in decoding so many key heads at a time."""
-    f, item = call.fields, call.dtype.itemsize
-    sizes = f["depth"], call.site.v_dim, f["turn"], TARGET.lanes(item)
-    numbers: int = decode_layout.py_func(*sizes, together - 1).end
+    numbers: int = decode_layout.py_func(depth, v_depth, turn, TARGET.lanes(item), together - 1).end
     return numbers * item
 
 
@@ -139,4 +140,5 @@ def into_parts(call: Call) -> Division:
     size = flops / SERIAL_DECODE_FLOPS
     threads = 1 if size < 1.0 else min(call.threads, pieces)
     chunk = int(threads * CALL_DECODE_SHARE * call_flops(item) * pieces / flops)
-    return Division(pieces, chunk, threads, decode_workspace(call, together), size, parts=parts, together=together)
+    workspace = decode_workspace(f["depth"], site.v_dim, f["turn"], item, together)
+    return Division(pieces, chunk, threads, workspace, size, parts=parts, together=together)

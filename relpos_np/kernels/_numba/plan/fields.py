@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from relpos_np._contract.problem import Problem, name_of
 from relpos_np.kernels._numba.forward_pass.work import BRAIN, CODE, DELTA, HALF, LOG2E, OWN
-from relpos_np.kernels._numba.launch.arrays import batch_offsets, strides
+from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets, strides
 from relpos_np.kernels._numba.launch.records import ADD, BATCH_GRAD, BATCH_ROWS, SCALE_FIELDS, VALUE, table
 from relpos_np.kernels._numba.plan.biases import fuse_tables
 from relpos_np.kernels._numba.plan.call import Call
@@ -64,17 +67,20 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
     _add_gathered(call, windowed=windowed)
 
 
-def scale_fields(call: Call) -> dict[str, int]:
-    """The fields of a record of decoding that say where the scales of keys and values lie."""
-    found = dict.fromkeys(SCALE_FIELDS, 0)
-    for name, scale, x in zip(("k_scale", "v_scale"), call.problem.scales or (), call.problem.stored[1:], strict=False):
+def scale_fields(
+    scales: Sequence[Array] | None, codes: Sequence[Array], dtype: np.dtype[Any]
+) -> tuple[dict[str, int], list[Array]]:
+    """The fields of a record of decoding that say where the scales of keys and values lie, and the arrays they name."""
+    found, kept = dict.fromkeys(SCALE_FIELDS, 0), []
+    for name, scale, x in zip(("k_scale", "v_scale"), scales or (), codes, strict=False):
         by_key = scale.shape[-2] > 1
         shape = (*x.shape[:-1], 1) if by_key else (*x.shape[:-2], 1, x.shape[-1])
-        own = np.ascontiguousarray(np.broadcast_to(scale, shape), call.dtype)
+        own = np.ascontiguousarray(np.broadcast_to(scale, shape), dtype)
         if name_of(x.dtype) in CODE_UNITS:
-            own = own * call.dtype.type(CODE_UNITS[name_of(x.dtype)])
-        found |= {name: call.keep(own), f"{name}_head": own.shape[-2] * own.shape[-1], f"{name}_row": int(by_key)}
-    return found
+            own = own * dtype.type(CODE_UNITS[name_of(x.dtype)])
+        found |= {name: address_of(own), f"{name}_head": own.shape[-2] * own.shape[-1], f"{name}_row": int(by_key)}
+        kept.append(own)
+    return found, kept
 
 
 def _add_gradient(call: Call, grad_out: Array, batches: Array) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from relpos_np.kernels._numba.forward_pass.work import OWN, pair_steps
 from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of
 from relpos_np.kernels._numba.launch.build import Kernel
+from relpos_np.kernels._numba.launch.records import SCALE_FIELDS
 from relpos_np.kernels._numba.plan import biases, ends
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.division import Division, into_blocks, into_parts
@@ -29,14 +31,23 @@ from relpos_np.types import Array
 class Plan:
     """How the work of a call is divided, and the kernel that does it; `stored` is that of `fill`.
 
-    `scales`: of keys and values that are codes, the fields in a record of decoding.
+    `scales`: of keys and values that are codes, the fields in a record of decoding, which name the arrays in `kept`.
     """
 
     kernel: Kernel
     division: Division
     stored: bool
     windowed: bool = False
-    scales: tuple[int, ...] = ()
+    scales: tuple[int, ...] = (0,) * len(SCALE_FIELDS)
+    kept: Sequence[Array] = ()
+
+
+def with_scales(plan: Plan, scales: Sequence[Array] | None, codes: Sequence[Array], dtype: np.dtype[Any]) -> Plan:
+    """The plan of a call whose keys and values are codes with these scales."""
+    if not scales:
+        return plan
+    fields, kept = scale_fields(scales, codes, dtype)
+    return replace(plan, scales=tuple(fields.values()), kept=kept)
 
 
 def attention(
@@ -85,7 +96,7 @@ def planned(
     site = problem.site
     if grad_out is None and may_decode(call, site.q_len, bool(call.skewed)):
         kernel, stored = decoding(call, out, lse)
-        return Plan(kernel, into_parts(call), stored, scales=tuple(scale_fields(call).values())), call
+        return with_scales(Plan(kernel, into_parts(call), stored), problem.scales, problem.stored[1:], call.dtype), call
     windowed = bool(may_be_windowed(call, site.q_len, site.k_len, site.offset))
     kernel, stored = streaming(call, out, lse, windowed=windowed)
     return Plan(kernel, into_blocks(call, windowed=windowed), stored, windowed), call

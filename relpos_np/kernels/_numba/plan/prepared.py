@@ -19,7 +19,7 @@ from relpos_np.kernels._numba.launch.arrays import address_of, broadcast, rowwis
 from relpos_np.kernels._numba.launch.records import CALL, KEY_END
 from relpos_np.kernels._numba.plan import ends
 from relpos_np.kernels._numba.plan.call import Product, is_skewed
-from relpos_np.kernels._numba.plan.job import attention, planned, run_plan
+from relpos_np.kernels._numba.plan.job import attention, planned, run_plan, with_scales
 from relpos_np.kernels._numba.plan.skew import skewed_queries
 from relpos_np.types import Array
 
@@ -144,8 +144,9 @@ class Prepared:
         out: Array,
         lse: Array | None,
         vectors: Sequence[Array] = (),
+        scales: Sequence[Array] = (),
     ) -> None:
-        """Fill `out` and `lse`, both C-contiguous; `vectors` are those of these operands."""
+        """Fill `out` and `lse`, both C-contiguous; `vectors` are those of these operands, and `scales`, if codes."""
         record = bytearray(self.record)
         sources = (operands[0], operands[1], *vectors)
         q, k, at = sources[self.query], sources[self.key], 0 if lse is None else address_of(lse)
@@ -160,10 +161,12 @@ class Prepared:
             np.minimum(batches[KEY_END], lengths.ravel(), out=batches[KEY_END])
             _PACK_ADDRESS(record, _BATCHES, address_of(batches))
         _PACK_ADDRESS(record, _ENDS, ends.watch())
-        run_plan(self.plan, record, self.dtype, out, lse, LOG2)
+        plan = with_scales(self.plan, scales, self.form.problem.stored[1:], self.dtype)
+        run_plan(plan, record, self.dtype, out, lse, LOG2)
         del made
         if ends.met():
             problem, terms = self.form.call(operands, lengths, sources)
+            problem.scales = tuple(scales) or None
             ends.mend(attention, problem, terms, out, lse, LOG2)
 
     def _made(self, record: bytearray, sources: Sequence[Array]) -> list[Array]:

@@ -85,7 +85,7 @@ def _ways(common: Call, sequences: Sequences) -> Iterator[tuple[_Way, Sequences]
     decoded = windowed = none = np.zeros(len(sequences), bool)
     if common.grad_out is None:
         decoded = none | job.may_decode(common, sequences.q_len, np.logical_or.reduce([none, *skewed]))
-    if sequences.k_end is None and sequences.pages is None:
+    if sequences.k_end is None and sequences.pages is None and not decoded.all():
         windowed = ~decoded & job.may_be_windowed(common, sequences.q_len, sequences.k_len, sequences.offset)
     for one, which in alike(sequences, (decoded, windowed, *skewed)):
         tiled = tuple(n for n in range(len(terms.queries)) if one >> 2 + n & 1)
@@ -294,6 +294,7 @@ class _Group(Records):
         out: Array,
         lse: Array | None,
         read: tuple[Array, Array, Array] | None = None,
+        scales: SequenceABC[Array] | None = None,
     ) -> None:
         self.template, self.kind, self.out, self.lse = template, template.kind, out, lse
         super().__init__(template.call, sequences, template.record, template.fields, read)
@@ -304,8 +305,9 @@ class _Group(Records):
         self.set("stop", self.pieces)
         if sequences.pages is not None:
             self._place_pages(sequences.pages)
-        if template.call.problem.scales:
-            self._place_scales()
+        scales = template.call.problem.scales if scales is None else scales
+        if scales:
+            self._place_scales(scales)
 
     def _move(self, read: tuple[Array, Array, Array]) -> None:
         """Let records name other operands and results than those of the template."""
@@ -336,10 +338,13 @@ class _Group(Records):
             if self.kind == "blocks":
                 self.set(f"{name}_row", depth)
 
-    def _place_scales(self) -> None:
+    def _place_scales(self, scales: SequenceABC[Array]) -> None:
         """Where the scales of codes are."""
+        assert self.read is not None
         s, heads = self.sequences, self.call.site.kv_heads
-        for name, x in scale_fields(self.call).items():
+        fields, kept = scale_fields(scales, self.read[1:], self.call.dtype)
+        self.kept += kept
+        for name, x in fields.items():
             self.set(name, x)
         for name in ("k_scale", "v_scale"):
             head, row = (self.records[:, self.at[name + part]] for part in ("_head", "_row"))
@@ -375,7 +380,8 @@ class _Group(Records):
         self.set("together", together)
         flops = 2.0 * call.site.heads * s.q_len * s.k_len * (f["depth"] + call.site.v_dim)
         pieces = -(-kv_heads // together) * self.parts
-        return pieces, flops / SERIAL_DECODE_FLOPS, decode_workspace(call, together)
+        workspace = decode_workspace(f["depth"], call.site.v_dim, f["turn"], self.item, together)
+        return pieces, flops / SERIAL_DECODE_FLOPS, workspace
 
     def run(self, met: int) -> None:
         """Do all of it; `met`: where to say which kinds of rows there are, or 0."""
@@ -453,29 +459,34 @@ class PreparedSequences:
         out: Array,
         lse: Array | None,
         vectors: SequenceABC[Array] = (),
+        scales: SequenceABC[Array] = (),
     ) -> None:
         """Fill `out` and `lse`, both C-contiguous, where sequences stand as `sequences` says."""
         assert sequences is not None
         assert not vectors
-        met, problem = ends.watch(), self._problem(operands, sequences)
+        # They may have more rows or fewer than those that were planned with.
+        q, k, v = (
+            broadcast(x if x.ndim > 2 else x[None], (*own.shape[:-2], *x.shape[-2:]))
+            for x, own in zip(operands, self.common.problem.stored, strict=True)
+        )
+        met, terms = ends.watch(), self.common.terms
         for way, own in _ways(self.common, sequences):
             template = self.templates.get(way)
             if template is None:
-                common = Call(problem, self.common.terms, self.threads, skewed=())
+                common = Call(self._problem((q, k, v), sequences, scales), terms, self.threads, skewed=())
                 _Group(_Template(common, way, out, lse, LOG2), own, out, lse).run(met)
             else:
-                _Group(template, own, out, lse, problem.stored).run(met)
+                _Group(template, own, out, lse, (q, k, v), scales).run(met)
         if ends.met():
-            ends.mend(attention, problem, self.common.terms, out, lse, LOG2)
+            ends.mend(attention, self._problem((q, k, v), sequences, scales), terms, out, lse, LOG2)
 
-    def _problem(self, operands: tuple[Array, Array, Array], sequences: Sequences) -> Problem:
-        """The call of these operands, which may have more rows or fewer than those that were planned with."""
-        problem = self.common.problem
-        q, k, v = (
-            broadcast(x if x.ndim > 2 else x[None], (*own.shape[:-2], *x.shape[-2:]))
-            for x, own in zip(operands, problem.stored, strict=True)
-        )
-        return replace(problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences)
+    def _problem(
+        self, operands: tuple[Array, Array, Array], sequences: Sequences, scales: SequenceABC[Array]
+    ) -> Problem:
+        """The call of these operands."""
+        q, k, v = operands
+        problem, given = self.common.problem, tuple(scales) or None
+        return replace(problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences, scales=given)
 
 
 def prepare_sequences(problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> PreparedSequences | None:

@@ -10,6 +10,7 @@ from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Term
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.backward_pass.kernel import back_layout
 from relpos_np.kernels._numba.forward_pass.attend import layout
+from relpos_np.kernels._numba.forward_pass.decode import MOST_ROWS
 from relpos_np.kernels._numba.forward_pass.gated_positions import count_layout
 from relpos_np.kernels._numba.forward_pass.planes import plane_layout
 from relpos_np.kernels._numba.forward_pass.product import product_layout
@@ -19,6 +20,7 @@ from relpos_np.kernels._numba.plan.backward_job import BLOCK_QUERIES, MOST_CUT, 
 from relpos_np.kernels._numba.plan.biases import GATHER_BYTES
 from relpos_np.kernels._numba.plan.by_rows import needed, part_rows
 from relpos_np.kernels._numba.plan.call import is_skewed
+from relpos_np.kernels._numba.plan.division import decode_workspace, heads_beside
 from relpos_np.kernels._numba.plan.job import in_pairs, planes_of
 from relpos_np.kernels._numba.simd.target import MOST_QUERIES, ROW_QUANTUM, TARGET, block_queries
 from relpos_np.types import Array
@@ -54,13 +56,18 @@ def workspace_bytes(problem: Problem, terms: Terms, mask: Array | None, backward
     block, steps = min(block, MOST_QUERIES), pair_steps.py_func(depth)
     work = layout.py_func(block, depth, width, skew, bins, lanes).end
     work = plane_layout.py_func(work, block, steps, width, planes_of(problem, terms), lanes).end
+    merged = 0
+    if site.q_len <= MOST_ROWS:
+        merged = lines * site.q_len * DECODED * (site.v_dim + 2) * item
+        beside = heads_beside(key.strides[-3], key.strides[-2], key.shape[-3])
+        work = max(work, decode_workspace(depth, site.v_dim, 1, item, beside) // item)
     multiplied = product_layout.py_func(max(depth, site.v_dim), TARGET.panel(item))[-1] * item
     found = {
         "copies of operands in another layout": sum(_copied(x, count) for x in (query, key, problem.stored_v)),
         "biases of every pair": _biases(terms, mask, pairs, item) + _counted(problem, terms, rows, backward),
         "tables and index maps": _tables(site, terms) + _maps(terms, count, site.q_len, site.k_len),
         "products with the rows of tables": _products(site, terms, lines, skew),
-        "parts that are merged": lines * site.q_len * DECODED * (site.v_dim + 2) * item if site.q_len <= 8 else 0,
+        "parts that are merged": merged,
         "workspaces of threads": threads * (max(work * item, multiplied, _gated(terms)) + 64) + 64 * count,
     }
     return found | (_backward(problem, terms, lines, depth, skew, threads, pairs) if backward else {})
