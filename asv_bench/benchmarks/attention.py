@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -146,3 +147,28 @@ class StoredKeys:
 
     def time_attention(self, dtype):
         rp.attention(*self.operands, position=rp.ALiBi())
+
+
+class Caches:
+    """One query of 32 heads in each of 8 items, over 2,048 keys of 8 heads, by how heads and tokens lie in memory."""
+
+    params = ("heads of tokens", "tokens of heads", "pages")
+    param_names = ["layout"]
+    timeout = 120
+
+    def setup(self, layout):
+        rng = np.random.default_rng(0)
+        q = rng.standard_normal((8, 32, 1, 128), np.float32)
+        k, v = rng.standard_normal((2, 8, 2048, 8, 128), np.float32)
+        if layout == "pages":
+            table = rng.permutation(1024).reshape(8, 128)
+            pages = [x.reshape(1024, 16, 8, 128) for x in (k, v)]
+            self.call = partial(rp.paged_attention, q, *pages, block_table=table, key_lengths=2048)
+        else:
+            keys = [x.swapaxes(1, 2) for x in (k, v)]
+            lay = np.ascontiguousarray if layout == "heads of tokens" else np.asarray
+            self.call = partial(rp.attention, q, *map(lay, keys))
+        self.time_attention(layout)  # compiles the kernel or loads it
+
+    def time_attention(self, layout):
+        self.call(position=rp.ALiBi())
