@@ -37,6 +37,8 @@ def broadcast(x: Array, shape: tuple[int, ...]) -> Array:
 
 def batch_offsets(x: Array, batch_axes: int) -> Array:
     """Element offset of every batch item, in C order."""
+    if batch_axes == 1:
+        return np.arange(x.shape[0], dtype=np.int64) * (x.strides[0] // x.itemsize)
     total = np.zeros(1, np.int64)
     for size, stride in zip(x.shape[:batch_axes], strides(x)[:batch_axes], strict=True):
         if size != 1:
