@@ -51,8 +51,3 @@ def bias(case: Case) -> Array:
     if case.shape.kind == "alibi":
         return np.asarray(-case.arrays["slopes"][:, None, None] * per_pair(case))
     return np.ascontiguousarray(np.moveaxis(case.arrays["table"][per_pair(case)], -1, 0))
-
-
-def minus_infinity(case: Case) -> Array:
-    """0 where a causal query may attend, else -inf: (L_q, L_k)."""
-    return np.where(apart(case) > 0, np.float32(-np.inf), np.float32(0))
