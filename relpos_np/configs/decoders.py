@@ -250,6 +250,11 @@ def sizes(keys: Keys, width: str = "hidden_size") -> dict[str, Any]:
     return found if kv_heads is None else found | {"kv_heads": check.integer("num_key_value_heads", kv_heads, 1)}
 
 
+def count(keys: Keys) -> int:
+    """How many layers there are."""
+    return keys.integer("num_hidden_layers")
+
+
 def equal_heads(layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     """Numbers of a layer whose queries, keys and values have the same heads, and the usual scale."""
     return {

@@ -161,7 +161,8 @@ def conform(
     bench = Bench(
         tested,
         stored,
-        (scheme, chosen),
+        scheme,
+        chosen,
         check.integer("seed", seed, 0),
         able,
         left_out,
@@ -208,7 +209,7 @@ def _other_layout(bench: Bench, forms: Mapping[tuple[str, str], Form], families:
         return ""
     tested = copy(bench.tested)
     tested.layout = next(one for one in LAYOUTS if one != tested.layout)
-    other = bench.of(tested)
+    other = replace(bench, tested=tested, answers=[], crashes=[])
     ordinary = [form for (name, _), form in forms.items() if name == "self"]
     ran = [other.finding(form, one) for form in ordinary if (one := other.made(form)) is not None]
     if not all(one.verdict == "right" for one in ran):

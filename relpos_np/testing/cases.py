@@ -156,41 +156,32 @@ def cases(
             raise RelposValueError(f"families: {scheme} is added to inputs, and has none; found {families}")
     if supports is not None and not callable(supports):
         supports = checked_features(supports)
-    return _chosen(scheme, variant, dtype, seed, long, families, supports)
 
+    def made(one: str | None) -> Iterator[Example]:
+        if families is None:
+            yield from _all(scheme, one, dtype, seed, long)
+        for family in families or ():
+            yield from of_family(family, scheme, variant=one, dtype=dtype, seed=seed)
 
-def _chosen(
-    scheme: str,
-    variant: str | None,
-    dtype: Any,
-    seed: int,
-    long: bool,
-    families: tuple[str, ...] | None,
-    supports: frozenset[str] | Callable[[Example], bool] | None,
-) -> Iterator[Example]:
-    """The cases that are asked for; none at all is an error."""
-    count = 0
-    for one in SCHEMES[scheme].variants or (None,) if variant is None else (variant,):
-        made = (
-            _all(scheme, one, dtype, seed, long)
-            if families is None
-            else (
-                case for family in families for case in of_family(family, scheme, variant=one, dtype=dtype, seed=seed)
-            )
-        )
-        for case in made:
+    def chosen() -> Iterator[Example]:
+        count = 0
+        for case in (
+            case for one in (info.variants or (None,) if variant is None else (variant,)) for case in made(one)
+        ):
             if not long and case.long:
                 continue
             if supports is not None and not (supports(case) if callable(supports) else case.needs <= supports):
                 continue
             count += 1
             yield case
-    if not count:
-        wanted = "" if families is None else f" of {', '.join(families)}"
-        raise RelposValueError(
-            f"{'families' if supports is None else 'supports'}: no case{wanted} of {scheme} is left, and a test of "
-            "none proves nothing; see testing.FAMILIES and Example.needs"
-        )
+        if not count:
+            wanted = "" if families is None else f" of {', '.join(families)}"
+            raise RelposValueError(
+                f"{'families' if supports is None else 'supports'}: no case{wanted} of {scheme} is left, and a test of "
+                "none proves nothing; see testing.FAMILIES and Example.needs"
+            )
+
+    return chosen()
 
 
 def _all(scheme: str, variant: str | None, dtype: Any, seed: int, long: bool) -> Iterator[Example]:
