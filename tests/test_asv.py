@@ -14,7 +14,7 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._commands import peers
-from relpos_np._commands.peers import with_numpy
+from relpos_np._commands.peers import ours
 from relpos_np._commands.peers.tasks import TASKS
 from relpos_np._commands.peers.worker import Worker
 
@@ -108,7 +108,7 @@ def test_peers_that_compute_something_else_are_not_timed(monkeypatch, tmp_path):
     wrong = {"a": lambda case: case.v, "hb": lambda case: rp.attention(case.q, case.k, case.v)}
     for letter, other in wrong.items():
         monkeypatch.setattr(
-            with_numpy,
+            ours,
             "prepare",
             lambda name, task, case, threads, seconds, other=other: peers.Prepared(lambda: other(case)),
         )
@@ -119,7 +119,7 @@ def test_peers_that_compute_something_else_are_not_timed(monkeypatch, tmp_path):
     def fails(*arguments):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(with_numpy, "prepare", fails)
+    monkeypatch.setattr(ours, "prepare", fails)
     assert worker.prepare("attention", "a", exact["a"], 0.01) == {"unavailable": "MemoryError: no room"}
 
 

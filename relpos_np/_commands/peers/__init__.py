@@ -63,7 +63,7 @@ PEERS = {
         _OPENVINO,
     ),
     "jax": Peer(".with_jax", "jit of products and softmax, bias gathered inside the call", ("jax", "jaxlib")),
-    "numpy": Peer(".with_numpy", "this library's reference"),
+    "numpy": Peer(".ours", "this library's reference"),
     "limit": Peer(
         ".ours",
         "the 100 % mark: FMA instructions on registers; for one query, reading memory",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos_np._commands.peers import UnavailableError, arrays
+from relpos_np._commands.peers import UnavailableError
 from relpos_np._commands.peers.shapes import Case, bits, narrow, wide
 from relpos_np.types import Array
 
@@ -72,7 +72,7 @@ def attention(g: Graph, case: Case) -> tuple[str, str]:
         return g.node("Attention", query, k, v, _shifted(g, case, q)), note
     if s.kind == "plain":
         return g.node("Attention", q, k, v), "Attention operator"
-    bias, hidden = arrays.bias(case)[None], arrays.padding(case)
+    bias, hidden = case.bias[None], case.padding
     mask = g.feed("mask", bias if hidden is None else bias + hidden)
     return g.node("Attention", q, k, v, mask), "Attention operator, bias built before the call"
 
@@ -90,16 +90,14 @@ def _shifted(g: Graph, case: Case, q: str) -> str:
     turned = g.node("Reshape", padded, np.array([s.batch, s.heads, s.k_len + 1, s.q_len]))
     cut = g.node("Slice", turned, np.array([1]), np.array([s.k_len + 1]), np.array([2]))
     position = g.node("Reshape", cut, np.array([s.batch, s.heads, s.q_len, s.k_len]))
-    hidden = np.where(arrays.apart(case) > 0, np.float32(-np.inf), np.float32(0))
+    hidden = np.where(case.apart > 0, np.float32(-np.inf), np.float32(0))
     return g.node("Add", _scaled(g, case, position), g.feed("hidden", hidden))
 
 
 def _shaw(g: Graph, case: Case, q: str, k: str, v: str) -> str:
     """Shaw's attention, with one product per query: (L_q, B H, D) by (L_q, D, L_k)."""
     s = case.shape
-    pairs = arrays.per_pair(case)
-    assert pairs is not None
-    index = g.feed("index", pairs)
+    index = g.feed("index", case.per_pair)
     on_keys, on_values = (
         g.node("Gather", g.feed(name, case.arrays[name]), index) for name in ("key_table", "value_table")
     )

@@ -1,4 +1,4 @@
-"""relpos_np on its default backend, and the 100 % mark.
+"""relpos_np on its default backend, its reference on NumPy, and the 100 % mark.
 
 Results go into an array that is kept from call to call, as those of ONNX Runtime and OpenVINO do. A result of megabytes
 in fresh memory costs page faults, which are not the kernels'.
@@ -6,20 +6,23 @@ in fresh memory costs page faults, which are not the kernels'.
 
 from __future__ import annotations
 
+from functools import partial
+
 from relpos_np._commands.peers import Prepared, UnavailableError, ceiling
 from relpos_np._commands.peers.shapes import Case, lacking
 
 
 def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> Prepared:
     """The call of a task, or the limit for about as long."""
-    import numba
+    if name != "numpy":
+        import numba
 
-    numba.set_num_threads(threads)
+        numba.set_num_threads(threads)
     if name == "limit":
         return _limit(case, threads, seconds)
     if reason := lacking(case.shape):
         raise UnavailableError(reason)
-    return Prepared(case.into_kept)
+    return Prepared(partial(case.attention, backend="numpy") if name == "numpy" else case.into_kept)
 
 
 def _limit(case: Case, threads: int, seconds: float) -> Prepared:

@@ -137,6 +137,51 @@ class Case:
         """The call as a server makes it, without the page faults of a new array."""
         return self.attention(out=self.kept)
 
+    # What peers need beside its inputs: indices, biases and masks written out.
+
+    @property
+    def apart(self) -> Array:
+        """Key's less query's position, (L_q, L_k); queries are the last positions."""
+        s = self.shape
+        return np.arange(s.k_len) - (np.arange(s.q_len)[:, None] + s.k_len - s.q_len)
+
+    @property
+    def per_pair(self) -> Array:
+        """What positions need of every pair, (L_q, L_k): its row of a table or, for ALiBi, its distance; or nothing."""
+        s = self.shape
+        if s.kind in ("plain", "rotary"):
+            return np.zeros(0, np.int64)
+        d = self.apart
+        if s.kind == "transformer_xl":
+            return d > 0  # who is hidden
+        if s.kind == "alibi":
+            return np.abs(d).astype(np.float32)
+        if s.kind == "shaw":
+            reach = len(self.arrays["key_table"]) // 2
+            return np.clip(d, -reach, reach) + reach
+        if s.kind == "t5":
+            distances = np.arange(1 - s.q_len, s.k_len)
+            buckets = rp.reference.t5_bucket(distances, num_buckets=32, max_distance=128, bidirectional=True)
+            return np.asarray(buckets[d + s.q_len - 1])
+        grid = [np.arange(7)] * 2 if s.kind == "window" else [np.arange(7), np.arange(4), np.arange(4)]
+        keys = grid if s.kind == "window" else [rp.reference.rstt_frames(7, 4), *grid[1:]]
+        return rp.reference.window_index(grid, keys, tuple(map(len, grid)))
+
+    @property
+    def padding(self) -> Array | None:
+        """0 at each sequence's tokens, and -inf at what pads them, (B, 1, 1, L_k); None where nothing does."""
+        if self.lengths is None:
+            return None
+        there = np.arange(self.shape.k_len) < self.lengths[:, None, None, None]
+        return np.where(there, np.float32(0), np.float32(-np.inf))
+
+    @property
+    def bias(self) -> Array:
+        """Bias of every pair, (H, L_q, L_k), where that is what positions are."""
+        if self.shape.kind == "alibi":
+            return np.asarray(-self.arrays["slopes"][:, None, None] * self.per_pair)
+        return np.ascontiguousarray(np.moveaxis(self.arrays["table"][self.per_pair], -1, 0))
+
     @property
     def pairs(self) -> int:
         """Pairs of query and key that may attend each other, of one head."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from relpos_np._commands.peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers import Prepared, UnavailableError
 from relpos_np._commands.peers.shapes import TABLES, Case
 
 
@@ -48,10 +48,8 @@ class Operands:
         if case.shape.kind in ("transformer_xl", "shaw"):
             self.arrays = {name: x.to(self.q.dtype) for name, x in self.arrays.items()}
         self.scale = 1 / math.sqrt(case.shape.head_dim)
-        pairs = arrays.per_pair(case)
-        self.pairs: Any = None if pairs is None else torch.from_numpy(pairs)
-        hidden = arrays.padding(case)
-        self.hidden: Any = None if hidden is None else torch.from_numpy(hidden)
+        self.pairs = torch.from_numpy(case.per_pair)
+        self.hidden: Any = None if case.padding is None else torch.from_numpy(case.padding)
         if case.shape.kind == "transformer_xl":
             self.rows = self.arrays["rows"].permute(1, 2, 0).contiguous()
 

@@ -80,7 +80,7 @@ class Worker:
 def versions(name: str) -> Mapping[str, str | None]:
     """Of the interpreter and of the packages that matter."""
     found = {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[name].packages))
-    return found | ({"NumPy's BLAS": blas()} if PEERS[name].module == ".with_numpy" else {})
+    return found | ({"NumPy's BLAS": blas()} if name == "numpy" else {})
 
 
 def main() -> None:
