@@ -62,29 +62,19 @@ FEATURES = (
 )
 
 
+def checked(name: str, given: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Words that are given for an argument, one or several, each of which is known."""
+    found = (given,) if isinstance(given, str) else tuple(given)
+    for one in found:
+        check.choice(name, one, tuple(known))
+    return found
+
+
 def checked_families(families: str | Iterable[str]) -> tuple[str, ...]:
     """Families that are wanted: at least one."""
-    found = (families,) if isinstance(families, str) else tuple(families)
-    for one in found:
-        check.choice("families", one, tuple(FAMILIES))
+    found = checked("families", families, FAMILIES)
     if not found:
         raise RelposValueError("families: expected at least one, found none")
-    return found
-
-
-def checked_exceptions(excluded: str | Iterable[str]) -> frozenset[str]:
-    """Families and features that are left out."""
-    found = frozenset((excluded,) if isinstance(excluded, str) else excluded)
-    for one in sorted(found):
-        check.choice("excluded", one, (*FAMILIES, *FEATURES))
-    return found
-
-
-def checked_features(supports: str | Iterable[str]) -> frozenset[str]:
-    """What is said to be supported."""
-    found = frozenset((supports,) if isinstance(supports, str) else supports)
-    for one in sorted(found):
-        check.choice("supports", one, FEATURES)
     return found
 
 
@@ -155,7 +145,7 @@ def cases(
         if info.kind == "absolute":
             raise RelposValueError(f"families: {scheme} is added to inputs, and has none; found {families}")
     if supports is not None and not callable(supports):
-        supports = checked_features(supports)
+        supports = frozenset(checked("supports", supports, FEATURES))
 
     def made(one: str | None) -> Iterator[Example]:
         if families is None:
