@@ -9,10 +9,12 @@ import numpy as np
 
 from relpos_np._commands.peers import UnavailableError
 from relpos_np._commands.peers.shapes import Case, bits, narrow, wide
+from relpos_np.interop.onnx.graph import Graph
+from relpos_np.interop.onnx.package import package
 from relpos_np.types import Array
 
 
-class Graph:
+class Model(Graph):
     """A model whose numbers are all of one storage; half precision is fed as its bits in uint16.
 
     ``g.feed(name, array)`` makes an input, and ``g.node(operator, *inputs, ...)`` a node of inputs, nodes and
@@ -20,45 +22,35 @@ class Graph:
     """
 
     def __init__(self, storage: str) -> None:
-        from onnx import TensorProto, helper
-
-        self.helper, self.storage = helper, storage
-        self.kind = {"bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16}.get(storage, TensorProto.FLOAT)
-        self.nodes: list[Any] = []
+        super().__init__()
+        types = package().TensorProto
+        self.storage = storage
+        self.kind = {"bfloat16": types.BFLOAT16, "float16": types.FLOAT16}.get(storage, types.FLOAT)
         self.feeds: dict[str, tuple[Array, int]] = {}
-        self.constants: list[Any] = []
 
     def feed(self, name: str, x: Array) -> str:
         if x.dtype.kind != "i":
             x, kind = bits(narrow(wide(x), self.storage)), self.kind
         else:
-            kind = self.helper.np_dtype_to_tensor_dtype(x.dtype)
+            kind = package().helper.np_dtype_to_tensor_dtype(x.dtype)
         self.feeds[name] = np.ascontiguousarray(x), kind
         return name
 
     def node(self, operator: str, *inputs: Any, **attributes: Any) -> str:
-        from onnx import numpy_helper
+        return self.add(operator, *(x if isinstance(x, str) else self.constant(x) for x in inputs), **attributes)
 
-        name = f"{operator}_{len(self.nodes)}"
-        for n, x in enumerate(inputs):
-            if not isinstance(x, str):
-                self.constants.append(numpy_helper.from_array(np.asarray(x), f"{name}_{n}"))
-        names = [x if isinstance(x, str) else f"{name}_{n}" for n, x in enumerate(inputs)]
-        self.nodes.append(self.helper.make_node(operator, names, [name], **attributes))
-        return name
-
-    def model(self, result: str) -> bytes:
+    def file(self, result: str) -> bytes:
         """The file of a model with this node as its output."""
-        h = self.helper
+        h = package().helper
         inputs = [h.make_tensor_value_info(name, kind, x.shape) for name, (x, kind) in self.feeds.items()]
         outputs = [h.make_tensor_value_info(result, self.kind, [None] * 4)]
-        graph = h.make_graph(self.nodes, "attention", inputs, outputs, self.constants)
+        graph = h.make_graph(self.nodes, "attention", inputs, outputs, self.initializers)
         # Opset 23 has the operator, and IR 10 belongs to it; later runtimes read both.
         model = h.make_model(graph, opset_imports=[h.make_opsetid("", 23)], ir_version=10)
         return bytes(model.SerializeToString())
 
 
-def attention(g: Graph, case: Case) -> tuple[str, str]:
+def attention(g: Model, case: Case) -> tuple[str, str]:
     """The result of a case as a node, and what should be known about it."""
     s = case.shape
     if s.storage != "float32" and s.kind in ("transformer_xl", "shaw"):
@@ -77,11 +69,11 @@ def attention(g: Graph, case: Case) -> tuple[str, str]:
     return g.node("Attention", q, k, v, mask), "Attention operator, bias built before the call"
 
 
-def _scaled(g: Graph, case: Case, x: str) -> str:
+def _scaled(g: Model, case: Case, x: str) -> str:
     return g.node("Mul", x, np.float32(1 / math.sqrt(case.shape.head_dim)))
 
 
-def _shifted(g: Graph, case: Case, q: str) -> str:
+def _shifted(g: Model, case: Case, q: str) -> str:
     """Transformer-XL's mask: scaled products with the rows of distances, shifted, and -inf for later keys."""
     s = case.shape
     query = g.node("Add", q, g.feed("position_bias", case.arrays["position_bias"][:, None]))
@@ -94,7 +86,7 @@ def _shifted(g: Graph, case: Case, q: str) -> str:
     return g.node("Add", _scaled(g, case, position), g.feed("hidden", hidden))
 
 
-def _shaw(g: Graph, case: Case, q: str, k: str, v: str) -> str:
+def _shaw(g: Model, case: Case, q: str, k: str, v: str) -> str:
     """Shaw's attention, with one product per query: (L_q, B H, D) by (L_q, D, L_k)."""
     s = case.shape
     index = g.feed("index", case.per_pair)

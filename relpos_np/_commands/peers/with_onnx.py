@@ -29,9 +29,9 @@ def _session(model: bytes, threads: int) -> Any:
 
 def in_storage(case: Case, storage: str, threads: int) -> Prepared:
     """The call with all numbers in a storage; its result goes into an array that is kept."""
-    g = graph.Graph(storage)
+    g = graph.Model(storage)
     result, note = graph.attention(g, case)
-    session = _session(g.model(result), threads)
+    session = _session(g.file(result), threads)
     # Arrays of bfloat16 can only be bound: `run` knows no NumPy type for them.
     out = np.zeros(case.q.shape, np.float32 if storage == "float32" else np.uint16)
     value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type

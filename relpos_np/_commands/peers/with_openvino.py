@@ -17,7 +17,7 @@ def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> P
     chosen_there = name == "openvino, own precision"
     if chosen_there and storage != "float32":
         raise UnavailableError("as asked for: see openvino")
-    g = graph.Graph(storage)
+    g = graph.Model(storage)
     result, note = graph.attention(g, case)
     if chosen_there:
         note += "; its own choice of precision"
@@ -33,7 +33,7 @@ def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> P
         "KV_CACHE_PRECISION": precision,
     }
     core = openvino.Core()
-    model = core.read_model(g.model(result))
+    model = core.read_model(g.file(result))
     request = core.compile_model(model, "CPU", settings).create_infer_request()
     for node in model.inputs:
         x, _ = g.feeds[node.any_name]
