@@ -141,10 +141,6 @@ def _grouped(at: At) -> dict[str, Any]:
     return {"kv_heads": at.found["heads"] // size}
 
 
-def _linear(_at: At) -> str:
-    return of.LINEAR
-
-
 def _always(_at: At) -> bool:
     return True
 
@@ -224,7 +220,7 @@ _LFM = Rotating(
 
 
 _NEMOTRON = Rotating(
-    pattern=_linear,
+    pattern=of.cycled(of.LINEAR),
     others=(of.LINEAR, "moe", "mlp"),
     still=_always,
     ignored=(*_MAMBA, "time_step_rank", "mtp_hybrid_override_pattern"),
@@ -243,7 +239,7 @@ _TYPES: dict[str, Rotating] = {
         pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.unread(sliding_window=None)
     ),
     "granitemoehybrid": Rotating(
-        pattern=_linear,
+        pattern=of.cycled(of.LINEAR),
         others=(of.LINEAR,),
         still=_unless_rope,
         ignored=_MAMBA,
