@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ HERE = Path(__file__).parent
 PATHS = [str(HERE), str(HERE.parent)]
 sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
+import more_tasks  # noqa: E402
 from report import peers  # noqa: E402
 
 from relpos_np._commands.peers import OURS, PEERS, rounds  # noqa: E402
@@ -46,6 +48,7 @@ def run(arguments, given):
         jobs["backward"] = [n for n in letters if n[0] in "ABa"]
     if arguments.rel_shift:
         jobs["rel_shift"] = ["conformer"]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     record = rounds.run(
         wanted,
         jobs,
@@ -53,6 +56,7 @@ def run(arguments, given):
         seconds=arguments.seconds,
         threads=arguments.threads,
         interpreter=lambda name: interpreter(name, given),
+        modules=[more_tasks.__name__],
         done=lambda task, shape, found: print("\n".join(peers({task: {shape: found}})), flush=True),
     )
     return record | {"compiler": bool(shutil.which("g++") or shutil.which("clang++"))}

@@ -27,13 +27,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # The library beside this file is measured, installed or not.
-sys.path[:0] = [path for path in [str(HERE.parent)] if path not in sys.path]
+sys.path[:0] = [path for path in [str(HERE), str(HERE.parent)] if path not in sys.path]
 
 import numpy as np  # noqa: E402
+from benchmarks.shapes import SHAPES, Shape, as_mapping, lacking, make, wide  # noqa: E402
 
 import relpos_np as rp  # noqa: E402
 from relpos_np._commands.peers import OURS, UnavailableError  # noqa: E402
-from relpos_np._commands.peers.shapes import SHAPES, Shape, as_mapping, lacking, make, wide  # noqa: E402
 from relpos_np.testing import tolerance  # noqa: E402
 from relpos_np.versions import of_packages  # noqa: E402
 
@@ -359,7 +359,7 @@ def with_torch(name, row, subject, count):
         return gradients_of(torch, held, sets, as_tensor(subject.grad_out))
     runs = {INSIDE: held.sdpa, EAGER: held.eager}
     if name == FLEX:
-        runs[FLEX] = peer.flex(held).call
+        runs[FLEX] = peer.flex(subject, held).call
     elif name == TURNED:
         runs[TURNED] = turned(held)
     elif name == SDPA:

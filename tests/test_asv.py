@@ -14,7 +14,8 @@ import pytest
 
 import relpos_np as rp
 from relpos_np._commands import peers
-from relpos_np._commands.peers import with_numpy
+from relpos_np._commands.peers import ours
+from relpos_np._commands.peers.tasks import TASKS
 from relpos_np._commands.peers.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -97,25 +98,29 @@ def test_compare_runs_peers_in_turn(tmp_path, capsys):
     assert "Forward" in capsys.readouterr().out
 
 
-def test_peers_that_compute_something_else_are_not_timed(monkeypatch):
+def test_peers_that_compute_something_else_are_not_timed(monkeypatch, tmp_path):
     worker = Worker("numpy", 1)
-    assert worker.prepare("attention", "a", None, 0.01)["error"] < 4e-6
-    assert worker.prepare("attention", "hb", None, 0.01)["error"] < 4e-3
+    exact = {letter: str(tmp_path / f"{letter}.npz") for letter in ("a", "hb")}
+    for letter, path in exact.items():
+        np.savez(path, out=TASKS["attention"].subject(letter).exact())
+    assert worker.prepare("attention", "a", exact["a"], 0.01)["error"] < 4e-6
+    assert worker.prepare("attention", "hb", exact["hb"], 0.01)["error"] < 4e-3
     wrong = {"a": lambda case: case.v, "hb": lambda case: rp.attention(case.q, case.k, case.v)}
     for letter, other in wrong.items():
         monkeypatch.setattr(
-            with_numpy,
+            ours,
             "prepare",
             lambda name, task, case, threads, seconds, other=other: peers.Prepared(lambda: other(case)),
         )
-        assert worker.prepare("attention", letter, None, 0.01)["unavailable"].startswith("its result deviates")
+        found = worker.prepare("attention", letter, exact[letter], 0.01)
+        assert found["unavailable"].startswith("its result deviates")
         assert worker.prepared is None
 
     def fails(*arguments):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(with_numpy, "prepare", fails)
-    assert worker.prepare("attention", "a", None, 0.01) == {"unavailable": "MemoryError: no room"}
+    monkeypatch.setattr(ours, "prepare", fails)
+    assert worker.prepare("attention", "a", exact["a"], 0.01) == {"unavailable": "MemoryError: no room"}
 
 
 def test_compare_refuses_unknown_names(capsys):

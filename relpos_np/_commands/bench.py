@@ -19,9 +19,9 @@ from relpos_np._commands.terminal import seconds as duration
 SUMMARY = "time attention beside other packages"
 HELP = """\
 Times attention of this library beside the packages that you have installed: NumPy (the formula), torch, onnxruntime
-with onnx, openvino, jax. Each runs in a process of its own with the same number of threads, in turns, and only if its
-result agrees with float64. "median" and "best" are over all calls; "times" says how many times as long as relpos_np a
-package takes, as the median over the rounds. Packages that are not installed are listed.
+and openvino with onnx, jax. Each runs in a process of its own with the same number of threads, in turns, and only if
+its result agrees with float64. "median" and "best" are over all calls; "times" says how many times as long as relpos_np
+a package takes, as the median over the rounds. Packages that are not installed are listed.
 Torch's flex_attention needs a C++ compiler, and compiles for long: name it with --peers to run it.
 """
 EXAMPLE = """\
@@ -40,7 +40,7 @@ JSON = {
 _SHAPES = ("A", "D", "H")
 # What takes long to compile, what computes in another precision, and the machine's limit, which is no peer.
 _UNASKED = ("torch flex", "openvino, own precision", "limit")
-_PEERS = tuple(name for name, peer in PEERS.items() if "attention" in peer.tasks and name != OURS)
+_PEERS = tuple(name for name in PEERS if name != OURS)
 # Of one turn of one peer.
 _SECONDS = 0.1
 

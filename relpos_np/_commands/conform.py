@@ -38,6 +38,13 @@ examples:
   relpos conform mypackage.attention:flash --scheme plain --head-dim 64 --lengths 64,128 --heads 8,8/2 --thorough
 """
 
+# Options that are passed on as they are, and those that are numbers between commas.
+_AS_GIVEN = (
+    *("framework", "dtype", "grad", "families", "supports", "excluded", "layout", "device", "arithmetic"),
+    *("conventions", "thorough", "seed"),
+)
+_SIZES = ("head_dim", "lengths", "batch")
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
@@ -89,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from relpos_np.conform.files import as_json, written
 
     scheme, variant = scheme_named(args.scheme, args.variant, expected=attention_schemes())
+    sizes: dict[str, Any] = {n: _numbers(f"--{n.replace('_', '-')}", getattr(args, n)) for n in _SIZES}
     # A module beside the caller, as `python -m` finds it.
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -96,24 +104,11 @@ def run(args: argparse.Namespace) -> int:
             args.callable,
             scheme,
             variant=variant,
-            framework=args.framework,
-            dtype=args.dtype,
-            grad=args.grad,
-            families=args.families,
-            supports=args.supports,
-            excluded=args.excluded,
             always=dict(map(_value, args.always)),
-            layout=args.layout,
-            device=args.device,
-            head_dim=_numbers("--head-dim", args.head_dim),
-            lengths=_numbers("--lengths", args.lengths),
             heads=_heads(args.heads),
-            batch=_numbers("--batch", args.batch),
-            arithmetic=args.arithmetic,
-            conventions=args.conventions,
-            thorough=args.thorough,
-            seed=args.seed,
             progress=_told if args.thorough and sys.stderr.isatty() else None,
+            **{name: getattr(args, name) for name in _AS_GIVEN},
+            **sizes,
         )
     finally:
         sys.path.remove(str(Path.cwd()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -111,10 +111,16 @@ def attention(problem: Problem, schemes: Sequence[Scheme], sinks: Array | None =
         p = p[..., :-1]
     if problem.keep is not None:
         p = np.where(problem.keep, p * site.dtype.type(problem.keep_scale), site.dtype.type(0))
+    return outputs(problem, schemes, p, lambda p, v: weighted_sum(p, v, s != -np.inf)), lse
+
+
+def outputs(problem: Problem, schemes: Sequence[Scheme], p: Array, weighted: Callable[[Array, Array], Array]) -> Array:
+    """The output of probabilities: values `weighted` by them, and what schemes add to it."""
+    site = problem.site
     v = repeat_heads(problem.v, site.heads)
     for scheme in schemes:
         v = scheme.turn_values(v, site)
-    out = weighted_sum(p, v, s != -np.inf)
+    out = weighted(p, v)
     for scheme in schemes:
         added = scheme.outputs(p, site)
         if added is not None:
@@ -122,4 +128,4 @@ def attention(problem: Problem, schemes: Sequence[Scheme], sinks: Array | None =
     for scheme in schemes:
         out = scheme.turn_output(out, site)
     _same_shape("output has", out, problem.out_shape, schemes)
-    return out, lse
+    return out

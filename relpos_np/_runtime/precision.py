@@ -84,7 +84,7 @@ def set_precision(name: Precision | None) -> None:
     --------
     >>> import relpos_np as rp
     >>> rp.set_precision("medium")
-    >>> rp.set_precision("highest")  # the default
+    >>> rp.set_precision(None)  # the default
     """
     global _default
     _default = None if name is None else _checked(name)

@@ -48,8 +48,8 @@ class Plain:
         Rows of it in front that belong to no position.
     remark : str
         What to mind about it.
-    sinusoids : callable, optional
-        From the keys to the plan in place of a table.
+    sinusoids : tuple, optional
+        Layout of the sinusoids in place of a table, and where positions begin.
     finish : callable, optional
         From the keys and the layer's number to fields that differ.
     ignored : tuple of str
@@ -62,7 +62,7 @@ class Plain:
     table: str = ""
     skip: int = 0
     remark: str = ""
-    sinusoids: Callable[[Keys], SchemePlan | None] | None = None
+    sinusoids: tuple[str, int] | None = None
     finish: Callable[[Keys, int], Mapping[str, Any]] | None = None
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Plain:
         if self.table:
             found["added"] = learned(self.table, self.skip, self.remark)
         elif self.sinusoids is not None:
-            found["added"] = self.sinusoids(keys)
+            found["added"] = sinusoidal(keys.integer("hidden_size"), *self.sinusoids)
         if self.finish is not None:
             found |= self.finish(keys, layer)
         return LayerAttention(keys.model_type, part, layer, **found)
@@ -160,10 +160,6 @@ def _xlm(keys: Keys, _layer: int) -> dict[str, Any]:
     return {"causal": keys.flag("causal"), "added": learned("position_embeddings.weight", remark=remark)}
 
 
-def _ctrl(keys: Keys) -> SchemePlan:
-    return sinusoidal(keys.integer("hidden_size"), "concatenated")
-
-
 def _trocr(keys: Keys, layer: int, part: str) -> LayerAttention:
     """A decoder as BART has it; some add sinusoids."""
     heads = keys.integer("num_attention_heads")
@@ -185,10 +181,6 @@ def _aimv2(keys: Keys, _layer: int) -> dict[str, Any]:
     return {"added": learned("embeddings.position_embedding.weight")}
 
 
-def _videomae(keys: Keys) -> SchemePlan:
-    return sinusoidal(keys.integer("hidden_size"), "interleaved")
-
-
 def _gpt_neo(keys: Keys, layer: int) -> dict[str, Any]:
     """Not scaled; every other layer has a window, as `attention_types` repeat."""
     repeats = keys.get("attention_types")
@@ -208,14 +200,9 @@ def _gpt_neo(keys: Keys, layer: int) -> dict[str, Any]:
     return {"scale": 1.0, "window": (size - 1, None) if pattern[layer] == "local" else None}
 
 
-def _xglm(keys: Keys) -> SchemePlan:
-    return sinusoidal(keys.integer("hidden_size"), "tensor2tensor", 2)
-
-
-def _distilbert(keys: Keys) -> SchemePlan:
-    if keys.flag("sinusoidal_pos_embds", False):
-        return learned("embeddings.position_embeddings.weight", remark="sinusoids, as stored")
-    return learned("embeddings.position_embeddings.weight")
+def _distilbert(keys: Keys, _layer: int) -> dict[str, Any]:
+    remark = "sinusoids, as stored" if keys.flag("sinusoidal_pos_embds", False) else ""
+    return {"added": learned(_BERT, remark=remark)}
 
 
 _BERT = "embeddings.position_embeddings.weight"
@@ -227,11 +214,11 @@ _TEXT: dict[str, Plain] = {
     "ernie": Plain(None, _BERT),
     "albert": Plain(False, _BERT, finish=_albert),
     "splinter": Plain(False, _BERT),
-    "ctrl": Plain(True, sinusoids=_ctrl, ignored=("is_decoder",)),
+    "ctrl": Plain(True, sinusoids=("concatenated", 0), ignored=("is_decoder",)),
     "xlm": Plain(False, finish=_xlm, ignored=("is_decoder",)),
     "roberta xlm-roberta xmod xlm-roberta-xl camembert roberta-prelayernorm data2vec-text": _ROBERTA,
     "layoutlm": Plain(False, _BERT, remark="and tables of the page's coordinates"),
-    "distilbert": Plain(False, sinusoids=_distilbert),
+    "distilbert": Plain(False, finish=_distilbert),
     "gpt2 gpt-sw3": Plain(True, "wpe.weight", finish=_gpt2, ignored=("is_decoder",)),
     "gpt_neo": Plain(True, "wpe.weight", finish=_gpt_neo),
     "gpt_bigcode": Plain(True, "wpe.weight", finish=_gpt_bigcode, ignored=("is_decoder", "pre_allocate_kv_cache")),
@@ -239,7 +226,7 @@ _TEXT: dict[str, Plain] = {
     "ibert": Plain(False, _BERT, 2, _ROBERTA.remark, finish=_ibert),
     "clap_text_model": replace(_ROBERTA, causal=False),
     "opt biogpt": Plain(True, "embed_positions.weight", 2),
-    "xglm": Plain(True, sinusoids=_xglm),
+    "xglm": Plain(True, sinusoids=("tensor2tensor", 2)),
     "clip_text_model": Plain(True, "embeddings.position_embedding.weight"),
     "siglip_text_model": Plain(False, "embeddings.position_embedding.weight"),
 }
@@ -257,7 +244,7 @@ _VISION |= {
         remark="sines and cosines of columns and rows, as stored",
         ignored=_PRETRAINED,
     ),
-    "videomae": Plain(False, sinusoids=_videomae, ignored=_PRETRAINED),
+    "videomae": Plain(False, sinusoids=("interleaved", 0), ignored=_PRETRAINED),
     "vivit": Plain(False, "embeddings.position_embeddings", remark=_GRID),
     "aimv2_vision_model": Plain(False, finish=_aimv2),
     "siglip2_vision_model": Plain(

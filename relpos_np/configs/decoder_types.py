@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from relpos_np._contract import check
@@ -177,7 +176,7 @@ _TYPES: dict[str, Rotating] = {
     ),
     "cohere_compass_text": Rotating(
         window="types",
-        pattern=of.always_full,
+        pattern=of.cycled(of.FULL),
         still=_null_still,
         mrope=((24, 20, 20), "cyclic"),
     ),
@@ -185,7 +184,7 @@ _TYPES: dict[str, Rotating] = {
         theta={of.FULL: 5e5, of.SLIDING: 1e4},
         share=1.0,
         window="types",
-        pattern=of.always_full,
+        pattern=of.cycled(of.FULL),
         norm=_HEADS,
         finish=of.unread(rope_theta=None, partial_rotary_factor=1.0),
     ),
@@ -215,17 +214,13 @@ _TYPES: dict[str, Rotating] = {
     ),
 }
 
-_SPEECH: dict[str, Rotating] = {
-    "csm csm_depth_decoder_model": Rotating(theta=5e5),
-}
-
 for _names, _traits in _TYPES.items():
     register(_traits.read, _names, kind="Text")
 _LAGUNA = Rotating(
     theta={of.FULL: 5e5, of.SLIDING: 1e4},
     share=1.0,
     window="types",
-    pattern=of.always_full,
+    pattern=of.cycled(of.FULL),
     norm=_HEADS,
     sized=_laguna,
     after=(Gate("g_proj", activation="softplus"),),
@@ -237,8 +232,7 @@ _SHARES = {
     of.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 register(_LAGUNA.read, "laguna", kind="Text", defaults={"rope_parameters": _SHARES})
-for _names, _traits in _SPEECH.items():
-    register(_traits.read, _names, kind="Speech and music")
+register(Rotating(theta=5e5).read, "csm csm_depth_decoder_model", kind="Speech and music")
 # Types of files whose code beside the weights has the attention of a class.
 _SAME = {
     "internlm2 xverse sparsellama PanguEmbedded bailing_moe": "llama",
@@ -337,4 +331,4 @@ register(
     like="stablelm",
     aliases={"rope_pct": "partial_rotary_factor"},
 )
-register(replace(_TYPES["phi3"]).read, "phi3_v", kind="Text", like="phi3")
+register(_TYPES["phi3"].read, "phi3_v", kind="Text", like="phi3")

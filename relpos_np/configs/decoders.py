@@ -250,6 +250,11 @@ def sizes(keys: Keys, width: str = "hidden_size") -> dict[str, Any]:
     return found if kv_heads is None else found | {"kv_heads": check.integer("num_key_value_heads", kv_heads, 1)}
 
 
+def count(keys: Keys) -> int:
+    """How many layers there are."""
+    return keys.integer("num_hidden_layers")
+
+
 def equal_heads(layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     """Numbers of a layer whose queries, keys and values have the same heads, and the usual scale."""
     return {
@@ -342,11 +347,6 @@ def listed_still(at: At) -> bool:
 def full_still(at: At) -> bool:
     """Cohere 2: layers without a window have no positions."""
     return at.kind != SLIDING
-
-
-def always_full(_at: At) -> str:
-    """Mellum: no windows but where types of layers are stored."""
-    return FULL
 
 
 def _first_dense(at: At) -> int:
@@ -450,8 +450,8 @@ def scaled_by(at: At) -> dict[str, Any]:
     return {} if factor is None else {"scale": check.real("attention_multiplier", factor)}
 
 
-def _prefixed(at: At) -> dict[str, Any]:
-    """Both ways in a prefix, within PaliGemma; a decoder elsewhere."""
+def gemma(at: At) -> dict[str, Any]:
+    """Gemma: both ways in a prefix, within PaliGemma; a decoder elsewhere."""
     if at.keys.within != "paligemma":
         at.keys.only("use_bidirectional_attention", False, None)
         return {}
@@ -463,35 +463,27 @@ def _prefixed(at: At) -> dict[str, Any]:
     return {"causal": False, "rule": rule, "notes": (note,)}
 
 
-def gemma(at: At) -> dict[str, Any]:
-    """Gemma: decoders, but for the prefix of PaliGemma."""
-    return _prefixed(at)
+def _own_scale(at: At) -> dict[str, Any]:
+    return {"scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5}
 
 
 def capped(at: At) -> dict[str, Any]:
     """VaultGemma: a scale of its own, and a soft cap."""
     cap = at.keys.get("attn_logit_softcapping")
-    new: dict[str, Any] = {
-        "scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5
-    }
-    if cap is not None:
-        new["softcap"] = check.positive("attn_logit_softcapping", cap)
-    return new
+    return _own_scale(at) | ({} if cap is None else {"softcap": check.positive("attn_logit_softcapping", cap)})
 
 
 def gemma2(at: At) -> dict[str, Any]:
     """Gemma 2: the same, both ways in a prefix. Early files store the window twice."""
     at.keys.only("sliding_window_size", at.keys.get("sliding_window"), None)
-    return capped(at) | _prefixed(at)
+    return capped(at) | gemma(at)
 
 
 def gemma3(at: At) -> dict[str, Any]:
     """Gemma 3: a scale of its own; both ways in embedding models, whose windows are half as wide."""
     at.keys.only("attn_logit_softcapping", None)
     at.keys.only("is_causal", True, None)
-    new: dict[str, Any] = {
-        "scale": check.positive("query_pre_attn_scalar", at.keys.get("query_pre_attn_scalar")) ** -0.5
-    }
+    new = _own_scale(at)
     if at.keys.flag("use_bidirectional_attention"):
         half = at.keys.integer("sliding_window") // 2
         new |= {"causal": False, "window": (half, half) if at.kind == SLIDING else None}

@@ -8,7 +8,7 @@ from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs import rope
-from relpos_np.configs.decoders import SLIDING, sizes
+from relpos_np.configs.decoders import SLIDING, count, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
@@ -20,14 +20,10 @@ _COMPRESSED, _HEAVILY = "compressed_sparse_attention", "heavily_compressed_atten
 _RATIOS = {0: SLIDING, 4: _COMPRESSED, 128: _HEAVILY}
 
 
-def _layers(keys: Keys) -> int:
-    return keys.integer("num_hidden_layers")
-
-
 def _type(keys: Keys, layer: int) -> str:
     """Of one layer: `layer_types`, else `compress_ratios`, else heavily compressed twice, and both kinds in turn."""
     # One more may be stored for the layer that predicts further tokens.
-    types, ratios = (keys.listed(name, _layers(keys), None) for name in ("layer_types", "compress_ratios"))
+    types, ratios = (keys.listed(name, count(keys), None) for name in ("layer_types", "compress_ratios"))
     name, listed = ("compress_ratios", ratios) if types is None else ("layer_types", types)
     if listed is None:
         return _COMPRESSED if layer > 1 and layer % 2 else _HEAVILY
@@ -85,4 +81,4 @@ def _read(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
 
 
-register(_read, "deepseek_v4", kind="Text", count=_layers)
+register(_read, "deepseek_v4", kind="Text", count=count)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from relpos_np._contract import check
 from relpos_np.configs import rope
 from relpos_np.configs.absolute import learned
-from relpos_np.configs.decoders import FULL, LINEAR, At, Rotating, divided, ministral3, sizes
+from relpos_np.configs.decoders import FULL, LINEAR, At, Rotating, count, divided, ministral3, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys, OtherLayerError
 from relpos_np.configs.layer import LayerAttention
@@ -138,13 +138,9 @@ def _deepseek(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
 
 
-def _count(keys: Keys) -> int:
-    return keys.integer("num_hidden_layers")
-
-
 def _kimi_linear(keys: Keys, layer: int, part: str) -> LayerAttention:
     """Kimi Linear: latent attention without positions, in some layers; early files count them from 1."""
-    layers, inner = _count(keys), keys.get("linear_attn_config", None) or {}
+    layers, inner = count(keys), keys.get("linear_attn_config", None) or {}
     types = keys.listed("layer_types", layers, None)
     if not isinstance(inner, Mapping):
         raise RelposValueError(f"linear_attn_config: expected an object, found {inner!r}")
@@ -193,6 +189,6 @@ register(
     "sarvam_mla axk2",
     kind="Text",
 )
-register(_kimi_linear, "kimi_linear", kind="Text", count=_count)
+register(_kimi_linear, "kimi_linear", kind="Text", count=count)
 # The code beside its weights is that of DeepSeek-V3.
 register(_deepseek, "kimi_k2", kind="Text", like="deepseek_v3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from relpos_np._contract import check
@@ -14,10 +15,6 @@ from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
 from relpos_np.configs.steps import Gate, Norm, Times
 from relpos_np.errors import RelposValueError
-
-
-def _count(keys: Keys) -> int:
-    return keys.integer("num_hidden_layers")
 
 
 def _listed(at: At, key: str, other: str) -> str:
@@ -144,10 +141,6 @@ def _grouped(at: At) -> dict[str, Any]:
     return {"kv_heads": at.found["heads"] // size}
 
 
-def _linear(_at: At) -> str:
-    return of.LINEAR
-
-
 def _always(_at: At) -> bool:
     return True
 
@@ -216,15 +209,7 @@ _QWEN = Rotating(
     ignored=_DELTA,
     after=_GATE,
 )
-_QWEN_VL = Rotating(
-    share=0.25,
-    pattern=of.alternating(4, "full_attention_interval", other=of.LINEAR),
-    others=(of.LINEAR,),
-    norm=_HEADS,
-    mrope=((11, 11, 10), "cyclic"),
-    ignored=_DELTA,
-    after=_GATE,
-)
+_QWEN_VL = replace(_QWEN, mrope=((11, 11, 10), "cyclic"))
 _LFM = Rotating(
     theta=1e6,
     pattern=_lfm2,
@@ -235,7 +220,7 @@ _LFM = Rotating(
 
 
 _NEMOTRON = Rotating(
-    pattern=_linear,
+    pattern=of.cycled(of.LINEAR),
     others=(of.LINEAR, "moe", "mlp"),
     still=_always,
     ignored=(*_MAMBA, "time_step_rank", "mtp_hybrid_override_pattern"),
@@ -254,7 +239,7 @@ _TYPES: dict[str, Rotating] = {
         pattern=_jamba, others=(of.LINEAR,), still=_always, ignored=_MAMBA, finish=of.unread(sliding_window=None)
     ),
     "granitemoehybrid": Rotating(
-        pattern=_linear,
+        pattern=of.cycled(of.LINEAR),
         others=(of.LINEAR,),
         still=_unless_rope,
         ignored=_MAMBA,
@@ -339,5 +324,5 @@ _TYPES |= {
 }
 for _names, _traits in _TYPES.items():
     like = "llama" if _names == "nemotron-nas" else ""
-    register(_traits.read, _names, kind="Text", count=_count if _traits.others else None, like=like)
+    register(_traits.read, _names, kind="Text", count=of.count if _traits.others else None, like=like)
 register(_nemotron_h, "nemotron_h", kind="Text", count=_blocks)

@@ -12,12 +12,8 @@ from relpos_np.configs.decoders import equal_heads, sizes
 from relpos_np.configs.families import register
 from relpos_np.configs.keys import Keys
 from relpos_np.configs.layer import LayerAttention
-from relpos_np.configs.plans import Given, SchemePlan
+from relpos_np.configs.plans import SchemePlan
 from relpos_np.errors import RelposValueError
-from relpos_np.schemes.beit import BEiT
-from relpos_np.schemes.decomposed import DecomposedBias
-from relpos_np.schemes.swin_v2 import SwinV2
-from relpos_np.schemes.window import WindowBias
 
 _SHIFTED = "windows shifted by {shift}: pass the mask of the shift, see layers"
 _WINDOWS = "a call takes windows side by side: (batch * windows, H, {tokens}, D)"
@@ -59,10 +55,6 @@ def _notes(shift: int, tokens: int) -> tuple[str, ...]:
     return (_WINDOWS.format(tokens=tokens), *((_SHIFTED.format(shift=shift),) if shift else ()))
 
 
-def _window_bias(given: Given) -> WindowBias:
-    return WindowBias(given.arrays["table"], given.options["window"])
-
-
 def _swin(keys: Keys, layer: int, part: str) -> LayerAttention:
     """A table per layer; every other layer is shifted by half a window, unless the window is the whole image."""
     stage, block, found = _stage(keys, layer)
@@ -73,7 +65,7 @@ def _swin(keys: Keys, layer: int, part: str) -> LayerAttention:
     shift = size // 2 if block % 2 and min(sides) > size else 0
     own = f"encoder.layers.{stage}.blocks.{block}.attention"
     names = (f"{own}.relative_position_bias.{_TABLE}", f"{own}.self.{_TABLE}", f"{own}.{_TABLE}")
-    plan = SchemePlan("WindowBias", {"window": (size, size)}, {"table": names}, make=_window_bias)
+    plan = SchemePlan("WindowBias", {"grid": (size, size)}, {"table": names})
     return LayerAttention(
         keys.model_type,
         part,
@@ -82,19 +74,6 @@ def _swin(keys: Keys, layer: int, part: str) -> LayerAttention:
         address=(stage, block),
         notes=_notes(shift, size * size),
         **found,
-    )
-
-
-def _swin_v2_scheme(given: Given) -> SwinV2:
-    arrays, options = given.arrays, given.options
-    return SwinV2(
-        arrays["hidden_weight"],
-        arrays["hidden_bias"],
-        arrays["output_weight"],
-        arrays["logit_scale"],
-        options["window"],
-        pretrained_grid=options["pretrained_grid"],
-        variant=options["variant"],
     )
 
 
@@ -117,8 +96,8 @@ def _swin_v2(keys: Keys, layer: int, part: str) -> LayerAttention:
         "logit_scale": f"{own}.logit_scale",
     }
     pretrained = (trained, trained) if trained else None
-    options = {"window": window, "pretrained_grid": pretrained, "variant": "transformers"}
-    plan = SchemePlan("SwinV2", options, weights, make=_swin_v2_scheme)
+    options = {"grid": window, "pretrained_grid": pretrained, "variant": "transformers"}
+    plan = SchemePlan("SwinV2", options, weights)
     return LayerAttention(
         keys.model_type,
         part,
@@ -128,10 +107,6 @@ def _swin_v2(keys: Keys, layer: int, part: str) -> LayerAttention:
         notes=_notes(shift, window[0] * window[1]),
         **{**found, "scale": math.nan},
     )
-
-
-def _beit_scheme(given: Given) -> BEiT:
-    return BEiT(given.arrays["table"], given.options["grid"])
 
 
 def _beit(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -152,14 +127,10 @@ def _beit(keys: Keys, layer: int, part: str) -> LayerAttention:
                 for middle in ("attention.attention.", "")
             )
         )
-        found["schemes"] = (SchemePlan("BEiT", {"grid": grid}, {"table": paths}, make=_beit_scheme),)
+        found["schemes"] = (SchemePlan("BEiT", {"grid": grid}, {"table": paths}),)
     if keys.flag("use_absolute_position_embeddings"):
         found["added"] = learned("embeddings.position_embeddings")
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
-
-
-def _decomposed(given: Given) -> DecomposedBias:
-    return DecomposedBias(given.arrays["rel_pos_h"], given.arrays["rel_pos_w"], given.options["grid"])
 
 
 def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -170,8 +141,8 @@ def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
     grid = _grid(keys) if whole else (size, size)
     keys.ignore("scale")
     if keys.flag("use_rel_pos"):
-        weights = {name: f"layers.{layer}.attn.{name}" for name in ("rel_pos_h", "rel_pos_w")}
-        found["schemes"] = (SchemePlan("DecomposedBias", {"grid": grid}, weights, make=_decomposed),)
+        weights = {name: f"layers.{layer}.attn.{path}" for name, path in _SAM_TABLES.items()}
+        found["schemes"] = (SchemePlan("DecomposedBias", {"grid": grid}, weights),)
     if keys.flag("use_abs_pos"):
         found["added"] = learned("pos_embed")
     notes = () if whole else _notes(0, size * size)
@@ -179,6 +150,7 @@ def _sam(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 
 _TABLE = "relative_position_bias_table"
+_SAM_TABLES = {"height_table": "rel_pos_h", "width_table": "rel_pos_w"}
 
 
 _KIND = "Images and video"

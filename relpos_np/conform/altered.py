@@ -53,7 +53,7 @@ def seen(one: Example, **limits: Any) -> Array:
 
 
 def hiding(one: Example, hidden: Array) -> Array:
-    """The exact output without some pairs, (L_q, L_k)."""
+    """The exact output without some pairs, (L_q, L_k), or some keys, (L_k,)."""
     return out_of(one, mask=masked(one.kwargs.get("mask"), ~hidden[None, None]))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,36 +31,27 @@ _DIMS = (2, 4, 8, 16, 32, 64, 96)
 _HEADS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3))
 
 
+@dataclass(eq=False)
 class Bench:
-    """Runs cases of one implementation, and keeps answers to be explained."""
+    """Runs cases of one implementation, and keeps answers to be explained.
 
-    def __init__(
-        self,
-        tested: Implementation,
-        stored: Format,
-        about: tuple[str, str | None],
-        seed: int,
-        able: frozenset[str] | None,
-        excluded: frozenset[str] = frozenset(),
-        *,
-        grad: bool,
-        arithmetic: str | None = None,
-        conventions: str | None = None,
-        asked: bool = False,
-    ) -> None:
-        self.tested, self.stored, self.grad, self.seed = tested, stored, grad, seed
-        self.able, self.excluded = able, excluded
-        self.arithmetic, self.conventions, self.asked = arithmetic, conventions, asked
-        self.scheme, self.variant = about
-        self.answers: list[Answer] = []
-        # Cases in which it crashed.
-        self.crashes: list[Example] = []
+    `able` is what it supports, None for everything; `asked` whether families were named.
+    """
 
-    def of(self, tested: Implementation) -> Bench:
-        """The same for another implementation."""
-        other = copy(self)
-        other.tested, other.answers, other.crashes = tested, [], []
-        return other
+    tested: Implementation
+    stored: Format
+    scheme: str
+    variant: str | None
+    seed: int
+    able: frozenset[str] | None
+    excluded: frozenset[str]
+    grad: bool
+    arithmetic: str | None
+    conventions: str | None
+    asked: bool
+    answers: list[Answer] = field(default_factory=list)
+    # Cases in which it crashed.
+    crashes: list[Example] = field(default_factory=list)
 
     def made(self, form: Form) -> Example | None:
         """The case of a form, with numbers that the format holds; None where the scheme has no such call."""

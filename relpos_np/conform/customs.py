@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from relpos_np._contract import check
 from relpos_np.conform.altered import call_of, remade, seen
 from relpos_np.conform.yardstick import Answer
 from relpos_np.formulas.softmax import repeat_heads
@@ -29,11 +28,6 @@ class Custom:
     words: str
     whose: tuple[str, ...]
     followed: Callable[[Answer], bool]
-
-
-def checked(name: str | None) -> str | None:
-    """Whose conventions are meant; None for this library's."""
-    return None if name is None else check.choice("conventions", name, CONVENTIONS)
 
 
 def custom_of(answer: Answer, meant: str | None) -> Custom | None:

@@ -33,11 +33,12 @@ class Framework:
 
     name = "numpy"
     differentiates = False
+    module: Any = np
 
     @property
     def version(self) -> str:
-        """Of the framework."""
-        return str(np.__version__)
+        """Of the framework, or of the runtime."""
+        return str(self.module.__version__)
 
     def array(self, x: Array, stored: Format) -> Any:
         """An array of float64 in the format; integers and bools as they are."""
@@ -74,13 +75,8 @@ class _Torch(Framework):
     differentiates = True
 
     def __init__(self, device: str | None) -> None:
-        self.torch = imported("torch", "torch")
+        self.module = self.torch = imported("torch", "torch")
         self.device = device or "cpu"
-
-    @property
-    def version(self) -> str:
-        """Of the framework."""
-        return str(self.torch.__version__)
 
     def array(self, x: Array, stored: Format) -> Any:
         """See `Framework.array`; rounding twice is rounding once, because the numbers are there already."""
@@ -112,12 +108,7 @@ class _JAX(Framework):
     differentiates = True
 
     def __init__(self) -> None:
-        self.jax = imported("jax", "jax")
-
-    @property
-    def version(self) -> str:
-        """Of the framework."""
-        return str(self.jax.__version__)
+        self.module = self.jax = imported("jax", "jax")
 
     def array(self, x: Array, stored: Format) -> Any:
         """See `Framework.array`."""
@@ -140,10 +131,8 @@ class _ONNX(Framework):
 
     name = "onnx"
 
-    @property
-    def version(self) -> str:
-        """Of the runtime."""
-        return str(imported("onnxruntime", "onnxruntime").__version__)
+    def __init__(self) -> None:
+        self.module = imported("onnxruntime", "onnxruntime")
 
     def array(self, x: Array, stored: Format) -> Any:
         """See `Framework.array`."""

@@ -12,7 +12,7 @@ from relpos_np.conform.arithmetic import arithmetics, found_out
 from relpos_np.conform.arithmetic import chosen as named_arithmetic
 from relpos_np.conform.bench import Bench
 from relpos_np.conform.causes import explained
-from relpos_np.conform.customs import BORDERS, checked
+from relpos_np.conform.customs import BORDERS, CONVENTIONS
 from relpos_np.conform.formats import DTYPES, Format, format_of
 from relpos_np.conform.frameworks import Framework, framework_of, loaded
 from relpos_np.conform.implementation import LAYOUTS, Implementation
@@ -21,7 +21,7 @@ from relpos_np.conform.suspects import suspects
 from relpos_np.conform.yardstick import ANGLES, Answer
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.registry import SCHEMES
-from relpos_np.testing.cases import checked_exceptions, checked_families, checked_features
+from relpos_np.testing.cases import FEATURES, checked, checked_families
 from relpos_np.testing.example import Example
 from relpos_np.testing.families import FAMILIES, forms_of
 from relpos_np.testing.grid import Form, Grid
@@ -145,8 +145,8 @@ def conform(
     chosen = variant or next(iter(variants), None)
     stored = format_of(dtype)
     wanted = tuple(FAMILIES) if families is None else checked_families(families)
-    able = None if supports is None else checked_features(supports)
-    left_out = checked_exceptions(excluded)
+    able = None if supports is None else frozenset(checked("supports", supports, FEATURES))
+    left_out = frozenset(checked("excluded", excluded, (*FAMILIES, *FEATURES)))
     if isinstance(function, str):
         subject, function = function, loaded(function, framework)
         framework = "onnx" if framework is None and subject.endswith(".onnx") else framework
@@ -161,13 +161,14 @@ def conform(
     bench = Bench(
         tested,
         stored,
-        (scheme, chosen),
+        scheme,
+        chosen,
         check.integer("seed", seed, 0),
         able,
         left_out,
         grad=grad,
         arithmetic=named_arithmetic(arithmetic, format_of(stored.computed)),
-        conventions=checked(conventions),
+        conventions=None if conventions is None else check.choice("conventions", conventions, CONVENTIONS),
         asked=families is not None,
     )
     found, forms = [], {}
@@ -208,7 +209,7 @@ def _other_layout(bench: Bench, forms: Mapping[tuple[str, str], Form], families:
         return ""
     tested = copy(bench.tested)
     tested.layout = next(one for one in LAYOUTS if one != tested.layout)
-    other = bench.of(tested)
+    other = replace(bench, tested=tested, answers=[], crashes=[])
     ordinary = [form for (name, _), form in forms.items() if name == "self"]
     ran = [other.finding(form, one) for form in ordinary if (one := other.made(form)) is not None]
     if not all(one.verdict == "right" for one in ran):

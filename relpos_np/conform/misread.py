@@ -35,9 +35,8 @@ def of_arrays(scheme: str, kept: Format) -> Iterator[tuple[str, Answer]]:
                 yield f"reads {name} {words}", partial(_rolled, name, step, wraps)
         for held, bits in coarser_than(kept):
             yield f"holds {name} in {held}", partial(_held, name, bits)
-        yield f"reads {name} of the first head for all", partial(_first_of, name)
-        yield f"reads the heads of {name} from the last to the first", partial(_heads_reversed, name)
-        yield f"reads {name} of as many heads as keys have, each for a group", partial(_by_key_head, name)
+        for before, behind, change in _HEADS:
+            yield f"{before}{name}{behind}", partial(_by_heads, name, change)
         yield f"exchanges the axes of {name}", partial(_exchanged, name)
         if parameter.default is not parameter.empty and not isinstance(parameter.default, str | bool):
             yield f"ignores {name}", partial(_ignored, name, parameter.default)
@@ -96,74 +95,72 @@ _OPERANDS: tuple[tuple[str, Answer], ...] = (
 # ---------------------------------------------------------------------------------------------- options
 
 
-def _mask_of(axis: int, one: Example) -> Array | None:
+# What a mistake makes of an option that is given: its value, several options by name, or None where it makes no sense.
+_Change = Callable[[Any, Example], Any]
+
+
+def _changed(name: str, change: _Change, one: Example) -> Array | None:
+    """The output with something else in place of an option that the case has."""
+    value = one.kwargs.get(name)
+    other = None if value is None else change(value, one)
+    return None if other is None else out_of(one, **(other if isinstance(other, dict) else {name: other}))
+
+
+def _without(name: str) -> Answer:
+    return partial(_changed, name, lambda *_: {name: None})
+
+
+def _mask_of(axis: int) -> Answer:
     """The mask of the first item or head for all."""
-    mask = one.kwargs.get("mask")
-    if mask is None or mask.ndim < -axis or mask.shape[axis] == 1:
-        return None
-    return out_of(one, mask=np.broadcast_to(np.take(mask, [0], axis), mask.shape).copy())
+
+    def first(mask: Array, _: Example) -> Array | None:
+        if mask.ndim < -axis or mask.shape[axis] == 1:
+            return None
+        return np.broadcast_to(np.take(mask, [0], axis), mask.shape).copy()
+
+    return partial(_changed, "mask", first)
 
 
-def _mask_as_number(one: Example) -> Array | None:
-    mask = one.kwargs.get("mask")
-    return None if mask is None or mask.dtype != np.bool_ else out_of(one, mask=mask.astype(np.float64))
+def _of_floats(change: Callable[[Array, Example], Array]) -> Answer:
+    """A change of a mask of floats."""
+    return partial(_changed, "mask", lambda mask, one: None if mask.dtype == np.bool_ else change(mask, one))
 
 
-def _mask_times(factor: Callable[[Example], float], one: Example) -> Array | None:
-    mask = one.kwargs.get("mask")
-    if mask is None or mask.dtype == np.bool_:
-        return None
-    return out_of(one, mask=np.where(np.isfinite(mask), mask * factor(one), mask))
+def _times(factor: Callable[[Example], float]) -> Answer:
+    return _of_floats(lambda mask, one: np.where(np.isfinite(mask), mask * factor(one), mask))
 
 
-def _only_hidden(one: Example) -> Array | None:
-    """Of a mask of floats only whether a pair is excluded."""
-    mask = one.kwargs.get("mask")
-    return None if mask is None or mask.dtype == np.bool_ else out_of(one, mask=np.isfinite(mask))
+def _lengths(change: Callable[[Array], Array]) -> Answer:
+    return partial(_changed, "key_lengths", lambda n, one: np.clip(change(np.asarray(n)), 0, one.k.shape[2]))
 
 
-def _lengths(change: Callable[[Array], Array], one: Example) -> Array | None:
-    lengths = one.kwargs.get("key_lengths")
-    if lengths is None:
-        return None
-    return out_of(one, key_lengths=np.clip(change(np.asarray(lengths)), 0, one.k.shape[2]))
+def _shown(seen: Callable[[Array, Example], Array]) -> Answer:
+    """Lengths that are read as a mask, (..., L_k)."""
+
+    def as_mask(lengths: Any, one: Example) -> dict[str, Any]:
+        return {"key_lengths": None, "mask": masked(one.kwargs.get("mask"), seen(np.asarray(lengths), one))}
+
+    return partial(_changed, "key_lengths", as_mask)
 
 
-def _left_padded(one: Example) -> Array | None:
+def _last_keys(lengths: Array, one: Example) -> Array:
     """Lengths that count from the last key."""
-    lengths = one.kwargs.get("key_lengths")
-    if lengths is None:
-        return None
     k_len = one.k.shape[2]
-    last = np.arange(k_len) >= k_len - np.asarray(lengths)[:, None, None, None]
-    return out_of(one, key_lengths=None, mask=masked(one.kwargs.get("mask"), last))
+    return np.asarray(np.arange(k_len) >= k_len - lengths[:, None, None, None])
 
 
-def _sinks(change: Callable[[Array], Array | None], one: Example) -> Array | None:
-    sinks = one.kwargs.get("sinks")
-    return None if sinks is None else out_of(one, sinks=change(sinks))
-
-
-def _scaled_sinks(factor: Callable[[Example], float], one: Example) -> Array | None:
-    return _sinks(lambda x: x * factor(one), one)
-
-
-def _lengths_of(number: Callable[[Array, Array], Array], one: Example) -> Array | None:
+def _lengths_of(number: Callable[[Array, Array], Array]) -> Answer:
     """Lengths of other items, which are numbers made of an item and a head."""
-    lengths = one.kwargs.get("key_lengths")
-    if lengths is None:
-        return None
-    item, head = np.arange(len(one.q))[:, None], np.arange(one.q.shape[1])
-    shown = np.arange(one.k.shape[2]) < np.asarray(lengths)[number(item, head) % len(one.q)][..., None, None]
-    return out_of(one, key_lengths=None, mask=masked(one.kwargs.get("mask"), shown))
+
+    def seen(lengths: Array, one: Example) -> Array:
+        item, head = np.arange(len(one.q))[:, None], np.arange(one.q.shape[1])
+        return np.asarray(np.arange(one.k.shape[2]) < lengths[number(item, head) % len(one.q)][..., None, None])
+
+    return _shown(seen)
 
 
 def _sink_of_zero(one: Example) -> Array | None:
     return None if one.kwargs.get("sinks") is not None else out_of(one, sinks=np.zeros(one.q.shape[1]))
-
-
-def _without(name: str, one: Example) -> Array | None:
-    return out_of(one, **{name: None}) if one.kwargs.get(name) is not None else None
 
 
 def _top_left(one: Example) -> Array | None:
@@ -176,38 +173,38 @@ def _top_left(one: Example) -> Array | None:
 
 
 _OPTIONS: tuple[tuple[str, Answer], ...] = (
-    ("ignores the mask", partial(_without, "mask")),
-    ("ignores key_lengths", partial(_without, "key_lengths")),
-    ("ignores the scale of the call", partial(_without, "scale")),
-    ("ignores offset", partial(_without, "offset")),
-    ("ignores selected", partial(_without, "selected")),
-    ("ignores sinks", partial(_without, "sinks")),
+    ("ignores the mask", _without("mask")),
+    ("ignores key_lengths", _without("key_lengths")),
+    ("ignores the scale of the call", _without("scale")),
+    ("ignores offset", _without("offset")),
+    ("ignores selected", _without("selected")),
+    ("ignores sinks", _without("sinks")),
     ("puts queries top-left among the keys, under a right mask: positions count from 0", _top_left),
-    ("reads the mask of the first batch item for all", partial(_mask_of, -4)),
-    ("reads the mask of the first head for all", partial(_mask_of, -3)),
-    ("reads the mask of the first query for all", partial(_mask_of, -2)),
-    ("adds a mask of bool as 0 and 1", _mask_as_number),
-    ("scales a mask of floats with the products", partial(_mask_times, scale_of)),
-    ("divides a mask of floats by the scale", partial(_mask_times, lambda one: 1 / scale_of(one))),
-    ("subtracts a mask of floats", partial(_mask_times, lambda _: -1.0)),
-    ("takes a mask of floats in powers of 2", partial(_mask_times, lambda _: float(np.log(2)))),
-    ("takes of a mask of floats only what it excludes", _only_hidden),
-    ("reads key_lengths of the first batch item for all", partial(_lengths, lambda n: np.full_like(n, n[0]))),
-    ("reads key_lengths of the last batch item for all", partial(_lengths, lambda n: np.full_like(n, n[-1]))),
+    ("reads the mask of the first batch item for all", _mask_of(-4)),
+    ("reads the mask of the first head for all", _mask_of(-3)),
+    ("reads the mask of the first query for all", _mask_of(-2)),
     (
-        "reads key_lengths of item (b H + h) mod B in place of b",
-        lambda one: _lengths_of(lambda b, h: b * one.q.shape[1] + h, one),
+        "adds a mask of bool as 0 and 1",
+        partial(_changed, "mask", lambda mask, _: mask.astype(np.float64) if mask.dtype == np.bool_ else None),
     ),
-    ("reads key_lengths of item h mod B in place of b", partial(_lengths_of, lambda b, h: h + 0 * b)),
-    ("reads key_lengths of the batch item before", partial(_lengths_of, lambda b, h: b - 1 + 0 * h)),
-    ("reads key_lengths of the batch item after", partial(_lengths_of, lambda b, h: b + 1 + 0 * h)),
-    ("key_lengths off by one: one key more", partial(_lengths, lambda n: n + 1)),
-    ("key_lengths off by one: one key fewer", partial(_lengths, lambda n: n - 1)),
-    ("takes key_lengths for the last keys, as with padding on the left", _left_padded),
-    ("scales sinks with the products", partial(_scaled_sinks, scale_of)),
-    ("reads the sink of the first head for all", partial(_sinks, lambda x: np.full_like(x, x[0]))),
-    ("reads sinks from the last head to the first", partial(_sinks, lambda x: x[::-1])),
-    ("subtracts sinks", partial(_sinks, lambda x: -x)),
+    ("scales a mask of floats with the products", _times(scale_of)),
+    ("divides a mask of floats by the scale", _times(lambda one: 1 / scale_of(one))),
+    ("subtracts a mask of floats", _times(lambda _: -1.0)),
+    ("takes a mask of floats in powers of 2", _times(lambda _: float(np.log(2)))),
+    ("takes of a mask of floats only what it excludes", _of_floats(lambda mask, _: np.isfinite(mask))),
+    ("reads key_lengths of the first batch item for all", _lengths(lambda n: np.full_like(n, n[0]))),
+    ("reads key_lengths of the last batch item for all", _lengths(lambda n: np.full_like(n, n[-1]))),
+    ("reads key_lengths of item (b H + h) mod B in place of b", _lengths_of(lambda b, h: b * len(h) + h)),
+    ("reads key_lengths of item h mod B in place of b", _lengths_of(lambda b, h: h + 0 * b)),
+    ("reads key_lengths of the batch item before", _lengths_of(lambda b, h: b - 1 + 0 * h)),
+    ("reads key_lengths of the batch item after", _lengths_of(lambda b, h: b + 1 + 0 * h)),
+    ("key_lengths off by one: one key more", _lengths(lambda n: n + 1)),
+    ("key_lengths off by one: one key fewer", _lengths(lambda n: n - 1)),
+    ("takes key_lengths for the last keys, as with padding on the left", _shown(_last_keys)),
+    ("scales sinks with the products", partial(_changed, "sinks", lambda x, one: x * scale_of(one))),
+    ("reads the sink of the first head for all", partial(_changed, "sinks", lambda x, _: np.full_like(x, x[0]))),
+    ("reads sinks from the last head to the first", partial(_changed, "sinks", lambda x, _: x[::-1])),
+    ("subtracts sinks", partial(_changed, "sinks", lambda x, _: -x)),
     ("adds 1 to the sum of exponentials, as a sink of score 0 would", _sink_of_zero),
 )
 
@@ -274,30 +271,25 @@ def _last_bucket(one: Example) -> Array | None:
     return remade(one, table=table[np.where(rows % half == half - 1, rows - 1, rows)])
 
 
-def _of_heads(name: str, one: Example) -> tuple[Array, int] | None:
+def _by_heads(name: str, change: Callable[[Array, int, Example], Array | None], one: Example) -> Array | None:
+    """An array with an axis of heads, changed along it."""
     x = _array(name, one)
     axes = [] if x is None else [n for n, size in enumerate(x.shape) if size == one.q.shape[1] > 1]
-    return None if x is None or not axes else (x, axes[-1])
+    other = None if x is None or not axes else change(x, axes[-1], one)
+    return None if other is None else remade(one, **{name: other})
 
 
-def _first_of(name: str, one: Example) -> Array | None:
-    found = _of_heads(name, one)
-    if found is None:
-        return None
-    x, axis = found
-    return remade(one, **{name: np.repeat(np.take(x, [0], axis), x.shape[axis], axis)})
+def _by_key_head(x: Array, axis: int, one: Example) -> Array | None:
+    heads, kv_heads = one.q.shape[1], one.k.shape[1]
+    return None if heads == kv_heads else np.take(x, np.arange(heads) // (heads // kv_heads), axis)
 
 
-def _by_key_head(name: str, one: Example) -> Array | None:
-    found, heads, kv_heads = _of_heads(name, one), one.q.shape[1], one.k.shape[1]
-    if found is None or heads == kv_heads:
-        return None
-    return remade(one, **{name: np.take(found[0], np.arange(heads) // (heads // kv_heads), found[1])})
-
-
-def _heads_reversed(name: str, one: Example) -> Array | None:
-    found = _of_heads(name, one)
-    return None if found is None else remade(one, **{name: np.flip(*found)})
+# How heads are misread: words before and behind the name of an array.
+_HEADS: tuple[tuple[str, str, Callable[[Array, int, Example], Array | None]], ...] = (
+    ("reads ", " of the first head for all", lambda x, axis, _: np.repeat(np.take(x, [0], axis), x.shape[axis], axis)),
+    ("reads the heads of ", " from the last to the first", lambda x, axis, _: np.flip(x, axis)),
+    ("reads ", " of as many heads as keys have, each for a group", _by_key_head),
+)
 
 
 def _exchanged(name: str, one: Example) -> Array | None:

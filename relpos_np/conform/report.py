@@ -322,20 +322,7 @@ class Report:
                 results = {n: {"error": error, "allowed": one.allowed[n]} for n, error in one.errors.items()}
                 cases.append(told(one, "edge", "where", "verdict", "reason") | {"results": results})
             families.append(told(family, "name", "verdict", "ran", "cause", "reason") | {"cases": cases})
-        head = (
-            "ok",
-            "exit_code",
-            "ran",
-            "subject",
-            "scheme",
-            "variant",
-            "framework",
-            "version",
-            "dtype",
-            "grad",
-            "seed",
-            "arithmetic",
-        )
+        head = ("ok", "exit_code", "ran", *(name for name in self.__dataclass_fields__ if name != "families"))
         return told(self, *head) | {"families": families}
 
 

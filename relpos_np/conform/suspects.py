@@ -210,13 +210,13 @@ def _over_queries(one: Example) -> Array | None:
 def _as_many_keys(one: Example) -> Array | None:
     """A loop over keys that ends after as many as there are queries."""
     q_len, k_len = one.q.shape[2], one.k.shape[2]
-    return None if q_len >= k_len else hiding(one, np.broadcast_to(np.arange(k_len) >= q_len, (q_len, k_len)))
+    return None if q_len >= k_len else hiding(one, np.arange(k_len) >= q_len)
 
 
 def _in_halves(one: Example) -> Array | None:
     """Two parts of the keys whose outputs are averaged."""
-    q_len, k_len = one.q.shape[2], one.k.shape[2]
-    first = np.broadcast_to(np.arange(k_len) < k_len // 2, (q_len, k_len))
+    k_len = one.k.shape[2]
+    first = np.arange(k_len) < k_len // 2
     return None if k_len < 2 else (hiding(one, first) + hiding(one, ~first)) / 2
 
 

@@ -24,7 +24,7 @@ def of_tiles() -> Iterator[tuple[str, Answer]]:
     for tile in _TILES:
         of = f"tiles of {tile}"
         yield f"leaves out the keys after the last whole tile, in {of} keys", partial(_last_keys, tile)
-        yield f"reads no tile of keys but the first, in {of} keys", partial(_first_keys, tile)
+        yield f"reads no tile of keys but the first, in {of} keys", partial(_keys_from, tile)
         for words, skipped in _CAUSAL:
             for from_keys in (True, False):
                 yield f"causal {words}, in {of}", partial(_causal, tile, skipped, from_keys)
@@ -56,19 +56,14 @@ _CAUSAL: tuple[tuple[str, _Skipped], ...] = (
 )
 
 
+def _keys_from(start: int, one: Example) -> Array | None:
+    """Keys from some number on are left out."""
+    k_len = one.k.shape[2]
+    return hiding(one, np.arange(k_len) >= start) if 0 < start < k_len else None
+
+
 def _last_keys(tile: int, one: Example) -> Array | None:
-    k_len = one.k.shape[2]
-    whole = k_len // tile * tile
-    if not whole or whole == k_len:
-        return None
-    return hiding(one, np.broadcast_to(np.arange(k_len) >= whole, (one.q.shape[2], k_len)))
-
-
-def _first_keys(tile: int, one: Example) -> Array | None:
-    k_len = one.k.shape[2]
-    if k_len <= tile:
-        return None
-    return hiding(one, np.broadcast_to(np.arange(k_len) >= tile, (one.q.shape[2], k_len)))
+    return _keys_from(one.k.shape[2] // tile * tile, one)
 
 
 def _causal(tile: int, skipped: _Skipped, from_keys: bool, one: Example) -> Array | None:

@@ -56,7 +56,7 @@ def window_partition(x: Array, window: Sequence[int]) -> Array:
            [2, 3, 6, 7]])
     """
     x = check.array("x", x)
-    sides = lengths("window", window, _count("window", window))
+    sides = lengths("window", window)
     n = len(sides)
     if x.ndim < n + 1:
         raise RelposValueError(f"x: expected {n} grid axes and channels, found shape {x.shape}")
@@ -88,7 +88,7 @@ def window_reverse(windows: Array, window: Sequence[int], grid: Sequence[int]) -
         If the numbers of windows or tokens do not fit the grid.
     """
     windows = check.array("windows", windows)
-    sides = lengths("window", window, _count("window", window))
+    sides = lengths("window", window)
     n = len(sides)
     whole = lengths("grid", grid, n)
     counts = _counts("grid", whole, sides)
@@ -126,7 +126,7 @@ def cyclic_shift(x: Array, shift: Sequence[int], *, reverse: bool = False) -> Ar
         If x has fewer axes than `shift` has entries.
     """
     x = check.array("x", x)
-    places = lengths("shift", shift, _count("shift", shift), 0)
+    places = lengths("shift", shift, least=0)
     if x.ndim < len(places) + 1:
         raise RelposValueError(f"x: expected {len(places)} grid axes and channels, found shape {x.shape}")
     sign = 1 if check.flag("reverse", reverse) else -1
@@ -178,7 +178,7 @@ def shift_mask(
     array([[   0., -100.],
            [-100.,    0.]], dtype=float32)
     """
-    sides = lengths("window", window, _count("window", window))
+    sides = lengths("window", window)
     whole, places = lengths("grid", grid, len(sides)), lengths("shift", shift, len(sides), 0)
     _counts("grid", whole, sides)
     _below("shift", places, sides)
@@ -546,13 +546,6 @@ class VideoSwinAttention(_ShiftedWindows):
     """
 
     axes = 3
-
-
-def _count(name: str, value: Any) -> int:
-    """The number of axes that a sequence names; `lengths` checks later whether it is a sequence."""
-    if not isinstance(value, Sequence | np.ndarray) or not len(value):
-        lengths(name, value, 2)
-    return len(value)
 
 
 def _counts(name: str, grid: Sequence[int], window: Sequence[int]) -> tuple[int, ...]:

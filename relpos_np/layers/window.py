@@ -470,12 +470,13 @@ class WindowAttention:
         )
 
 
-def lengths(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
-    """A tuple of Python integers from `least` on, one per axis."""
+def lengths(name: str, value: Any, axes: int | None = None, least: int = 1) -> tuple[int, ...]:
+    """A tuple of Python integers from `least` on, one per axis; without `axes` of as many as there are."""
+    wanted = 2 if axes is None else axes
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
-        raise RelposTypeError(f"{name}: expected {axes} integers such as {(7,) * axes}, found {value!r}")
-    if len(value) != axes:
-        raise RelposValueError(f"{name}: expected {axes} integers, one per axis, found {value!r}")
+        raise RelposTypeError(f"{name}: expected {wanted} integers such as {(7,) * wanted}, found {value!r}")
+    if not len(value) or axes not in (None, len(value)):
+        raise RelposValueError(f"{name}: expected {wanted} integers, one per axis, found {value!r}")
     return tuple(check.integer(name, n, least) for n in value)
 
 

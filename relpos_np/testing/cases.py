@@ -62,29 +62,19 @@ FEATURES = (
 )
 
 
+def checked(name: str, given: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Words that are given for an argument, one or several, each of which is known."""
+    found = (given,) if isinstance(given, str) else tuple(given)
+    for one in found:
+        check.choice(name, one, tuple(known))
+    return found
+
+
 def checked_families(families: str | Iterable[str]) -> tuple[str, ...]:
     """Families that are wanted: at least one."""
-    found = (families,) if isinstance(families, str) else tuple(families)
-    for one in found:
-        check.choice("families", one, tuple(FAMILIES))
+    found = checked("families", families, FAMILIES)
     if not found:
         raise RelposValueError("families: expected at least one, found none")
-    return found
-
-
-def checked_exceptions(excluded: str | Iterable[str]) -> frozenset[str]:
-    """Families and features that are left out."""
-    found = frozenset((excluded,) if isinstance(excluded, str) else excluded)
-    for one in sorted(found):
-        check.choice("excluded", one, (*FAMILIES, *FEATURES))
-    return found
-
-
-def checked_features(supports: str | Iterable[str]) -> frozenset[str]:
-    """What is said to be supported."""
-    found = frozenset((supports,) if isinstance(supports, str) else supports)
-    for one in sorted(found):
-        check.choice("supports", one, FEATURES)
     return found
 
 
@@ -155,42 +145,33 @@ def cases(
         if info.kind == "absolute":
             raise RelposValueError(f"families: {scheme} is added to inputs, and has none; found {families}")
     if supports is not None and not callable(supports):
-        supports = checked_features(supports)
-    return _chosen(scheme, variant, dtype, seed, long, families, supports)
+        supports = frozenset(checked("supports", supports, FEATURES))
 
+    def made(one: str | None) -> Iterator[Example]:
+        if families is None:
+            yield from _all(scheme, one, dtype, seed, long)
+        for family in families or ():
+            yield from of_family(family, scheme, variant=one, dtype=dtype, seed=seed)
 
-def _chosen(
-    scheme: str,
-    variant: str | None,
-    dtype: Any,
-    seed: int,
-    long: bool,
-    families: tuple[str, ...] | None,
-    supports: frozenset[str] | Callable[[Example], bool] | None,
-) -> Iterator[Example]:
-    """The cases that are asked for; none at all is an error."""
-    count = 0
-    for one in SCHEMES[scheme].variants or (None,) if variant is None else (variant,):
-        made = (
-            _all(scheme, one, dtype, seed, long)
-            if families is None
-            else (
-                case for family in families for case in of_family(family, scheme, variant=one, dtype=dtype, seed=seed)
-            )
-        )
-        for case in made:
+    def chosen() -> Iterator[Example]:
+        count = 0
+        for case in (
+            case for one in (info.variants or (None,) if variant is None else (variant,)) for case in made(one)
+        ):
             if not long and case.long:
                 continue
             if supports is not None and not (supports(case) if callable(supports) else case.needs <= supports):
                 continue
             count += 1
             yield case
-    if not count:
-        wanted = "" if families is None else f" of {', '.join(families)}"
-        raise RelposValueError(
-            f"{'families' if supports is None else 'supports'}: no case{wanted} of {scheme} is left, and a test of "
-            "none proves nothing; see testing.FAMILIES and Example.needs"
-        )
+        if not count:
+            wanted = "" if families is None else f" of {', '.join(families)}"
+            raise RelposValueError(
+                f"{'families' if supports is None else 'supports'}: no case{wanted} of {scheme} is left, and a test of "
+                "none proves nothing; see testing.FAMILIES and Example.needs"
+            )
+
+    return chosen()
 
 
 def _all(scheme: str, variant: str | None, dtype: Any, seed: int, long: bool) -> Iterator[Example]:

@@ -37,28 +37,36 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 Error = Callable[[float], float]
 
 
+# From a candidate and a value of a number to arguments of its scheme, and to what is told of them.
+_Given = Callable[[Candidate, float], tuple[dict[str, Any], dict[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Unknown:
-    """A number of a call or of a scheme.
+    """A number of a scheme that `given` puts into it, or of a call: its scale.
 
-    `applied` is a candidate with options that have some value of it. It is looked for between `first` and `last`, where
-    `landmarks` are far enough apart for every call's conventions to be seen from one of them; `values` are tried
-    before, or alone where there are no landmarks. The usual scales have been tried by then.
+    It is looked for between `first` and `last`, where `landmarks` are far enough apart for every call's conventions to
+    be seen from one of them; `values` are tried before, or alone where there are no landmarks. The usual scales have
+    been tried by then.
     """
 
     name: str
-    applied: Callable[[Candidate, Options, float], tuple[Candidate, Options]]
+    given: _Given | None
     values: tuple[float, ...] = ()
     landmarks: tuple[float, ...] = ()
     first: float = 0.0
     last: float = 0.0
 
+    def applied(self, candidate: Candidate, how: Options, value: float) -> tuple[Candidate, Options]:
+        """A candidate with options that have some value of it."""
+        if self.given is None:
+            return candidate, replace(how, scale=value)
+        given, shown = self.given(candidate, value)
+        made = type(candidate.made)(**(arguments(candidate.made) | given))
+        return replace(candidate, made=made, settings=candidate.settings | shown), how
 
-def _scaled(candidate: Candidate, how: Options, scale: float) -> tuple[Candidate, Options]:
-    return candidate, replace(how, scale=scale)
 
-
-SCALE = Unknown("scale", _scaled, first=1e-3, last=30.0)
+SCALE = Unknown("scale", None, first=1e-3, last=30.0)
 
 
 def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: int) -> Iterator[Unknown]:
@@ -90,52 +98,42 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
             yield Unknown(name, _setting(name), (), marks, default / 64, default * 64)
 
 
-def _setting(
-    name: str, kind: type[int | float] = float
-) -> Callable[[Candidate, Options, float], tuple[Candidate, Options]]:
-    def applied(candidate: Candidate, how: Options, value: float) -> tuple[Candidate, Options]:
-        return _remade(candidate, {name: kind(value)}, {name: kind(value)}), how
-
-    return applied
+def _setting(name: str, kind: type[int | float] = float) -> _Given:
+    return lambda _, value: ({name: kind(value)}, {name: kind(value)})
 
 
-def _remade(candidate: Candidate, given: Mapping[str, Any], shown: Mapping[str, Any]) -> Candidate:
-    made = type(candidate.made)(**(arguments(candidate.made) | dict(given)))
-    return replace(candidate, made=made, settings=candidate.settings | dict(shown))
-
-
-def _share(dim: int, *, last: bool) -> Callable[[Candidate, Options, float], tuple[Candidate, Options]]:
+def _share(dim: int, *, last: bool) -> _Given:
     """So many of the channels, the first or the last ones."""
 
-    def applied(candidate: Candidate, how: Options, count: float) -> tuple[Candidate, Options]:
-        given = {"channels": (dim - int(count), dim), "dim": None} if last else {"dim": int(count)}
-        return _remade(candidate, given, {name: x for name, x in given.items() if x is not None}), how
+    def given(_: Candidate, count: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        if last:
+            channels = {"channels": (dim - int(count), dim)}
+            return channels | {"dim": None}, channels
+        return {"dim": int(count)}, {"dim": int(count)}
 
-    return applied
+    return given
 
 
-def _slower(dim: int) -> Callable[[Candidate, Options, float], tuple[Candidate, Options]]:
+def _slower(dim: int) -> _Given:
     """Positions that are divided by a factor."""
 
-    def applied(candidate: Candidate, how: Options, factor: float) -> tuple[Candidate, Options]:
-        made = candidate.made
-        frequencies = rotary_frequencies(made.dim or dim // 2 * 2, base=made.base) / factor
-        given = {"frequencies": frequencies, "base": 10000.0, "dim": None}
-        return _remade(candidate, given, {"factor": factor}), how
+    def given(candidate: Candidate, factor: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        frequencies = rotary_frequencies(candidate.made.dim or dim // 2 * 2, base=candidate.made.base) / factor
+        return {"frequencies": frequencies, "base": 10000.0, "dim": None}, {"factor": factor}
 
-    return applied
+    return given
 
 
-def _louder(heads: int) -> Callable[[Candidate, Options, float], tuple[Candidate, Options]]:
+def _louder(heads: int) -> _Given:
     """What positions add, times a factor."""
 
-    def applied(candidate: Candidate, how: Options, factor: float) -> tuple[Candidate, Options]:
-        given = {n: x * factor for n, x in arguments(candidate.made).items() if _is_floats(x)}
-        if not given and isinstance(candidate.made, ALiBi):
-            given = {"slopes": alibi_slopes(heads) * factor, "heads": None, "bias_max": None}
-        return _remade(candidate, given, {"factor": factor}), how
+    def given(candidate: Candidate, factor: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        own = {n: x * factor for n, x in arguments(candidate.made).items() if _is_floats(x)}
+        if not own and isinstance(candidate.made, ALiBi):
+            own = {"slopes": alibi_slopes(heads) * factor, "heads": None, "bias_max": None}
+        return own, {"factor": factor}
 
-    return applied
+    return given
 
 
 def _is_floats(x: Any) -> bool:

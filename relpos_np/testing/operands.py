@@ -176,7 +176,6 @@ def _call(at: Operands, how: Options) -> tuple[tuple[Array, Array, Array | None]
 
 def _output(problem: Problem, schemes: Sequence[Scheme], s: Array, sinks: Array | None) -> tuple[Array, Array]:
     """Output and log-sum-exp of scores, with sums in float64 as they come: there are thousands of calls."""
-    site = problem.site
     with np.errstate(all="ignore"):
         top = s.max(axis=-1, keepdims=True, initial=-np.inf)
         extra = None if sinks is None else sinks.reshape(*sinks.shape, *[1] * (3 - sinks.ndim))
@@ -186,17 +185,7 @@ def _output(problem: Problem, schemes: Sequence[Scheme], s: Array, sinks: Array 
         total = p.sum(axis=-1, keepdims=True)
         total = total if extra is None else total + np.exp(extra - top)
         p /= np.where(total == 0, 1.0, total)
-        v = repeat_heads(problem.v, site.heads)
-        for scheme in schemes:
-            v = scheme.turn_values(v, site)
-        out = p @ v
-        for scheme in schemes:
-            added = scheme.outputs(p, site)
-            out = out if added is None else out + added
-        for scheme in schemes:
-            out = scheme.turn_output(out, site)
-        if out.shape != problem.out_shape:
-            raise RelposValueError(f"position: the output has shape {out.shape}, expected {problem.out_shape}")
+        out = forward.outputs(problem, schemes, p, np.matmul)
         return out, (top + np.log(total))[..., 0]
 
 

@@ -1,6 +1,6 @@
-"""Who is compared: every peer's name, the module here that prepares its calls, and what is timed.
+"""Who is compared: every peer's name, the module that prepares its calls, and what is timed.
 
-`relpos bench` and ``asv_bench/compare.py`` run them, and the benchmarks of asv share their shapes.
+`relpos bench` runs them; ``asv_bench/compare.py`` does with tasks and peers of its own beside them.
 """
 
 from __future__ import annotations
@@ -26,57 +26,47 @@ class Prepared:
     note: str = ""
     # Where seconds are not what matters: operations or bytes of one call.
     amount: float | None = None
+    # Whether it computes what was asked.
+    answers: bool = True
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A line of the tables."""
+    """A line of the tables: the module that prepares its calls, what it does, the packages it needs, and its tasks."""
 
     module: str
     words: str
+    packages: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("attention",)
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """What the module imports."""
-        return _PACKAGES.get(self.module, ())
 
-
-_PACKAGES = {
-    "ours": ("numba", "llvmlite"),
-    "with_torch": ("torch",),
-    "with_onnx": ("onnxruntime", "onnx"),
-    "with_openvino": ("openvino",),
-    "with_jax": ("jax", "jaxlib"),
-}
+_TORCH, _OPENVINO = ("torch",), ("openvino", "onnx")
 PEERS = {
     OURS: Peer(
-        "ours",
+        ".ours",
         "this library's kernels, tables expanded inside the call, into an array that is kept",
-        ("attention", "backward", "rel_shift"),
+        ("numba", "llvmlite"),
     ),
-    "torch eager": Peer("with_torch", "as models write it, bias gathered inside the call"),
-    "torch sdpa": Peer("with_torch", "scaled_dot_product_attention, bias built before the call"),
-    "torch sdpa, bias inside": Peer("with_torch", "the same, bias built inside the call"),
-    "torch flex": Peer("with_torch", "flex_attention, compiled, scores modified tile by tile"),
-    "torch autograd": Peer("with_torch", "bias gathered, math of SDPA, backward", ("backward",)),
-    "torch pad and reshape": Peer(
-        "with_torch", "as models write it: a copy with a column more, viewed", ("rel_shift",)
-    ),
-    "onnxruntime": Peer("with_onnx", "Attention operator, bias built before the call"),
+    "torch eager": Peer(".with_torch", "as models write it, bias gathered inside the call", _TORCH),
+    "torch sdpa": Peer(".with_torch", "scaled_dot_product_attention, bias built before the call", _TORCH),
+    "torch sdpa, bias inside": Peer(".with_torch", "the same, bias built inside the call", _TORCH),
+    "torch flex": Peer(".with_torch", "flex_attention, compiled, scores modified tile by tile", _TORCH),
+    "onnxruntime": Peer(".with_onnx", "Attention operator, bias built before the call", ("onnxruntime", "onnx")),
     "openvino": Peer(
-        "with_openvino", "ScaledDotProductAttention in the operands' precision, bias built before the call"
+        ".with_openvino",
+        "ScaledDotProductAttention in the operands' precision, bias built before the call",
+        _OPENVINO,
     ),
     "openvino, own precision": Peer(
-        "with_openvino", "the same in the precision that it chooses: bfloat16 where the processor multiplies it"
+        ".with_openvino",
+        "the same in the precision that it chooses: bfloat16 where the processor multiplies it",
+        _OPENVINO,
     ),
-    "jax": Peer("with_jax", "jit of products and softmax, bias gathered inside the call"),
-    "numpy": Peer("with_numpy", "this library's reference"),
-    "numpy view": Peer("with_numpy", "a strided view, copied", ("rel_shift",)),
-    "memcpy": Peer("with_numpy", "a copy of as many bytes as the result has, on one thread", ("rel_shift",)),
+    "jax": Peer(".with_jax", "jit of products and softmax, bias gathered inside the call", ("jax", "jaxlib")),
+    "numpy": Peer(".ours", "this library's reference"),
     "limit": Peer(
-        "ours",
+        ".ours",
         "the 100 % mark: FMA instructions on registers; for one query, reading memory",
-        ("attention", "backward"),
+        ("numba", "llvmlite"),
     ),
 }

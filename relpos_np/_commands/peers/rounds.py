@@ -23,7 +23,7 @@ import numpy as np
 
 import relpos_np
 from relpos_np._commands.peers import OURS, PEERS
-from relpos_np._commands.peers.shapes import SHIFTED, case
+from relpos_np._commands.peers.tasks import TASKS
 from relpos_np.versions import processor, settings
 
 # Between turns: threads that wait for work by spinning must have gone to sleep.
@@ -35,14 +35,14 @@ _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 class Process:
     """One peer's process."""
 
-    def __init__(self, name: str, python: str, threads: int) -> None:
+    def __init__(self, name: str, python: str, threads: int, modules: Sequence[str] = ()) -> None:
         # The library that runs here is compared, installed or not.
         paths = [str(Path(relpos_np.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         pinned = dict.fromkeys(_COUNTS, str(threads)) | {"PYTHONPATH": os.pathsep.join(paths)}
         self.name = name
         # -P: a file in the folder of the call is nobody's module.
         self.process = subprocess.Popen(
-            [python, "-P", "-m", "relpos_np._commands.peers.worker", name, str(threads)],
+            [python, "-P", "-m", "relpos_np._commands.peers.worker", name, str(threads), *modules],
             env=os.environ | pinned,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -75,12 +75,8 @@ class Process:
 
 def prepare(processes: Mapping[str, Process], task: str, shape: str, folder: str) -> dict[str, Any]:
     """Have all peers ready a case, ours before the limit, which is to take as long; return their answers."""
-    exact = None
-    if task != "rel_shift":
-        exact = str(Path(folder) / f"{task}-{shape}.npz")
-        subject = case(shape)
-        answers = subject.exact_gradients() if task == "backward" else {"out": subject.exact()}
-        np.savez(exact, **answers)  # type: ignore[arg-type]
+    exact = str(Path(folder) / f"{task}-{shape}.npz")
+    np.savez(exact, **TASKS[task].exact(TASKS[task].subject(shape)))  # type: ignore[arg-type]
     ready, seconds = {}, 0.01
     for name, process in processes.items():
         if task not in PEERS[name].tasks:
@@ -144,20 +140,8 @@ def compare(
 ) -> dict[str, Any]:
     """One task at one shape."""
     ready = prepare(processes, task, shape, folder)
-    record: dict[str, Any] = {"peers": {}}
-    operations = None
-    if task == "rel_shift":
-        record["shape"] = list(SHIFTED)
-    else:
-        subject = case(shape)
-        s = subject.shape
-        record |= {"words": s.words, "storage": s.storage, "shape": [s.batch, s.heads, s.q_len, s.k_len, s.head_dim]}
-        record |= {} if s.shortest is None else {"shortest": s.shortest}
-        operations = subject.operations if task == "attention" else subject.backward_operations
-        if task == "attention" and s.q_len == 1:
-            # What must be read of memory, not arithmetic, limits a single query.
-            operations = subject.k.nbytes + subject.v.nbytes
-        record["amount"] = operations
+    record = {"peers": {}, **TASKS[task].about(TASKS[task].subject(shape))}
+    operations = record.get("amount")
     names = [name for name, answer in ready.items() if "unavailable" not in answer]
     times, idle = alternate(processes, names, rounds, seconds) if names else ({}, {})
     limit = None
@@ -195,11 +179,12 @@ def run(
     seconds: float,
     threads: int,
     interpreter: Callable[[str], str] | None = None,
+    modules: Sequence[str] = (),
     done: Callable[[str, str, dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Compare these peers in the shapes of each task, and call `done` after each; return the record of all.
 
-    `interpreter` says for a peer's name which Python runs it, by default this one.
+    `interpreter` says for a peer's name which Python runs it, by default this one. `modules` add tasks and peers.
     """
     record: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
@@ -213,7 +198,7 @@ def run(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         processes = {}
         for name in sorted(names, key=lambda name: name != OURS):  # ours first: the limit is run for as long
-            process = Process(name, interpreter(name) if interpreter else sys.executable, threads)
+            process = Process(name, interpreter(name) if interpreter else sys.executable, threads, modules)
             processes[name] = stack.enter_context(closing(process))
         record["versions"] = {name: process.ask("versions") for name, process in processes.items()}
         record["words"] = {name: PEERS[name].words for name in processes}

@@ -1,12 +1,13 @@
 """The shapes that every figure refers to: seeded inputs, scheme, counts, and float64 answers to check a result.
 
-asv runs this file against the package of other commits: what is not in all of them is imported late.
+asv runs this file against the package of other commits: what is not in all of them is imported late. What only the
+benchmarks need of a case, its gradients above all, is in ``asv_bench/benchmarks/shapes.py``.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -66,10 +67,6 @@ SHAPES = {
     "O": Shape("t5", 16, 8, 512, 512, 64, "T5 bias, different lengths", shortest=128),
 }
 SHAPES |= {name + "b": replace(s, words=f"{s.words}, in bfloat16", storage="bfloat16") for name, s in SHAPES.items()}
-# Products of queries with distances for rel_shift: (heads, L_q, columns) for "conformer", 2048 queries and keys.
-SHIFTED = (8, 2048, 4095)
-# What asv follows from commit to commit.
-TRACKED = (*"ABCDEFGH", "Hb", "Bb", "Db", "I", "J", "L", "N", "O")
 # One of each kind, small enough to try a program or a peer with.
 SMALL = {
     "a": Shape("t5", 1, 2, 48, 48, 16, "T5 bias"),
@@ -82,11 +79,8 @@ SMALL = {
     "m": Shape("t5", 5, 2, 24, 24, 16, "T5 bias, different lengths", shortest=3),
 }
 SMALL |= {name + "b": replace(s, words=f"{s.words}, in bfloat16", storage="bfloat16") for name, s in SMALL.items()}
-BACKWARD = ("A", "B", "D", "E", "F", "G")
-# Largest error of rounding to a storage, in proportion to the number: half a unit in the last place.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Of long sequences so many runs of so many queries, and so many heads' gradients, are compared with float64.
-RUNS, RUN, CHECKED_HEADS = 4, 16, 2
+# Of long sequences so many runs of so many queries are compared with float64.
+RUNS, RUN = 4, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,16 +114,9 @@ class Case:
 
     def packed(self, x: Array) -> Array:
         """Of padded sequences (B, H, L, D) the tokens of all in one, (1, H, L_1 + L_2 + ..., D); of others x."""
-        if self.lengths is None:
+        if self.lengths is None or len(x) < len(self.lengths):
             return x
         return np.concatenate([one[:, :length] for one, length in zip(x, self.lengths, strict=True)], axis=1)[None]
-
-    def sequences(self, result: Array) -> list[Array]:
-        """The tokens of each sequence, (H, L_n, D), of a result that is packed or padded."""
-        lengths = [self.shape.q_len] * self.shape.batch if self.lengths is None else self.lengths
-        if len(result) == self.shape.batch:
-            return [one[:, :length] for one, length in zip(result, lengths, strict=True)]
-        return np.split(result[0], np.cumsum(lengths)[:-1], axis=1)
 
     @cached_property
     def operands(self) -> tuple[Array, Array, Array]:
@@ -150,15 +137,50 @@ class Case:
         """The call as a server makes it, without the page faults of a new array."""
         return self.attention(out=self.kept)
 
-    def attention_vjp(self, **options: Any) -> Any:
-        """The call with gradients."""
-        return rp.attention_vjp(self.q, self.k, self.v, grad_out=self.grad_out, **self.kwargs, **options)
+    # What peers need beside its inputs: indices, biases and masks written out.
 
-    @cached_property
-    def grad_out(self) -> Array:
-        """Seeded gradient of the output; in all these shapes D_v is D."""
-        drawn = np.random.default_rng(2).standard_normal(self.q.shape, dtype=np.float32)
-        return narrow(np.asarray(drawn), self.shape.storage)
+    @property
+    def apart(self) -> Array:
+        """Key's less query's position, (L_q, L_k); queries are the last positions."""
+        s = self.shape
+        return np.arange(s.k_len) - (np.arange(s.q_len)[:, None] + s.k_len - s.q_len)
+
+    @property
+    def per_pair(self) -> Array:
+        """What positions need of every pair, (L_q, L_k): its row of a table or, for ALiBi, its distance; or nothing."""
+        s = self.shape
+        if s.kind in ("plain", "rotary"):
+            return np.zeros(0, np.int64)
+        d = self.apart
+        if s.kind == "transformer_xl":
+            return d > 0  # who is hidden
+        if s.kind == "alibi":
+            return np.abs(d).astype(np.float32)
+        if s.kind == "shaw":
+            reach = len(self.arrays["key_table"]) // 2
+            return np.clip(d, -reach, reach) + reach
+        if s.kind == "t5":
+            distances = np.arange(1 - s.q_len, s.k_len)
+            buckets = rp.reference.t5_bucket(distances, num_buckets=32, max_distance=128, bidirectional=True)
+            return np.asarray(buckets[d + s.q_len - 1])
+        grid = [np.arange(7)] * 2 if s.kind == "window" else [np.arange(7), np.arange(4), np.arange(4)]
+        keys = grid if s.kind == "window" else [rp.reference.rstt_frames(7, 4), *grid[1:]]
+        return rp.reference.window_index(grid, keys, tuple(map(len, grid)))
+
+    @property
+    def padding(self) -> Array | None:
+        """0 at each sequence's tokens, and -inf at what pads them, (B, 1, 1, L_k); None where nothing does."""
+        if self.lengths is None:
+            return None
+        there = np.arange(self.shape.k_len) < self.lengths[:, None, None, None]
+        return np.where(there, np.float32(0), np.float32(-np.inf))
+
+    @property
+    def bias(self) -> Array:
+        """Bias of every pair, (H, L_q, L_k), where that is what positions are."""
+        if self.shape.kind == "alibi":
+            return np.asarray(-self.arrays["slopes"][:, None, None] * self.per_pair)
+        return np.ascontiguousarray(np.moveaxis(self.arrays["table"][self.per_pair], -1, 0))
 
     @property
     def pairs(self) -> int:
@@ -189,29 +211,9 @@ class Case:
         return s.batch * s.heads * (4 * self.pairs * s.head_dim + sum(self._position_products()))
 
     @property
-    def backward_operations(self) -> int:
-        """The same for attention_vjp, which runs the call, computes scores again, and has two products for each."""
-        s = self.shape
-        on_keys, on_values = self._position_products()
-        # Products with keys and their tables: forward, again, and the gradients of both factors. Those with
-        # values: forward, and the gradients of both factors.
-        one = 4 * (2 * self.pairs * s.head_dim + on_keys) + 3 * (2 * self.pairs * s.head_dim + on_values)
-        return s.batch * s.heads * one
-
-    @property
-    def bytes(self) -> int:
-        """Memory that the operands and the result take: all of it must be moved once."""
-        return self.q.nbytes + self.k.nbytes + self.v.nbytes + self.q.nbytes
-
-    @property
-    def _is_long(self) -> bool:
-        """Whether only some runs of queries, and some heads' gradients, are compared."""
-        return self.shape.kind in ("t5", "plain") and self.shape.q_len > 1024
-
-    @property
     def _runs(self) -> list[slice] | None:
         """Slices of the queries whose results are compared, or None for all."""
-        if not self._is_long:
+        if self.shape.kind not in ("t5", "plain") or self.shape.q_len <= 1024:
             return None
         starts = np.random.default_rng(1).integers(0, self.shape.q_len - RUN + 1, RUNS)
         return [slice(int(start), int(start) + RUN) for start in starts]
@@ -225,18 +227,14 @@ class Case:
     def sample(self, result: Any) -> Array:
         """The part of a result that is compared."""
         if self.lengths is not None:
-            found = self.sequences(np.asarray(result))
-            return np.concatenate([wide(found[n]) for n in self._items], axis=1)
+            return wide(self.packed(np.asarray(result)))
         part = wide(np.asarray(result)[self._items])
         return part if self._runs is None else np.concatenate([part[:, :, run] for run in self._runs], axis=2)
 
     def exact(self) -> Array:
         """The same part, by the reference in float64."""
-        if self.lengths is not None:
-            each = [[wide(x).astype(np.float64) for x in self.sequences(x)] for x in (self.q, self.k, self.v)]
-            alone = [rp.attention(*(x[n] for x in each), position=self.scheme, backend="numpy") for n in self._items]
-            return np.concatenate(alone, axis=1)
-        q, k, v = (wide(x[self._items]).astype(np.float64) for x in (self.q, self.k, self.v))
+        items = slice(None) if self.lengths is not None else self._items
+        q, k, v = (wide(x[items]).astype(np.float64) for x in self.operands)
         if self._runs is None:
             return np.asarray(rp.attention(q, k, v, backend="numpy", **self.kwargs))
         parts = [
@@ -247,34 +245,6 @@ class Case:
     def error(self, result: Array, exact: Array | None = None) -> float:
         """Largest deviation from float64."""
         return float(np.abs(self.sample(result) - (self.exact() if exact is None else exact)).max())
-
-    def _few_heads(self) -> tuple[slice, Case]:
-        """The case of the heads whose gradients are compared: no array may be shared by heads."""
-        if not self._is_long:
-            return slice(None), self
-        heads = slice(0, CHECKED_HEADS)
-        table = {"table": self.arrays["table"][:, heads]}
-        return heads, Case(self.shape, self.q[:, heads], self.k[:, heads], self.v[:, heads], table)
-
-    def sample_gradients(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """The part of gradients (a mapping of q, k, v and the scheme's arrays) that is compared."""
-        heads, _ = self._few_heads()
-        # Heads are the second axis of all of them: of (B, H, L, D) as of T5's (num_buckets, H).
-        picked = {name: np.asarray(x) for name, x in gradients.items()}
-        return picked if heads == slice(None) else {name: x[:, heads] for name, x in picked.items()}
-
-    def exact_gradients(self) -> dict[str, Array]:
-        """The same part, by the reference in float64."""
-        heads, few = self._few_heads()
-        q, k, v = (wide(x).astype(np.float64) for x in (few.q, few.k, few.v))
-        gradient = wide(self.grad_out[:, heads]).astype(np.float64)
-        return as_mapping(rp.attention_vjp(q, k, v, grad_out=gradient, backend="numpy", **few.kwargs))
-
-    def gradient_error(self, gradients: Mapping[str, Array], exact: Mapping[str, Array] | None = None) -> float:
-        """Largest deviation of a gradient from float64, in proportion to its largest entry."""
-        exact = self.exact_gradients() if exact is None else exact
-        given = self.sample_gradients(gradients)
-        return max(float(np.abs(given[name] - x).max() / np.abs(x).max()) for name, x in exact.items())
 
 
 def bfloat16() -> Any:
@@ -317,12 +287,6 @@ def wide(x: Array) -> Array:
     return x.astype(np.float32) if x.dtype == np.float16 else x
 
 
-def as_mapping(gradient: Any) -> dict[str, Array]:
-    """Gradients by name: q, k, v, and the scheme's arrays behind the word position."""
-    own = {f"position {name}": x for name, x in gradient.position.items()}
-    return {"q": gradient.q, "k": gradient.k, "v": gradient.v, **own}
-
-
 def make(shape: Shape) -> Case:
     """A shape's case: the same numbers every time."""
     rng = np.random.default_rng(0)
@@ -352,16 +316,3 @@ def make(shape: Shape) -> Case:
 def case(name: str) -> Case:
     """The case of a shape's name."""
     return make((SHAPES | SMALL)[name])
-
-
-def products(variant: str = "conformer") -> Array:
-    """Seeded products of queries with distances."""
-    sizes = SHIFTED if variant == "conformer" else (*SHIFTED[:2], SHIFTED[1])
-    return np.random.default_rng(0).standard_normal(sizes, dtype=np.float32)
-
-
-def small(name: str) -> Case:
-    """A small case of the same kind and storage."""
-    like = SHAPES[name]
-    kind = like.kind, like.storage, like.shortest is None
-    return next(make(s) for s in SMALL.values() if (s.kind, s.storage, s.shortest is None) == kind)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from relpos_np._commands.peers import Prepared, arrays
+from relpos_np._commands.peers import Prepared
 from relpos_np._commands.peers.shapes import TABLES, Case
 
 
@@ -19,9 +19,8 @@ def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> P
     q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
     if s.kind in ("transformer_xl", "shaw"):
         a = {name: x.astype(q.dtype) for name, x in a.items()}
-    pairs = arrays.per_pair(case)
-    hidden = arrays.padding(case)
-    given = None if pairs is None else jnp.asarray(pairs.astype(np.int32) if pairs.dtype.kind == "i" else pairs)
+    pairs, hidden = case.per_pair, case.padding
+    given = jnp.asarray(pairs.astype(np.int32) if pairs.dtype.kind == "i" else pairs)
 
     def shifted(x: Any) -> Any:
         *lead, rows, columns = x.shape

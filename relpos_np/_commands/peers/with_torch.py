@@ -1,4 +1,4 @@
-"""PyTorch: eager, scaled_dot_product_attention, flex_attention, autograd, and rel_shift as models write it."""
+"""PyTorch: eager, scaled_dot_product_attention and flex_attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from relpos_np._commands.peers import Prepared, UnavailableError, arrays
+from relpos_np._commands.peers import Prepared, UnavailableError
 from relpos_np._commands.peers.shapes import TABLES, Case
 
 
@@ -48,10 +48,8 @@ class Operands:
         if case.shape.kind in ("transformer_xl", "shaw"):
             self.arrays = {name: x.to(self.q.dtype) for name, x in self.arrays.items()}
         self.scale = 1 / math.sqrt(case.shape.head_dim)
-        pairs = arrays.per_pair(case)
-        self.pairs: Any = None if pairs is None else torch.from_numpy(pairs)
-        hidden = arrays.padding(case)
-        self.hidden: Any = None if hidden is None else torch.from_numpy(hidden)
+        self.pairs = torch.from_numpy(case.per_pair)
+        self.hidden: Any = None if case.padding is None else torch.from_numpy(case.padding)
         if case.shape.kind == "transformer_xl":
             self.rows = self.arrays["rows"].permute(1, 2, 0).contiguous()
 
@@ -163,45 +161,18 @@ def flex(case: Case, operands: Operands) -> Prepared:
     return Prepared(lambda: compiled(*inputs()), to_numpy, note)
 
 
-def autograd(case: Case) -> Prepared:
-    """Gather, attention and backward in one call."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    operands = Operands(case)
-    leaves = {"q": operands.q, "k": operands.k, "v": operands.v, **operands.arrays}
-    for x in leaves.values():
-        x.requires_grad_()
-    gradient = tensor(case.grad_out)
-
-    def call() -> Any:
-        with sdpa_kernel(SDPBackend.MATH):
-            out = operands.sdpa()
-            return torch.autograd.grad(out, list(leaves.values()), gradient)
-
-    names = [name if name in ("q", "k", "v") else f"position {name}" for name in leaves]
-    return Prepared(call, lambda grads: {n: to_numpy(g) for n, g in zip(names, grads, strict=True)})
-
-
-def prepare(name: str, task: str, subject: Any, threads: int, seconds: float) -> Prepared:
+def prepare(name: str, task: str, case: Case, threads: int, seconds: float) -> Prepared:
     """The call of a task."""
     torch.set_num_threads(threads)
-    if task == "rel_shift":
-        x = torch.from_numpy(subject)
-        k_len = x.shape[-1] - x.shape[-2] + 1
-        return Prepared(lambda: rel_shift(x, k_len), lambda out: out.numpy(), "its result is a view with gaps")
-    if task == "backward":
-        if subject.shape.kind not in TABLES:
-            raise UnavailableError("only written for tables")
-        return autograd(subject)
     torch.set_grad_enabled(False)
-    operands = Operands(subject)
+    operands = Operands(case)
     if name == "torch flex":
-        return flex(subject, operands)
+        return flex(case, operands)
     call = operands.eager if name == "torch eager" else operands.sdpa
-    if "sdpa" in name and subject.shape.kind == "shaw":
+    if "sdpa" in name and case.shape.kind == "shaw":
         raise UnavailableError("scaled_dot_product_attention has nothing to add to values")
     if name == "torch sdpa":
-        if subject.shape.kind == "transformer_xl":
+        if case.shape.kind == "transformer_xl":
             raise UnavailableError("the bias depends on the queries")
         mask = operands.bias()
         mask = None if mask is None else mask.contiguous()

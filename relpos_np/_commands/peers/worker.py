@@ -1,6 +1,6 @@
-"""One peer in a process of its own, ``python -m relpos_np._commands.peers.worker NAME THREADS``.
+"""One peer in a process of its own, ``python -m relpos_np._commands.peers.worker NAME THREADS [MODULE]``.
 
-One JSON request and one answer a line.
+One JSON request and one answer a line. A module may add tasks and peers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._commands.peers import OURS, PEERS, Prepared, UnavailableError
-from relpos_np._commands.peers.shapes import case, products
+from relpos_np._commands.peers.tasks import TASKS
 from relpos_np.versions import blas, of_packages
 
 # No float32 arithmetic is so far off: a peer that is computes something else, or in fewer digits. In bfloat16 a peer
@@ -25,18 +25,6 @@ from relpos_np.versions import blas, of_packages
 # roundings change a weight by up to 5 %, in either direction, and a mean of values of about 1 by a part of that; the
 # result, below 2, is rounded by up to 2^-8 more. Without its bias or its scale a result is off by 0.8 and more.
 WORST = {"float32": 1e-3, "bfloat16": 3e-2}
-
-
-def checked(task: str, prepared: Prepared, subject: Any, exact: Any) -> float:
-    """Run once; return the error against the answers in float64."""
-    result = prepared.to_numpy(prepared.call())
-    if task == "backward":
-        return float(subject.gradient_error(result, exact))
-    if task == "rel_shift":
-        rows, columns = subject.shape[1:]
-        picked = np.arange(rows)[::-1, None] + np.arange(columns - rows + 1)
-        return float(np.abs(np.asarray(result) - np.take_along_axis(subject, picked[None], axis=-1)).max())
-    return float(subject.error(result, exact))
 
 
 class Worker:
@@ -47,19 +35,18 @@ class Worker:
         self.prepared: Prepared | None = None
         self.cpu_at_end = time.process_time()
 
-    def prepare(self, task: str, shape: str, exact: Any, seconds: float) -> dict[str, Any]:
+    def prepare(self, task: str, shape: str, exact: str, seconds: float) -> dict[str, Any]:
         """Have a call ready and check its answer; say why there is none."""
         self.prepared = None
-        subject = products() if task == "rel_shift" else case(shape)
-        if exact:
-            with np.load(exact) as file:
-                stored = dict(file)
-            exact = stored if task == "backward" else stored["out"]
+        asked = TASKS[task]
+        subject = asked.subject(shape)
+        with np.load(exact) as file:
+            answers = dict(file)
         try:
-            module = importlib.import_module(f"relpos_np._commands.peers.{PEERS[self.name].module}")
+            module = importlib.import_module(PEERS[self.name].module, __package__)
             prepared = module.prepare(self.name, task, subject, self.threads, seconds)
-            # Two that have no answer: they only say what time the machine needs.
-            error = None if self.name in ("limit", "memcpy") else checked(task, prepared, subject, exact)
+            # Those without an answer only say what time the machine needs.
+            error = asked.error(subject, prepared.to_numpy(prepared.call()), answers) if prepared.answers else None
         except (UnavailableError, ImportError) as problem:
             return {"unavailable": str(problem).splitlines()[0]}
         except Exception as problem:
@@ -67,7 +54,7 @@ class Worker:
             if self.name in (OURS, "limit"):
                 raise
             return {"unavailable": f"{type(problem).__name__}: {str(problem)[:200]}".splitlines()[0]}
-        worst = WORST["float32" if task == "rel_shift" else subject.shape.storage]
+        worst = WORST[asked.about(subject).get("storage", "float32")]
         if error is not None and not error < worst:
             return {"unavailable": f"its result deviates from float64 by {error:.1e}"}
         self.prepared = prepared
@@ -93,20 +80,22 @@ class Worker:
 def versions(name: str) -> Mapping[str, str | None]:
     """Of the interpreter and of the packages that matter."""
     found = {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[name].packages))
-    return found | ({"NumPy's BLAS": blas()} if PEERS[name].module == "with_numpy" else {})
+    return found | ({"NumPy's BLAS": blas()} if name == "numpy" else {})
 
 
 def main() -> None:
     """Answer until the pipe is closed. What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    name, threads = sys.argv[1], int(sys.argv[2])
+    name, threads, *modules = sys.argv[1:]
+    for module in modules:
+        importlib.import_module(module)
     if hasattr(os, "sched_setaffinity"):
         # Some pools ask how many processors they may use, and nothing else.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     # Ctrl-C goes to whoever asks, who then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = Worker(name, threads)
+    worker = Worker(name, int(threads))
     for line in sys.stdin:
         request = json.loads(line)
         what = request.pop("do")

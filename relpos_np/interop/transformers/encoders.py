@@ -16,9 +16,10 @@ from relpos_np.errors import RelposValueError
 from relpos_np.interop.torch import trained
 from relpos_np.interop.transformers import packing, switch
 from relpos_np.interop.transformers.interface import attend
+from relpos_np.interop.transformers.layers import check_model
 from relpos_np.interop.transformers.masks import Mask
 from relpos_np.interop.transformers.packing import Packing
-from relpos_np.interop.transformers.patches import check_model, install, no_probabilities
+from relpos_np.interop.transformers.patches import install, no_probabilities
 from relpos_np.interop.transformers.switch import Positions
 
 

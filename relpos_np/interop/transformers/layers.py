@@ -31,6 +31,12 @@ class Used:
     elsewhere: tuple[str, ...]
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no model of transformers."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise RelposTypeError(f"model: expected a model of transformers, found {type(model).__name__}")
+
+
 def used(model: Any) -> Used:
     """Which attention layers of a model run on this library, as it is set up now.
 
@@ -68,8 +74,7 @@ def check_used(model: Any) -> None:
 
 def _layers(model: Any) -> dict[str, Any]:
     """Attention modules by name: the innermost of those named so, and all that call the interface."""
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise RelposTypeError(f"model: expected a model of transformers, found {type(model).__name__}")
+    check_model(model)
     named = {
         name: module
         for name, module in model.named_modules()

@@ -13,11 +13,12 @@ import transformers
 from torch.nn.functional import dropout
 
 import relpos_np as rp
-from relpos_np.errors import RelposImportError, RelposTypeError, RelposValueError
+from relpos_np.errors import RelposImportError, RelposValueError
 from relpos_np.interop.torch import trained
 from relpos_np.interop.transformers import switch
 from relpos_np.interop.transformers.asked import NAME
 from relpos_np.interop.transformers.interface import attend, register
+from relpos_np.interop.transformers.layers import check_model
 from relpos_np.interop.transformers.switch import Positions, Switch
 
 
@@ -126,12 +127,6 @@ _PATCHES = (
     _Patch("mpnet", "MPNetSelfAttention", "forward", _mpnet_attention),
     _Patch("bloom", "BloomAttention", "forward", _bloom_attention),
 )
-
-
-def check_model(model: Any) -> None:
-    """Refuse what is no model of transformers."""
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise RelposTypeError(f"model: expected a model of transformers, found {type(model).__name__}")
 
 
 def _installed(model: Any) -> Switch:
