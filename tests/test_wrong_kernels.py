@@ -6,28 +6,19 @@ import pytest
 
 from relpos_np.conform import conform
 from tests.wrong_kernels import WRONG, alibi, beit, kernel, rotary, t5
-from tests.wrong_kernels_second import SECOND, UNNAMED
+from tests.wrong_kernels_second import SECOND
 
 RIGHT = {"plain": kernel, "t5": t5, "rotary": rotary, "alibi": alibi, "beit": lambda: beit(lambda grid: grid)}
 # What does not wait for the night.
 DAILY = {("plain", "float64"), ("plain", "bfloat16"), ("rotary", "bfloat16"), *((name, "float32") for name in RIGHT)}
 
 
-@pytest.mark.parametrize(("words", "scheme", "family", "function", "causes"), WRONG, ids=[one[0] for one in WRONG])
-def test_a_wrong_kernel_is_told_why(words, scheme, family, function, causes):
-    report = conform(function, scheme, families={"self", family})
+@pytest.mark.parametrize("one", [*WRONG, *SECOND], ids=lambda one: one.words)
+def test_a_wrong_kernel_is_told_why(one):
+    report = conform(one.function, one.scheme, families={"self", one.family}, **one.takes)
     assert report.exit_code == 1
-    assert any(cause in report.family(family).cause for cause in causes), report.text()
-
-
-@pytest.mark.parametrize(
-    ("words", "scheme", "family", "function", "causes", "takes"), SECOND, ids=[one[0] for one in SECOND]
-)
-def test_another_wrong_kernel_is_told_why(words, scheme, family, function, causes, takes):
-    report = conform(function, scheme, families={"self", family}, **takes)
-    assert report.exit_code == 1
-    cause = report.family(family).cause
-    assert any(word in cause for word in causes) if words not in UNNAMED else not cause, report.text()
+    cause = report.family(one.family).cause
+    assert any(words in cause for words in one.causes) if one.causes else not cause, report.text()
 
 
 @pytest.mark.parametrize(

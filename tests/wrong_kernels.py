@@ -8,11 +8,28 @@ import inspect
 import math
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
-OPTIONS = ("mask", "causal", "window", "key_lengths", "scale", "offset", "softcap", "sinks")
+
+class Wrong(NamedTuple):
+    """What is wrong, and a family of calls that shows it; the cause is to hold one of some words. `takes`: options."""
+
+    words: str
+    scheme: str
+    family: str
+    function: Callable
+    causes: tuple[str, ...]
+    takes: dict
+
+
+def wrong(place, words, causes, function=None, takes=None, **steps):
+    """A row of a table: `place` is scheme and family, bars part `causes`; `steps` of `kernel`, or a function."""
+    told = tuple(causes.split(" | ")) if causes else ()
+    return Wrong(words, *place.split(), function or kernel(**steps), told, takes or {})
 
 
 def kernel(asks=(), **steps):
@@ -71,9 +88,14 @@ def kernel(asks=(), **steps):
     return named(attend, asks)
 
 
+def moved(at, **other):
+    """The call with something in another place."""
+    return SimpleNamespace(**(vars(at) | other))
+
+
 def shown(at, start, **other):
     """Which keys a query may attend."""
-    use = SimpleNamespace(**(vars(at) | other))
+    use = moved(at, **other)
     i, j = (np.arange(use.q_len) + start)[:, None], np.arange(use.k_len)
     seen = np.ones((use.q_len, use.k_len), bool)
     if use.causal:
@@ -105,10 +127,20 @@ def buckets(at, position, **other):
     return rows + np.where(d < exact, d, np.minimum(np.where(d < exact, 0, far), count - 1).astype(int))
 
 
-def t5(rows=lambda at, rows: rows, **other):
+def seen(**changes):
+    """Keys as they are shown where options are changed, each by a function of the call and of what it has there."""
+
+    def changed(at, _):
+        given = {name: getattr(at, name) for name in changes}
+        return shown(at, at.start, **{n: None if x is None else changes[n](at, x) for n, x in given.items()})
+
+    return changed
+
+
+def t5(rows=lambda at, rows: rows, of=lambda table: table, **other):
     def bias(at, _):
         found = rows(at, buckets(at, at.position, **other))
-        table = at.position["table"]
+        table = of(at.position["table"])
         return np.moveaxis(table[np.clip(found, 0, len(table) - 1)], -1, 0)
 
     return kernel({"table": ..., "max_distance": 128, "bidirectional": True}, bias=bias)
@@ -129,17 +161,36 @@ def named(function, asks):
     return asked
 
 
-def rotary(angle=lambda at, at_position, dim: at_position * 10000.0 ** (-np.arange(0, dim, 2) / dim), start=True):
+def turn(x, places, frequencies):
+    """Halves of the first channels turned, as many as there are frequencies for."""
+    theta = places[:, None] * frequencies
+    cos, sin = np.cos(theta), np.sin(theta)
+    half = len(frequencies)
+    a, b, rest = np.split(x.astype(np.float64), [half, 2 * half], -1)
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], -1).astype(x.dtype)
+
+
+def powers(dim, base=10000.0, of=None):
+    """Frequencies of rotary."""
+    return base ** (-np.arange(0, dim, 2) / (of or dim))
+
+
+def rotated(places=lambda i: i, frequencies=powers, start=True, which=(0, 1)):
+    """Queries and keys turned, or only those of a number."""
+
     def turned(at, operands):
-        found = []
-        for x, first in zip(operands, (at.start if start else 0, 0), strict=True):
-            theta = angle(at, (np.arange(x.shape[2]) + float(first))[:, None], at.dim)
-            cos, sin = np.cos(theta), np.sin(theta)
-            a, b = np.split(x.astype(np.float64), 2, -1)
-            found.append(np.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype))
+        found = list(operands)
+        for n, first in enumerate((at.start if start else 0, 0)):
+            if n in which:
+                at_position = np.arange(found[n].shape[2]) + float(first)
+                found[n] = turn(found[n], places(at_position), frequencies(at.dim))
         return found
 
-    return kernel(turned=turned)
+    return turned
+
+
+def rotary(*args, **kwargs):
+    return kernel(turned=rotated(*args, **kwargs))
 
 
 def slopes(heads):
@@ -150,22 +201,19 @@ def slopes(heads):
     return np.array(powers(base) + powers(2 * base)[0 : 2 * (heads - base) : 2])
 
 
-def alibi(of=slopes, start=True):
-    def bias(at, _):
-        i = at.i if start else at.i - at.start
-        return -of(at.heads)[:, None, None] * np.abs(at.j - i)
-
-    return kernel(bias=bias)
+def alibi(of=slopes, change=lambda at, m, d: -m * d):
+    """ALiBi whose bias is made of the call, the slopes and the distances."""
+    return kernel(bias=lambda at, _: change(at, of(at.heads)[:, None, None], np.abs(at.j - at.i)))
 
 
-def tiled(change, tile=64, **steps):
+def tiled(change, tile=64):
     """Scores within the tiles of queries and keys: `change` gets both tiles' numbers, and says which are left out."""
 
     def masked(at, s):
         row, column = np.arange(at.q_len)[:, None] // tile, at.j // tile
         return np.where(change(at, row, column), -np.inf, s)
 
-    return kernel(masked=masked, **steps)
+    return kernel(masked=masked)
 
 
 def padded(at, s):
@@ -181,15 +229,10 @@ def unscaled_tiles(at, p):
     return np.exp(s - np.repeat(running, 64, -1)[..., : at.k_len])
 
 
-def narrow(bits):
-    """float32 with fewer bits, as TF32."""
-
-    def rounded(x):
-        whole = np.ascontiguousarray(x, np.float32).view(np.uint32)
-        keep = np.uint32(23 - bits)
-        return ((whole + (np.uint32(1) << (keep - np.uint32(1)))) >> keep << keep).view(np.float32)
-
-    return rounded
+def coarse(x, bits=8):
+    """The nearest numbers of so many bits: 8 of bfloat16, 11 of TF32."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits)
 
 
 def fails(when, error):
@@ -226,47 +269,18 @@ def with_memory():
     return before
 
 
-def in_bfloat16(at, out):
-    """Values added key by key, each sum rounded."""
-    return out
-
-
-def scaled_mask(at, mask):
-    return mask * mask.dtype.type(at.dim**-0.5)
-
-
-def with_option(name, change):
-    def applied(at, value):
-        return change(at, value) if getattr(at, name) is not None and getattr(at, name) is not False else value
-
-    return applied
-
-
-def first_head(at, seen):
-    return shown(at, at.start, mask=at.mask[:, :1] if at.mask is not None and at.mask.ndim > 2 else at.mask)
-
-
-def first_item(at, seen):
-    return shown(at, at.start, mask=at.mask[:1] if at.mask is not None and at.mask.ndim > 2 else at.mask)
-
-
 def cut(at, x):
     """Channels beyond a register."""
     return [np.where(np.arange(at.dim) < max(16, at.dim // 2), y, 0) for y in x]
 
 
-def lengths_of(change):
-    def seen(at, _):
-        return shown(at, at.start, key_lengths=None if at.key_lengths is None else change(at.key_lengths))
-
-    return seen
+def own_scale(of):
+    """Another scale than 1/sqrt(D), where the call names none."""
+    return lambda at, c: of(at) ** -0.5 if at.scale is None else c
 
 
-def window_of(change):
-    def seen(at, _):
-        return shown(at, at.start, window=None if at.window is None else change(at))
-
-    return seen
+def power_of_2(n):
+    return 2 ** math.ceil(math.log2(n))
 
 
 def last_row(at, out):
@@ -274,6 +288,21 @@ def last_row(at, out):
         out = out.copy()
         out[:, :, -1] = 0
     return out
+
+
+def late_window(at, window):
+    return (window[0] + at.start, window[1] - at.start) if at.start else window
+
+
+def one_later(at, s):
+    """In decoding, a key of the future."""
+    if not at.causal or at.q_len >= at.k_len:
+        return s
+    return shown(at, at.start + 1, window=None) & shown(at, at.start, causal=False)
+
+
+def mask_added(at, s):
+    return s + at.mask if at.mask is not None and at.mask.dtype == bool else s
 
 
 def beit(change):
@@ -292,265 +321,159 @@ def beit(change):
     return kernel({"table": ..., "grid": ...}, bias=bias)
 
 
-# What is wrong, scheme, a family that shows it, function, words of the cause of which one is to be there.
-CRASH = ("crashes",)
 WRONG = [
-    (
+    wrong(
+        "plain self",
         "crashes unless 16 divides L",
-        "plain",
-        "self",
-        kernel(before=fails(lambda at: at.q.shape[2] % 16, RuntimeError)),
-        CRASH,
+        "crashes",
+        before=fails(lambda at: at.q.shape[2] % 16, RuntimeError),
     ),
-    (
+    wrong(
+        "plain self",
         "crashes for more than one token",
-        "plain",
-        "self",
-        kernel(before=fails(lambda at: at.q.shape[2] > 1, IndexError)),
-        CRASH,
+        "crashes",
+        before=fails(lambda at: at.q.shape[2] > 1, IndexError),
     ),
-    (
+    wrong(
+        "plain causal",
         "causal tile of the diagonal skipped from 65 on",
-        "plain",
-        "causal",
+        "diagonal",
         tiled(lambda at, r, c: at.causal & (r > 0) & (r == c) if at.q_len == at.k_len else r < 0),
-        ("diagonal",),
     ),
-    (
+    wrong(
+        "plain windows",
         "window one short beyond 64 keys",
-        "plain",
-        "windows",
-        kernel(shown=window_of(lambda at: (at.window[0] - (at.k_len > 64), at.window[1]))),
-        ("window off by one",),
+        "window off by one",
+        shown=seen(window=lambda at, w: (w[0] - (at.k_len > 64), w[1])),
     ),
-    ("half of the channels unread from 32 on", "plain", "self", kernel(turned=cut), ("channels",)),
-    (
+    wrong("plain self", "half of the channels unread from 32 on", "channels", turned=cut),
+    wrong(
+        "t5 flags",
         "decoder's table one bucket off",
-        "t5",
-        "flags",
+        "one row too late | one row too early",
         t5(lambda at, rows: rows if at.position.get("bidirectional", True) else rows + 1),
-        ("one row too late", "one row too early"),
     ),
-    (
+    wrong(
+        "plain grouped_heads",
         "grouped heads in turn, but only with causal",
-        "plain",
-        "grouped_heads",
-        kernel(group=lambda at, g: np.arange(at.heads) % at.kv_heads if at.causal else g),
-        ("h mod H_kv",),
+        "h mod H_kv",
+        group=lambda at, g: np.arange(at.heads) % at.kv_heads if at.causal else g,
     ),
-    (
+    wrong(
+        "plain combined",
         "causal ignored with key_lengths",
-        "plain",
-        "combined",
-        kernel(shown=with_option("key_lengths", lambda at, s: shown(at, at.start, causal=False))),
-        ("ignores causal",),
+        "ignores causal",
+        shown=lambda at, s: shown(at, at.start, causal=at.causal and at.key_lengths is None),
     ),
-    ("reads views as if they were whole arrays", "plain", "calls", kernel(before=ignoring_strides), ("views", "strid")),
-    ("scales q in place", "plain", "self", kernel(before=in_place), ("writes into its operand q",)),
-    ("keeps keys from call to call", "plain", "calls", kernel(before=with_memory()), ("state",)),
-    (
+    wrong("plain calls", "reads views as if they were whole arrays", "views | strid", before=ignoring_strides),
+    wrong("plain self", "scales q in place", "writes into its operand q", before=in_place),
+    wrong("plain calls", "keeps keys from call to call", "state", before=with_memory()),
+    wrong(
+        "rotary cross",
         "positions top-left in decoding",
-        "rotary",
-        "cross",
+        "positions count from 0 | stands at position i",
         rotary(start=False),
-        ("positions count from 0", "stands at position i"),
     ),
-    (
-        "scale of all heads",
-        "plain",
-        "self",
-        kernel(scale=lambda at, c: (at.heads * at.dim) ** -0.5 if at.scale is None else c),
-        ("1/sqrt(H D)", "of all heads"),
+    wrong(
+        "plain self", "scale of all heads", "1/sqrt(H D) | of all heads", scale=own_scale(lambda at: at.heads * at.dim)
     ),
-    ("a constant scale", "plain", "self", kernel(scale=lambda at, c: 0.11), ("the scale is 0.11",)),
-    (
-        "exponent 2i / (d - 2)",
-        "rotary",
-        "self",
-        rotary(lambda at, i, dim: i * 10000.0 ** (-np.arange(0, dim, 2) / (dim - 2))),
-        ("d - 2",),
-    ),
-    ("log-sum-exp in powers of 2", "plain", "self", kernel(lse=lambda at, x: x / np.log(2)), ("powers of 2", "base 2")),
-    ("TF32", "plain", "self", kernel(turned=lambda at, x: list(map(narrow(10), x))), ("TF32",)),
-    ("grid's axes exchanged", "beit", "self", beit(lambda grid: grid[::-1]), ("axes",)),
-    ("slopes of twice the heads", "alibi", "self", alibi(lambda heads: slopes(2 * heads)[:heads]), ("slopes",)),
-    ("a mask of floats is scaled", "plain", "masks", kernel(added=scaled_mask), ("mask",)),
-    (
-        "positions in bfloat16",
-        "rotary",
-        "cross",
-        rotary(lambda at, i, dim: coarse(i) * 10000.0 ** (-np.arange(0, dim, 2) / dim)),
-        ("positions in bfloat16",),
-    ),
-    # Twenty of our own.
-    (
+    wrong("plain self", "a constant scale", "the scale is 0.11", scale=lambda at, c: 0.11),
+    wrong("rotary self", "exponent 2i / (d - 2)", "d - 2", rotary(frequencies=lambda dim: powers(dim, of=dim - 2))),
+    wrong("plain self", "log-sum-exp in powers of 2", "powers of 2 | base 2", lse=lambda at, x: x / np.log(2)),
+    wrong("plain self", "TF32", "TF32", turned=lambda at, x: [coarse(y, 11) for y in x]),
+    wrong("beit self", "grid's axes exchanged", "axes", beit(lambda grid: grid[::-1])),
+    wrong("alibi self", "slopes of twice the heads", "slopes", alibi(lambda heads: slopes(2 * heads)[:heads])),
+    wrong("plain masks", "a mask of floats is scaled", "mask", added=lambda at, m: m * m.dtype.type(at.dim**-0.5)),
+    wrong("rotary cross", "positions in bfloat16", "positions in bfloat16", rotary(coarse)),
+    wrong(
+        "plain self",
         "the last part of a tile of keys left out",
-        "plain",
-        "self",
+        "last | tile",
         tiled(lambda at, r, c: (c == at.k_len // 64) & (c > 0) & (r >= 0)),
-        ("last", "tile"),
     ),
-    (
+    wrong(
+        "plain self",
         "keys of padding count",
-        "plain",
-        "self",
-        kernel(masked=padded, values=lambda at, v: np.pad(v, [(0, 0), (0, 0), (0, -at.k_len % 64), (0, 0)])),
-        ("padding", "padded"),
+        "padding | padded",
+        masked=padded,
+        values=lambda at, v: np.pad(v, [(0, 0), (0, 0), (0, -at.k_len % 64), (0, 0)]),
     ),
-    ("no rescaling when the maximum grows", "plain", "self", kernel(weights=unscaled_tiles), ("rescale",)),
-    ("the mask of the first head for all", "plain", "masks", kernel(shown=first_head), ("first head",)),
-    (
+    wrong("plain self", "no rescaling when the maximum grows", "rescale", weights=unscaled_tiles),
+    wrong(
+        "plain masks",
+        "the mask of the first head for all",
+        "first head",
+        shown=seen(mask=lambda at, m: m[:, :1] if m.ndim > 2 else m),
+    ),
+    wrong(
+        "plain masks",
         "the mask of the first item for all",
-        "plain",
-        "masks",
-        kernel(shown=first_item),
-        ("first batch item", "first item"),
+        "first batch item | first item",
+        shown=seen(mask=lambda at, m: m[:1] if m.ndim > 2 else m),
     ),
-    (
+    wrong(
+        "plain masks",
         "the length of the first item for all",
-        "plain",
-        "masks",
-        kernel(shown=lengths_of(lambda n: np.full_like(n, n[0]))),
-        ("first batch item", "first item"),
+        "first batch item | first item",
+        shown=seen(key_lengths=lambda at, n: np.full_like(n, n[0])),
     ),
-    ("key_lengths counts one key more", "plain", "masks", kernel(shown=lengths_of(lambda n: n + 1)), ("key_lengths",)),
-    (
+    wrong("plain masks", "key_lengths counts one key more", "key_lengths", shown=seen(key_lengths=lambda at, n: n + 1)),
+    wrong(
+        "plain combined",
         "softcap ignored with causal",
-        "plain",
-        "combined",
-        kernel(cap=lambda at, s: np.arctanh(s / at.softcap) * s.dtype.type(at.softcap) if at.causal else s),
-        ("ignores softcap",),
+        "ignores softcap",
+        cap=lambda at, s: np.arctanh(s / at.softcap) * s.dtype.type(at.softcap) if at.causal else s,
     ),
-    (
-        "the sink of the first head for all",
-        "plain",
-        "options",
-        kernel(sinks=lambda at, x: np.full_like(x, x[0])),
-        ("sink",),
-    ),
-    (
-        "slopes of 2^n heads cut",
-        "alibi",
-        "self",
-        alibi(lambda heads: slopes(2 ** math.ceil(math.log2(heads)))[:heads]),
-        ("slopes",),
-    ),
-    (
-        "positions clipped at 511",
-        "rotary",
-        "cross",
-        rotary(lambda at, i, dim: np.minimum(i, 511) * 10000.0 ** (-np.arange(0, dim, 2) / dim)),
-        ("511", "512"),
-    ),
-    (
-        "window of decoding top-left",
-        "plain",
-        "windows",
-        kernel(
-            shown=window_of(lambda at: (at.window[0] + at.start, at.window[1] - at.start) if at.start else at.window)
-        ),
-        ("stands at position i",),
-    ),
-    (
-        "one key of the future in decoding",
-        "plain",
-        "decoding",
-        kernel(
-            shown=lambda at, s: (
-                shown(at, at.start + 1, window=None) & shown(at, at.start, causal=False)
-                if at.causal and at.q_len < at.k_len
-                else s
-            )
-        ),
-        ("causal", "one key"),
-    ),
-    (
-        "key head 0 for all queries",
-        "plain",
-        "self",
-        kernel(group=lambda at, g: g * 0),
-        ("key head 0", "first key head"),
-    ),
-    ("scale of the call ignored", "plain", "options", kernel(scale=lambda at, c: at.dim**-0.5), ("ignores the scale",)),
-    ("no maximum", "plain", "large_scores", kernel(top=lambda at, x: x * 0), ("largest score",)),
-    ("max_distance ignored", "t5", "flags", t5(max_distance=128), ("max_distance",)),
-    (
-        "a mask of bool is added",
-        "plain",
-        "masks",
-        kernel(
-            shown=lambda at, s: shown(at, at.start, mask=None),
-            scores=lambda at, s: s + at.mask if at.mask is not None and at.mask.dtype == bool else s,
-        ),
-        ("mask",),
-    ),
-    (
+    wrong("plain options", "the sink of the first head for all", "sink", sinks=lambda at, x: np.full_like(x, x[0])),
+    wrong("alibi self", "slopes of 2^n heads cut", "slopes", alibi(lambda heads: slopes(power_of_2(heads))[:heads])),
+    wrong("rotary cross", "positions clipped at 511", "511 | 512", rotary(lambda i: np.minimum(i, 511))),
+    wrong("plain windows", "window of decoding top-left", "stands at position i", shown=seen(window=late_window)),
+    wrong("plain decoding", "one key of the future in decoding", "causal | one key", shown=one_later),
+    wrong("plain self", "key head 0 for all queries", "key head 0 | first key head", group=lambda at, g: g * 0),
+    wrong("plain options", "scale of the call ignored", "ignores the scale", scale=lambda at, c: at.dim**-0.5),
+    wrong("plain large_scores", "no maximum", "largest score", top=lambda at, x: x * 0),
+    wrong("t5 flags", "max_distance ignored", "max_distance", t5(max_distance=128)),
+    wrong("plain masks", "a mask of bool is added", "mask", shown=seen(mask=lambda at, m: None), scores=mask_added),
+    wrong(
+        "plain self",
         "keys of the first item for all",
-        "plain",
-        "self",
-        kernel(turned=lambda at, x: (x[0], np.repeat(x[1][:1], len(x[1]), 0))),
-        ("first batch item", "first item"),
+        "first batch item | first item",
+        turned=lambda at, x: (x[0], np.repeat(x[1][:1], len(x[1]), 0)),
     ),
-    (
-        "scale of D_v",
-        "plain",
-        "odd_sizes",
-        kernel(scale=lambda at, c: at.v_dim**-0.5 if at.scale is None else c),
-        ("D_v",),
-    ),
-    (
+    wrong("plain odd_sizes", "scale of D_v", "D_v", scale=own_scale(lambda at: at.v_dim)),
+    wrong(
+        "plain odd_sizes",
         "scale of head_dim with padding",
-        "plain",
-        "odd_sizes",
-        kernel(scale=lambda at, c: (2 ** math.ceil(math.log2(at.dim))) ** -0.5 if at.scale is None else c),
-        ("power of 2", "power of two"),
+        "power of 2 | power of two",
+        scale=own_scale(lambda at: power_of_2(at.dim)),
     ),
-    (
-        "the last query left out where L_q is odd",
-        "plain",
-        "self",
-        kernel(out=last_row),
-        ("last quer", "2 does not divide L_q"),
-    ),
-    (
-        "offset ignored",
-        "plain",
-        "combined",
-        kernel(shown=lambda at, s: shown(at, at.k_len - at.q_len)),
-        ("ignores offset", "offset"),
-    ),
-    (
+    wrong("plain self", "the last query left out where L_q is odd", "last quer | 2 does not divide L_q", out=last_row),
+    wrong("plain combined", "offset ignored", "offset", shown=lambda at, s: shown(at, at.k_len - at.q_len)),
+    wrong(
+        "plain nan_excluded",
         "0 times NaN",
-        "plain",
-        "nan_excluded",
-        kernel(values=lambda at, v: at.v[:, np.arange(at.heads) // (at.heads // at.kv_heads)]),
-        ("0 times NaN",),
+        "0 times NaN",
+        values=lambda at, v: at.v[:, np.arange(at.heads) // (at.heads // at.kv_heads)],
     ),
 ]
-
-
-def coarse(x):
-    """The nearest numbers of 8 bits."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.round(mantissa * 256) / 256, exponent)
 
 
 def main(chosen):
     from relpos_np.conform import conform
 
     failed = right = told = 0
-    listed = [one for one in WRONG if not chosen or any(word in one[0] for word in chosen)]
-    for words, scheme, _, function, causes in listed:
+    listed = [one for one in WRONG if not chosen or any(word in one.words for word in chosen)]
+    for one in listed:
         start = time.perf_counter()
-        report = conform(function, scheme)
+        report = conform(one.function, one.scheme)
         failed += report.exit_code == 1
         found = " | ".join(report.causes)
-        named = any(cause in found for cause in causes)
+        named = any(cause in found for cause in one.causes)
         right += named
         told += bool(found)
-        wrong = ",".join(one.name for one in report.families if one.verdict == "wrong")
+        families = ",".join(family.name for family in report.families if family.verdict == "wrong")
         mark = "right" if named else "other" if found else "none"
-        print(f"{mark:5} {time.perf_counter() - start:5.1f} s  {words}: {found} ({wrong})", flush=True)
+        print(f"{mark:5} {time.perf_counter() - start:5.1f} s  {one.words}: {found} ({families})", flush=True)
     print(f"{failed} of {len(listed)} fail, {right} with the right cause, {told} with any")
 
 

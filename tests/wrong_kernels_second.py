@@ -1,26 +1,34 @@
 """More attention that is wrong in one way, thought of before the cases of `conform` were read: servers, tiles, schemes.
 
-Each entry of `SECOND` has the form of those in `tests.wrong_kernels`, and options of `conform` at the end.
+The entries of `SECOND` are as those in `tests.wrong_kernels`; one without a cause is only told to be wrong.
 """
 
 import numpy as np
 
-from tests.wrong_kernels import alibi, buckets, kernel, rotary, shown, slopes, t5, tiled, window_of
+from tests.wrong_kernels import (
+    alibi,
+    buckets,
+    coarse,
+    kernel,
+    moved,
+    own_scale,
+    powers,
+    rotary,
+    rotated,
+    seen,
+    shown,
+    slopes,
+    t5,
+    tiled,
+    turn,
+    wrong,
+)
 
 
-def far(at, i=None):
-    return np.abs(at.j - (at.i if i is None else i))
-
-
-def penalty(change):
-    """ALiBi whose bias is made of the call, the slopes and the distances."""
-    return kernel(bias=lambda at, _: change(at, slopes(at.heads)[:, None, None], far(at)))
-
-
-def by_key_head(at, _, d):
+def by_key_head(at, _):
     """Slopes of the key heads, which the query heads of a group share."""
     group = at.heads // at.kv_heads
-    return -np.repeat(slopes(at.kv_heads), group)[:, None, None] * d
+    return -np.repeat(slopes(at.kv_heads), group)[:, None, None] * np.abs(at.j - at.i)
 
 
 def wrapped(at, m, _):
@@ -46,22 +54,34 @@ def cap_of_masked(at, s):
     return np.where(np.isneginf(s), -s.dtype.type(at.softcap), s) if at.softcap is not None else s
 
 
+def softmax(s, axis=-1):
+    """Weights; 0 where every score is -inf."""
+    top = s.max(axis, keepdims=True)
+    p = np.exp(s - np.where(np.isfinite(top), top, 0))
+    total = p.sum(axis, keepdims=True)
+    return p / np.where(total > 0, total, 1)
+
+
+def products(q, k):
+    return q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
+
+
+def for_queries(q, *operands):
+    """Keys and values for each head of queries."""
+    return [np.repeat(x, q.shape[1] // x.shape[1], 1) for x in operands]
+
+
 def halves_averaged(at, out):
     """Keys in two parts from 512 on, whose outputs are averaged and not merged."""
     if at.k_len < 512 or at.sinks is not None:
         return out
     half = at.k_len // 2
-    group = np.arange(at.heads) // (at.heads // at.kv_heads)
-    k, v = at.k[:, group], np.nan_to_num(at.v[:, group])
+    k, v = for_queries(at.q, at.k, np.nan_to_num(at.v))
     factor = at.dim**-0.5 if at.scale is None else at.scale
     seen = np.broadcast_to(shown(at, at.start), (*out.shape[:3], at.k_len))
-    found = []
-    for part in (slice(0, half), slice(half, None)):
-        s = np.where(seen[..., part], at.q @ k[:, :, part].swapaxes(-1, -2) * out.dtype.type(factor), -np.inf)
-        p = np.exp(s - np.where(np.isfinite(top := s.max(-1, keepdims=True)), top, 0))
-        total = p.sum(-1, keepdims=True)
-        found.append(p / np.where(total > 0, total, 1) @ v[:, :, part])
-    return ((found[0] + found[1]) / 2).astype(out.dtype)
+    s = np.where(seen, at.q @ k.swapaxes(-1, -2) * out.dtype.type(factor), -np.inf)
+    parts = slice(0, half), slice(half, None)
+    return (sum(softmax(s[..., part]) @ v[:, :, part] for part in parts) / 2).astype(out.dtype)
 
 
 def no_guard(at, s):
@@ -79,29 +99,25 @@ def window_by_tile(at, _):
     return shown(at, at.start, window=None) & (j + 31 >= i - at.window[0]) & (j <= i + at.window[1])
 
 
-def clipped_mask(at, mask):
-    return np.maximum(mask, -10)
+def distances(q, k):
+    return np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2])
 
 
-def shaw(reach=0, turn=lambda d: d):
+def shaw(reach=0, change=lambda d: d):
     """Shaw's vectors on keys and values."""
 
     def attend(q, k, v, key_table=None, value_table=None, causal=False):
-        d = turn(np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2]))
+        d = distances(q, k)
 
         def rows(table):
             most = len(table) // 2
-            return table[np.clip(d, -most + reach, most - reach) + most]
+            return table[np.clip(change(d), -most + reach, most - reach) + most]
 
-        k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
-        s = q @ k.swapaxes(-1, -2)
+        k, v = for_queries(q, k, v)
+        s = products(q, k)
         if key_table is not None:
-            s = s + np.einsum("bhid,ijd->bhij", q, rows(key_table))
-        s = s * q.dtype.type(q.shape[-1] ** -0.5)
-        if causal:
-            s = np.where(np.arange(k.shape[2]) <= np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], s, -np.inf)
-        p = np.exp(s - s.max(-1, keepdims=True))
-        p = p / p.sum(-1, keepdims=True)
+            s = s + np.einsum("bhid,ijd->bhij", q, rows(key_table)) * q.dtype.type(q.shape[-1] ** -0.5)
+        p = softmax(np.where(d <= 0, s, -np.inf) if causal else s)
         out = p @ v
         return out if value_table is None else out + np.einsum("bhij,ijd->bhid", p, rows(value_table))
 
@@ -123,49 +139,23 @@ def with_stale_table():
 
 def backwards_buckets(at, _):
     """The upper half of the table for keys before the query."""
-    return buckets(type(at)(**(vars(at) | {"i": -at.i, "j": -at.j})), at.position)
+    return buckets(moved(at, i=-at.i, j=-at.j), at.position)
 
 
-def partial_rotary(q, k, v, dim=None, causal=False):
+def partly_turned(at, operands):
     """A share of the channels is turned, with the frequencies of all of them."""
-    dim = dim or q.shape[-1]
-
-    def turned(x, first):
-        theta = (np.arange(x.shape[2]) + first)[:, None] * 10000.0 ** (-np.arange(0, dim, 2) / q.shape[-1])
-        cos, sin = np.cos(theta).astype(x.dtype), np.sin(theta).astype(x.dtype)
-        a, b = x[..., : dim // 2], x[..., dim // 2 : dim]
-        return np.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., dim:]], -1)
-
-    return kernel()(turned(q, k.shape[2] - q.shape[2]), turned(k, 0), v, causal=causal)
-
-
-def one_operand(which):
-    def turned(at, operands):
-        found = rotary_turn(at, operands)
-        return [found[n] if n == which else operands[n] for n in (0, 1)]
-
-    return kernel(turned=turned)
-
-
-def rotary_turn(at, operands):
-    found = []
-    for x, first in zip(operands, (at.start, 0), strict=True):
-        theta = (np.arange(x.shape[2]) + float(first))[:, None] * 10000.0 ** (-np.arange(0, at.dim, 2) / at.dim)
-        cos, sin = np.cos(theta), np.sin(theta)
-        a, b = np.split(x.astype(np.float64), 2, -1)
-        found.append(np.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype))
-    return found
+    used = powers(at.dim)[: (at.position["dim"] or at.dim) // 2]
+    firsts = at.start, 0
+    return [turn(x, np.arange(x.shape[2]) + first, used) for x, first in zip(operands, firsts, strict=True)]
 
 
 def values_turned(at, v):
-    return rotary_turn(at, (at.q, v))[1] if v.shape[-1] == at.dim else v
+    return rotated()(at, (at.q, v))[1] if v.shape[-1] == at.dim else v
 
 
 def over_queries(q, k, v):
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
-    p = np.exp(s - s.max(-2, keepdims=True))
-    return p / p.sum(-2, keepdims=True) @ v
+    k, v = for_queries(q, k, v)
+    return softmax(products(q, k), -2) @ v
 
 
 def segments_joined(q, k, v, causal=False, segments=None):
@@ -212,16 +202,9 @@ def paged(*, whole=False, ordered=False):
     return attend
 
 
-def ring_of_keys(q, k, v):
-    def turned(at, operands):
-        theta = 10000.0 ** (-np.arange(0, at.dim, 2) / at.dim)
-        start = at.k_len - at.q_len
-        for x, places in zip(operands, (start + np.arange(at.q_len), np.arange(at.k_len) % 128), strict=True):
-            cos, sin = np.cos(places[:, None] * theta), np.sin(places[:, None] * theta)
-            a, b = np.split(x.astype(np.float64), 2, -1)
-            yield np.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
-
-    return kernel(turned=turned)(q, k, v)
+def ring_of_keys(at, operands):
+    """Keys of a ring of 128."""
+    return rotated(lambda j: j % 128, which=(1,))(at, rotated(which=(0,))(at, operands))
 
 
 def last_but_one(at, rows):
@@ -241,11 +224,7 @@ def shaw_from_the_end(q, k, v, key_table):
     """Shaw's vectors of the distances i - j."""
     if key_table.ndim != 2:
         raise NotImplementedError
-    half = len(key_table) // 2
-    d = np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - np.arange(k.shape[2])
-    vectors = key_table[np.clip(d, -half, half) + half]
-    bias = np.einsum("bhid,ijd->bhij", q, vectors) * q.dtype.type(q.shape[-1] ** -0.5)
-    return kernel(bias=lambda _at, _: bias)(q, k, v)
+    return shaw(change=np.negative)(q, k, v, key_table)
 
 
 def lse_of_the_usual_scale(q, k, v, scale=None, return_lse=False):
@@ -253,14 +232,18 @@ def lse_of_the_usual_scale(q, k, v, scale=None, return_lse=False):
     return (out, kernel()(q, k, v, return_lse=True)[1]) if return_lse else out
 
 
+def lse_without_sink(at, x):
+    if at.sinks is None:
+        return x
+    return np.log(np.exp(x.astype(float)) - np.exp(at.sinks[:, None].astype(float))).astype(x.dtype)
+
+
 def never_rescaled(q, k, v, dropout_mask=None, dropout=0.0):
     """Weights that are dropped, and those that stay not divided by 1 - dropout."""
     if dropout_mask is None:
         return kernel()(q, k, v)
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return (p / p.sum(-1, keepdims=True) * dropout_mask) @ v
+    k, v = for_queries(q, k, v)
+    return (softmax(products(q, k)) * dropout_mask) @ v
 
 
 def uncapped(at, s):
@@ -270,7 +253,7 @@ def uncapped(at, s):
     return (at.softcap * np.tanh(raw / at.softcap) * scale).astype(s.dtype)
 
 
-def lengths_of_before(at):
+def lengths_of_before(at, _):
     """An index that starts at the wrong item; without keys it divides by 0."""
     if at.key_lengths is not None:
         at.key_lengths = np.roll(at.key_lengths, 1)
@@ -284,9 +267,7 @@ def both_biases(q, k, v, content_bias, position_bias, rows):
     x = used @ rows.transpose(1, 2, 0)
     padded = np.concatenate([np.zeros_like(x[..., :1]), x], -1).reshape(*x.shape[:2], -1)
     shifted = padded[..., q.shape[2] :].reshape(x.shape)[..., : k.shape[2]]
-    s = (used @ k.swapaxes(-1, -2) + shifted) * q.dtype.type(q.shape[-1] ** -0.5)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True) @ v
+    return softmax((used @ k.swapaxes(-1, -2) + shifted) * q.dtype.type(q.shape[-1] ** -0.5)) @ v
 
 
 def table_by_columns(q, k, v, table, grid):
@@ -296,301 +277,188 @@ def table_by_columns(q, k, v, table, grid):
     height, width = grid
     y, x = np.divmod(np.arange(height * width), width)
     rows = (x[:, None] - x + width - 1) * (2 * height - 1) + (y[:, None] - y + height - 1)
-    s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5) + np.moveaxis(table[rows], -1, 0)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True) @ v
+    return softmax(products(q, k) + np.moveaxis(table[rows], -1, 0)) @ v
 
 
-def bias_of_later(at, _):
+def one_ahead(at, m, _):
     """A step of a server whose queries stand one position too far."""
-    ahead = at.q_len < at.k_len
-    return -slopes(at.heads)[:, None, None] * np.abs(at.j - at.i - ahead)
+    return -m * np.abs(at.j - at.i - (at.q_len < at.k_len))
 
 
-def coarse_of(bits):
-    def rounded(x):
-        mantissa, exponent = np.frexp(x)
-        return np.ldexp(np.round(np.ldexp(mantissa, bits + 1)), exponent - bits - 1)
-
-    return rounded
+def lost_tile(at, window):
+    """The tile before the window's edge is left out."""
+    return (window[0] // 64 * 64 if window[0] > 64 else window[0], window[1])
 
 
-def cut_table(at, _):
-    """A table in bfloat16."""
-    return np.moveaxis(coarse_of(7)(at.position["table"])[buckets(at, at.position)], -1, 0)
+def right_side(at, s):
+    """A causal window has as many later keys as earlier ones."""
+    if not at.causal or at.window is None:
+        return s
+    return shown(at, at.start, causal=False, window=(at.window[0],) * 2)
 
 
-# What `conform` has no name for: it says that these are wrong, and no more.
-UNNAMED = {"a mask of floats clipped at -10", "packed sequences see the one before"}
 SECOND = [
-    ("bias in powers of 2", "alibi", "self", penalty(lambda at, m, d: -m * np.log(2) * d), ("powers of 2",), {}),
-    (
-        "slopes by key head",
-        "alibi",
-        "grouped_heads",
-        kernel(bias=lambda at, _: by_key_head(at, _, far(at))),
-        ("slopes", "key head"),
-        {},
-    ),
-    ("distances in 8 bits", "alibi", "self", penalty(wrapped), ("8 bits",), {}),
-    (
+    wrong("alibi self", "bias in powers of 2", "powers of 2", alibi(change=lambda at, m, d: -m * np.log(2) * d)),
+    wrong("alibi grouped_heads", "slopes by key head", "slopes | key head", bias=by_key_head),
+    wrong("alibi self", "distances in 8 bits", "8 bits", alibi(change=wrapped)),
+    wrong(
+        "alibi self",
         "bias scaled with the products",
-        "alibi",
-        "self",
-        penalty(lambda at, m, d: -m * d * at.dim**-0.5),
-        ("scales what positions add",),
-        {},
+        "scales what positions add",
+        alibi(change=lambda at, m, d: -m * d * at.dim**-0.5),
     ),
-    (
-        "positions begin anew in each tile of 64",
-        "rotary",
-        "self",
-        rotary(lambda at, i, dim: i % 64 * 10000.0 ** (-np.arange(0, dim, 2) / dim)),
-        ("64",),
-        {},
-    ),
-    ("a cap on masked scores", "plain", "combined", kernel(masked=cap_of_masked), ("softcap", "cap"), {}),
-    ("halves of keys averaged from 512 on", "plain", "long", kernel(out=halves_averaged), ("merge", "average"), {}),
-    (
+    wrong("rotary self", "positions begin anew in each tile of 64", "64", rotary(lambda i: i % 64)),
+    wrong("plain combined", "a cap on masked scores", "softcap | cap", masked=cap_of_masked),
+    wrong("plain long", "halves of keys averaged from 512 on", "merge | average", out=halves_averaged),
+    wrong(
+        "plain windows",
         "no guard for a tile that is all masked",
-        "plain",
-        "windows",
-        kernel(masked=no_guard),
-        ("all masked", "no key of its first tile", "NaN"),
-        {},
+        "all masked | no key of its first tile | NaN",
+        masked=no_guard,
     ),
-    ("a window by whole tiles", "plain", "windows", kernel(shown=window_by_tile), ("whole tiles", "window"), {}),
-    (
+    wrong("plain windows", "a window by whole tiles", "whole tiles | window", shown=window_by_tile),
+    wrong(
+        "plain masks",
         "a mask of floats clipped at -10",
-        "plain",
-        "masks",
-        kernel(
-            added=clipped_mask,
-            shown=lambda at, s: shown(at, at.start, mask=None) if at.mask is not None and at.mask.dtype != bool else s,
-        ),
-        ("mask",),
-        {},
+        "",
+        added=lambda at, mask: np.maximum(mask, -10),
+        shown=seen(mask=lambda at, m: m if m.dtype == bool else None),
     ),
-    ("lengths by program, not by item", "plain", "masks", kernel(shown=lengths_by_program), ("item",), {}),
-    ("clips one distance early", "shaw", "self", shaw(reach=1), ("clips", "one row", "table"), {}),
-    ("distances with the other sign", "shaw", "self", shaw(turn=lambda d: -d), ("i - j",), {}),
-    ("a bias kept from an older table", "t5", "calls", with_stale_table(), ("state",), {}),
-    ("T5's halves exchanged", "t5", "self", t5(backwards_buckets), ("i - j", "half"), {}),
-    (
+    wrong("plain masks", "lengths by program, not by item", "item", shown=lengths_by_program),
+    wrong("shaw self", "clips one distance early", "clips | one row | table", shaw(reach=1)),
+    wrong("shaw self", "distances with the other sign", "i - j", shaw(change=np.negative)),
+    wrong("t5 calls", "a bias kept from an older table", "state", with_stale_table()),
+    wrong("t5 self", "T5's halves exchanged", "i - j | half", t5(backwards_buckets)),
+    wrong(
+        "t5 decoding",
         "a bias of T5 top-left",
-        "t5",
-        "decoding",
-        kernel(
-            {"table": ..., "max_distance": 128},
-            bias=lambda at, _: np.moveaxis(
-                at.position["table"][buckets(type(at)(**(vars(at) | {"i": at.i - at.start})), at.position)], -1, 0
-            ),
-        ),
-        ("positions count from 0", "stands at position i"),
-        {},
+        "positions count from 0 | stands at position i",
+        t5(lambda at, _: buckets(moved(at, i=at.i - at.start), at.position)),
     ),
-    (
-        "T5's table in bfloat16",
-        "t5",
-        "self",
-        kernel({"table": ..., "max_distance": 128}, bias=cut_table),
-        ("bfloat16",),
-        {},
+    wrong("t5 self", "T5's table in bfloat16", "bfloat16", t5(of=coarse)),
+    wrong(
+        "rotary self",
+        "frequencies of all channels for some",
+        "head_dim | frequencies",
+        kernel({"dim": None}, turned=partly_turned),
     ),
-    ("frequencies of all channels for some", "rotary", "self", partial_rotary, ("head_dim", "frequencies"), {}),
-    ("only queries are turned", "rotary", "self", one_operand(0), ("leaves keys where they are",), {}),
-    ("only keys are turned", "rotary", "self", one_operand(1), ("leaves queries where they are",), {}),
-    (
-        "values are turned too",
-        "rotary",
-        "self",
-        kernel(turned=rotary_turn, values=values_turned),
-        ("values",),
-        {},
+    wrong("rotary self", "only queries are turned", "leaves keys where they are", rotary(which=(0,))),
+    wrong("rotary self", "only keys are turned", "leaves queries where they are", rotary(which=(1,))),
+    wrong("rotary self", "values are turned too", "values", turned=rotated(), values=values_turned),
+    wrong("rotary self", "a base of 500,000", "base 500000", rotary(frequencies=lambda dim: powers(dim, 500000.0))),
+    wrong("alibi cross", "positions of a step one too far", "one position | one too far", alibi(change=one_ahead)),
+    wrong("alibi grouped_heads", "slopes in bfloat16", "bfloat16", alibi(lambda heads: coarse(slopes(heads)))),
+    wrong(
+        "alibi self",
+        "distances stop at 127",
+        "127 | 128",
+        alibi(change=lambda at, m, d: -m * np.minimum(d, 127)),
     ),
-    (
-        "a base of 500,000",
-        "rotary",
-        "self",
-        rotary(lambda at, i, dim: i * 500000.0 ** (-np.arange(0, dim, 2) / dim)),
-        ("base 500000",),
-        {},
-    ),
-    (
-        "positions of a step one too far",
-        "alibi",
-        "cross",
-        kernel(bias=bias_of_later),
-        ("one position", "one too far"),
-        {},
-    ),
-    (
-        "slopes in bfloat16",
-        "alibi",
-        "grouped_heads",
-        alibi(lambda heads: coarse_of(7)(slopes(heads))),
-        ("bfloat16",),
-        {},
-    ),
-    ("distances stop at 127", "alibi", "self", penalty(lambda at, m, d: -m * np.minimum(d, 127)), ("127", "128"), {}),
-    ("softmax along queries", "plain", "self", over_queries, ("queries", "quer"), {}),
-    (
+    wrong("plain self", "softmax along queries", "quer", over_queries),
+    wrong(
+        "plain windows",
         "the tile before the window's edge left out",
-        "plain",
-        "windows",
-        kernel(
-            shown=window_of(lambda at: (at.window[0] // 64 * 64 if at.window[0] > 64 else at.window[0], at.window[1]))
-        ),
-        ("the output is wrong from query 65 on",),
-        {},
+        "the output is wrong from query 65 on",
+        shown=seen(window=lost_tile),
     ),
-    (
+    wrong(
+        "plain cross",
         "as many keys as queries",
-        "plain",
-        "cross",
-        kernel(masked=lambda at, s: np.where((at.j >= at.q_len) & (at.q_len > 1), -np.inf, s)),
-        ("L_q",),
-        {},
+        "L_q",
+        masked=lambda at, s: np.where((at.j >= at.q_len) & (at.q_len > 1), -np.inf, s),
     ),
-    (
+    wrong(
+        "plain long",
         "no key beyond 1,000",
-        "plain",
-        "long",
-        kernel(masked=lambda at, s: np.where(at.j >= 1000, -np.inf, s)),
-        ("no key from number 1000 on",),
-        {},
+        "no key from number 1000 on",
+        masked=lambda at, s: np.where(at.j >= 1000, -np.inf, s),
     ),
-    (
+    wrong(
+        "plain self",
         "four heads and no more",
-        "plain",
-        "self",
-        kernel(out=lambda at, x: np.where((np.arange(at.heads) < 4)[:, None, None], x, 0)),
-        ("head 4", "heads"),
-        {},
+        "head 4 | heads",
+        out=lambda at, x: np.where((np.arange(at.heads) < 4)[:, None, None], x, 0),
     ),
-    (
+    wrong(
+        "plain odd_sizes",
         "values beyond head_dim left out",
-        "plain",
-        "odd_sizes",
-        kernel(values=lambda at, v: np.where(np.arange(v.shape[-1]) < at.dim, v, 0)),
-        ("channel",),
-        {},
+        "channel",
+        values=lambda at, v: np.where(np.arange(v.shape[-1]) < at.dim, v, 0),
     ),
-    (
-        "a cap before the scale",
-        "plain",
-        "options",
-        kernel(cap=uncapped),
-        ("softcap",),
-        {},
-    ),
-    ("sinks are scaled", "plain", "options", kernel(sinks=lambda at, x: x * x.dtype.type(at.dim**-0.5)), ("sink",), {}),
-    (
-        "log-sum-exp without the sink",
-        "plain",
-        "options",
-        kernel(
-            lse=lambda at, x: (
-                x
-                if at.sinks is None
-                else np.log(np.exp(x.astype(float)) - np.exp(at.sinks[:, None].astype(float))).astype(x.dtype)
-            )
-        ),
-        ("log-sum-exp", "sink"),
-        {},
-    ),
-    (
+    wrong("plain options", "a cap before the scale", "softcap", cap=uncapped),
+    wrong("plain options", "sinks are scaled", "sink", sinks=lambda at, x: x * x.dtype.type(at.dim**-0.5)),
+    wrong("plain options", "log-sum-exp without the sink", "log-sum-exp | sink", lse=lse_without_sink),
+    wrong(
+        "plain ragged",
         "packed sequences see the one before",
-        "plain",
-        "ragged",
+        "",
         segments_joined,
-        ("segments",),
         {"supports": ["segments", "causal", "cross"]},
     ),
-    (
+    wrong(
+        "plain excluded_rows",
         "lengths of the item before",
-        "plain",
-        "excluded_rows",
-        kernel(before=lambda at, _: lengths_of_before(at)),
-        ("key_lengths of the batch item before",),
-        {},
+        "key_lengths of the batch item before",
+        before=lengths_of_before,
     ),
-    ("both biases in both products", "transformer_xl", "self", both_biases, ("u + v where u",), {}),
-    ("a window's table by columns", "window", "self", table_by_columns, ("column by column",), {}),
-    ("what is kept is not rescaled", "plain", "ragged", never_rescaled, ("dropout", "0.5 times"), {}),
-    (
+    wrong("transformer_xl self", "both biases in both products", "u + v where u", both_biases),
+    wrong("window self", "a window's table by columns", "column by column", table_by_columns),
+    wrong("plain ragged", "what is kept is not rescaled", "dropout | 0.5 times", never_rescaled),
+    wrong(
+        "plain causal",
         "a causal tile by queries alone",
-        "plain",
-        "causal",
+        "the output is wrong from query 64 on",
         tiled(lambda at, r, c: at.causal & (c == r - 1) & (r > 1), tile=32),
-        ("the output is wrong from query 64 on",),
-        {},
     ),
-    (
+    wrong(
+        "plain windows",
         "window with causal has its right side",
-        "plain",
-        "windows",
-        kernel(
-            shown=lambda at, s: (
-                shown(at, at.start, causal=False, window=(at.window[0], at.window[0]))
-                if at.causal and at.window is not None
-                else s
-            )
-        ),
-        ("as many later keys as earlier ones",),
-        {},
+        "as many later keys as earlier ones",
+        shown=right_side,
     ),
-    (
+    wrong(
+        "plain masks",
         "key_lengths ignored in decoding",
-        "plain",
-        "masks",
-        kernel(
-            shown=lambda at, s: (
-                shown(at, at.start, key_lengths=None) if at.key_lengths is not None and at.q_len < at.k_len else s
-            )
-        ),
-        ("ignores key_lengths",),
-        {},
+        "ignores key_lengths",
+        shown=seen(key_lengths=lambda at, n: None if at.q_len < at.k_len else n),
     ),
-    ("keys of a ring of 128", "rotary", "self", ring_of_keys, ("begin anew after 128",), {}),
-    (
+    wrong("rotary self", "keys of a ring of 128", "begin anew after 128", turned=ring_of_keys),
+    wrong(
+        "plain options",
         "softcap is not multiplied by",
-        "plain",
-        "options",
-        kernel(cap=lambda at, s: s / at.q.dtype.type(at.softcap)),
-        ("softcap is not multiplied by",),
-        {},
+        "softcap is not multiplied by",
+        cap=lambda at, s: s / at.q.dtype.type(at.softcap),
     ),
-    (
+    wrong(
+        "plain options",
         "a sink for each tile",
-        "plain",
-        "options",
-        kernel(sinks=lambda at, x: x + np.log(np.ceil(at.k_len / 64)).astype(x.dtype)),
-        ("counts sinks once for each tile, in tiles of 64",),
-        {},
+        "counts sinks once for each tile, in tiles of 64",
+        sinks=lambda at, x: x + np.log(np.ceil(at.k_len / 64)).astype(x.dtype),
     ),
-    (
+    wrong(
+        "plain odd_sizes",
         "scale of whole vectors of 24",
-        "plain",
-        "odd_sizes",
-        kernel(scale=lambda at, x: x if at.scale is not None or at.dim % 8 == 0 else (-(-at.dim // 8) * 8) ** -0.5),
-        ("rounded up to a multiple of 8",),
-        {},
+        "rounded up to a multiple of 8",
+        scale=own_scale(lambda at: -(-at.dim // 8) * 8),
     ),
     # Which of T5's buckets begins at 65 decides that both are the same.
-    ("the last bucket is never read", "t5", "causal", t5(last_but_one), ("last bucket", "distances stop at 64"), {}),
-    ("rows unscaled", "transformer_xl", "self", rows_unscaled, ("products with rows",), {"variant": "conformer"}),
-    ("Shaw's tables from the end", "shaw", "cross", shaw_from_the_end, ("distances i - j",), {}),
-    (
-        "log-sum-exp of another scale",
-        "plain",
-        "options",
-        lse_of_the_usual_scale,
-        ("log-sum-exp with a scale of 1/sqrt",),
-        {},
+    wrong("t5 causal", "the last bucket is never read", "last bucket | distances stop at 64", t5(last_but_one)),
+    wrong(
+        "transformer_xl self",
+        "rows unscaled",
+        "products with rows",
+        rows_unscaled,
+        {"variant": "conformer"},
     ),
-    ("segments cut one token late", "plain", "ragged", cut_late, ("one token too late",), {"supports": ["segments"]}),
-    ("segments end with tiles", "plain", "ragged", to_the_tile, ("whole tiles of 16",), {"supports": ["segments"]}),
-    ("the last page whole", "plain", "ragged", paged(whole=True), ("last page whole",), PAGED),
-    ("pages in order", "plain", "ragged", paged(ordered=True), ("whatever block_table says",), PAGED),
+    wrong("shaw cross", "Shaw's tables from the end", "distances i - j", shaw_from_the_end),
+    wrong(
+        "plain options",
+        "log-sum-exp of another scale",
+        "log-sum-exp with a scale of 1/sqrt",
+        lse_of_the_usual_scale,
+    ),
+    wrong("plain ragged", "segments cut one token late", "one token too late", cut_late, {"supports": ["segments"]}),
+    wrong("plain ragged", "segments end with tiles", "whole tiles of 16", to_the_tile, {"supports": ["segments"]}),
+    wrong("plain ragged", "the last page whole", "last page whole", paged(whole=True), PAGED),
+    wrong("plain ragged", "pages in order", "whatever block_table says", paged(ordered=True), PAGED),
 ]
