@@ -160,10 +160,12 @@ def _compile_share(worker, workers):
 
 @pytest.fixture(autouse=True)
 def no_choice_left_over():
-    """Every test starts without a chosen backend, and with all threads."""
+    """Every test starts without a chosen backend or precision, which examples choose, and with all threads."""
     rp.set_backend(None)
+    rp.set_precision(None)
     yield
     rp.set_backend(None)
+    rp.set_precision(None)
     numba = sys.modules.get("numba")
     if numba is not None:
         numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
