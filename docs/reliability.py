@@ -271,9 +271,9 @@ roundings.
 ## Soak
 
 `python tests/soak.py --minutes 30` draws random calls: every scheme, variant and option, shapes, masks, dtypes, memory
-layouts, gradients, arguments that must be refused, interrupts and failed allocations at any line, on several threads
-whose number changes, amid forks whose children are interrupted or killed. Every answer is compared with float64, and
-again with itself, bit by bit. CI does this for ten minutes each night. A case is repeated with `--seed` and `--case`.
+layouts, gradients, packed sequences, shifts, interrupts and failed allocations at any line, on several threads whose
+number changes, amid forks whose children are interrupted or killed. Every answer is compared with float64, and again
+with itself, bit by bit. CI does this for ten minutes each night. A case is repeated with `--seed` and `--case`.
 
 {soak()}
 Memory is what is resident after a collection of cycles, with one arena of malloc and arrays of more than 256 KiB

@@ -1,7 +1,5 @@
-"""Bounds of errors and the errors, on random calls of every scheme: ``python -m tests.bounds --elements 100000``."""
+"""Bounds of errors and the errors, on random calls of every scheme."""
 
-import argparse
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from decimal import Decimal
@@ -135,31 +133,3 @@ def sweep(elements, seed=0, backends=("numpy", "terms", "numba")):
                 found[name, dtype, backend] = tuple(a + b for a, b in zip(before, own, strict=True))
         turn += 1
     return dict(found)
-
-
-def main():
-    """Print a line for each dtype and backend, and those of schemes with anything outside."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    found = sweep(args.elements, args.seed)
-    by = {"dtype, backend": lambda key: key[1:], "scheme": lambda key: key[:1]}
-    for title, group in by.items():
-        print(f"{title}: elements, outside, bound / error in the median and the 90th percentile; log-sum-exp's median")
-        sums = defaultdict(lambda: (NOTHING, NOTHING))
-        for key, own in found.items():
-            sums[group(key)] = tuple(a + b for a, b in zip(sums[group(key)], own, strict=True))
-        for key, (out, lse) in sums.items():
-            middle, high = np.quantile(out.ratios, (0.5, 0.9)) if out.ratios.size else (0, 0)
-            own = f"{out.elements:7} {out.outside + lse.outside:3} {middle:8.3f} {high:8.3f}"
-            print(f"  {' '.join(key):24} {own} {np.median(lse.ratios) if lse.ratios.size else 0:8.3f}")
-    total = [sum(column, NOTHING) for column in zip(*found.values(), strict=True)]
-    outside = sum(one.outside for one in total)
-    medians = ", ".join(f"{np.median(one.ratios):.3f}" for one in total)
-    print(f"{total[0].elements} elements and {total[1].elements} log-sum-exps, {outside} outside, medians {medians}")
-    return int(outside > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Hours of everything: ``python tests/soak.py --minutes N [--seed S] [--out record.json]``.
 
-Random calls of every scheme and variant, of gradients, scores and shifts, in every dtype and memory layout, with
-masks, faults, refused arguments, interrupts and failed allocations, from several threads at once whose number changes,
-against the float64 reference; amid them forks, whose children are interrupted or killed. Exit code 1 if one answer is
+Random calls of every scheme and variant, of gradients and shifts, in every dtype and memory layout, with masks, faults,
+interrupts and failed allocations, from several threads at once whose number changes, against the float64 reference;
+amid them forks, whose children are interrupted or killed. Exit code 1 if one answer is
 wrong, or memory drifts by more than 8 MiB.
 
 Case N of seed S is the same whenever and wherever it runs: ``--seed S --case N`` repeats one, alone.
@@ -43,10 +43,7 @@ from tests.soaking.kinds import Kind, Report
 KINDS: tuple[tuple[int, Kind], ...] = (
     (50, kinds.forward),
     (14, kinds.gradient),
-    (8, kinds.scores),
     (8, kinds.shift),
-    (4, kinds.encoding),
-    (7, kinds.refused),
     (7, kinds.interrupted),
     (4, kinds.packed),
     (5, surroundings.forked),

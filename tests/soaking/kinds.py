@@ -18,11 +18,9 @@ from relpos_np.testing.arguments import rebuilt
 from relpos_np.testing.compare import EPS, ratio
 from relpos_np.testing.records import gradients
 from tests import layouts
-from tests.every import ABSOLUTE
 from tests.soaking import calls
 from tests.soaking.calls import BACKENDS, pick
 from tests.soaking.interruption import Lines
-from tests.test_bad_input import BAD
 
 
 @dataclass
@@ -167,23 +165,6 @@ def gradient(rng: np.random.Generator, report: Report) -> None:
     report.calls += 2
 
 
-def scores(rng: np.random.Generator, report: Report) -> None:
-    """Dense scores of the formulas and of the terms they are lowered to."""
-    one = calls.changed(rng, calls.plain_example(rng))
-    report.where = one.where
-    backend = pick(rng, ("numpy", "terms", "numba"))
-    s = rp.logits(one.q, one.k, position=one.position, backend=backend, **one.kwargs)
-    exact = rp.logits(
-        one.q.astype(np.float64), one.k.astype(np.float64), position=one.position, backend="numpy", **one.kwargs
-    )
-    kept = "float64" if one.q.dtype == np.float64 else "float32"
-    # What attention is allowed is three to four standard deviations of the rounding of one sum of products. It weighs
-    # many scores; here the largest stands alone, and thousands of calls see more than that, but hardly twice as much.
-    worst = ratio(s, exact, 2 * tolerance(kept, logit_bound=one.logit_bound, depth=one.products))
-    report.judge(backend, str(one.q.dtype), worst / blur(one) if kept == "float64" else worst)
-    report.calls += 1
-
-
 def shift(rng: np.random.Generator, report: Report) -> None:
     """rel_shift of any variant, dtype and layout: exactly what NumPy's views give."""
     variant = pick(rng, SHIFTS)
@@ -203,30 +184,6 @@ def shift(rng: np.random.Generator, report: Report) -> None:
     same = actual.shape == expected.shape and bits(actual) == bits(expected.astype(actual.dtype))
     report.judge("numba", str(dtype), 0.0 if same else np.inf, "rel_shift")
     report.calls += 1
-
-
-def encoding(rng: np.random.Generator, report: Report) -> None:
-    """Absolute encodings: one rounding of each summand and of the sum."""
-    one = calls.plain_example(rng, ABSOLUTE, ("float16", "float32", "float64"))
-    report.where = one.where
-    report.judge("numpy", str(one.q.dtype), one.backend_error("numpy"), "encoding")
-    report.calls += 1
-
-
-def refused(rng: np.random.Generator, report: Report) -> None:
-    """One of the wrong calls of tests/test_bad_input.py; the right call before and after it gives the same bits."""
-    one, backend, what = calls.plain_example(rng), pick(rng, BACKENDS), pick(rng, sorted(BAD))
-    report.where = f"{one.where}, {what}"
-    right = {"q": one.q, "k": one.k, "v": one.v, "position": one.position, "backend": backend, **one.kwargs}
-    expected = bits(rp.attention(**right))
-    try:
-        BAD[what][0]()
-    except RelposError as error:
-        report.expect(len(str(error)) > 10, f"{what}: the message says nothing: {error}")
-    else:
-        report.problems.append(f"{what}: accepted")
-    report.expect(bits(rp.attention(**right)) == expected, f"{what}: other bits afterwards")
-    report.calls += 3
 
 
 def interrupted(rng: np.random.Generator, report: Report) -> None:
