@@ -77,12 +77,6 @@ def test_keys_that_nothing_is_known_of_are_refused_all_at_once():
     assert str(raised.value).count("is not understood") == len(FOREIGN)
 
 
-@pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_each_of_them_is_refused(name):
-    with pytest.raises(rp.RelposValueError, match=name):
-        rp.from_config(LLAMA | {name: FOREIGN[name]}, layer=0)
-
-
 def test_null_false_and_what_is_usual_pass():
     assert rp.from_config(LLAMA | DUMPED, layer=0) == rp.from_config(LLAMA, layer=0)
 
