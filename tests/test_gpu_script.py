@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import relpos_np as rp
-
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "asv_bench"
 SCRIPT = BENCH / "gpu.py"
@@ -24,10 +22,10 @@ def bench_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
 
 
-def run(folder, *options, simulator=True, **more):
+def run(folder, *options):
     """The script's exit status, what it printed, and its record if there is one."""
     pytest.importorskip("numba")
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": str(int(simulator))} | more
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
     out = Path(folder) / "record.json"
     command = [sys.executable, str(SCRIPT), "--out", str(out), "--seconds", "0.001", *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -86,22 +84,3 @@ def test_every_row_is_there_and_right_and_on_the_page(tmp_path):
         assert f"| {times}{report.brief(ours['median_ms'])} ({report.brief(ours['best_ms'])}) |" in page
     assert f"{record['rows']['conformer']['calls']['copy']['times_ours']:.2f}× |" in page
     assert "- conformer, torch: missing, `no compiler`" in page
-
-
-def test_the_recorded_figures_are_of_a_device():
-    """A record of the simulator or of small shapes is none for the page."""
-    path = BENCH / "recorded" / "gpu.json"
-    if path.exists():
-        record = json.loads(path.read_text(encoding="utf-8"))
-        assert not record["simulated"]
-        assert not record["tiny"]
-
-
-@pytest.mark.slow
-def test_without_a_gpu_the_script_ends_in_the_drivers_words(tmp_path):
-    if "cuda" in rp.backend.available()[0]:
-        pytest.skip("here is a GPU, or the simulator")
-    status, printed, record = run(tmp_path, simulator=False)
-    assert (status, record) == (2, None)
-    reason = rp.backend.available()[1]["cuda"]
-    assert f"nothing can be measured: {reason}" in printed
