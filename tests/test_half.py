@@ -246,16 +246,20 @@ def test_what_is_excluded_changes_no_bit_and_what_is_not_finite_reaches_who_atte
 
 
 def test_layouts_threads_and_neighbours_change_no_bit(rng):
-    q, k, v = draw(rng, (3, 2, 200, 300, 24), BRAIN)
-    whole = rp.attention(q, k, v, causal=True)
+    alone_and_turned(draw(rng, (3, 2, 200, 300, 24), BRAIN))
+
+
+def alone_and_turned(operands):
+    """Each of three items alone, another layout, one thread and a given array: the same bits."""
+    whole = rp.attention(*operands, causal=True)
     for n in range(3):
-        np.testing.assert_array_equal(rp.attention(q[n], k[n], v[n], causal=True), whole[n])
-    turned = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v)]
+        np.testing.assert_array_equal(rp.attention(*(x[n] for x in operands), causal=True), whole[n])
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in operands]
     np.testing.assert_array_equal(rp.attention(*turned, causal=True), whole)
     with rp.threads(1):
-        np.testing.assert_array_equal(rp.attention(q, k, v, causal=True), whole)
+        np.testing.assert_array_equal(rp.attention(*operands, causal=True), whole)
     out = np.full_like(whole, np.nan)
-    assert rp.attention(q, k, v, causal=True, out=out) is out
+    assert rp.attention(*operands, causal=True, out=out) is out
     np.testing.assert_array_equal(out, whole)
 
 

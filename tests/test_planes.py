@@ -12,7 +12,7 @@ from relpos_np.kernels._numba.forward_pass.attend import attend
 from relpos_np.kernels._numba.plan import job
 from relpos_np.kernels._numba.simd.target import TILED
 from tests.sizes import BLOCK_KEYS
-from tests.test_half import CALLS, call_of, draw
+from tests.test_half import CALLS, alone_and_turned, call_of, draw
 
 pytestmark = pytest.mark.skipif(not TILED, reason="products are made without tiles")
 EPS = float(np.finfo(np.float32).eps)
@@ -204,17 +204,7 @@ def test_neither_excluded_keys_nor_other_queries_change_a_bit(kind, rng):
 
 
 def test_layouts_threads_and_neighbours_change_no_bit(rng):
-    q, k, v = draw(rng, (3, 2, 200, 300, 24), np.float32)
-    whole = rp.attention(q, k, v, causal=True)
-    for n in range(3):
-        np.testing.assert_array_equal(rp.attention(q[n], k[n], v[n], causal=True), whole[n])
-    turned = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v)]
-    np.testing.assert_array_equal(rp.attention(*turned, causal=True), whole)
-    with rp.threads(1):
-        np.testing.assert_array_equal(rp.attention(q, k, v, causal=True), whole)
-    out = np.full_like(whole, np.nan)
-    assert rp.attention(q, k, v, causal=True, out=out) is out
-    np.testing.assert_array_equal(out, whole)
+    alone_and_turned(draw(rng, (3, 2, 200, 300, 24), np.float32))
 
 
 def test_what_takes_the_way_of_float32(rng, without):
