@@ -8,6 +8,7 @@ import pytest
 import relpos_np as rp
 from relpos_np import testing
 from relpos_np._runtime import memory
+from tests.compare import assert_same_bits
 
 BACKENDS = rp.backend.HOST_BACKENDS
 LENGTHS = (5, 0, 1, 30, 12)
@@ -33,15 +34,6 @@ def positions(heads=4):
         "cope": rp.CoPE(rng.standard_normal((60, 8))),
         "two": (rp.T5(rng.standard_normal((8, heads)), max_distance=20), rp.ALiBi()),
     }
-
-
-def assert_same_bits(found, expected):
-    if isinstance(found, tuple):
-        for x, y in zip(found, expected, strict=True):
-            assert_same_bits(x, y)
-        return
-    assert found.dtype == expected.dtype
-    assert found.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 # ---------------------------------------------------------------------------------------------- packed sequences
@@ -80,7 +72,7 @@ def test_segments_are_separate_calls(packed, name, backend, dtype):
             *operands, grad_out=grads[0][..., a:b, :], grad_lse=grads[1][..., a:b], **shared, **part(a, b)
         )
         for letter in "qkv":
-            assert_same_bits(getattr(found, letter)[..., a:b, :], getattr(one, letter))
+            assert_same_bits([getattr(found, letter)[..., a:b, :]], [getattr(one, letter)])
         np.testing.assert_array_equal(found.sinks[..., a:b], one.sinks)
         # Sums over items and heads, whose order may be another one.
         np.testing.assert_allclose(found.query_scale[a:b], one.query_scale, rtol=0, atol=400 * np.finfo(computed).eps)
@@ -126,18 +118,6 @@ def test_segments_of_what_begins_anew(make, backend, packed, rng):
         np.testing.assert_array_equal(out[:, :, a:b], rp.attention(*(x[:, :, a:b] for x in packed), **call))
 
 
-def test_gradients_of_schemes_add_up(packed, rng):
-    q, k, v = packed
-    table = rng.standard_normal((8, 4))
-    grad = rng.standard_normal(q.shape)
-    call = {"position": (rp.T5(table, max_distance=20), rp.Rotary(8)), "sinks": rng.standard_normal(4)}
-    found = rp.attention_vjp(q, k, v, grad_out=grad, segments=BOUNDS, **call)
-    rows = [slice(a, b) for a, b in pairwise(BOUNDS)]
-    parts = [rp.attention_vjp(*(x[..., s, :] for x in (q, k, v)), grad_out=grad[..., s, :], **call) for s in rows]
-    np.testing.assert_allclose(found.position[0]["table"], sum(one.position[0]["table"] for one in parts), rtol=1e-12)
-    np.testing.assert_allclose(found.sinks, sum(one.sinks for one in parts), rtol=1e-12)
-
-
 def test_segments_hold_nothing_of_all_pairs():
     """32 sequences of 128 tokens within what their rows need: a mask of all pairs would be 16 MiB."""
     length = 32 * 128
@@ -153,7 +133,7 @@ def test_windows_beyond_any_number(backend, rng):
     """They are those without an end, as far as numbers go."""
     q = rng.standard_normal((1, 5, 4))
     expected = rp.attention(q, q, q, causal=True, backend=backend)
-    assert_same_bits(rp.attention(q, q, q, window=(1 << 61, 0), backend=backend), expected)
+    assert_same_bits([rp.attention(q, q, q, window=(1 << 61, 0), backend=backend)], [expected])
     with pytest.raises(rp.RelposValueError, match=r"window: .* is too large"):
         rp.attention(q, q, q, window=10**30, backend=backend)
 

@@ -49,6 +49,11 @@ NAMES = {dotted(path) for path in MODULES}
 
 
 @cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path):
     """(module, late) for each import of the package in a file; late ones stand in functions or TYPE_CHECKING."""
     found = set()
@@ -73,7 +78,7 @@ def imports(path):
         for child in ast.iter_child_nodes(node):
             visit(child, late)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    visit(parsed(path), False)
     return found
 
 
@@ -148,8 +153,8 @@ def python(code, *options, **environment):
 def test_import_is_light():
     loaded = set(json.loads(python("import sys, json, relpos_np; print(json.dumps(sorted(sys.modules)))")))
     assert not [name for name in loaded if name.startswith("relpos_np.layers")]
+    bare = set(json.loads(python("import sys, json, numpy; print(json.dumps(sorted(sys.modules)))")))
     for heavy in ("numba", "llvmlite", "matplotlib", "scipy", "rich", "numpy.typing", "numpy.ma", "typing_extensions"):
-        bare = set(json.loads(python("import sys, json, numpy; print(json.dumps(sorted(sys.modules)))")))
         assert heavy not in loaded or heavy in bare, heavy
 
 
@@ -170,6 +175,6 @@ def test_import_costs_at_most_half_of_numpys(tmp_path, monkeypatch):
 
 def test_every_module_says_what_it_is_for():
     for path in MODULES:
-        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
+        first = (ast.get_docstring(parsed(path)) or "").splitlines()
         assert first, path
         assert first[0].endswith("."), path

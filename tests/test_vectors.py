@@ -118,9 +118,14 @@ def test_divergences_are_those_of_the_docs(whole):
         assert f"`{one.name}`" in table or f"`{stem}.*`" in table, one.name
 
 
-def test_the_set_is_right_on_every_backend(whole):
-    pytest.importorskip("numba")
-    assert check_vectors(whole) == []
+@pytest.mark.parametrize("dtype", ["16", "32", "64", "_"])
+@pytest.mark.parametrize("part", range(4))
+def test_the_set_is_right_on_every_backend(whole, dtype, part):
+    listed = golden.manifest(whole)
+    names = [name for name in listed if (name[-2:] if ".float" in name else "_") == dtype][part::4]
+    found = [x for name in names for x in golden.check_record(whole, name, listed[name], rp.backend.HOST_BACKENDS)]
+    assert found
+    assert [x for x in found if not x.ok] == []
 
 
 def test_only_rstt_raises(whole):
@@ -128,9 +133,7 @@ def test_only_rstt_raises(whole):
     for name in golden.manifest(whole):
         for call in about(whole, name).get("calls", ()):
             assert ("raises" in call) <= (name == "rstt_frames"), name
-    raised = [("raises" in call) for call in about(whole, "rstt_frames")["calls"]]
-    assert any(raised)
-    assert not all(raised)
+    assert {"raises" in call for call in about(whole, "rstt_frames")["calls"]} == {True, False}
 
 
 def test_known_pairs_of_buckets(whole):
@@ -271,16 +274,6 @@ def test_another_process_gives_the_same_bytes(small, tmp_path):
     assert all(again[name] == first[name] for name in common)
 
 
-def test_archives_have_no_dates_and_no_compression(small):
-    with zipfile.ZipFile(small / "t5.exact.own.float32.npz") as archive:
-        for member in archive.infolist():
-            assert member.date_time == (1980, 1, 1, 0, 0, 0)
-            assert member.compress_type == zipfile.ZIP_STORED
-    held = arrays(small, "t5.exact.own.float32")
-    declared = about(small, "t5.exact.own.float32")["arrays"]
-    assert {k: {"dtype": x.dtype.name, "shape": list(x.shape)} for k, x in held.items()} == declared
-
-
 @pytest.mark.parametrize("dtype", ["bool", "int32", "int64", "float16", "float32", "float64"])
 def test_arrays_go_to_and_fro(dtype, rng):
     held = {
@@ -350,10 +343,6 @@ def test_bfloat16_without_the_packages(few, tmp_path, monkeypatch, package):
 
 def problems(folder, backends=PLAIN):
     return [f"{one.record}: {one.what}" for one in check_vectors(folder, backends=backends)]
-
-
-def test_a_right_set(small):
-    assert problems(small) == []
 
 
 @pytest.mark.parametrize("file", ["t5.exact.own.float32.npz", "t5.exact.own.float32.json", "rel_shift.xlnet.npz"])
@@ -513,29 +502,6 @@ def test_archives_that_ask_for_too_much(small):
         rewrite(small, name, data=data)
         (found,) = problems(small)
         assert words in found
-
-
-def test_damaged_archives_never_crash(small):
-    rng = np.random.default_rng(0)
-    whole = (small / "t5.exact.own.float16.npz").read_bytes()
-    declared = about(small, "t5.exact.own.float16")["arrays"]
-    pristine = files.read_npz(whole, declared)
-    refused = 0
-    for n in range(200):
-        damaged = bytearray(whole)
-        if n % 3 == 0:
-            del damaged[int(rng.integers(len(whole))) :]
-        else:
-            for at in (*rng.integers(len(whole), size=4), *rng.integers(len(whole) - 900, len(whole), size=3)):
-                damaged[at] ^= int(rng.integers(1, 256))
-        try:
-            found = files.read_npz(bytes(damaged), declared)
-        except rp.RelposValueError:
-            refused += 1
-        else:
-            # zip has a checksum of the contents, so only dates and flags can have changed.
-            assert all(np.array_equal(found[key], x, equal_nan=True) for key, x in pristine.items())
-    assert refused > 150
 
 
 MANIFESTS = [

@@ -22,7 +22,6 @@ from tests.faults.calls import (
     simulate_only,
     small,
 )
-from tests.sizes import BLOCK_KEYS, around
 
 # For n keys: what excludes some of them for every query, in every way that there is.
 EXCLUSIONS = {
@@ -216,23 +215,6 @@ def test_row_07_a_bad_key_does_not_reach_queries_that_exclude_it(how, backend, r
                 if np.isnan(bad) and both_ways:
                     slope = gradients(q, *dirty, position=position, **options, backend=backend)["q"]
                     np.testing.assert_allclose(slope[excluded], clean_q[excluded], rtol=0, atol=16 * atol, err_msg=name)
-
-
-def test_row_07_each_batch_item_has_its_own_padding(backend, rng):
-    """Ragged lengths across blocks of keys, NaN from each item's end on."""
-    lengths = [1, 4, 9] if small(backend) else [1, *around(BLOCK_KEYS), 300]
-    for dtype in dtypes(backend):
-        for q_len in (1, 3) if small(backend) else (1, 3, 30):
-            q, k, v = (
-                rng.standard_normal((len(lengths), 2, n, 4)).astype(dtype) for n in (q_len, lengths[-1], lengths[-1])
-            )
-            for b, n in enumerate(lengths):
-                k[b, :, n:] = NAN
-                v[b, :, n:] = INF
-            out = rp.attention(q, k, v, key_lengths=np.array(lengths), backend=backend)
-            for b, n in enumerate(lengths):
-                expected = rp.attention(q[b], k[b, :, :n], v[b, :, :n], backend="numpy")
-                np.testing.assert_allclose(out[b], expected, rtol=0, atol=64 * np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("how", ["key_lengths", "causal", "window"])
