@@ -149,13 +149,15 @@ def kernel_cache(tmp_path_factory, request):
 
 def _compile_share(worker, workers):
     """Compile the kernels of some dtypes, which have functions in common: otherwise each worker compiles nearly all."""
-    kernels = rp.backend.kernels("numba").KERNELS
-    dtypes = sorted({name.split()[-1] for name in kernels})[worker::workers]
-    # Backwards: few tests need half precision.
-    for dtype in reversed(dtypes):
-        for name, kernel in kernels.items():
-            if name.split()[-1] == dtype:
-                _ = kernel.address
+    of_dtypes = defaultdict(list)
+    for name, kernel in rp.backend.kernels("numba").KERNELS.items():
+        of_dtypes[name.split()[-1]].append(kernel)
+    shares = [[] for _ in range(workers)]
+    # Those that most tests need come first.
+    for kernels in sorted(of_dtypes.values(), key=len, reverse=True):
+        min(shares, key=len).extend(kernels)
+    for kernel in shares[worker]:
+        _ = kernel.address
 
 
 @pytest.fixture(autouse=True)

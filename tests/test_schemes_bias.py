@@ -47,11 +47,9 @@ def test_alibi_refuses():
     assert_refused(
         (lambda: rp.ALiBi(np.ones(2), heads=2), "heads: found 2 besides slopes"),
         (lambda: rp.ALiBi(np.ones(2), bias_max=4), "bias_max: found 4 besides slopes"),
-        (lambda: rp.ALiBi(bias_max=0), "bias_max: expected a positive number, found 0"),
         (lambda: rp.reference.alibi_slopes(2, bias_max="8"), "bias_max: .*'8'"),
         (lambda: rp.ALiBi(np.array([1.0, np.nan])), "slopes: .*nan"),
         (lambda: rp.ALiBi(np.array([1.0, np.inf])), "slopes: .*inf"),
-        (lambda: rp.ALiBi(heads=0), "heads: .*0"),
         (lambda: rp.reference.alibi_slopes(0), "heads: .*0"),
     )
 
