@@ -100,23 +100,20 @@ def test_caches_of_eight_bits_are_wrong_unless_they_are_meant(name, dtype):
     def stored(q, k, v):
         return rp.attention(q, rp.quantize(k, dtype), rp.quantize(v, dtype))
 
-    report = conform(stored, "plain", families="self")
+    choose = {"families": "self", "lengths": SOME}
+    report = conform(stored, "plain", **choose)
     assert any(f"values stored in {dtype}" in cause for cause in report.causes), report.text()
     assert f"if that is meant, say --arithmetic {name}" in report.text()
-    meant = conform(stored, "plain", families="self", arithmetic=name)
+    meant = conform(stored, "plain", arithmetic=name, **choose)
     assert meant.ok, meant.text()
     # Another format is wrong, if it is coarser; keys by channel are not what was said.
     if dtype == "int8":
-        assert conform(stored, "plain", families="self", arithmetic="tf32").exit_code == 1
-        assert (
-            conform(
-                lambda q, k, v: rp.attention(q, *(rp.quantize(x, "float8_e5m2") for x in (k, v))),
-                "plain",
-                families="self",
-                arithmetic=name,
-            ).exit_code
-            == 1
-        )
+        assert conform(stored, "plain", arithmetic="tf32", **choose).exit_code == 1
+
+        def coarser(q, k, v):
+            return rp.attention(q, *(rp.quantize(x, "float8_e5m2") for x in (k, v)))
+
+        assert conform(coarser, "plain", arithmetic=name, **choose).exit_code == 1
 
 
 def test_arithmetic_is_found_out_and_held_to():
@@ -282,11 +279,12 @@ def test_alignment_top_left_is_a_convention_of_some():
         mask = np.tril(np.ones((1, 1, q.shape[2], k.shape[2]), bool)) if causal else None
         return rp.attention(q, k, v, mask=mask, backend="numpy")
 
-    report = conform(top_left, "plain", lengths=(2, 33))
+    choose = {"lengths": (2, 33)}
+    report = conform(top_left, "plain", **choose)
     assert report.family("excluded_rows").verdict == "convention"  # more queries than keys
     assert report.family("decoding").verdict == "wrong"
     for name, code in (("torch", 0), ("onnx", 0), ("flash", 1)):
-        assert conform(top_left, "plain", lengths=(2, 33), conventions=name).exit_code == code
+        assert conform(top_left, "plain", conventions=name, **choose).exit_code == code
 
 
 def test_infinite_log_sum_exps_are_flashs():

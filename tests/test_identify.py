@@ -353,7 +353,7 @@ def test_command(tmp_path, capsys):
     assert found["matches"][1]["why"]
     assert cli.main(["identify", str(path)]) == 0
     assert "table = position.weights" in capsys.readouterr().out
-    np.savez(path, q=Q, k=K, v=V, out=out + 1, causal=True, offset=3, scale=8**-0.5, table=TABLE)
+    np.savez(path, x=Q, out=Q**2, dim=8)
     assert cli.main(["identify", str(path)]) == 1
     assert "nearest" in capsys.readouterr().out
     np.savez(path, q=Q, k=K)

@@ -59,11 +59,11 @@ def test_it_is_never_lent_while_anybody_holds_it(hold):
     x, _ = results.empty((SIZE // 4,), np.dtype(np.float32))
     where, held = address(x), hold(x)
     del x
-    gc.collect()
+    gc.collect(1)
     for _ in range(3):
         assert address(results.empty((SIZE // 4,), np.dtype(np.float32))[0]) != where
     del held
-    gc.collect()
+    gc.collect(1)
     found = [results.empty((SIZE // 4,), np.dtype(np.float32))[0] for _ in range(2)]
     assert where in map(address, found)
 
