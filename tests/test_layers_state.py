@@ -126,11 +126,6 @@ def test_safetensors_that_cannot_be_read(tmp_path):
         layers.tensors(tmp_path / "missing.safetensors")
     with pytest.raises(rp.RelposValueError, match=r"ends in \.safetensors or .*, found .*model\.npz"):
         layers.tensors(tmp_path / "model.npz")
-    for content in (b"", b"PK\x03\x04" + bytes(60), b"\x80\x04\x95garbage"):
-        path = tmp_path / "bad.safetensors"
-        path.write_bytes(content)
-        with pytest.raises(rp.RelposValueError, match=r"bad\.safetensors: not a readable \.safetensors file"):
-            layers.tensors(path)
     header = b'{"w":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'
     path = tmp_path / "eight.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x01\x02")

@@ -512,7 +512,6 @@ MANIFESTS = [
     ("unusable entry", lambda m: m["records"].update({"rel_shift.xlnet": 3})),
     ("unusable entry", lambda m: m["records"]["rel_shift.xlnet"].pop("rel_shift.xlnet.npz")),
     ("unusable entry", lambda m: m["records"]["rel_shift.xlnet"]["rel_shift.xlnet.npz"].update(bytes="3")),
-    ("unusable entry", lambda m: m["records"].update({"../x": {"../x.json": {}, "../x.npz": {}}})),
 ]
 
 
