@@ -467,13 +467,6 @@ def rstt_frames(num_frames_q, num_frames_kv):
     return frames
 
 
-def rstt_index(num_frames_q, num_frames_kv, window_size, frames=None):
-    """(df+F_q-1)(2Wh-1)(2Ww-1) + (dh+Wh-1)(2Ww-1) + (dw+Ww-1), d = query - key (Geng 2022)."""
-    frames = rstt_frames(num_frames_q, num_frames_kv) if frames is None else list(frames)
-    grid = (num_frames_q, *window_size)
-    return window_index(grid, (num_frames_kv, *window_size), key_coords=(frames, None, None))
-
-
 @witness("window")
 def window(table, grid, key_grid, key_coords, extent):
     """`window_bias` of a `window_index` (Liu 2021, eq. 4; Geng 2022)."""
