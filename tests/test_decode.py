@@ -114,7 +114,7 @@ def test_a_long_call_in_several(rng, monkeypatch):
     """Between them signals are looked at."""
     q, k, v = (rng.standard_normal((30, 2, n, 8)) for n in (1, 40, 40))
     expected = rp.attention(q, k, v, backend="numba")
-    monkeypatch.setattr(repeated, "form", lambda *_: None)
+    monkeypatch.setattr(repeated, "form", lambda *_, **__: None)
     monkeypatch.setattr(division, "CALL_DECODE_SHARE", 1e-12)
     np.testing.assert_array_equal(rp.attention(q, k, v, backend="numba"), expected)
 
@@ -122,7 +122,7 @@ def test_a_long_call_in_several(rng, monkeypatch):
 def test_this_kernel_is_what_runs(monkeypatch):
     ran = []
     right = job.decoding
-    monkeypatch.setattr(repeated, "form", lambda *_: None)
+    monkeypatch.setattr(repeated, "form", lambda *_, **__: None)
     monkeypatch.setattr(job, "decoding", lambda *args: ran.append(args) or right(*args))
     x = np.ones((1, 4, 300, 8))
     rp.attention(x[:, :, :2], x[:, :2], x[:, :2])

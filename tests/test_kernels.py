@@ -153,7 +153,7 @@ def test_windows_in_runs(flops, rng, monkeypatch):
 
     So they are if a call of the kernel may do little, and several are needed.
     """
-    monkeypatch.setattr("relpos_np._calls.repeated.form", lambda *_: None)
+    monkeypatch.setattr("relpos_np._calls.repeated.form", lambda *_, **__: None)
     monkeypatch.setattr("relpos_np.kernels._numba.launch.launcher.CALL_FLOPS", flops)
     q, k, v = (rng.standard_normal((71, 2, n, d)) for n, d in ((24, 4), (8, 4), (8, 16)))
     room = np.full((142, 2, 24, 16), np.nan)

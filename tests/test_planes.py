@@ -53,7 +53,7 @@ def by_planes(monkeypatch):
 
     monkeypatch.setattr(job, "ASKED", True)
     monkeypatch.setattr(job, "attend", Kernels(attend))
-    monkeypatch.setattr(repeated, "form", lambda *_: None)
+    monkeypatch.setattr(repeated, "form", lambda *_, **__: None)
     yield
     assert "planes" in asked
 

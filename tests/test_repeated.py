@@ -33,7 +33,7 @@ def known(monkeypatch):
 def first(*operands, **options):
     """The call as if its form had not been met."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated, "form", lambda *_: None)
+        patch.setattr(repeated, "form", lambda *_, **__: None)
         return rp.attention(*operands, **options)
 
 

@@ -329,7 +329,7 @@ def interpreted(**options):
 
         patch.setattr(biases, "_no_bias", no_bias)
         # Elsewhere the same sizes may have been planned for other threads.
-        patch.setattr(repeated, "form", lambda *_: None)
+        patch.setattr(repeated, "form", lambda *_, **__: None)
         if machine.threads is not None:
             for module in (division, launcher, MODULES["product"], MODULES["shift"]):
                 for name in ("SERIAL_FLOPS", "SERIAL_DECODE_FLOPS", "SERIAL_BYTES"):
