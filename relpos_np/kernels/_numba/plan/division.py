@@ -103,7 +103,7 @@ def key_parts(k_len: Any) -> Any:
 
     It decides about rounding: it depends on the keys alone, not on threads or the batch.
     """
-    return np.clip(-(-k_len // BLOCK_KEYS) // PART_BLOCKS, 1, MOST_PARTS)
+    return np.maximum(np.minimum(-(-k_len // BLOCK_KEYS) // PART_BLOCKS, MOST_PARTS), 1)
 
 
 def heads_together(call: Call, pieces: int) -> int:

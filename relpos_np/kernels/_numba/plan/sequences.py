@@ -80,7 +80,10 @@ class _Way(NamedTuple):
 
 def _ways(common: Call, sequences: Sequences) -> Iterator[tuple[_Way, Sequences]]:
     """Sequences that the same kernel does in the same way."""
-    problem, terms = common.problem, common.terms
+    problem, terms, work = common.problem, common.terms, sequences.q_len * sequences.k_len
+    # What takes longest is done first, so that no thread is left alone with it.
+    if (work[1:] > work[:-1]).any():
+        sequences = sequences.some(np.argsort(-work, kind="stable"))
     skewed = [is_skewed(problem, term, sequences) for term in terms.queries]
     decoded = windowed = none = np.zeros(len(sequences), bool)
     if common.grad_out is None:
@@ -89,10 +92,8 @@ def _ways(common: Call, sequences: Sequences) -> Iterator[tuple[_Way, Sequences]
         windowed = ~decoded & job.may_be_windowed(common, sequences.q_len, sequences.k_len, sequences.offset)
     for one, which in alike(sequences, (decoded, windowed, *skewed)):
         tiled = tuple(n for n in range(len(terms.queries)) if one >> 2 + n & 1)
-        # What takes longest is done first, so that no thread is left alone with it.
-        order = np.argsort(-sequences.q_len[which] * sequences.k_len[which], kind="stable")
         way = _Way("decoding" if one & 1 else "windows" if one & 2 else "blocks", tiled)
-        yield way, sequences.some(which[order])
+        yield way, sequences if len(which) == len(sequences) else sequences.some(which)
 
 
 def alike(sequences: Sequences, ways: SequenceABC[Array]) -> Iterator[tuple[int, Array]]:
@@ -255,6 +256,8 @@ def in_calls(pieces: Int64, flops: Array, units: Int64, most: float) -> list[tup
     Of each record are its pieces, its operations, and pieces that are taken as one, or 0.
     """
     done, calls, first = np.cumsum(flops), [], 0
+    if done[-1] <= most:
+        return [(0, 0, int(pieces[0]))]
     while first < len(pieces):
         count, size = int(pieces[first]), float(flops[first])
         if size > most:
@@ -399,6 +402,8 @@ class _Group(Records):
     def _partial(self) -> list[tuple[Array, Array]]:
         """For every number of parts the rows of sequences with several, and where these leave their sums."""
         s, site, found = self.sequences, self.call.site, []
+        if self.parts.max() == 1:
+            return []
         for parts in np.unique(self.parts[self.parts > 1]).tolist():
             which = np.flatnonzero(self.parts == parts)
             counts = site.heads * s.q_len[which]
