@@ -313,5 +313,4 @@ def sections(folder=RECORDED):
         "figures_peers": read("compare.json", origin, peers),
         "figures_peers_amx": read("compare-amx.json", origin, peers),
         "figures_peers_fma": read("compare-fma.json", origin, peers),
-        "figures_ragged": read("ragged.json", origin, peers),
     }

@@ -84,9 +84,10 @@ def compared(record: Mapping[str, Any], letters: Iterable[str], peers: Iterable[
     return found
 
 
-def of_storage(record: Mapping[str, Any], storage: str) -> list[Panel]:
-    """All panels of compare.json whose operands are stored so."""
-    return compared(record, [name for name, one in record["attention"].items() if one["storage"] == storage])
+def of_storage(record: Mapping[str, Any], storage: str, *, ragged: bool = False) -> list[Panel]:
+    """All panels of compare.json whose operands are stored so, of one length or `ragged`."""
+    shapes = record["attention"].items()
+    return compared(record, [n for n, one in shapes if one["storage"] == storage and ("shortest" in one) == ragged])
 
 
 def whole_models(record: Mapping[str, Any]) -> list[Panel]:
@@ -182,13 +183,10 @@ def sections() -> dict[str, str]:
     for suffix, name in (("", "compare.json"), ("_amx", "compare-amx.json"), ("_fma", "compare-fma.json")):
         record = recorded(name)
         for storage in ("float32", "bfloat16"):
-            panels = of_storage(record, storage)
-            parts[f"bars_{storage}{suffix}"] = html(panels)
-            lines += slower(panels, f"{storage}, {record['processor']}{', with tiles' * (suffix == '_amx')}")
-    ragged = recorded("ragged.json")
-    panels = compared(ragged, ragged["attention"])
-    parts["bars_ragged"] = html(panels)
-    lines += slower(panels, f"float32, {ragged['processor']}")
+            panels, ragged = of_storage(record, storage), of_storage(record, storage, ragged=True)
+            parts[f"bars_{storage}{suffix}"], parts[f"bars_{storage}_ragged{suffix}"] = html(panels), html(ragged)
+            where = f"{storage}, {record['processor']}{', with tiles' * (suffix == '_amx')}"
+            lines += slower([*panels, *ragged], where)
     models = whole_models(recorded("interop.json"))
     lines += slower(models, f"float32, {recorded('interop.json')['processor']}")
     return parts | {"bars_models": html(models), "not_faster": "\n".join(lines)}
