@@ -341,6 +341,7 @@ def test_what_is_kept_is_bounded(rng, known, monkeypatch):
     met(q, k, v, position=large)
     assert not known
     # A bias of every two tokens, or of every distance, of long sequences.
+    monkeypatch.setattr(repeated, "KEPT_BYTES", 1 << 18)
     long = np.ones((1, 600, 4), np.float32)
     met(long, long, long, position=rp.WindowBias(np.ones((59 * 39, 1), np.float32), (30, 20)))
     assert not any(known.values())

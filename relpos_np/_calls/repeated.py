@@ -23,9 +23,9 @@ from relpos_np._runtime import memory, precision
 from relpos_np.schemes.base import Scheme
 from relpos_np.schemes.registry import is_registered
 
-# Entries at most. Bytes of queries, of an array in a form, and of all that is kept for it: with more, the call takes
-# long anyway. Bytes of all that is kept.
-MOST, QUERY_BYTES, FORM_BYTES, KEPT_BYTES, ALL_BYTES = 512, 1 << 23, 1 << 16, 1 << 18, 1 << 25
+# Entries at most. Bytes of queries, of an array and of a map in a form, and of all that is kept for it: with more, the
+# call takes long anyway. Bytes of all that is kept.
+MOST, QUERY_BYTES, FORM_BYTES, MAP_BYTES, KEPT_BYTES, ALL_BYTES = 512, 1 << 23, 1 << 16, 1 << 18, 1 << 24, 1 << 26
 # Bytes that are hashed at once, and of a longer array.
 _HASHED, _SAMPLE = 1 << 12, 1 << 8
 # What nobody can change in place.
@@ -128,7 +128,7 @@ def _of(value: Any) -> Hashable | None:
 def _of_map(index: IndexMap) -> Hashable | None:
     """A small map that nobody can change stands for itself."""
     x = index.lookup if isinstance(index, Toeplitz) else index.index
-    return index if x.nbytes <= KEPT_BYTES and x.base is None and not x.flags.writeable else None
+    return index if x.nbytes <= MAP_BYTES and x.base is None and not x.flags.writeable else None
 
 
 def known(given: Hashable) -> Ready | None:
