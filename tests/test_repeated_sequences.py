@@ -10,18 +10,12 @@ from relpos_np._calls import repeated
 from relpos_np.kernels._numba.plan import division
 from relpos_np.kernels._numba.plan.sequences import PreparedSequences
 from tests.compare import assert_same_bits
+from tests.test_paged import DEPTH, HEADS, POSITIONS
 from tests.test_prepared import DTYPES
 from tests.test_repeated import known
 
 __all__ = ["known"]
 
-HEADS, DEPTH = 4, 16
-POSITIONS = {
-    "none": lambda rng: None,
-    "t5": lambda rng: rp.T5(rng.standard_normal((32, HEADS)).astype(np.float32)),
-    "rotary": lambda rng: rp.Rotary(DEPTH),
-    "both": lambda rng: (rp.ALiBi(), rp.Rotary(DEPTH)),
-}
 OPTIONS = [{}, {"causal": True}, {"window": (9, 3)}, {"softcap": 2.0}]
 
 

@@ -7,7 +7,7 @@ nothing is held for pairs of different sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -406,10 +406,25 @@ def attend_sequences(
     """
     own = {name: x for name, x in given.items() if name not in ("segments", "offset", "key_lengths")}
     form = repeated.form_of_sequences(*operands, position, own, sequences, coded=bool(scales))
+    return attend_form(form, operands, position, sequences, call_of_all, out, return_lse, scales)
+
+
+def attend_form(
+    form: Hashable | None,
+    operands: tuple[Array, Array, Array],
+    position: Position,
+    sequences: Sequences | None,
+    new_call: Callable[[], Call | None],
+    out: Array | None,
+    return_lse: bool,
+    scales: SequenceABC[Array] = (),
+) -> Any:
+    """The results of a call of this form, if it has any: by what is known of that, else of a new call."""
     ready = None if form is None else repeated.known(form)
     if ready is not None:
-        return ready.run(operands, sequences, out, (*operands, position), return_lse=return_lse, scales=scales)
-    call = call_of_all()
+        read = (*operands, *scales, position)
+        return ready.run(operands, sequences, out, read, return_lse=return_lse, scales=scales)
+    call = new_call()
     if call is None:
         return None
     found, lse = call.attend(out, return_lse)

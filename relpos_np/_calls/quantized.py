@@ -10,7 +10,7 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import repeated
 from relpos_np._calls.call import Call
-from relpos_np._calls.packed import PackedCall, attend_sequences, is_packed, result_shape
+from relpos_np._calls.packed import PackedCall, attend_form, attend_sequences, is_packed, result_shape
 from relpos_np._contract import check, outputs
 from relpos_np._contract.options import Options
 from relpos_np._contract.quantized import Quantized
@@ -81,6 +81,7 @@ def _in_place(
     """Attention that reads codes where they lie; None if the kernel for few queries does not do the call."""
     if not readable(q, k, v, given):
         return None
+    found: Array | tuple[Array, Array] | None
     codes, scales = (q, k.codes, v.codes), (k.scale, v.scale)
     operands = q, stand_in(k.codes.shape, q.dtype), stand_in(v.codes.shape, q.dtype)
 
@@ -100,17 +101,12 @@ def _in_place(
         def of_all() -> Call | None:
             return decoding(packed.at_once("attention", sequences))
 
-        found: Array | tuple[Array, Array] | None
         found = attend_sequences(codes, position, given, sequences, of_all, out, return_lse, scales)
         return found
     form = repeated.form(*codes, position, given, coded=True)
-    ready = None if form is None else repeated.known(form)
-    if ready is not None:
-        return ready.run(codes, None, out, (*codes, *scales, position), return_lse=return_lse, scales=scales)
-    call = decoding(Call("attention", operands, position, given))
-    if call is None:
-        return None
-    result, lse = call.attend(out, return_lse)
-    if form is not None:
-        repeated.keep(form, call.schemes, call.kept)
-    return result if lse is None or not return_lse else (result, lse)
+
+    def alone() -> Call | None:
+        return decoding(Call("attention", operands, position, given))
+
+    found = attend_form(form, codes, position, None, alone, out, return_lse, scales)
+    return found

@@ -81,11 +81,7 @@ def form_of_sequences(
 
 
 def _with_options(found: list[Hashable], position: Any, options: Mapping[str, Any]) -> Hashable | None:
-    values, kinds = tuple(options.values()), tuple(map(type, options.values()))
-    plain = _PLAIN.issuperset(kinds)
-    if plain:
-        found += tuple(options), values, kinds
-    for name, value in () if plain else options.items():
+    for name, value in options.items():
         own = None if isinstance(value, np.ndarray) else _of(value)
         if own is None:
             return None

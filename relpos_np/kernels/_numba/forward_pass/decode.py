@@ -299,7 +299,9 @@ def decode_tile(
     rows, width = p.k_group * p.q_len, round_up(p.v_depth, lanes)
     place_rows(p, places(base, 0), tile.j0, PLACES, p.k_row, p.k_page)
     place_rows(p, places(base, 1), tile.j0, PLACES, p.v_row, p.v_page)
-    chunk, copies = BLOCK_KEYS if count == 1 else CHUNK, places_of_copies(base, p.depth)
+    chunk, copies = BLOCK_KEYS if count == 1 else CHUNK, places(base, 2)
+    if p.turn:
+        copies = places_of_copies(base, p.depth)
     for first in range(0, tile.cols, chunk):
         cols, table = min(chunk, tile.cols - first), at(places(base, 0), first)
         for n in range(count):

@@ -256,8 +256,6 @@ def in_calls(pieces: Int64, flops: Array, units: Int64, most: float) -> list[tup
     Of each record are its pieces, its operations, and pieces that are taken as one, or 0.
     """
     done, calls, first = np.cumsum(flops), [], 0
-    if done[-1] <= most:
-        return [(0, 0, int(pieces[0]))]
     while first < len(pieces):
         count, size = int(pieces[first]), float(flops[first])
         if size > most:
@@ -402,9 +400,7 @@ class _Group(Records):
     def _partial(self) -> list[tuple[Array, Array]]:
         """For every number of parts the rows of sequences with several, and where these leave their sums."""
         s, site, found = self.sequences, self.call.site, []
-        if self.parts.max() == 1:
-            return []
-        for parts in np.unique(self.parts[self.parts > 1]).tolist():
+        for parts in set(self.parts.tolist()) - {1}:
             which = np.flatnonzero(self.parts == parts)
             counts = site.heads * s.q_len[which]
             ends = np.cumsum(counts)
