@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from relpos_np import api
 from relpos_np._calls.call import Call
@@ -17,7 +15,7 @@ from relpos_np._calls.quantized import readable, stand_in
 from relpos_np._contract import check
 from relpos_np._contract.options import Options, PagedOptions, completed, takes
 from relpos_np._contract.quantized import Quantized
-from relpos_np._contract.sequences import Pages, Sequences
+from relpos_np._contract.sequences import Pages, Sequences, in_rows
 from relpos_np._runtime import memory
 from relpos_np.errors import RelposTypeError, RelposValueError
 from relpos_np.schemes.base import Position
@@ -108,7 +106,10 @@ def paged_attention(
         q, k_pages, v_pages = _operands(q, k_pages, v_pages)
         table, size = _table(block_table, len(q)), _codes(k_pages).shape[1]
         lengths = check.lengths_of_keys(key_lengths, (len(q),), table.shape[1] * size)
-        _check_pages(table[np.arange(table.shape[1]) * size < lengths[:, None]], _codes(k_pages))
+        pages = len(_codes(k_pages))
+        if table.size and table.view(np.uint64).max() >= pages:
+            # Perhaps behind the last keys, where anything may stand.
+            _check_pages(table[np.arange(table.shape[1]) * size < lengths[:, None]], pages)
         found: Array | tuple[Array, Array] | None = _in_place(
             (q, k_pages, v_pages), table, lengths, position, given, return_lse
         )
@@ -193,7 +194,7 @@ def _places(x: Array, pages: Array, block_table: Any, positions: Any) -> tuple[I
     if at.size and at.max() >= table.shape[1] * size:
         raise RelposValueError(f"positions: expected 0 ... {table.shape[1] * size - 1}, found {at.max()}")
     page = np.take_along_axis(table, at // size, axis=1)
-    _check_pages(page, pages)
+    _check_pages(page, len(pages))
     if len(np.unique(page * size + at % size)) < at.size:
         raise RelposValueError("positions: two tokens have the same place in the pages")
     return page, at % size
@@ -226,11 +227,11 @@ def _table(block_table: Any, items: int) -> Int64:
     return table
 
 
-def _check_pages(named: Int64, pages: Array) -> None:
-    """Refuse a page that does not exist."""
-    wrong = named[(named < 0) | (named >= len(pages))]
+def _check_pages(named: Int64, pages: int) -> None:
+    """Refuse a page that does not exist, of so many."""
+    wrong = named[(named < 0) | (named >= pages)]
     if wrong.size:
-        raise RelposValueError(f"block_table: expected pages 0 ... {len(pages) - 1}, found {wrong[0]}")
+        raise RelposValueError(f"block_table: expected pages 0 ... {pages - 1}, found {wrong[0]}")
 
 
 def _gathered(pages: Any, table: Int64, lengths: Int64) -> Any:
@@ -274,29 +275,19 @@ def _in_place(
     if coded and not readable(q, k_pages, v_pages, given):
         return None
     longest, steps = int(lengths.max()), [x.strides[0] // x.itemsize for x in stored]
-    sequences = Sequences.of_items(lengths - q.shape[2], q.shape[2], longest, lengths)
-    sequences = replace(sequences, k_len=lengths, pages=Pages(table, stored[0].shape[1], *steps))
-    shapes = [(len(q), x.shape[2], longest, x.shape[3]) for x in stored]
-    # They have the strides of a page, and are read by nobody but the kernel, which goes from page to page.
-    k, v = (_without_pages(x, shape) for x, shape in zip(stored, shapes, strict=True))
-
+    pages = Pages(table, stored[0].shape[1], *steps)
+    sequences = Sequences.of_items(lengths - q.shape[2], q.shape[2], lengths, None, pages)
+    k, v = (x.swapaxes(1, 2) for x in stored)
     scales = [_gathered_scale(x, table, lengths) for x in (k_pages, v_pages)] if coded else []
 
     def call_of_all() -> Call | None:
-        given_as = q, stand_in(shapes[0], own), stand_in(shapes[1], own)
+        rows = [in_rows(x, len(q), longest) for x in (k, v)]
+        given_as = q, stand_in(rows[0].shape, own), stand_in(rows[1].shape, own)
         call = Call("paged_attention", given_as, position, Options(**{**given, "offset": 0}), sequences)
         if not call.reads_in_place(few=coded):
             return None
-        call.read(k, v, scales)
+        call.read(rows[0], rows[1], scales)
         return call
 
     with np.errstate(all="ignore"):
         return attend_sequences((q, k, v), position, given, sequences, call_of_all, None, return_lse, scales)
-
-
-def _without_pages(pages: Array, shape: tuple[int, ...]) -> Array:
-    """An array that has the strides of a page throughout."""
-    strides = (0, pages.strides[2], pages.strides[1], pages.strides[3])
-    # As bytes: NumPy knows no float8 by what it is called.
-    plain = pages.view(f"V{pages.itemsize}")
-    return as_strided(plain, shape, strides, writeable=False).view(pages.dtype)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np._calls import repeated
-from relpos_np.kernels._numba.plan import division
+from relpos_np.kernels._numba.plan import division, sequences
 from relpos_np.kernels._numba.plan.sequences import PreparedSequences
 from tests.compare import assert_same_bits
 from tests.test_paged import DEPTH, HEADS, POSITIONS
@@ -122,3 +122,15 @@ def test_heads_that_are_read_together(items, dtype, rng, monkeypatch):
             found = rp.attention(q, *strided, **call)
             assert_same_bits(found, rp.attention(q, *np.ascontiguousarray(strided), **call))
     assert max(taken) > 1
+
+
+def test_heads_side_by_side_whatever_was_met(rng, runs, known, monkeypatch):
+    """What was planned for keys of one layout says nothing of how those of another are best read."""
+    q, rows = rng.standard_normal((8, 4, 1, DEPTH)), rng.standard_normal((8, 64, 4, DEPTH))
+    strided, taken, choose = rows.swapaxes(1, 2), [], sequences.heads_together
+    monkeypatch.setattr(sequences, "heads_together", lambda *x: taken.append(choose(*x)) or taken[-1])
+    with rp.threads(1):
+        for x in (*[np.ascontiguousarray(strided)] * 3, strided):
+            rp.attention(q, x, x, key_lengths=np.arange(57, 65), offset="end", causal=True)
+    assert len(runs) == 2
+    assert taken[-2] == 1 < taken[-1]

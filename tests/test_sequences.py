@@ -216,6 +216,18 @@ def test_items_with_an_offset_each(q_len, name, options, data):
         assert_same_bits((back.q[n], back.k[n], back.v[n]), (alone.q, alone.k, alone.v), (n, offset))
 
 
+@pytest.mark.parametrize("q_len", [1, 70])
+def test_items_at_several_distances(q_len, rng):
+    """Batch axes of which operands are a part."""
+    x, y = rng.standard_normal((2, 2, 6, HEADS, 90, 16)).astype(np.float32)
+    q, k, v = x[:, :3, :, :q_len], y[:, 2:5], y[:, ::2]
+    offsets = rng.integers(0, 90, (2, 3))
+    found = rp.attention(q, k, v, position=rp.ALiBi(), causal=True, offset=offsets)
+    for at in np.ndindex(2, 3):
+        own = rp.attention(q[at], k[at], v[at], position=rp.ALiBi(), causal=True, offset=int(offsets[at]))
+        assert_same_bits(found[at], own)
+
+
 def test_many_short_sequences(rng):
     """Ten thousand of 1 to 8 tokens, in little memory."""
     bounds = np.cumsum([0, *rng.integers(1, 9, 10_000)])

@@ -22,7 +22,7 @@ from relpos_np._calls.call import Call
 from relpos_np._calls.lowering import schemes_of
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
-from relpos_np._contract.options import Options
+from relpos_np._contract.options import DEFAULTS, Options
 from relpos_np._contract.problem import Site
 from relpos_np._contract.sequences import Sequences
 from relpos_np._runtime.memory import limit as memory_limit
@@ -404,7 +404,8 @@ def attend_sequences(
 
     `scales`: of keys and values that are codes.
     """
-    own = {name: x for name, x in given.items() if name not in ("segments", "offset", "key_lengths")}
+    moved = "segments", "offset", "key_lengths"
+    own = {name: x for name, x in given.items() if x is not DEFAULTS[name] and name not in moved}
     form = repeated.form_of_sequences(*operands, position, own, sequences, coded=bool(scales))
     return attend_form(form, operands, position, sequences, call_of_all, out, return_lse, scales)
 

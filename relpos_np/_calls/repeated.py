@@ -74,9 +74,10 @@ def form_of_sequences(
     # Kernels read rows of adjacent elements where they are.
     if q.nbytes > QUERY_BYTES or k.shape[-2] != v.shape[-2] or any(x.strides[-1] != x.itemsize for x in operands):
         return None
-    found: list[Hashable] = [coded, sequences.pages is not None, reach]
-    for x in operands:
-        found += x.shape[:-2], x.shape[-1], x.dtype
+    found: list[Hashable] = [coded, sequences.pages is not None, reach, q.shape[:-2], q.shape[-1], q.dtype]
+    for x in operands[1:]:
+        # There may be any number of pages.
+        found += x.shape[:-2] if sequences.pages is None else x.shape[1:-2], x.shape[-1], x.dtype
     return _with_options(found, position, options)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from relpos_np.types import Array, Int64
 
@@ -20,12 +21,17 @@ class Pages:
     v_step: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# The numbers of a sequence, as `Sequences` has them, in the order of its `numbers`.
+NUMBERS = ("item", "q_start", "k_start", "q_len", "k_len", "offset", "k_end")
+
+
 class Sequences:
-    """Numbers of every sequence of every batch item, int64 (n,) each, and the pages that they lie in.
+    """Several numbers of every sequence of every batch item, int64 (n,) each, and the pages that they lie in.
 
     Attributes
     ----------
+    numbers : ndarray
+        All of the following, (7, n).
     item : ndarray
         The batch item, in C order.
     q_start, k_start : ndarray
@@ -34,8 +40,10 @@ class Sequences:
         Its queries and keys.
     offset : ndarray
         Position of its first query among its keys.
-    k_end : ndarray, optional
-        How many of its keys exist; by default all.
+    k_end : ndarray
+        How many of its keys exist.
+    has_ends : bool
+        Whether some may not.
     pages : Pages, optional
         Where keys and values lie, if not in rows one after the other.
     """
@@ -46,8 +54,11 @@ class Sequences:
     q_len: Int64
     k_len: Int64
     offset: Int64
-    k_end: Int64 | None = None
-    pages: Pages | None = None
+    k_end: Int64
+
+    def __init__(self, numbers: Int64, *, has_ends: bool = False, pages: Pages | None = None) -> None:
+        self.numbers, self.has_ends, self.pages = numbers, has_ends, pages
+        self.item, self.q_start, self.k_start, self.q_len, self.k_len, self.offset, self.k_end = numbers
 
     @classmethod
     def of_segments(
@@ -58,36 +69,37 @@ class Sequences:
         `bounds`: cumulative lengths of queries and of keys. `offset`: a number, or queries are the last of the keys,
         of those that exist if it is "end".
         """
-        (q_start, k_start), (q_len, k_len) = [x[:-1] for x in bounds], [x[1:] - x[:-1] for x in bounds]
-        if isinstance(offset, int):
-            own = np.full_like(k_len, offset)
-        else:
-            own = (k_len if offset is None or k_end is None else k_end) - q_len
-        found = cls(np.zeros(len(own), np.int64), q_start, k_start, q_len, k_len, own, k_end)
-        if items == 1:
-            return found
-        found = found.some(np.tile(np.arange(len(own)), items))
-        return replace(found, item=np.repeat(np.arange(items), len(own)))
+        queries, keys = bounds
+        numbers = np.empty((len(NUMBERS), items, len(queries) - 1), np.int64)
+        numbers[0] = np.arange(items)[:, None]
+        numbers[1], numbers[2] = queries[:-1], keys[:-1]
+        numbers[3] = queries[1:] - queries[:-1]
+        numbers[4] = numbers[6] = keys[1:] - keys[:-1]
+        if k_end is not None:
+            numbers[6] = k_end
+        numbers[5] = offset if isinstance(offset, int) else numbers[4 if offset is None else 6] - numbers[3]
+        return cls(numbers.reshape(len(NUMBERS), -1), has_ends=k_end is not None)
 
     @classmethod
-    def of_items(cls, offsets: Int64, q_len: int, k_len: int, k_end: Array | None) -> Sequences:
-        """One sequence in each batch item; `offsets` are those of all items, and so is `k_end`."""
-        count, zeros = offsets.size, np.zeros(offsets.size, np.int64)
-        rows, columns = np.full(count, q_len), np.full(count, k_len)
-        end = None if k_end is None else k_end.ravel().astype(np.int64)
-        return cls(np.arange(count), zeros, zeros, rows, columns, offsets.ravel(), end)
+    def of_items(
+        cls, offsets: Int64, q_len: int, k_len: int | Int64, k_end: Array | None, pages: Pages | None = None
+    ) -> Sequences:
+        """One sequence in each batch item; `offsets` and `k_end` are those of all items, and `k_len` may be."""
+        numbers = np.empty((len(NUMBERS), offsets.size), np.int64)
+        numbers[0], numbers[1:3], numbers[3], numbers[4] = np.arange(offsets.size), 0, q_len, k_len
+        numbers[5], numbers[6] = offsets.ravel(), k_len if k_end is None else k_end.ravel()
+        return cls(numbers, has_ends=k_end is not None, pages=pages)
 
     def __len__(self) -> int:
         return len(self.item)
 
     def some(self, which: Any) -> Sequences:
         """Some of them, in the order of these indices."""
-        own = {name: getattr(self, name) for name in self.__slots__}
-        return Sequences(**{name: x[which] if isinstance(x, np.ndarray) else x for name, x in own.items()})
+        return Sequences(self.numbers[:, which], has_ends=self.has_ends, pages=self.pages)
 
     def reach(self) -> tuple[int, int]:
         """Powers of 2 that the lengths of queries, and of keys, do not pass."""
-        q_len, k_len = (1 << (int(x.max()) - 1).bit_length() for x in (self.q_len, self.k_len))
+        q_len, k_len = (1 << (int(x) - 1).bit_length() for x in self.numbers[3:5].max(axis=1))
         return q_len, k_len
 
     def within(self, reach: tuple[int, int]) -> bool:
@@ -100,3 +112,13 @@ class Sequences:
         offset = int(self.offset.min())
         stop = int((self.offset + self.q_len).max())
         return offset, stop - offset, int(self.k_len.max())
+
+
+def in_rows(pages: Array, items: int, k_len: int) -> Array:
+    """Keys in pages (pages, H_kv, P, D) as (items, H_kv, k_len, D) with the strides of a page throughout.
+
+    It stands for keys that are one after the other, and only a kernel that goes from page to page may read it.
+    """
+    # As bytes: NumPy knows no float8 by what it is called.
+    plain, shape = pages.view(f"V{pages.itemsize}"), (items, pages.shape[1], k_len, pages.shape[3])
+    return as_strided(plain, shape, (0, *pages.strides[1:]), writeable=False).view(pages.dtype)

@@ -77,7 +77,7 @@ CALL_BYTES = CALL.itemsize
 MOST_ROWS = 8
 # Keys and values are asked for so many rows early. Of several heads whose rows lie side by side, so many keys are read
 # of each in turn.
-AHEAD, CHUNK = 64, 16
+AHEAD, CHUNK = 32, 32
 # Tables of where rows begin have those of a block, and of the rows after it that are asked for early.
 PLACES = BLOCK_KEYS + AHEAD
 assert BLOCK_KEYS % CHUNK == 0, "the last keys of a block would ask for rows that no table has"
@@ -140,6 +140,20 @@ def places(base: Any, n: int) -> Any:
 
 
 @helper
+def place_tile(p: Any, base: Any, head: Any, tile: Any) -> None:
+    """Write where the keys and the values of a block begin, and behind either what is read next.
+
+    After keys these are the values of the block, and after values the keys of the next one.
+    """
+    j0, cols, left = tile.j0, tile.cols, PLACES - tile.cols
+    apart = (head.v - head.k) // size_of(base, p.k_kind)
+    place_rows(p, places(base, 0), j0, cols, p.k_row, p.k_page, 0)
+    place_rows(p, at(places(base, 0), cols), j0, left, p.v_row, p.v_page, apart)
+    place_rows(p, places(base, 1), j0, cols, p.v_row, p.v_page, 0)
+    place_rows(p, at(places(base, 1), cols), j0 + cols, left, p.k_row, p.k_page, -apart)
+
+
+@helper
 def places_of_copies(base: Any, width: int) -> Any:
     """Those of rows that were copied to the workspace, so many elements apart."""
     table = places(base, 2)
@@ -149,16 +163,17 @@ def places_of_copies(base: Any, width: int) -> Any:
 
 
 @helper
-def ask_early(base: Any, table: Any, n: int, count: int, head: int) -> Any:
+def ask_early(base: Any, table: Any, n: int, count: int, head: int, other_head: int) -> Any:
     """Where rows begin that are asked for, while CHUNK rows of a table are read of the n-th of so many heads.
 
-    In the order of all these heads they are the rows of all, one after the other. `head`: elements between heads.
+    In the order of all these heads they are the rows of all, one after the other. Elements between heads: of rows that
+    are read, `head`, and of those that are asked for, `other_head`.
     """
     if count == 1:
         return at(table, AHEAD)
     early, row, other = places(base, 3), n * CHUNK // count, n * CHUNK % count
     for r in range(CHUNK):
-        put(early, r, get(table, AHEAD + row) + (other - n) * head)
+        put(early, r, get(table, AHEAD + row) + other * other_head - n * head)
         other += 1
         if other == count:
             row, other = row + 1, 0
@@ -297,8 +312,7 @@ def decode_tile(
     b, begin, end = heads
     lanes, count, kv_heads = lanes_of(base), end - begin, p.heads // p.k_group
     rows, width = p.k_group * p.q_len, round_up(p.v_depth, lanes)
-    place_rows(p, places(base, 0), tile.j0, PLACES, p.k_row, p.k_page)
-    place_rows(p, places(base, 1), tile.j0, PLACES, p.v_row, p.v_page)
+    place_tile(p, base, head_of(p, batches, base, b, begin * p.k_group), tile)
     chunk, copies = BLOCK_KEYS if count == 1 else CHUNK, places(base, 2)
     if p.turn:
         copies = places_of_copies(base, p.depth)
@@ -311,7 +325,8 @@ def decode_tile(
                 turn_keys(p, base, stored, w, head, tile.j0 + first, cols, scales(e, b * kv_heads + begin + n))
                 score_rows(base, w, at(base, w.keys), copies, copies, first, cols, p)
             else:
-                early = ask_early(base, table, n, count, p.k_head)
+                own = p.k_head if first + AHEAD < tile.cols else p.v_head
+                early = ask_early(base, table, n, count, p.k_head, own)
                 score_rows(base, w, pointer_like(stored, head.k), table, early, first, cols, p)
     for n in range(count):
         head, own = head_of(p, batches, base, b, (begin + n) * p.k_group), scales(e, b * kv_heads + begin + n)
@@ -323,7 +338,8 @@ def decode_tile(
             for n in range(count):
                 values = pointer_like(stored, head_of(p, batches, base, b, (begin + n) * p.k_group).v)
                 w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
-                early = ask_early(base, table, n, count, p.v_head)
+                own = p.v_head if first + AHEAD < tile.cols else p.k_head
+                early = ask_early(base, table, n, count, p.v_head, own)
                 mix_rows(base, w, values, table, early, first, cols, p)
     for n in range(count):
         w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)

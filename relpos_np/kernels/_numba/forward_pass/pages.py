@@ -26,11 +26,11 @@ def place_of(p: Any, j: int, row: int, page: int) -> int:
 
 
 @helper
-def place_rows(p: Any, table: Any, j0: int, count: int, row: int, page: int) -> None:
-    """Write where the rows of so many keys from j0 on begin; behind the last key, where that does."""
+def place_rows(p: Any, table: Any, j0: int, count: int, row: int, page: int, start: int) -> None:
+    """Write where the rows of so many keys from j0 on begin, with that of key 0 at `start`; none is behind the last."""
     first = 0
     while first < count and j0 + first < p.k_len:
-        run, own = run_from(p, j0 + first, min(count, p.k_len - j0) - first), place_of(p, j0 + first, row, page)
+        run, own = run_from(p, j0 + first, min(count, p.k_len - j0) - first), place_of(p, j0 + first, row, page) + start
         for r in range(run):
             put(table, first + r, own + r * row)
         first += run

@@ -46,6 +46,20 @@ def batch_offsets(x: Array, batch_axes: int) -> Array:
     return total
 
 
+def batch_step(x: Array, batch_axes: int) -> int | None:
+    """Bytes from each batch item to the next, in C order; None if they are not the same throughout."""
+    step, count = 0, 1
+    for size, stride in zip(x.shape[batch_axes - 1 :: -1], x.strides[batch_axes - 1 :: -1], strict=True):
+        if size == 1:
+            continue
+        if count == 1:
+            step = stride
+        elif stride != step * count:
+            return None
+        count *= size
+    return step
+
+
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], fill: float | None) -> Array:
     """A C-contiguous array that begins on a cache line, so that vector loads do not straddle two."""
     size = math.prod(shape)

@@ -103,15 +103,15 @@ def key_parts(k_len: Any) -> Any:
 
     It decides about rounding: it depends on the keys alone, not on threads or the batch.
     """
-    return np.maximum(np.minimum(-(-k_len // BLOCK_KEYS) // PART_BLOCKS, MOST_PARTS), 1)
+    return np.maximum(np.minimum((k_len + (BLOCK_KEYS - 1)) // (BLOCK_KEYS * PART_BLOCKS), MOST_PARTS), 1)
 
 
-def heads_together(call: Call, pieces: int) -> int:
-    """How many key heads a piece of work has, of so many pieces of one head each, to leave enough for all threads."""
-    f, heads = call.fields, call.site.heads // call.fields["k_group"]
-    size = {CODE: 1, HALF: 2, BRAIN: 2}.get(f["k_kind"], call.dtype.itemsize)
-    beside = heads_beside(f["k_head"] * size, f["k_row"] * size, heads)
-    return max(min(beside, pieces // (PIECES_OF_THREAD * call.threads)), 1)
+def heads_together(beside: int, pieces: int, threads: int) -> int:
+    """How many key heads a piece of work has, of so many pieces of one head each, to leave enough for all threads.
+
+    `beside`: how many are best read together.
+    """
+    return max(min(beside, pieces // (PIECES_OF_THREAD * threads)), 1)
 
 
 def heads_beside(head: int, row: int, heads: int) -> int:
@@ -134,7 +134,9 @@ def into_parts(call: Call) -> Division:
     site, f, item = call.site, call.fields, call.dtype.itemsize
     heads, parts = call.count * site.heads, int(key_parts(site.k_len))
     kv_heads = site.heads // f["k_group"]
-    together = heads_together(call, call.count * kv_heads * parts)
+    size = {CODE: 1, HALF: 2, BRAIN: 2}.get(f["k_kind"], item)
+    beside = heads_beside(f["k_head"] * size, f["k_row"] * size, kv_heads)
+    together = heads_together(beside, call.count * kv_heads * parts, call.threads)
     pieces = call.count * -(-kv_heads // together) * parts
     flops = 2.0 * heads * site.q_len * site.k_len * (f["depth"] + site.v_dim)
     size = flops / SERIAL_DECODE_FLOPS

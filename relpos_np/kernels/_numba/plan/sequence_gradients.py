@@ -26,7 +26,8 @@ from relpos_np.kernels._numba.plan.backward_job import (
 from relpos_np.kernels._numba.plan.call import Call
 from relpos_np.kernels._numba.plan.ends import added
 from relpos_np.kernels._numba.plan.gradients import FEW, SKEWED, Sums
-from relpos_np.kernels._numba.plan.sequences import Records, alike, first_distance, in_calls, is_skewed
+from relpos_np.kernels._numba.plan.sequence_records import Layout, Records, first_distance
+from relpos_np.kernels._numba.plan.sequences import alike, in_calls, is_skewed
 from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, ROW_QUANTUM
 from relpos_np.types import Array, Int64
 
@@ -48,13 +49,13 @@ def backward(
     sequences, found = problem.sequences, None
     assert sequences is not None
     skewed = [is_skewed(problem, term, sequences) for term in terms.queries]
-    for one, which in alike(sequences, (sequences.k_len > 0, *skewed)):
+    for one, own in alike(sequences, (sequences.k_len > 0, *skewed)):
         if one & 1:
             tiled = [term for n, term in enumerate(terms.queries) if one >> 1 + n & 1]
             job = _Job(problem, terms, lse, delta, grad_out, grad_lse, stored=stored, skewed=tiled)
-            job.run_all(sequences.some(which))
-            own = job.gradients()
-            found = own if found is None else (added(found[0], own[0]), found[1] + own[1])
+            job.run_all(own)
+            grads = job.gradients()
+            found = grads if found is None else (added(found[0], grads[0]), found[1] + grads[1])
     return nothing(terms, problem.q, problem.k, problem.v) if found is None else found
 
 
@@ -87,7 +88,9 @@ class _Job(BackwardJob):
         work = sequences.q_len * sequences.k_len
         s = self.sequences = sequences.some(np.lexsort((sequences.offset, sequences.k_len, -work)))
         self._divide_all()
-        self.records = Records(self.call, s, self.pack(), AT)
+        read, start = self.call.read, np.frombuffer(self.pack(), np.int64)
+        assert read is not None
+        self.records = Records(Layout(self.call, start, AT, read, None, kind="gradients", has_lse=True), s, read)
         self._place()
         size = self.workspace(int(self.block.max()), int(self.span.max()), int(s.q_len.max()), int(s.k_len.max()))
         for own in self._chunks():

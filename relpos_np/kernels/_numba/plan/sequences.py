@@ -1,37 +1,25 @@
-"""Many sequences in one call as one list of work, in which all threads take pieces of the longest sequence first.
-
-Each sequence has a record of its own: what it would have in a call of its own, so that it gets the same bits. Records
-differ in little but addresses and lengths, which are set for all of them at once.
-"""
+"""Many sequences in one call as one list of work, in which all threads take pieces of the longest sequence first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
-from functools import cache
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from relpos_np._contract.problem import Problem
-from relpos_np._contract.sequences import Pages, Sequences
+from relpos_np._contract.sequences import Pages, Sequences, in_rows
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.forward_pass.decode import merge
 from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch import launcher
-from relpos_np.kernels._numba.launch.arrays import address_of, batch_offsets, broadcast, rowwise
-from relpos_np.kernels._numba.launch.records import (
-    BATCH_MASK,
-    BATCH_ROWS,
-    CALL,
-    DECODE,
-    KEY_BEGIN,
-    KEY_END,
-    places,
-)
-from relpos_np.kernels._numba.plan import ends, job, masks
+from relpos_np.kernels._numba.launch.arrays import address_of, broadcast, rowwise
+from relpos_np.kernels._numba.launch.records import CALL, DECODE, places
+from relpos_np.kernels._numba.plan import ends, job
 from relpos_np.kernels._numba.plan.call import SKEW_SHARE, Call
 from relpos_np.kernels._numba.plan.division import (
     RUNS,
@@ -39,13 +27,13 @@ from relpos_np.kernels._numba.plan.division import (
     block_of,
     block_workspace,
     decode_workspace,
+    heads_beside,
     heads_together,
     key_parts,
     pair_flops,
 )
-from relpos_np.kernels._numba.plan.fields import KINDS, scale_fields
 from relpos_np.kernels._numba.plan.prepared import Form
-from relpos_np.kernels._numba.simd.target import TARGET
+from relpos_np.kernels._numba.plan.sequence_records import Layout, Operands, Records, first_distance
 from relpos_np.types import Array, Int64
 
 _CALL, _DECODE = places(CALL), places(CALL, DECODE)
@@ -66,7 +54,7 @@ def attention(
     common, sequences = Call(problem, terms, launcher.available_threads(), grad_out, skewed=()), problem.sequences
     assert sequences is not None
     for way, own in _ways(common, sequences):
-        _Group(_Template(common, way, out, lse, unit), own, out, lse).run(met)
+        _Template(common, way, out, lse, unit).run(own, out, lse, met)
     if watched and grad_out is None:
         ends.mend(attention, problem, terms, out, lse, unit)
 
@@ -84,27 +72,32 @@ def _ways(common: Call, sequences: Sequences) -> Iterator[tuple[_Way, Sequences]
     # What takes longest is done first, so that no thread is left alone with it.
     if (work[1:] > work[:-1]).any():
         sequences = sequences.some(np.argsort(-work, kind="stable"))
+    some = common.grad_out is None and not terms.queries and sequences.q_len.all()
+    if some and job.may_decode(common, sequences.q_len.max(), np.False_):
+        # Nothing but decoding, which is short and often.
+        yield _Way("decoding", ()), sequences
+        return
     skewed = [is_skewed(problem, term, sequences) for term in terms.queries]
-    decoded = windowed = none = np.zeros(len(sequences), bool)
+    decoded = windowed = np.False_
     if common.grad_out is None:
-        decoded = none | job.may_decode(common, sequences.q_len, np.logical_or.reduce([none, *skewed]))
-    if sequences.k_end is None and sequences.pages is None and not decoded.all():
+        decoded = job.may_decode(common, sequences.q_len, reduce(np.logical_or, skewed, np.False_))
+    if not sequences.has_ends and sequences.pages is None and not decoded.all():
         windowed = ~decoded & job.may_be_windowed(common, sequences.q_len, sequences.k_len, sequences.offset)
-    for one, which in alike(sequences, (decoded, windowed, *skewed)):
+    for one, own in alike(sequences, (decoded, windowed, *skewed)):
         tiled = tuple(n for n in range(len(terms.queries)) if one >> 2 + n & 1)
-        way = _Way("decoding" if one & 1 else "windows" if one & 2 else "blocks", tiled)
-        yield way, sequences if len(which) == len(sequences) else sequences.some(which)
+        yield _Way("decoding" if one & 1 else "windows" if one & 2 else "blocks", tiled), own
 
 
-def alike(sequences: Sequences, ways: SequenceABC[Array]) -> Iterator[tuple[int, Array]]:
-    """Sequences with queries of which the same is true, as bits of a number, by their indices."""
+def alike(sequences: Sequences, ways: SequenceABC[Any]) -> Iterator[tuple[int, Sequences]]:
+    """Sequences with queries of which the same is true, as bits of a number; `ways`: of all, or of each."""
     form = np.zeros(len(sequences), np.int64)
     for n, own in enumerate(ways):
-        form |= own.astype(np.int64) << n
+        form += own * np.int64(1 << n)
     # Without queries there is nothing to do.
     form[sequences.q_len == 0] = -1
-    for one in set(form.tolist()) - {-1}:
-        yield one, np.flatnonzero(form == one)
+    kinds = set(form.tolist())
+    for one in kinds - {-1}:
+        yield one, sequences if len(kinds) == 1 else sequences.some(form == one)
 
 
 def is_skewed(problem: Problem, term: QueryTerm, sequences: Sequences) -> Any:
@@ -115,139 +108,6 @@ def is_skewed(problem: Problem, term: QueryTerm, sequences: Sequences) -> Any:
     length = sequences.q_len + sequences.k_len - 1
     last = np.clip(first + length - 1, 0, len(lookup) - 1)
     return changed[last] - changed[np.clip(first, 0, len(lookup) - 1)] + 1 > SKEW_SHARE * length
-
-
-def first_distance(problem: Problem, sequences: Sequences) -> Int64:
-    """Where the maps of all have the lowest distance of each sequence."""
-    site = problem.site
-    found: Int64 = site.q_len - sequences.q_len + site.offset - sequences.offset
-    return found
-
-
-@cache
-def _cut_off(dtype: np.dtype[Any], k_len: int, panel: int) -> Array:
-    """A bias of nothing for so many keys, and -inf behind them."""
-    row = np.zeros(k_len + panel, dtype)
-    row[k_len:] = -np.inf
-    return row
-
-
-class Records:
-    """A record for each sequence; they differ in addresses and lengths alone.
-
-    `template`: what all have in common, as its call has it. `at`: where its fields are. `read`: queries, keys and
-    values, if they are others than those of the call.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        sequences: Sequences,
-        template: bytes | bytearray,
-        at: dict[str, int],
-        read: tuple[Array, Array, Array] | None = None,
-    ) -> None:
-        self.call, self.sequences, self.item, self.at = call, sequences, call.dtype.itemsize, at
-        self.read = call.read if read is None else read
-        # Arrays that the records name.
-        self.kept: list[Array] = []
-        self.records = np.empty((len(sequences), len(at)), np.int64)
-        self.records[:] = np.frombuffer(template, np.int64)
-        self._place_operands()
-        self._place_terms()
-
-    def keep(self, x: Array) -> int:
-        """Keep an array alive and return its address."""
-        self.kept.append(x)
-        return address_of(x)
-
-    def add(self, name: str, x: Any) -> None:
-        """Move a field of every record by so much."""
-        self.records[:, self.at[name]] += x
-
-    def set(self, name: str, x: Any) -> None:
-        """Set a field of every record."""
-        self.records[:, self.at[name]] = x
-
-    def _place_operands(self) -> None:
-        """Lengths, and where operands and results begin."""
-        call, s, f = self.call, self.sequences, self.call.fields
-        assert self.read is not None
-        q, k, v = self.read
-        named = [("q", q, s.q_start), ("k", k, s.k_start), ("v", v, s.k_start)]
-        if call.grad_out is not None:
-            named.append(("grad_out", call.grad_out, s.q_start))
-        for name, x, start in named:
-            items = batch_offsets(x, len(call.site.batch))[s.item]
-            self.add(name, items * x.itemsize + start * x.strides[-2])
-        self.rows = s.item * (call.site.heads * q.shape[-2]) + s.q_start
-        size = 2 if f["out_kind"] in KINDS.values() else self.item
-        self.add("out", self.rows * (f["out_row"] * size))
-        self.add("lse", self.rows * (self.item * bool(f["lse"])))
-        self.add("skew_q", self.rows * (f["skew_depth"] * self.item))
-        if f["ranges"]:
-            # Pairs of integers of eight bytes.
-            self.add("ranges", (s.item * f["ranges_batch"] + s.q_start * 2) * 8)
-        for name in ("q_len", "k_len", "offset"):
-            self.set(name, getattr(s, name))
-        # One batch item each, whose arrays begin where the record says.
-        self.batches = batches = np.zeros((len(s), len(BATCH_ROWS)), np.int64)
-        batches[:, KEY_END] = s.k_len if s.k_end is None else s.k_end
-        if call.problem.mask is not None:
-            self._place_mask(call.problem.mask, batches)
-        self.set("batches", self.keep(batches) + np.arange(len(s)) * batches.strides[0])
-
-    def _place_mask(self, mask: Array, batches: Array) -> None:
-        """Where the mask of all has that of each, and ranges of keys where these say the same."""
-        call, s, windowed = self.call, self.sequences, self.windowed
-        whole, same = np.zeros(len(s), np.bool_), mask.strides[-1] == 0
-        if not windowed:
-            begin, end, whole = masks.ranges_of_keys(call.problem, s)
-            batches[:, KEY_BEGIN], batches[:, KEY_END] = begin, np.minimum(batches[:, KEY_END], end)
-        elif same:
-            # All columns are the same one, and a copy needs no more than the longest sequence has.
-            mask = mask[..., : int(s.k_len.max())]
-        mask = masks.set_mask(call, mask, windowed=windowed)
-        row, column = (step // mask.itemsize for step in mask.strides[-2:])
-        starts = s.q_start * row + s.k_start * (0 if same else column)
-        batches[:, BATCH_MASK] = batch_offsets(mask, len(call.site.batch))[s.item] + starts
-        for name in ("allowed", "soft"):
-            self.set(name, np.where(whole, 0, call.fields[name]))
-        for name in ("mask_head", "mask_row", "mask_col"):
-            self.set(name, call.fields[name])
-
-    @property
-    def windowed(self) -> bool:
-        """Whether the kernel for windows reads them."""
-        return False
-
-    def _place_terms(self) -> None:
-        """Where biases, maps and turns of all have those of each sequence."""
-        call, s, f = self.call, self.sequences, self.call.fields
-        self.moved = call.site.offset - s.offset
-        if f["bias_row"]:
-            self.add("bias", self.moved * self.item)
-        elif self.windowed:
-            panel, longest = TARGET.panel(self.item), int(s.k_len.max())
-            row = self.keep(_cut_off(call.dtype, longest, panel))
-            self.set("bias", row + (longest - s.k_len) * self.item)
-        if f["turn"]:
-            self.add("q_turn", -self.moved * (2 * f["turn_pairs"] * self.item))
-        self.add("skew_index", first_distance(call.problem, s) * 4 * bool(f["skew_depth"]))
-        if call.adds is not None:
-            self.place_table("adds", call.adds, "src")
-        if call.values is not None:
-            self.place_table("values", call.values)
-
-    def place_table(self, name: str, table: Array, source: str = "") -> Array:
-        """A table of gathered terms for each sequence: where its maps begin, and its rows of what they select."""
-        s, own = self.sequences, np.repeat(table[None], len(self.sequences), axis=0)
-        own["map_origin"] += self.moved[:, None]
-        if source:
-            starts = s.item[:, None] * own[source + "_batch"] + s.q_start[:, None] * own[source + "_row"]
-            own[source] += (starts + s.k_start[:, None] * own[source + "_col"]) * self.item
-        self.set(name, self.keep(own) + np.arange(len(s)) * own.strides[0])
-        return own
 
 
 def in_calls(pieces: Int64, flops: Array, units: Int64, most: float) -> list[tuple[int, int, int]]:
@@ -282,7 +142,28 @@ class _Template:
         else:
             self.kernel, _ = job.streaming(call, out, lse, windowed=way.kind == "windows")
         call.fields["count"], call.fields["lse_unit"] = 1, unit
-        self.record = call.pack().ljust(len(self.fields) * 8, b"\0")
+        self.record = np.frombuffer(call.pack().ljust(len(self.fields) * 8, b"\0"), np.int64)
+        # The layout of records for operands as they were last.
+        self._last: tuple[Any, Layout] | None = None
+
+    def run(self, sequences: Sequences, out: Array, lse: Array | None, met: int) -> None:
+        """Attend sequences of the call that this is made for; `met`: as `_Group.run` wants it."""
+        assert self.call.read is not None
+        group = _Group(self, sequences, out, lse, self.call.read)
+        if self.call.problem.scales:
+            group.place_scales(self.call.problem.scales, self.call.read[1:])
+        group.run(met)
+
+    def layout(self, read: Operands, pages: Pages | None, *, has_lse: bool) -> Layout:
+        """Of records for operands that lie as these do."""
+        form = [has_lse, read[0].shape[-2], read[1].shape[-2], *[x.strides for x in read]]
+        if pages is not None:
+            form += pages.table.strides, pages.size, pages.k_step, pages.v_step
+        last = self._last
+        if last is None or last[0] != form:
+            layout = Layout(self.call, self.record, self.fields, read, pages, kind=self.kind, has_lse=has_lse)
+            self._last = last = form, layout
+        return last[1]
 
 
 class _Group(Records):
@@ -294,67 +175,14 @@ class _Group(Records):
         sequences: Sequences,
         out: Array,
         lse: Array | None,
-        read: tuple[Array, Array, Array] | None = None,
-        scales: SequenceABC[Array] | None = None,
+        read: Operands,
     ) -> None:
         self.template, self.kind, self.out, self.lse = template, template.kind, out, lse
-        super().__init__(template.call, sequences, template.record, template.fields, read)
-        if read is not None:
-            self._move(read)
+        layout = template.layout(read, sequences.pages, has_lse=lse is not None)
+        super().__init__(layout, sequences, read, out, lse)
         decoding = self.kind == "decoding"
         self.pieces, self.flops, self.workspace = self._divide_keys() if decoding else self._divide_queries()
         self.set("stop", self.pieces)
-        if sequences.pages is not None:
-            self._place_pages(sequences.pages)
-        scales = template.call.problem.scales if scales is None else scales
-        if scales:
-            self._place_scales(scales)
-
-    def _move(self, read: tuple[Array, Array, Array]) -> None:
-        """Let records name other operands and results than those of the template."""
-        f, out, lse = self.template.call.fields, self.out, self.lse
-        for name, x in zip("qkv", read, strict=True):
-            self.add(name, address_of(x) - f[name])
-            self.set(f"{name}_head", x.strides[-3] // x.itemsize)
-            self.set(f"{name}_row", x.strides[-2] // x.itemsize)
-        q_rows, k_rows = read[0].shape[-2], read[1].shape[-2]
-        self.add("out", address_of(out) - f["out"])
-        self.set("lse", 0 if lse is None else address_of(lse) + self.rows * self.item)
-        for name, count in (
-            ("q_rows", q_rows),
-            ("k_rows", k_rows),
-            ("out_head", q_rows * f["out_row"]),
-            ("out_batch", f["heads"] * q_rows * f["out_row"]),
-        ):
-            self.set(name, count)
-
-    def _place_pages(self, pages: Pages) -> None:
-        """Where the table has the pages of each sequence. What is attended in blocks is copied to rows without gaps."""
-        call, table = self.call, pages.table
-        self.set("pages", self.keep(table) + self.sequences.item * table.strides[0])
-        self.set("page_keys", pages.size)
-        for name, step, depth in (("k", pages.k_step, call.fields["depth"]), ("v", pages.v_step, call.site.v_dim)):
-            self.set(f"{name}_page", step)
-            self.set(f"{name}_page_row", self.records[:, self.at[f"{name}_row"]])
-            if self.kind == "blocks":
-                self.set(f"{name}_row", depth)
-
-    def _place_scales(self, scales: SequenceABC[Array]) -> None:
-        """Where the scales of codes are."""
-        assert self.read is not None
-        s, heads = self.sequences, self.call.site.kv_heads
-        fields, kept = scale_fields(scales, self.read[1:], self.call.dtype)
-        self.kept += kept
-        for name, x in fields.items():
-            self.set(name, x)
-        for name in ("k_scale", "v_scale"):
-            head, row = (self.records[:, self.at[name + part]] for part in ("_head", "_row"))
-            self.add(name, (s.item * heads * head + s.k_start * row) * self.item)
-
-    @property
-    def windowed(self) -> bool:
-        """Whether it is the kernel for windows."""
-        return self.kind == "windows"
 
     def _divide_queries(self) -> tuple[Int64, Array, int]:
         """Pieces and operations of each sequence, and bytes of a workspace: blocks of queries."""
@@ -376,13 +204,15 @@ class _Group(Records):
         call, s, f = self.call, self.sequences, self.call.fields
         self.parts = key_parts(s.k_len)
         kv_heads = call.site.heads // f["k_group"]
-        together = heads_together(call, kv_heads * int(self.parts.sum()))
+        k = self.read[1]
+        beside = heads_beside(k.strides[-3], k.strides[-2], kv_heads)
+        together = heads_together(beside, kv_heads * int(self.parts.sum()), call.threads)
         self.set("parts", self.parts)
         self.set("together", together)
-        flops = 2.0 * call.site.heads * s.q_len * s.k_len * (f["depth"] + call.site.v_dim)
+        flops = s.q_len * s.k_len * (2 * call.site.heads * (f["depth"] + call.site.v_dim) / SERIAL_DECODE_FLOPS)
         pieces = -(-kv_heads // together) * self.parts
         workspace = decode_workspace(f["depth"], call.site.v_dim, f["turn"], self.item, together)
-        return pieces, flops / SERIAL_DECODE_FLOPS, workspace
+        return pieces, flops, workspace
 
     def run(self, met: int) -> None:
         """Do all of it; `met`: where to say which kinds of rows there are, or 0."""
@@ -465,29 +295,38 @@ class PreparedSequences:
         """Fill `out` and `lse`, both C-contiguous, where sequences stand as `sequences` says."""
         assert sequences is not None
         assert not vectors
-        # They may have more rows or fewer than those that were planned with.
-        q, k, v = (
-            broadcast(x if x.ndim > 2 else x[None], (*own.shape[:-2], *x.shape[-2:]))
-            for x, own in zip(operands, self.common.problem.stored, strict=True)
-        )
+        # They may have more rows or fewer than those that were planned with. Pages are those of all items.
+        count = 3 if sequences.pages is None else 1
+        read = [
+            broadcast(x if x.ndim > 2 else x[None], (*own.shape[:-2], *x.shape[-2:])) if n < count else x
+            for n, (x, own) in enumerate(zip(operands, self.common.problem.stored, strict=True))
+        ]
         met, terms = ends.watch(), self.common.terms
         for way, own in _ways(self.common, sequences):
             template = self.templates.get(way)
             if template is None:
-                common = Call(self._problem((q, k, v), sequences, scales), terms, self.threads, skewed=())
-                _Group(_Template(common, way, out, lse, LOG2), own, out, lse).run(met)
+                common = Call(self._problem(read, sequences, scales), terms, self.threads, skewed=())
+                _Template(common, way, out, lse, LOG2).run(own, out, lse, met)
             else:
-                _Group(template, own, out, lse, (q, k, v), scales).run(met)
+                group = _Group(template, own, out, lse, (read[0], read[1], read[2]))
+                if scales:
+                    group.place_scales(scales, _rows(read, sequences)[1:])
+                group.run(met)
         if ends.met():
-            ends.mend(attention, self._problem((q, k, v), sequences, scales), terms, out, lse, LOG2)
+            ends.mend(attention, self._problem(read, sequences, scales), terms, out, lse, LOG2)
 
-    def _problem(
-        self, operands: tuple[Array, Array, Array], sequences: Sequences, scales: SequenceABC[Array]
-    ) -> Problem:
+    def _problem(self, read: SequenceABC[Array], sequences: Sequences, scales: SequenceABC[Array]) -> Problem:
         """The call of these operands."""
-        q, k, v = operands
+        q, k, v = _rows(read, sequences)
         problem, given = self.common.problem, tuple(scales) or None
         return replace(problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences, scales=given)
+
+
+def _rows(read: SequenceABC[Array], sequences: Sequences) -> SequenceABC[Array]:
+    """Queries, and what stands for keys and values that are one after the other."""
+    if sequences.pages is None:
+        return read
+    return read[0], *(in_rows(x, len(read[0]), int(sequences.k_len.max())) for x in read[1:])
 
 
 def prepare_sequences(problem: Problem, terms: Terms, dtype: np.dtype[Any]) -> PreparedSequences | None:
