@@ -5,6 +5,7 @@ hypothesis. Small calls are compared with the loops; large ones, beyond what any
 some rows with the loops.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -270,9 +271,21 @@ def assert_agreement(case):
         assert_close(found, wanted, allowed, f"numpy, at one of the rows {rows}", f"\n{case}")
 
 
+def extremes(name):
+    """More heads than 32, and more than ten times as many queries as keys, where the scheme knows such calls."""
+    for kv_heads, q_len, k_len in ((35, 5, 7), (2, 130, 11)):
+        position = Position(name, next(iter(rp.SCHEMES[name].variants), None), ())
+        with suppress(RelposError):
+            case = Case(7, ((),) * 3, (), kv_heads, 1, q_len, k_len, 8, 8, positions=(position,), amplitude=1.0)
+            if case.legal():
+                yield case
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_beyond_examples(name):
     """Large calls: values, float32, and each gradient of each backend, number by number and as a slope."""
+    for one in extremes(name):
+        assert_agreement(one)
 
     @given(large_cases(name))
     @settings(max_examples=settings().max_examples // 5)

@@ -242,14 +242,15 @@ def test_two_planes(name, tiles):
 def test_what_planes_do_not_stand_for(monkeypatch, rng):
     """NaN, infinity, the largest and the smallest numbers, some of them excluded: as without planes."""
     q, k, v = (rng.standard_normal((2, n, 9)).astype(np.float32) for n in (30, 250, 250))
-    q[0, 7, 2], k[:, 3, 1], k[:, 200, 0], k[:, 9, 8] = np.inf, np.nan, -np.inf, 3.4e38
+    # Key 150 stands in another panel than the first, in which no key that is odd has its column.
+    q[0, 7, 2], k[:, 3, 1], k[:, 200, 0], k[:, [9, 150], 8] = np.inf, np.nan, -np.inf, 3.4e38
     v[:, 8, 4], v[:, 30, 3], v[:, 31, :3], v[:, 201, 2] = np.nan, 3.4e38, 1e-41, 1e-20
     mask = rng.random((30, 250)) < 0.5
-    mask[:, 8] = mask[::2, 3] = mask[1::3, 9] = False
+    mask[:, 8] = mask[::2, 3] = mask[1::3, 9] = mask[::3, 150] = False
     mask[5:20, 30], mask[:, 0] = False, True
     # Scores of -inf alone leave nothing to attend; planes of infinity make NaN of them.
     q[1, 22, 2], mask[22] = np.inf, k[1, :, 2] < 0
-    mask[22, [3, 9, 200]] = False
+    mask[22, [3, 9, 150, 200]] = False
     answers = []
     for unit, kernel in (("emulated tiles", "attend_planes"), ("none", "attend_float32")):
         monkeypatch.setattr(job, "UNIT", unit)
