@@ -252,3 +252,14 @@ def test_tables_whose_products_are_made_in_parts(monkeypatch, rng):
     )
     for name, x in expected.items():
         np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_sums_alone(backend, rng):
+    """Values have no channels, and scores of any size have a log-sum-exp."""
+    q, k = 8 * rng.standard_normal((2, 2, 3, 40, 16))
+    v, grad_lse = np.zeros((2, 3, 40, 0)), rng.standard_normal((2, 3, 40))
+    found = rp.attention_vjp(q, k, v, grad_out=v, grad_lse=grad_lse, backend=backend)
+    scores = q @ k.swapaxes(-1, -2) / 4
+    slopes = np.exp(scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True)) * grad_lse[..., None] / 4
+    np.testing.assert_allclose(found.q, slopes @ k, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.k, slopes.swapaxes(-1, -2) @ q, rtol=0, atol=1e-12)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import relpos_np as rp
+from relpos_np.kernels._numba.forward_pass.product import multiply
+from relpos_np.kernels._numba.simd.target import TARGET
 from tests.compare import assert_backends, assert_close, assert_float32_promise
 from tests.processes import child
 from tests.sizes import BLOCK_KEYS, EDGES, ROW_QUANTUM
@@ -315,6 +317,25 @@ def test_every_kernel_is_loaded_by_another_process():
     kernels = "rp.backend.kernels('numba').KERNELS.items()"
     status, out, log = child(f"print([name for name, kernel in {kernels} if not kernel._load()])")
     assert (status, out) == (0, "[]\n"), log
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_products_with_tables(beyond, dtype, rng):
+    """Of rows beside the edge of a panel."""
+    rows = 2 * TARGET.panel(np.dtype(dtype).itemsize) + beyond
+    x, table = rng.standard_normal((2, 3, 17, 9)).astype(dtype), rng.standard_normal((3, rows, 9)).astype(dtype)
+    found, expected = multiply(x, table, 0.5, 3, 2), 0.5 * x @ table.swapaxes(1, 2)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_products_by_distance_side_by_side(count, rng):
+    """Several terms that are multiplied tile by tile share one product."""
+    q, k, v = rng.standard_normal((3, 2, 40, 8)).astype(np.float32)
+    positions = tuple(rp.Shaw(table) for table in rng.standard_normal((count, 79, 8)).astype(np.float32))
+    found, expected = (rp.attention(q, k, v, position=positions, backend=name) for name in ("numba", "numpy"))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("other", ["t5", "alibi", "alibi key"])

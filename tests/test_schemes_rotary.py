@@ -362,3 +362,14 @@ def test_gradients_of_frequencies_part_by_part(monkeypatch, rng, backend):
         monkeypatch.setattr(rotary, "_PART", size)
         found = rp.attention_vjp(q, k, v, grad_out=w, position=scheme, backend=backend).position["frequencies"]
         np.testing.assert_allclose(found, whole, rtol=0, atol=1e-13 * np.abs(whole).max())
+
+
+def test_positions_of_columns_that_lie_side_by_side(rng):
+    """Angles of several heads then lie in another order than tables of cosines."""
+    q, k, v = rng.standard_normal((3, 2, 30, 16)).astype(np.float32)
+    positions, frequencies = rng.integers(0, 50, (2, 30)), rng.random((2, 2, 4))
+    found, expected = (
+        rp.attention(q, k, v, position=rp.Rotary(frequencies=frequencies, positions=x))
+        for x in (np.asfortranarray(positions), positions)
+    )
+    np.testing.assert_array_equal(found, expected)
