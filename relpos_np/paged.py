@@ -83,7 +83,7 @@ def paged_attention(
     The CPU kernels read keys and values where they lie, for schemes that are made of distances, of queries and of
     turned vectors. Schemes that multiply keys with vectors of their own, as `DeBERTa` does, other backends, and
     `Quantized` pages beyond decoding gather the pages first, which takes the time and the memory of a copy of the keys
-    and values of all items. Rows after the last key, and unused pages, are never read.
+    and values of all items. Unused pages are never read, and what stands behind the last key changes nothing.
 
     References
     ----------
@@ -235,14 +235,15 @@ def _check_pages(named: Int64, pages: int) -> None:
 
 
 def _gathered(pages: Any, table: Int64, lengths: Int64) -> Any:
-    """The pages of each item one after the other, (B, H_kv, L, D), with 0 behind its last key."""
+    """The pages of each item one after the other, (B, H_kv, L, D), with anything behind its last key."""
     if isinstance(pages, Quantized):
         return Quantized(_gathered(pages.codes, table, lengths), _gathered_scale(pages, table, lengths))
     size, longest = pages.shape[1], int(lengths.max(initial=0))
-    found = np.zeros((len(table), longest, *pages.shape[2:]), pages.dtype)
-    item, j = np.nonzero(np.arange(longest) < lengths[:, None])
-    found[item, j] = pages[table[item, j // size], j % size]
-    return found.swapaxes(1, 2)
+    first = np.arange(-(-longest // size)) * size
+    used = first < lengths[:, None]
+    found = np.zeros((*used.shape, *pages.shape[1:]), pages.dtype)
+    found[used] = pages[table[:, : len(first)][used]]
+    return found.reshape(len(table), -1, *pages.shape[2:])[:, :longest].swapaxes(1, 2)
 
 
 def _gathered_scale(pages: Quantized, table: Int64, lengths: Int64) -> Array:
@@ -272,7 +273,7 @@ def _in_place(
         return None
     if not all(scheme.covers for scheme in schemes_of(position)) or any(x.dtype != own for x in stored) != coded:
         return None
-    if coded and not readable(q, k_pages, v_pages, given):
+    if coded and not readable(q, k_pages, v_pages, given, keys=1):
         return None
     longest, steps = int(lengths.max()), [x.strides[0] // x.itemsize for x in stored]
     pages = Pages(table, stored[0].shape[1], *steps)

@@ -25,7 +25,7 @@ def cache(rng, lengths, page, kv_heads, depth, v_dim, dtype):
     """Pages in any order, those of nobody and rows behind the last key of NaN, and the keys and values of each item."""
     counts = [-(-n // page) for n in lengths]
     order = rng.permutation(sum(counts) + 2)
-    table = np.full((len(lengths), max(counts, default=0) + 1), -1)
+    table = np.full((len(lengths), max(counts, default=0) + 1), 1 << 40)
     pages = [np.full((len(order), page, kv_heads, d), np.nan, dtype) for d in (depth, v_dim)]
     items = [[rng.standard_normal((kv_heads, n, d)).astype(dtype) for n in lengths] for d in (depth, v_dim)]
     for b, count in enumerate(counts):
@@ -73,8 +73,6 @@ def test_every_scheme(name, variant, q_len, rng):
     lengths = [12, 40, 33]
     k, v, table, items = cache(rng, lengths, 8, e.k.shape[-3], e.k.shape[-1], e.v.shape[-1], np.float64)
     q = rng.standard_normal((3, e.q.shape[-3], q_len, e.q.shape[-1]))
-    if name == "cope":
-        k[np.isnan(k)] = 0.0  # counted, because the scheme does not see the lengths
     out = rp.paged_attention(q, k, v, block_table=table, key_lengths=lengths, position=e.position, causal=True)
     for b, own in enumerate(items):
         expected = rp.attention(q[b], *own, position=e.position, causal=True, backend="numpy")
@@ -94,14 +92,20 @@ def test_every_scheme(name, variant, q_len, rng):
         (1, rp.DeBERTa(*np.ones((2, HEADS, 8, DEPTH), np.float32)), False),
     ],
 )
-def test_keys_are_not_gathered(q_len, position, read, rng, monkeypatch):
-    """Unless something is made of them."""
-    k, v, table, _ = cache(rng, [90, 77], 16, 1, DEPTH, DEPTH, np.float32)
+@pytest.mark.parametrize("by", [None, "token", "channel"])
+def test_keys_are_not_gathered(q_len, position, read, by, rng, monkeypatch):
+    """Unless something is made of them, or of codes for more than a few queries."""
+    k, v, table, _ = cache(rng, [90, 77], 16, 2, DEPTH, DEPTH, np.float32)
+    if by is not None:
+        scale = np.ones((*k.shape[:3], 1) if by == "token" else (1, 1, 2, DEPTH))
+        k, v = (rp.quantize(np.nan_to_num(x), scale=scale) for x in (k, v))
+        read = read and q_len < 20 and not isinstance(position, rp.Shaw)
     gathered, gather = [], paged._gathered
-    monkeypatch.setattr(paged, "_gathered", lambda *x: gathered.append(1) or gather(*x))
+    monkeypatch.setattr(paged, "_gathered", lambda x, *rest: gathered.append(x) or gather(x, *rest))
     q = rng.standard_normal((2, HEADS, q_len, DEPTH)).astype(np.float32)
     rp.paged_attention(q, k, v, block_table=table, key_lengths=[90, 77], position=position)
-    assert bool(gathered) != read
+    # Scales of tokens are, which are short.
+    assert any(isinstance(x, rp.Quantized) or x.shape[-1] > 1 for x in gathered) != read
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 5])

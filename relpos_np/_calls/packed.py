@@ -225,7 +225,7 @@ class PackedCall:
         else:
             given = check.integers("offset", self.given["offset"]).astype(np.int64)
         check.fits_batch("offset", given.shape, batch)
-        self._offsets = np.broadcast_to(given, batch)
+        self._offsets = given if given.shape == batch else np.broadcast_to(given, batch)
         self._refuse_tokens("an offset for each item")
 
     def _items(self) -> list[_Part]:

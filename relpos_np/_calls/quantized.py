@@ -55,10 +55,10 @@ def _numbers(name: str, x: Any, dtype: np.dtype[Any]) -> Array:
     return x.dequantized(dtype) if isinstance(x, Quantized) else check.floating(name, x)
 
 
-def readable(q: Array, k: Any, v: Any, given: Options) -> bool:
+def readable(q: Array, k: Any, v: Any, given: Options, keys: int = -2) -> bool:
     """Whether a kernel reads such keys and values: codes of one dtype, with scales by token or by channel.
 
-    Memory is counted, and dropout drawn, by the call that has their numbers.
+    `keys`: which axis is that of keys. Memory is counted, and dropout drawn, by the call that has their numbers.
     """
     if memory.limit() is not None or type(given["dropout"]) is not float or given["dropout"]:
         return False
@@ -66,7 +66,7 @@ def readable(q: Array, k: Any, v: Any, given: Options) -> bool:
         return False
     if q.dtype == np.float64 or k.codes.dtype != v.codes.dtype or _backend.current(given["backend"]) != "numba":
         return False
-    by_one = not any(x.scale.shape[-2] > 1 and x.scale.shape[-1] > 1 for x in (k, v))
+    by_one = not any(x.scale.shape[keys] > 1 and x.scale.shape[-1] > 1 for x in (k, v))
     return by_one and bool(_backend.kernels("numba").decodes(k.codes.dtype, 1))
 
 

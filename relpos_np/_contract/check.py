@@ -242,6 +242,8 @@ def _band(causal: bool, window: Any) -> tuple[int, int]:
 
 def _broadcast(name: str, x: Array, shape: tuple[int, ...], meaning: str) -> Array:
     """Broadcast without copying, naming both shapes where that is impossible."""
+    if x.shape == shape:
+        return x
     try:
         return np.broadcast_to(x, shape)
     except ValueError:
