@@ -20,6 +20,7 @@ from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm, ValueTurn
 from relpos_np._dense import bounds
 from relpos_np._runtime import memory
+from relpos_np.formulas.sums import HELD_BYTES
 from relpos_np.schemes.base import MemoryBound, Scheme
 from relpos_np.types import Array
 
@@ -70,6 +71,8 @@ class Admission:
             forward = max(
                 SCORE_MATRICES * lines * pairs * item + (0 if lowering else max((h.formula for h in holds), default=0)),
                 (SOFTMAX_MATRICES + extra) * lines * pairs * item,
+                # Scores, probabilities, and products with values.
+                (2 + extra) * lines * pairs * item + HELD_BYTES,
             )
             parts["dense matrices of scores"] = forward
         if self.return_bound:

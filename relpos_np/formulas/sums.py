@@ -16,6 +16,8 @@ from relpos_np.types import Array
 # Terms that a BLAS may add up one after the other, and elements of blocks that are held at once: so that they stay in a
 # processor's cache.
 _BLOCK, _HELD = 8, 1 << 16
+# Bytes that a product holds at most beside its operands and its result: blocks, and what pairs of them make.
+HELD_BYTES = 4 * 8 * _HELD
 # Terms of float32 that are copied to float64 at once.
 _COPIED = 512
 _WIDE = np.dtype(np.float64)

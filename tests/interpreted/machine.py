@@ -147,7 +147,7 @@ class Machine:
         fields = unpacked(record, RECORDS[name.partition("_")[0]])
         self.memory = Memory(name)
         where = np.frombuffer(record, np.uint8)
-        self.memory.add(Region("record", where.ctypes.data, len(record), writable=True))
+        self.memory.add(Region("record", where.ctypes.data, where.nbytes, writable=True))
         self._map(fields, self._held(sys._getframe(1)))
         # The kernel's own arguments: for each thread an array of its number's address, and a count of 1.
         numbers = np.arange(threads, dtype=np.int64)

@@ -99,6 +99,7 @@ def changed(rng: np.random.Generator, one: Example) -> Example:
         kwargs["mask"] = _mask(rng, (batch, heads, q_len, k_len), one.q.dtype)
     elif edge in {"lengths", "excluded"}:
         kwargs["key_lengths"] = rng.integers(0, k_len + 1, batch)
+        kwargs.setdefault("offset", k_len - q_len)
         if edge == "excluded":  # what no query may attend is not read
             arrays = {"k": one.k.copy(), "v": one.v.copy()}
             for b, length in enumerate(kwargs["key_lengths"]):
