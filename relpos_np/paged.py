@@ -115,7 +115,7 @@ def paged_attention(
         )
         if found is not None:
             return found
-        tokens = len(q) * int(lengths.max(initial=0))
+        tokens = len(q) * -(-int(lengths.max(initial=0)) // size) * size
         gathered = sum(tokens * math.prod(x.shape[2:]) * x.itemsize for x in map(_codes, (k_pages, v_pages)))
         memory.require("paged_attention", {"gathered pages": gathered})
     own: dict[str, Any] = {**options, "key_lengths": lengths, "offset": "end", "return_lse": return_lse}
@@ -239,10 +239,10 @@ def _gathered(pages: Any, table: Int64, lengths: Int64) -> Any:
     if isinstance(pages, Quantized):
         return Quantized(_gathered(pages.codes, table, lengths), _gathered_scale(pages, table, lengths))
     size, longest = pages.shape[1], int(lengths.max(initial=0))
-    first = np.arange(-(-longest // size)) * size
-    used = first < lengths[:, None]
-    found = np.zeros((*used.shape, *pages.shape[1:]), pages.dtype)
-    found[used] = pages[table[:, : len(first)][used]]
+    found = np.zeros((len(table), -(-longest // size), *pages.shape[1:]), pages.dtype)
+    for own, row, count in zip(found, table, (-(-lengths // size)).tolist(), strict=True):
+        # All of them exist; where that is asked for, NumPy fills another array first.
+        np.take(pages, row[:count], axis=0, out=own[:count], mode="clip")
     return found.reshape(len(table), -1, *pages.shape[2:])[:, :longest].swapaxes(1, 2)
 
 
