@@ -171,7 +171,8 @@ def _sums() -> Found:
 
     def found() -> Iterator[Found]:
         for one in _examples("small", "blocks"):
-            adds = any(getattr(one.position, name, None) is not None for name in ("value_table", "value_tables"))
+            scheme = one.position.scheme if isinstance(one.position, rp.AtPositions) else one.position
+            adds = any(getattr(scheme, name, None) is not None for name in ("value_table", "value_tables"))
             if adds or (one.position is not None and one.position.turns_values):
                 continue
             out, lse = replace(one, v=np.ones_like(one.v)).run("numba")
