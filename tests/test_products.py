@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from numba.core import config
 
 from relpos_np.kernels._numba.simd import target
 from tests.processes import child
@@ -66,6 +67,9 @@ def test_what_the_system_says_of_an_arm_processor(name, said, unit, monkeypatch)
             self.getauxval = lambda kind: said if kind == 26 else 0
 
     monkeypatch.delenv("RELPOS_MATRIX_UNIT", raising=False)
+    # These may choose another processor than that of the machine.
+    for setting in ("CPU_NAME", "CPU_FEATURES"):
+        monkeypatch.setattr(config, setting, None)
     monkeypatch.setattr(target, "ARM", True)
     monkeypatch.setattr(target, "TARGET", target.NEON)
     monkeypatch.setattr(target.sys, "platform", "linux")

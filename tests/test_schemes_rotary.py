@@ -373,3 +373,17 @@ def test_positions_of_columns_that_lie_side_by_side(rng):
         for x in (np.asfortranarray(positions), positions)
     )
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", rp.backend.HOST_BACKENDS)
+def test_sums_over_coordinates_in_any_layout(backend, rng):
+    """Angles are added up in the order of coordinates, however positions and frequencies lie in memory."""
+    for _ in range(500):
+        axes, pairs, length = rng.integers(1, [5, 9, 40])
+        q, k = rng.standard_normal((2, 1, length, 2 * pairs))
+        places, frequencies = 50 * rng.standard_normal((2, axes, length)), rng.standard_normal((axes, pairs))
+        found, expected = (
+            rp.logits(q, k, position=rp.Rotary(frequencies=w, positions=x, key_positions=y), backend=backend)
+            for x, y, w in ((*map(np.asfortranarray, places), np.asfortranarray(frequencies)), (*places, frequencies))
+        )
+        np.testing.assert_array_equal(found, expected)

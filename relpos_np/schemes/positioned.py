@@ -9,7 +9,7 @@ import numpy as np
 from relpos_np._contract import check
 from relpos_np._contract.terms import of_batch
 from relpos_np.errors import RelposTypeError, RelposValueError
-from relpos_np.schemes.base import Part, Scheme, Site
+from relpos_np.schemes.base import Part, Scheme, Site, in_order
 from relpos_np.types import Array
 
 
@@ -64,8 +64,8 @@ class Positioned(Scheme):
         if self.positions is None:
             return np.arange(site.q_len) + site.offset, np.arange(site.k_len)
         if self.key_positions is None:
-            return self.positions[..., np.arange(site.q_len) + site.offset], self.positions
-        return self.positions, self.key_positions
+            return in_order(self.positions[..., np.arange(site.q_len) + site.offset]), in_order(self.positions)
+        return in_order(self.positions), in_order(self.key_positions)
 
     def _at(self, site: Site) -> tuple[Array, Array]:
         """For terms: positions of queries and of keys, (..., A, L)."""
@@ -78,7 +78,7 @@ class Positioned(Scheme):
             at_query, at_key = self.positions, self.key_positions
         if self._axes is None:
             at_query, at_key = at_query[..., None, :], at_key[..., None, :]
-        return at_query, at_key
+        return in_order(at_query), in_order(at_key)
 
     def _cut_places(self, site: Site, part: Part) -> dict[str, Array | None]:
         """Positions of the queries and of the keys of a part; without positions, distances decide."""
