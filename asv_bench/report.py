@@ -198,24 +198,22 @@ def origin(record):
 
 
 def interop(record):
-    """A model of transformers on its own attention and on this library's, for interop.json."""
-    size = record["model"]
+    """Whole encoders on this library and on others, for interop.json."""
     load = [f"{record[key][0]:.1f}" for key in ("load_before", "load_after")]
-    note = f"; {record['note']}" if record["note"] else ""
-    found = record["orders"]["torch first"]["versions"]
+    versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     line = (
-        f"{record['processor']}, {record['threads']} threads, float32, {record['date']}, {record['rounds']} rounds; "
-        f"load average {load[0]} before and {load[1]} after{note}. T5 encoder, {size['num_layers']} layers, d_model "
-        f"{size['d_model']}, {size['num_heads']} heads of {size['d_kv']}, random weights; torch {found['torch']}, "
-        f"transformers {found['transformers']}."
+        f"{record['processor']}, {record['threads']} threads, {record['date']}, {record['rounds']} rounds; load "
+        f"average {load[0]} before and {load[1]} after. Random weights; {versions}."
     )
-    head = ["imported", "length", "ms: eager", "SDPA", "relpos_np", "× as fast as eager", "as SDPA"]
     rows = []
-    for order, run in record["orders"].items():
-        for length, f in run["lengths"].items():
-            ms, ratio = f["median_ms"], f["times_as_fast_as"]
-            cells = [f"{ms[way]:.0f}" for way in ("eager", "sdpa", OURS)]
-            rows.append([order, length, *cells, f"{ratio['eager']:.2f}", f"{ratio['sdpa']:.2f}"])
+    for work, dtypes in record["works"].items():
+        for dtype, found in dtypes.items():
+            for way, ms in found["median_ms"].items():
+                ratio = "" if way == OURS else f"{found['times_ours'][way]:.2f}"
+                rows.append(
+                    [work, dtype, f"{found['real']:.0%}", way, f"{ms:,.0f}", ratio, f"{found['errors'][way]:.1g}"]
+                )
+    head = ["encoder", "dtype", "real tokens", "", "ms", "times our time", "largest error"]
     return [line, "", *grid(head, rows)]
 
 

@@ -92,15 +92,13 @@ def of_storage(record: Mapping[str, Any], storage: str, *, ragged: bool = False)
 
 def whole_models(record: Mapping[str, Any]) -> list[Panel]:
     """Panels of interop.json."""
-    names = {OURS: OURS, "eager": "transformers, eager", "sdpa": "transformers, SDPA"}
-    found = []
-    for order, runs in record["orders"].items():
-        for length, run in runs["lengths"].items():
-            taken = {words: run["median_ms"][way] for way, words in names.items()}
-            ratios = {words: run["times_as_fast_as"].get(way, 1.0) for way, words in names.items()}
-            first = f"{order.removesuffix(' first')} imported first"
-            found.append(Panel(f"T5 encoder, {int(length):,} tokens", first, taken, ratios))
-    return found
+    words = {"transformers": "transformers, SDPA", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+    panels = []
+    for work, dtypes in record["works"].items():
+        for dtype, found in dtypes.items():
+            figures = (found["median_ms"], found["times_ours"])
+            panels.append(Panel(work, dtype, *({words.get(way, way): x for way, x in one.items()} for one in figures)))
+    return panels
 
 
 def table(panel: Panel) -> str:
@@ -188,7 +186,7 @@ def sections() -> dict[str, str]:
             where = f"{storage}, {record['processor']}{', with tiles' * (suffix == '_amx')}"
             lines += slower([*panels, *ragged], where)
     models = whole_models(recorded("interop.json"))
-    lines += slower(models, f"float32, {recorded('interop.json')['processor']}")
+    lines += slower(models, recorded("interop.json")["processor"])
     return parts | {"bars_models": html(models), "not_faster": "\n".join(lines)}
 
 
