@@ -387,3 +387,13 @@ def test_sums_over_coordinates_in_any_layout(backend, rng):
             for x, y, w in ((*map(np.asfortranarray, places), np.asfortranarray(frequencies)), (*places, frequencies))
         )
         np.testing.assert_array_equal(found, expected)
+
+
+def test_tables_of_cosines_in_any_layout(monkeypatch, rng):
+    """Kernels read them in C order, whatever a scheme's own order is."""
+    q, k, v = rng.standard_normal((3, 2, 30, 16)).astype(np.float32)
+    call = {"position": rp.Rotary(frequencies=rng.random((1, 2, 4)), positions=rng.random((1, 30))), "backend": "numba"}
+    expected, tables = rp.attention(q, k, v, **call), rp.Rotary._tables
+    in_columns = lambda *given: [[np.asfortranarray(x) for x in pair] for pair in tables(*given)]  # noqa: E731
+    monkeypatch.setattr(rp.Rotary, "_tables", in_columns)
+    np.testing.assert_array_equal(rp.attention(q, k, v, **call), expected)
