@@ -10,7 +10,7 @@ from relpos_np._commands.terminal import print_json, print_table, progress
 SUMMARY = "compile all kernels, for a container image"
 HELP = """\
 Compiles every CPU kernel for this processor, one after the other, and keeps them in RELPOS_CACHE_DIR (default: the
-user's cache folder), where later processes find them. The first time takes some three minutes. A kernel runs only on
+user's cache folder), where later processes find them. The first time takes about a minute. A kernel runs only on
 the model of processor that it was compiled on; with RELPOS_CPU_LEVEL=x86-64-v3 (or -v4) on every one of that level.
 """
 EXAMPLE = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -73,6 +74,18 @@ def _announced(name: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which would visit millions of objects, all in use, over and over."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _resolve(symbol: str) -> bool:
@@ -157,7 +170,7 @@ class Kernel:
         check_compiler()
         log.info("compiling %s for %s, which takes some seconds", self.function.__name__, TARGET.name)
         started = time.perf_counter()
-        with _announced(self.name):
+        with _announced(self.name), _uncollected():
             compiled = numba.cfunc(_SIGNATURE, nopython=True, error_model="numpy", pipeline_class=KernelCompiler)(
                 self.function
             )

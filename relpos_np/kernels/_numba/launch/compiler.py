@@ -2,7 +2,8 @@
 
 Numba makes of each function machine code that Python can call, optimised with all that it calls, although a function
 that only kernels call is never called so. Here such a part stays as it was lowered. A kernel links each of its parts
-once, however many others call it, and is optimised as a whole.
+once, however many others call it, and is optimised as a whole, but for what takes long and gains nothing: kernels say
+themselves which numbers are vectors, and what to do at once.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ PASSES = (
 )
 
 
+# What LLVM takes for a function grows faster than its size: parts of more instructions are called, not made a part of
+# what calls them. These do the work of whole tiles.
+LARGEST_INLINED = 1000
+
+
 class _NoEnvironment:
     """Takes the environment of a function that Python never calls."""
 
@@ -55,6 +61,16 @@ class _NoEnvironment:
 
 class _Part(JITCodeLibrary):
     """What a part was lowered to, which is neither optimised nor made machine code."""
+
+    def add_ir_module(self, ir_module: Any) -> None:
+        """Take what a function was lowered to."""
+        for function in ir_module.functions:
+            if sum(len(block.instructions) for block in function.blocks) > LARGEST_INLINED:
+                function.attributes.add("noinline")
+        super().add_ir_module(ir_module)
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        """Leave this to the kernel, too."""
 
     def finalize(self) -> None:
         """Leave everything to the kernels that link it."""
@@ -95,12 +111,21 @@ class _Kernel(JITCodeLibrary):
         for function in self._final_module.functions:
             if function.linkage == llvm.Linkage.linkonce_odr and not function.is_declaration:
                 function.linkage = llvm.Linkage.internal
-        super()._optimize_final_module()
+        builder = llvm.create_pass_builder(self._codegen._tm, _tuning())
+        passes = builder.getModulePassManager()
+        # Counts of references to what Python owns, which cancel out.
+        passes.add_refprune_pass()
         # What is declared still is looked for when the machine code is loaded.
-        rest = llvm.create_new_module_pass_manager()
-        rest.add_global_dead_code_eliminate_pass()
-        rest.add_strip_dead_prototype_pass()
-        rest.run(self._final_module, self._codegen._pass_builder())
+        passes.add_global_dead_code_eliminate_pass()
+        passes.add_strip_dead_prototype_pass()
+        passes.run(self._final_module, builder)
+
+
+def _tuning() -> Any:
+    """All optimisations but those that look for vectors, or do several rounds of a loop at once."""
+    options = llvm.create_pipeline_tuning_options(3)
+    options.loop_vectorization = options.loop_interleaving = options.slp_vectorization = options.loop_unrolling = False
+    return options
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
