@@ -57,6 +57,18 @@ def test_any_call(case, dtype):
     assert_same_bits([out], expected[:1])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_signalling_nan_warns_in_no_call(dtype):
+    """Neither where a form is new nor where it is known, although NumPy says so when it casts one."""
+    q, k = np.ones((4, 5, 16), dtype), np.ones((4, 40, 16), dtype)
+    q.view(f"u{q.itemsize}")[:, 2, 1] = 0x7FA1 if q.itemsize == 2 else 0x7FA00001
+    for options in ({}, {"offset": "end", "segments": ([0, 5], [0, 40])}):
+        for _ in range(4):
+            out = rp.attention(q, k, k, **options)
+            assert np.isnan(out[:, 2]).all()
+            assert np.isfinite(np.delete(out, 2, axis=1)).all()
+
+
 @pytest.mark.parametrize(("name", "variant"), ATTENTION)
 def test_numbers_that_change_in_place_are_followed(name, variant):
     """Those of operands, and of every array of a scheme that lies in the caller's memory."""

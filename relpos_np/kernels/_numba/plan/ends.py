@@ -63,6 +63,8 @@ def met() -> bool:
     return bool(kinds[NONE] or kinds[MANY])
 
 
+# Repeated calls come here without what others do about warnings: of NaN that signal, and of overflows.
+@np.errstate(all="ignore")
 def mend(attend: Attend, problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float) -> None:
     """Make what a call has written right, if it is not; `attend` makes calls that are not watched."""
     if reached(problem, terms):
@@ -90,8 +92,7 @@ def reached(problem: Problem, terms: Terms) -> bool:
     # A rotation may double a channel.
     pairs = [(query, key, 4 * abs(problem.site.scale))]
     pairs += [(t.query, t.weights, 1.0) for t in terms.queries] + [(t.key, t.weights, 1.0) for t in terms.keys]
-    with np.errstate(over="ignore"):
-        return any(_largest(a) * _largest(b) * (scale * a.shape[-1]) > most for a, b, scale in pairs)
+    return any(_largest(a) * _largest(b) * (scale * a.shape[-1]) > most for a, b, scale in pairs)
 
 
 def _may_be_empty(problem: Problem, terms: Terms) -> bool:
