@@ -43,8 +43,38 @@ def test_alibi_needs_no_square_of_memory(form):
     assert largest <= 2 * 8000
 
 
+@pytest.mark.parametrize("form", ["symmetric", "causal", "key"])
+def test_slopes_of_items(form):
+    """Each item has the output and the gradients of a call of its own, also in several tiles."""
+    rng = np.random.default_rng(5)
+    q, grad_out = rng.standard_normal((2, 2, 3, 4, 150, 16))
+    k, v = rng.standard_normal((2, 2, 3, 2, 170, 16))
+    slopes = rng.standard_normal((3, 4))
+    options = {"causal": True, "softcap": 20.0}
+    position = rp.ALiBi(slopes, form=form)
+    found = rp.attention_vjp(q, k, v, position=position, grad_out=grad_out, **options)
+    out = rp.attention(q, k, v, position=position, **options)
+    total = np.zeros((3, 4))
+    for item in np.ndindex(2, 3):
+        own = rp.ALiBi(slopes[item[1]], form=form)
+        alone = q[item], k[item], v[item]
+        close(out[item], rp.attention(*alone, position=own, **options), 1e-13)
+        expected = rp.attention_vjp(*alone, position=own, grad_out=grad_out[item], **options)
+        close(found.q[item], expected.q, 1e-12)
+        close(found.k[item], expected.k, 1e-12)
+        total[item[1]] += expected.position["slopes"]
+    close(found.position["slopes"], total, 1e-10)
+
+
 def test_alibi_refuses():
+    q = np.zeros((2, 4, 5, 8))
+    own = rp.ALiBi(np.ones((2, 4)))
     assert_refused(
+        (lambda: rp.ALiBi(np.ones((2, 0))), r"slopes: .*\(2, 0\)"),
+        (lambda: rp.attention(q[:1], q[:1], q[:1], position=own), "slopes: batch axes"),
+        (lambda: rp.attention(q[:, :3], q[:, :3], q[:, :3], position=own), "slopes: .* heads, the call has 3"),
+        (lambda: rp.attention(q, q, q, position=own, offset=[0, 1]), "position: .* belongs to the tokens"),
+        (lambda: rp.AtPositions(own, np.arange(5)), "scheme: expected one that goes by distances alone"),
         (lambda: rp.ALiBi(np.ones(2), heads=2), "heads: found 2 besides slopes"),
         (lambda: rp.ALiBi(np.ones(2), bias_max=4), "bias_max: found 4 besides slopes"),
         (lambda: rp.reference.alibi_slopes(2, bias_max="8"), "bias_max: .*'8'"),

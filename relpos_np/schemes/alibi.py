@@ -2,15 +2,17 @@ r"""ALiBi: a penalty that grows linearly with the distance, with one fixed slope
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from relpos_np._contract import check
-from relpos_np._contract.index_maps import clip_map
-from relpos_np._contract.terms import KeyTerm, Terms
+from relpos_np._contract.index_maps import clip_map, difference_map
+from relpos_np._contract.terms import KeyTerm, QueryTerm, Terms, fit
 from relpos_np.errors import RelposValueError, shown
-from relpos_np.schemes.base import Sample, SchemeGradient, Site, register
+from relpos_np.schemes.base import MemoryBound, Sample, SchemeGradient, Site, register
 from relpos_np.schemes.checks import finite
 from relpos_np.schemes.distances import DistanceBias
 from relpos_np.types import Array, Int64
@@ -72,7 +74,7 @@ def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: 
 
     Parameters
     ----------
-    slopes : ndarray, shape (H,)
+    slopes : ndarray, shape (..., H)
         Slope m of each head.
     q_len, k_len : int
         Number of queries and of keys.
@@ -83,14 +85,14 @@ def alibi_bias(slopes: Array, q_len: int, k_len: int, *, offset: int = 0, form: 
 
     Returns
     -------
-    ndarray of float64, shape (H, L_q, L_k)
+    ndarray of float64, shape (..., H, L_q, L_k)
         To be added to the scores.
     """
     i, j = np.arange(q_len)[:, None] + offset, np.arange(k_len)[None, :]
-    m = np.asarray(slopes, dtype=np.float64)[:, None, None]
+    m = np.asarray(slopes, dtype=np.float64)[..., None, None]
     if form == "symmetric":
         return np.asarray(-m * np.abs(j - i))
-    return np.asarray(m * (j - i)) if form == "causal" else np.broadcast_to(m * j, (len(m), q_len, k_len))
+    return np.asarray(m * (j - i)) if form == "causal" else np.broadcast_to(m * j, (*m.shape[:-2], q_len, k_len))
 
 
 class ALiBi(DistanceBias):
@@ -110,8 +112,8 @@ class ALiBi(DistanceBias):
 
     Parameters
     ----------
-    slopes : ndarray, shape (H,), optional
-        Slope m of each head; default `alibi_slopes` of the number of heads.
+    slopes : ndarray, shape (H,) or (..., H), optional
+        Slope m of each head, in all batch items or in each; default `alibi_slopes` of the number of heads.
     heads : int, optional
         Number of heads that the default slopes are for; default that of the call.
     form : {"symmetric", "causal", "key"}
@@ -122,8 +124,8 @@ class ALiBi(DistanceBias):
     Raises
     ------
     RelposValueError
-        If slopes are given along with heads or bias_max, a slope is not finite, or the number of heads differs from the
-        call's.
+        If slopes are given along with heads or bias_max, a slope is not finite, or the number of heads or of batch
+        items differs from the call's.
 
     References
     ----------
@@ -142,12 +144,20 @@ class ALiBi(DistanceBias):
     array([-1. , -0.5,  0. , -0.5, -1. ])
     """
 
-    token_independent = True
-
     @property
     def relative(self) -> bool:  # type: ignore[override]
-        """All but the key form, which knows where keys stand."""
-        return self.form != "key"
+        """All but the key form, which knows where keys stand, and slopes of items."""
+        return self.form != "key" and not self._by_item
+
+    @property
+    def token_independent(self) -> bool:  # type: ignore[override]
+        """Slopes of items belong to the items of one call."""
+        return not self._by_item
+
+    @property
+    def _by_item(self) -> bool:
+        """Whether slopes may differ between batch items."""
+        return self.slopes is not None and self.slopes.ndim > 1
 
     def __init__(
         self, slopes: Any = None, *, heads: int | None = None, form: Form = "symmetric", bias_max: float | None = None
@@ -159,14 +169,18 @@ class ALiBi(DistanceBias):
         if slopes is not None and bias_max is not None:
             raise RelposValueError(f"bias_max: found {shown(bias_max)} besides slopes, which it would have no part in")
         self.bias_max = None if bias_max is None else check.positive("bias_max", bias_max)
-        self.slopes = None if slopes is None else check.table("slopes", slopes, "heads")
+        self.slopes = None if slopes is None else check.ordered("slopes", slopes)
         self.heads = None if heads is None else check.integer("heads", heads, 1)
         self.form = check.choice("form", form, FORMS)
+        if self.slopes is not None and not self.slopes.size:
+            raise RelposValueError(f"slopes: expected shape (..., H), found {self.slopes.shape}")
         finite("slopes", self.slopes)
 
     def check(self, site: Site) -> None:
         """There must be one slope per head."""
-        check.heads("slopes", self.slopes, 0, site)
+        if self.slopes is not None:
+            check.heads("slopes", self.slopes, -1, site)
+            check.fits_batch("slopes", self.slopes.shape[:-1], site.batch)
         if self.heads is not None and self.heads != site.heads:
             raise RelposValueError(f"heads: slopes are for {self.heads} heads, the call has {site.heads}")
 
@@ -188,7 +202,12 @@ class ALiBi(DistanceBias):
         return np.asarray(np.exp2(-last / whole * np.where(h < whole, h + 1, h - whole + 0.5)))
 
     def lower(self, q: Array, k: Array, site: Site) -> Terms:
-        """One table term with a row per relative position; for the key form a key term with a single row."""
+        """One table term with a row per relative position; for the key form a key term with a single row.
+
+        Slopes of items are the only channel of a query term, or of the keys.
+        """
+        if self._by_item:
+            return self._lower_items(site)
         if self.form != "key":
             return super().lower(q, k, site)
         # m j does not depend on j - i: the key's position is multiplied with the head's slope.
@@ -196,6 +215,24 @@ class ALiBi(DistanceBias):
         key = np.broadcast_to(positions, (site.kv_heads, site.k_len, 1))
         everywhere = clip_map(site.q_len, site.k_len, site.offset, 0, "clip")
         return Terms(keys=(KeyTerm(key, self._slopes(site).astype(site.dtype)[:, None, None], everywhere),))
+
+    def _lower_items(self, site: Site) -> Terms:
+        slopes = self._slopes(site)[..., None, None].astype(site.dtype)
+        if self.form == "key":
+            everywhere = clip_map(site.q_len, site.k_len, site.offset, 0, "clip")
+            key = slopes * np.arange(site.k_len, dtype=site.dtype)[:, None]
+            return Terms(keys=(KeyTerm(key, np.ones((1, 1, 1), site.dtype), everywhere),))
+        query = np.broadcast_to(slopes, (*slopes.shape[:-2], site.q_len, 1))
+        factors = self._factor(site.relative_positions()).astype(site.dtype)[None, :, None]
+        return Terms(queries=(QueryTerm(query, factors, difference_map(site.q_len, site.k_len)),))
+
+    def memory_bound(self, site: Site) -> MemoryBound:
+        """The formula has slopes of items in float64."""
+        bound = super().memory_bound(site)
+        if not self._by_item:
+            return bound
+        pairs = math.prod(site.batch) * site.heads * site.q_len * site.k_len
+        return replace(bound, formula=bound.formula + 16 * pairs)
 
     def _factor(self, d: Int64) -> Int64:
         """What a slope is multiplied with at each relative position."""
@@ -212,6 +249,12 @@ class ALiBi(DistanceBias):
         """A slope collects each row times its distance; the default slopes are not trained."""
         if self.slopes is None:
             return SchemeGradient()
+        if self._by_item and self.form == "key":
+            by_key = grad.keys[0].key[..., 0].astype(np.float64) @ np.arange(site.k_len, dtype=np.float64)
+            return SchemeGradient(arrays={"slopes": fit(by_key, self.slopes.shape)})
+        if self._by_item:
+            by_query = grad.queries[0].query[..., 0].sum(axis=-1, dtype=np.float64)
+            return SchemeGradient(arrays={"slopes": fit(by_query, self.slopes.shape)})
         if self.form == "key":
             return SchemeGradient(arrays={"slopes": grad.keys[0].weights[:, 0, 0]})
         return super().lift(q, k, site, grad)
@@ -236,10 +279,13 @@ def _build(at: Sample) -> dict[str, Any]:
     heads = parts["q"].shape[-3]
     form: Form = at.variant or "symmetric"
     if form == "symmetric":
-        given = at.pick("slopes", "nothing", "bias_max")
-        slopes = np.abs(at.normal(heads)) if given == "slopes" else None
+        given = at.pick("slopes", "nothing", "bias_max", "items")
+        own = {"slopes": (heads,), "items": (*at.batch, heads)}.get(given)
+        slopes = None if own is None else np.abs(at.normal(*own))
         return {**parts, "position": ALiBi(slopes, bias_max=5.0 if given == "bias_max" else None)}
     # Slopes of one's own may be negative.
-    given = at.pick("not", "slopes")
-    options = {"slopes": at.normal(heads)} if given == "slopes" else {"heads": heads} if form == "key" else {}
+    given = at.pick("not", "slopes", "items")
+    options: dict[str, Any] = {"heads": heads} if form == "key" else {}
+    if given != "not":
+        options = {"slopes": at.normal(*(at.batch if given == "items" else ()), heads)}
     return {**parts, "position": ALiBi(**options, form=form), "kwargs": {"causal": True}}

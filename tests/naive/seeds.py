@@ -16,7 +16,7 @@ from operator import mul
 
 import numpy as np
 
-from tests.naive.by_name import Loops, witness
+from tests.naive.by_name import Loops, flat, witness
 
 NEG_INF = -math.inf
 
@@ -494,16 +494,18 @@ def alibi_slope(h, heads, bias_max=8.0):
 
 
 @witness("alibi")
-def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", bias_max=None, offset=None):
-    """-m_h |i+M-j|; causal: m_h (j-i-M); key: m_h j (Press 2022, section 3)."""
+def alibi(l_q, l_k, heads, *, slopes=None, form="symmetric", bias_max=None, offset=None, batch=(1,)):
+    """-m_bh |i+M-j|; causal: m_bh (j-i-M); key: m_bh j; m is the same in all items (Press 2022, section 3)."""
     offset = l_k - l_q if offset is None else offset
-    m = [alibi_slope(h, heads, bias_max or 8.0) for h in range(heads)] if slopes is None else floats(slopes)
+    default = [alibi_slope(h, heads, bias_max or 8.0) for h in range(heads)]
+    m = floats(flat(default if slopes is None else slopes, batch, 1))
 
     def logit(b, h, i, j):
+        slope = m[b if len(m) > 1 else 0][h]
         if form == "key":
-            return m[h] * j
+            return slope * j
         distance = i + offset - j
-        return -m[h] * (distance if form == "causal" else abs(distance))
+        return -slope * (distance if form == "causal" else abs(distance))
 
     return logit
 
