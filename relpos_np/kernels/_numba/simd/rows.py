@@ -506,10 +506,13 @@ def _dots(rows: int, keys: int) -> Any:
 
                 starts = [[u.const(0)] * (rows * count) for u in (v, one)]
                 lanes, rest = v.sums(depth, starts, multiply)
-                for r in range(rows):
-                    for n in range(count):
-                        total = b.fadd(v.reduce(lanes[r * count + n], b.fadd), rest[r * count + n])
-                        one.store(total, s, b.add(b.mul(index(r), lds), b.add(j, index(n))))
+                own = [b.gep(s, [b.add(b.mul(index(r), lds), j)]) for r in range(rows)]
+                places, some = [(line, index(n)) for line in own for n in range(count)], min(count, v.lanes)
+                for n in range(0, rows * count, some):
+                    Vectors(b, v.bits, some).store(v.totals(lanes[n : n + some]), *places[n])
+                with b.if_then(b.icmp_signed("!=", v.whole(depth, v.lanes), depth)):
+                    for place, x in zip(places, rest, strict=True):
+                        one.store(b.fadd(one.load(*place), x), *place)
                 return []
 
             return step
@@ -529,7 +532,7 @@ def _dots(rows: int, keys: int) -> Any:
     return dots
 
 
-# Accumulators enough to hide the latency of an FMA, and few enough for 16 registers.
+# Accumulators enough to hide the latency of an FMA, and few enough for the registers.
 dots_of_one, dots_of_four = _dots(1, 8), _dots(4, 2)
 
 
