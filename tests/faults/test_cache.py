@@ -306,7 +306,8 @@ def test_row_43_a_read_only_folder_is_read(entry, monkeypatch):
         assert made(new()) == "loaded"
 
 
-def test_row_43_a_warning_that_is_an_error_costs_one_call(folder, monkeypatch):
+@pytest.mark.filterwarnings("error")
+def test_row_43_a_warning_that_is_an_error_costs_one_call(folder):
     """With -W error the first call raises it; the kernel is there all the same."""
     folder.write_text("a file where the folder should be")
     kernel = new()
