@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+# The checkout is measured, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from relpos_np._commands.peers import OURS  # noqa: E402
-from relpos_np.versions import processor  # noqa: E402
+from relpos_np._commands.peers import OURS, Prepared
+from relpos_np._commands.peers.rounds import Process, alternate, figures, load
+from relpos_np._commands.peers.worker import Worker, serve
+from relpos_np.versions import processor
 
 # Lengths of sentences: log-normal, half of all up to 36 tokens, and none beyond 85.
 MANY, LONG = "32 texts", "one text"
@@ -134,66 +134,45 @@ def in_openvino(model, example, dtype, threads):
     return run
 
 
-def serve(way, name, texts, dtype, threads):
-    """Print an error, and then the seconds of a run for each line of the input."""
-    import torch
+class Encoder(Worker):
+    """One way of running an encoder, in a process of its own."""
 
-    torch.set_num_threads(threads)
-    model, example, dtype = encoder(name), texts_of(texts), getattr(torch, dtype)
-    with torch.no_grad():
-        exact = model.double()(input_ids=example[0], attention_mask=example[1])[0]
-    model = model.float()
-    if way == "onnxruntime":
-        run = in_onnxruntime(model, name, threads)
-    elif way == "openvino":
-        run = in_openvino(model, example, dtype, threads)
-    else:
-        run = in_torch(way, model, dtype)
-    found = run(*example)
-    share = float(example[1].float().mean())
-    print(
-        json.dumps({"error": float(((found - exact).abs() * example[1][..., None]).max()), "real": share}), flush=True
-    )
-    for _ in sys.stdin:
-        started = time.perf_counter()
-        run(*example)
-        print(time.perf_counter() - started, flush=True)
+    def prepare(self, model, texts, dtype):
+        """Have a run ready; return its error and the share of tokens that are no padding."""
+        import torch
+
+        torch.set_num_threads(self.threads)
+        net, example, kind = encoder(model), texts_of(texts), getattr(torch, dtype)
+        with torch.no_grad():
+            exact = net.double()(input_ids=example[0], attention_mask=example[1])[0]
+        net = net.float()
+        if self.name == "onnxruntime":
+            run = in_onnxruntime(net, model, self.threads)
+        elif self.name == "openvino":
+            run = in_openvino(net, example, kind, self.threads)
+        else:
+            run = in_torch(self.name, net, kind)
+        error, real = (run(*example) - exact).abs() * example[1][..., None], example[1].float().mean()
+        self.prepared = Prepared(lambda: run(*example))
+        return {"error": float(error.max()), "real": float(real)}
 
 
 def measure(work, dtype, rounds, threads):
     """Errors, medians and ratios of all ways, of which each has a process."""
-    pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
-    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = {}
-    for way in WAYS[dtype]:
-        line = [sys.executable, __file__, "--threads", str(threads), "--serve", way, *work, dtype]
-        processes[way] = subprocess.Popen(line, env=os.environ | pinned | {"PYTHONPATH": path}, **pipes)
-
-    def answer(process):
-        while line := process.stdout.readline():
-            if line[0] in "{0123456789":
-                return json.loads(line)
-        sys.exit(f"{work}, {dtype}: {process.args} has ended")
-
-    said = {way: answer(process) for way, process in processes.items()}
-    seconds = {way: [] for way in processes}
-    for _ in range(rounds + 1):
-        for way, process in processes.items():
-            print(file=process.stdin, flush=True)
-            seconds[way].append(answer(process))
-    for process in processes.values():
-        process.communicate()
-    # The first round is not counted.
-    taken = {way: each[1:] for way, each in seconds.items()}
+    model, texts = work
+    with ExitStack() as stack:
+        processes, said = {}, {}
+        for way in WAYS[dtype]:
+            process = Process(way, sys.executable, threads, program=(__file__,))
+            processes[way] = stack.enter_context(closing(process))
+            said[way] = process.ask("prepare", model=model, texts=texts, dtype=dtype)
+        times, _ = alternate(processes, WAYS[dtype], rounds, 0)
+    found = {way: figures(each, times[OURS], None, None) for way, each in times.items()}
     return {
         "real": said[OURS]["real"],
         "errors": {way: one["error"] for way, one in said.items()},
-        "median_ms": {way: round(1e3 * statistics.median(each), 1) for way, each in taken.items()},
-        "times_ours": {
-            way: round(statistics.median(x / y for x, y in zip(each, taken[OURS], strict=True)), 3)
-            for way, each in taken.items()
-        },
+        "median_ms": {way: round(one["median_ms"], 1) for way, one in found.items()},
+        "times_ours": {way: round(one["times_ours"], 3) for way, one in found.items()},
     }
 
 
@@ -202,20 +181,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write the record")
-    parser.add_argument("--serve", nargs=4, metavar=("WAY", "MODEL", "TEXTS", "DTYPE"), help="be one of the processes")
     arguments = parser.parse_args()
-    if arguments.serve:
-        serve(*arguments.serve, arguments.threads)
-        return
-    from importlib.metadata import version
-
     record = {
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor(),
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "versions": {name: version(name) for name in ("torch", "transformers", "onnxruntime", "openvino")},
-        "load_before": os.getloadavg(),
+        "load_before": load(),
         "works": {", ".join(work): {} for work in WORKS},
     }
     for work in WORKS:
@@ -223,10 +196,14 @@ def main():
             found = measure(work, dtype, arguments.rounds, arguments.threads)
             record["works"][", ".join(work)][dtype] = found
             print(*work, dtype, json.dumps(found), flush=True)
-    record["load_after"] = os.getloadavg()
+    record["load_after"] = load()
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    # The processes that take turns are this file too, with a way and a number of threads.
+    if sys.argv[1:2] and sys.argv[1] in WAYS["float32"]:
+        serve(Encoder)
+    else:
+        main()

@@ -35,14 +35,22 @@ _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 class Process:
     """One peer's process."""
 
-    def __init__(self, name: str, python: str, threads: int, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        threads: int,
+        modules: Sequence[str] = (),
+        *,
+        program: Sequence[str] = ("-m", "relpos_np._commands.peers.worker"),
+    ) -> None:
         # The library that runs here is compared, installed or not.
         paths = [str(Path(relpos_np.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         pinned = dict.fromkeys(_COUNTS, str(threads)) | {"PYTHONPATH": os.pathsep.join(paths)}
         self.name = name
         # -P: a file in the folder of the call is nobody's module.
         self.process = subprocess.Popen(
-            [python, "-P", "-m", "relpos_np._commands.peers.worker", name, str(threads), *modules],
+            [python, "-P", *program, name, str(threads), *modules],
             env=os.environ | pinned,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

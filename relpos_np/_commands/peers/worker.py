@@ -60,6 +60,11 @@ class Worker:
         self.prepared = prepared
         return {"note": prepared.note, "amount": prepared.amount, "error": error}
 
+    def versions(self) -> Mapping[str, str | None]:
+        """Of the interpreter and of the packages that matter."""
+        found = {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[self.name].packages))
+        return found | ({"NumPy's BLAS": blas()} if self.name == "numpy" else {})
+
     def turn(self, seconds: float, most: int) -> dict[str, Any]:
         """One call untimed, because others have used the caches, then as many as fit, at least one."""
         assert self.prepared is not None
@@ -77,13 +82,7 @@ class Worker:
         return {"seconds": times, "idle_cpu": idle}
 
 
-def versions(name: str) -> Mapping[str, str | None]:
-    """Of the interpreter and of the packages that matter."""
-    found = {"python": sys.version.split()[0]} | of_packages(("numpy", *PEERS[name].packages))
-    return found | ({"NumPy's BLAS": blas()} if name == "numpy" else {})
-
-
-def main() -> None:
+def serve(worker: type[Worker]) -> None:
     """Answer until the pipe is closed. What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -95,14 +94,13 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     # Ctrl-C goes to whoever asks, who then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = Worker(name, int(threads))
+    own = worker(name, int(threads))
     for line in sys.stdin:
         request = json.loads(line)
-        what = request.pop("do")
-        answer = versions(name) if what == "versions" else getattr(worker, what)(**request)
+        answer = getattr(own, request.pop("do"))(**request)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)
