@@ -123,7 +123,7 @@ def test_house_is_small_and_without_circles(capsys):
 
 def test_kernels_know_terms_only():
     """No scheme, no check, no api; and the two backends know nothing of each other."""
-    known = {f"_contract.{name}" for name in ("problem", "sequences", "terms", "turned", "counted", "cut")}
+    known = {f"_contract.{name}" for name in ("problem", "sequences", "terms", "turned", "counted", "cut", "placed")}
     known |= {"errors", "types", "_runtime.threadcount", "_runtime.forks"}
     for path in MODULES:
         name = dotted(path)

@@ -16,6 +16,7 @@ import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered
+from relpos_np._contract.placed import placed_maps
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, Terms, ValueTerm, ValueTurn
 from relpos_np._dense import bounds
@@ -95,6 +96,10 @@ class Admission:
             terms = all_terms(self.lowered)
             if terms.turn is not None:
                 parts["turned values and output"] = _turned(site, terms.turn, backward)
+            if not by_rows:
+                # Made when they are asked for, and then kept.
+                maps = placed_maps(terms)
+                parts["index maps"] = sum(4 * math.prod(x.shape) + x.distance_bytes() for x in maps)
             if dense:
                 parts["what terms hold"] = _dense_terms(terms, site, lines, backward)
                 if backward:
@@ -208,7 +213,7 @@ def _dense_terms(terms: Terms, site: Site, lines: int, backward: bool) -> int:
     pairs, item = site.q_len * site.k_len, site.dtype.itemsize
     worst, kept = 0, 0
     for term in terms.tables:
-        per_item = math.prod(site.batch) if isinstance(term.index, Dense) and term.index.index.ndim > 2 else 1
+        per_item = math.prod(site.batch) if isinstance(term.index, Dense) and len(term.index.shape) > 2 else 1
         size = (24 * per_item + (2 * per_item * site.heads + 1) * item) * pairs + lines * pairs * item
         if backward:
             size = max(size, _summed(lines, pairs, site.q_len, term.index.rows, item))

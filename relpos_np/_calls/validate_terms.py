@@ -165,10 +165,10 @@ class _Checked:
             fits = index.lookup.shape == wanted
         else:
             wanted = (*site.batch, site.q_len, site.k_len)
-            fits = index.index.shape[-2:] == wanted[-2:] and _broadcasts(index.index.shape[:-2], site.batch)
+            fits = index.shape[-2:] == wanted[-2:] and _broadcasts(index.shape[:-2], site.batch)
         if not fits:
-            found = index.lookup if isinstance(index, Toeplitz) else index.index
-            self.refuse("index", f"shape {wanted}", found.shape)
+            found = index.lookup.shape if isinstance(index, Toeplitz) else index.shape
+            self.refuse("index", f"shape {wanted}", found)
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:

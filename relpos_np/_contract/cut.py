@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract.problem import Part, Site
-from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, ValueTurn, cut_map, of_batch
+from relpos_np._contract.terms import (
+    KeyTerm,
+    QueryTerm,
+    TableTerm,
+    Terms,
+    ValueTerm,
+    ValueTurn,
+    cut_map,
+    of_batch,
+    with_maps,
+)
 from relpos_np._contract.turned import Turned
 from relpos_np.types import Array
 
@@ -67,16 +77,16 @@ class Cut:
         part, heads = self.part, self.part.heads
         at = (self.site.q_len, part.queries, part.keys, part.batch)
         of_query = (heads, part.queries)
-        tables, values = terms.tables, terms.values
-        queries = [(self.operand(t.query, *of_query), t.weights, t.index) for t in terms.queries]
-        keys = [(self.of_key(t.key), t.weights, t.index) for t in terms.keys]
+        terms = with_maps(terms, lambda index: cut_map(index, *at))
+        queries = [(self.operand(t.query, *of_query), t) for t in terms.queries]
+        keys = [(self.of_key(t.key), t) for t in terms.keys]
         return Terms(
             query=None if terms.query is None else self.operand(terms.query, *of_query),
             key=None if terms.key is None else self.of_key(terms.key),
-            tables=tuple(TableTerm(_of_heads(t.table, heads), cut_map(t.index, *at)) for t in tables),
-            queries=tuple(QueryTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in queries),
-            keys=tuple(KeyTerm(x, _of_heads(w, heads), cut_map(index, *at)) for x, w, index in keys),
-            values=tuple(ValueTerm(_of_heads(t.weights, heads), cut_map(t.index, *at)) for t in values),
+            tables=tuple(TableTerm(_of_heads(t.table, heads), t.index) for t in terms.tables),
+            queries=tuple(QueryTerm(x, _of_heads(t.weights, heads), t.index) for x, t in queries),
+            keys=tuple(KeyTerm(x, _of_heads(t.weights, heads), t.index) for x, t in keys),
+            values=tuple(ValueTerm(_of_heads(t.weights, heads), t.index) for t in terms.values),
             biases=tuple(self.bias(x) for x in terms.biases),
             turn=None if terms.turn is None else self.turn(terms.turn),
         )

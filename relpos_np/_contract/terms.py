@@ -44,7 +44,7 @@ class Toeplitz:
     gaps: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gaps", _check_range(self.lookup, self.rows))
+        object.__setattr__(self, "gaps", check_rows(self.lookup, self.rows))
         object.__setattr__(self, "lookup", self.lookup.astype(np.int32, copy=False))
 
     def dense(self, q_len: int, k_len: int) -> Int32:
@@ -81,7 +81,7 @@ class Dense:
     gaps: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gaps", _check_range(self.index, self.rows))
+        object.__setattr__(self, "gaps", check_rows(self.index, self.rows))
         object.__setattr__(self, "index", self.index.astype(np.int32, copy=False))
 
     def dense(self, q_len: int, k_len: int) -> Int32:
@@ -97,15 +97,25 @@ class Dense:
         ndarray of int32, shape (..., L_q, L_k)
             Row of each pair, or -1.
         """
-        if self.index.shape[-2:] != (q_len, k_len):
-            raise RelposValueError(f"index map: shape {self.index.shape} does not end in {(q_len, k_len)}")
+        if self.shape[-2:] != (q_len, k_len):
+            raise RelposValueError(f"index map: shape {self.shape} does not end in {(q_len, k_len)}")
         return self.index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the map, (..., L_q, L_k)."""
+        found: tuple[int, ...] = self.index.shape
+        return found
+
+    def _cut(self, queries: slice, keys: slice, batch: tuple[slice, ...]) -> Dense:
+        """The map of some queries, keys and batch items."""
+        return Dense(np.ascontiguousarray(of_batch(self.index, 2, batch)[..., queries, keys]), self.rows)
 
 
 IndexMap = Toeplitz | Dense
 
 
-def _check_range(index: Any, rows: int) -> bool:
+def check_rows(index: Any, rows: int) -> bool:
     """Refuse what is no index, and indices outside [-1, rows); return whether there is a -1."""
     if not isinstance(index, np.ndarray) or index.dtype.kind not in "iu":
         found = f"dtype {index.dtype}" if isinstance(index, np.ndarray) else type(index).__name__
@@ -434,10 +444,25 @@ def cut_map(
 ) -> Toeplitz | Dense:
     """The map of some of q_len queries, some keys and some batch items."""
     if isinstance(index, Dense):
-        return Dense(np.ascontiguousarray(of_batch(index.index, 2, batch)[..., queries, keys]), index.rows)
+        return index._cut(queries, keys, batch)
     count = queries.stop - queries.start + keys.stop - keys.start - 1
     first = keys.start - queries.stop + q_len
     return Toeplitz(index.lookup[first : first + max(count, 0)], index.rows)
+
+
+def with_maps(terms: Terms, change: Callable[[IndexMap], IndexMap]) -> Terms:
+    """The terms with other index maps; those that share one still do."""
+    made: dict[int, IndexMap] = {}
+
+    def changed(some: tuple[Any, ...]) -> tuple[Any, ...]:
+        for term in some:
+            if id(term.index) not in made:
+                made[id(term.index)] = change(term.index)
+        return tuple(replace(term, index=made[id(term.index)]) for term in some)
+
+    kinds = (terms.tables, terms.queries, terms.keys, terms.values)
+    tables, queries, keys, values = map(changed, kinds)
+    return replace(terms, tables=tables, queries=queries, keys=keys, values=values)
 
 
 def fit(x: Array, shape: tuple[int, ...]) -> Array:

@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from relpos_np._contract.problem import UNBOUNDED, Problem, Site
-from relpos_np._contract.terms import IndexMap, Terms, Toeplitz
+from relpos_np._contract.terms import IndexMap, Terms, Toeplitz, cut_map
 from relpos_np.types import Array
 
 # Units of roundoff within which exponentials and logarithms, and hyperbolic tangents, of NumPy are trusted to be right.
@@ -98,7 +98,9 @@ class _Line:
         if isinstance(index, Toeplitz):
             found: Array = index.lookup[np.arange(site.k_len) - np.arange(low, high)[:, None] + site.q_len - 1]
             return found
-        return self.of_item(index.index, index.index.shape[:-2])[low:high]
+        item = tuple(slice(i, i + 1) for i in self.b)
+        found = cut_map(index, site.q_len, slice(low, high), slice(0, site.k_len), item).dense(high - low, site.k_len)
+        return found.reshape(high - low, site.k_len)
 
     def product(self, a: Array, b: Array, made: bool) -> tuple[Array, Array]:
         """A B^T and what it may be off, also since vectors that were `made` are: a (n, E), b (m, E)."""

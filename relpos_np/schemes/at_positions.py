@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from relpos_np._contract.placed import Placed
 from relpos_np._contract.problem import UNBOUNDED
-from relpos_np._contract.terms import Dense, Terms
+from relpos_np._contract.terms import IndexMap, Terms, with_maps
 from relpos_np.errors import RelposTypeError, RelposValueError, shown
 from relpos_np.formulas.softmax import weighted_vectors
 from relpos_np.schemes.alibi import ALiBi
@@ -84,7 +85,9 @@ class AtPositions(Positioned):
     Notes
     -----
     Where positions rise by 1 from token to token, the call is as fast as one without them, and takes no more memory.
-    Otherwise an index map holds a number for each pair of query and key, for all heads at once.
+    Otherwise an index map says which distance each pair of query and key has, for all heads at once. The CPU kernels
+    make it for some queries at a time, so that nothing they hold grows with the number of pairs; all other backends
+    make all of it, 4 bytes for each pair.
 
     References
     ----------
@@ -162,20 +165,13 @@ class AtPositions(Positioned):
         terms = self.scheme.lower(q, k, line)
         if terms.biases or terms.changes:
             raise RelposTypeError(f"position: the terms of {shown(self.scheme)} are no tables, which AtPositions needs")
-        row = given_distances(*self._stand(site)) + line.offset
-        maps: dict[int, Dense] = {}
+        at_query, at_key = (np.asarray(x, np.int64) for x in self._stand(site))
+        at_query = at_query - line.offset
 
-        def placed(term: Any) -> Any:
-            # Terms may share a map.
-            index = maps.get(id(term.index))
-            if index is None:
-                lookup = term.index.dense(1, line.k_len)[0]
-                index = maps[id(term.index)] = Dense(np.take(lookup, row), term.index.rows)
-            return replace(term, index=index)
+        def placed(index: IndexMap) -> Placed:
+            return Placed(index.dense(1, line.k_len)[0], index.rows, at_query, at_key)
 
-        kinds = (terms.tables, terms.queries, terms.keys, terms.values)
-        tables, queries, keys, values = (tuple(map(placed, kind)) for kind in kinds)
-        return replace(terms, tables=tables, queries=queries, keys=keys, values=values)
+        return with_maps(terms, placed)
 
     def lift(self, q: Array, k: Array, site: Site, grad: Terms) -> SchemeGradient:
         """That of the scheme: its tables have the same rows whatever the map."""
@@ -187,7 +183,7 @@ class AtPositions(Positioned):
         return (self._with(**self._cut_places(site, part)), *part.nearby(site))
 
     def memory_bound(self, site: Site) -> MemoryBound:
-        """A map and distances, the scheme's terms of all distances, and in the formula pairs of one distance."""
+        """The scheme's terms of all distances, and in the formula distances and pairs of one of them."""
         line, pairs, itemsize = self._line(site), site.q_len * site.k_len, site.dtype.itemsize
         group = min(_PAIRS, pairs) * site.heads * (2 * site.head_dim + 8) * itemsize
         vectors = 0 if site.scores_only else 2 * site.heads * (pairs + line.k_len) * site.v_dim * itemsize
@@ -198,9 +194,8 @@ class AtPositions(Positioned):
         if shifted is not None:
             return replace(counted, formula=formula)
         of_line, rows = self.scheme.memory_bound(line), line.k_len * (64 + 24 * site.heads)
-        items = math.prod(np.broadcast_shapes(*(x.shape[:-1] for x in self._stand(site))))
-        maps = MemoryBound(0).with_maps(site, items).lower
-        return MemoryBound(formula, of_line.lower + rows + maps, of_line.lift + rows)
+        places = 8 * sum(x.size for x in self._stand(site))
+        return MemoryBound(formula, of_line.lower + rows + 3 * places, of_line.lift + rows)
 
     def _line(self, site: Site) -> Site:
         """One query, and a key at each distance from the smallest to the largest."""

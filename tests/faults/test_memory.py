@@ -115,6 +115,26 @@ def test_row_37_no_variant_takes_more_than_it_asks_for(name, variant, asked):
     judge_scheme(name, variant, 120, "float64", asked)
 
 
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("kind", ["t5", "shaw", "deberta"])
+def test_row_37_given_positions_are_counted_part_by_part(kind, batch, asked, monkeypatch, rng):
+    """Forward and back: what one part holds, and what is summed over all of them."""
+    by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
+    monkeypatch.setattr(by_rows, "MAP_ROWS", 300)
+    monkeypatch.setattr(by_rows, "MAP_PAIRS", 1)
+    n = 1400
+    q, g = rng.standard_normal((2, *batch, 2, n, 8))
+    k, v = rng.standard_normal((2, *batch, 1, n, 8))
+    tables = {
+        "t5": lambda: rp.T5(rng.standard_normal((32, 2))),
+        "shaw": lambda: rp.Shaw(*rng.standard_normal((2, 9, 8))),
+        "deberta": lambda: rp.DeBERTa(*rng.standard_normal((2, 2, 16, 8)), max_position=64),
+    }
+    call = {"position": rp.AtPositions(tables[kind](), np.cumsum(rng.integers(1, 3, (*batch, n)), axis=-1))}
+    judge(lambda backend: rp.attention(q, k, v, **call, backend=backend), "numba", asked)
+    judge(lambda backend: rp.attention_vjp(q, k, v, grad_out=g, **call, backend=backend), "numba", asked)
+
+
 OPTIONS = {
     "causal": {"causal": True},
     "window": {"window": 5},

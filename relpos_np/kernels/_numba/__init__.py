@@ -99,7 +99,7 @@ def backward(
     if not (math.prod(problem.out_shape[:-1]) and problem.site.k_len):
         return nothing(terms, problem.q, problem.k, problem.v)
     if by_rows.needed(terms):
-        return by_rows.backward(problem, terms, grad_out, grad_lse, _backward)
+        return by_rows.backward(problem, terms, grad_out, grad_lse, _backward, stored=stored)
     return _backward(problem, terms, grad_out, grad_lse, stored=stored)
 
 

@@ -1,7 +1,9 @@
-"""Calls with a bias of every pair that is made for some queries at a time: one call of the kernels for each of these.
+"""Calls with numbers of every pair that are made for some queries at a time: one call of the kernels for each of these.
 
-Nothing of size L_q L_k is held: a part has as many queries as fit into `PART_BYTES`, and at least `LEAST_ROWS`, so that
-for many heads the bias of a part is about as large as their keys.
+The numbers are biases, or index maps of given positions. Nothing of size L_q L_k is held. With a bias a part has as
+many queries as fit into `PART_BYTES`, and at least `LEAST_ROWS`, so that for many heads the bias of a part is about as
+large as their keys. With index maps it has `MAP_ROWS`, more where there are few keys: the map of a batch item is about
+as large as the keys of eight heads.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import numpy as np
 
 from relpos_np._contract.counted import CountedBias
 from relpos_np._contract.cut import Cut
+from relpos_np._contract.placed import Placed, placed_maps
 from relpos_np._contract.problem import Part, Problem
-from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm
+from relpos_np._contract.terms import KeyTerm, QueryTerm, TableTerm, Terms, ValueTerm, with_maps
 from relpos_np.kernels._numba.forward_pass.gated_positions import BLOCK_ROWS, Counting
 from relpos_np.kernels._numba.plan import job
 from relpos_np.kernels._numba.plan.fields import readable
@@ -24,28 +27,56 @@ from relpos_np.types import Array
 
 PART_BYTES = 1 << 26
 LEAST_ROWS = 2 * BLOCK_ROWS
+# Neither the batch nor heads decide how a map is divided: an item, or a head of keys, has the bits that it has alone.
+MAP_ROWS, MAP_PAIRS = 512, 1 << 20
 
-Backward = Callable[[Problem, Terms, Array, Array | None], tuple[Terms, Array]]
+Backward = Callable[..., tuple[Terms, Array]]
 
 
 def needed(terms: Terms) -> bool:
-    """Whether a bias is made for some queries at a time."""
+    """Whether something is made for some queries at a time."""
+    return counted(terms) or bool(placed_maps(terms))
+
+
+def counted(terms: Terms) -> bool:
+    """Whether that is a bias."""
     return any(isinstance(bias, CountedBias) for bias in terms.biases)
 
 
-def part_rows(problem: Problem, terms: Terms, *, backward: bool) -> int:
-    """How many queries a part has."""
-    return max(LEAST_ROWS, PART_BYTES // max(row_bytes(problem, terms, backward=backward), 1))
+def whole(problem: Problem, terms: Terms, *, backward: bool = False) -> Terms | None:
+    """The terms with all that is made for some queries at a time, if that is little and can be made at once."""
+    if not needed(terms):
+        return terms
+    if counted(terms) or number_of_parts(problem, terms, backward=backward) > 1:
+        return None
+    return _made(problem, terms)
+
+
+def _made(problem: Problem, terms: Terms) -> Terms:
+    """The terms with index maps as the kernels read them."""
+    return with_maps(terms, lambda index: index.made(problem.batch) if isinstance(index, Placed) else index)
+
+
+def number_of_parts(problem: Problem, terms: Terms, *, backward: bool) -> int:
+    """How many calls of the kernels, each with as many queries as the others, or one more."""
+    site, rows = problem.site, problem.site.q_len
+    if counted(terms):
+        rows = max(LEAST_ROWS, PART_BYTES // max(row_bytes(problem, terms, backward=backward), 1))
+    if placed_maps(terms):
+        # Each part multiplies keys with tables anew, which is to take little beside its own products.
+        tables = 4 * max((term.weights.shape[-2] for term in terms.keys), default=0)
+        rows = min(rows, max(MAP_ROWS, MAP_PAIRS // site.k_len, tables))
+    return -(-site.q_len // rows)
 
 
 def row_bytes(problem: Problem, terms: Terms, *, backward: bool) -> int:
     """Bytes for one query of every head: its biases, on the way back their gradients, and its products with tables."""
     site = problem.site
-    counted = [bias for bias in terms.biases if isinstance(bias, CountedBias)]
+    own = [bias for bias in terms.biases if isinstance(bias, CountedBias)]
     # The biases, their sum and that with the mask; gradients, a copy of one, and slopes of gates in float64.
     back = 2 + (len(terms.biases) > 1)
-    pairs = (len(counted) + 2) * site.dtype.itemsize + (back * site.dtype.itemsize + 8 if backward else 0)
-    positions = sum(8 * int(bias.table.shape[-2]) * (2 if backward else 1) for bias in counted)
+    pairs = (len(own) + 2) * site.dtype.itemsize + (back * site.dtype.itemsize + 8 if backward else 0)
+    positions = sum(8 * int(bias.table.shape[-2]) * (2 if backward else 1) for bias in own)
     return math.prod(site.batch) * site.heads * (site.k_len * pairs + positions + 32 * site.head_dim)
 
 
@@ -59,11 +90,11 @@ class _Parts:
         self.problem, self.terms, self.whole = problem, terms, Part.of(problem.site)
         self.makers = [Counting(bias) if isinstance(bias, CountedBias) else None for bias in terms.biases]
         self.arrays = tuple(bias for bias in terms.biases if not isinstance(bias, CountedBias))
-        self.rows = part_rows(problem, terms, backward=backward)
+        self.count = number_of_parts(problem, terms, backward=backward)
 
     def __iter__(self) -> Iterator[tuple[slice, Problem, Terms]]:
-        for start in range(0, self.problem.site.q_len, self.rows):
-            queries = slice(start, min(start + self.rows, self.problem.site.q_len))
+        starts = [n * self.problem.site.q_len // self.count for n in range(self.count + 1)]
+        for queries in map(slice, starts, starts[1:]):
             yield queries, self._problem(queries), self._terms(queries)
 
     def _problem(self, queries: slice) -> Problem:
@@ -83,7 +114,7 @@ class _Parts:
     def _terms(self, queries: slice) -> Terms:
         """The terms of some queries."""
         part = replace(self.whole, queries=queries)
-        terms = Cut(self.problem.site, part).terms(replace(self.terms, biases=self.arrays))
+        terms = _made(self.problem, Cut(self.problem.site, part).terms(replace(self.terms, biases=self.arrays)))
         rest = iter(terms.biases)
         terms.biases = tuple(next(rest) if maker is None else maker.rows(queries) for maker in self.makers)
         return terms
@@ -91,6 +122,10 @@ class _Parts:
 
 def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, unit: float) -> None:
     """As `job.attention`."""
+    at_once = whole(problem, terms)
+    if at_once is not None:
+        job.attention(problem, at_once, out, lse, unit)
+        return
     for queries, part, own in _Parts(problem, terms, backward=False):
         target = np.empty(part.out_shape, out.dtype)
         sums = None if lse is None else np.empty(part.out_shape[:-1], lse.dtype)
@@ -98,16 +133,21 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, uni
         out[..., queries, :] = target
         if lse is not None and sums is not None:
             lse[..., queries] = sums
+        # Before another part is made.
+        del part, own
 
 
 def backward(
-    problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None, compute: Backward
+    problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None, compute: Backward, *, stored: bool
 ) -> tuple[Terms, Array]:
     """As the backward pass of the backend, which for one part is `compute`."""
+    at_once = whole(problem, terms, backward=True)
+    if at_once is not None:
+        return compute(problem, at_once, grad_out, grad_lse, stored=stored)
     parts, total = _Parts(problem, terms, backward=True), _Total()
     for queries, part, own in parts:
         lse_part = None if grad_lse is None else grad_lse[..., queries]
-        grads, grad_v = compute(part, own, grad_out[..., queries, :], lse_part)
+        grads, grad_v = compute(part, own, grad_out[..., queries, :], lse_part, stored=False)
         rest = []
         for maker, ds in zip(parts.makers, grads.biases, strict=True):
             if maker is None:
@@ -117,6 +157,7 @@ def backward(
                 maker.back(queries, ds.copy() if len(grads.biases) > 1 else ds)
         grads.biases = tuple(rest)
         total.add(grads, grad_v, [x.shape[-2] == 1 for x in parts.arrays])
+        del part, own, grads, grad_v
     found, grad_v = total.found(parts.terms, problem.site.dtype)
     others = iter(found.biases)
     found.biases = tuple(next(others) if maker is None else maker.gradient() for maker in parts.makers)

@@ -18,6 +18,7 @@ from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of, broadcast, rowwise
 from relpos_np.kernels._numba.launch.records import CALL, KEY_END
 from relpos_np.kernels._numba.plan import ends
+from relpos_np.kernels._numba.plan.by_rows import whole
 from relpos_np.kernels._numba.plan.call import Product, is_skewed
 from relpos_np.kernels._numba.plan.job import attention, planned, run_plan, with_scales
 from relpos_np.kernels._numba.plan.skew import skewed_queries
@@ -198,7 +199,10 @@ def prepare(problem: Problem, terms: Terms, dtype: np.dtype[Any], vectors: Seque
     of_terms = [term.query for term in terms.queries] + [term.key for term in terms.keys]
     if any(_place(x, sources) < 0 and _reads(x, problem) for x in of_terms):
         return None
-    made = Prepared(problem, terms, dtype, vectors)
+    own = whole(problem, terms)
+    if own is None:
+        return None
+    made = Prepared(problem, own, dtype, vectors)
     if not made.skewed and any(_place(term.query, sources) >= 0 for term in terms.queries if is_skewed(term)):
         return None  # side by side with one that lasts
     return made if made.plan.stored or all(x.dtype == problem.site.dtype for x in read) else None

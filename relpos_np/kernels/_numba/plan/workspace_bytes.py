@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+
+import numpy as np
 
 from relpos_np._contract.counted import CountedBias
+from relpos_np._contract.placed import Placed
 from relpos_np._contract.problem import Problem, Site
 from relpos_np._contract.terms import Dense, KeyTerm, QueryTerm, TableTerm, Terms, Toeplitz, ValueTerm
 from relpos_np._contract.turned import Turned
@@ -18,7 +22,7 @@ from relpos_np.kernels._numba.forward_pass.work import pair_steps
 from relpos_np.kernels._numba.launch.launcher import available_threads
 from relpos_np.kernels._numba.plan.backward_job import BLOCK_QUERIES, MOST_CUT, group_of, part_count
 from relpos_np.kernels._numba.plan.biases import GATHER_BYTES
-from relpos_np.kernels._numba.plan.by_rows import needed, part_rows
+from relpos_np.kernels._numba.plan.by_rows import counted, needed, number_of_parts
 from relpos_np.kernels._numba.plan.call import is_skewed
 from relpos_np.kernels._numba.plan.division import decode_workspace, heads_beside
 from relpos_np.kernels._numba.plan.job import in_pairs, planes_of
@@ -44,11 +48,17 @@ def workspace_bytes(problem: Problem, terms: Terms, mask: Array | None, backward
     lines = count * site.heads
     if not lines * site.q_len * site.k_len:
         return {}  # no kernel runs
-    rows = min(part_rows(problem, terms, backward=backward), site.q_len) if needed(terms) else site.q_len
+    parts: dict[str, int] = {}
+    divided = number_of_parts(problem, terms, backward=backward) if needed(terms) else 1
+    rows = -(-site.q_len // divided)
+    if counted(terms) or divided > 1:
+        parts["biases that are made for some queries at a time"] = _counted(problem, terms, rows, backward)
+        parts["results of some queries at a time"] = _of_parts(problem, terms, rows, backward)
+        # All else is held for one part.
+        site = replace(site, q_len=rows)
+        problem = replace(problem, site=site)
     pairs = lines * rows * site.k_len
-    query, key = ((x.x if isinstance(x, Turned) else x) for x in (terms.query, terms.key))
-    query = problem.stored_q if query is None else query
-    key = problem.stored_k if key is None else key
+    query, key = _content(problem, terms)
     depth, width = query.shape[-1], -(-site.v_dim // lanes) * lanes
     skew = sum(term.weights.shape[-1] for term in terms.queries if is_skewed(term))
     bins = sum(term.weights.shape[-2] for term in terms.values)
@@ -64,13 +74,21 @@ def workspace_bytes(problem: Problem, terms: Terms, mask: Array | None, backward
     multiplied = product_layout.py_func(max(depth, site.v_dim), TARGET.panel(item))[-1] * item
     found = {
         "copies of operands in another layout": sum(_copied(x, count) for x in (query, key, problem.stored_v)),
-        "biases of every pair": _biases(terms, mask, pairs, item) + _counted(problem, terms, rows, backward),
+        "biases of every pair": _biases(terms, mask, pairs, item),
         "tables and index maps": _tables(site, terms) + _maps(terms, count, site.q_len, site.k_len),
         "products with the rows of tables": _products(site, terms, lines, skew),
         "parts that are merged": merged,
         "workspaces of threads": threads * (max(work * item, multiplied, _gated(terms)) + 64) + 64 * count,
     }
+    found |= parts
     return found | (_backward(problem, terms, lines, depth, skew, threads, pairs) if backward else {})
+
+
+def _content(problem: Problem, terms: Terms) -> tuple[Array, Array]:
+    """Queries and keys of the content product."""
+    given = ((terms.query, problem.stored_q), (terms.key, problem.stored_k))
+    query, key = (stored if x is None else x.x if isinstance(x, Turned) else x for x, stored in given)
+    return query, key
 
 
 def _biases(terms: Terms, mask: Array | None, pairs: int, item: int) -> int:
@@ -79,7 +97,7 @@ def _biases(terms: Terms, mask: Array | None, pairs: int, item: int) -> int:
         # Their sum, what one of them excludes, and the sum with the mask; broadcast where they can be.
         made = [0 if isinstance(b, CountedBias) else b.nbytes for b in terms.biases]
         size = sum(made[1:]) + (pairs if len(made) > 1 else 0) + (0 if mask is None else 2 * pairs * item)
-        return size + (made.count(0) + 1) * pairs * item if needed(terms) else size
+        return size + (made.count(0) + 1) * pairs * item if counted(terms) else size
     return pairs * mask.itemsize if mask is not None and _copied(mask, 1) else 0
 
 
@@ -97,7 +115,7 @@ def _gated(terms: Terms) -> int:
 
 
 def _counted(problem: Problem, terms: Terms, rows: int, backward: bool) -> int:
-    """What biases that are made for some queries at a time are made of, in float64, and the results of a part."""
+    """What biases that are made for some queries at a time are made of, in float64."""
     site, item, items = problem.site, problem.site.dtype.itemsize, math.prod(problem.batch)
     of_queries, of_keys, size = items * site.heads, items * site.kv_heads * site.k_len, 0
     for bias in terms.biases:
@@ -109,12 +127,23 @@ def _counted(problem: Problem, terms: Terms, rows: int, backward: bool) -> int:
                 size += 8 * of_queries * rows * (site.k_len + positions + depth)
                 size += (16 + item) * (of_queries * site.q_len * depth + of_keys * depth)
                 size += 16 * of_queries * positions * depth
-    if not size:
-        return 0
-    size += of_queries * rows * (site.v_dim + 1) * item
+    return size
+
+
+def _of_parts(problem: Problem, terms: Terms, rows: int, backward: bool) -> int:
+    """The results of a part, on the way back sums of all parts in float64, and gradients of queries side by side."""
+    site, item, items = problem.site, problem.site.dtype.itemsize, math.prod(problem.batch)
+    of_queries, of_keys = items * site.heads, items * site.kv_heads * site.k_len
+    size = of_queries * rows * (site.v_dim + 1) * item
     if backward:
-        # Sums of the parts, and the queries' gradients side by side.
-        size += (8 + item) * of_keys * (site.head_dim + site.v_dim) + 2 * of_queries * site.q_len * site.head_dim * item
+        query, key = _content(problem, terms)
+        vectors: list[QueryTerm | KeyTerm | ValueTerm] = [*terms.queries, *terms.keys, *terms.values]
+        shared = of_keys * site.v_dim + items * math.prod(key.shape[-3:])
+        shared += sum(t.table.size for t in terms.tables) + sum(t.weights.size for t in vectors)
+        shared += sum(t.key.size for t in terms.keys)
+        beside = items * math.prod(query.shape[-3:]) + sum(t.query.size for t in terms.queries)
+        beside += sum(x.size for x in terms.biases if isinstance(x, np.ndarray))
+        size += (8 + item) * shared + 2 * item * beside
     return size
 
 
@@ -124,7 +153,7 @@ def _tables(site: Site, terms: Terms) -> int:
         return 0
     item, pairs = site.dtype.itemsize, site.q_len * site.k_len
     tables = site.heads * (site.q_len + site.k_len + 64) * item * 3 + sum(2 * t.table.nbytes for t in terms.tables)
-    grids = any(isinstance(t.index, Dense) and t.index.index.ndim == 2 for t in terms.tables)
+    grids = any(isinstance(t.index, Dense) and len(t.index.shape) == 2 for t in terms.tables)
     if grids and site.heads * pairs * item <= GATHER_BYTES:
         # Some tiles are padded, and a gathered table is there twice, or three times if it has gaps.
         padded = (site.q_len + ROW_QUANTUM) * (site.k_len + TARGET.panel(item))
@@ -133,11 +162,13 @@ def _tables(site: Site, terms: Terms) -> int:
 
 
 def _maps(terms: Terms, count: int, q_len: int, k_len: int) -> int:
-    """Index maps that are repeated for batch items, and the ends of runs while they are found."""
+    """Index maps that are made, or repeated for batch items, and the ends of runs while they are found."""
     maps, pairs = 0, count * q_len * k_len
     every: list[TableTerm | QueryTerm | KeyTerm | ValueTerm] = [*terms.tables, *terms.queries, *terms.keys]
     for index in {term.index for term in (*every, *terms.values)}:
-        if isinstance(index, Dense):
+        if isinstance(index, Placed):
+            maps += q_len * index.made_bytes((count,)) + index.distance_bytes()
+        elif isinstance(index, Dense):
             maps += 4 * pairs if index.index.ndim > 2 and index.index.size < pairs else 0
         else:
             maps += 32 * (q_len + k_len)
