@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -141,6 +142,32 @@ def test_some_queries_at_a_time(name, own, options, rng):
         assert one.shape == wanted.shape
         assert one.dtype == wanted.dtype
         np.testing.assert_allclose(one, wanted, rtol=1e-10, atol=1e-10)
+
+
+# Roundings to half precision, of results and of what a matrix unit multiplies.
+UNITS = {"float64": 1e-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("name", ["cope", "rotary", "xpos"])
+@pytest.mark.usefixtures("by_rows")
+def test_parts_beside_other_schemes(name, dtype, rng):
+    """A bias that is made for some queries at a time as well, vectors that turn, and operands of half precision."""
+    q, k, v, g = rng.standard_normal((4, 2, 4, 70, 32)).astype(getattr(ml_dtypes, dtype, dtype))
+    own = np.float64 if dtype == "float64" else np.float32
+    tables = rng.standard_normal((2, 9, 32)).astype(own)
+    others = {"cope": rp.CoPE(tables[0]), "rotary": rp.Rotary(32), "xpos": rp.XPos(32)}
+    position = rp.AtPositions(rp.Shaw(*tables), scattered(rng, 2, 70)), others[name]
+
+    def found(backend):
+        call = {"position": position, "causal": True, "backend": backend}
+        grads = rp.attention_vjp(q, k, v, grad_out=g, **call)
+        return [rp.attention(q, k, v, **call), grads.q, grads.k, grads.v, *grads.position[0].values()]
+
+    for one, wanted in zip(found("numba"), found("numpy"), strict=True):
+        assert one.dtype == wanted.dtype
+        exact = wanted.astype(np.float64)
+        np.testing.assert_allclose(one.astype(np.float64), exact, rtol=0, atol=8 * UNITS[dtype] * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("name", ["t5", "deberta"])

@@ -2,8 +2,7 @@
 
 The numbers are biases, or index maps of given positions. Nothing of size L_q L_k is held. With a bias a part has as
 many queries as fit into `PART_BYTES`, and at least `LEAST_ROWS`, so that for many heads the bias of a part is about as
-large as their keys. With index maps it has `MAP_ROWS`, more where there are few keys: the map of a batch item is about
-as large as the keys of eight heads.
+large as their keys. With index maps it has `MAP_ROWS`, which take little longer than all at once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from relpos_np.types import Array
 PART_BYTES = 1 << 26
 LEAST_ROWS = 2 * BLOCK_ROWS
 # Neither the batch nor heads decide how a map is divided: an item, or a head of keys, has the bits that it has alone.
-MAP_ROWS, MAP_PAIRS = 512, 1 << 20
+MAP_ROWS, MAP_PAIRS = 1024, 1 << 20
 
 Backward = Callable[..., tuple[Terms, Array]]
 
