@@ -175,7 +175,6 @@ def test_items_and_heads_have_the_bits_that_they_have_alone(name, rng, monkeypat
     """In parts, as in one: neither the batch nor heads decide how many there are."""
     by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
     monkeypatch.setattr(by_rows, "MAP_ROWS", 40)
-    monkeypatch.setattr(by_rows, "MAP_PAIRS", 1)
     of_heads = {
         "t5": (rng.standard_normal((1, 6, 32)), lambda x: rp.T5(x[0].T)),
         "deberta": (rng.standard_normal((2, 6, 32, 64)), lambda x: rp.DeBERTa(*x, max_position=64)),

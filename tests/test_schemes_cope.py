@@ -83,8 +83,7 @@ def test_cope_in_parts(call, given, dtype, monkeypatch):
         return [out, lse, grad.q, grad.k, grad.v, *arrays, *(() if grad.mask is None else (grad.mask,))]
 
     expected, whole = found("numpy"), found("numba")
-    monkeypatch.setattr(by_rows, "PART_BYTES", 1)
-    monkeypatch.setattr(by_rows, "LEAST_ROWS", 24)
+    monkeypatch.setattr(by_rows, "BIAS_ROWS", 24)
     # Each number is a sum over pairs, of products of D numbers of about 1.
     error = 16 * np.sqrt(2 * heads * q_len + k_len + depth) * np.finfo(dtype).eps
     for a, b, c in zip(expected, whole, found("numba"), strict=True):
@@ -98,8 +97,7 @@ def test_cope_in_parts(call, given, dtype, monkeypatch):
 def test_cope_gradients_of_many_parts_have_the_error_of_one(monkeypatch):
     """Equal numbers are rounded the same way each time: of 400 parts, sums in float32 were off by 28 units."""
     by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
-    monkeypatch.setattr(by_rows, "PART_BYTES", 1)
-    monkeypatch.setattr(by_rows, "LEAST_ROWS", 24)
+    monkeypatch.setattr(by_rows, "BIAS_ROWS", 24)
     n = 400 * 24
     q, k, v = (np.zeros((1, length, 1), np.float32) for length in (n, 2, 2))
     grad_out = np.full((1, n, 1), 0.7, np.float32)
@@ -107,6 +105,33 @@ def test_cope_gradients_of_many_parts_have_the_error_of_one(monkeypatch):
     found = rp.attention_vjp(q, k, v, position=cope, grad_out=grad_out, offset=0, backend="numba")
     # Both keys have half of each query's probability.
     np.testing.assert_allclose(found.v, np.float64(grad_out[0, 0, 0]) * n / 2, rtol=8 * np.finfo(np.float32).eps)
+
+
+def test_cope_of_an_item_or_a_head_alone_has_the_same_bits():
+    """And so has a call with keys that `key_lengths` leaves out: nothing of that decides what parts there are."""
+    pytest.importorskip("relpos_np.kernels._numba")
+    rng = np.random.default_rng(3)
+    q, g = rng.standard_normal((2, 2, 4, 420, 16), dtype=np.float32)
+    k, v = rng.standard_normal((2, 2, 2, 900, 16), dtype=np.float32)
+    position, every = rp.CoPE(rng.standard_normal((32, 16), dtype=np.float32)), slice(None)
+
+    def found(items, heads, keys, k_len):
+        call = {"position": position, "causal": True, "offset": 0, "backend": "numba"}
+        if k_len > 420:
+            call["key_lengths"] = np.full(len(q[items]), 420)
+        operands = q[items, heads], k[items, keys, :k_len], v[items, keys, :k_len]
+        grads = rp.attention_vjp(*operands, grad_out=g[items, heads], **call)
+        return rp.attention(*operands, **call), grads.q, grads.k[..., :420, :], grads.v[..., :420, :]
+
+    whole = found(every, every, every, 420)
+    for one, own in zip(whole, found(slice(1, 2), every, every, 420), strict=True):
+        np.testing.assert_array_equal(one[1:2], own)
+    for one, own, heads in zip(
+        whole, found(every, slice(2, 4), slice(1, 2), 420), [slice(2, 4)] * 2 + [slice(1, 2)] * 2, strict=True
+    ):
+        np.testing.assert_array_equal(one[:, heads], own)
+    for one, own in zip(whole, found(every, every, every, 900), strict=True):
+        np.testing.assert_array_equal(one, own)
 
 
 def test_cope_gradient_of_the_last_position():
@@ -133,10 +158,9 @@ def test_cope_gradient_of_the_last_position():
 @pytest.mark.slow
 def test_cope_holds_no_number_per_pair_on_the_cpu():
     """Forward and back in less than half of what one matrix of scores takes."""
-    by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
+    pytest.importorskip("relpos_np.kernels._numba")
     q = np.random.default_rng(0).standard_normal((8, 4096, 8), dtype=np.float32)
     position, most = rp.CoPE(q[0, :16]), 8 * 4096 * 4096 * 4 // 2
-    assert most > 2 * by_rows.PART_BYTES
     for call in (
         lambda: rp.attention(q, q, q, position=position, causal=True, backend="numba"),
         lambda: rp.attention_vjp(q, q, q, grad_out=q, position=position, causal=True, backend="numba"),

@@ -121,7 +121,6 @@ def test_row_37_given_positions_are_counted_part_by_part(kind, batch, asked, mon
     """Forward and back: what one part holds, and what is summed over all of them."""
     by_rows = pytest.importorskip("relpos_np.kernels._numba.plan.by_rows")
     monkeypatch.setattr(by_rows, "MAP_ROWS", 300)
-    monkeypatch.setattr(by_rows, "MAP_PAIRS", 1)
     n = 1400
     q, g = rng.standard_normal((2, *batch, 2, n, 8))
     k, v = rng.standard_normal((2, *batch, 1, n, 8))

@@ -1,13 +1,11 @@
 """Calls with numbers of every pair that are made for some queries at a time: one call of the kernels for each of these.
 
-The numbers are biases, or index maps of given positions. Nothing of size L_q L_k is held. With a bias a part has as
-many queries as fit into `PART_BYTES`, and at least `LEAST_ROWS`, so that for many heads the bias of a part is about as
-large as their keys. With index maps it has `MAP_ROWS`, which take little longer than all at once.
+The numbers are biases, or index maps of given positions. Nothing of size L_q L_k is held. How many queries a part has
+depends neither on the batch and heads nor on the number of keys, so that bits do not either.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,10 +22,9 @@ from relpos_np.kernels._numba.plan import job
 from relpos_np.kernels._numba.plan.fields import readable
 from relpos_np.types import Array
 
-PART_BYTES = 1 << 26
-LEAST_ROWS = 2 * BLOCK_ROWS
-# Neither the batch nor heads decide how a map is divided: an item, or a head of keys, has the bits that it has alone.
-MAP_ROWS, MAP_PAIRS = 1024, 1 << 20
+# Few enough that for many heads the bias of a part is about as large as their keys, and for maps as many as take little
+# longer than all at once.
+BIAS_ROWS, MAP_ROWS = 2 * BLOCK_ROWS, 1024
 
 Backward = Callable[..., tuple[Terms, Array]]
 
@@ -42,11 +39,11 @@ def counted(terms: Terms) -> bool:
     return any(isinstance(bias, CountedBias) for bias in terms.biases)
 
 
-def whole(problem: Problem, terms: Terms, *, backward: bool = False) -> Terms | None:
+def whole(problem: Problem, terms: Terms) -> Terms | None:
     """The terms with all that is made for some queries at a time, if that is little and can be made at once."""
     if not needed(terms):
         return terms
-    if counted(terms) or number_of_parts(problem, terms, backward=backward) > 1:
+    if counted(terms) or number_of_parts(problem, terms) > 1:
         return None
     return _made(problem, terms)
 
@@ -56,40 +53,27 @@ def _made(problem: Problem, terms: Terms) -> Terms:
     return with_maps(terms, lambda index: index.made(problem.batch) if isinstance(index, Placed) else index)
 
 
-def number_of_parts(problem: Problem, terms: Terms, *, backward: bool) -> int:
+def number_of_parts(problem: Problem, terms: Terms) -> int:
     """How many calls of the kernels, each with as many queries as the others, or one more."""
-    site, rows = problem.site, problem.site.q_len
-    if counted(terms):
-        rows = max(LEAST_ROWS, PART_BYTES // max(row_bytes(problem, terms, backward=backward), 1))
+    rows = BIAS_ROWS if counted(terms) else problem.site.q_len
     if placed_maps(terms):
         # Each part multiplies keys with tables anew, which is to take little beside its own products.
         tables = 4 * max((term.weights.shape[-2] for term in terms.keys), default=0)
-        rows = min(rows, max(MAP_ROWS, MAP_PAIRS // site.k_len, tables))
-    return -(-site.q_len // rows)
-
-
-def row_bytes(problem: Problem, terms: Terms, *, backward: bool) -> int:
-    """Bytes for one query of every head: its biases, on the way back their gradients, and its products with tables."""
-    site = problem.site
-    own = [bias for bias in terms.biases if isinstance(bias, CountedBias)]
-    # The biases, their sum and that with the mask; gradients, a copy of one, and slopes of gates in float64.
-    back = 2 + (len(terms.biases) > 1)
-    pairs = (len(own) + 2) * site.dtype.itemsize + (back * site.dtype.itemsize + 8 if backward else 0)
-    positions = sum(8 * int(bias.table.shape[-2]) * (2 if backward else 1) for bias in own)
-    return math.prod(site.batch) * site.heads * (site.k_len * pairs + positions + 32 * site.head_dim)
+        rows = min(rows, max(MAP_ROWS, tables))
+    return -(-problem.site.q_len // rows)
 
 
 class _Parts:
     """A call part by part."""
 
-    def __init__(self, problem: Problem, terms: Terms, *, backward: bool) -> None:
+    def __init__(self, problem: Problem, terms: Terms) -> None:
         if not readable(problem):
             # Converted once, and not for each part.
             _ = problem.k, problem.v
         self.problem, self.terms, self.whole = problem, terms, Part.of(problem.site)
         self.makers = [Counting(bias) if isinstance(bias, CountedBias) else None for bias in terms.biases]
         self.arrays = tuple(bias for bias in terms.biases if not isinstance(bias, CountedBias))
-        self.count = number_of_parts(problem, terms, backward=backward)
+        self.count = number_of_parts(problem, terms)
 
     def __iter__(self) -> Iterator[tuple[slice, Problem, Terms]]:
         starts = [n * self.problem.site.q_len // self.count for n in range(self.count + 1)]
@@ -125,7 +109,7 @@ def attention(problem: Problem, terms: Terms, out: Array, lse: Array | None, uni
     if at_once is not None:
         job.attention(problem, at_once, out, lse, unit)
         return
-    for queries, part, own in _Parts(problem, terms, backward=False):
+    for queries, part, own in _Parts(problem, terms):
         target = np.empty(part.out_shape, out.dtype)
         sums = None if lse is None else np.empty(part.out_shape[:-1], lse.dtype)
         job.attention(part, own, target, sums, unit)
@@ -140,10 +124,10 @@ def backward(
     problem: Problem, terms: Terms, grad_out: Array, grad_lse: Array | None, compute: Backward, *, stored: bool
 ) -> tuple[Terms, Array]:
     """As the backward pass of the backend, which for one part is `compute`."""
-    at_once = whole(problem, terms, backward=True)
+    at_once = whole(problem, terms)
     if at_once is not None:
         return compute(problem, at_once, grad_out, grad_lse, stored=stored)
-    parts, total = _Parts(problem, terms, backward=True), _Total()
+    parts, total = _Parts(problem, terms), _Total()
     for queries, part, own in parts:
         lse_part = None if grad_lse is None else grad_lse[..., queries]
         grads, grad_v = compute(part, own, grad_out[..., queries, :], lse_part, stored=False)

@@ -49,7 +49,7 @@ def workspace_bytes(problem: Problem, terms: Terms, mask: Array | None, backward
     if not lines * site.q_len * site.k_len:
         return {}  # no kernel runs
     parts: dict[str, int] = {}
-    divided = number_of_parts(problem, terms, backward=backward) if needed(terms) else 1
+    divided = number_of_parts(problem, terms) if needed(terms) else 1
     rows = -(-site.q_len // divided)
     if counted(terms) or divided > 1:
         parts["biases that are made for some queries at a time"] = _counted(problem, terms, rows, backward)
