@@ -85,6 +85,25 @@ def test_what_has_no_differs_somewhere():
         assert not all(map(equal, pairs)), (kernel, name)
 
 
+@pytest.mark.parametrize("window", [(192, 24), (40, 0), (None, 30)])
+@pytest.mark.parametrize("name", ["t5", "shaw", "deberta"])
+def test_an_item_alone_whose_queries_are_divided(name, window, rng):
+    """Blocks of queries end elsewhere then, and with them the keys that some row of a table has in common."""
+    tables = rng.standard_normal((2, 1, 16, 24), dtype=np.float32)
+    scheme = {"t5": lambda: rp.T5(tables[0, 0, :, :1]), "shaw": lambda: rp.Shaw(*tables[:, 0, :9])}
+    scheme["deberta"] = lambda: rp.DeBERTa(*tables, max_position=64)
+    q, k, v, g = rng.standard_normal((4, 5, 1, 348, 24), dtype=np.float32)
+    call = {"position": scheme[name](), "window": window, "backend": "numba"}
+
+    def found(own):
+        grads = rp.attention_vjp(q[own], k[own], v[own], grad_out=g[own], **call)
+        return rp.attention(q[own], k[own], v[own], **call), grads.q, grads.k, grads.v
+
+    alone = found(slice(2, 3))
+    for one, own in zip(found(slice(None)), alone, strict=True):
+        np.testing.assert_array_equal(one[2:3], own)
+
+
 def test_gradients_of_tables_with_heads_enough_for_all_threads():
     """The condition in the page: then bits are the same."""
     import numba

@@ -18,6 +18,7 @@ from relpos_np.kernels._numba.simd.vectors import (
     FLOAT16_BITS,
     FORMATS,
     I8,
+    I32,
     I64,
     Vectors,
     index,
@@ -302,12 +303,21 @@ def mask_row(typingctx: Any, out: Any, allowed: Any, n: Any, value: Any) -> Any:
 
 @intrinsic
 def sum_row(typingctx: Any, x: Any, n: Any) -> Any:
-    """The sum of x[:n], in a fixed order."""
+    """The sum of x[:n], in a fixed order, which is the same with any number of zeros behind them."""
 
     def generate(v: Vectors, x: Any, n: Any) -> ir.Value:
-        starts = [[v.const(0)], [v.single().const(0)]]
-        (lanes,), (rest,) = v.sums(n, starts, lambda u, k, c: [u.b.fadd(c[0], u.load(x, k))])
-        return v.b.fadd(v.reduce(lanes, v.b.fadd), rest)
+        b, whole, kind = v.b, v.whole(n, v.lanes), v.of(I32)
+        numbers = ir.Constant(kind, list(range(v.lanes)))
+
+        def place(k: ir.Value, c: list[Any]) -> list[Any]:
+            """An element beyond whole vectors in the lane that it would have in one."""
+            lane = b.insert_element(ir.Constant(kind, ir.Undefined), b.trunc(b.sub(k, whole), I32), ir.Constant(I32, 0))
+            own = b.icmp_unsigned("==", numbers, b.shuffle_vector(lane, lane, v.alike(I32, 0)))
+            return [b.select(own, v.splat(v.get(x, k)), c[0])]
+
+        (lanes,) = v.loop(index(0), whole, v.lanes, [v.const(0)], lambda k, c: [b.fadd(c[0], v.load(x, k))])
+        (rest,) = v.loop(whole, n, 1, [v.const(0)], place)
+        return v.reduce(b.fadd(lanes, rest), b.fadd)
 
     return x.dtype(x, _i8), code(generate)
 
