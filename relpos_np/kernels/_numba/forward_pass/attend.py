@@ -157,7 +157,8 @@ def add_binned(s: Any, a: Any, bins: Any, lost: Any, t: int, cols: int) -> None:
             r = get(index, t + j)
             end = min(get(runs, t + j) - t, cols)
             if r >= 0:
-                add_number(bins, lost, r, sum_row(at(s, j), end - j))
+                # Most runs are of one element: rows of keys that are near.
+                add_number(bins, lost, r, get(s, j) if end == j + 1 else sum_row(at(s, j), end - j))
             j = end
     else:
         for j in range(cols):

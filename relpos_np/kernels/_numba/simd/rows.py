@@ -306,17 +306,16 @@ def sum_row(typingctx: Any, x: Any, n: Any) -> Any:
     """The sum of x[:n], in a fixed order, which is the same with any number of zeros behind them."""
 
     def generate(v: Vectors, x: Any, n: Any) -> ir.Value:
-        b, whole, kind = v.b, v.whole(n, v.lanes), v.of(I32)
-        numbers = ir.Constant(kind, list(range(v.lanes)))
+        b, whole = v.b, v.whole(n, v.lanes)
+        up = ir.Constant(v.of(I32), [v.lanes, *range(v.lanes - 1)])
 
         def place(k: ir.Value, c: list[Any]) -> list[Any]:
-            """An element beyond whole vectors in the lane that it would have in one."""
-            lane = b.insert_element(ir.Constant(kind, ir.Undefined), b.trunc(b.sub(k, whole), I32), ir.Constant(I32, 0))
-            own = b.icmp_unsigned("==", numbers, b.shuffle_vector(lane, lane, v.alike(I32, 0)))
-            return [b.select(own, v.splat(v.get(x, k)), c[0])]
+            """From the last element on, each goes to the first lane, and those behind it one up: as in a vector."""
+            element = v.get(x, b.sub(b.sub(n, index(1)), k))
+            return [b.shuffle_vector(c[0], v.splat(element), up)]
 
         (lanes,) = v.loop(index(0), whole, v.lanes, [v.const(0)], lambda k, c: [b.fadd(c[0], v.load(x, k))])
-        (rest,) = v.loop(whole, n, 1, [v.const(0)], place)
+        (rest,) = v.loop(index(0), b.sub(n, whole), 1, [v.const(0)], place)
         return v.reduce(b.fadd(lanes, rest), b.fadd)
 
     return x.dtype(x, _i8), code(generate)
