@@ -154,6 +154,19 @@ def test_heads_and_channels_of_models(lengths, options, name, seed):
     assert_separate(x, bounds, options, position, rng, sinks=sinks, query_scale=factors)
 
 
+@pytest.mark.parametrize("band", [{"causal": True}, {"window": (126, 27)}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_of_tiles_that_a_band_cuts(dtype, band, rng):
+    """Blocks of queries, and so the tiles that a band cuts, are others than those of one sequence."""
+    ends = np.cumsum([0, 303, 121, 340, 284, 481, 409, 97])
+    q, k, v = (x[0] for x in operands(rng, dtype, 4, 2, ends[-1], ends[-1], 24, 24))
+    call = {"position": rp.T5(rng.standard_normal((32, 4), dtype=np.float32)), "return_lse": True, **band}
+    found = rp.attention(q, k, v, segments=ends, **call)
+    for own in map(slice, ends, ends[1:]):
+        out, lse = rp.attention(q[:, own], k[:, own], v[:, own], **call)
+        assert_same_bits((found[0][:, own], found[1][:, own]), (out, lse))
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("of_keys", [True, False])
 def test_masks_that_hide_the_first_keys(of_keys, rows, rng):

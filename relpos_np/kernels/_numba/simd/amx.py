@@ -250,7 +250,9 @@ def score_panel(with_bias: bool, inside: bool = False) -> Any:
 
                 def biased(j: ir.Value, best: list[Any]) -> list[Any]:
                     place = builder.add(at, j)
-                    x = v.fma(v.load(c, place), scale, v.load(bias, builder.add(added, j)))
+                    x, y = v.load(c, place), v.load(bias, builder.add(added, j))
+                    # As in `tiles.py`.
+                    x = v.fma(x, scale, y) if inside else builder.fadd(builder.fmul(x, scale), y)
                     v.store(x, c, place)
                     return [v.maximum(x, best[0])]
 

@@ -541,7 +541,7 @@ def _dots(rows: int, keys: int) -> Any:
     return dots
 
 
-# Accumulators enough to hide the latency of an FMA, and few enough for the registers.
+# Accumulators enough to hide the latency of an FMA, and few enough for 16 registers.
 dots_of_one, dots_of_four = _dots(1, 8), _dots(4, 2)
 
 

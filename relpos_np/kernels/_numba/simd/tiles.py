@@ -113,12 +113,15 @@ def _score_panel(with_bias: bool, inside: bool = False, pairs: bool = False) -> 
                     shift = builder.mul(row, bias_row)
                 for j in range(vectors):
                     x = acc[r * vectors + j]
+                    y = v.load(bias, builder.add(shift, index(j * v.lanes))) if with_bias else None
+                    if inside:
+                        x = v.fma(x, scale, y)
+                    else:
+                        # Two roundings, as of tiles that masks or bands cut, whose biases are added later.
+                        x = builder.fmul(x, scale) if scaled else x
+                        x = builder.fadd(x, y) if with_bias else x
                     if with_bias:
-                        y = v.load(bias, builder.add(shift, index(j * v.lanes)))
-                        x = v.fma(x, scale, y) if scaled else builder.fadd(x, y)
                         best = v.maximum(x, best)
-                    elif scaled:
-                        x = builder.fmul(x, scale)
                     v.store(x, c, builder.add(at, index(j * v.lanes)))
                 if with_bias:
                     v.store(best, top, slot)
