@@ -67,12 +67,15 @@ def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], *, c
 def form_of_sequences(
     q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], sequences: Sequences, *, coded: bool = False
 ) -> Hashable | None:
-    """The same of a call with sequences, whose `options` do not say where they are."""
+    """The same of a call with sequences, whose `options` do not say where they are.
+
+    Many short ones have many bytes of queries, and take little time beside their plan.
+    """
     reach, operands = sequences.reach(), (q, k, v)
     if not (all(type(x) is np.ndarray and x.flags.aligned for x in operands) and sequences.within(reach)):
         return None
     # Kernels read rows of adjacent elements where they are.
-    if q.nbytes > QUERY_BYTES or k.shape[-2] != v.shape[-2] or any(x.strides[-1] != x.itemsize for x in operands):
+    if k.shape[-2] != v.shape[-2] or any(x.strides[-1] != x.itemsize for x in operands):
         return None
     found: list[Hashable] = [coded, sequences.pages is not None, reach, q.shape[:-2], q.shape[-1], q.dtype]
     for x in operands[1:]:
