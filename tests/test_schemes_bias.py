@@ -71,6 +71,7 @@ def test_alibi_refuses():
     own = rp.ALiBi(np.ones((2, 4)))
     assert_refused(
         (lambda: rp.ALiBi(np.ones((2, 0))), r"slopes: .*\(2, 0\)"),
+        (lambda: rp.ALiBi(np.array(1.0)), r"slopes: .*\(\)"),
         (lambda: rp.attention(q[:1], q[:1], q[:1], position=own), "slopes: batch axes"),
         (lambda: rp.attention(q[:, :3], q[:, :3], q[:, :3], position=own), "slopes: .* heads, the call has 3"),
         (lambda: rp.attention(q, q, q, position=own, offset=[0, 1]), "position: .* belongs to the tokens"),

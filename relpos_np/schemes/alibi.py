@@ -172,7 +172,7 @@ class ALiBi(DistanceBias):
         self.slopes = None if slopes is None else check.ordered("slopes", slopes)
         self.heads = None if heads is None else check.integer("heads", heads, 1)
         self.form = check.choice("form", form, FORMS)
-        if self.slopes is not None and not self.slopes.size:
+        if self.slopes is not None and not (self.slopes.ndim and self.slopes.size):
             raise RelposValueError(f"slopes: expected shape (..., H), found {self.slopes.shape}")
         finite("slopes", self.slopes)
 
