@@ -3,9 +3,12 @@
 A message names the worst element, what was found and expected there, the backend, and the call that repeats it.
 """
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from relpos_np._runtime.memory import memory_limit
 from relpos_np.errors import RelposError
 from tests.strategies import float64_tolerance
 
@@ -128,3 +131,14 @@ def assert_error_names(call, words):
         call()
     missing = [word for word in words if word not in str(raised.value)]
     assert not missing, str(raised.value)
+
+
+def assert_memory_below(call, most):
+    """A call is not refused with a limit of so many bytes, and allocates fewer."""
+    with memory_limit(most):
+        tracemalloc.start()
+        try:
+            call()
+            assert tracemalloc.get_traced_memory()[1] < most
+        finally:
+            tracemalloc.stop()

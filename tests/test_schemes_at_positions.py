@@ -1,7 +1,5 @@
 """Positions that are given, for schemes of distances."""
 
-import tracemalloc
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ import relpos_np as rp
 from relpos_np._contract.placed import BLOCK, Placed
 from relpos_np._contract.terms import cut_map
 from relpos_np._dense import bounds
+from tests.compare import assert_memory_below
 
 BACKENDS = rp.backend.HOST_BACKENDS
 
@@ -240,13 +239,7 @@ def test_a_long_call_holds_no_number_per_pair_on_the_cpu(name, rng):
     call = {"position": position, "window": (64, 0), "backend": "numba"}
     most = 4 * n * n // 10
     for run in (lambda: rp.attention(q, k, v, **call), lambda: rp.attention_vjp(q, k, v, grad_out=g, **call)):
-        with rp.memory_limit(most):
-            tracemalloc.start()
-            try:
-                run()
-                assert tracemalloc.get_traced_memory()[1] < most
-            finally:
-                tracemalloc.stop()
+        assert_memory_below(run, most)
 
 
 def test_maps_of_given_positions(rng):

@@ -1,13 +1,11 @@
 """Positions that count by content: what hidden keys do, and what is refused."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 import relpos_np as rp
 from relpos_np.terms import Terms
-from tests.compare import close
+from tests.compare import assert_memory_below, close
 from tests.test_schemes import make
 
 
@@ -165,13 +163,7 @@ def test_cope_holds_no_number_per_pair_on_the_cpu():
         lambda: rp.attention(q, q, q, position=position, causal=True, backend="numba"),
         lambda: rp.attention_vjp(q, q, q, grad_out=q, position=position, causal=True, backend="numba"),
     ):
-        with rp.memory_limit(most):
-            tracemalloc.start()
-            try:
-                call()
-                assert tracemalloc.get_traced_memory()[1] < most
-            finally:
-                tracemalloc.stop()
+        assert_memory_below(call, most)
 
 
 def test_cope_gates_of_large_products():
