@@ -187,7 +187,7 @@ def attention(
     if ready is not None:
         known: Any = (q, k, v)
         with _ATTENTION:
-            return ready.run(known, None, out, (*known, position), return_lse=return_lse)
+            return ready.run(known, None, out, (*known, position, *options.values()), return_lse=return_lse)
     given = completed(attention, options)
     if return_bound is not False:
         bounded.refuse(return_bound, q, given)
@@ -202,7 +202,8 @@ def attention(
         return there
     with _ATTENTION, np.errstate(all="ignore"):
         if is_packed(given):
-            of_parts: Array = PackedCall(q, k, v, position, given).on_host(attention, out, return_lse, return_bound)
+            packed = PackedCall(q, k, v, position, given)
+            of_parts: Array = packed.on_host(attention, out, return_lse, return_bound, form)
             return of_parts
         # With sinks, and where the caller's array is not in C order, kernels fill another one.
         filled = isinstance(out, np.ndarray) and out.flags.c_contiguous and given["sinks"] is None
@@ -211,7 +212,7 @@ def attention(
         call.check_output(out)
         bounds = bounded.Bounded((q, k, v), position, given, call.problem.site.dtype) if return_bound else None
         result, lse = call.attend(out, return_lse)
-        if form is not None:
+        if form is not None and not check.per_item(given["key_lengths"]):
             repeated.keep(form, call.schemes, call.kept)
         found = (result, lse) if return_lse and lse is not None else (result,)
         if bounds is not None:

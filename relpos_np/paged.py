@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, Unpack
 
 import numpy as np
 
 from relpos_np import api
+from relpos_np._calls import repeated
 from relpos_np._calls.call import Call
 from relpos_np._calls.lowering import schemes_of
 from relpos_np._calls.packed import attend_sequences
@@ -100,8 +102,16 @@ def paged_attention(
     >>> np.abs(out[0] - rp.attention(q[0], keys, values, position=rp.ALiBi())).max() < 1e-15
     np.True_
     """
-    given = completed(paged_attention, options)
     return_lse = check.flag("return_lse", return_lse)
+    places = {"block_table": block_table, "key_lengths": key_lengths}
+    form = repeated.form(q, k_pages, v_pages, position, {**options, **places})
+    ready = None if form is None else repeated.known(form)
+    if ready is not None:
+        # Of what is quantized there is no form.
+        k, v = (np.swapaxes(_codes(x), 1, 2) for x in (k_pages, v_pages))
+        with _PAGED:
+            return ready.run((q, k, v), None, None, (), return_lse=return_lse)
+    given = completed(paged_attention, options)
     with _PAGED:
         q, k_pages, v_pages = _operands(q, k_pages, v_pages)
         table, size = _table(block_table, len(q)), _codes(k_pages).shape[1]
@@ -111,7 +121,7 @@ def paged_attention(
             # Perhaps behind the last keys, where anything may stand.
             _check_pages(table[np.arange(table.shape[1]) * size < lengths[:, None]], pages)
         found: Array | tuple[Array, Array] | None = _in_place(
-            (q, k_pages, v_pages), table, lengths, position, given, return_lse
+            (q, k_pages, v_pages), table, lengths, position, given, return_lse, form
         )
         if found is not None:
             return found
@@ -262,6 +272,7 @@ def _in_place(
     position: Position,
     given: Options,
     return_lse: bool,
+    form: Hashable | None,
 ) -> Any:
     """Attention of a call whose pages are read where they lie; None if keys must be gathered."""
     q, k_pages, v_pages = operands
@@ -291,4 +302,4 @@ def _in_place(
         return call
 
     with np.errstate(all="ignore"):
-        return attend_sequences((q, k, v), position, given, sequences, call_of_all, None, return_lse, scales)
+        return attend_sequences((q, k, v), position, given, sequences, call_of_all, None, return_lse, scales, form)

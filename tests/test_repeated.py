@@ -27,6 +27,7 @@ def known(monkeypatch):
     """The forms that are known, none at first."""
     found = {}
     monkeypatch.setattr(repeated, "_known", found)
+    monkeypatch.setattr(repeated, "_steps", {})
     return found
 
 

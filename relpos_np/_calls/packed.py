@@ -301,14 +301,24 @@ class PackedCall:
             found[part.vectors(part.queries)] = np.clip(own_rule.ranges(here), 0, k_len)
         return found
 
-    def on_host(self, compute: Callable[..., Any], out: Array | None, return_lse: bool, return_bound: bool) -> Any:
-        """`relpos_np.attention` in one launch where kernels can, else part by part; also bounds, if they are wanted."""
+    def on_host(
+        self,
+        compute: Callable[..., Any],
+        out: Array | None,
+        return_lse: bool,
+        return_bound: bool,
+        form: Hashable | None,
+    ) -> Any:
+        """`relpos_np.attention` in one launch where kernels can, else part by part; also bounds, if they are wanted.
+
+        `form`: of the call, as it was given.
+        """
         sequences = None if return_bound else self.sequences()
         if sequences is not None:
             if out is not None:
                 self._checked_out(out)
             operands, of_all = (self.q, self.k, self.v), partial(self.at_once, "attention", sequences)
-            return attend_sequences(operands, self.position, self.given, sequences, of_all, out, return_lse)
+            return attend_sequences(operands, self.position, self.given, sequences, of_all, out, return_lse, step=form)
         result = self._checked_out(out)
         if return_bound:
             return self._bounded(compute, return_lse, result)
@@ -399,15 +409,16 @@ def attend_sequences(
     out: Array | None,
     return_lse: bool,
     scales: SequenceABC[Array] = (),
+    step: Hashable | None = None,
 ) -> Any:
     """Output and, if it is wanted, log-sum-exp of all sequences in one launch; None if `call_of_all` makes no call.
 
-    `scales`: of keys and values that are codes.
+    `scales`: of keys and values that are codes. `step`: the form of the call, places included, if it may come again.
     """
     moved = "segments", "offset", "key_lengths"
     own = {name: x for name, x in given.items() if x is not DEFAULTS[name] and name not in moved}
     form = repeated.form_of_sequences(*operands, position, own, sequences, coded=bool(scales))
-    return attend_form(form, operands, position, sequences, call_of_all, out, return_lse, scales)
+    return attend_form(form, operands, position, sequences, call_of_all, out, return_lse, scales, step)
 
 
 def attend_form(
@@ -419,12 +430,16 @@ def attend_form(
     out: Array | None,
     return_lse: bool,
     scales: SequenceABC[Array] = (),
+    step: Hashable | None = None,
 ) -> Any:
     """The results of a call of this form, if it has any: by what is known of that, else of a new call."""
     ready = None if form is None else repeated.known(form)
     if ready is not None:
-        read = (*operands, *scales, position)
-        return ready.run(operands, sequences, out, read, return_lse=return_lse, scales=scales)
+        ready = ready if sequences is None else ready.of(sequences)
+        results = ready.run(operands, None, out, (*operands, *scales, position), return_lse=return_lse, scales=scales)
+        if step is not None and sequences is not None:
+            repeated.keep_step(step, ready, sequences)
+        return results
     call = new_call()
     if call is None:
         return None

@@ -42,17 +42,23 @@ class Ready:
         self.fits, self.takes_lengths = planned.fits, planned.takes_lengths
         self.nbytes = sum([x.nbytes for x in planned.kept])
 
+    def of(self, sequences: Sequences) -> Ready:
+        """What calls begin with whose sequences stand where these do."""
+        found = copy.copy(self)
+        found._planned = self._planned.of(sequences)
+        return found
+
     def run(
         self,
         operands: tuple[Array, Array, Array],
-        lengths: Array | Sequences | None,
+        lengths: Array | None,
         out: Array | None,
         read: Sequence[Any],
         *,
         return_lse: bool,
         scales: Sequence[Array] = (),
     ) -> Array | tuple[Array, Array]:
-        """The results of a call; `lengths`: of keys, or where items stand; `read`: what `out` may not overlap.
+        """The results of a call; `lengths`: of keys; `read`: what `out` may not overlap.
 
         `scales`: of keys and values that are codes.
         """
@@ -195,8 +201,9 @@ class PreparedAttention:
         self._batch, self._k_len = problem.batch, problem.site.k_len
         # What each call of the kernels begins with, without lengths of keys and with them.
         self._ready: dict[bool, Ready | None] = {False: None, True: None}
-        # And where each item has an offset of its own.
+        # And where each item has an offset of its own; the same for the places of the last call.
         self._items: Ready | None = None
+        self._step: tuple[Any, Ready] | None = None
         if options["backend"] != "numba":
             return
         shape = problem.out_shape[1:] if flat else problem.out_shape
@@ -294,15 +301,21 @@ class PreparedAttention:
         lengths = None
         if ready is not None and key_lengths is not None:
             lengths = check.lengths_of_keys(key_lengths, self._batch, self._k_len)
-        places: Array | Sequences | None = lengths
         if ready is not None and ready is self._items:
-            places = self._sequences(options["offset"], lengths)
-            ready = None if places is None else ready
+            places, lengths = self._sequences(options["offset"], lengths), None
+            ready = None if places is None else self._planned(ready, places)
         if ready is None or memory.limit() is not None or not ready.fits():
             given = {"key_lengths": key_lengths, "return_lse": return_lse, "out": out, **options}
             found: Array | tuple[Array, Array] = self._attention(q, k, v, position=self._position, **given)
             return found
-        return ready.run(operands, places, out, operands, return_lse=return_lse)
+        return ready.run(operands, lengths, out, operands, return_lse=return_lse)
+
+    def _planned(self, items: Ready, places: Sequences) -> Ready:
+        """What a call begins with whose items stand there."""
+        known, step = self._step, (places.has_ends, places.numbers.tobytes())
+        if known is None or known[0] != step:
+            self._step = known = step, items.of(places)
+        return known[1]
 
     def _sequences(self, offset: Any, lengths: Array | None) -> Sequences | None:
         """Where items stand; None where `attention` says what is wrong, or one stands beyond what was prepared."""

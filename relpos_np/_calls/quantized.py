@@ -103,7 +103,7 @@ def _in_place(
 
         found = attend_sequences(codes, position, given, sequences, of_all, out, return_lse, scales)
         return found
-    form = repeated.form(*codes, position, given, coded=True)
+    form = None if check.per_item(given["key_lengths"]) else repeated.form(*codes, position, given, coded=True)
 
     def alone() -> Call | None:
         return decoding(Call("attention", operands, position, given))

@@ -4,7 +4,8 @@ All that decides how a call is done, but for the numbers in q, k and v, is its f
 was chosen for the process, and what its schemes hold, byte for byte, so that a table whose numbers were changed in
 place makes another form. A form that is met again is prepared as by `relpos_np.prepare`; later calls take that way,
 which gives the same bits, and beside their kernel do little more than find their form. Where a call has many sequences,
-their lengths are no part of its form, nor is how many rows all of them have.
+their lengths are no part of its form, nor is how many rows all of them have. The layers of a model make such calls one
+after the other with the same sequences: a step, which is found by all that was given, lengths included.
 """
 
 from __future__ import annotations
@@ -26,12 +27,18 @@ from relpos_np.schemes.registry import is_registered
 # Entries at most. Bytes of queries, of an array and of a map in a form, and of all that is kept for it: with more, the
 # call takes long anyway. Bytes of all that is kept.
 MOST, QUERY_BYTES, FORM_BYTES, MAP_BYTES, KEPT_BYTES, ALL_BYTES = 512, 1 << 23, 1 << 16, 1 << 18, 1 << 24, 1 << 26
+# Steps at most, and sequences of one, of which each takes a KiB.
+STEPS, SEQUENCES = 16, 1 << 11
 # Bytes that are hashed at once, and of a longer array.
 _HASHED, _SAMPLE = 1 << 12, 1 << 8
 # What nobody can change in place.
 _PLAIN = frozenset({type(None), bool, int, float, str})
+# Options that say where sequences are.
+_PLACES = frozenset({"segments", "offset", "key_lengths", "block_table"})
 # What is ready for a form. By the hash of a form: False if one was met, None if nothing can be ready for it.
 _known: dict[Hashable, Ready | Literal[False] | None] = {}
+# What is ready for the last steps.
+_steps: dict[Hashable, Ready] = {}
 
 
 class _Bytes:
@@ -56,7 +63,7 @@ def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], *, c
     """
     if not (type(q) is type(k) is type(v) is np.ndarray and q.flags.aligned and k.flags.aligned and v.flags.aligned):
         return None
-    if q.nbytes > QUERY_BYTES:
+    if q.nbytes > QUERY_BYTES and options.get("segments") is None:
         return None
     found: list[Hashable] = [coded]
     for x in (q, k, v):
@@ -86,7 +93,7 @@ def form_of_sequences(
 
 def _with_options(found: list[Hashable], position: Any, options: Mapping[str, Any]) -> Hashable | None:
     for name, value in options.items():
-        own = None if isinstance(value, np.ndarray) else _of(value)
+        own = None if isinstance(value, np.ndarray) and name not in _PLACES else _of(value)
         if own is None:
             return None
         found += name, own
@@ -132,8 +139,8 @@ def _of_map(index: IndexMap) -> Hashable | None:
 
 
 def known(given: Hashable) -> Ready | None:
-    """What is ready for calls of a form."""
-    found = _known.get(given)
+    """What is ready for calls of a form, or for the next layer of a step."""
+    found = _known.get(given) or _steps.get(given)
     return found if found and found.fits() else None
 
 
@@ -153,6 +160,14 @@ def keep(given: Hashable, schemes: tuple[Scheme, ...], ready: Callable[[tuple[Sc
         if size + sum([x.nbytes for x in list(_known.values()) if x]) > ALL_BYTES:
             _known.clear()
         _add(given, made)
+
+
+def keep_step(given: Hashable, ready: Ready, sequences: Sequences) -> None:
+    """Remember what a call of these sequences has left, in place of what has been longest there."""
+    if len(sequences) <= SEQUENCES:
+        _steps[given] = ready
+        for oldest in list(_steps)[:-STEPS]:
+            _steps.pop(oldest, None)
 
 
 def _add(key: Hashable, value: Ready | Literal[False]) -> None:

@@ -153,6 +153,14 @@ class Layout:
         return found
 
 
+def _addresses(read: Operands, out: Array | None, lse: Array | None) -> dict[str, int]:
+    """Where operands and results lie."""
+    found = {name: address_of(x) for name, x in zip("qkv", read, strict=True)}
+    if out is not None:
+        found["out"], found["lse"] = address_of(out), 0 if lse is None else address_of(lse)
+    return found
+
+
 class Records:
     """A record for each sequence, and the arrays that these name.
 
@@ -164,12 +172,13 @@ class Records:
         self, layout: Layout, sequences: Sequences, read: Operands, out: Array | None = None, lse: Array | None = None
     ) -> None:
         self.layout, self.call, self.sequences = layout, layout.call, sequences
-        self.at, self.item, self.read = layout.at, self.call.dtype.itemsize, read
+        self.at, self.item, self.q_rows = layout.at, self.call.dtype.itemsize, read[0].shape[-2]
         self.kept: list[Array] = []
         # One batch item each, whose arrays begin where the record says.
         self.batches = np.zeros((len(sequences), len(BATCH_ROWS)), np.int64)
         self.batches[:, KEY_END] = sequences.k_end
-        self.records = layout.records(sequences, self._addresses(out, lse))
+        self._named = _addresses(read, out, lse)
+        self.records = layout.records(sequences, self._named | self._of_all())
         self._place_each("batches", self.batches)
         for name in layout.uneven:
             x = self.call.grad_out if name == "grad_out" else read["qkv".index(name)]
@@ -182,11 +191,9 @@ class Records:
         if self.call.values is not None:
             self.place_table("values", self.call.values)
 
-    def _addresses(self, out: Array | None, lse: Array | None) -> dict[str, int]:
-        """Where operands and results lie, and what else differs between calls of one layout."""
-        found = {name: address_of(x) for name, x in zip("qkv", self.read, strict=True)}
-        if out is not None:
-            found["out"], found["lse"] = address_of(out), 0 if lse is None else address_of(lse)
+    def _of_all(self) -> dict[str, int]:
+        """Where that lies which all sequences share, and calls of one layout do not."""
+        found = {}
         if self.sequences.pages is not None:
             found["pages"] = self.keep(self.sequences.pages.table)
         if self.windowed and not self.call.fields["bias_row"]:
@@ -194,6 +201,13 @@ class Records:
             row = self.keep(_cut_off(self.call.dtype, longest, TARGET.panel(self.item)))
             found["bias"] = row + longest * self.item
         return found
+
+    def move(self, read: Operands, out: Array, lse: Array | None) -> None:
+        """Name other operands and results, which lie as those do that were named."""
+        now = _addresses(read, out, lse)
+        for name, address in now.items():
+            self.add(name, address - self._named[name])
+        self._named = now
 
     def keep(self, x: Array) -> int:
         """Keep an array alive and return its address."""
@@ -217,7 +231,7 @@ class Records:
     def rows(self) -> Int64:
         """The first row of each sequence among those of all heads and items."""
         s = self.sequences
-        found: Int64 = s.item * (self.call.site.heads * self.read[0].shape[-2]) + s.q_start
+        found: Int64 = s.item * (self.call.site.heads * self.q_rows) + s.q_start
         return found
 
     def _place_each(self, name: str, x: Array) -> None:

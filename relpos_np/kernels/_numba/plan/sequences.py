@@ -147,12 +147,12 @@ class _Template:
         self._last: tuple[Any, Layout] | None = None
 
     def run(self, sequences: Sequences, out: Array, lse: Array | None, met: int) -> None:
-        """Attend sequences of the call that this is made for; `met`: as `_Group.run` wants it."""
+        """Attend sequences of the call that this is made for; `met`: as `_Group.run` has it."""
         assert self.call.read is not None
-        group = _Group(self, sequences, out, lse, self.call.read)
+        group = _Group(self, sequences, self.call.read, out, lse)
         if self.call.problem.scales:
             group.place_scales(self.call.problem.scales, self.call.read[1:])
-        group.run(met)
+        group.run(out, lse, met)
 
     def layout(self, read: Operands, pages: Pages | None, *, has_lse: bool) -> Layout:
         """Of records for operands that lie as these do."""
@@ -173,16 +173,21 @@ class _Group(Records):
         self,
         template: _Template,
         sequences: Sequences,
+        read: Operands,
         out: Array,
         lse: Array | None,
-        read: Operands,
     ) -> None:
-        self.template, self.kind, self.out, self.lse = template, template.kind, out, lse
+        self.template, self.kind = template, template.kind
         layout = template.layout(read, sequences.pages, has_lse=lse is not None)
         super().__init__(layout, sequences, read, out, lse)
         decoding = self.kind == "decoding"
-        self.pieces, self.flops, self.workspace = self._divide_keys() if decoding else self._divide_queries()
-        self.set("stop", self.pieces)
+        self.pieces, flops, self.workspace = self._divide_keys(read[1]) if decoding else self._divide_queries()
+        self.size = float(flops.sum())
+        self.threads = 1 if self.size < 1.0 else min(self.call.threads, int(self.pieces.sum()))
+        serial = SERIAL_DECODE_FLOPS if decoding else launcher.SERIAL_FLOPS
+        most = self.threads * launcher.call_flops(self.item) / serial
+        self.calls = in_calls(self.pieces, flops, self.records[:, self.at["run"]], most)
+        self.parted = self._parted() if decoding else []
 
     def _divide_queries(self) -> tuple[Int64, Array, int]:
         """Pieces and operations of each sequence, and bytes of a workspace: blocks of queries."""
@@ -199,12 +204,11 @@ class _Group(Records):
         flops = pair_flops(call) * pieces * rows * np.minimum(s.k_len, f["left"] + f["right"] + rows)
         return pieces, flops / launcher.SERIAL_FLOPS, block_workspace(call, int(rows.max()))
 
-    def _divide_keys(self) -> tuple[Int64, Array, int]:
+    def _divide_keys(self, k: Array) -> tuple[Int64, Array, int]:
         """The same of ranges of keys."""
         call, s, f = self.call, self.sequences, self.call.fields
         self.parts = key_parts(s.k_len)
         kv_heads = call.site.heads // f["k_group"]
-        k = self.read[1]
         beside = heads_beside(k.strides[-3], k.strides[-2], kv_heads)
         together = heads_together(beside, kv_heads * int(self.parts.sum()), call.threads)
         self.set("parts", self.parts)
@@ -214,45 +218,45 @@ class _Group(Records):
         workspace = decode_workspace(f["depth"], call.site.v_dim, f["turn"], self.item, together)
         return pieces, flops, workspace
 
-    def run(self, met: int) -> None:
-        """Do all of it; `met`: where to say which kinds of rows there are, or 0."""
-        self.set("ends", met)
-        size = float(self.flops.sum())
-        threads = 1 if size < 1.0 else min(self.call.threads, int(self.pieces.sum()))
-        parts = self._partial() if self.kind == "decoding" else []
-        serial = SERIAL_DECODE_FLOPS if self.kind == "decoding" else launcher.SERIAL_FLOPS
-        most = threads * launcher.call_flops(self.item) / serial
-        calls = in_calls(self.pieces, self.flops, self.records[:, self.at["run"]], most)
-        launcher.run_linked(self.template.kernel, self.records, calls, threads, self.workspace, size)
-        for rows, sums in parts:
-            self._merge(rows, sums)
-
-    def _partial(self) -> list[tuple[Array, Array]]:
-        """For every number of parts the rows of sequences with several, and where these leave their sums."""
-        s, site, found = self.sequences, self.call.site, []
+    def _parted(self) -> list[tuple[Int64, int, Int64]]:
+        """For every number of parts above 1: its sequences, that number, and the rows of each of them."""
+        s, heads, found = self.sequences, self.call.site.heads, []
         for parts in set(self.parts.tolist()) - {1}:
             which = np.flatnonzero(self.parts == parts)
-            counts = site.heads * s.q_len[which]
-            ends = np.cumsum(counts)
-            sums = np.empty((int(ends[-1]), parts, 2 + site.v_dim), self.call.dtype)
-            self.records[which, self.at["partial"]] = address_of(sums) + (ends - counts) * sums.strides[0]
             rows = [
-                (np.arange(site.heads)[:, None] + item * site.heads) * self.out.shape[-2]
-                + np.arange(start, start + length)
+                (np.arange(heads)[:, None] + item * heads) * self.q_rows + np.arange(start, start + length)
                 for item, start, length in zip(s.item[which], s.q_start[which], s.q_len[which], strict=True)
             ]
-            found.append((np.concatenate([own.ravel() for own in rows]), sums))
+            found.append((which, parts, np.concatenate([own.ravel() for own in rows])))
         return found
 
-    def _merge(self, rows: Array, sums: Array) -> None:
+    def run(self, out: Array, lse: Array | None, met: int) -> None:
+        """Do all of it, into the results that records name; `met`: where to say which kinds of rows there are, or 0."""
+        self.set("ends", met)
+        self.set("counter", 0)
+        self.set("stop", self.pieces)
+        sums = [self._partial(which, parts) for which, parts, _ in self.parted]
+        launcher.run_linked(self.template.kernel, self.records, self.calls, self.threads, self.workspace, self.size)
+        for (_, _, rows), own in zip(self.parted, sums, strict=True):
+            self._merge(rows, own, out, lse)
+
+    def _partial(self, which: Int64, parts: int) -> Array:
+        """Where some sequences leave the sums of so many parts."""
+        counts = self.call.site.heads * self.sequences.q_len[which]
+        ends = np.cumsum(counts)
+        sums = np.empty((int(ends[-1]), parts, 2 + self.call.site.v_dim), self.call.dtype)
+        self.records[which, self.at["partial"]] = address_of(sums) + (ends - counts) * sums.strides[0]
+        return sums
+
+    def _merge(self, rows: Int64, sums: Array, into: Array, into_lse: Array | None) -> None:
         """Combine the parts of some rows."""
-        out = np.empty((len(rows), self.out.shape[-1]), self.out.dtype)
-        lse = None if self.lse is None else np.empty(len(rows), self.lse.dtype)
+        out = np.empty((len(rows), into.shape[-1]), into.dtype)
+        lse = None if into_lse is None else np.empty(len(rows), into_lse.dtype)
         ends.see(sums[..., 0].max(axis=1))
         merge(sums, out, lse, self.template.unit)
-        self.out.reshape(-1, out.shape[-1])[rows] = out
-        if self.lse is not None and lse is not None:
-            self.lse.reshape(-1)[rows] = lse
+        into.reshape(-1, out.shape[-1])[rows] = out
+        if into_lse is not None and lse is not None:
+            into_lse.reshape(-1)[rows] = lse
 
 
 class PreparedSequences:
@@ -283,43 +287,75 @@ class PreparedSequences:
         """Whether a call may still use the threads that the plan is for."""
         return launcher.available_threads() == self.threads
 
+    def of(self, sequences: Sequences) -> PlannedSequences:
+        """Calls whose sequences stand where these do."""
+        return PlannedSequences(self, sequences)
+
+    def problem(self, read: SequenceABC[Array], sequences: Sequences, scales: SequenceABC[Array]) -> Problem:
+        """The call of these operands."""
+        q, k, v = _rows(read, sequences)
+        given = tuple(scales) or None
+        return replace(self.common.problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences, scales=given)
+
+    def groups(
+        self, read: Operands, sequences: Sequences, scales: SequenceABC[Array], out: Array, lse: Array | None
+    ) -> tuple[list[_Group], bool]:
+        """The call of these operands, and whether it holds none of them."""
+        found, lasts = [], True
+        for way, own in _ways(self.common, sequences):
+            template = self.templates.get(way)
+            if template is None:
+                problem, lasts = self.problem(read, sequences, scales), False
+                template = _Template(Call(problem, self.common.terms, self.threads, skewed=()), way, out, lse, LOG2)
+            found.append(_Group(template, own, read, out, lse))
+        return found, lasts
+
+
+class PlannedSequences:
+    """Calls whose sequences stand at the same places, such as those of one layer after the other.
+
+    What kernels read of a call is written for the first of them; later ones have their operands elsewhere.
+    """
+
+    def __init__(self, prepared: PreparedSequences, sequences: Sequences) -> None:
+        self._prepared, self._sequences, self.fits = prepared, sequences, prepared.fits
+        # What the last call leaves for the next one, with log-sum-exps and without. Who makes a call takes it.
+        self._left: dict[bool, list[_Group]] = {}
+
     def run(
         self,
         operands: tuple[Array, Array, Array],
-        sequences: Sequences | None,
+        _: None,
         out: Array,
         lse: Array | None,
         vectors: SequenceABC[Array] = (),
         scales: SequenceABC[Array] = (),
     ) -> None:
-        """Fill `out` and `lse`, both C-contiguous, where sequences stand as `sequences` says."""
-        assert sequences is not None
+        """Fill `out` and `lse`, both C-contiguous."""
         assert not vectors
+        prepared, sequences = self._prepared, self._sequences
         # They may have more rows or fewer than those that were planned with. Pages are those of all items.
         count = 3 if sequences.pages is None else 1
-        read = [
+        q, k, v = (
             broadcast(x if x.ndim > 2 else x[None], (*own.shape[:-2], *x.shape[-2:])) if n < count else x
-            for n, (x, own) in enumerate(zip(operands, self.common.problem.stored, strict=True))
-        ]
-        met, terms = ends.watch(), self.common.terms
-        for way, own in _ways(self.common, sequences):
-            template = self.templates.get(way)
-            if template is None:
-                common = Call(self._problem(read, sequences, scales), terms, self.threads, skewed=())
-                _Template(common, way, out, lse, LOG2).run(own, out, lse, met)
-            else:
-                group = _Group(template, own, out, lse, (read[0], read[1], read[2]))
-                if scales:
-                    group.place_scales(scales, _rows(read, sequences)[1:])
-                group.run(met)
+            for n, (x, own) in enumerate(zip(operands, prepared.common.problem.stored, strict=True))
+        )
+        read, has_lse, met = (q, k, v), lse is not None, ends.watch()
+        groups, lasts = self._left.pop(has_lse, None), True
+        if groups is None:
+            groups, lasts = prepared.groups(read, sequences, scales, out, lse)
+        else:
+            for group in groups:
+                group.move(read, out, lse)
+        for group in groups:
+            if scales:
+                group.place_scales(scales, _rows(read, sequences)[1:])
+            group.run(out, lse, met)
+        # Scales are among what records keep.
+        if lasts and not scales:
+            self._left[has_lse] = groups
         if ends.met():
-            ends.mend(attention, self._problem(read, sequences, scales), terms, out, lse, LOG2)
-
-    def _problem(self, read: SequenceABC[Array], sequences: Sequences, scales: SequenceABC[Array]) -> Problem:
-        """The call of these operands."""
-        q, k, v = _rows(read, sequences)
-        problem, given = self.common.problem, tuple(scales) or None
-        return replace(problem, stored_q=q, stored_k=k, stored_v=v, sequences=sequences, scales=given)
+            ends.mend(attention, prepared.problem(read, sequences, scales), prepared.common.terms, out, lse, LOG2)
 
 
 def _rows(read: SequenceABC[Array], sequences: Sequences) -> SequenceABC[Array]:
